@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from transom_worker.kvcache.arena import FREE
+from transom_worker.kvcache.bounded_retention import BoundedRetention
 from transom_worker.kvcache.events import KvUpdate
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
@@ -156,7 +157,9 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
     check_tree(cache)
     for group, pool in enumerate(cache.pools):
         tables = [sequence.tables[group] for sequence in sequences]
-        references = Counter(block for table in tables for block in table.sink_blocks + table.run)
+        references = Counter(
+            block for table in tables for block in (*table.sink_blocks, *table.run, *table.aside.values())
+        )
         assert {b: n for b, n in enumerate(pool.refs) if n} == dict(references)
         pinned = [block for block, count in enumerate(pool.pins) if count and not pool.refs[block]]
         cached = [*pinned, *pool.evictable]
@@ -181,8 +184,11 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
         assert set(cached) <= set(pool.published)
         for sequence, table in zip(sequences, tables, strict=True):
             assert len(set(table.sink_blocks + table.run)) == len(table.sink_blocks + table.run)
-            if sequence.processed >= sequence.repair_until:
-                live = live_blocks(pool_spec(cache, group), sequence.processed)
+            retention = sequence.retentions[group]
+            if isinstance(retention, BoundedRetention):
+                assert len(table.sink_blocks) + len(table.run) <= retention.max_blocks
+            elif sequence.processed >= sequence.repair_until:
+                live = live_blocks(retention.spec, sequence.processed)
                 assert all(table.at(logical) is not None for logical in live)
     assert cache.arena.num_free == cache.arena.owner.count(FREE)
 
@@ -212,8 +218,8 @@ def check_tree(cache: KvCache) -> None:
         assert node.windows is None or len(node.windows) == len(node.retentions.sliding_groups)
         for (group, _), digests in zip(node.retentions.sliding_groups, node.windows or (), strict=False):
             holds[group].update(digests)
-            live = live_blocks(pool_spec(cache, group), node.boundary * cache.block_size)
-            pinned = pool_spec(cache, group).num_sink_blocks
+            live = live_blocks(node.retentions.specs[group], node.boundary * cache.block_size)
+            pinned = node.retentions.specs[group].num_sink_blocks
             assert {chain[block] for block in live if block >= pinned} <= set(digests) <= set(chain[pinned:])
             assert len(set(digests)) == len(digests)
     assert owned == tree.owner
@@ -229,7 +235,3 @@ def check_tree(cache: KvCache) -> None:
     assert {id(node): node.locks for node in nodes if node.locks} == dict(locks)
     current = Counter(node.kind.value for node in nodes if node.windows is not None)
     assert +Counter(cache.stats().checkpoints.current) == current
-
-
-def pool_spec(cache: KvCache, group: int) -> GroupSpec:
-    return cache.layout.groups[group].spec

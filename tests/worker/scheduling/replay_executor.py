@@ -21,10 +21,10 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from transom_worker.contract import Logprob, LogprobTable, TokenLogprobs
+from transom_worker.contract import Logprob, LogprobTable, TokenLogprobs, WindowPolicy
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.scheduling.step import NO_ID, NewSequence, StepPlan, StepResult
+from transom_worker.scheduling.step import NO_ID, WHOLE_TABLE, NewSequence, PolicyQuality, StepPlan, StepResult
 
 VOCAB_SIZE = 50
 WRONG = b"wrong"
@@ -35,31 +35,70 @@ Content = tuple[int, dict[int, bytes]]  # position, tag by layer
 
 @dataclass
 class RankTable:
-    """One sequence's block table in one group: sink blocks, then a run of logical blocks from `first_block` on."""
+    """One sequence's block table in one group: sink blocks, then a run, by ascending logical index.
 
-    sink_blocks: list[int] = field(default_factory=list)
-    run: list[int] = field(default_factory=list)
-    first_block: int = 0
+    `aside` has the blocks that left the table of a sequence whose policy is measured.
+    """
 
-    def at(self, logical: int, num_sink_blocks: int) -> int:
-        assert logical < num_sink_blocks or logical >= self.first_block
-        return self.sink_blocks[logical] if logical < num_sink_blocks else self.run[logical - self.first_block]
+    num_sink_blocks: int
+    keeps_aside: bool = False
+    blocks: dict[int, int] = field(default_factory=dict)  # logical -> id
+    aside: dict[int, int] = field(default_factory=dict)
+    end: int = 0  # one past the last logical block that there ever was
 
-    def replace(self, logical: int, block: int, num_sink_blocks: int) -> None:
-        self.at(logical, num_sink_blocks)  # fails if the logical block is not in the table
-        if logical < num_sink_blocks:
-            self.sink_blocks[logical] = block
-        else:
-            self.run[logical - self.first_block] = block
+    def apply(self, dropped: int, appended: list[int], first_block: int) -> None:
+        run = [logical for logical in self.blocks if logical >= self.num_sink_blocks]
+        assert dropped <= len(run)
+        for logical in run[:dropped]:
+            self.remove(logical)
+        begin = max(self.end, first_block) if self.end >= self.num_sink_blocks else self.end
+        for block in appended:
+            if begin == self.num_sink_blocks:
+                begin = max(begin, first_block)
+            self.blocks[begin] = block
+            begin += 1
+        self.end = max(self.end, begin)
+        run = [logical for logical in self.blocks if logical >= self.num_sink_blocks]
+        assert not run or run[0] >= first_block
+
+    def remove(self, logical: int) -> None:
+        block = self.blocks.pop(logical)
+        if self.keeps_aside:
+            self.aside[logical] = block
+
+    def replace(self, logical: int, block: int) -> None:
+        table = self.blocks if logical in self.blocks else self.aside
+        assert logical in table
+        table[logical] = block
 
 
 @dataclass
 class RankSequence:
-    """What the rank knows of one sequence; `tables` are by group."""
+    """What the rank knows of one sequence; `tables` and `specs` are by group."""
 
     new: NewSequence
     token_ids: list[int]
     tables: list[RankTable]
+    specs: list[GroupSpec]
+
+    @classmethod
+    def of(cls, new: NewSequence, specs: list[GroupSpec]) -> RankSequence:
+        policy = new.kv_policy
+        num_sinks = [spec.num_sink_blocks for spec in specs]
+        if policy is not None:
+            num_sinks = [-(-policy.sinks // spec.block_size) for spec in specs]
+            if isinstance(policy, WindowPolicy):
+                specs = [spec.with_window(sinks=policy.sinks, window=policy.window) for spec in specs]
+        tables = [RankTable(num, keeps_aside=new.kv_quality) for num in num_sinks]
+        return cls(new, list(new.token_ids), tables, specs)
+
+    def tags(self, end: int) -> list[bytes]:
+        """The right tag of each position below `end`: keys depend on the policy, and with a history on the sequence itself."""
+        policy = self.new.kv_policy
+        root = b"" if policy is None else policy.text.encode()
+        if policy is not None and policy.depends_on_history:
+            root += self.new.request_id.encode()
+        return _tags(root, self.token_ids[:end])
 
 
 def sampled_token(request_id: str, position: int) -> int:
@@ -83,6 +122,7 @@ class ReplayExecutor:
         self.num_repaired = 0  # tokens that window repairs computed again
         self.sequences: dict[int, RankSequence] = {}
         self.plans: deque[StepPlan] = deque()
+        self.kept: dict[str, dict[int, set[int]]] = {}  # request -> query -> logical blocks that it could read
         self.inputs: dict[str, dict[int, int]] = {}  # request -> position -> input token
         self._last_sampled: dict[int, int] = {}  # row of the step before -> sampled id
         self._last_step = -1
@@ -111,6 +151,7 @@ class ReplayExecutor:
             sequence = self.sequences[seq_id]
             self._append_input(plan, row, sequence)
             self._forward(plan, row, sequence)
+            self._policy(plan, row, sequence, result)
             self._prompt_logprobs(plan, row, sequence, result)
             if plan.sample[row]:
                 end = plan.start[row] + plan.count[row]
@@ -127,25 +168,21 @@ class ReplayExecutor:
             self.sequences.pop(seq_id, None)
         for new in plan.new_sequences:
             assert new.seq_id not in self.sequences
-            self.sequences[new.seq_id] = RankSequence(new, list(new.token_ids), [RankTable() for _ in self.specs])
+            self.sequences[new.seq_id] = RankSequence.of(new, self.specs)
         keys = list(zip(plan.delta_seq, plan.delta_group, strict=True))
         assert len(set(keys)) == len(keys)
         for d, (seq_id, group) in enumerate(keys):
-            table = self.sequences[seq_id].tables[group]
             blocks = plan.delta_blocks[plan.delta_offset[d] : plan.delta_offset[d + 1]]
-            assert plan.delta_dropped[d] <= len(table.run)
-            del table.run[: plan.delta_dropped[d]]
-            missing = self.specs[group].num_sink_blocks - len(table.sink_blocks)
-            table.sink_blocks += blocks[:missing]
-            table.run += blocks[missing:]
-            table.first_block = plan.delta_first_block[d]
+            self.sequences[seq_id].tables[group].apply(plan.delta_dropped[d], blocks, plan.delta_first_block[d])
+        for seq_id, group, logical in zip(plan.removed_seq, plan.removed_group, plan.removed_logical, strict=True):
+            self.sequences[seq_id].tables[group].remove(logical)
         self._move(plan)
         self._copy(plan)
 
     def _move(self, plan: StepPlan) -> None:
         moves = zip(plan.moved_seq, plan.moved_group, plan.moved_logical, plan.moved_block, strict=True)
         for seq_id, group, logical, block in moves:
-            self.sequences[seq_id].tables[group].replace(logical, block, self.specs[group].num_sink_blocks)
+            self.sequences[seq_id].tables[group].replace(logical, block)
 
     def _copy(self, plan: StepPlan) -> None:
         """Copy blocks in the plan's order; afterwards a target has the contents of its source and nothing else."""
@@ -181,7 +218,7 @@ class ReplayExecutor:
 
     def _forward(self, plan: StepPlan, row: int, sequence: RankSequence) -> None:
         start, end = plan.start[row], plan.start[row] + plan.count[row]
-        tags = _tags(sequence.token_ids[:end])
+        tags = sequence.tags(end)
         repairs = any(bounds[row] for bounds in plan.attend_from)
         exact_from = max(bounds[row] for bounds in plan.write_from)  # the repair's end: outputs below it do not count
         assert repairs or exact_from == start
@@ -217,12 +254,14 @@ class ReplayExecutor:
     ) -> bool:
         """Return whether a query reads all keys that it should, and no WRONG one. Fails if it reads a key of another prefix."""
         right = True
-        spec = self.specs[group]
+        spec = sequence.specs[group]
         own = () if spec.kind in ENTRY_KINDS else ((query, query + 1),)
         for begin, stop in (*spec.live(query), *own):
             for position in range(begin, stop):
                 if spec.sinks <= position < attend_from:
                     right = False
+                    continue
+                if _left_by_history(sequence, group, position):
                     continue
                 found, by_layer = self.slab[group][self._slot(group, sequence, position)]
                 assert found == position
@@ -232,9 +271,36 @@ class ReplayExecutor:
 
     def _slot(self, group: int, sequence: RankSequence, position: int) -> tuple[int, int]:
         """Return where a position lies in the slab: (block id, offset in the block)."""
-        spec = self.specs[group]
-        block = sequence.tables[group].at(position // spec.block_size, spec.num_sink_blocks)
-        return block, position % spec.block_size
+        block_size = self.specs[group].block_size
+        return sequence.tables[group].blocks[position // block_size], position % block_size
+
+    def _policy(self, plan: StepPlan, row: int, sequence: RankSequence, result: StepResult) -> None:
+        """Check what the plan says of a row with a KV policy, and report its attention mass and its quality."""
+        policy, end = sequence.new.kv_policy, plan.start[row] + plan.count[row]
+        if policy is None:
+            assert not plan.row_window or plan.row_window[row] == plan.measure[row] == 0
+            return
+        (table,), block_size = sequence.tables, self.specs[0].block_size
+        assert plan.row_sinks[row] == policy.sinks
+        assert plan.row_window[row] == (policy.window if isinstance(policy, WindowPolicy) else WHOLE_TABLE)
+        assert plan.wants_mass[row] == policy.depends_on_history
+        if policy.depends_on_history:
+            self.kept.setdefault(sequence.new.request_id, {}).update(
+                {query: set(table.blocks) for query in range(plan.start[row], end)}
+            )
+            tags = sequence.tags(end)
+            result.attention_mass[row] = [
+                sum(block_mass(tags[query], b) for query in range(plan.start[row], end) if b * block_size <= query)
+                for b in table.blocks
+            ]
+        if plan.measure[row]:
+            assert plan.count[row] == 1
+            everything, tags = table.blocks | table.aside, sequence.tags(end)
+            for position in range(end):
+                found, by_layer = self.slab[0][everything[position // block_size], position % block_size]
+                assert found == position
+                assert set(by_layer.values()) == {tags[position]}
+            result.quality[row] = PolicyQuality(0.5, True, 0.25)
 
     def _prompt_logprobs(self, plan: StepPlan, row: int, sequence: RankSequence, result: StepResult) -> None:
         end = min(plan.start[row] + plan.count[row], sequence.new.num_prompt_tokens - 1)
@@ -252,9 +318,22 @@ def _written(spec: GroupSpec, position: int) -> range:
     return range(position + 1 - spec.ratio if (position + 1) % spec.ratio == 0 else position + 1, position + 1)
 
 
-def _tags(token_ids: list[int]) -> list[bytes]:
+def block_mass(tag: bytes, logical: int) -> float:
+    """The attention that a query with this tag pays to a block: an invention that every sum of is exact."""
+    return hashlib.sha256(tag + logical.to_bytes(4, "little")).digest()[0] % 16 / 64
+
+
+def _left_by_history(sequence: RankSequence, group: int, position: int) -> bool:
+    """Whether a policy that depends on history may have removed the position's block."""
+    policy = sequence.new.kv_policy
+    if policy is None or not policy.depends_on_history:
+        return False
+    return position // sequence.specs[group].block_size not in sequence.tables[group].blocks
+
+
+def _tags(root: bytes, token_ids: list[int]) -> list[bytes]:
     """Return the right tag of each position."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(root)
     tags = []
     for token in token_ids:
         digest.update(token.to_bytes(4, "little"))

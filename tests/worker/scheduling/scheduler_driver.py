@@ -14,6 +14,7 @@ from transom_worker.contract import Request, SamplingParams
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.prompt_pace import PromptPace
+from transom_worker.scheduling.request_validation import stream_limit
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
 
@@ -122,7 +123,8 @@ class Driver:
         tokens.append(output.token_id)
         self.outputs[name].append(output)
         item = self.requests[name]
-        at_limit = len(tokens) == item.params.max_tokens or item.num_prompt_tokens + len(tokens) == self.max_model_len
+        longest = stream_limit(item, self.max_model_len)
+        at_limit = len(tokens) == item.params.max_tokens or item.num_prompt_tokens + len(tokens) == longest
         assert output.at_limit == at_limit
         if at_limit or len(tokens) == self.stop_at.get(name):
             self.scheduler.finish(name)

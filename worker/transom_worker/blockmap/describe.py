@@ -68,7 +68,7 @@ def _users(scheduler: Scheduler, group: int, block: int) -> list[dict[str, Any]]
         blocks = sequence.blocks
         assert blocks is not None
         table = blocks.tables[group]
-        if block in table.run or block in table.sink_blocks:
+        if table.holds(block):
             users.append(
                 {
                     "id": sequence.seq_id,

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from transom_worker.blockmap.events import EventLog, MapEvent
+from transom_worker.kvcache.block_table import BlockTable
 from transom_worker.kvcache.cache_snapshot import CacheSnapshot, GroupCopy
 from transom_worker.kvcache.prefix_outcome import HIT, REPAIRED
-from transom_worker.kvcache.sequence import BlockTable
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 

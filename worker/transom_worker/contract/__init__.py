@@ -7,7 +7,14 @@ can **migrate** to another worker. Example: a worker is lost after 40 tokens of 
 another worker with these 40 tokens as `resumed_output_ids`, and that worker's first output event has position 40.
 """
 
-from transom_worker.contract.kv_policy import AdaptivePolicy, HeavyPolicy, KvPolicy, WindowPolicy
+from transom_worker.contract.kv_policy import (
+    AdaptivePolicy,
+    HeavyPolicy,
+    KvPolicy,
+    WindowPolicy,
+    check_kv_policy,
+    max_stream_len,
+)
 from transom_worker.contract.logprob_table import LogprobTable
 from transom_worker.contract.output import ErrorInfo, FinishReason, OutputEvent, Usage
 from transom_worker.contract.request import CONTRACT_VERSION, Request
@@ -34,4 +41,6 @@ __all__ = [
     "WorkerInfo",
     "WorkerLoad",
     "WorkerMessage",
+    "check_kv_policy",
+    "max_stream_len",
 ]

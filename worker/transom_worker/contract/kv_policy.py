@@ -22,6 +22,12 @@ from typing import ClassVar, Literal
 from transom_worker.errors import RequestError
 
 DEFAULT_SINKS = 4  # as many as attention sinks need, by the paper that named them (StreamingLLM)
+MAX_STREAM_TOKENS = 2**20
+"""The most tokens, prompt and output, of a request whose policy lets it run past the model's length.
+
+Rotation angles are float32 products of position and frequency: at this position an angle is off by 0.03 at most, and twice the
+position doubles that.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +40,7 @@ class WindowPolicy:
 
     type: ClassVar[Literal["window"]] = "window"
     depends_on_history: ClassVar[bool] = False
+    may_exceed_model_len: ClassVar[bool] = True  # no key is further from its query than the window, sinks apart
     sinks: int = DEFAULT_SINKS
     window: int
 
@@ -61,6 +68,7 @@ class AdaptivePolicy:
 
     type: ClassVar[Literal["adaptive"]] = "adaptive"
     depends_on_history: ClassVar[bool] = True
+    may_exceed_model_len: ClassVar[bool] = True
     sinks: int = DEFAULT_SINKS
     min_window: int
     max_window: int
@@ -102,6 +110,9 @@ class HeavyPolicy:
 
     type: ClassVar[Literal["heavy"]] = "heavy"
     depends_on_history: ClassVar[bool] = True
+    may_exceed_model_len: ClassVar[bool] = (
+        False  # a block that is kept may be as far from the query as the sequence is long
+    )
     sinks: int = DEFAULT_SINKS
     budget: int
 
@@ -116,6 +127,80 @@ class HeavyPolicy:
 
 
 KvPolicy = WindowPolicy | AdaptivePolicy | HeavyPolicy
+MIN_ADAPTIVE_BLOCKS = 2  # one that is kept, and one that is being filled
+MIN_HEAVY_BLOCKS = 3  # behind the sinks: one kept for its attention, the most recent one, and one that is being filled
+
+
+def check_kv_policy(
+    policy: KvPolicy | None, *, kv_quality: bool, block_size: int, max_model_len: int, obstacle: str
+) -> None:
+    """Check a request's policy against the model and its cache; `obstacle` says why the model takes no policy, empty if it does.
+
+    Raises:
+        RequestError: the model takes no policy, a size exceeds the model's length or is under the blocks that the policy needs,
+        or
+            `kv_quality` is set without a policy.
+    """
+    if policy is None:
+        if kv_quality:
+            raise RequestError(
+                "kv_quality compares a kv_policy with full attention, and the request has none; send a kv_policy, or leave it out.",
+                param="kv_quality",
+            )
+        return
+    if obstacle:
+        raise RequestError(
+            f"kv_policy {policy.type!r} needs a model whose layers all have full attention, and {obstacle}; leave it out, or send "
+            'kv_policy {"type": "full"}.',
+            param="kv_policy",
+        )
+    name, kept = _largest(policy)
+    if kept + (0 if isinstance(policy, HeavyPolicy) else policy.sinks) > max_model_len:
+        raise RequestError(
+            f"kv_policy.{name} is {kept} and kv_policy.sinks {policy.sinks}; together they may have up to "
+            f"{max_model_len} tokens, the model's length.",
+            param=f"kv_policy.{name}",
+        )
+    least = _least(policy, block_size)
+    if kept < least:
+        raise RequestError(
+            f"kv_policy.{name} is {kept}; with {policy.sinks} sinks and KV blocks of {block_size} tokens it must be "
+            f"at least {least}.",
+            param=f"kv_policy.{name}",
+        )
+
+
+def max_stream_len(policy: KvPolicy | None, *, kv_quality: bool, max_tokens: int | None, max_model_len: int) -> int:
+    """Return the most tokens, prompt and output, that a request with this policy may have.
+
+    More than the model's length only for a policy that allows it, and if the request says how long its output may be.
+    `kv_quality` compares with full attention, which ends at the model's length.
+    """
+    if policy is None or not policy.may_exceed_model_len or kv_quality or max_tokens is None:
+        return max_model_len
+    return max(max_model_len, MAX_STREAM_TOKENS)
+
+
+def _largest(policy: KvPolicy) -> tuple[str, int]:
+    """Return the field that bounds what the policy keeps, and its value in tokens; the sinks are inside a budget."""
+    match policy:
+        case WindowPolicy():
+            return "window", policy.window
+        case AdaptivePolicy():
+            return "max_window", policy.max_window
+        case HeavyPolicy():
+            return "budget", policy.budget
+
+
+def _least(policy: KvPolicy, block_size: int) -> int:
+    """Return the least value of the field that bounds what the policy keeps."""
+    match policy:
+        case WindowPolicy():
+            return 1
+        case AdaptivePolicy():
+            return MIN_ADAPTIVE_BLOCKS * block_size
+        case HeavyPolicy():
+            return (-(-policy.sinks // block_size) + MIN_HEAVY_BLOCKS) * block_size
 
 
 def _check_whole(name: str, value: object, least: int) -> None:

@@ -26,7 +26,7 @@ from transom_worker.engine.step_rates import StepRates
 from transom_worker.errors import EngineDead, OutOfMemory, RankLost, RequestTimeout, StepFailed, WorkerLost
 from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.scheduling.outputs import SequenceOutput
-from transom_worker.scheduling.request_validation import check_request, fit_model_len
+from transom_worker.scheduling.request_validation import check_request, fit_model_len, stream_limit
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
 from transom_worker.telemetry.engine_events import EngineEvents, EngineStepTimes
@@ -147,7 +147,7 @@ class Engine:
             request,
             self.tokenizer,
             eos_token_ids=self._eos_token_ids,
-            max_model_len=self.info.max_model_len,
+            max_model_len=stream_limit(request, self.info.max_model_len),
             arrival_s=arrival_s,
         )
         if running.finish_reason is not None:

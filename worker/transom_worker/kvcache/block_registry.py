@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from transom_worker.kvcache.block_table import BlockTable
 from transom_worker.kvcache.block_times import BlockTimes
 from transom_worker.kvcache.change_log import ChangeLog
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.prefix_index import PrefixIndex
-from transom_worker.kvcache.sequence import BlockTable
 from transom_worker.kvcache.stats import GroupStats
 from transom_worker.kvcache.tiers import DEVICE
 

@@ -71,7 +71,7 @@ class Compaction:
         self.num_moved += 1
         for blocks in self._running.values():
             table = blocks.tables[group]
-            if source in table.run or source in table.sink_blocks:
+            if table.holds(source):
                 table.replace(table.logical_of(source), target)
                 blocks.tables_changed = True
 

@@ -15,7 +15,7 @@ ranges' lower bounds never decrease as `n` grows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 Range = tuple[int, int]  # [start, end)
@@ -62,6 +62,10 @@ class GroupSpec:
             GroupKind.COMPRESSED,
             GroupKind.INDEXER,
         )
+
+    def with_window(self, *, sinks: int, window: int) -> GroupSpec:
+        """Return the group as it is for a sequence that keeps the first `sinks` tokens and a window of `window` alone."""
+        return replace(self, kind=GroupKind.SINKS_WINDOW, sinks=sinks, window=window)
 
     def live(self, n: int) -> tuple[Range, ...]:
         """Return the token ranges whose KV must be present to compute token `n`; empty ranges are left out."""

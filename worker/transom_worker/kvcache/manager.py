@@ -30,6 +30,8 @@ from transom_worker.kvcache.allocator import BlockAllocator
 from transom_worker.kvcache.arena import Arena
 from transom_worker.kvcache.block_copies import BlockCopy, CopyQueue
 from transom_worker.kvcache.block_registry import BlockRegistry
+from transom_worker.kvcache.block_table import GappedBlockTable
+from transom_worker.kvcache.bounded_retention import BoundedRetention
 from transom_worker.kvcache.cache_snapshot import CacheSnapshots
 from transom_worker.kvcache.capacity import Capacity
 from transom_worker.kvcache.checkpoints import Checkpoints
@@ -123,16 +125,20 @@ class KvCache:
         *,
         hit: PrefixHit | None = None,
         retentions: RetentionSet | None = None,
+        keeps_aside: bool = False,
     ) -> SequenceBlocks:
         """Start a sequence on the cached blocks of a hit (None: without any), and reference them.
 
         `retentions` are those of a sequence with a KV policy; its `chain` must have a root of its own (`hashing.chain_root`).
+        With `keeps_aside`, blocks that leave its tables keep their contents until the sequence is released.
 
         Where the hit needs a window repair (computing cached tokens again for sliding windows), sliding groups get only their
         sink blocks; the sequence computes their other blocks from `hit.start` on.
         """
         retentions = retentions or self.retentions
         blocks = SequenceBlocks.at(hit, chain, root, retentions, block_size=self.block_size)
+        blocks.keeps_aside = keeps_aside
+        blocks.is_private = any(isinstance(retention, BoundedRetention) for retention in retentions)
         for group, table in enumerate(blocks.tables):
             found = self.index.groups[group]
             digests = blocks.shared_digests(retentions[group], block_size=self.block_size)
@@ -205,12 +211,16 @@ class KvCache:
         for group, (retention, table) in enumerate(zip(blocks.retentions, blocks.tables, strict=True)):
             if retention.keeps_everything:
                 continue
-            freed = table.drop_until(retention.first_live_block(processed))
-            if freed:
-                self.registry.unref(group, freed)
-                self.num_releases += len(freed)
-                blocks.tables_changed = True
+            first = table.first_block
+            dropped = table.drop_until(retention.first_live_block(processed))
+            self._left_table(blocks, group, list(enumerate(dropped, start=first)))
             blocks.next_event_at = min(blocks.next_event_at, retention.next_change(processed))
+
+    def remove(self, blocks: SequenceBlocks, group: int, logicals: Sequence[int]) -> None:
+        """Remove blocks that a sequence's KV policy does not keep, by logical index; no step in flight may read them."""
+        table = blocks.tables[group]
+        assert isinstance(table, GappedBlockTable)
+        self._left_table(blocks, group, table.remove(logicals))
 
     def release(self, blocks: SequenceBlocks, *, kind: CheckpointKind | None = CheckpointKind.GENERATION) -> None:
         """Remove all references of a sequence. `kind` places a checkpoint behind its last whole hash block; None places none."""
@@ -218,8 +228,7 @@ class KvCache:
         if kind is not None:
             self._publishing.place_last(blocks, kind)
         for group, table in enumerate(blocks.tables):
-            self.registry.unref(group, [*reversed(table.run), *reversed(table.sink_blocks)])
-            table.sink_blocks, table.run = [], []
+            self.registry.unref(group, table.take_all())
         if blocks.base_node is not None:
             self.checkpoints.unlock(blocks.base_node)
             blocks.base_node = None
@@ -274,6 +283,17 @@ class KvCache:
             checkpoints=self.checkpoints.counts.stats(),
             num_compacted_blocks=self.compaction.num_moved,
         )
+
+    def _left_table(self, blocks: SequenceBlocks, group: int, gone: Sequence[tuple[int, int]]) -> None:
+        """Free the (logical index, block id) pairs that left a sequence's table, or put them aside."""
+        if not gone:
+            return
+        blocks.tables_changed = True
+        if blocks.keeps_aside:
+            blocks.tables[group].aside.update(gone)
+            return
+        self.registry.unref(group, [block for _, block in gone])
+        self.num_releases += len(gone)
 
     def _evict_cached(self, reason: str) -> None:
         """Evict all checkpoints, then all cached blocks that no sequence references."""

@@ -54,7 +54,7 @@ class Publishing:
         The other chain is one that the full groups have further than the hit reaches. From a new request (`is_new`: not one
         that was preempted) the cache learns what clients return to.
         """
-        if not self._is_on:
+        if not self._is_on or blocks.is_private:
             return
         planned: dict[int, CheckpointKind] = {}
         hit = blocks.hit
@@ -83,7 +83,7 @@ class Publishing:
         """Publish the whole blocks among the `processed` tokens that are not published yet."""
         num_whole = processed // self._block_size
         nothing_new = num_whole <= blocks.num_published and not blocks.is_repairing
-        if not self._is_on or processed < blocks.repair_until or nothing_new:
+        if not self._is_on or blocks.is_private or processed < blocks.repair_until or nothing_new:
             return
         if len(blocks.chain) < num_whole:
             extend_chain(blocks.chain, blocks.root, token_ids, self._block_size)
@@ -108,7 +108,12 @@ class Publishing:
     def place_last(self, blocks: SequenceBlocks, kind: CheckpointKind) -> None:
         """Place a checkpoint behind the last whole hash block of a sequence that ends, if everything up to there was published."""
         boundary = blocks.processed // self._block_size
-        complete = self._is_on and blocks.processed >= blocks.repair_until and boundary <= blocks.num_published
+        complete = (
+            self._is_on
+            and not blocks.is_private
+            and blocks.processed >= blocks.repair_until
+            and boundary <= blocks.num_published
+        )
         if boundary and complete:
             self._place(blocks, boundary, kind)
 

@@ -1,131 +1,26 @@
-"""The KV blocks of one running sequence: a block table per KV cache group, and how far the sequence is computed and published.
+"""The KV blocks of one running sequence: a block table per KV cache group, its chain, and how far it is computed and published.
 
 Terms:
 
     logical block    a block's index in its sequence; a block *id* says where it lies in the arena
-    sink blocks      a sliding group's first logical blocks, which hold attention sinks and never slide out
-    run              the consecutive logical blocks behind the sink blocks; blocks that slid out of a window are gone from its front
+    sink blocks      a sequence's first blocks, which hold attention sinks and never slide out
     hash block       `--block-size` tokens; its digest in the hash chain names it and all tokens before it
     published        findable in the prefix cache by other requests
     window repair    computing tokens before a hit's boundary again so that sliding groups get their blocks (`window_repair`)
-
-A table of a group with 1 sink block after 6 blocks, of which 2 slid out:
-
-    logical    0         1  2        3         4         5
-    id         17        (slid out)  40        41        23
-               sink_blocks           run, first_block = 3           end_block = 6
-
-A table also remembers what changed since the ranks were last told: blocks appended, dropped and moved.
+    KV policy        a request's own rule for which blocks it keeps
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from transom_worker.kvcache.block_table import BlockTable, GappedBlockTable, TableDelta
+from transom_worker.kvcache.bounded_retention import BoundedRetention
 from transom_worker.kvcache.prefix_search import PrefixHit, shared_digests
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.retention_set import RetentionSet
 from transom_worker.kvcache.tree import CheckpointKind, Node
-
-
-class TableDelta(NamedTuple):
-    """A table's change as `StepPlan` carries it: drop `dropped` blocks from the run's front, then append; then the run starts at
-    `first_block`."""
-
-    dropped: int
-    appended: list[int]
-    first_block: int
-
-
-@dataclass(slots=True)
-class BlockTable:
-    """One group's block ids: `sink_blocks` are logical blocks 0 to `num_sink_blocks - 1`, `run` those from `first_block` on."""
-
-    num_sink_blocks: int
-    first_block: int
-    sink_blocks: list[int] = field(default_factory=list)
-    run: list[int] = field(default_factory=list)
-    _appended: list[int] = field(default_factory=list)
-    _dropped: int = 0
-    _moved: dict[int, int] = field(default_factory=dict)  # logical index -> new block id, of blocks that the ranks know
-
-    @property
-    def end_block(self) -> int:
-        """One past the table's last logical block."""
-        return (
-            len(self.sink_blocks) if len(self.sink_blocks) < self.num_sink_blocks else self.first_block + len(self.run)
-        )
-
-    @property
-    def last(self) -> int | None:
-        """The block id at the table's end; None if the table is empty."""
-        return self.run[-1] if self.run else self.sink_blocks[-1] if self.sink_blocks else None
-
-    def at(self, logical: int) -> int | None:
-        """Return the block id of a logical block; None if it slid out or is not allocated yet."""
-        if logical < self.num_sink_blocks:
-            return self.sink_blocks[logical] if logical < len(self.sink_blocks) else None
-        offset = logical - self.first_block
-        return self.run[offset] if 0 <= offset < len(self.run) else None
-
-    def blocks(self, begin: int, end: int) -> list[int | None]:
-        """Return the block ids of logical blocks `[begin, end)`, with None for each that slid out or is not allocated yet."""
-        first = begin - self.first_block
-        if begin >= self.num_sink_blocks and first >= 0 and end - self.first_block <= len(self.run):
-            return [*self.run[first : end - self.first_block]]
-        return [self.at(logical) for logical in range(begin, end)]
-
-    def logical_of(self, block: int) -> int:
-        """Return the logical index of a block id, which must be in the table."""
-        if block in self.sink_blocks:
-            return self.sink_blocks.index(block)
-        return self.first_block + self.run.index(block)
-
-    def append(self, blocks: list[int]) -> None:
-        """Append block ids: sink blocks first, until all of them are there, then the run."""
-        missing = self.num_sink_blocks - len(self.sink_blocks)
-        self.sink_blocks += blocks[:missing]
-        self.run += blocks[missing:]
-        self._appended += blocks
-
-    def drop_until(self, first: int) -> list[int]:
-        """Drop the run's blocks below logical block `first`; return their ids, in order."""
-        count = min(first - self.first_block, len(self.run))
-        if count <= 0:
-            return []
-        dropped = self.run[:count]
-        del self.run[:count]
-        self.first_block += count
-        self._dropped += count
-        return dropped
-
-    def replace(self, logical: int, block: int) -> None:
-        """Note that compaction moved the block at a logical index of the table to another block id."""
-        first_unknown = self.end_block - len(self._appended)  # the ranks do not know the blocks from here on
-        if logical < self.num_sink_blocks:
-            self.sink_blocks[logical] = self._moved[logical] = block
-            return
-        self.run[logical - self.first_block] = block
-        if logical >= first_unknown:
-            self._appended[logical - first_unknown] = block
-        else:
-            self._moved[logical] = block
-
-    def take_moves(self) -> list[tuple[int, int]]:
-        """Return (logical index, block id) of the blocks that moved since the last call and are still in the table."""
-        moves = [(logical, block) for logical, block in self._moved.items() if self.at(logical) is not None]
-        self._moved = {}
-        return moves
-
-    def take_delta(self) -> TableDelta | None:
-        """Return what was appended and dropped since the last call; None if nothing was."""
-        if not self._appended and not self._dropped:
-            return None
-        delta = TableDelta(self._dropped, self._appended, self.first_block)
-        self._appended, self._dropped = [], 0
-        return delta
 
 
 @dataclass(slots=True)
@@ -154,6 +49,10 @@ class SequenceBlocks:
         0  # earlier requests of the conversation that continued from a checkpoint, as far as the cache knows
     )
     tables_changed: bool = False  # a table changed since the last `take_deltas`
+    is_private: bool = (
+        False  # nothing is published, since a KV policy chooses by the sequence's own history what it keeps
+    )
+    keeps_aside: bool = False  # blocks that leave a table keep their contents, so that the policy can be measured
 
     @classmethod
     def at(
@@ -170,7 +69,8 @@ class SequenceBlocks:
             first = retention.first_live_block(start)
             if needs_repair and not retention.keeps_everything:
                 first = max(retention.num_sink_blocks, start // retention.block_size)
-            tables.append(BlockTable(num_sink_blocks=retention.num_sink_blocks, first_block=first))
+            kind = GappedBlockTable if isinstance(retention, BoundedRetention) else BlockTable
+            tables.append(kind(num_sink_blocks=retention.num_sink_blocks, first_block=first))
         return cls(
             tables=tables,
             retentions=retentions,
@@ -212,3 +112,7 @@ class SequenceBlocks:
         self.tables_changed = False
         deltas = ((group, table.take_delta()) for group, table in enumerate(self.tables))
         return [(group, delta) for group, delta in deltas if delta is not None]
+
+    def take_removed(self) -> list[tuple[int, int]]:
+        """Return (group, logical index) of every block that a KV policy removed since the last call."""
+        return [(group, logical) for group, table in enumerate(self.tables) for logical in table.take_removed()]

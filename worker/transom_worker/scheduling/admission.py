@@ -16,16 +16,18 @@ Terms:
 
 Three rules:
 
-- The first running sequence in order always makes progress. Blocks that it lacks are taken from the last running sequence, which is
+- The first running sequence in order always makes progress. Blocks that it lacks are taken from the last running sequence,
+which is
   preempted. Alone it always fits: requests that could not are refused (`request_validation.length_limit`), and where its blocks
   would lie scattered, the cache moves blocks together.
-- If the first sequence of the queue lacks blocks, no sequence behind it is admitted, so the order is kept. A waiter is not in the
+- If the first sequence of the queue lacks blocks, no sequence behind it is admitted, so the order is kept. A waiter is not in
+the
   queue, so sequences behind it are admitted.
 - The blocks of a sequence that a step in flight computes are released only when that step has answered.
 
-Example of the last rule, with two steps in flight: step 7 computes sequence B. While step 7 is unanswered, A needs a block and B is
-the last in order. B becomes PREEMPTING and A waits. When step 7's result arrives, B's blocks are released, B returns to the queue,
-and the next plan computes A.
+Example of the last rule, with two steps in flight: step 7 computes sequence B. While step 7 is unanswered, A needs a block and
+B is the last in order. B becomes PREEMPTING and A waits. When step 7's result arrives, B's blocks are released, B returns to
+the queue, and the next plan computes A.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.prefix_search import PrefixHit
 from transom_worker.kvcache.tree import CheckpointKind
+from transom_worker.scheduling.attention_history import AttentionHistory
 from transom_worker.scheduling.in_flight_prefixes import InFlightPrefixes
 from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.queue import OrderedQueue
@@ -168,9 +171,9 @@ class AdmissionControl:
     def reserved_before(self, sequence: Sequence, *, num_free_slots: int) -> int:
         """Return how many tokens of a step a running sequence leaves to former waiters that stand before it in order.
 
-        Had they not waited for a prefix, they would be running and be served first. Only as many of them count as can be admitted:
-        the number of free running slots. Example: former waiters with 64 and 80 reserved tokens stand before the sequence, and one
-        slot is free: 64 tokens.
+        Had they not waited for a prefix, they would be running and be served first. Only as many of them count as can be
+        admitted: the number of free running slots. Example: former waiters with 64 and 80 reserved tokens stand before the
+        sequence, and one slot is free: 64 tokens.
         """
         reserved_tokens = 0
         for waiting in islice(self.waiting, max(0, num_free_slots)):
@@ -199,6 +202,15 @@ class AdmissionControl:
             return None
         return sequence, count
 
+    def apply_policy(self, sequence: Sequence, history: AttentionHistory) -> None:
+        """Take the decision of a running sequence's KV policy that is due, and remove the blocks that it does not keep."""
+        blocks = sequence.blocks
+        assert blocks is not None
+        (table,) = blocks.tables
+        leaving = history.decide(table.run_logicals)
+        if leaving:
+            self.cache.remove(blocks, 0, leaving)
+
     # Ids of released sequences
 
     def take_finished_ids(self) -> list[int]:
@@ -215,17 +227,17 @@ class AdmissionControl:
     def _is_blocked(self, sequence: Sequence) -> bool:
         """Return whether the sequence did not fit when it was last tried, and too few blocks have been freed since then.
 
-        A try takes time in proportion to the length of the hit, so it is not repeated for every block that slides out of a window.
-        It is repeated when more blocks were freed than there are running sequences, each of which may have taken one. Example: with
-        3 running sequences the sequence is tried again after 4 freed blocks.
+        A try takes time in proportion to the length of the hit, so it is not repeated for every block that slides out of a
+        window. It is repeated when more blocks were freed than there are running sequences, each of which may have taken one.
+        Example: with 3 running sequences the sequence is tried again after 4 freed blocks.
         """
         return self.blocked is sequence and self.cache.num_releases - self.blocked_at <= len(self.running)
 
     def _becomes_waiter(self, sequence: Sequence, hit: PrefixHit) -> bool:
         """Make the sequence a waiter if a running sequence computes a prefix that it lacks; return whether it became one.
 
-        The producer places a checkpoint where the two prompts part, so that the sliding-window blocks which the waiter needs are
-        kept.
+        The producer places a checkpoint where the two prompts part, so that the sliding-window blocks which the waiter needs
+        are kept.
         """
         found = self.in_flight_prefixes.producer_for(sequence, hit)
         if found is None:
@@ -252,9 +264,18 @@ class AdmissionControl:
         index_version = self.cache.index_version
         sequence.reserved_tokens = 0
         # Reference the hit's blocks, and allocate blocks for the first tokens.
-        blocks = self.cache.begin(sequence.chain, sequence.root, hit=hit)
+        blocks = self.cache.begin(
+            sequence.chain,
+            sequence.root,
+            hit=hit,
+            retentions=sequence.retentions,
+            keeps_aside=sequence.request.kv_quality,
+        )
         sequence.blocks, sequence.scheduled = blocks, blocks.processed
+        sequence.begin_history(block_size=self.cache.block_size)
         count = min(sequence.num_ready, budget)
+        if sequence.history is not None:
+            count = min(count, sequence.history.next_decision)
         if not busy:
             count = self._allocate(sequence, count)
         # One block for each running sequence must stay available, or they would soon preempt this one.
@@ -283,9 +304,9 @@ class AdmissionControl:
     def _checkpoint_boundaries(self, sequence: Sequence, hit: PrefixHit | None) -> list[tuple[int, CheckpointKind]]:
         """Return where to place checkpoints behind the hit, as (boundary in hash blocks, kind).
 
-        Later requests are expected to continue from the end of the system prompt, from the ends of the last two turns, and from the
-        end of the prompt. Example with hash blocks of 16 tokens: turns that end at tokens 40, 100 and 200 and a prompt of 250
-        tokens give boundaries 2 (system), 6 and 12 (turns) and 15 (prompt).
+        Later requests are expected to continue from the end of the system prompt, from the ends of the last two turns, and from
+        the end of the prompt. Example with hash blocks of 16 tokens: turns that end at tokens 40, 100 and 200 and a prompt of
+        250 tokens give boundaries 2 (system), 6 and 12 (turns) and 15 (prompt).
         """
         block_size = self.cache.block_size
         turns = sequence.request.turn_boundaries
@@ -297,12 +318,13 @@ class AdmissionControl:
 
     def _find_hit(self, sequence: Sequence) -> PrefixHit | None:
         """Search the prefix cache for the sequence's known tokens; None if the sequence reads no prefix cache."""
-        if not self.cache.enable_prefix_caching:
-            return None
+        policy = sequence.request.kv_policy
+        if not self.cache.enable_prefix_caching or (policy is not None and policy.depends_on_history):
+            return None  # a sequence with a history publishes nothing, and needs no digests
         extend_chain(sequence.chain, sequence.root, sequence.token_ids, self.cache.block_size)
-        if sequence.wants_prompt_logprobs:
+        if not sequence.reads_prefix_cache:
             return None
-        return self.cache.find(sequence.chain, len(sequence.token_ids))
+        return self.cache.find(sequence.chain, len(sequence.token_ids), sequence.retentions)
 
     def _allocate(self, sequence: Sequence, count: int) -> int:
         """Allocate blocks for `count` more tokens, or for half as many, a quarter ... until they fit; return how many tokens fit.
@@ -318,8 +340,8 @@ class AdmissionControl:
     def _count_outcome(self, sequence: Sequence, hit: PrefixHit | None, index_version: int) -> Mapping[str, int]:
         """Return the sequence's tokens by outcome of the hit search: "hit", "repaired", or "missed_<reason>" (`prefix_outcome`).
 
-        At the first admission the result has the prompt's tokens, and they are added to the cache's statistics. At a later one it
-        has only the hit and repaired tokens: how much of what the preemption threw away was still cached.
+        At the first admission the result has the prompt's tokens, and they are added to the cache's statistics. At a later one
+        it has only the hit and repaired tokens: how much of what the preemption threw away was still cached.
         """
         if sequence.was_admitted:
             if hit is None:

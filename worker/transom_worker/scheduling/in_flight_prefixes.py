@@ -17,13 +17,13 @@ arrives behind it, and the first 400 tokens (25 hash blocks) of its prompt of 45
     W   |==========|==============|++++|                      = shared with P   + W's own tokens
         0         10             25    29      40  hash blocks
 
-W becomes a waiter of P for 25 hash blocks, not for all 40 of P's. When the step that fills P's 25th hash block has answered, the
-hash blocks are published; W returns to the queue, hits 400 tokens and computes the other 50. Meanwhile it has 29 - 25 = 4 hash
-blocks, rounded up to whole blocks, of reserved tokens: 64.
+W becomes a waiter of P for 25 hash blocks, not for all 40 of P's. When the step that fills P's 25th hash block has answered,
+the hash blocks are published; W returns to the queue, hits 400 tokens and computes the other 50. Meanwhile it has 29 - 25 = 4
+hash blocks, rounded up to whole blocks, of reserved tokens: 64.
 
-The rule: a sequence waits only for a producer that stands before it in order, and that has been scheduled at least as far as the
-sequence's own hit reaches. Such a producer is served first in each step, so the sequence itself would publish these hash blocks
-later than the producer.
+The rule: a sequence waits only for a producer that stands before it in order, and that has been scheduled at least as far as
+the sequence's own hit reaches. Such a producer is served first in each step, so the sequence itself would publish these hash
+blocks later than the producer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ MIN_SHARED_TOKENS = 128
 class UnpublishedRange:
     """The hash blocks `[begin, end)` of its prompt that one producer has not published yet.
 
-    `waiters` maps each sequence that waits for this producer to the number of hash blocks, from the prompt's start, that it needs.
+    `waiters` maps each sequence that waits for this producer to the number of hash blocks, from the prompt's start, that it
+    needs.
     """
 
     begin: int
@@ -56,8 +57,8 @@ class InFlightPrefixes:
     """Knows which running sequence produces which hash block, and which sequences wait for it.
 
     Where two running sequences compute the same hash block, the later one to be admitted becomes its producer if it has been
-    scheduled further or is first in order: a wait for it is shorter. Every waiter has a running producer; when that producer stops
-    running for any reason, its waiters return to the queue.
+    scheduled further or is first in order: a wait for it is shorter. Every waiter has a running producer; when that producer
+    stops running for any reason, its waiters return to the queue.
     """
 
     def __init__(self, block_size: int) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from transom_worker.contract import LogprobTable, TokenLogprobs
+from transom_worker.scheduling.step import PolicyQuality
 
 
 class SequenceOutput(NamedTuple):
     """One new token of one request.
 
-    `position` is the token's index in the output; output that the request arrived with (a stream that migrated from a lost worker)
-    counts. `prompt_logprobs` is set once, with the first token: it has the prompt's second token and all behind it. `at_limit`: the
-    request has reached its length limit, and the engine must finish it.
+    `position` is the token's index in the output; output that the request arrived with (a stream that migrated from a lost
+    worker) counts. `prompt_logprobs` is set once, with the first token: it has the prompt's second token and all behind it.
+    `at_limit`: the request has reached its length limit, and the engine must finish it.
     """
 
     request_id: str
@@ -24,3 +25,4 @@ class SequenceOutput(NamedTuple):
     at_limit: bool
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: LogprobTable | None = None
+    quality: PolicyQuality | None = None  # where the step has compared the request's KV policy with full attention

@@ -8,17 +8,22 @@ Terms, as `step.StepPlan` uses them:
     delta          how a block table grew and shrank since the ranks were last told
     move           a block that compaction (moving blocks together to clear pages) gave another id
     window repair  a row that computes cached tokens again, so that sliding windows get their blocks
+    KV policy      a request's own rule for which keys and values it keeps and reads
     sliding group  a KV cache group with a window, chunk or compressor state; the others keep every token
 """
 
 from __future__ import annotations
 
+from transom_worker.contract import WindowPolicy
 from transom_worker.kvcache.block_copies import BlockCopy
 from transom_worker.kvcache.retention_set import RetentionSet
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.scheduling.sequence import Sequence
-from transom_worker.scheduling.step import NO_ID, NewSequence, StepPlan
+from transom_worker.scheduling.step import NO_ID, WHOLE_TABLE, NewSequence, StepPlan
 from transom_worker.scheduling.work_counts import WorkCounts
+
+MEASURED_PERIOD = 13
+"""Of a sequence with `kv_quality` one token in so many is compared with full attention; no block's size is a multiple of it."""
 
 
 class PlanBuilder:
@@ -30,6 +35,7 @@ class PlanBuilder:
         self._columns: list[tuple[int, ...]] = []  # one tuple per row; `finish` turns them into the plan's arrays
         self._retentions = retentions
         self._work = work
+        self._policy_rows: list[tuple[int, Sequence]] = []  # rows of sequences with a KV policy
         self._repairing_rows: list[tuple[int, SequenceBlocks]] = []  # rows that begin inside a window repair
 
     def introduce(self, sequence: Sequence) -> None:
@@ -46,6 +52,7 @@ class PlanBuilder:
                 seed=request.seed,
                 choice_index=request.choice_index,
                 kv_policy=request.kv_policy,
+                kv_quality=request.kv_quality,
             )
         )
 
@@ -72,6 +79,8 @@ class PlanBuilder:
             self._work.row_before_decode(sequence, blocks, start, end)
         if start < blocks.repair_until:
             self._repairing_rows.append((len(self.rows), blocks))
+        if sequence.request.kv_policy is not None:
+            self._policy_rows.append((len(self.rows), sequence))
         # Which positions need logits.
         if samples:
             sequence.sampled_step, sequence.sampled_row = self.plan.step_id, len(self.rows)
@@ -96,6 +105,8 @@ class PlanBuilder:
         plan.write_from = [plan.start.copy() for _ in self._retentions]
         for row, blocks in self._repairing_rows:
             self._bound_repair(row, blocks)
+        if self._policy_rows:
+            self._add_policies()
         for copy in copies:
             plan.copy_group.append(copy.group)
             plan.copy_source.append(copy.source)
@@ -108,8 +119,8 @@ class PlanBuilder:
     def _bound_repair(self, row: int, blocks: SequenceBlocks) -> None:
         """Set what a row inside a window repair reads and writes, by group.
 
-        Below the repair's end, groups that keep everything read the cache and write nothing. Sliding groups have only their sink
-        blocks (first blocks, which hold attention sinks) in the cache, and no other blocks below the repair's start.
+        Below the repair's end, groups that keep everything read the cache and write nothing. Sliding groups have only their
+        sink blocks (first blocks, which hold attention sinks) in the cache, and no other blocks below the repair's start.
         """
         start = self.plan.start[row]
         for group, retention in enumerate(self._retentions):
@@ -118,6 +129,20 @@ class PlanBuilder:
                 cached = min(cached, retention.num_sink_blocks * retention.block_size)
                 self.plan.attend_from[group][row] = blocks.repair_from
             self.plan.write_from[group][row] = max(start, cached)
+
+    def _add_policies(self) -> None:
+        """Set what the rows of sequences with a KV policy read, and what the ranks report of them."""
+        plan = self.plan
+        plan.row_window, plan.row_sinks, plan.wants_mass, plan.measure = ([0] * len(self.rows) for _ in range(4))
+        for row, sequence in self._policy_rows:
+            request = sequence.request
+            policy = request.kv_policy
+            assert policy is not None
+            plan.row_window[row] = policy.window if isinstance(policy, WindowPolicy) else WHOLE_TABLE
+            plan.row_sinks[row] = policy.sinks
+            plan.wants_mass[row] = int(policy.depends_on_history)
+            is_measured = request.kv_quality and plan.count[row] == 1 and plan.start[row] % MEASURED_PERIOD == 0
+            plan.measure[row] = int(is_measured)
 
     def _add_moves(self) -> None:
         """Add the moves of this plan's sequences, since compaction may run after a row was added.
@@ -138,6 +163,10 @@ class PlanBuilder:
             plan.delta_first_block.append(delta.first_block)
             plan.delta_blocks += delta.appended
             plan.delta_offset.append(len(plan.delta_blocks))
+        for group, logical in blocks.take_removed():
+            plan.removed_seq.append(seq_id)
+            plan.removed_group.append(group)
+            plan.removed_logical.append(logical)
         self._add_moves_of(seq_id, blocks)
 
     def _add_moves_of(self, seq_id: int, blocks: SequenceBlocks) -> None:

@@ -1,15 +1,15 @@
 """`PromptPace`: how many prompt tokens a step may compute, so that it takes about `target_step_s` seconds.
 
-On a CPU a step with a chunk of 1,024 prompt tokens takes most of a second, in which every other request waits for its next token.
-So the scheduler asks for a limit where other requests decode or wait. The pace is learned from the steps themselves, by context
-(the tokens before a chunk), since attention makes later chunks of a prompt slower:
+On a CPU a step with a chunk of 1,024 prompt tokens takes most of a second, in which every other request waits for its next
+token. So the scheduler asks for a limit where other requests decode or wait. The pace is learned from the steps themselves, by
+context (the tokens before a chunk), since attention makes later chunks of a prompt slower:
 
     limit = (target - time of a step that only decodes) / seconds per prompt token at this context
 
-Example: the target is 0.2 s, a step that only decodes takes 0.06 s, and a prompt token takes 0.5 ms: 280 tokens, rounded to 256.
-Prompts get at least half of the target, and at least as much time as decoding, so that they go on where decode steps are slow. A
-limit is at least `LEAST_TOKENS`, since a step costs time of its own, whatever it computes, and a multiple of `ROUNDED_TO`, since
-kernels compute rows in tiles. It is `FIRST_TOKENS` until a step with prompt tokens has been measured.
+Example: the target is 0.2 s, a step that only decodes takes 0.06 s, and a prompt token takes 0.5 ms: 280 tokens, rounded to
+256. Prompts get at least half of the target, and at least as much time as decoding, so that they go on where decode steps are
+slow. A limit is at least `LEAST_TOKENS`, since a step costs time of its own, whatever it computes, and a multiple of
+`ROUNDED_TO`, since kernels compute rows in tiles. It is `FIRST_TOKENS` until a step with prompt tokens has been measured.
 
 Times come with the steps' results, so that a recorded run gives the same limits again.
 """

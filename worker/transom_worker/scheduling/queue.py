@@ -1,13 +1,15 @@
 """`OrderedQueue`: sequences in the order in which the scheduler serves them; it preempts them in the reverse order.
 
-The order key of a sequence is its *virtual arrival* (`contract.priority`), then a counter. With the policy `fcfs` the counter alone
-decides, but for streams that migrated from a lost worker. With `priority` the virtual arrival is on this worker's clock: the
-arrival here, less the time that the request waited before in its router, plus 30 seconds for each step of its priority number.
+The order key of a sequence is its *virtual arrival* (`contract.priority`), then a counter. With the policy `fcfs` the counter
+alone decides, but for streams that migrated from a lost worker. With `priority` the virtual arrival is on this worker's clock:
+the arrival here, less the time that the request waited before in its router, plus 30 seconds for each step of its priority
+number.
 
-A key never changes, so admission and preemption have one order, and a request moves up in it as those before it end. Bound: let a
-request of priority p come to its router at second t, and clients ask for priorities from -M to M. Only requests that came to their
-routers before t + 30 (p + M) are admitted before it, or preempt it. From that second on the requests before it are a fixed set, and
-the first request in order always makes progress (`admission`): it runs to its end once these have, whatever others send.
+A key never changes, so admission and preemption have one order, and a request moves up in it as those before it end. Bound: let
+a request of priority p come to its router at second t, and clients ask for priorities from -M to M. Only requests that came to
+their routers before t + 30 (p + M) are admitted before it, or preempt it. From that second on the requests before it are a
+fixed set, and the first request in order always makes progress (`admission`): it runs to its end once these have, whatever
+others send.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Validates requests when they arrive at a worker, and refuses those that it cannot serve, with the numbers in the message.
 
 `check_request` needs the model's vocabulary, so the engine calls it; the scheduler calls `check_new` and `length_limit`. Each
-condition is checked in only one of them. *Resumed output* is output that a request arrives with, since its stream began on a worker
-that was lost.
+condition is checked in only one of them. *Resumed output* is output that a request arrives with, since its stream began on a
+worker that was lost.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Container
 
-from transom_worker.contract import CONTRACT_VERSION, Request
+from transom_worker.contract import CONTRACT_VERSION, Request, max_stream_len
 from transom_worker.errors import ConfigError, PromptTooLong, RequestError, RequestTooLarge, WorkerLost
 from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.retention_set import RetentionSet
 
 logger = logging.getLogger("transom.worker")
 
 UNSUPPORTED = {
-    "kv_policy": "per-request KV policies",
     "grammar": "grammars",
 }
 
@@ -48,7 +48,8 @@ def check_new(request: Request, *, in_use: Container[str]) -> None:
     """Check that a request asks for something that a worker can do, under an id that is not `in_use`.
 
     Raises:
-        RequestError: a field asks for what no worker supports yet, the prompt is empty, the resumed output is complete already, or
+        RequestError: a field asks for what no worker supports yet, the prompt is empty, the resumed output is complete already,
+        or
             the id is in use.
     """
     for name, what in UNSUPPORTED.items():
@@ -66,13 +67,26 @@ def check_new(request: Request, *, in_use: Container[str]) -> None:
         raise RequestError(f"request_id {request.request_id!r} is already being served.", param="request_id")
 
 
-def length_limit(request: Request, cache: KvCache, *, max_model_len: int) -> int:
-    """Return the most tokens, prompt and output together, that the request may reach.
+def stream_limit(request: Request, max_model_len: int) -> int:
+    """Return the most tokens, prompt and output together, that the model allows the request: more than its length with some KV
+    policies.
+    """
+    return max_stream_len(
+        request.kv_policy,
+        kv_quality=request.kv_quality,
+        max_tokens=request.params.max_tokens,
+        max_model_len=max_model_len,
+    )
+
+
+def length_limit(request: Request, cache: KvCache, *, max_model_len: int, retentions: RetentionSet) -> int:
+    """Return the most tokens, prompt and output together, that the request may reach. `retentions` is what it keeps.
 
     Raises:
         PromptTooLong: `max_model_len` leaves no room for one more token.
         RequestTooLarge: the KV pool could not hold that many tokens, even with nothing else running.
     """
+    max_model_len = stream_limit(request, max_model_len)
     num_prompt, num_resumed = request.num_prompt_tokens, len(request.resumed_output_ids)
     if num_prompt + num_resumed + 1 > max_model_len:
         resumed = f" and {num_resumed} resumed output tokens" if num_resumed else ""
@@ -83,14 +97,15 @@ def length_limit(request: Request, cache: KvCache, *, max_model_len: int) -> int
         )
     max_tokens = request.params.max_tokens
     limit = max_model_len if max_tokens is None else min(num_prompt + max_tokens, max_model_len)
-    pages = cache.capacity.worst_case_pages(limit)
+    pages = cache.capacity.worst_case_pages(limit, retentions)
     if pages > cache.arena.num_pages:
         raise RequestTooLarge(
             f"The request may need {pages} pages of KV cache for {limit} tokens ({num_prompt} prompt, up to "
             f"{limit - num_prompt} output); the pool has {cache.arena.num_pages}, enough for "
-            f"{cache.capacity.longest_tokens(limit)} tokens. Lower max_tokens, shorten the prompt or enlarge the KV pool.",
+            f"{cache.capacity.longest_tokens(limit, retentions)} tokens. Lower max_tokens, shorten the prompt or enlarge the "
+            "KV pool.",
             param="max_tokens"
-            if cache.capacity.worst_case_pages(num_prompt + num_resumed + 1) <= cache.arena.num_pages
+            if cache.capacity.worst_case_pages(num_prompt + num_resumed + 1, retentions) <= cache.arena.num_pages
             else "prompt",
         )
     return limit

@@ -25,9 +25,10 @@ from collections import deque
 from collections.abc import Callable
 
 from transom_worker.config import SchedulerConfig
-from transom_worker.contract import Request
+from transom_worker.contract import Request, check_kv_policy
 from transom_worker.errors import Overloaded
 from transom_worker.kvcache.eviction import EvictionPolicy
+from transom_worker.kvcache.groups import GroupKind
 from transom_worker.kvcache.hashing import chain_root
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.kvcache.manager import KvCache
@@ -36,6 +37,7 @@ from transom_worker.scheduling.admission import AdmissionControl
 from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.memory_shortage import LargestRow, StepTokenLimit, largest_row
 from transom_worker.scheduling.outputs import SequenceOutput
+from transom_worker.scheduling.policy_retentions import PolicyRetentions
 from transom_worker.scheduling.prompt_pace import PromptPace
 from transom_worker.scheduling.queue import order_time_s
 from transom_worker.scheduling.request_validation import check_new, length_limit
@@ -52,9 +54,9 @@ class Scheduler:
     With no plan in flight, `schedule` returns a plan whenever a request can compute a token. A sequence at its length limit
     computes nothing more and keeps its blocks until the engine calls `finish`.
 
-    `max_chunk` is the most tokens of one sequence in a step (derived from the layout if None); `pace` limits the prompt tokens of a
-    step (made from the config if None); `policy` decides which cached blocks
-    are evicted (the cache's own policy if None); `clock` gives seconds.
+    `max_chunk` is the most tokens of one sequence in a step (derived from the layout if None); `pace` limits the prompt tokens
+    of a step (made from the config if None); `policy` decides which cached blocks are evicted (the cache's own policy if None);
+    `clock` gives seconds.
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class Scheduler:
             policy=policy,
             clock=clock,
         )
+        self.kv_policy_obstacle = _policy_obstacle(layout)
+        self._policy_retentions = PolicyRetentions(self.cache)
         self.work = WorkCounts()
         self.admission = AdmissionControl(self.cache, self.work)
         self._pace = pace or (PromptPace(config.target_step_s) if config.target_step_s else None)
@@ -173,7 +177,21 @@ class Scheduler:
             Overloaded: the queue is full.
         """
         check_new(request, in_use=self.by_request)
-        limit = length_limit(request, self.cache, max_model_len=self.max_model_len)
+        check_kv_policy(
+            request.kv_policy,
+            kv_quality=request.kv_quality,
+            block_size=self.cache.block_size,
+            max_model_len=self.max_model_len,
+            obstacle=self.kv_policy_obstacle,
+        )
+        retentions = self._policy_retentions.of(request.kv_policy)
+        limit = length_limit(
+            request,
+            self.cache,
+            max_model_len=self.max_model_len,
+            # For the comparison with full attention, nothing is freed.
+            retentions=self.cache.retentions if request.kv_quality else retentions,
+        )
         ahead = self.num_waiting + len(self.admission.running) - self.config.max_num_seqs
         if ahead >= self.config.max_waiting:
             raise Overloaded(
@@ -185,8 +203,13 @@ class Scheduler:
             order_key=(order_time_s(request, self.config, self._clock()), self._num_arrived),
             num_prompt_tokens=request.num_prompt_tokens,
             max_tokens_total=limit,
-            root=chain_root(self.cache.block_size, cache_salt=request.cache_salt),
+            root=chain_root(
+                self.cache.block_size,
+                cache_salt=request.cache_salt,
+                kv_policy=None if request.kv_policy is None else request.kv_policy.text,
+            ),
             token_ids=[*request.prompt_token_ids, *request.resumed_output_ids],
+            retentions=retentions,
         )
         self.by_request[request.request_id] = sequence
         self.admission.enqueue(sequence)
@@ -244,11 +267,16 @@ class Scheduler:
             else:
                 blocks.processed = processed
             if sequence.status is not SequenceStatus.FINISHED:
+                if sequence.history is not None and sequence.status is SequenceStatus.RUNNING:
+                    (table,) = blocks.tables
+                    columns = (*range(len(table.sink_blocks)), *table.run_logicals)
+                    sequence.history.add(columns, result.attention_mass[row])
                 if result.prompt_logprobs and row in result.prompt_logprobs:
                     sequence.take_prompt_logprobs(result.prompt_logprobs[row])
                 if samples:
                     logprobs = result.logprobs[sample] if result.logprobs else None
-                    outputs.append(sequence.take_token(result.sampled_ids[sample], logprobs))
+                    quality = result.quality.get(row) if result.quality else None
+                    outputs.append(sequence.take_token(result.sampled_ids[sample], logprobs, quality))
             if sequence.status is not SequenceStatus.RUNNING and not sequence.num_in_flight:
                 self.admission.release_after_step(sequence)
             sample += samples
@@ -318,3 +346,9 @@ class Scheduler:
         self.cache.evict_all()
         self.cache.take_copies()
         self.admission.take_finished_ids()
+
+
+def _policy_obstacle(layout: ArenaLayout) -> str:
+    """Return why sequences on this cache cannot have a KV policy; empty if they can."""
+    others = [group.spec.name for group in layout.groups if group.spec.kind is not GroupKind.FULL]
+    return f"this one has the KV cache groups {', '.join(others)}" if others else ""

@@ -21,9 +21,9 @@ How far a sequence is computed, as intervals over its token positions:
     |  computed,    |   in flight,     |   ready for a plan,  |
     |  answered     |   unanswered     |   not scheduled      |
 
-`processed` is a field of `SequenceBlocks`. A token that a step in flight will sample is *pending*; it counts as known, since the
-next plan may compute it before its id has arrived. Example: prompt of 100 tokens, all in flight in one step that samples the 101st:
-processed 0, scheduled 100, known 101, of which 1 is pending.
+`processed` is a field of `SequenceBlocks`. A token that a step in flight will sample is *pending*; it counts as known, since
+the next plan may compute it before its id has arrived. Example: prompt of 100 tokens, all in flight in one step that samples
+the 101st: processed 0, scheduled 100, known 101, of which 1 is pending.
 
 *Resumed output* is output that a request arrives with, since its stream began on a worker that was lost.
 """
@@ -33,9 +33,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from transom_worker.contract import LogprobTable, Request, TokenLogprobs
+from transom_worker.contract import AdaptivePolicy, HeavyPolicy, LogprobTable, Request, TokenLogprobs
+from transom_worker.kvcache.retention_set import RetentionSet
 from transom_worker.kvcache.sequence import SequenceBlocks
+from transom_worker.scheduling.attention_history import AttentionHistory
 from transom_worker.scheduling.outputs import SequenceOutput
+from transom_worker.scheduling.step import PolicyQuality
 
 OrderKey = tuple[float, int]  # (`queue.order_time_s`, counter): the smaller key is served first
 
@@ -59,6 +62,7 @@ class Sequence:
     max_tokens_total: int  # prompt and output; at this length nothing more is computed
     root: bytes  # the value that the chain's first digest is computed from (`kvcache.hashing`)
     token_ids: list[int]  # prompt, then output as received
+    retentions: RetentionSet  # what the sequence keeps, by its KV policy if it has one
     chain: list[bytes] = field(default_factory=list)  # digests of `token_ids`, one per `--block-size` tokens
     status: SequenceStatus = SequenceStatus.WAITING
     seq_id: int = -1  # the ranks' name of it; a fresh one at each admission
@@ -77,6 +81,9 @@ class Sequence:
     num_found_at_admission: int = 0  # tokens that the last admission found in the prefix cache
     recompute_until: int = 0  # a preemption discarded what was computed below this position
     reserved_tokens: int = 0  # tokens of a step that later sequences leave it, because it waited for a prefix
+    history: AttentionHistory | None = (
+        None  # of a sequence with a KV policy that depends on its attention, while it runs
+    )
     decode_from: int = 0  # from this position on only tokens that were sampled here are computed
 
     @property
@@ -91,14 +98,28 @@ class Sequence:
         return known - self.scheduled if known < self.max_tokens_total else 0
 
     @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether the sequence may begin at a hit: not if all its tokens must be computed, or all their KV compared, or if its KV
+        policy depends on its history.
+        """
+        policy, is_compared = self.request.kv_policy, self.request.kv_quality
+        return not (self.wants_prompt_logprobs or is_compared or (policy is not None and policy.depends_on_history))
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of prompt tokens are still to be computed; such a sequence reads no prefix cache."""
+        """Whether log-probabilities of prompt tokens are still to be computed."""
         return self.request.params.prompt_logprobs is not None and not self.has_output
+
+    def begin_history(self, *, block_size: int) -> None:
+        """Begin the attention history of a sequence with a KV policy that depends on it; its first token is computed next."""
+        policy = self.request.kv_policy
+        if isinstance(policy, AdaptivePolicy | HeavyPolicy):
+            self.history = AttentionHistory(policy, block_size=block_size, num_prompt_tokens=self.num_prompt_tokens)
 
     def reset_computed(self) -> None:
         """Return to WAITING with nothing computed. The caller has released the KV blocks."""
         self.status = SequenceStatus.WAITING
-        self.blocks = None
+        self.blocks = self.history = None
         self.scheduled = self.num_tokens_on_ranks = 0
         self.num_pending = 0  # not 0 where the step that was to sample the token ran out of memory
         self.prompt_logprobs = None
@@ -110,7 +131,9 @@ class Sequence:
         else:
             self.prompt_logprobs.extend(logprobs)
 
-    def take_token(self, token_id: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
+    def take_token(
+        self, token_id: int, logprobs: TokenLogprobs | None, quality: PolicyQuality | None = None
+    ) -> SequenceOutput:
         """Append the token that a step sampled, and return it as an output for the engine."""
         self.num_pending -= 1
         self.token_ids.append(token_id)
@@ -131,4 +154,5 @@ class Sequence:
             num_tokens >= self.max_tokens_total,
             logprobs,
             prompt_logprobs,
+            quality,
         )

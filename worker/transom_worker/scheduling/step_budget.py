@@ -7,14 +7,14 @@ Terms:
     extra blocks  the window blocks that a sequence holds, while a chunk is in flight, beyond those that it may hold at any time
 
 Models whose layers all keep every token need the token budget (`max_num_batched_tokens`) alone. A sliding window of `W` tokens
-needs more: while a step with `t` tokens of a sequence is in flight, nothing slides out, so the sequence holds `W - 1 + t` tokens.
-These are at most `ceil(W / block) + 1` blocks, which it may hold at any time, and `ceil((t - 2) / block)` extra blocks.
+needs more: while a step with `t` tokens of a sequence is in flight, nothing slides out, so the sequence holds `W - 1 + t`
+tokens. These are at most `ceil(W / block) + 1` blocks, which it may hold at any time, and `ceil((t - 2) / block)` extra blocks.
 
 Example: W = 128, blocks of 16 tokens, a chunk of 50 tokens: 9 blocks, and 3 extra ones until the step has answered.
 
 A step may take `ceil(max_num_batched_tokens / block)` extra blocks, however many sequences share them; a chunk is made shorter
-where it would take more. Besides, the window blocks of one chunk take at most 1/16 of the pool, so that a single long prompt does
-not evict cached prefixes only for the duration of a step.
+where it would take more. Besides, the window blocks of one chunk take at most 1/16 of the pool, so that a single long prompt
+does not evict cached prefixes only for the duration of a step.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """`StepPlanner`: decides which sequences compute how many tokens in a step (continuous batching with chunked prefill).
 
-Running sequences come first, in order; then waiting sequences are admitted while tokens and running slots are left. A prompt that
-is longer than the step's budget is computed in chunks over several steps. A waiting sequence whose prefix a running sequence
-computes now may become a *waiter*: it waits for that prefix (`in_flight_prefixes`). Example with `max_num_batched_tokens` of 64:
-two running sequences decode one token each, and a new prompt of 100 tokens gets the other 62; the next step computes its last 38.
+Running sequences come first, in order; then waiting sequences are admitted while tokens and running slots are left. A prompt
+that is longer than the step's budget is computed in chunks over several steps. A waiting sequence whose prefix a running
+sequence computes now may become a *waiter*: it waits for that prefix (`in_flight_prefixes`). Example with
+`max_num_batched_tokens` of 64: two running sequences decode one token each, and a new prompt of 100 tokens gets the other 62;
+the next step computes its last 38.
 
-Where steps have a target time, a step computes fewer prompt tokens while other requests decode or wait (`prompt_pace`), and prompts
-have *shares* of them (`prompt_shares`).
+Where steps have a target time, a step computes fewer prompt tokens while other requests decode or wait (`prompt_pace`), and
+prompts have *shares* of them (`prompt_shares`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from itertools import islice
 
 from transom_worker.config import SchedulerConfig
 from transom_worker.scheduling.admission import AdmissionControl
+from transom_worker.scheduling.attention_history import AttentionHistory
 from transom_worker.scheduling.memory_shortage import StepTokenLimit
 from transom_worker.scheduling.plan_builder import PlanBuilder
 from transom_worker.scheduling.prompt_pace import PromptPace
@@ -41,8 +43,8 @@ class PlannedStep:
 class StepPlanner:
     """Makes the plans, each with the next step id, within `token_limit`; `admission` admits sequences and gives them blocks.
 
-    `max_chunk` is the most tokens of one sequence in a step (`step_budget.chunk_limit`), None for no such bound. `pace` limits the
-    prompt tokens of a step; None: no limit.
+    `max_chunk` is the most tokens of one sequence in a step (`step_budget.chunk_limit`), None for no such bound. `pace` limits
+    the prompt tokens of a step; None: no limit.
     """
 
     def __init__(
@@ -118,7 +120,9 @@ class StepPlanner:
             if budget.num_tokens <= 0:
                 break
             # How many tokens the budget allows.
-            ready = sequence.num_ready
+            ready = (
+                sequence.num_ready if sequence.history is None else self._before_decision(sequence, sequence.history)
+            )
             if sequence.status is not SequenceStatus.RUNNING or ready <= 0:
                 continue
             # A chunk leaves a token for each running sequence behind it, so that a long prompt does not pause their outputs.
@@ -142,6 +146,19 @@ class StepPlanner:
                 budget.num_tokens -= 1  # one token needs no blocks beyond those of its window
             builder.add_row(sequence, blocks, count)
         return self._work.num_preemptions > before
+
+    def _before_decision(self, sequence: Sequence, history: AttentionHistory) -> int:
+        """Return how many tokens of a sequence can be computed before its KV policy's next decision.
+
+        Takes the decision if it is due; 0 if it is, and a step in flight still computes the sequence.
+        """
+        if sequence.status is not SequenceStatus.RUNNING:
+            return 0
+        if sequence.scheduled == history.next_decision:
+            if sequence.num_in_flight or not sequence.num_ready:
+                return 0
+            self._admission.apply_policy(sequence, history)
+        return min(sequence.num_ready, history.next_decision - sequence.scheduled)
 
     def _reserved_before(self, sequence: Sequence) -> int:
         """Return how many tokens a running sequence leaves to former waiters that come before it in order."""

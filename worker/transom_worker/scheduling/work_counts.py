@@ -1,15 +1,15 @@
 """Counts the tokens that steps compute, by reason, and the computed tokens that preemptions discard. Plans are counted when made.
 
-A *window repair* computes cached tokens again, so that sliding windows get their KV. `recompute_until` is the position up to which
-a sequence was computed before it was preempted, or was to be computed by a step that ran out of memory.
+A *window repair* computes cached tokens again, so that sliding windows get their KV. `recompute_until` is the position up to
+which a sequence was computed before it was preempted, or was to be computed by a step that ran out of memory.
 
 The reason of a computed token depends on its position alone, in this order:
 
     0 ........ end of a window repair ........ recompute_until ........ tokens at arrival ........ end
     |  repair  |          recompute            |       prefill          |         decode           |
 
-Example: a request arrives with a prompt of 100 tokens, is preempted after 110 tokens and later admitted with a hit of 64 tokens.
-Then it computes 46 tokens of recompute (64 to 110), and decode from there on.
+Example: a request arrives with a prompt of 100 tokens, is preempted after 110 tokens and later admitted with a hit of 64
+tokens. Then it computes 46 tokens of recompute (64 to 110), and decode from there on.
 """
 
 from __future__ import annotations

@@ -1,0 +1,217 @@
+"""Block tables: which blocks a sequence holds in one KV cache group, and what changed since the ranks were last told.
+
+Terms:
+
+    logical block    a block's index in its sequence; a block *id* says where it lies in the arena
+    sink blocks      a sequence's first logical blocks, which hold attention sinks and never slide out
+    run              the logical blocks behind the sink blocks; blocks that slid out of a window are gone from its front
+
+A table of a group with 1 sink block after 6 blocks, of which 2 slid out:
+
+    logical    0         1  2        3         4         5
+    id         17        (slid out)  40        41        23
+               sink_blocks           run, first_block = 3           end_block = 6
+
+The run of a `GappedBlockTable` has gaps, where a KV policy removed blocks. Of logical blocks 1 to 8 it removed 1, 2, 4 and 5:
+
+    logical    0         3   6   7   8
+    id         17        40  23  41  18
+               sink      run, logicals = [3, 6, 7, 8]               end_block = 9
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class TableDelta(NamedTuple):
+    """A table's change as `StepPlan` carries it: drop `dropped` blocks from the run's front, then append; then the run starts at
+    `first_block`."""
+
+    dropped: int
+    appended: list[int]
+    first_block: int
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """One group's block ids: `sink_blocks` are logical blocks 0 to `num_sink_blocks - 1`, `run` those from `first_block` on."""
+
+    num_sink_blocks: int
+    first_block: int
+    sink_blocks: list[int] = field(default_factory=list)
+    run: list[int] = field(default_factory=list)
+    _appended: list[int] = field(default_factory=list)
+    _dropped: int = 0
+    _moved: dict[int, int] = field(default_factory=dict)  # logical index -> new block id, of blocks that the ranks know
+    _removed: list[int] = field(default_factory=list)  # logical indices
+    aside: dict[int, int] = field(
+        default_factory=dict
+    )  # logical index -> id of blocks that left the table and keep their contents
+
+    @property
+    def end_block(self) -> int:
+        """One past the table's last logical block."""
+        return (
+            len(self.sink_blocks) if len(self.sink_blocks) < self.num_sink_blocks else self.first_block + len(self.run)
+        )
+
+    @property
+    def run_logicals(self) -> Sequence[int]:
+        """The logical indices of the run's blocks."""
+        return range(self.first_block, self.first_block + len(self.run))
+
+    @property
+    def last(self) -> int | None:
+        """The block id at the table's end; None if the table is empty."""
+        return self.run[-1] if self.run else self.sink_blocks[-1] if self.sink_blocks else None
+
+    def at(self, logical: int) -> int | None:
+        """Return the block id of a logical block; None if it slid out or is not allocated yet."""
+        if logical < self.num_sink_blocks:
+            return self.sink_blocks[logical] if logical < len(self.sink_blocks) else None
+        offset = logical - self.first_block
+        return self.run[offset] if 0 <= offset < len(self.run) else None
+
+    def blocks(self, begin: int, end: int) -> list[int | None]:
+        """Return the block ids of logical blocks `[begin, end)`, with None for each that slid out or is not allocated yet."""
+        first = begin - self.first_block
+        if begin >= self.num_sink_blocks and first >= 0 and end - self.first_block <= len(self.run):
+            return [*self.run[first : end - self.first_block]]
+        return [self.at(logical) for logical in range(begin, end)]
+
+    def logical_of(self, block: int) -> int:
+        """Return the logical index of a block id, which must be in the table or aside."""
+        if block in self.sink_blocks:
+            return self.sink_blocks.index(block)
+        if block in self.run:
+            return self.first_block + self.run.index(block)
+        return next(logical for logical, aside in self.aside.items() if aside == block)
+
+    def append(self, blocks: list[int]) -> None:
+        """Append block ids: sink blocks first, until all of them are there, then the run."""
+        missing = self.num_sink_blocks - len(self.sink_blocks)
+        self.sink_blocks += blocks[:missing]
+        self.run += blocks[missing:]
+        self._appended += blocks
+
+    def drop_until(self, first: int) -> list[int]:
+        """Drop the run's blocks below logical block `first`; return their ids, in order."""
+        count = min(first - self.first_block, len(self.run))
+        if count <= 0:
+            return []
+        dropped = self.run[:count]
+        del self.run[:count]
+        self.first_block += count
+        self._dropped += count
+        return dropped
+
+    def replace(self, logical: int, block: int) -> None:
+        """Note that compaction moved the block at a logical index of the table to another block id."""
+        first_unknown = self.end_block - len(self._appended)  # the ranks do not know the blocks from here on
+        if logical < self.num_sink_blocks:
+            self.sink_blocks[logical] = self._moved[logical] = block
+            return
+        if logical in self.aside:
+            self.aside[logical] = self._moved[logical] = block
+            return
+        self._set_in_run(logical, block)
+        if logical >= first_unknown:
+            self._appended[logical - first_unknown] = block
+        else:
+            self._moved[logical] = block
+
+    def take_moves(self) -> list[tuple[int, int]]:
+        """Return (logical index, block id) of the blocks that moved since the last call and are still in the table or aside."""
+        moves = [move for move in self._moved.items() if self.at(move[0]) is not None or move[0] in self.aside]
+        self._moved = {}
+        return moves
+
+    def take_delta(self) -> TableDelta | None:
+        """Return what was appended and dropped since the last call; None if nothing was."""
+        if not self._appended and not self._dropped:
+            return None
+        delta = TableDelta(self._dropped, self._appended, self.first_block)
+        self._appended, self._dropped = [], 0
+        return delta
+
+    def take_removed(self) -> list[int]:
+        """Return the logical indices of blocks that were removed since the last call."""
+        removed, self._removed = self._removed, []
+        return removed
+
+    def holds(self, block: int) -> bool:
+        """Return whether a block id is in the table or aside."""
+        return block in self.run or block in self.sink_blocks or block in self.aside.values()
+
+    def take_all(self) -> list[int]:
+        """Empty the table; return its block ids, those aside included, the last ones first."""
+        blocks = [*reversed(self.run), *reversed(self.sink_blocks), *self.aside.values()]
+        self.sink_blocks, self.run, self.aside = [], [], {}
+        return blocks
+
+    def _set_in_run(self, logical: int, block: int) -> None:
+        self.run[logical - self.first_block] = block
+
+
+@dataclass(slots=True)
+class GappedBlockTable(BlockTable):
+    """A block table whose run has gaps; `logicals` has the logical index of each of its blocks, ascending.
+
+    The last block is never removed, so appended blocks have the logical indices behind it.
+    """
+
+    logicals: list[int] = field(default_factory=list)
+
+    @property
+    def end_block(self) -> int:
+        """One past the table's last logical block."""
+        return self.logicals[-1] + 1 if self.logicals else len(self.sink_blocks)
+
+    @property
+    def run_logicals(self) -> Sequence[int]:
+        """The logical indices of the run's blocks."""
+        return self.logicals
+
+    def at(self, logical: int) -> int | None:
+        """Return the block id of a logical block; None if it was removed or is not allocated yet."""
+        if logical < self.num_sink_blocks:
+            return self.sink_blocks[logical] if logical < len(self.sink_blocks) else None
+        offset = bisect_left(self.logicals, logical)
+        return self.run[offset] if offset < len(self.run) and self.logicals[offset] == logical else None
+
+    def blocks(self, begin: int, end: int) -> list[int | None]:
+        """Return the block ids of logical blocks `[begin, end)`, with None for each that was removed or is not allocated yet."""
+        return [self.at(logical) for logical in range(begin, end)]
+
+    def logical_of(self, block: int) -> int:
+        """Return the logical index of a block id, which must be in the table or aside."""
+        return self.logicals[self.run.index(block)] if block in self.run else BlockTable.logical_of(self, block)
+
+    def append(self, blocks: list[int]) -> None:
+        """Append block ids: sink blocks first, until all of them are there, then the run."""
+        begin, num_before = max(self.end_block, self.num_sink_blocks), len(self.run)
+        BlockTable.append(self, blocks)
+        self.logicals += range(begin, begin + len(self.run) - num_before)
+
+    def drop_until(self, first: int) -> list[int]:
+        """Drop nothing: a policy removes blocks one by one."""
+        return []
+
+    def remove(self, logicals: Sequence[int]) -> list[tuple[int, int]]:
+        """Remove blocks of the run, but never its last one; return (logical index, block id) of each, ascending."""
+        gone = set(logicals)
+        pairs = list(zip(self.logicals, self.run, strict=True))
+        removed = [pair for pair in pairs if pair[0] in gone]
+        assert len(removed) == len(gone)
+        assert not removed or removed[-1] != pairs[-1]
+        kept = [pair for pair in pairs if pair[0] not in gone]
+        self.logicals, self.run = [logical for logical, _ in kept], [block for _, block in kept]
+        self._removed += sorted(gone)
+        return removed
+
+    def _set_in_run(self, logical: int, block: int) -> None:
+        self.run[bisect_left(self.logicals, logical)] = block

@@ -1,0 +1,51 @@
+"""`PolicyRetentions`: what sequences with a KV policy keep, as the cache needs it.
+
+A *KV policy* is a request's own rule for what its full-attention layers keep. A `window` is a sliding window with sinks over
+the cache's full group; policies that depend on a sequence's attention (`attention_history`) keep blocks up to a bound.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from transom_worker.contract import KvPolicy, WindowPolicy
+from transom_worker.kvcache.bounded_retention import BoundedRetention
+from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.retention import Retention
+from transom_worker.kvcache.retention_set import RetentionSet
+from transom_worker.scheduling.attention_history import max_blocks
+
+MAX_REMEMBERED = 64  # policies: a retention has tables, and clients may send any number of policies
+
+
+class PolicyRetentions:
+    """Makes retentions by policy, and remembers those that were used last. The cache must have full groups alone."""
+
+    def __init__(self, cache: KvCache) -> None:
+        self._cache = cache
+        self._by_policy: OrderedDict[KvPolicy, RetentionSet] = OrderedDict()
+
+    def of(self, policy: KvPolicy | None) -> RetentionSet:
+        """Return the retentions of sequences with this policy; None: those of the cache's own groups."""
+        if policy is None:
+            return self._cache.retentions
+        found = self._by_policy.pop(policy, None) or self._make(policy)
+        self._by_policy[policy] = found
+        if len(self._by_policy) > MAX_REMEMBERED:
+            self._by_policy.popitem(last=False)
+        return found
+
+    def _make(self, policy: KvPolicy) -> RetentionSet:
+        return RetentionSet.of(
+            (self._retention(policy, retention) for retention in self._cache.retentions),
+            block_size=self._cache.block_size,
+        )
+
+    def _retention(self, policy: KvPolicy, full: Retention) -> Retention:
+        if isinstance(policy, WindowPolicy):
+            return Retention(full.spec.with_window(sinks=policy.sinks, window=policy.window))
+        return BoundedRetention(
+            full.spec,
+            num_sink_blocks=-(-policy.sinks // full.block_size),
+            max_blocks=max_blocks(policy, full.block_size),
+        )
