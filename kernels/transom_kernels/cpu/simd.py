@@ -203,16 +203,28 @@ _FP4 = (0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0)  # 0, 0.
 _FP4_SIGNED = (*_FP4, *(bits | 0x8000 for bits in _FP4))
 
 
+def look_up_halves(b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
+    """Entries of a table of 16 16-bit words, for the code in the low 4 bits of each 16-bit half of each lane.
+
+    The fifth bit of a half may be set, too. For processors that multiply pairs alone, which have the instruction.
+    """
+    half = ir.VectorType(I16, 2 * LANES)
+    look_up = function(b, "llvm.x86.avx512.permvar.hi.512", half, [half, half])
+    return b.bitcast(b.call(look_up, [ir.Constant(half, [*table, *table]), b.bitcast(codes, half)]), I32_16)
+
+
+def bf16_pairs(b: ir.IRBuilder, first: ir.Value, second: ir.Value) -> ir.Value:
+    """32 numbers, two vectors of float32, rounded to 16 pairs in their order. For processors that multiply pairs alone."""
+    kind = ir.VectorType(BF16, 2 * LANES)
+    convert = function(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind, [F32_16, F32_16])
+    return b.bitcast(b.call(convert, [second, first]), I32_16)
+
+
 def fp4_pairs(b: ir.IRBuilder, words: ir.Value, index: int) -> ir.Value:
     """Pairs of the 4-bit numbers (e2m1: sign, two bits of exponent, one of fraction) at `index` (0 to 3) of each half of a word."""
     shifted = b.lshr(words, constant(I32_16, 4 * index))
-    if (
-        cpu_target().bf16
-    ):  # has the instruction for 32 entries, too: the fifth bit of an index belongs to the next number
-        half = ir.VectorType(I16, 2 * LANES)
-        table = ir.Constant(half, [*_FP4_SIGNED, *_FP4_SIGNED])
-        look_up = function(b, "llvm.x86.avx512.permvar.hi.512", half, [half, half])
-        return b.bitcast(b.call(look_up, [table, b.bitcast(shifted, half)]), I32_16)
+    if cpu_target().bf16:  # the fifth bit of an index belongs to the next number
+        return look_up_halves(b, list(_FP4_SIGNED), shifted)
     high = b.lshr(words, constant(I32_16, 16 + 4 * index))
     if cpu_target().avx512:
         low = _look_up(b, list(_FP4_SIGNED), shifted)

@@ -15,10 +15,12 @@ import torch
 from transom_kernels.cpu.kernel import CpuKernel, cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.pool import pool
+from transom_kernels.cpu.recording import Argument
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.paged_attention.block_lookup import physical_blocks
 from transom_kernels.paged_attention.cpu_layout import UNIT_KEYS, DecodeLayout, PromptLayout, partial_floats
 from transom_kernels.paged_attention.rule import MaskRule
+from transom_kernels.quantised_kv import STORED, head_width
 
 MAX_DECODING_ROWS = 8  # a sequence with more new tokens is computed in tiles
 _ITEMS_PER_THREAD = 4  # slots share decoding rows until there are so many items
@@ -30,7 +32,12 @@ def fits_cpu_kernel(
 ) -> bool:
     """Whether the kernels take these tensors: the elements of a key and of a value must be adjacent."""
     adjacent = all(cache.stride(-1) == 1 or cache.shape[-1] == 1 for cache in (k_cache, v_cache))
-    return adjacent and q.dtype in DTYPES and (sink_logits is None or sink_logits.dtype in DTYPES)
+    return (
+        adjacent
+        and q.dtype in DTYPES
+        and k_cache.dtype in STORED
+        and (sink_logits is None or sink_logits.dtype in DTYPES)
+    )
 
 
 def paged_attention_cpu(
@@ -48,12 +55,13 @@ def paged_attention_cpu(
     """The contract is that of `op.paged_attention`, with the mask's options in `rule`."""
     q = q if q.stride(2) == 1 else q.contiguous()
     rows, heads, width = q.shape
-    kv_heads, value_width = v_cache.shape[2], v_cache.shape[3]
+    kv_heads, value_width = v_cache.shape[2], head_width(v_cache)
     out = empty((rows, heads, value_width), q.dtype)
     if out.numel() == 0:
         return out
     kernels = _kernels(
         DTYPES[q.dtype],
+        STORED[k_cache.dtype],
         heads // kv_heads,
         width,
         value_width,
@@ -68,23 +76,30 @@ def paged_attention_cpu(
         partials = empty((rows * kv_heads * max_units * kernels.partial_floats,), torch.float32)
     num_tile_items = plan.num_tiles * kv_heads
     size = q.element_size()
-    arguments = [
+    arguments: list[Argument] = [
         q, k_cache, v_cache, out, partials, sink_logits,
         batch.block_table, batch.first_block, batch.attend_from, batch.start, batch.query_offset,
         plan.tiles, num_tile_items,
         plan.decoding, num_slots, max_units,
         batch.block_table.shape[1], batch.block_size, batch.num_sink_blocks,
         rule.window or 0, rule.num_sink_tokens, rule.chunk or 0,
-        q.stride(0) * size, q.stride(1) * size, *(stride * size for stride in k_cache.stride()[:3]),
-        *(stride * size for stride in v_cache.stride()[:3]),
+        q.stride(0) * size, q.stride(1) * size, *strides_of(k_cache), *strides_of(v_cache),
         0 if sink_logits is None else sink_logits.stride(0) * sink_logits.element_size(),
         kv_heads, float(scale), float(soft_cap or 0.0),
+        *(word for scales in kv_scales or () for word in (scales, *strides_of(scales))),
     ]  # fmt: skip
     num_items = num_tile_items + plan.num_decoding * num_slots * kv_heads
     launch(kernels.attend, num_items, arguments, scratch_bytes=kernels.scratch_bytes)
     if num_slots > 1:
         launch(kernels.combine, plan.num_decoding * kv_heads, arguments)
     return out
+
+
+def strides_of(cache: torch.Tensor) -> tuple[int, int, int]:
+    """The strides of blocks, tokens and heads of a cache or its scales, in bytes."""
+    block, token, head = cache.stride()[:3]
+    size = cache.element_size()
+    return block * size, token * size, head * size
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +115,13 @@ class _Kernels:
 
 @cache
 def _kernels(
-    dtype: str, group: int, width: int, value_width: int, has_soft_cap: bool, sink_dtype: str | None
+    dtype: str,
+    stored: str,
+    group: int,
+    width: int,
+    value_width: int,
+    has_soft_cap: bool,
+    sink_dtype: str | None,
 ) -> _Kernels:
     decode, prompt = DecodeLayout(dtype, group, width, value_width), PromptLayout(dtype, group, width, value_width)
     attend, combine = (
@@ -108,6 +129,7 @@ def _kernels(
             "transom_kernels.paged_attention.cpu_kernel",
             maker,
             dtype=dtype,
+            stored=stored,
             group=group,
             width=width,
             value_width=value_width,

@@ -9,4 +9,5 @@
     WINDOW, NUM_SINK_TOKENS, CHUNK,  # the mask rule; 0: none
     Q_ROW, Q_HEAD, K_BLOCK, K_TOKEN, K_HEAD, V_BLOCK, V_TOKEN, V_HEAD, SINK_STRIDE,
     KV_HEADS, SCALE, SOFT_CAP,
-) = range(34)  # fmt: skip
+    K_SCALE, KS_BLOCK, KS_TOKEN, KS_HEAD, V_SCALE, VS_BLOCK, VS_TOKEN, VS_HEAD,  # scales of quantised caches; 0: none
+) = range(42)  # fmt: skip

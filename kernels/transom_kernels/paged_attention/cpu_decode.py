@@ -66,19 +66,37 @@ from transom_kernels.paged_attention.cpu_inner_loops import (
     make_weighted_sum,
     num_accumulators,
 )
-from transom_kernels.paged_attention.cpu_keys import MASKED, NO_MAXIMUM, first_key, make_find_groups
-from transom_kernels.paged_attention.cpu_layout import UNIT_KEYS, DecodeLayout, words_of
+from transom_kernels.paged_attention.cpu_keys import (
+    MASKED,
+    NO_MAXIMUM,
+    clear_floats,
+    first_key,
+    make_find_groups,
+    write_scales,
+)
+from transom_kernels.paged_attention.cpu_layout import UNIT_KEYS, DecodeLayout, is_quantised, words_of
 from transom_kernels.paged_attention.cpu_row_result import make_store_row
 
 _HEADS_AT_ONCE = 8  # query heads whose weighted values are summed together
 
 
-def make_units(group: int, width: int, value_width: int, dtype: str, has_soft_cap: bool, find_groups: Any) -> Any:
+def make_units(
+    group: int,
+    width: int,
+    value_width: int,
+    dtype: str,
+    has_soft_cap: bool,
+    find_groups: Any,
+    stored: str | None = None,
+    write_scales: Any = write_scales,
+) -> Any:
     """attend_unit(arguments, scratch, sequence, kv_head, begin, end, partial) for the keys [begin, end) of a unit.
 
-    `find_groups` is what `cpu_keys.make_find_groups` makes, or a function like it.
+    `find_groups` is what `cpu_keys.make_find_groups` makes, or a function like it. `stored` is how a quantised cache is stored, and
+    `write_scales` is `cpu_keys.write_scales`, or a function like it.
     """
-    words, layout = words_of(dtype), DecodeLayout(dtype, group, width, value_width)
+    words, layout = words_of(dtype, stored), DecodeLayout(dtype, group, width, value_width)
+    has_scales, key_scales_at, value_scales_at = is_quantised(dtype, stored), layout.key_scales, layout.value_scales
     score_stride, weight_stride = layout.score_stride, layout.weight_stride
     keys_at, values_at = layout.key_groups, layout.value_groups
     queries_at, scores_at, weights_at = layout.queries, layout.scores, layout.weights
@@ -94,12 +112,17 @@ def make_units(group: int, width: int, value_width: int, dtype: str, has_soft_ca
     zero = np.float32(0.0)
 
     @njit
-    def softmax(scores, weights, first, begin, end, factor, soft_cap, statistics_at):
-        """weights = 2 ** (score - maximum); store maximum and sum. Scores become base 2. Key `first` has the first score."""
+    def softmax(scores, weights, first, begin, end, factor, soft_cap, statistics_at, key_scales, value_scales):
+        """weights = 2 ** (score - maximum); store maximum and sum. Scores become base 2. Key `first` has the first score.
+
+        Of a quantised cache scores are multiplied by the keys' scales before, and weights by the values' scales behind the sum.
+        """
         top = splat(no_maximum)
         for key in range(first, end, 16):
             at = scores + 4 * (key - first)
             x = load_f32(at) * splat(factor)
+            if has_scales:
+                x = x * load_f32(key_scales + 4 * (key - first))
             if has_soft_cap:
                 x = tanh(x) * splat(soft_cap * log2_e)
             if key < begin or key + 16 > end:
@@ -111,6 +134,8 @@ def make_units(group: int, width: int, value_width: int, dtype: str, has_soft_ca
         for key in range(first, end, 16):
             weight = weight_of(load_f32(scores + 4 * (key - first)) - splat(maximum))
             total = total + weight
+            if has_scales:
+                weight = weight * load_f32(value_scales + 4 * (key - first))
             store_weights(weights + weight_bytes * (key - first), weight)
         store_scalar_f32(statistics_at, maximum)
         store_scalar_f32(statistics_at + 4, lane_sum(total))
@@ -121,12 +146,19 @@ def make_units(group: int, width: int, value_width: int, dtype: str, has_soft_ca
         first, keys, values = begin // 16 * 16, scratch + keys_at, scratch + values_at
         num_groups = (end - first + 15) // 16
         find_groups(arguments, scratch, sequence, kv_head, begin, end, keys, values)
+        key_scales, value_scales = scratch + key_scales_at, scratch + value_scales_at
+        if has_scales:
+            clear_floats(key_scales, 16 * num_groups)
+            clear_floats(value_scales, 16 * num_groups)
+            at = 4 * (begin - first)
+            write_scales(arguments, sequence, kv_head, begin, end, key_scales + at, value_scales + at)
         group_scores(keys, values, num_groups, scratch + queries_at, scratch + scores_at)
         scale, soft_cap = float_of_bits(argument(arguments, SCALE)), float_of_bits(argument(arguments, SOFT_CAP))
         factor = scale / soft_cap if has_soft_cap else scale * log2_e
         for g in range(group):
             scores, weights = scratch + scores_at + g * score_stride, scratch + weights_at + g * weight_stride
-            softmax(scores, weights, first, begin, end, factor, soft_cap, partial + g * partial_stride + statistics)
+            at = partial + g * partial_stride + statistics
+            softmax(scores, weights, first, begin, end, factor, soft_cap, at, key_scales, value_scales)
         weights = scratch + weights_at
         for g in range(0, group - rest, heads):
             weighted_sum(values, num_groups, weights + g * weight_stride, partial + g * partial_stride)
@@ -199,14 +231,20 @@ def unit_range(arguments, position, low, num_sink_units, unit):
 
 
 def make_decode(
-    group: int, width: int, value_width: int, dtype: str, has_soft_cap: bool, sink_dtype: str | None
+    group: int,
+    width: int,
+    value_width: int,
+    dtype: str,
+    has_soft_cap: bool,
+    sink_dtype: str | None,
+    stored: str | None = None,
 ) -> tuple[Any, Any]:
     """decode(arguments, scratch, sequence, kv_head, slot) and combine(arguments, scratch, sequence, kv_head)."""
     layout = DecodeLayout(dtype, group, width, value_width)
     queries_at, query_stride = layout.queries, layout.query_stride
     partial_at, total_at, partial_bytes = layout.partial, layout.total, layout.partial_bytes
-    find_groups = make_find_groups(layout.key_copies, layout.value_copies, dtype, width, value_width)
-    attend_unit = make_units(group, width, value_width, dtype, has_soft_cap, find_groups)
+    find_groups = make_find_groups(layout.key_copies, layout.value_copies, stored or dtype, width, value_width)
+    attend_unit = make_units(group, width, value_width, dtype, has_soft_cap, find_groups, stored)
     merge, clear, store_result = make_results(group, value_width, dtype, sink_dtype)
     copy_row = make_copy_row(words_of(dtype), width)
 

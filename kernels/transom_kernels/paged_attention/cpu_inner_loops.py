@@ -14,12 +14,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from transom_kernels.cpu.bounds import checked_address
 from transom_kernels.cpu.simd import (
-    F16,
     F32,
     F32_16,
-    I1,
+    I8,
     I16,
     I32,
     I32_16,
@@ -32,7 +30,6 @@ from transom_kernels.cpu.simd import (
     dot_pairs,
     emit_prefetch,
     f32x16,
-    function,
     int32,
     int64,
     load,
@@ -42,11 +39,11 @@ from transom_kernels.cpu.simd import (
 )
 from transom_kernels.cpu.target import cpu_target
 from transom_kernels.paged_attention.cpu_layout import VECTOR_BYTES, Words
+from transom_kernels.quantised_kv.cpu_rows import emit_numbers, emit_pairs, load_first, row_bytes
 
 _GROUPS_AHEAD = 4  # keys are asked for so many groups before they are read
 _I = types.int64
-_F16_16 = ir.VectorType(F16, LANES)
-_I16_16, _I16_32 = ir.VectorType(I16, LANES), ir.VectorType(I16, 2 * LANES)
+_I16_32 = ir.VectorType(I16, 2 * LANES)
 
 
 def num_accumulators() -> int:
@@ -55,33 +52,11 @@ def num_accumulators() -> int:
 
 
 def row_vector(b, words: Words, address, index: int, width: int):
-    """Vector `index` of a row of `width` elements; what lies behind the row is 0 and is not read."""
+    """Vector `index` of a row of `width` numbers; what lies behind the row is finite and is not read."""
     first = index * LANES * words.elements
     count = min(width - first, LANES * words.elements)
-    address = b.add(address, int64(first * NUM_BYTES[words.dtype]))
-    if words.pairs:
-        if count % 2:
-            return b.bitcast(_load_first(b, address, _I16_32, count), I32_16)
-        return _load_first(b, address, I32_16, count // 2)
-    if words.dtype == "f32":
-        return _load_first(b, address, F32_16, count)
-    if words.dtype == "f16":
-        return b.fpext(b.bitcast(_load_first(b, address, _I16_16, count), _F16_16), F32_16)
-    return b.bitcast(b.shl(b.zext(_load_first(b, address, _I16_16, count), I32_16), constant(I32_16, 16)), F32_16)
-
-
-def _load_first(b, address, vector, count: int):
-    """The first `count` elements of a vector at an address that is a multiple of 2; the others are 0."""
-    align = 4 if vector is F32_16 else 2
-    if count == vector.count:
-        return load(b, address, vector, align)
-    masks = ir.VectorType(I1, vector.count)
-    name = {I16: "i16", I32: "i32", F32: "f32"}[vector.element]
-    size = {"i16": 2, "i32": 4, "f32": 4}[name]
-    pointer = b.inttoptr(checked_address(b, address, count * size), ir.PointerType(vector))
-    masked = function(b, f"llvm.masked.load.v{vector.count}{name}.p0", vector, [pointer.type, I32, masks, vector])
-    mask = ir.Constant(masks, [index < count for index in range(vector.count)])
-    return b.call(masked, [pointer, int32(align), mask, constant(vector, 0)])
+    address = b.add(address, int64(row_bytes(words.stored, first)))
+    return (emit_pairs if words.pairs else emit_numbers)(b, address, words.stored, count)
 
 
 def multiply(b, words: Words, total, x, y):
@@ -118,9 +93,9 @@ def make_group_scores(words: Words, heads: int, width: int, value_width: int, st
     query in words and of a head's scores.
     """
     query_stride, score_stride = strides
-    num_vectors, key_bytes = words.vectors(width), width * NUM_BYTES[words.dtype]
+    num_vectors, key_bytes = words.vectors(width), row_bytes(words.stored, width)
     lines_of_keys = range(0, LANES * key_bytes, 64)
-    lines_of_values = range(0, LANES * value_width * NUM_BYTES[words.dtype], 64)
+    lines_of_values = range(0, LANES * row_bytes(words.stored, value_width), 64)
     kind = I32_16 if words.pairs else F32_16
     unrolled = heads * num_vectors <= 16
 
@@ -181,7 +156,7 @@ def make_weighted_sum(words: Words, heads: int, width: int, strides: tuple[int, 
     registers hold sums for.
     """
     weight_stride, out_stride = strides
-    value_bytes = width * NUM_BYTES[words.dtype]
+    value_bytes = row_bytes(words.stored, width)
     step = max(words.elements, num_accumulators() // heads // words.elements * words.elements)
     keys_at_once = LANES if words.output_vectors(width) * heads <= 32 else 4  # how far the loop is unrolled
 
@@ -232,18 +207,20 @@ def make_weighted_sum(words: Words, heads: int, width: int, strides: tuple[int, 
     return weighted_sum
 
 
-def make_move_row(dtype: str, width: int):
+def make_move_row(stored: str, width: int):
     """move_row(row, out): copy a row; what lies behind `out`, up to the end of a vector, is overwritten, too."""
+    num_bytes = row_bytes(stored, width)
+    element = I16 if num_bytes % 2 == 0 and stored in NUM_BYTES else I8
+    vector = F32_16 if stored == "f32" else ir.VectorType(element, VECTOR_BYTES * 8 // element.width)
+    size = VECTOR_BYTES // vector.count
 
     @intrinsic
     def move_row(typingctx, row, out):
         def emit(context, b, sig, args):
             row, out = args
-            vector = F32_16 if dtype == "f32" else _I16_32
-            for first in range(0, width, vector.count):
-                offset = int64(first * NUM_BYTES[dtype])
-                part = _load_first(b, b.add(row, offset), vector, min(vector.count, width - first))
-                store(b, part, b.add(out, offset), 2)
+            for at in range(0, num_bytes, VECTOR_BYTES):
+                part = load_first(b, b.add(row, int64(at)), vector, min(vector.count, (num_bytes - at) // size))
+                store(b, part, b.add(out, int64(at)), size)
             return context.get_dummy_value()
 
         return types.void(_I, _I), emit

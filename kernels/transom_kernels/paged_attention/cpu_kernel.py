@@ -16,11 +16,17 @@ from transom_kernels.paged_attention.cpu_prompt import make_prompt
 
 
 def make_attend(
-    dtype: str, group: int, width: int, value_width: int, has_soft_cap: bool, sink_dtype: str | None
+    dtype: str,
+    stored: str,
+    group: int,
+    width: int,
+    value_width: int,
+    has_soft_cap: bool,
+    sink_dtype: str | None,
 ) -> Any:
     """Arguments: see `cpu_arguments`."""
-    decode, _ = make_decode(group, width, value_width, dtype, has_soft_cap, sink_dtype)
-    attend_tile = make_prompt(group, width, value_width, dtype, has_soft_cap, sink_dtype)
+    decode, _ = make_decode(group, width, value_width, dtype, has_soft_cap, sink_dtype, stored)
+    attend_tile = make_prompt(group, width, value_width, dtype, has_soft_cap, sink_dtype, stored)
 
     def attend(arguments, thread):
         item = claim(thread)
@@ -44,10 +50,16 @@ def make_attend(
 
 
 def make_combine(
-    dtype: str, group: int, width: int, value_width: int, has_soft_cap: bool, sink_dtype: str | None
+    dtype: str,
+    stored: str,
+    group: int,
+    width: int,
+    value_width: int,
+    has_soft_cap: bool,
+    sink_dtype: str | None,
 ) -> Any:
     """Arguments: see `cpu_arguments`."""
-    _, combine = make_decode(group, width, value_width, dtype, has_soft_cap, sink_dtype)
+    _, combine = make_decode(group, width, value_width, dtype, has_soft_cap, sink_dtype, stored)
 
     def combine_all(arguments, thread):
         item = claim(thread)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from transom_kernels.cpu.simd import NUM_BYTES, load_i32, splat, store_f32, store_i64
+from transom_kernels.cpu.simd import load_f32, load_i32, load_scalar_f32, splat, store_f32, store_i64, store_scalar_f32
 from transom_kernels.cpu.work import argument
 from transom_kernels.paged_attention.cpu_arguments import (
     BLOCK_SIZE,
@@ -18,15 +18,24 @@ from transom_kernels.paged_attention.cpu_arguments import (
     K_BLOCK,
     K_CACHE,
     K_HEAD,
+    K_SCALE,
     K_TOKEN,
+    KS_BLOCK,
+    KS_HEAD,
+    KS_TOKEN,
     NUM_SINK_BLOCKS,
     V_BLOCK,
     V_CACHE,
     V_HEAD,
+    V_SCALE,
     V_TOKEN,
+    VS_BLOCK,
+    VS_HEAD,
+    VS_TOKEN,
     WINDOW,
 )
 from transom_kernels.paged_attention.cpu_inner_loops import make_move_row
+from transom_kernels.quantised_kv.cpu_rows import row_bytes
 
 MASKED = -3e38  # the score of a key that is not seen
 NO_MAXIMUM = -1e30  # the maximum of no scores: above MASKED, so that a masked score weighs 0 and no NaN comes up
@@ -88,14 +97,57 @@ def fill_addresses(keys, values, count, address):
         store_i64(values + 8 * i, address)
 
 
-def make_find_groups(key_copies: int, value_copies: int, dtype: str, width: int, value_width: int) -> Any:
+@njit
+def copy_floats(source, stride, to, count):
+    """Copy `count` float32 numbers that lie `stride` bytes apart."""
+    done = 0
+    if stride == 4:
+        while done + 16 <= count:
+            store_f32(to + 4 * done, load_f32(source + 4 * done))
+            done += 16
+    for i in range(done, count):
+        store_scalar_f32(to + 4 * i, load_scalar_f32(source + i * stride))
+
+
+@njit
+def write_scales(arguments, sequence, kv_head, begin, end, keys, values):
+    """Write the scales of the keys and values of tokens [begin, end) into two arrays."""
+    size, columns = argument(arguments, BLOCK_SIZE), argument(arguments, COLUMNS)
+    num_sink_blocks = argument(arguments, NUM_SINK_BLOCKS)
+    table = argument(arguments, BLOCK_TABLE) + 4 * sequence * columns
+    shift = num_sink_blocks - load_i32(argument(arguments, FIRST_BLOCK) + 4 * sequence)
+    k_base = argument(arguments, K_SCALE) + kv_head * argument(arguments, KS_HEAD)
+    v_base = argument(arguments, V_SCALE) + kv_head * argument(arguments, VS_HEAD)
+    k_token, v_token = argument(arguments, KS_TOKEN), argument(arguments, VS_TOKEN)
+    logical = begin // size
+    offset = begin - logical * size
+    left = end - begin
+    while left > 0:
+        block = table_block(table, logical, shift, num_sink_blocks, columns)
+        count = min(size - offset, left)
+        copy_floats(k_base + block * argument(arguments, KS_BLOCK) + offset * k_token, k_token, keys, count)
+        copy_floats(v_base + block * argument(arguments, VS_BLOCK) + offset * v_token, v_token, values, count)
+        keys, values = keys + 4 * count, values + 4 * count
+        left -= count
+        offset = 0
+        logical += 1
+
+
+@njit
+def clear_floats(at, count):
+    """Set `count` float32 numbers, a multiple of 16, to 0."""
+    for i in range(0, count, 16):
+        store_f32(at + 4 * i, splat(np.float32(0.0)))
+
+
+def make_find_groups(key_copies: int, value_copies: int, stored: str, width: int, value_width: int) -> Any:
     """find_groups(arguments, scratch, sequence, kv_head, begin, end, keys, values): the addresses of groups of 16 keys and values.
 
     A group begins at a multiple of 16. It is read where it lies, if all of its keys are in [begin, end) and their rows lie one
     behind the other; else its rows are copied to the offsets `key_copies` and `value_copies` of scratch, with zeros for other keys.
     """
-    key_bytes, value_bytes = width * NUM_BYTES[dtype], value_width * NUM_BYTES[dtype]
-    move_key, move_value = make_move_row(dtype, width), make_move_row(dtype, value_width)
+    key_bytes, value_bytes = row_bytes(stored, width), row_bytes(stored, value_width)
+    move_key, move_value = make_move_row(stored, width), make_move_row(stored, value_width)
 
     @njit
     def clear(at, num_bytes):

@@ -25,9 +25,9 @@ VECTOR_BYTES = 4 * _LANES
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """How elements of a dtype ("f32", "bf16", "f16") are multiplied."""
+    """How rows of numbers are multiplied."""
 
-    dtype: str
+    stored: str  # type of the numbers in memory (`quantised_kv.cpu_rows`)
     pairs: bool  # bfloat16 in pairs; else float32
 
     @property
@@ -44,9 +44,14 @@ class Words:
         return self.vectors(width) * self.elements
 
 
-def words_of(dtype: str) -> Words:
-    """How this processor multiplies elements of a dtype."""
-    return Words(dtype, dtype == "bf16" and cpu_target().bf16)
+def words_of(dtype: str, stored: str | None = None) -> Words:
+    """How this processor multiplies rows of queries of a dtype, or rows of a quantised cache with them."""
+    return Words(stored or dtype, dtype == "bf16" and cpu_target().bf16)
+
+
+def is_quantised(dtype: str, stored: str | None) -> bool:
+    """Whether a cache that is stored like this has scales."""
+    return stored is not None and stored != dtype
 
 
 def uses_tiles(dtype: str) -> bool:
@@ -92,6 +97,8 @@ class DecodeLayout:
         self.value_copies = memory.take(UNIT_KEYS * value_width * 4 + VECTOR_BYTES)
         self.scores = memory.take(group * self.score_stride)
         self.weights = memory.take(group * self.weight_stride)
+        self.key_scales = memory.take(4 * UNIT_KEYS)  # of quantised caches
+        self.value_scales = memory.take(4 * UNIT_KEYS)
         self.partial = memory.take(self.partial_bytes)
         self.total = memory.take(self.partial_bytes)
         self.num_bytes = memory.end
@@ -119,6 +126,8 @@ class PromptLayout:
         self.weights = memory.take(SUB_ROWS * self.weight_stride)
         self.key_addresses = memory.take(KEY_TILE * 8)
         self.value_addresses = memory.take(KEY_TILE * 8)
+        self.key_scales = memory.take(4 * KEY_TILE)  # of quantised caches
+        self.value_scales = memory.take(4 * KEY_TILE)
         self.zeros = memory.take(self.zeros_bytes)
         self.key_panel = words.vectors(width) * _LANES * VECTOR_BYTES  # bytes of 16 packed keys
         self.keys = memory.take(KEY_TILE // _LANES * self.key_panel)

@@ -58,22 +58,44 @@ from transom_kernels.paged_attention.cpu_inner_loops import (
     make_pack_keys,
     make_pack_values,
 )
-from transom_kernels.paged_attention.cpu_keys import MASKED, NO_MAXIMUM, fill_addresses, first_key, write_addresses
-from transom_kernels.paged_attention.cpu_layout import KEY_TILE, SUB_ROWS, PromptLayout, uses_tiles, words_of
+from transom_kernels.paged_attention.cpu_keys import (
+    MASKED,
+    NO_MAXIMUM,
+    clear_floats,
+    fill_addresses,
+    first_key,
+    write_addresses,
+    write_scales,
+)
+from transom_kernels.paged_attention.cpu_layout import (
+    KEY_TILE,
+    SUB_ROWS,
+    PromptLayout,
+    is_quantised,
+    uses_tiles,
+    words_of,
+)
 from transom_kernels.paged_attention.cpu_products import make_multiply_keys, make_multiply_values
 from transom_kernels.paged_attention.cpu_row_result import make_store_row
 
 
 def make_prompt(
-    group: int, width: int, value_width: int, dtype: str, has_soft_cap: bool, sink_dtype: str | None
+    group: int,
+    width: int,
+    value_width: int,
+    dtype: str,
+    has_soft_cap: bool,
+    sink_dtype: str | None,
+    stored: str | None = None,
 ) -> Any:
     """attend_tile(arguments, scratch, sequence, first_token, kv_head)."""
-    words = words_of(dtype)
+    words, cached = words_of(dtype), words_of(dtype, stored)
     layout = PromptLayout(dtype, group, width, value_width)
     tokens_of_tile = layout.tokens
     queries_at, outputs_at, sums_at, maxima_at = layout.queries, layout.outputs, layout.sums, layout.maxima
     scores_at, weights_at, zeros_at = layout.scores, layout.weights, layout.zeros
     key_addresses_at, value_addresses_at = layout.key_addresses, layout.value_addresses
+    has_scales, key_scales_at, value_scales_at = is_quantised(dtype, stored), layout.key_scales, layout.value_scales
     keys_at, values_at, tiles_at = layout.keys, layout.values, layout.tile_registers
     key_panel, value_panel = layout.key_panel, layout.value_panel
     tile_rows, zeros_bytes = layout.rows, layout.zeros_bytes
@@ -84,8 +106,8 @@ def make_prompt(
     multiply_values = make_multiply_values(dtype, group, width, value_width)
     has_tiles = uses_tiles(dtype)
     copy_row = make_copy_row(words, width)
-    pack_keys = make_pack_keys(words, width)
-    pack_values = make_pack_values(words, value_width, value_panel)
+    pack_keys = make_pack_keys(cached, width)
+    pack_values = make_pack_values(cached, value_width, value_panel)
     store_weights, weight_of = (store_bf16, weight_bf16) if words.pairs else (store_f32, weight_f32)
     store_row = make_store_row(value_width, dtype, sink_dtype)
     masked, no_maximum, log2_e = np.float32(MASKED), np.float32(NO_MAXIMUM), np.float32(LOG2_E)
@@ -123,6 +145,15 @@ def make_prompt(
         if run < end:
             skipped = 8 * (run - begin)
             write_addresses(arguments, sequence, kv_head, run, end, keys + skipped, values + skipped)
+        if has_scales:
+            key_scales, value_scales = scratch + key_scales_at, scratch + value_scales_at
+            clear_floats(key_scales, KEY_TILE)
+            clear_floats(value_scales, KEY_TILE)
+            if begin < sinks:
+                write_scales(arguments, sequence, kv_head, begin, sinks, key_scales, value_scales)
+            if run < end:
+                skipped = 4 * (run - begin)
+                write_scales(arguments, sequence, kv_head, run, end, key_scales + skipped, value_scales + skipped)
         for key in range(0, end - begin, 32):
             pack_keys(keys + 8 * key, scratch + keys_at + key // 16 * key_panel)
             pack_keys(keys + 8 * key + 128, scratch + keys_at + (key // 16 + 1) * key_panel)
@@ -130,7 +161,13 @@ def make_prompt(
                 pack_values(values + 8 * pair, scratch + values_at + pair // elements * 64)
 
     @njit
-    def softmax_row(scores, weights, sums, maximum, output, num_keys, factor):
+    def scale_row(scores, num_keys, key_scales):
+        """Multiply scores by the scales of their keys."""
+        for k in range(0, num_keys, 16):
+            store_f32(scores + 4 * k, load_f32(scores + 4 * k) * load_f32(key_scales + 4 * k))
+
+    @njit
+    def softmax_row(scores, weights, sums, maximum, output, num_keys, factor, value_scales):
         """Weights of one row's scores, which are multiplied by `factor`; rescale what was summed before to the new maximum."""
         top = splat(masked)
         for k in range(0, num_keys, 16):
@@ -142,6 +179,8 @@ def make_prompt(
         for k in range(0, num_keys, 16):
             weight = weight_of(fma(load_f32(scores + 4 * k), factors, minus_new))
             total = total + weight
+            if has_scales:
+                weight = weight * load_f32(value_scales + 4 * k)
             store_weights(weights + weight_bytes * k, weight)
         store_f32(sums, total)
         store_scalar_f32(maximum, new)
@@ -177,6 +216,8 @@ def make_prompt(
         factor = log2_e if has_soft_cap else scale * log2_e
         for r in range(SUB_ROWS):
             at, scores = position + min((row + r) // group, tokens - 1), scratch + scores_at + r * score_stride
+            if has_scales:
+                scale_row(scores, num_keys, scratch + key_scales_at)
             if has_soft_cap:
                 cap_row(scores, num_keys, scale, cap)
             if is_masked:
@@ -189,6 +230,7 @@ def make_prompt(
                 scratch + outputs_at + (row + r) * value_stride,
                 num_keys,
                 factor,
+                scratch + value_scales_at,
             )
         multiply_values(scratch, row, num_keys)
 

@@ -87,7 +87,7 @@ def _implementation(
     if uses_cpu_kernels(q):
         from transom_kernels.paged_attention.cpu import fits_cpu_kernel, paged_attention_cpu
 
-        if fits_cpu_kernel(q, k_cache, v_cache, sink_logits) and kv_scales is None:
+        if fits_cpu_kernel(q, k_cache, v_cache, sink_logits):
             return paged_attention_cpu
     refuse_recording("attention in torch reads block tables in Python")
     return paged_attention_torch

@@ -38,6 +38,17 @@ INT4 = KvFormat("int4", torch.uint8, 7.0, 2)
 FORMATS = {kv_format.dtype: kv_format for kv_format in (FP8, INT8, INT4)}  # by the dtype of a cache
 
 
+# How CPU kernels name the type of a cache (`cpu_rows.py`), by dtype.
+STORED = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    FP8.dtype: "e4m3",
+    INT8.dtype: "i8",
+    INT4.dtype: "i4",
+}
+
+
 def format_of(cache: torch.Tensor) -> KvFormat | None:
     """The format of a quantised cache; None of a cache of floats."""
     return FORMATS.get(cache.dtype)
