@@ -11,14 +11,19 @@ import torch
 from tests.cpu_threads import kernel_threads
 from tests.kernels.checked import run_checked, run_in_child
 from tests.kernels.paged_case import Case, Sequence, Shape, make_case
-from tests.kernels.quantised_case import FORMATS_BY_NAME, QuantisedCaches, quantised
+from tests.kernels.quantised_case import FORMATS_BY_NAME, QuantisedCaches, poisoned_caches, quantised
 from tests.matrices import matrix
+from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
+from transom_kernels.kv_write.cpu import prepare_qkv_fits
+from transom_kernels.kv_write.prepare import prepare_qkv_reference
+from transom_kernels.kv_write.reference import kv_write_reference
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.paged_attention import paged_attention
 from transom_kernels.paged_attention.cpu import fits_cpu_kernel
 from transom_kernels.paged_attention.cpu_layout import KEY_TILE, UNIT_KEYS
 from transom_kernels.paged_attention.reference import paged_attention_reference
 from transom_kernels.paged_attention.rule import MaskRule
+from transom_kernels.quantised_kv import dequantise_rows
 
 # Stored numbers are exact in all products; where a processor multiplies 8-bit integers, queries and weights have 16 bits.
 TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -107,7 +112,73 @@ def test_outliers_and_rows_of_very_different_sizes(name: str) -> None:
     check(case, caches)
 
 
+def assert_written(got: QuantisedCaches, wanted: QuantisedCaches, *, step: int) -> None:
+    """Equal scales, and stored numbers that are at most `step` apart; what was not written is untouched."""
+    for name in ("k", "v"):
+        scale, wanted_scale = getattr(got, f"{name}_scale"), getattr(wanted, f"{name}_scale")
+        torch.testing.assert_close(scale, wanted_scale, rtol=3e-6 * step, atol=0, equal_nan=True)
+        stored, wanted_stored = getattr(got, name), getattr(wanted, name)
+        if step == 0 or stored.dtype == torch.float8_e4m3fn:
+            away = (stored.view(torch.uint8).int() - wanted_stored.view(torch.uint8).int()).abs()  # e4m3 counts upwards
+            assert int(away.max()) <= step
+        else:
+            away = dequantise_rows(stored, torch.ones_like(scale)) - dequantise_rows(
+                wanted_stored, torch.ones_like(scale)
+            )
+            assert float(away.abs().max()) <= step
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kv_write_has_the_bits_of_the_reference(name: str, dtype: torch.dtype) -> None:
+    kv_format = FORMATS_BY_NAME[name]
+    for size, v_size, head_major in ((20, 12, True), (64, 50, False)):
+        wanted, got = (poisoned_caches(kv_format, 8, 4, 3, (size, v_size), head_major=head_major) for _ in range(2))
+        k = (torch.randn(20, 3, size) * torch.logspace(-12, 9, 20)[:, None, None]).to(dtype)
+        v = torch.randn(20, 3, v_size).to(dtype)
+        k[3], k[4, 1, 5], v[5, 0, 1], v[6, 2] = 0.0, float("nan"), float("-inf"), 0.0
+        v[7, 0, 0] = 1e3  # beside it small numbers, some of them too small for the format
+        slots = torch.randperm(32)[:20]
+        kv_write_reference(k, v, wanted.k, wanted.v, slots, wanted.scales)
+        kv_write(k, v, got.k, got.v, slots, k_scale=got.k_scale, v_scale=got.v_scale)
+        assert_written(got, wanted, step=0)
+
+
+def prepare_case(name: str, dtype: torch.dtype, width: int, how: Preparation) -> None:
+    kv_format = FORMATS_BY_NAME[name]
+    wanted, got = (poisoned_caches(kv_format, 5, 4, 2, (width, width - 4)) for _ in range(2))
+    row = torch.randn(4, 10 * width).to(dtype)
+    q, k = row[:, : 6 * width].unflatten(1, (6, width)), row[:, 6 * width : 8 * width].unflatten(1, (2, width))
+    v = row[:, 8 * width : 10 * width - 8].unflatten(1, (2, width - 4))
+    tables = (torch.randn(4, width).to(dtype), torch.randn(4, width).to(dtype))
+    slots = torch.tensor([7, -1, 0, 19])
+    caches = {"k_scale": got.k_scale, "v_scale": got.v_scale}
+    assert prepare_qkv_fits(q, k, v, got.k, got.v, slots, tables, how)
+    expected = prepare_qkv_reference(q, k, v, wanted.k, wanted.v, slots, tables, how, None, wanted.scales)
+    queries = prepare_qkv(q, k, v, got.k, got.v, slots, tables, how, **caches)
+    torch.testing.assert_close(queries, expected, rtol=2**-7, atol=1e-5)
+    assert_written(got, wanted, step=1)  # norms and rotation add in another order than torch
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_prepare_qkv(name: str, dtype: torch.dtype) -> None:
+    prepare_case(name, dtype, 40, Preparation(norm=True, norm_after_rotation=True, value_norm=True, value_factor=1.3))
+    prepare_case(name, dtype, 20, Preparation(value_factor=0.5))
+
+
+@every_format
+def test_keys_alone_are_quantised(name: str) -> None:
+    wanted, got = (poisoned_caches(FORMATS_BY_NAME[name], 2, 4, 1, (12, 12)) for _ in range(2))
+    q, k, slots = torch.randn(3, 5, 12), torch.randn(3, 1, 12), torch.tensor([6, -1, 1])
+    prepare_qkv_reference(q, k, None, wanted.k, None, slots, None, Preparation(), None, (wanted.k_scale, None))
+    prepare_qkv(q, k, None, got.k, None, slots, None, k_scale=got.k_scale)
+    assert_written(got, wanted, step=0)
+
+
 def small_case() -> None:
+    for name in FORMATS_BY_NAME:
+        prepare_case(name, torch.bfloat16, 22, Preparation(norm=True))
     for name in FORMATS_BY_NAME:
         for dtype in (torch.bfloat16, torch.float32):
             sequences = [Sequence(start=600, count=1), Sequence(start=0, count=1), Sequence(start=30, count=50)]

@@ -10,6 +10,7 @@ import torch
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.kv_write.prepare import PLAIN, Preparation
+from transom_kernels.quantised_kv import STORED
 
 ITEM_ELEMENTS = 2048  # about as many elements as one item of work prepares
 
@@ -31,7 +32,7 @@ def prepare_qkv_fits(
         q.dtype in DTYPES
         and (query_scale is None or (query_scale.dtype == q.dtype and query_scale.is_contiguous()))
         and _alike(k, v)
-        and _alike(k_cache, v_cache)
+        and all(cache is None or cache.dtype in STORED for cache in (k_cache, v_cache))
         and (k_cache is None or k_cache.stride(3) == 1)
         and (v_cache is None or v_cache.stride(3) == 1)
         and (tables is None or (_alike(*tables) and tables[0].stride(-1) == tables[1].stride(-1) == 1))
@@ -51,6 +52,7 @@ def prepare_qkv_cpu(
     tables: tuple[torch.Tensor, torch.Tensor] | None = None,
     preparation: Preparation = PLAIN,
     query_scale: torch.Tensor | None = None,
+    kv_scales: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
     """The contract is that of `op.prepare_qkv`. With 0 query heads keys and values are written all the same."""
     tokens, heads, width = q.shape
@@ -62,14 +64,15 @@ def prepare_qkv_cpu(
     all_heads = heads + kv_heads + value_heads
     per_item = max(1, min(all_heads, ITEM_ELEMENTS // max(width, value_width)))
     kv_dtype = DTYPES[(q if k is None else k).dtype]
-    cache_dtype = kv_dtype if k_cache is None else DTYPES[k_cache.dtype]
+    cache_dtype = kv_dtype if k_cache is None else STORED[k_cache.dtype]
+    k_scale, v_scale = kv_scales or (None, None)
     kernel = cpu_kernel(
         "transom_kernels.kv_write.cpu_kernel",
         "make_prepare_and_write",
         dtype=DTYPES[q.dtype],
         kv_dtype=kv_dtype,
         cache_dtype=cache_dtype,
-        table_dtype=cache_dtype if cos is None else DTYPES[cos.dtype],
+        table_dtype=kv_dtype if cos is None else DTYPES[cos.dtype],
         weight_dtype=DTYPES[weights[0].dtype] if weights else kv_dtype,
         interleaved=preparation.interleaved,
     )
@@ -82,7 +85,7 @@ def prepare_qkv_cpu(
             0 if k_cache is None else k_cache.shape[1], per_item,
             _row_stride(q), _row_stride(k), _row_stride(v), *_cache_strides(k_cache), *_cache_strides(v_cache),
             _row_stride(cos), _row_stride(signed_sin), preparation.norm, preparation.norm_after_rotation, preparation.value_norm,
-            float(preparation.value_factor), preparation.eps,
+            float(preparation.value_factor), preparation.eps, k_scale, *_cache_strides(k_scale), v_scale, *_cache_strides(v_scale),
         ],
         scratch_bytes=4 * (max(width, value_width) + 16),
     )  # fmt: skip
@@ -90,10 +93,15 @@ def prepare_qkv_cpu(
 
 
 def kv_write_cpu(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """The contract is that of `op.kv_write`; the heads of a token must be adjacent."""
-    prepare_qkv_cpu(k[:, :0], k, v, k_cache, v_cache, slots)
+    prepare_qkv_cpu(k[:, :0], k, v, k_cache, v_cache, slots, kv_scales=kv_scales)
 
 
 def _alike(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
@@ -109,9 +117,9 @@ def _row_stride(x: torch.Tensor | None) -> int:
 
 
 def _cache_strides(cache: torch.Tensor | None) -> tuple[int, int, int]:
-    """The strides of blocks, tokens and heads, in bytes."""
+    """The strides of blocks, tokens and heads of a cache or its scales, in bytes."""
     if cache is None:
         return 0, 0, 0
-    block, token, head, _ = cache.stride()
+    block, token, head = cache.stride()[:3]
     size = cache.element_size()
     return block * size, token * size, head * size

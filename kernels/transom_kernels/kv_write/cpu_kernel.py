@@ -5,7 +5,8 @@ values into the cache. `cpu.py` launches it.
     k_cache[slot of t] = after(rotate(norm(k[t])))                  norm: RMS norm of each head, with or without a weight
     v_cache[slot of t] = value_factor * norm(v[t])                  after: RMS norm of each head without a weight
 
-Every step is optional. All steps are float32, in a thread's own memory; values are rounded once, where they are stored. An item is
+Every step is optional. All steps are float32, in a thread's own memory; values are rounded once, where they are stored, and rows of
+quantised caches are quantised there. An item is
 some heads of one token, in the order query heads, key heads, value heads.
 
 Legend: T tokens, H query heads, KVH KV heads, D key width, E value width, R rotated width, P block size in tokens.
@@ -35,6 +36,7 @@ from transom_kernels.cpu.simd import (
     store_f32,
 )
 from transom_kernels.cpu.work import argument, claim, finish, scratch
+from transom_kernels.quantised_kv.cpu_rows import make_quantise_row
 
 
 def make_prepare_and_write(
@@ -46,13 +48,14 @@ def make_prepare_and_write(
      7 cos, 8 signed_sin, 9 q_weight [H, D], 10 k_weight [KVH, D], 11 query_scale [T],
     12 H, 13 KVH, 14 heads of v, 15 D, 16 E, 17 R, 18 first rotated element of a head, 19 P, 20 heads of an item,
     21 token stride of q, 22 of k, 23 of v, 24 block, token and head stride of k_cache, 27 of v_cache, 30 row stride of cos,
-    31 of signed_sin, 32 norm, 33 norm after rotation, 34 norm of values, 35 value_factor, 36 eps.
+    31 of signed_sin, 32 norm, 33 norm after rotation, 34 norm of values, 35 value_factor, 36 eps; of quantised caches
+    37 k_scale, 38 its block, token and head stride, 41 v_scale, 42 its strides.
     """
     size, kv_size, weight_size = NUM_BYTES[dtype], NUM_BYTES[kv_dtype], NUM_BYTES[weight_dtype]
     rotate = make_rotate("f32", table_dtype, interleaved=interleaved)
     inverse_rms = make_inverse_rms("f32")
     load_query, load_kv = _make_load(dtype, weight_dtype), _make_load(kv_dtype, weight_dtype)
-    store_query, store_cache = _make_store(dtype), _make_store(cache_dtype)
+    store_query, store_cache = _make_store(dtype), _make_cache_store(cache_dtype)
     load_scale = LOAD_SCALAR[dtype]
 
     @njit(error_model="numpy")
@@ -87,7 +90,9 @@ def make_prepare_and_write(
         load_kv(row, work, width, argument(arguments, 32), weight, float_of_bits(argument(arguments, 36)))
         after = turn(arguments, work, token)
         place = argument(arguments, 4) + block * argument(arguments, 24) + offset * argument(arguments, 25)
-        store_cache(work, place + head * argument(arguments, 26), width, after, splat(1.0))
+        scale = argument(arguments, 37) + block * argument(arguments, 38) + offset * argument(arguments, 39)
+        scale += head * argument(arguments, 40)
+        store_cache(work, place + head * argument(arguments, 26), scale, width, after, splat(1.0))
 
     @njit(error_model="numpy")
     def value(arguments, work, token, head, block, offset):  # type: ignore[no-untyped-def]
@@ -96,7 +101,9 @@ def make_prepare_and_write(
         load_kv(row, work, width, argument(arguments, 34), 0, float_of_bits(argument(arguments, 36)))
         place = argument(arguments, 5) + block * argument(arguments, 27) + offset * argument(arguments, 28)
         factor = splat(float_of_bits(argument(arguments, 35)))
-        store_cache(work, place + head * argument(arguments, 29), width, factor, splat(1.0))
+        scale = argument(arguments, 41) + block * argument(arguments, 42) + offset * argument(arguments, 43)
+        scale += head * argument(arguments, 44)
+        store_cache(work, place + head * argument(arguments, 29), scale, width, factor, splat(1.0))
 
     def prepare_and_write(arguments, thread):  # type: ignore[no-untyped-def]
         item = claim(thread)
@@ -155,6 +162,19 @@ def _make_load(dtype: str, weight_dtype: str) -> Any:
                 store_f32(work + full * 4, lanes)
 
     return load_row
+
+
+def _make_cache_store(stored: str) -> Any:
+    """store_row(work, place, scale_place, width, first, second): store work * first * second, quantised or rounded once."""
+    if stored not in NUM_BYTES:
+        return make_quantise_row(stored)
+    store_numbers = _make_store(stored)
+
+    @njit(error_model="numpy")
+    def store_row(work, place, scale_place, width, first, second):  # type: ignore[no-untyped-def]
+        store_numbers(work, place, width, first, second)
+
+    return store_row
 
 
 def _make_store(dtype: str) -> Any:

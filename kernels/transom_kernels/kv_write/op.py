@@ -47,12 +47,8 @@ def kv_write(
         ValueError: shapes or dtypes do not fit.
     """
     _check([("k", k, k_cache, k_scale), ("v", v, v_cache, v_scale)], slots)
-    if k_scale is not None and v_scale is not None:
-        refuse_recording("torch quantises keys and values")
-        _write_quantised(k, k_cache, k_scale, slots)
-        _write_quantised(v, v_cache, v_scale, slots)
-        return
-    if uses_triton(k) and heads_are_adjacent(k) and heads_are_adjacent(v):
+    kv_scales = None if k_scale is None or v_scale is None else (k_scale, v_scale)
+    if uses_triton(k) and kv_scales is None and heads_are_adjacent(k) and heads_are_adjacent(v):
         from transom_kernels.kv_write.gpu import kv_write_triton
 
         kv_write_triton(k, v, k_cache, v_cache, slots)
@@ -61,8 +57,13 @@ def kv_write(
         from transom_kernels.kv_write.cpu import kv_write_cpu, prepare_qkv_fits
 
         if prepare_qkv_fits(k, k, v, k_cache, v_cache, slots):
-            kv_write_cpu(k, v, k_cache, v_cache, slots)
+            kv_write_cpu(k, v, k_cache, v_cache, slots, kv_scales)
             return
+    if k_scale is not None and v_scale is not None:
+        refuse_recording("torch quantises keys and values")
+        _write_quantised(k, k_cache, k_scale, slots)
+        _write_quantised(v, v_cache, v_scale, slots)
+        return
     scratch = {} if scratch is None else scratch
     fused = fused_target(k, v, k_cache, v_cache, slots, scratch)
     if fused is not None:
@@ -118,11 +119,11 @@ def prepare_qkv(
         from transom_kernels.kv_write.gpu import prepare_qkv_triton
 
         return prepare_qkv_triton(q, k, v, k_cache, v_cache, slots, tables, preparation, query_scale)
-    if uses_cpu_kernels(q) and kv_scales is None:
+    if uses_cpu_kernels(q):
         from transom_kernels.kv_write.cpu import prepare_qkv_cpu, prepare_qkv_fits
 
         if prepare_qkv_fits(q, k, v, k_cache, v_cache, slots, tables, preparation, query_scale):
-            return prepare_qkv_cpu(q, k, v, k_cache, v_cache, slots, tables, preparation, query_scale)
+            return prepare_qkv_cpu(q, k, v, k_cache, v_cache, slots, tables, preparation, query_scale, kv_scales)
     refuse_recording("torch reads slots in Python")
     flat = None if tables is None else (tables[0].flatten(0, -2), tables[1].flatten(0, -2))
     return prepare_qkv_reference(q, k, v, k_cache, v_cache, slots, flat, preparation, query_scale, kv_scales)

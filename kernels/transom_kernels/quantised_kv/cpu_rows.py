@@ -1,7 +1,7 @@
 """Rows of quantised caches in CPU kernels: loads that dequantise in registers, and the function that quantises and stores a row.
 
-Caches are named by their *stored* type: "f32", "bf16" and "f16" are numbers as they are; "i8", "e4m3" and "i4" are the formats int8,
-fp8 and int4 (`format.py`). Loads give stored numbers, without the row's scale: products are multiplied by it afterwards.
+Caches are named by their *stored* type: "f32", "bf16" and "f16" are numbers as they are; "i8", "e4m3" and "i4" are the formats
+int8, fp8 and int4 (`format.py`). Loads give stored numbers, without the row's scale: products are multiplied by it afterwards.
 
 Legend: D numbers of a row.
 """
