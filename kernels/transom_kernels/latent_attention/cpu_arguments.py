@@ -3,7 +3,7 @@
 Strides are in bytes. Rows are read from two places: 0, the window, and 1, the entries.
 """
 
-FIRST_OWN = 48
+FIRST_OWN = 34  # the words of scales are not shared: latent rows are never quantised
 (
     QUERIES, QUERY_ROW, QUERY_HEAD,
     CACHE, SLOTS, NUM_SLOTS, SLOT_ROW, BLOCK_ROWS, BLOCK_STRIDE, ROW_STRIDE,  # of the window; the same of the entries follow
