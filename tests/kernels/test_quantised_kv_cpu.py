@@ -34,7 +34,8 @@ every_format = pytest.mark.parametrize("name", FORMATS_BY_NAME)
 def attend(case: Case, caches: QuantisedCaches, **options: Any) -> torch.Tensor:
     case.batch.scratch.clear()
     assert fits_cpu_kernel(case.q, caches.k, caches.v, None)
-    return paged_attention(case.q, batch=case.batch, scale=0.3, **caches.arguments, **options)
+    arguments: dict[str, Any] = {**caches.arguments, **options}
+    return paged_attention(case.q, batch=case.batch, scale=0.3, **arguments)
 
 
 def check(case: Case, caches: QuantisedCaches, **options: Any) -> torch.Tensor:

@@ -128,7 +128,7 @@ def make_quantise_row(stored: str) -> Any:
     zero, one = np.float32(0.0), np.float32(1.0)
 
     @njit(error_model="numpy")
-    def quantise_row(work, place, scale_place, width, first, second):  # type: ignore[no-untyped-def]
+    def quantise_row(work, place, scale_place, width, first, second):
         top, undefined = splat(0.0), splat(0.0)
         for k in range(0, width, 16):
             lanes = keep_part(load_f32(work + k * 4) * first * second, width - k, 0.0)
@@ -152,8 +152,8 @@ def _make_store_numbers(stored: str) -> Any:
     largest = LARGEST[stored]
 
     @intrinsic
-    def store_numbers(typingctx, place, x, count):  # type: ignore[no-untyped-def]
-        def emit(context, b, sig, args):  # type: ignore[no-untyped-def]
+    def store_numbers(typingctx, place, x, count):
+        def emit(context, b, sig, args):
             place, x, count = args
             for name, bound in (("maxnum", -largest), ("minnum", largest)):
                 x = b.call(function(b, f"llvm.{name}.v{LANES}f32", F32_16, [F32_16] * 2), [x, constant(F32_16, bound)])
