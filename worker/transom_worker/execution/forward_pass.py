@@ -14,10 +14,12 @@ from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_worker.config import EngineConfig
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
+from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.graphs.decode_graphs import DecodeGraphs
 from transom_worker.execution.graphs.decode_sizes import DecodeSizes
 from transom_worker.execution.graphs.graph_capture import capture_device
 from transom_worker.execution.graphs.graph_warm_up import capture_decode_graphs
+from transom_worker.execution.policy_report import PolicyReport
 from transom_worker.execution.step_logits import StepLogits, ready_logits
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.layers.forward_batch import ForwardBatch
@@ -38,6 +40,9 @@ class ForwardPass:
         self._model, self._builder = model, builder
         self._graphs: DecodeGraphs | None = None
         self._programs: DecodePrograms | None = None
+        self.policy_report: PolicyReport | None = (
+            None  # of the last prepared step, if some of its rows have KV policies
+        )
         self.num_eager_steps = 0  # steps whose kernels the host launched one by one
         self.num_graph_steps = 0  # steps that were replayed from a graph or a program
 
@@ -67,6 +72,9 @@ class ForwardPass:
             ValueError: the plan contradicts what this rank knows of the sequences.
         """
         arrays = self._builder.arrays(plan, store)
+        self.policy_report = None
+        if arrays.has_policies:
+            return self._prepare_policies(plan, arrays, store)
         replays = self._graphs or self._programs
         replay = None if replays is None else replays.prepare(arrays)
         if replay is not None:
@@ -74,6 +82,19 @@ class ForwardPass:
             return partial(_replayed, plan, replay)
         self.num_eager_steps += 1
         return partial(self._run, plan, self._builder.batch(arrays))
+
+    def _prepare_policies(self, plan: StepPlan, arrays: StepArrays, store: SequenceStore) -> Callable[[], StepLogits]:
+        """As `prepare`, for a step some of whose rows have KV policies."""
+        report = self.policy_report = PolicyReport(plan, arrays, store, self._builder)
+        self.num_eager_steps += 1
+        batch = self._builder.batch(arrays)
+        report.attach(batch)
+
+        def run() -> StepLogits:
+            report.measure(self._model)
+            return self._run(plan, batch)
+
+        return run
 
     def _run(self, plan: StepPlan, batch: ForwardBatch) -> StepLogits:
         """Run the model without a graph or a program."""

@@ -211,6 +211,15 @@ class ModelRunner:
             self.is_committed = True
             logits = forward()
             clock.mark(Mark.FORWARDED)
+            report = self._forward.policy_report
+            if report is not None:
+                report.fill(
+                    logits,
+                    result,
+                    architecture=self._loaded.architecture,
+                    parallel=self._parallel,
+                    sampler=self._sampler,
+                )
             self._previous_sampled = sample_step(plan, logits, result, sampler=self._sampler, store=self._store)
             clock.mark(Mark.SAMPLED)
             result.timings = clock.timings()
@@ -346,7 +355,7 @@ class ModelRunner:
         return BlockCopies(memories)
 
     def _make_builder(self, layout: ArenaLayout, slab: torch.Tensor) -> BatchBuilder:
-        return BatchBuilder(layout, slab, self._loaded.device)
+        return BatchBuilder(layout, slab, self._loaded.device, trained_len=self._loaded.architecture.max_position)
 
     def _forward_probe(self, layout: ArenaLayout) -> None:
         """Run the step that needs the most memory, over a small slab, so that the device's peak memory can be read afterwards."""

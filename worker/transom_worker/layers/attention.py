@@ -20,6 +20,7 @@ from transom_kernels.rotary import rotary_
 from transom_worker.layers.forward_batch import LayerCache
 from transom_worker.layers.linear import Linear
 from transom_worker.layers.norm import AllHeadsQkNorm, QkNorm, ShardedAllHeadsQkNorm
+from transom_worker.layers.policy_rows import MixedBatch, ScoreOptions, attend_mixed
 from transom_worker.layers.rope import RotaryTables
 
 
@@ -112,8 +113,12 @@ class Attention:
         shape, options = self._shape, self._options
         fused = uses_triton(x_TN) or uses_cpu_kernels(x_TN)
         prepare = self._prepare_fused if fused else self._prepare
+        q_THD, sink_q_THD = prepare(x_TN, tables, cache, batch, query_scale_T11)
+        if isinstance(batch, MixedBatch):
+            score_options = ScoreOptions(scale=self._scale, soft_cap=options.soft_cap, sink_logits=options.sink_logits)
+            return attend_mixed(q_THD, sink_q_THD, cache, batch, score_options).flatten(1)
         return paged_attention(
-            prepare(x_TN, tables, cache, batch, query_scale_T11),
+            q_THD,
             cache.k,
             cache.v,
             batch,
@@ -132,7 +137,7 @@ class Attention:
         cache: LayerCache,
         batch: PagedBatch,
         query_scale_T11: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `_prepare`, with one kernel for everything after the projection, except for a norm over all heads, which runs
         before it.
         """
@@ -147,9 +152,13 @@ class Attention:
             preparation = replace(preparation, interleaved=True) if tables.interleaved else preparation
             cos_sin = (tables.cos, tables.signed_sin)
         scale_T = None if query_scale_T11 is None else query_scale_T11.flatten()
+        sink_q = None
+        if tables is not None and tables.for_sinks is not None:
+            cos_sin_of_sinks = (tables.for_sinks.cos, tables.for_sinks.signed_sin)
+            sink_q = prepare_qkv(q, None, None, None, None, batch.slots, cos_sin_of_sinks, preparation, scale_T)
         if v is None:
-            return prepare_qkv(q, None, None, None, None, batch.slots, cos_sin, preparation, scale_T)
-        return prepare_qkv(q, k, v, cache.k, cache.v, batch.slots, cos_sin, preparation, scale_T)
+            return prepare_qkv(q, None, None, None, None, batch.slots, cos_sin, preparation, scale_T), sink_q
+        return prepare_qkv(q, k, v, cache.k, cache.v, batch.slots, cos_sin, preparation, scale_T), sink_q
 
     def _prepare(
         self,
@@ -158,27 +167,39 @@ class Attention:
         cache: LayerCache,
         batch: PagedBatch,
         query_scale_T11: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return queries [T, H, D], normalised and rotated; write keys and values to the cache if the layer has its own."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return queries [T, H, D], normalised and rotated, and those for sink tokens where they differ.
+
+        Keys and values are written to the cache if the layer has its own.
+        """
         shape, options = self._shape, self._options
         heads, kv_heads = shape.num_heads, shape.num_kv_heads if shape.has_cache else 0
         qk, v = self._project(x_TN, heads, kv_heads)
         if options.norm is not None:
             options.norm(qk)
-        if tables is not None:
-            rotary_(qk, tables.cos, tables.signed_sin, interleaved=tables.interleaved)
-        if options.norm_after_rotation is not None:
-            options.norm_after_rotation(qk)
+        sink_q = None
+        if tables is not None and tables.for_sinks is not None:
+            sink_q = self._rotated(qk.clone(), tables.for_sinks)[:, :heads]
+        qk = self._rotated(qk, tables)
         q, k = qk.split_with_sizes((heads, kv_heads), dim=1)
         if query_scale_T11 is not None:
             q = q * query_scale_T11
+            sink_q = None if sink_q is None else sink_q * query_scale_T11
         if v is not None:
             if options.value_norm is not None:
                 options.value_norm(v)
             if options.value_scale != 1.0:
                 v.mul_(options.value_scale)
             kv_write(k, v, cache.k, cache.v, batch.slots, batch.scratch)
-        return q
+        return q, sink_q
+
+    def _rotated(self, qk: torch.Tensor, tables: RotaryTables | None) -> torch.Tensor:
+        """Rotate queries and keys in place, and normalise them where that comes behind rotation."""
+        if tables is not None:
+            rotary_(qk, tables.cos, tables.signed_sin, interleaved=tables.interleaved)
+        if self._options.norm_after_rotation is not None:
+            self._options.norm_after_rotation(qk)
+        return qk
 
     def _project(self, x_TN: torch.Tensor, heads: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return queries and keys [T, H + KVH, D], and values [T, KVH, Dv] if the layer has its own cache."""

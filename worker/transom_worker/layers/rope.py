@@ -16,12 +16,14 @@ from transom_kernels.rotary import rotary_tables
 class RotaryTables:
     """Cosine and sine per token, [T, 1, R]; the sine is negated for the first element of each pair.
 
-    The two elements of a pair are R / 2 apart, or neighbours if `interleaved`.
+    The two elements of a pair are R / 2 apart, or neighbours if `interleaved`. `for_sinks` rotate queries that meet sink tokens,
+    in steps with tokens beyond the length that the model was trained with: as if these tokens were the last ones of that length.
     """
 
     cos: torch.Tensor
     signed_sin: torch.Tensor
     interleaved: bool = False
+    for_sinks: RotaryTables | None = None
 
 
 class RotaryEmbedding:
@@ -40,7 +42,8 @@ class RotaryEmbedding:
             self._sign_R = torch.cat([-signs, signs])
         self._dtype, self._scale, self._interleaved = dtype, scale, interleaved
 
-    def __call__(self, positions_T: torch.Tensor) -> RotaryTables:
-        """Return the tables of these positions."""
+    def __call__(self, positions_T: torch.Tensor, sink_positions_T: torch.Tensor | None = None) -> RotaryTables:
+        """Return the tables of these positions, and of `sink_positions` for queries that meet sink tokens."""
+        for_sinks = None if sink_positions_T is None else self(sink_positions_T)
         cos, signed_sin = rotary_tables(positions_T, self._frequency_R, self._sign_R, self._dtype, self._scale)
-        return RotaryTables(cos, signed_sin, self._interleaved)
+        return RotaryTables(cos, signed_sin, self._interleaved, for_sinks)

@@ -77,7 +77,7 @@ class Decoder:
 
     def _rotations(self, batch: ForwardBatch, dtype: torch.dtype) -> Rotations:
         """The rotary tables and query factors of the tokens' positions."""
-        tables = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
+        tables = {rope: rotary(batch.positions, batch.sink_positions) for rope, rotary in self._rotary.items()}
         scale = self._style.query_scale
         return Rotations(tables, None if scale is None else scale(batch.positions, dtype)[:, None, None])
 

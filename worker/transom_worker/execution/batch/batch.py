@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_kernels.paged_attention.batch import PagedBatch
+from transom_kernels.policy_attention import PolicyBatch
+from transom_worker.execution.batch.policy_arrays import PolicyArrays
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.batch.slab import compressed_caches, group_of_layer, layer_caches
-from transom_worker.execution.batch.step_arrays import GroupArrays, RowRanges, StepArrays, step_arrays
+from transom_worker.execution.batch.step_arrays import GroupArrays, RowRanges, StepArrays, row_ranges, step_arrays
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.layers.forward_batch import ForwardBatch
+from transom_worker.layers.policy_rows import MassMeter, MixedBatch
 from transom_worker.scheduling.step import StepPlan
 
 
 class BatchBuilder:
     """Builds the `ForwardBatch` of each step over one slab, the memory of a rank's KV pool."""
 
-    def __init__(self, layout: ArenaLayout, slab: torch.Tensor, device: torch.device) -> None:
+    def __init__(
+        self, layout: ArenaLayout, slab: torch.Tensor, device: torch.device, *, trained_len: int | None = None
+    ) -> None:
+        """`trained_len` is the longest context that the model was trained with; rows without a KV policy never exceed it."""
         self.layout, self.device = layout, device
+        self._trained_len = trained_len
+        # Compiled CPU kernels give a row without a policy the same bits as a policy row, and are recorded as one program.
+        self._joins_decodes = uses_cpu_kernels(slab)
         self.caches, self._compressed = layer_caches(layout, slab), compressed_caches(layout, slab)
         self.group_of_layer = group_of_layer(layout)
         # Triton's kernels read block tables on the device. Other operators need them as lists, which take milliseconds to make.
@@ -36,7 +47,7 @@ class BatchBuilder:
         Raises:
             ValueError: a token that is to be written has no block.
         """
-        return step_arrays(plan, store, self.layout)
+        return step_arrays(plan, store, self.layout, joins_decodes=self._joins_decodes)
 
     def batch(self, arrays: StepArrays) -> ForwardBatch:
         """Return these arrays as tensors on the device, with the caches of this slab."""
@@ -54,10 +65,21 @@ class BatchBuilder:
             caches=self.caches,
             compressed=self._compressed,
             logit_rows=self._tensor(arrays.logit_rows),
+            sink_positions=self._sink_positions(arrays),
         )
 
+    def _sink_positions(self, arrays: StepArrays) -> torch.Tensor | None:
+        """Positions of queries that meet sink tokens, if they differ from those of the tokens."""
+        if not arrays.has_policies or not self.passes_trained_len(arrays):
+            return None
+        return self._tensor(np.minimum(arrays.rows.positions, (self._trained_len or 0) - 1))
+
+    def passes_trained_len(self, arrays: StepArrays) -> bool:
+        """Whether a step has a token beyond the length that the model was trained with."""
+        return self._trained_len is not None and int(arrays.rows.positions.max(initial=0)) >= self._trained_len
+
     def _paged_batch(self, group: GroupArrays, offsets_and_starts: tuple[torch.Tensor, torch.Tensor]) -> PagedBatch:
-        return PagedBatch(
+        paged = PagedBatch(
             block_size=group.block_size,
             num_sink_blocks=group.num_sink_blocks,
             block_table=self._tensor(group.block_table),
@@ -72,6 +94,71 @@ class BatchBuilder:
             start_host=group.start_host,
             count_host=group.count_host,
         )
+        return paged if group.policies is None else self._mixed_batch(paged, group.policies)
+
+    def _mixed_batch(self, others: PagedBatch, arrays: PolicyArrays) -> MixedBatch:
+        fields = {field.name: getattr(others, field.name) for field in dataclasses.fields(others)}
+        other_rows = np.setdiff1d(np.arange(len(others.slots)), arrays.token_rows)
+        return MixedBatch(
+            **fields,
+            policies=self.policy_batch(arrays),
+            policy_rows=self._tensor(arrays.token_rows) if len(other_rows) else None,
+            other_rows=self._tensor(other_rows) if len(other_rows) else None,
+        )
+
+    def measured_batch(
+        self,
+        arrays: StepArrays,
+        tokens: list[int],
+        parts: list[tuple[NDArray[np.int64], PolicyArrays, PolicyArrays]],
+        dropped: torch.Tensor,
+    ) -> ForwardBatch:
+        """Return a batch of some of a step's query tokens.
+
+        By group, `parts` are these tokens' slots, what they attend to, and what their policies would let them attend to. Layers
+        add to `dropped` how much attention goes to the difference.
+        """
+        positions = arrays.rows.positions[tokens]
+        count = len(tokens)
+        whole = StepArrays(
+            token_ids=arrays.token_ids[tokens],
+            rows=_rows_of(positions),
+            logit_rows=np.arange(count),
+            groups=tuple(
+                GroupArrays(
+                    block_size=policies.block_size,
+                    num_sink_blocks=0,
+                    block_table=np.empty((0, 1), dtype=np.int32),
+                    first_block=np.empty(0, dtype=np.int64),
+                    attend_from_host=[],
+                    slots=slots,
+                    rows=_rows_of(positions[:0]),
+                    policies=policies,
+                )
+                for slots, policies, _ in parts
+            ),
+            has_policies=True,
+        )
+        batch = self.batch(whole)
+        for group, (_, _, masked) in zip(batch.groups, parts, strict=True):
+            assert isinstance(group, MixedBatch)
+            group.meter = MassMeter(dropped=dropped, masked=self.policy_batch(masked))
+        return batch
+
+    def policy_batch(self, arrays: PolicyArrays) -> PolicyBatch:
+        """Return the arrays of policy rows as tensors on the device."""
+        return PolicyBatch(
+            block_size=arrays.block_size,
+            block_table=self._tensor(arrays.block_table),
+            key_blocks=self._tensor(arrays.key_blocks),
+            num_columns=self._tensor(arrays.num_columns),
+            window=self._tensor(arrays.window),
+            sinks=self._tensor(arrays.sinks),
+            start=self._tensor(arrays.start),
+            query_offset=self._tensor(arrays.query_offset),
+            row_sequence=self._tensor(arrays.row_sequence),
+            count_host=arrays.count_host,
+        )
 
     def _offsets_and_starts(self, rows: RowRanges) -> tuple[torch.Tensor, torch.Tensor]:
         """`query_offset` and `start` of paged batches over these rows."""
@@ -80,3 +167,8 @@ class BatchBuilder:
     def _tensor(self, array: NDArray[np.int64] | NDArray[np.int32]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+
+
+def _rows_of(positions: NDArray[np.int64]) -> RowRanges:
+    """The ranges of single tokens at these positions."""
+    return row_ranges(positions.tolist(), [1] * len(positions))

@@ -20,6 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from transom_worker.execution.batch.compact_tables import CompactTable
 from transom_worker.kvcache.groups import GroupSpec
 
 Ints = NDArray[np.int64]
@@ -98,6 +99,13 @@ class BlockTables:
         if (valid < length).any():
             table[np.arange(table.shape[1]) >= valid[:, None]] = NO_BLOCK
         return table, first
+
+    def as_compact(self, row: int) -> CompactTable:
+        """Return a row as a compact table of its own."""
+        length, first, num_sinks = int(self._length[row]), int(self._first[row]), self.num_sink_blocks
+        table = CompactTable(num_sink_blocks=num_sinks, remembers_gone=False)
+        table.apply(dropped=0, first_block=first, blocks=self._blocks[row, :length].tolist())
+        return table
 
     def columns(self, logical: Ints, first: Ints) -> Ints:
         """Return the column of each logical block, given its row's first block; negative or too large where the row has no such

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transom_worker.execution.batch.block_tables import BlockTables
+from transom_worker.execution.batch.compact_tables import CompactTable
 from transom_worker.kvcache.groups import GroupSpec
 from transom_worker.scheduling.step import NewSequence, StepPlan
 
@@ -19,6 +20,7 @@ class SequenceTokens:
         self.row = row
         self.num_prompt_tokens = new.num_prompt_tokens
         self.prompt_logprobs = new.params.prompt_logprobs
+        self.compact: tuple[CompactTable, ...] | None = None  # by group, if the sequence has a KV policy
         self.num_tokens = len(new.token_ids)
         self._ids = np.empty(max(64, 2 * self.num_tokens), dtype=np.int64)
         self._ids[: self.num_tokens] = new.token_ids
@@ -72,7 +74,14 @@ class SequenceStore:
         self.remove(new.seq_id)
         if not self._free_rows:
             self._add_rows()
-        self._sequences[new.seq_id] = SequenceTokens(new, self._free_rows[-1])
+        sequence = self._sequences[new.seq_id] = SequenceTokens(new, self._free_rows[-1])
+        if new.kv_policy is not None:
+            sequence.compact = tuple(
+                CompactTable(
+                    num_sink_blocks=-(-new.kv_policy.sinks // tables.block_size), remembers_gone=new.kv_quality
+                )
+                for tables in self.tables
+            )
         self._free_rows.pop()  # only now: the line above may run out of memory
 
     def remove(self, seq_id: int) -> None:
@@ -84,22 +93,32 @@ class SequenceStore:
             self._free_rows.append(sequence.row)
 
     def update_tables(self, plan: StepPlan) -> None:
-        """Apply the plan's deltas to the block tables, then its moves of single blocks.
+        """Apply the plan's deltas to the block tables, then its removals and its moves of single blocks.
 
         Raises:
             ValueError: the plan names a sequence or a block that does not exist.
         """
         for index, seq_id in enumerate(plan.delta_seq):
-            self.tables[plan.delta_group[index]].apply(
-                self[seq_id].row,
-                dropped=plan.delta_dropped[index],
-                first_block=plan.delta_first_block[index],
-                blocks=plan.delta_blocks[plan.delta_offset[index] : plan.delta_offset[index + 1]],
-            )
+            group, sequence = plan.delta_group[index], self[seq_id]
+            dropped, first_block = plan.delta_dropped[index], plan.delta_first_block[index]
+            blocks = plan.delta_blocks[plan.delta_offset[index] : plan.delta_offset[index + 1]]
+            if sequence.compact is not None:
+                sequence.compact[group].apply(dropped=dropped, first_block=first_block, blocks=blocks)
+            else:
+                self.tables[group].apply(sequence.row, dropped=dropped, first_block=first_block, blocks=blocks)
+        for seq_id, group, logical in zip(plan.removed_seq, plan.removed_group, plan.removed_logical, strict=True):
+            compact = self[seq_id].compact
+            if compact is None:
+                raise ValueError(f"A plan removes a block of sequence {seq_id}, which has no KV policy.")
+            compact[group].remove(logical)
         for seq_id, group, logical, block in zip(
             plan.moved_seq, plan.moved_group, plan.moved_logical, plan.moved_block, strict=True
         ):
-            self.tables[group].move(self[seq_id].row, logical=logical, block=block)
+            sequence = self[seq_id]
+            if sequence.compact is not None:
+                sequence.compact[group].move(logical=logical, block=block)
+            else:
+                self.tables[group].move(sequence.row, logical=logical, block=block)
 
     def _add_rows(self) -> None:
         for tables in self.tables:

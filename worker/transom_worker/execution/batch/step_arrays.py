@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transom_worker.execution.batch.block_tables import NO_BLOCK, BlockTables
-from transom_worker.execution.batch.sequences import SequenceStore
+from transom_worker.execution.batch.compact_tables import CompactTable
+from transom_worker.execution.batch.policy_arrays import PolicyArrays, RowMask, policy_arrays, slots_of
+from transom_worker.execution.batch.sequences import SequenceStore, SequenceTokens
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.scheduling.step import StepPlan
 
@@ -51,8 +53,11 @@ class GroupArrays:
     block_table: NDArray[np.int32]  # [B, N]
     first_block: Ints  # [B]
     attend_from_host: list[int]  # [B]
-    slots: Ints  # [T]
+    slots: Ints  # [T], of all rows of the step
     rows: RowRanges
+    policies: PolicyArrays | None = (
+        None  # rows with KV policies; the fields above, but for `slots`, are then of the others
+    )
 
     @property
     def first_block_host(self) -> list[int]:
@@ -79,6 +84,7 @@ class StepArrays:
     rows: RowRanges
     logit_rows: Ints  # [R]
     groups: tuple[GroupArrays, ...]
+    has_policies: bool = False
 
     @property
     def only_decodes(self) -> bool:
@@ -86,25 +92,98 @@ class StepArrays:
         return len(self.logit_rows) == len(self.token_ids) and self.rows.one_each
 
 
-def step_arrays(plan: StepPlan, store: SequenceStore, layout: ArenaLayout) -> StepArrays:
+def step_arrays(
+    plan: StepPlan, store: SequenceStore, layout: ArenaLayout, *, joins_decodes: bool = False
+) -> StepArrays:
     """Return the numbers that the plan asks for. The sequences' new tokens and block tables must be up to date.
+
+    With `joins_decodes`, a step of decoding rows some of which have KV policies treats all of them as policy rows.
 
     Raises:
         ValueError: a token that is to be written has no block.
     """
     sequences = [store[seq_id] for seq_id in plan.seq_ids]
     table_rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
-    rows = _row_ranges(plan.start, plan.count)
+    rows = row_ranges(plan.start, plan.count)
     ends = [start + count for start, count in zip(plan.start, plan.count, strict=True)]
     tokens = [s.tokens(start, end) for s, start, end in zip(sequences, plan.start, ends, strict=True)]
-    return StepArrays(
-        token_ids=np.concatenate(tokens),
-        rows=rows,
-        logit_rows=_logit_rows(plan, rows),
-        groups=tuple(
+    arrays = StepArrays(token_ids=np.concatenate(tokens), rows=rows, logit_rows=_logit_rows(plan, rows), groups=())
+    arrays.has_policies = any(sequence.compact is not None for sequence in sequences)
+    if arrays.has_policies:
+        joined = joins_decodes and arrays.only_decodes
+        groups = (
+            _mixed_arrays(index, sequences, plan, rows, store, layout, joined=joined)
+            for index in range(len(store.tables))
+        )
+    else:
+        groups = (
             _group_arrays(index, tables, plan, table_rows, rows, layout) for index, tables in enumerate(store.tables)
-        ),
+        )
+    arrays.groups = tuple(groups)
+    return arrays
+
+
+def _mixed_arrays(
+    index: int,
+    sequences: list[SequenceTokens],
+    plan: StepPlan,
+    rows: RowRanges,
+    store: SequenceStore,
+    layout: ArenaLayout,
+    *,
+    joined: bool,
+) -> GroupArrays:
+    """The arrays of a step some of whose sequences have KV policies; `joined`: the others are computed as these are."""
+    tables, size, dump_block = store.tables[index], layout.groups[index].rows_per_block, layout.dump_block(index)
+    ordinary = [b for b, sequence in enumerate(sequences) if sequence.compact is None]
+    chosen = [b for b in range(len(sequences)) if joined or sequences[b].compact is not None]
+    apart = [] if joined else ordinary
+    table_rows = np.array([sequences[b].row for b in ordinary], dtype=np.int64)
+    slots = np.empty(len(rows.positions), dtype=np.int64)
+    own = _chosen_rows(rows, ordinary)
+    block_table, first_block = tables.gather(table_rows, own.start + own.count)
+    write_from = [plan.write_from[index][b] for b in ordinary]
+    blocks = _blocks_of_rows(tables, size, block_table, first_block, own)
+    slots[_token_rows(rows, ordinary)] = _slots(blocks, size, own, write_from, dump_block)
+    compact: list[CompactTable] = []
+    for b in chosen:
+        sequence = sequences[b]
+        if sequence.compact is None:
+            compact.append(tables.as_compact(sequence.row))
+            continue
+        compact.append(sequence.compact[index])
+        inside = slice(int(rows.offset[b]), int(rows.offset[b + 1]))
+        slots[inside] = slots_of(compact[-1], size, rows.positions[inside], plan.write_from[index][b], dump_block)
+    policies = policy_arrays(
+        compact,
+        [RowMask(window=plan.row_window[b], sinks=plan.row_sinks[b]) for b in chosen],
+        block_size=size,
+        start=[plan.start[b] for b in chosen],
+        count=[plan.count[b] for b in chosen],
+        batch_rows=chosen,
+        token_rows=_token_rows(rows, chosen),
     )
+    return GroupArrays(
+        block_size=size,
+        num_sink_blocks=tables.num_sink_blocks,
+        block_table=block_table[: len(apart)],
+        first_block=first_block[: len(apart)],
+        attend_from_host=[plan.attend_from[index][b] for b in apart],
+        slots=slots,
+        rows=_chosen_rows(rows, apart),
+        policies=policies,
+    )
+
+
+def _chosen_rows(rows: RowRanges, chosen: list[int]) -> RowRanges:
+    """The ranges of some of the sequences, as of a step of their own."""
+    return row_ranges([rows.start_host[b] for b in chosen], [rows.count_host[b] for b in chosen])
+
+
+def _token_rows(rows: RowRanges, chosen: list[int]) -> Ints:
+    """Which of the T rows belong to these sequences."""
+    parts = [np.arange(rows.offset[b], rows.offset[b + 1]) for b in chosen]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
 def _group_arrays(
@@ -128,7 +207,8 @@ def _group_arrays(
     )
 
 
-def _row_ranges(start_host: list[int], count_host: list[int]) -> RowRanges:
+def row_ranges(start_host: list[int], count_host: list[int]) -> RowRanges:
+    """Return the rows of sequences that compute `count` tokens each, from position `start` on."""
     start, count = np.array(start_host, dtype=np.int64), np.array(count_host, dtype=np.int64)
     if count_host.count(1) == len(count_host):
         offset, row_of_token, positions = np.arange(len(count) + 1), np.arange(len(count)), start.copy()
@@ -155,7 +235,7 @@ def _entry_rows(rows: RowRanges, ratio: int, write_from: list[int]) -> RowRanges
     """
     first = np.array(write_from, dtype=np.int64) // ratio
     count = np.maximum(0, (rows.start + rows.count) // ratio - first)
-    return _row_ranges(first.tolist(), count.tolist())
+    return row_ranges(first.tolist(), count.tolist())
 
 
 def _blocks_of_rows(

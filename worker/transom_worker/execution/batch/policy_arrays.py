@@ -1,0 +1,103 @@
+"""The rows of a step whose sequences have KV policies, as numpy arrays: their compact tables and their masks.
+
+Legend: B sequences of these arrays, N table columns, T query tokens of these sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transom_worker.execution.batch.block_tables import NO_BLOCK
+from transom_worker.execution.batch.compact_tables import CompactTable
+
+Ints = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+
+
+@dataclass(slots=True, kw_only=True)
+class PolicyArrays:
+    """One group's inputs of policy rows, with the field names of `PolicyBatch`."""
+
+    block_size: int
+    block_table: Int32s  # [B, N]
+    key_blocks: Int32s  # [B, N]
+    num_columns: Int32s  # [B]
+    window: Int32s  # [B]; 0: the row has no policy
+    sinks: Int32s  # [B]
+    start: Int32s  # [B]
+    count_host: list[int]  # [B]
+    batch_rows: list[int]  # [B]: which row of the plan each one is
+    token_rows: Ints  # [T]: which of the step's query tokens each one is
+
+    @property
+    def query_offset(self) -> Int32s:
+        """[B + 1]"""
+        offset = np.zeros(len(self.count_host) + 1, dtype=np.int32)
+        np.cumsum(self.count_host, out=offset[1:])
+        return offset
+
+    @property
+    def row_sequence(self) -> Int32s:
+        """[T]"""
+        return np.repeat(np.arange(len(self.count_host), dtype=np.int32), self.count_host)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowMask:
+    """Which keys the queries of one row of a plan read."""
+
+    window: int
+    sinks: int
+
+
+def policy_arrays(
+    tables: Sequence[CompactTable],
+    masks: Sequence[RowMask],
+    *,
+    block_size: int,
+    start: Sequence[int],
+    count: Sequence[int],
+    batch_rows: list[int],
+    token_rows: Ints,
+) -> PolicyArrays:
+    """Return the arrays of rows with these tables and masks; `start` and `count` are their query tokens."""
+    num_columns = [len(table.blocks) for table in tables]
+    shape = (len(tables), max(1, *num_columns) if num_columns else 1)
+    block_table, key_blocks = np.full(shape, NO_BLOCK, dtype=np.int32), np.zeros(shape, dtype=np.int32)
+    for row, table in enumerate(tables):
+        block_table[row, : len(table.blocks)] = table.blocks
+        key_blocks[row, : len(table.blocks)] = table.logical
+    return PolicyArrays(
+        block_size=block_size,
+        block_table=block_table,
+        key_blocks=key_blocks,
+        num_columns=np.array(num_columns, dtype=np.int32),
+        window=np.array([mask.window for mask in masks], dtype=np.int32),
+        sinks=np.array([mask.sinks for mask in masks], dtype=np.int32),
+        start=np.array(start, dtype=np.int32),
+        count_host=list(count),
+        batch_rows=batch_rows,
+        token_rows=token_rows,
+    )
+
+
+def slots_of(table: CompactTable, block_size: int, positions: Ints, write_from: int, dump_block: int) -> Ints:
+    """Return the slot of each position [T], in the dump block below `write_from`.
+
+    Raises:
+        ValueError: the table has no block for a position that is to be written.
+    """
+    slots = dump_block * block_size + positions % block_size
+    for logical in np.unique(positions[positions >= write_from] // block_size).tolist():
+        block = table.block_of(logical)
+        if block is None:
+            raise ValueError(
+                f"Position {logical * block_size} of a sequence with a KV policy has no block to be written to."
+            )
+        inside = (positions // block_size == logical) & (positions >= write_from)
+        slots[inside] = block * block_size + positions[inside] % block_size
+    return slots
