@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from transom_worker.block_format import KvShares
 from transom_worker.errors import RankLost
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.planner import CachePlan
@@ -77,6 +78,7 @@ class ExecutorInfo:
     kernels: str = "torch"  # what computes the operators: "triton", "cpu" (compiled CPU kernels) or "torch"
     compile_s: float = 0.0  # seconds for which this start compiled CPU kernels
     num_graphs: int = 0  # captured CUDA graphs, one for each size of decode steps
+    shares: KvShares | None = None  # what the blocks of every rank contain; None of executors without tensors
 
     @property
     def layout(self) -> ArenaLayout:

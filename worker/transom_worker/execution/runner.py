@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from transom_kernels.launch import compile_seconds, kernels_on
+from transom_worker.block_format import KvShares
 from transom_worker.config import EngineConfig
 from transom_worker.contract import SamplingParams
 from transom_worker.errors import ConfigError, OutOfMemory, StepFailed, TransomError
@@ -39,6 +40,7 @@ from transom_worker.execution.tiers.block_copies import BlockCopies, TierMemory
 from transom_worker.execution.tiers.host_slab import allocate_host_slab
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.model_config.architecture import choose_max_model_len
+from transom_worker.model_config.sharding import head_share
 from transom_worker.parallel import Parallel
 from transom_worker.planner import CachePlan, cache_groups, make_layout, plan_cache, rank_layout, with_rank_shares
 from transom_worker.sampling.sharded import ShardedSampler
@@ -147,6 +149,7 @@ class ModelRunner:
             kernels=kernels,
             compile_s=compile_seconds() if kernels == "cpu" else 0.0,
             num_graphs=self._forward.num_graphs,
+            shares=self._shares(),
         )
 
     @property
@@ -313,6 +316,16 @@ class ModelRunner:
             tensor_parallel_size=self._parallel.size,
             rank=rank,
             hybrid=self._config.model.hybrid_kv_cache,
+        )
+
+    def _shares(self) -> KvShares:
+        """Say what the blocks of every rank contain."""
+        architecture, ranks = self._loaded.architecture, range(self._parallel.size)
+        layers = range(architecture.num_layers)
+        held = [[head_share(architecture, layer, rank, self._parallel.size).kv for layer in layers] for rank in ranks]
+        return KvShares(
+            groups=tuple(self._groups_of(rank) for rank in ranks),
+            heads=tuple(tuple((heads.start, heads.stop) for heads in one) for one in held),
         )
 
     def _plan_cache(self, pool_bytes: int) -> CachePlan:

@@ -44,8 +44,9 @@ class LayerTensors:
     """One layer's part of a block: K is [num_kv_heads, rows, k_size] at byte `k_offset`, V [num_kv_heads, rows, v_size] at
     `v_offset`.
 
-    `v_offset` equals `k_offset` if one tensor serves as both. `dtype` is torch's name, such as "bfloat16"; "uint8" means rows that
-    mix formats, which only kernels can read.
+    `v_offset` equals `k_offset` if one tensor serves as both. `dtype` is torch's name of an element, such as "bfloat16", and sizes
+    count such elements. Quantised keys and values (fp8, int8, int4) have float32 scales [num_kv_heads, rows] at `k_scale_offset`
+    and `v_scale_offset`; int4 keeps two values in an element of "uint8". "uint8" without scales means rows that mix formats.
     """
 
     layer: int
@@ -56,6 +57,20 @@ class LayerTensors:
     dtype: str
     k_offset: int
     v_offset: int
+    k_scale_offset: int | None = None
+    v_scale_offset: int | None = None
+
+    @property
+    def format(self) -> str:
+        """The number format as a user names it: fp8, int8, int4, or torch's name."""
+        if self.dtype == "uint8":
+            return "fp8" if self.k_scale_offset is None else "int4"
+        return "fp8" if self.dtype == "float8_e4m3fn" else self.dtype
+
+    @property
+    def hadamard(self) -> bool:
+        """Whether keys are kept multiplied by a Hadamard matrix, which spreads their outlier channels; so are queries then."""
+        return self.format == "int4"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +91,16 @@ class GroupLayout:
     def rows_per_block(self) -> int:
         """Rows of each tensor in a block."""
         return self.spec.block_size // self.tokens_per_row
+
+    @property
+    def format(self) -> str:
+        """The number format of the group's keys and values, or of its first tensor; "" where no tensors are known."""
+        return self.layers[0].format if self.layers else ""
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of a block by token, scales included and padding not."""
+        return self.block_bytes / self.spec.block_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,45 @@
+"""Blocks that a worker has computed are, cut and joined, those that a worker with another number of ranks computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from tests.engine_driver import make_request, run
+from tests.thread_ranks import make_sharded_engine
+from tests.tiny_checkpoints import tiny_llama
+from transom_worker.block_format import KvShares, convert_blocks
+from transom_worker.kvcache.hashing import chain_root, extend_chain
+from transom_worker.scheduling.step import TIER_DEVICE
+
+PROMPT = list(range(5, 45))  # two whole blocks
+SETTINGS = {"device": "cpu", "dtype": "float32", "window": 24, "window_pattern": "SF"}
+
+
+def computed(model: Path, size: int) -> tuple[KvShares, list[list[bytes]]]:
+    """What the blocks of a worker with `size` ranks contain, and the blocks of the prompt, by group and rank."""
+    engine, ranks = make_sharded_engine(str(model), size, **SETTINGS)
+    run(engine, [make_request("one", PROMPT, max_tokens=1)])
+    chain: list[bytes] = []
+    extend_chain(chain, chain_root(16), PROMPT, 16)
+    maps, shares = engine.scheduler.cache.index.groups, engine.info.shares
+    found = [
+        ranks.read_blocks(TIER_DEVICE, group, [maps[group][digest] for digest in chain]) for group in range(len(maps))
+    ]
+    engine.shutdown()
+    assert shares is not None
+    return shares, found
+
+
+def test_blocks_of_one_two_and_three_ranks(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path)  # 2 KV heads: with 3 ranks one is kept twice
+    workers = [computed(model, size) for size in (1, 2, 3)]
+    for source, before in workers:
+        for target, after in workers:
+            for group in range(2):
+                converted = convert_blocks(source, target, group, before[group])
+                for got, wanted in zip(converted, after[group], strict=True):
+                    numbers = np.frombuffer(wanted, dtype=np.float32)
+                    assert np.abs(numbers).max() > 0.1
+                    np.testing.assert_allclose(got.view(np.float32), numbers, atol=1e-4)
