@@ -30,7 +30,6 @@ def test_two_steps_in_flight_on_gpus_and_with_several_ranks() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("kv_cache_dtype", "fp8"),
         ("swap_space", 4),
         ("preemption_mode", "swap"),
     ],

@@ -23,9 +23,7 @@ def test_report_says_where_memory_went_and_what_fits() -> None:
         group(GroupKind.COMPRESSED, ratio=4),
         group(GroupKind.COMPRESSOR_STATE, ratio=4, overlap=1),
     ]
-    plan = plan_cache(
-        kinds, memory_bytes=2**20, block_size=16, max_model_len=4096, max_num_batched_tokens=512, kv_dtype="bfloat16"
-    )
+    plan = plan_cache(kinds, memory_bytes=2**20, block_size=16, max_model_len=4096, max_num_batched_tokens=512)
     info = ExecutorInfo(
         plan=plan,
         max_model_len=4096,

@@ -34,10 +34,11 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The KV pool: tokens per block, size, whether blocks of ended requests can be hit, and whether evicted windows are
-    repaired. `swap_space_bytes` is the size of each rank's host tier, 0 for none."""
+    """The KV pool: tokens per block, number formats by group (`kv_dtypes`), size, whether blocks of ended requests can be hit, and
+    whether evicted windows are repaired. `swap_space_bytes` is the size of each rank's host tier, 0 for none."""
 
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.92
     enable_prefix_caching: bool = True

@@ -9,6 +9,7 @@ value that is known but not supported yet is refused with a message, and never i
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -34,10 +35,10 @@ from transom_worker.config import (
     TracingConfig,
 )
 from transom_worker.errors import ConfigError
+from transom_worker.kv_dtypes import KvDtypes, as_text
 
 NOT_YET: dict[str, tuple[object, str]] = {
     # setting: (the only value supported so far, what to do)
-    "kv_cache_dtype": ("auto", "keep the cache in the model's dtype"),
     "swap_space": (0.0, "there is no host tier yet"),
     "preemption_mode": ("auto", "preempted requests are recomputed"),
 }
@@ -65,6 +66,11 @@ class Settings(BaseModel):
         ge=2,
         description="Longest prompt and output together, in tokens; the model's own limit if unset, or less where the "
         "KV pool is smaller.",
+    )
+    kv_cache_dtype: str = Field(
+        "auto",
+        description="Number format of the KV cache: auto (the model's), bfloat16, float16, float32, fp8, int8 or int4; or of each "
+        "KV group, by kind or name: window=bfloat16,full=int8.",
     )
     block_size: int = Field(16, ge=1, le=256, description="Tokens per KV block and per hash block of the prefix cache.")
     kv_cache_memory_bytes: int | None = Field(
@@ -196,7 +202,6 @@ class Settings(BaseModel):
     worker_wait_s: float = Field(
         60.0, gt=0, description="How long a request waits, connection open, while no worker can take it."
     )
-    kv_cache_dtype: str = "auto"
     swap_space: float = Field(
         0.0,
         ge=0,
@@ -273,6 +278,8 @@ class Settings(BaseModel):
             values["kv_cache_memory_bytes"] = parse_bytes(memory, name="kv_cache_memory_bytes")
         if isinstance(values.get("swap_space"), str):
             values["swap_space"] = gibibytes(values["swap_space"], name="swap_space")
+        if isinstance(values.get("kv_cache_dtype"), Mapping):
+            values["kv_cache_dtype"] = as_text(values["kv_cache_dtype"])
         if isinstance(values.get("api_key"), str):
             values["api_key"] = (values["api_key"],)
         try:
@@ -289,6 +296,7 @@ class Settings(BaseModel):
             if value != supported:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag} {value} is not supported yet; {advice} ({flag} {supported}).")
+        KvDtypes.parse(self.kv_cache_dtype)
         self._check_pattern()
         self._check_replicas()
         endpoint = self.otlp_traces_endpoint
@@ -344,6 +352,7 @@ class Settings(BaseModel):
             ),
             cache=CacheConfig(
                 block_size=self.block_size,
+                kv_cache_dtype=self.kv_cache_dtype,
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 enable_prefix_caching=self.enable_prefix_caching,

@@ -19,7 +19,12 @@ def plan(
     max_model_len: Annotated[
         int | None, typer.Option(min=2, help="Longest prompt + answer; the model's own limit if unset.")
     ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto (the model's), bf16, fp16, fp32 or fp8.")] = "auto",
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="auto (the model's), bfloat16, float16, float32, fp8, int8 or int4; or by group: window=bfloat16,full=int8."
+        ),
+    ] = "auto",
     block_size: Annotated[int, typer.Option(min=1, max=256, help="Tokens per KV block and unit of hashing.")] = 16,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed per step.")] = 1024,
     steps_in_flight: Annotated[

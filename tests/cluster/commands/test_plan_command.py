@@ -73,7 +73,7 @@ def test_json_has_the_planners_integers(folder: Path) -> None:
     )
     assert found == {"model": str(folder), **expected.as_json()}
     assert [group["name"] for group in found["groups"]] == ["full", "window_128"]
-    assert found["groups"][0]["block_bytes"] == 2 * 16 * 2 * 16 * 2
+    assert found["groups"][0]["block_bytes"] == 2 * 16 * 2 * (16 + 4) * 2
     assert [point["length"] for point in found["concurrency"]] == [1024, 4096, 6000]
 
 
@@ -113,7 +113,7 @@ def test_the_plan_lists_each_ranks_share(folder: Path) -> None:
         (["config.json", "--memory", "much"], "--memory is 'much'; give bytes, or a size such as"),
         (["config.json", "--memory", "5"], "cannot hold one block of each of 2 cache group"),
         (["config.json", "--max-model-len", "9000"], "--max-model-len is 9000; the model reaches 8192"),
-        (["config.json", "--kv-cache-dtype", "int3"], "--kv-cache-dtype is 'int3'; give auto"),
+        (["config.json", "--kv-cache-dtype", "int3"], "--kv-cache-dtype is 'int3', and 'int3' is no format; give auto"),
         (["config.json", "--tensor-parallel-size", "9"], "has 8 query heads, which stay whole. Give at most 8"),
         (["other.json"], "model_type 'bert'"),
     ],

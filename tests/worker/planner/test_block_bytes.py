@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.worker.execution.toy_decoder import architecture
 from tests.worker.planner.model_configs import CONFIGS
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache.layout import GroupLayout, Role
 from transom_worker.model_config.architecture import read_architecture
-from transom_worker.planner.blocks import DTYPE_BYTES, KV_CACHE_DTYPES, cache_groups, kv_dtype
+from transom_worker.model_config.layer_attention import LayerAttention
+from transom_worker.planner.blocks import DTYPE_BYTES, cache_groups
 
-BF16, FP8 = "bfloat16", "float8_e4m3fn"
+BF16, FP8 = "bfloat16", "fp8"
 
 
 def groups_of(name: str, dtype: str = BF16, ranks: int = 1, **changes: Any) -> dict[str, GroupLayout]:
     architecture = read_architecture(CONFIGS[name] | changes)
-    groups = cache_groups(architecture, block_size=16, dtype=dtype, tensor_parallel_size=ranks)
+    groups = cache_groups(architecture, block_size=16, dtype=BF16, kv_cache_dtype=dtype, tensor_parallel_size=ranks)
     return {group.spec.name: group for group in groups}
 
 
 @pytest.mark.parametrize(
     ("heads", "size", "dtype", "expected"),
-    [(8, 64, BF16, 32_768), (8, 128, BF16, 65_536), (16, 128, BF16, 131_072), (8, 128, FP8, 32_768)],
+    [(8, 64, BF16, 32_768), (8, 128, BF16, 65_536), (16, 128, BF16, 131_072), (8, 128, FP8, 32_768 + 1024)],
 )
 def test_dense_bytes_of_one_layer(heads: int, size: int, dtype: str, expected: int) -> None:
     changes = {"num_hidden_layers": 1, "num_key_value_heads": heads, "head_dim": size}
@@ -44,19 +46,52 @@ def test_head_sizes_may_differ_by_group() -> None:
     assert groups["full"].block_bytes == 1_310_720
 
 
-def test_every_byte_of_a_block_has_one_owner() -> None:
-    for name, dtype in itertools.product(CONFIGS, (BF16, FP8, "float32")):
+@pytest.mark.parametrize("dtype", [BF16, FP8, "float32", "int8", "int4"])
+def test_every_byte_of_a_block_has_one_owner(dtype: str) -> None:
+    for name in CONFIGS:
+        if dtype in ("int8", "int4") and name.startswith("deepseek"):
+            continue
         for group in groups_of(name, dtype).values():
             end = 0
-            for part in group.layers:
-                row_bytes = group.rows_per_block * part.num_kv_heads * DTYPE_BYTES[part.dtype]
-                assert part.k_offset == end
-                assert part.k_offset % DTYPE_BYTES[part.dtype] == 0
-                end += row_bytes * part.k_size
-                if part.v_offset != part.k_offset:
-                    assert part.v_offset == end
-                    end += row_bytes * part.v_size
+            for offset, size, alignment in parts_of(group):
+                assert end <= offset < end + alignment
+                assert offset % alignment == 0
+                end = offset + size
             assert end == group.block_bytes <= group.stride_bytes < end + 256
+
+
+def parts_of(group: GroupLayout) -> list[tuple[int, int, int]]:
+    """Offset, bytes and alignment of each tensor of a block, in order."""
+    found = []
+    for part in group.layers:
+        rows = group.rows_per_block * part.num_kv_heads
+        alignment = 1 if part.k_scale_offset is None else 16
+        found.append((part.k_offset, rows * part.k_size * DTYPE_BYTES[part.dtype], alignment))
+        if part.v_offset != part.k_offset:
+            found.append((part.v_offset, rows * part.v_size * DTYPE_BYTES[part.dtype], alignment))
+        found += [(offset, rows * 4, 16) for offset in (part.k_scale_offset, part.v_scale_offset) if offset is not None]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "per_token"), [(BF16, 768), ("float32", 1536), (FP8, 408), ("int8", 408), ("int4", 216)]
+)
+def test_bytes_per_token_of_smollm2(dtype: str, per_token: int) -> None:
+    """3 KV heads of 64 elements: K and V, and a float32 scale for each head of both."""
+    changes = {"num_hidden_layers": 1, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+    group = groups_of("llama-3-8b", dtype, **changes)["full"]
+    assert (group.bytes_per_token, group.format) == (per_token, dtype)
+
+
+def test_small_blocks_of_odd_heads_are_padded_to_16_bytes() -> None:
+    changes = {"num_hidden_layers": 2, "num_key_value_heads": 3, "num_attention_heads": 3, "head_dim": 6}
+    architecture = read_architecture(CONFIGS["llama-3-8b"] | changes)
+    (group,) = cache_groups(architecture, block_size=3, dtype=BF16, kv_cache_dtype="int8")
+    first, second = group.layers
+    # K and V: 3 tokens of 3 heads of 6 bytes; a scale for each of the 9 rows of K and of V
+    offsets = (first.k_offset, first.v_offset, first.k_scale_offset, first.v_scale_offset, second.k_offset)
+    assert offsets == (0, 64, 128, 176, 224)
+    assert group.block_bytes == 224 + 176 + 36
 
 
 def test_deepseek_v4_rows() -> None:
@@ -100,8 +135,42 @@ def test_ranks_do_not_shrink_what_is_replicated() -> None:
     assert one == eight
 
 
-def test_number_formats_by_their_names() -> None:
-    assert kv_dtype("auto", "float32") == "float32"
-    assert {kv_dtype(name, BF16) for name in KV_CACHE_DTYPES} == {BF16, "float16", "float32", FP8}
-    with pytest.raises(ConfigError, match="--kv-cache-dtype is 'int3'; give auto, bf16, bfloat16"):
-        kv_dtype("int3", BF16)
+def test_groups_may_have_different_formats() -> None:
+    plain, mixed = groups_of("gpt-oss-20b"), groups_of("gpt-oss-20b", "window=bfloat16,full=int8")
+    assert {name: group.format for name, group in mixed.items()} == {"full": "int8", "window_128": BF16}
+    assert mixed["window_128"] == plain["window_128"]
+    assert mixed["full"].block_bytes == 12 * 16 * 8 * 2 * (64 + 4)
+
+
+def test_layers_with_other_heads_share_a_quantised_group() -> None:
+    """Also with values narrower than keys, as MiMo-V2-Flash has them."""
+    plain = LayerAttention(num_heads=8, num_kv_heads=2, head_size=24)
+    shape = architecture([plain, replace(plain, num_kv_heads=4, value_size=16)])
+    (group,) = cache_groups(shape, block_size=16, dtype=BF16, kv_cache_dtype="int4")
+    assert [(part.k_size, part.v_size, part.dtype) for part in group.layers] == [(12, 12, "uint8"), (12, 8, "uint8")]
+    assert group.block_bytes == 16 * (2 * (24 + 8) + 4 * (20 + 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "message"),
+    [
+        ("gpt-oss-20b", "int3", "'int3' is no format; give auto, bfloat16, float16, float32, fp8, int8, int4"),
+        (
+            "gpt-oss-20b",
+            "sinks=int8",
+            r"names sinks, and the KV groups of this model are full, window_128 \(kind window\)",
+        ),
+        ("gpt-oss-20b", "window_64=int8", "names window_64"),
+        ("deepseek-v4-flash", "int8", "int8 in KV group .*latent"),
+        ("deepseek-v4-flash", "compressor_state=int8", "int8 in KV group compressor_state_4, which sums up in float32"),
+        ("deepseek-v4-flash", "compressed_4=int4", "int4 in KV group compressed_4"),
+    ],
+)
+def test_formats_that_a_model_cannot_have(name: str, asked: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        groups_of(name, asked)
+
+
+def test_int4_needs_an_even_width() -> None:
+    with pytest.raises(ConfigError, match=r"int4 in KV group full, which keeps two values in a byte.*65 elements"):
+        groups_of("llama-3-8b", "int4", head_dim=65)

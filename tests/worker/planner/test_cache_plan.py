@@ -95,7 +95,6 @@ def test_requests_are_counted_page_by_page(
         block_size=4,
         max_model_len=length,
         max_num_batched_tokens=64,
-        kv_dtype="bfloat16",
     )
     layout = plan.layout
     retentions = [Retention(group.spec) for group in layout.groups]

@@ -42,7 +42,15 @@ from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.model_config.architecture import choose_max_model_len
 from transom_worker.model_config.sharding import head_share
 from transom_worker.parallel import Parallel
-from transom_worker.planner import CachePlan, cache_groups, make_layout, plan_cache, rank_layout, with_rank_shares
+from transom_worker.planner import (
+    CachePlan,
+    cache_groups,
+    check_runs,
+    make_layout,
+    plan_cache,
+    rank_layout,
+    with_rank_shares,
+)
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import (
     NO_ID,
@@ -87,7 +95,9 @@ class ModelRunner:
         self._loaded = loaded or load_model(config.model, parallel, on_progress)
         self._model = self._loaded.model
         self._max_model_len = choose_max_model_len(config.model.max_model_len, self._loaded.architecture)
-        groups = [group.spec for group in self._groups_of(parallel.rank)]
+        layouts = self._groups_of(parallel.rank)
+        check_runs(layouts, self._loaded.dtype)
+        groups = [group.spec for group in layouts]
         self._decode_sizes = decode_sizes(
             config, parallel, groups, max_model_len=self._max_model_len, device=self._loaded.device
         )
@@ -313,6 +323,7 @@ class ModelRunner:
             self._loaded.architecture,
             block_size=self._config.cache.block_size,
             dtype=self._loaded.dtype,
+            kv_cache_dtype=self._config.cache.kv_cache_dtype,
             tensor_parallel_size=self._parallel.size,
             rank=rank,
             hybrid=self._config.model.hybrid_kv_cache,
@@ -336,7 +347,6 @@ class ModelRunner:
             block_size=self._config.cache.block_size,
             max_model_len=self._max_model_len,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            kv_dtype=self._loaded.dtype,
             tensor_parallel_size=self._parallel.size,
             steps_in_flight=scheduler.steps_in_flight,
             host_bytes=self._config.cache.swap_space_bytes,

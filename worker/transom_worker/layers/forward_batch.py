@@ -14,10 +14,17 @@ from transom_kernels.paged_attention.batch import PagedBatch
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Views of one layer's K and V in the KV pool, [num_block_ids, block_size, num_kv_heads, size], strided by block."""
+    """Views of one layer's K and V in the KV pool, [num_block_ids, block_size, num_kv_heads, size], strided by block.
+
+    Quantised keys and values have scales, [num_block_ids, block_size, num_kv_heads] float32. `hadamard`: keys are kept multiplied
+    by a Hadamard matrix (`transom_kernels.kv_write.Preparation`).
+    """
 
     k: torch.Tensor
     v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    hadamard: bool = False
 
 
 @dataclass(frozen=True, slots=True)

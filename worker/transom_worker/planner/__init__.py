@@ -5,7 +5,8 @@ group at a time. `plan_from_config` plans from a `config.json`; the engine calls
 model that it loaded.
 """
 
-from transom_worker.planner.blocks import cache_groups, kv_dtype, rank_layout
+from transom_worker.planner.blocks import cache_groups, rank_layout
+from transom_worker.planner.formats import check_runs
 from transom_worker.planner.pages import make_layout
 from transom_worker.planner.plan import (
     CachePlan,
@@ -21,7 +22,7 @@ __all__ = [
     "Concurrency",
     "GroupPlan",
     "cache_groups",
-    "kv_dtype",
+    "check_runs",
     "make_layout",
     "plan_cache",
     "plan_from_config",

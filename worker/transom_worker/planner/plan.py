@@ -29,8 +29,9 @@ from transom_worker.kvcache.window_repair import repair_start
 from transom_worker.model_config.architecture import Architecture, choose_max_model_len, read_architecture
 from transom_worker.model_config.rank_shares import RankShare, rank_shares, replicated_parts
 from transom_worker.model_config.sharding import check_size
-from transom_worker.planner.blocks import cache_groups, kv_dtype
+from transom_worker.planner.blocks import cache_groups
 from transom_worker.planner.concurrency import in_flight_blocks, max_requests, num_computed, peak_demands
+from transom_worker.planner.formats import cache_format
 from transom_worker.planner.pages import group_waste, make_host_layout, make_layout
 
 # The lengths for which a plan says how many requests fit: 1,024, 4,096, 16,384 ... tokens, and the longest one.
@@ -45,8 +46,10 @@ class GroupPlan:
     name: str
     kind: str
     num_layers: int
+    dtype: str  # the number format of its keys and values, as --kv-cache-dtype names it
     block_tokens: int
     block_bytes: int
+    bytes_per_token: float  # of a block, without padding
     stride_bytes: int
     blocks_per_page: int
     live_blocks: int  # held when the request ends
@@ -77,7 +80,7 @@ class CachePlan:
     """A model's KV cache on the rank that holds most: its pages, its groups, and how many requests fit."""
 
     memory_bytes: int
-    kv_dtype: str
+    kv_dtype: str  # of all groups, or of each as --kv-cache-dtype takes them: full=int8,window_128=bfloat16
     tensor_parallel_size: int
     block_size: int
     max_model_len: int
@@ -129,22 +132,25 @@ def plan_from_config(
 
     Raises:
         ModelError: the config is not understood.
-        ConfigError: the length is beyond the model's, there are more ranks than can share it, the dtype is unknown, or memory is
-        short.
+        ConfigError: the length is beyond the model's, there are more ranks than can share it, a group cannot have its number
+            format, or memory is short.
     """
     architecture = read_architecture(config)
     check_size(architecture, tensor_parallel_size)
-    dtype = kv_dtype(kv_cache_dtype, architecture.served_dtype)
     plan = plan_cache(
         cache_groups(
-            architecture, block_size=block_size, dtype=dtype, tensor_parallel_size=tensor_parallel_size, hybrid=hybrid
+            architecture,
+            block_size=block_size,
+            dtype=architecture.served_dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            tensor_parallel_size=tensor_parallel_size,
+            hybrid=hybrid,
         ),
         memory_bytes=memory_bytes,
         block_size=block_size,
         max_model_len=choose_max_model_len(max_model_len, architecture),
         max_num_batched_tokens=max_num_batched_tokens,
         tensor_parallel_size=tensor_parallel_size,
-        kv_dtype=dtype,
         steps_in_flight=steps_in_flight,
         host_bytes=host_bytes,
     )
@@ -166,7 +172,6 @@ def plan_cache(
     block_size: int,
     max_model_len: int,
     max_num_batched_tokens: int,
-    kv_dtype: str,
     tensor_parallel_size: int = 1,
     steps_in_flight: int = 1,
     host_bytes: int = 0,
@@ -190,7 +195,7 @@ def plan_cache(
     )
     return CachePlan(
         memory_bytes=memory_bytes,
-        kv_dtype=kv_dtype,
+        kv_dtype=cache_format(groups),
         tensor_parallel_size=tensor_parallel_size,
         block_size=block_size,
         max_model_len=max_model_len,
@@ -219,8 +224,10 @@ def _group_plan(
         name=group.spec.name,
         kind=str(group.spec.kind),
         num_layers=len(group.spec.layers),
+        dtype=group.format,
         block_tokens=group.spec.block_size,
         block_bytes=group.block_bytes,
+        bytes_per_token=group.bytes_per_token,
         stride_bytes=group.stride_bytes,
         blocks_per_page=layout.blocks_per_page(index),
         live_blocks=live_blocks,

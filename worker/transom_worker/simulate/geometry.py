@@ -18,7 +18,7 @@ from transom_worker.byte_sizes import parse_bytes
 from transom_worker.errors import ConfigError, ModelError
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.model_config.architecture import read_architecture
-from transom_worker.planner.blocks import cache_groups, kv_dtype
+from transom_worker.planner.blocks import cache_groups
 from transom_worker.planner.plan import plan_from_config
 from transom_worker.simulate.conversations import WORKING_SET_TOKENS
 
@@ -74,7 +74,7 @@ def _memory_bytes(text: str, config: Mapping[str, Any], block_size: int) -> int:
 def _working_set_bytes(config: Mapping[str, Any], block_size: int) -> int:
     """Return the bytes of `1x`: the full-attention blocks of all synthetic sessions at their end."""
     architecture = read_architecture(config)
-    groups = cache_groups(architecture, block_size=block_size, dtype=kv_dtype("auto", architecture.served_dtype))
+    groups = cache_groups(architecture, block_size=block_size, dtype=architecture.served_dtype)
     full = [group for group in groups if group.spec.keeps_everything]
     if not full:
         raise ConfigError(

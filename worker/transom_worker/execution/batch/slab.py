@@ -82,22 +82,30 @@ def block_rows(layout: ArenaLayout, slab: torch.Tensor, group: int) -> torch.Ten
 
 
 def _layer_cache(slab: torch.Tensor, group: GroupLayout, layer: LayerTensors, num_ids: int) -> LayerCache:
-    k = _view(slab, group, layer, num_ids, offset=layer.k_offset, size=layer.k_size)
-    if layer.v_offset == layer.k_offset:
-        return LayerCache(k, k)
-    return LayerCache(k, _view(slab, group, layer, num_ids, offset=layer.v_offset, size=layer.v_size))
+    dtype: torch.dtype = getattr(torch, layer.dtype)
+
+    def view(offset: int, size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return _view(slab, group, layer.num_kv_heads, num_ids, dtype, offset=offset, size=size)
+
+    k = view(layer.k_offset, layer.k_size)
+    v = k if layer.v_offset == layer.k_offset else view(layer.v_offset, layer.v_size)
+    if layer.k_scale_offset is None or layer.v_scale_offset is None:
+        return LayerCache(k, v)
+    k_scale, v_scale = (
+        view(offset, 1, torch.float32)[..., 0] for offset in (layer.k_scale_offset, layer.v_scale_offset)
+    )
+    return LayerCache(k, v, k_scale, v_scale, hadamard=layer.hadamard)
 
 
 def _view(
-    slab: torch.Tensor, group: GroupLayout, layer: LayerTensors, num_ids: int, *, offset: int, size: int
+    slab: torch.Tensor, group: GroupLayout, heads: int, num_ids: int, dtype: torch.dtype, *, offset: int, size: int
 ) -> torch.Tensor:
     """Return one cache tensor of a layer as [N, P, H, D], with a stride of one block between blocks.
 
     Inside a block, the tokens of one head lie together, because attention gathers (block, head) pieces. On a CPU at 32
     sequences this decodes 1.4 to 1.6 times as fast as with the heads of one token together.
     """
-    dtype: torch.dtype = getattr(torch, layer.dtype)
-    heads, rows = layer.num_kv_heads, group.rows_per_block
+    rows = group.rows_per_block
     return slab.view(dtype).as_strided(
         (num_ids, rows, heads, size),
         (group.stride_bytes // dtype.itemsize, size, rows * size, 1),
