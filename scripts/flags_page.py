@@ -39,6 +39,7 @@ SECTIONS: Sequence[Section] = (
         "KV cache",
         (
             "block_size",
+            "kv_cache_dtype",
             "kv_cache_memory_bytes",
             "gpu_memory_utilization",
             "enable_prefix_caching",

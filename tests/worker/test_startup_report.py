@@ -6,14 +6,15 @@ from dataclasses import replace
 
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.layout import GroupLayout
+from transom_worker.kvcache.layout import GroupLayout, LayerTensors
 from transom_worker.planner import plan_cache
 from transom_worker.startup_report import startup_report
 
 
 def group(kind: GroupKind, **sizes: int) -> GroupLayout:
     spec = GroupSpec(name=str(kind), kind=kind, layers=(0, 1), block_size=16, **sizes)
-    return GroupLayout(spec=spec, block_bytes=1000, stride_bytes=1024, layers=())
+    tensors = LayerTensors(layer=0, num_kv_heads=1, k_size=1, v_size=1, dtype="int8", k_offset=0, v_offset=0)
+    return GroupLayout(spec=spec, block_bytes=1000, stride_bytes=1024, layers=(tensors,))
 
 
 def test_report_says_where_memory_went_and_what_fits() -> None:
@@ -39,11 +40,21 @@ def test_report_says_where_memory_went_and_what_fits() -> None:
     rows = [line.split("  ") for line in report.splitlines() if line.startswith("  ")]
     cells = [[cell.strip() for cell in row if cell] for row in rows]
     assert cells == [
-        ["group", "layers", "keep", "block", "bytes per block", "per page", "at most per sequence"],
-        ["full", "2", "all tokens", "16 tokens", "1,000", "1", "256 blocks"],
-        ["sinks_window", "2", "32 tokens + first 4", "16 tokens", "1,000", "1", "4 blocks"],
-        ["compressed", "2", "an entry per 4 tokens", "16 tokens", "1,000", "1", "256 blocks"],
-        ["compressor_state", "2", "up to 8 tokens", "16 tokens", "1,000", "1", "2 blocks"],
+        [
+            "group",
+            "layers",
+            "keep",
+            "format",
+            "bytes per token",
+            "block",
+            "bytes per block",
+            "per page",
+            "at most per sequence",
+        ],
+        ["full", "2", "all tokens", "int8", "62", "16 tokens", "1,000", "1", "256 blocks"],
+        ["sinks_window", "2", "32 tokens + first 4", "int8", "62", "16 tokens", "1,000", "1", "4 blocks"],
+        ["compressed", "2", "an entry per 4 tokens", "int8", "62", "16 tokens", "1,000", "1", "256 blocks"],
+        ["compressor_state", "2", "up to 8 tokens", "int8", "62", "16 tokens", "1,000", "1", "2 blocks"],
     ]
     # 64 + 4 + 64 + 2 blocks of 1,024 tokens, 256 + 4 + 256 + 2 of 4,096; the state holds one at the end
     assert f"one sequence of 4,096 tokens takes {1024 * (256 + 4 + 256 + 1):,} bytes" in report

@@ -12,7 +12,17 @@ from transom_worker.model_config.rank_shares import rank_lines
 from transom_worker.planner import CachePlan, GroupPlan
 
 _KERNELS = {"cpu": "kernels compiled for this CPU", "torch": "torch's own", "triton": "Triton's kernels, interpreted"}
-_COLUMNS = ("group", "layers", "keep", "block", "bytes per block", "per page", "at most per sequence")
+_COLUMNS = (
+    "group",
+    "layers",
+    "keep",
+    "format",
+    "bytes per token",
+    "block",
+    "bytes per block",
+    "per page",
+    "at most per sequence",
+)
 
 
 def startup_report(info: ExecutorInfo, *, model: str) -> str:
@@ -69,6 +79,8 @@ def _group_row(part: GroupPlan, spec: GroupSpec) -> tuple[str, ...]:
         part.name,
         f"{part.num_layers}",
         _kept(spec),
+        part.dtype,
+        f"{part.bytes_per_token:,.0f}",
         f"{part.block_tokens} tokens",
         f"{part.block_bytes:,}",
         f"{part.blocks_per_page}",

@@ -10,7 +10,7 @@ from rich.table import Table
 from transom_worker.model_config.rank_shares import rank_lines
 from transom_worker.planner import CachePlan
 
-MIN_WIDTH = 110  # columns, if the output is not a terminal
+MIN_WIDTH = 120  # columns, if the output is not a terminal
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -56,13 +56,17 @@ def _console() -> Console:
 
 
 def _groups(plan: CachePlan) -> Table:
-    table = _table("group", "layers", "tokens\na block", "bytes\na block", "blocks\na page", "unused")
+    table = _table(
+        "group", "layers", "format", "bytes\na token", "tokens\na block", "bytes\na block", "blocks\na page", "unused"
+    )
     for name in ("live", "at most", "in flight"):
         table.add_column(f"blocks\n{name}", justify="right")
     for group in plan.groups:
         table.add_row(
             group.name,
             f"{group.num_layers:,}",
+            group.dtype,
+            f"{group.bytes_per_token:,.0f}",
             f"{group.block_tokens:,}",
             f"{group.block_bytes:,}",
             f"{group.blocks_per_page:,}",
@@ -88,7 +92,7 @@ def _concurrency(plan: CachePlan) -> Table:
 
 def _table(first: str, *others: str) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column(first, justify="left" if first == "group" else "right")
+    table.add_column(first, justify="left" if first == "group" else "right", no_wrap=True)
     for name in others:
         table.add_column(name, justify="right")
     return table

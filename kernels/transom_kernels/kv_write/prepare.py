@@ -1,6 +1,7 @@
 """The specification of `prepare_qkv`: what happens to queries, keys and values between the projection and attention.
 
-Order: RMS norm of each head, rotation (RoPE), a second norm without a weight; queries are scaled, keys and values written.
+Order: RMS norm of each head, rotation (RoPE), a second norm without a weight, the Hadamard rotation (`hadamard.py`); queries are
+scaled, keys and values written.
 
 Legend: T tokens, H query heads, KVH KV heads, D key width, E value width, R rotated width.
 """
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from transom_kernels.kv_write.hadamard import rotate_heads
 from transom_kernels.kv_write.reference import write_rows
 
 
@@ -27,6 +29,7 @@ class Preparation:
     eps: float = 1e-6
     interleaved: bool = False  # rotary pairs are (2i, 2i + 1), not (i, i + R / 2)
     rotates_last: bool = False  # the last elements of a head are rotated, not the first
+    hadamard: bool = False  # query and key heads are multiplied by the Hadamard matrix, last
 
 
 PLAIN = Preparation()
@@ -68,13 +71,14 @@ def _prepare(
     tables: tuple[torch.Tensor, torch.Tensor] | None,
     preparation: Preparation,
 ) -> torch.Tensor:
-    """Heads [T, heads, width] in float32 after norm, rotation and norm after rotation."""
+    """Heads [T, heads, width] in float32 after norm, rotation, norm after rotation and Hadamard rotation."""
     x = x.float()
     if preparation.norm:
         x = _normalised(x, preparation.eps) * (1.0 if weight is None else weight.float())
     if tables is not None:
         x = _rotated(x, *(table.float()[:, None] for table in tables), preparation=preparation)
-    return _normalised(x, preparation.eps) if preparation.norm_after_rotation else x
+    x = _normalised(x, preparation.eps) if preparation.norm_after_rotation else x
+    return rotate_heads(x) if preparation.hadamard else x
 
 
 def _normalised(x: torch.Tensor, eps: float) -> torch.Tensor:

@@ -101,7 +101,7 @@ def _gather_quantised(
     if block_set.zeroed_keys is not None:
         length = gathered.shape[2]
         gathered[block_set.zeroed_keys // length, :, block_set.zeroed_keys % length] = 0.0
-    return gathered.view(n * heads, -1, width)
+    return gathered.flatten(0, 1)
 
 
 def _index(

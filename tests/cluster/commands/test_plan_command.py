@@ -83,7 +83,7 @@ def test_the_table_has_the_same_integers(folder: Path) -> None:
     expected = plan_from_config(CONFIG, memory_bytes=64 * 2**20, max_num_batched_tokens=1024)
     lines = result.stdout.splitlines()
     (group,) = [line.split() for line in lines if "window_128" in line]
-    assert group == ["window_128", "2", "16", "8,192", "1", "0.00%", "9", "9", "64"]
+    assert group == ["window_128", "2", "bfloat16", "512", "16", "8,192", "1", "0.00%", "9", "9", "64"]
     assert f"{expected.num_pages:,} pages of {expected.page_bytes:,} bytes" in result.stdout
     assert "restored exactly by computing 254 tokens again" in result.stdout
     longest = expected.concurrency[-1]

@@ -43,6 +43,35 @@ def test_each_byte_has_one_owner(dtype: str, block_size: int) -> None:
         assert (rows[:, group.block_bytes :] == 0).all()
 
 
+@pytest.mark.parametrize("asked", ["int8", "fp8", "int4", "window_8=int4,full=int8", "sinks_window=fp8"])
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_quantised_tensors_and_scales_do_not_overlap(asked: str, block_size: int) -> None:
+    groups = cache_groups(SHAPE, block_size=block_size, dtype="float32", kv_cache_dtype=asked)
+    layout = make_layout(groups, pool_bytes=100_000)
+    slab = allocate_slab(layout, CPU)
+    caches = layer_caches(layout, slab)
+    for index, group in enumerate(layout.groups):
+        slab.zero_()
+        num_bytes = 0
+        for tensors in group.layers:
+            cache = caches[tensors.layer]
+            assert cache.hadamard == (group.format == "int4")
+            assert (cache.k_scale is None) == (cache.v_scale is None) == (group.format == "float32")
+            for view in (cache.k, cache.v, cache.k_scale, cache.v_scale):
+                if view is None:
+                    continue
+                raw = bytes_of(view if view.dim() == 4 else view[..., None])
+                assert raw.shape[:3] == (layout.num_block_ids(index), block_size, 2)
+                assert tensors.k_scale_offset is None or raw.storage_offset() % 16 == 0
+                raw.add_(1)
+                num_bytes += raw[0].numel()
+        rows = block_rows(layout, slab, index)
+        content = rows[:, : group.block_bytes]
+        assert content.max() == 1
+        assert (content.sum(dim=1, dtype=torch.int64) == num_bytes).all()  # padding is left
+        assert (rows[:, group.block_bytes :] == 0).all()
+
+
 def test_blocks_of_pages_of_different_groups_and_dump_blocks_do_not_overlap() -> None:
     layout = small_layout("float32", 4)
     spans = [
@@ -94,13 +123,13 @@ def test_a_layer_that_compresses_has_a_cache_for_each_role(dtype: str, block_siz
         for view, view_group in views:
             if view_group == index:
                 assert view.shape[:3] == (layout.num_block_ids(index), group.rows_per_block, 1)
-                _bytes_of(view).add_(1)
+                bytes_of(view).add_(1)
         rows = block_rows(layout, slab, index)
         assert (rows[:, : group.block_bytes] == 1).all()  # every byte was reached exactly once
         assert (rows[:, group.block_bytes :] == 0).all()
 
 
-def _bytes_of(view: torch.Tensor) -> torch.Tensor:
+def bytes_of(view: torch.Tensor) -> torch.Tensor:
     """A view [N, P, 1, D] as bytes of the same memory."""
     size = view.element_size()
     strides = [stride * size for stride in view.stride()[:3]]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
+from transom_kernels.kv_write.hadamard import rotate_heads
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_kernels.paged_attention import paged_attention
 from transom_kernels.paged_attention.batch import PagedBatch
@@ -111,7 +112,7 @@ class Attention:
     ) -> torch.Tensor:
         """Return the outputs of all heads, concatenated, [T, H * Dv]."""
         shape, options = self._shape, self._options
-        fused = uses_triton(x_TN) or uses_cpu_kernels(x_TN)
+        fused = uses_cpu_kernels(x_TN) and not cache.hadamard or uses_triton(x_TN) and cache.k_scale is None
         prepare = self._prepare_fused if fused else self._prepare
         q_THD, sink_q_THD = prepare(x_TN, tables, cache, batch, query_scale_T11)
         if isinstance(batch, MixedBatch):
@@ -128,6 +129,8 @@ class Attention:
             chunk=shape.chunk,
             soft_cap=options.soft_cap,
             sink_logits=options.sink_logits,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
         ).flatten(1)
 
     def _prepare_fused(
@@ -158,7 +161,8 @@ class Attention:
             sink_q = prepare_qkv(q, None, None, None, None, batch.slots, cos_sin_of_sinks, preparation, scale_T)
         if v is None:
             return prepare_qkv(q, None, None, None, None, batch.slots, cos_sin, preparation, scale_T), sink_q
-        return prepare_qkv(q, k, v, cache.k, cache.v, batch.slots, cos_sin, preparation, scale_T), sink_q
+        scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+        return prepare_qkv(q, k, v, cache.k, cache.v, batch.slots, cos_sin, preparation, scale_T, **scales), sink_q
 
     def _prepare(
         self,
@@ -185,12 +189,15 @@ class Attention:
         if query_scale_T11 is not None:
             q = q * query_scale_T11
             sink_q = None if sink_q is None else sink_q * query_scale_T11
+        if cache.hadamard:
+            q, k = rotate_heads(q), rotate_heads(k)
+            sink_q = None if sink_q is None else rotate_heads(sink_q)
         if v is not None:
             if options.value_norm is not None:
                 options.value_norm(v)
             if options.value_scale != 1.0:
                 v.mul_(options.value_scale)
-            kv_write(k, v, cache.k, cache.v, batch.slots, batch.scratch)
+            kv_write(k, v, cache.k, cache.v, batch.slots, batch.scratch, k_scale=cache.k_scale, v_scale=cache.v_scale)
         return q, sink_q
 
     def _rotated(self, qk: torch.Tensor, tables: RotaryTables | None) -> torch.Tensor:

@@ -1,0 +1,32 @@
+"""The Hadamard rotation of query and key heads, which spreads the outlier channels of keys before they are quantised to 4 bits.
+
+The matrix is symmetric and orthonormal, so it is its own inverse, and rotated queries and keys have the scores of the plain ones.
+It is made of blocks as wide as the largest power of two that divides the head's width. Example, width 6: three blocks
+
+    [1  1]
+    [1 -1] / sqrt(2)
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+
+
+def rotate_heads(x: torch.Tensor) -> torch.Tensor:
+    """Heads [..., D] multiplied by the Hadamard matrix, computed in float32; contiguous, in the dtype of `x`."""
+    width = x.shape[-1]
+    block = width & -width
+    rows = x.float().reshape(*x.shape[:-1], width // block, block)
+    return (rows @ _matrix(block, x.device)).flatten(-2).to(x.dtype).contiguous()
+
+
+@cache
+def _matrix(width: int, device: torch.device) -> torch.Tensor:
+    """The matrix [width, width] of a power of two."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < width:
+        matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
+    return (matrix / math.sqrt(width)).to(device)
