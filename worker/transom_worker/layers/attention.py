@@ -112,7 +112,7 @@ class Attention:
     ) -> torch.Tensor:
         """Return the outputs of all heads, concatenated, [T, H * Dv]."""
         shape, options = self._shape, self._options
-        fused = uses_cpu_kernels(x_TN) and not cache.hadamard or uses_triton(x_TN) and cache.k_scale is None
+        fused = (uses_cpu_kernels(x_TN) and not cache.hadamard) or (uses_triton(x_TN) and cache.k_scale is None)
         prepare = self._prepare_fused if fused else self._prepare
         q_THD, sink_q_THD = prepare(x_TN, tables, cache, batch, query_scale_T11)
         if isinstance(batch, MixedBatch):
