@@ -208,6 +208,21 @@ PREDICTION = Section(
         ),
         lines(
             About(
+                title="Predicted and actual hits by tier",
+                shows="The same by where the tokens' KV was: on the device, in the worker's host tier, or at a peer from which the "
+                "worker fetched it.",
+                act="`peer` predicted and not there: transfers fail, see *KV cache*, transfers by outcome.",
+            ),
+            [
+                Query(
+                    expr=rate("transom_router_predicted_hit_tokens_total", ROUTER, "tier"), legend="{{tier}} predicted"
+                ),
+                Query(expr=rate("transom_router_actual_hit_tokens_total", ROUTER, "tier"), legend="{{tier}} actual"),
+            ],
+            "short",
+        ),
+        lines(
+            About(
                 title="Prediction off by, over time",
                 shows="Tokens between predicted and actual hit, over the greater of both. Dashed: 10 % and 25 %.",
                 act="Runbook of TransomHitPredictionOff; look for resyncs below at the same time.",

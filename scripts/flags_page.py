@@ -75,6 +75,9 @@ SECTIONS: Sequence[Section] = (
             "max_resumes",
             "max_lost_workers",
             "worker_wait_s",
+            "role",
+            "kv_transfer",
+            "kv_transfer_timeout_s",
         ),
     ),
     (

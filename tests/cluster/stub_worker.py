@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from transom_worker.config import WorkerRole
 from transom_worker.contract import (
     ErrorInfo,
     Logprob,
@@ -108,6 +109,8 @@ class StubWorker:
     num_silent: int = 0  # attempts that have brought `max_events`
     is_dead: bool = False
     load: WorkerLoad = field(default_factory=lambda: WorkerLoad(max_num_seqs=1000))
+    role: WorkerRole = "both"
+    can_fetch: bool = False
     watch_failure: Exception | None = None
     watch_periods_s: list[float] = field(default_factory=list)
     watchers: list[asyncio.Queue[bytes | Exception]] = field(
@@ -165,7 +168,15 @@ class StubWorker:
     async def info(self) -> WorkerInfo:
         if self.is_dead:
             raise ConnectionError("no worker")
-        return WorkerInfo(worker=self.worker, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, cache=CACHE_SHAPE)
+        return WorkerInfo(
+            worker=self.worker,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE,
+            cache=CACHE_SHAPE,
+            role=self.role,
+            block_bytes=(64,),
+            can_fetch=self.can_fetch,
+        )
 
     async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:
         if self.is_dead:
@@ -277,7 +288,11 @@ class StubWorker:
             if self.poison in request.prompt_token_ids and position == self.poison_at:
                 self.kill(self.poison_cause)
                 return
-            self.push(self.event_of(request, position, is_last=position == count - 1))
+            event = self.event_of(request, position, is_last=position == count - 1)
+            if request.prefill_only and event.finish_reason is None:
+                self.push(replace(event, is_handover=True))
+                return
+            self.push(event)
             for _ in range(self.num_turns):
                 await asyncio.sleep(0)
 

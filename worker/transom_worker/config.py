@@ -11,6 +11,7 @@ Device = Literal["auto", "cpu", "cuda"]
 LogFormat = Literal["text", "json"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
+WorkerRole = Literal["prefill", "decode", "both"]
 
 DEFAULT_CPU_KV_SHARE = 0.25  # of the memory that is free after loading
 
@@ -85,6 +86,16 @@ class TracingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    """How a worker fetches cached prefixes from other workers, where `is_on`. A fetch that takes longer than `timeout_s` is given
+    up, and the prompt is computed; at most `max_bytes_in_flight` bytes of all fetches are on their way at once."""
+
+    is_on: bool = False
+    timeout_s: float = 10.0
+    max_bytes_in_flight: int = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CoreShare:
     """Part `index` of `count` equal parts of a machine's cores, one for each worker on it."""
 
@@ -100,6 +111,8 @@ class EngineConfig:
     cache: CacheConfig
     scheduler: SchedulerConfig
     ranks: RanksConfig = RanksConfig()
+    role: WorkerRole = "both"
+    transfer: TransferConfig = TransferConfig()
     num_threads: int | None = None
     core_share: CoreShare = CoreShare()
     tracing: TracingConfig | None = None

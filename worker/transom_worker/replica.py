@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from transom_worker.blockmap.block_map import BlockMap, OnEngine
 from transom_worker.blockmap.encoder import WorkerIdentity
@@ -31,8 +31,13 @@ from transom_worker.logs import show_logs
 from transom_worker.openmp import call_on_thread
 from transom_worker.router_outbox import RouterOutbox
 from transom_worker.startup import build_engine
+from transom_worker.transfer.kv_transfer import KvTransfer
+from transom_worker.transfer.messages import BlockRange, PrefixOffer, PrefixQuery
+from transom_worker.transfer.peers import Bytes, PrefixPeers
 
 logger = logging.getLogger("transom.worker")
+
+T = TypeVar("T")
 
 LAST_EVENTS_S = 1.0
 HUNG_EXIT_CODE = 70
@@ -52,11 +57,13 @@ class WorkerReplica:
         worker: str = "0",
         *,
         engine: Engine | None = None,
+        peers: PrefixPeers | None = None,
         ends_process: bool = False,
     ) -> None:
         """Build the engine that `config` describes, unless it is there already, and start its thread.
 
-        `ends_process`: where the engine hangs this process ends, since nothing else ends a thread that hangs.
+        `peers`: the other workers, from which prefixes are fetched. `ends_process`: where the engine hangs this process
+        ends, since nothing else ends a thread that hangs.
         """
         show_logs(config.log_format, f"worker/{worker}")
         begin_s = time.perf_counter()
@@ -79,6 +86,16 @@ class WorkerReplica:
             self.engine.block_map_log,
             OnEngine(self._thread.call),
         )
+        self.transfer: KvTransfer | None = None
+        if self.engine.transfer_store is not None:
+            self.transfer = KvTransfer(
+                self.engine.transfer_store,
+                self._on_engine,
+                config.transfer,
+                peers=peers,
+                on_end=self._thread.stop_holding,
+                observer=self.engine.metrics.transfers,
+            )
         logger.info("Worker %s is ready after %.1f s.", worker, self._start_s)
 
     @property
@@ -126,8 +143,9 @@ class WorkerReplica:
             return [_in_use(one) if one in taken else None for one in request_ids]
         for request_id in request_ids:
             self._routers[request_id] = router_id  # before admission: the first events may come before its result
+        held = {} if self.transfer is None else self.transfer.fetched_by(requests, self._worker)
         try:
-            results = await asyncio.wrap_future(self._thread.submit(requests))
+            results = await asyncio.wrap_future(self._thread.submit(requests, held=held.keys()))
         except asyncio.CancelledError:  # the router no longer waits
             await self.abort(router_id, request_ids)
             raise
@@ -136,6 +154,10 @@ class WorkerReplica:
                 self._routers.pop(request_id, None)
         elif router_id not in self._outboxes:  # the router left while its requests were admitted
             await self.abort(router_id, request_ids)
+        elif self.transfer is not None:
+            for request_id, request in held.items():
+                if request_id in self._routers:
+                    self.transfer.start(request)
         return results
 
     async def abort(self, router_id: str, request_ids: list[str]) -> None:
@@ -143,6 +165,7 @@ class WorkerReplica:
         mine = [request_id for request_id in request_ids if self._routers.get(request_id) == router_id]
         for request_id in mine:
             del self._routers[request_id]
+            self._end_fetch(request_id)
         if mine:
             self._thread.abort(mine)
 
@@ -155,6 +178,9 @@ class WorkerReplica:
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             cache=self.engine.scheduler.cache.shape,
+            role=self.engine.config.role,
+            block_bytes=info.block_bytes,
+            can_fetch=self.transfer is not None and self.transfer.is_on,
             device=info.memory.device,
             num_ranks=self.engine.config.ranks.size,
             weight_bytes=info.memory.weight_bytes,
@@ -162,6 +188,21 @@ class WorkerReplica:
             start_s=self._start_s,
             report=self.engine.report,
         )
+
+    async def open_export(self, query: PrefixQuery) -> PrefixOffer | str:
+        """Another worker asks for a prefix (`transfer.messages`): what this one offers, or why it offers nothing."""
+        return "refused" if self.transfer is None else await self.transfer.exports.open(query)
+
+    async def read_export(self, export_id: str, blocks: BlockRange) -> list[Bytes]:
+        """Another worker reads blocks of an export."""
+        if self.transfer is None:
+            raise KeyError(export_id)
+        return await self.transfer.exports.read(export_id, blocks)
+
+    async def close_export(self, export_id: str) -> None:
+        """Another worker needs an export no more."""
+        if self.transfer is not None:
+            self.transfer.exports.close(export_id)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The worker's load for Ray Serve's autoscaler, by the fields of `WorkerLoad`; Serve calls the method by this name."""
@@ -199,6 +240,14 @@ class WorkerReplica:
         if hasattr(self, "_thread"):
             self.shutdown()
 
+    def _on_engine(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Run a function on the engine's thread; it runs whether or not the result is awaited."""
+        return asyncio.wrap_future(self._thread.call(function))
+
+    def _end_fetch(self, request_id: str) -> None:
+        if self.transfer is not None:
+            self.transfer.cancel(request_id)
+
     def _send_index(self, outbox: RouterOutbox) -> None:
         loop = asyncio.get_running_loop()
         self._thread.send_index(lambda message: _call_on(loop, outbox.put, message))
@@ -219,8 +268,9 @@ class WorkerReplica:
             if router_id is None:
                 continue  # it was aborted meanwhile
             events.setdefault(router_id, []).append(event)
-            if event.finish_reason is not None:
+            if event.finish_reason is not None or event.is_handover:
                 del self._routers[event.request_id]
+                self._end_fetch(event.request_id)
         for router_id, outbox in self._outboxes.items():
             its_events, its_taken = tuple(events.get(router_id, ())), tuple(taken.get(router_id, ()))
             outbox.put(WorkerMessage(events=its_events, kv=message.kv, load=message.load, taken=its_taken))

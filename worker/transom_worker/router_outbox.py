@@ -117,6 +117,7 @@ def is_news(sent: WorkerLoad, load: WorkerLoad) -> bool:
         or load.max_num_seqs != sent.max_num_seqs
         or _differ(load.prefill_tokens_per_s, sent.prefill_tokens_per_s)
         or _differ(load.decode_step_s, sent.decode_step_s)
+        or _differ(load.fetch_bytes_per_s, sent.fetch_bytes_per_s)
     )
 
 

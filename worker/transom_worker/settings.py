@@ -33,6 +33,8 @@ from transom_worker.config import (
     SchedulingPolicy,
     ServerConfig,
     TracingConfig,
+    TransferConfig,
+    WorkerRole,
 )
 from transom_worker.errors import ConfigError
 from transom_worker.kv_dtypes import KvDtypes, as_text
@@ -202,6 +204,22 @@ class Settings(BaseModel):
     worker_wait_s: float = Field(
         60.0, gt=0, description="How long a request waits, connection open, while no worker can take it."
     )
+    role: WorkerRole = Field(
+        "both",
+        description="What the workers are for. prefill: they compute prompts and first tokens, and workers of another role "
+        "continue and fetch the KV; decode: they continue, and compute short prompts; both. Where no worker of the other role "
+        "is there, every worker does both.",
+    )
+    kv_transfer: bool = Field(
+        True,
+        description="Workers with a host tier (--swap-space) fetch cached prefixes from each other where that is cheaper than "
+        "computing them.",
+    )
+    kv_transfer_timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="How long a request waits for a prefix from another worker, in seconds, before its prompt is computed.",
+    )
     swap_space: float = Field(
         0.0,
         ge=0,
@@ -370,6 +388,8 @@ class Settings(BaseModel):
                 preemption_mode=self.preemption_mode,
             ),
             ranks=RanksConfig(size=self.tensor_parallel_size, step_timeout_s=self.step_timeout_s),
+            role=self.role,
+            transfer=TransferConfig(is_on=self.kv_transfer, timeout_s=self.kv_transfer_timeout_s),
             num_threads=self.num_threads,
             tracing=self._tracing_config(),
             log_format=self.log_format,

@@ -107,8 +107,10 @@ class InFlightRequest:
         return self.attempt
 
     def place(self, decision: PlacementDecision, *, policy: str) -> None:
-        """Give the attempt to the worker that the routing policy chose."""
+        """Give the attempt to the worker that the routing policy chose, with what it may fetch from where."""
         self.worker_id = decision.worker_id
+        if decision.source is not None or decision.is_prefill_only:
+            self.attempt = replace(self.attempt, prefix_source=decision.source, prefill_only=decision.is_prefill_only)
         self.events.report(
             Placed(
                 choice=self.index,
@@ -117,6 +119,9 @@ class InFlightRequest:
                 reason=decision.reason,
                 predicted_hit_tokens=decision.predicted_tokens,
                 resumed_tokens=len(self.attempt.resumed_output_ids) or None,
+                fetches_from=None if decision.source is None else decision.source.worker,
+                fetched_tokens=None if decision.source is None else decision.source.num_tokens,
+                prefill_only=decision.is_prefill_only or None,
             )
         )
         trace_parent = self.events.trace_parent(self.index)
@@ -219,6 +224,9 @@ class OutputListener(Protocol):
     def advanced(self, request: InFlightRequest, event: OutputEvent) -> None:
         """The request has taken an event, which may be its last one."""
 
+    def handed_over(self, request: InFlightRequest) -> None:
+        """The worker has ended the attempt after the first token (`Request.prefill_only`): another worker continues."""
+
 
 @dataclass(slots=True)
 class Undelivered:
@@ -295,9 +303,11 @@ class InFlightRequests:
                     self.remove(event.request_id)
                     undelivered.torn.append(request)
                 else:
-                    if request.has_ended:
+                    if request.has_ended or event.is_handover:
                         self.remove(event.request_id)
                     self._listener.advanced(request, event)
+                    if event.is_handover and not request.has_ended:
+                        self._listener.handed_over(request)
             except Exception as bug:  # it ends this request and no other
                 self.remove(event.request_id)
                 undelivered.failed.append((request, bug))

@@ -35,7 +35,7 @@ from transom_cluster.router.quarantine import Quarantine
 from transom_cluster.router.timings import RouterTimings
 from transom_cluster.router.worker_connection import Attempts, ConnectionBroken, WorkerConnection
 from transom_cluster.routing.placer import Placer
-from transom_cluster.telemetry.request_events import FailoverOutcome, Lost, Queued, TurnedAway
+from transom_cluster.telemetry.request_events import FailoverOutcome, HandedOver, Lost, Queued, TurnedAway
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.tracebacks import traceback_lines
 from transom_worker.config import FailoverConfig, SchedulingPolicy
@@ -160,6 +160,16 @@ class RequestQueue:
         elif not request.record.is_suspect:  # released, or another request was found to be the culprit
             self._end_quarantine(request)
 
+    def handed_over(self, request: InFlightRequest) -> None:
+        """A prefill worker has ended an attempt with the first token: a worker that may decode continues."""
+        assert request.worker_id is not None
+        request.events.report(
+            HandedOver(choice=request.index, worker=request.worker_id, tokens_so_far=len(request.token_ids))
+        )
+        self._leave_worker(request)
+        request.refusals.clear()
+        self.enter([request])
+
     def lost(
         self, connection: WorkerConnection, requests: list[InFlightRequest], cause: Cause, reason: Exception | None
     ) -> None:
@@ -222,7 +232,7 @@ class RequestQueue:
             if allowed:
                 self._waiting.pop(request, None)
                 try:
-                    worker_id = self._assign(request, [one.worker_id for one in allowed])
+                    worker_id = self._assign(request, [one.worker_id for one in allowed], available)
                 except Exception as error:  # a bug: no request may wait for ever because of it
                     _log_error(request, "Request %s could not be placed.\n%s", _stack(error))
                     request.fail(error)
@@ -240,10 +250,12 @@ class RequestQueue:
         connected, now_s = [one for one in self._connections.values() if one.takes_requests], time.monotonic()
         return [one for one in connected if one.cooldown_until_s <= now_s] or connected
 
-    def _assign(self, request: InFlightRequest, worker_ids: list[str]) -> str:
-        """Let the routing policy choose one of the workers."""
+    def _assign(self, request: InFlightRequest, worker_ids: list[str], available: Iterable[WorkerConnection]) -> str:
+        """Let the routing policy choose one of the workers. Prefixes may come from all that are `available`, but for those that a
+        suspect may end at any moment."""
         attempt = request.begin_attempt()
-        decision = self._placer.place(attempt, worker_ids)
+        sources = [one.worker_id for one in available if one.suspect is None]
+        decision = self._placer.place(attempt, worker_ids, sources=sources)
         request.place(decision, policy=self._placer.policy)
         connection = self._connections[decision.worker_id]
         if request.record.is_suspect:

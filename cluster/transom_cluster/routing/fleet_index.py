@@ -15,9 +15,11 @@ far as 200 bits. It ends with the last worker. Sliding groups are searched backw
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 
 from transom_cluster.routing.hit_rules import HitRules
 from transom_cluster.routing.index_code import NUM_PARTS, Integers, Words
@@ -30,6 +32,28 @@ FIRST_BLOCKS = 128  # hash blocks that are hashed and followed first; then twice
 # Cleared with each update, while blocks name workers that have left: parts of the table, and fewer where they are large.
 CLEARED_PARTS = 16
 CLEARED_SLOTS = 8_192
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """For each of some workers the first token that it must compute.
+
+    `device_start` is where it would start without its host tier, and `load_s` are the seconds to load what lies between.
+    """
+
+    start: Integers
+    device_start: Integers
+    load_s: npt.NDArray[np.float64]
+
+    @classmethod
+    def none(cls, num_workers: int) -> Hits:
+        """No worker has anything."""
+        return cls(np.zeros(num_workers, np.int64), np.zeros(num_workers, np.int64), np.zeros(num_workers))
+
+    def put(self, positions: Integers, hits: Hits) -> None:
+        """Write the hits of the workers at these positions."""
+        self.start[positions], self.device_start[positions] = hits.start, hits.device_start
+        self.load_s[positions] = hits.load_s
 
 
 class PrefixIndexMirror:
@@ -108,6 +132,11 @@ class FleetPrefixIndex:
         if rules is None:
             rules = self._rules[shape] = HitRules(shape, max_model_len=max_model_len)
         return PrefixIndexMirror(self, rules)
+
+    def find_hits(self, mirrors: Sequence[PrefixIndexMirror], prompt: PromptChain, num_tokens: int) -> Hits:
+        """Return for each worker what of `num_tokens` tokens it need not compute. The mirrors are of one shape."""
+        start = self.find(mirrors, prompt, num_tokens)
+        return Hits(start, start, np.zeros(len(start)))
 
     def find(self, mirrors: Sequence[PrefixIndexMirror], prompt: PromptChain, num_tokens: int) -> Integers:
         """Return for each worker the first of `num_tokens` tokens that it must compute. The mirrors are of one shape.

@@ -66,6 +66,15 @@ class HitRules:
             found = self._repaired_from[boundaries]
         return found
 
+    def live_blocks(self, boundary: int) -> list[int]:
+        """For each group the number of blocks that a sequence needs to continue at a boundary (in hash blocks)."""
+        self._fit(boundary)
+        counts = [boundary * self.shape.block_size // one.block_size for one in self._retentions]
+        for row, (group, retention) in enumerate(self._sliding):
+            first = int(self._first_live[row, boundary])
+            counts[group] = min(retention.num_sink_blocks, boundary) + max(0, boundary - first)
+        return counts
+
     def _fit(self, num_blocks: int) -> None:
         """Extend the tables to boundary `num_blocks`."""
         num_boundaries = len(self._repaired_from)

@@ -6,6 +6,7 @@ The placer itself imports no metrics library, so that benchmarks and simulations
 from __future__ import annotations
 
 from transom_cluster.routing.policy import Reason
+from transom_cluster.routing.worker_view import HitTokens
 from transom_worker.config import RoutingPolicy
 
 
@@ -18,7 +19,7 @@ class PlacementObserver:
     def placed(self, policy: RoutingPolicy, worker: str, reason: Reason, *, cost_s: float) -> None:
         """The policy chose a worker for a request; the choice took the router `cost_s`."""
 
-    def hit_measured(self, *, predicted: int, actual: int) -> None:
+    def hit_measured(self, *, predicted: HitTokens, actual: HitTokens) -> None:
         """The first output of a request has come, with the prompt tokens that the worker found in its prefix cache."""
 
     def mirror_changed(self, worker: str, *, num_blocks: int, version: int) -> None:

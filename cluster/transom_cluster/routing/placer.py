@@ -5,6 +5,10 @@
   the home, so that all routers send the same prefix to the same worker.
 - **prediction**: the hit that the router's prefix index promises. The worker's first output has the actual hit; the difference is
   measured.
+- **source**: another worker, from which the chosen one fetches the prefix where that is cheaper than computing it
+  (`prefix_fetches`).
+- **role**: workers of the role `prefill` compute prompts and first tokens, those of the role `decode` the rest, where there
+  are both (`prefill_decode`).
 """
 
 from __future__ import annotations
@@ -12,30 +16,36 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from transom_cluster.routing.fleet_index import FleetPrefixIndex
-from transom_cluster.routing.index_code import Integers
+from transom_cluster.routing.fleet_index import FleetPrefixIndex, Hits
 from transom_cluster.routing.placement_observer import PlacementObserver
 from transom_cluster.routing.policy import Reason, TieBreak, choose
+from transom_cluster.routing.prefill_decode import Takers, choose_takers, may_move
+from transom_cluster.routing.prefix_fetches import Fetches, find_fetches
 from transom_cluster.routing.prompt_hashes import PromptHashes
 from transom_cluster.routing.worker_table import Selection, WorkerTable
-from transom_cluster.routing.worker_view import PlacedRequest, WorkerView
+from transom_cluster.routing.worker_view import HitTokens, PlacedRequest, WorkerView
 from transom_worker.config import RoutingPolicy
-from transom_worker.contract import Request, Usage, WorkerInfo, WorkerMessage
+from transom_worker.contract import PrefixSource, Request, Usage, WorkerInfo, WorkerMessage
 from transom_worker.kvcache.events import CacheShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementDecision:
-    """The worker for a request, the reason for it, and the predicted hit in tokens at this version of the worker's prefix index."""
+    """The worker for a request, the reason for it, and the predicted hit in tokens at this version of the worker's prefix index.
+
+    The hit counts what the worker fetches from `source`. With `is_prefill_only` another worker continues after the first token.
+    """
 
     worker_id: str
     reason: Reason
     predicted_tokens: int
     index_version: int
+    source: PrefixSource | None = None
+    is_prefill_only: bool = False
 
 
 class Placer:
@@ -84,24 +94,50 @@ class Placer:
             self._observer.mirror_reset(worker_id)
         return has_no_gap
 
-    def place(self, request: Request, among: Collection[str]) -> PlacementDecision:
-        """Choose one of the workers `among` (not empty, all added) for a request, and note that the request is there."""
+    def place(
+        self, request: Request, among: Collection[str], *, sources: Collection[str] | None = None
+    ) -> PlacementDecision:
+        """Choose one of the workers `among` (not empty, all added) for a request, and note that the request is there.
+
+        `sources` are the workers that may be asked for its prefix; if None, those of `among`.
+        """
         begin_s = time.perf_counter()
         self.ended(request.request_id)
-        selection = self._table.select(among)
+        known = among if sources is None else {*among, *sources}
+        selection = self._table.select(known)
         num_tokens = request.num_prompt_tokens + len(request.resumed_output_ids)
         hits = self._hits(request, num_tokens, selection)
-        candidates = self._table.candidates(selection, num_tokens - hits)
-        home = self._home(request, int(hits.max()), selection.workers[0])
+        alone = self._table.candidates(selection, num_tokens - hits.start, hits.load_s)
+        fetches = Fetches.none(selection)
+        if may_move(request):
+            fetches = find_fetches(
+                selection, hits, alone, sources=known if sources is None else sources, turn=self._turn
+            )
+        start = np.where(fetches.pays, fetches.start, hits.start)
+        extra_s = np.where(fetches.pays, fetches.seconds, hits.load_s)
+        allowed = np.array(sorted(selection.positions[worker_id] for worker_id in among))
+        candidates = replace(alone, num_to_compute=num_tokens - start, extra_s=extra_s)
+        split = Takers(allowed)
+        if selection.has_roles and may_move(request):
+            split = choose_takers(request, selection, allowed, candidates)
+        home = self._home(request, int(hits.start.max()), selection.workers[0])
         tie_break = TieBreak(turn=self._turn, draw=self._rng.random(), home=home)
-        chosen, reason = choose(self.policy, candidates, tie_break)
+        chosen, reason = choose(self.policy, candidates.at(split.positions), tie_break)
         self._turn += 1
-        worker, hit_tokens = selection.workers[chosen], int(hits[chosen])
+        chosen = int(split.positions[chosen])
+        worker = selection.workers[chosen]
+        if fetches.was_asked[chosen]:
+            worker.fetched_last = bool(fetches.pays[chosen])
         placed = PlacedRequest(
             worker_id=worker.worker_id,
             num_tokens=num_tokens,
-            num_to_compute=num_tokens - hit_tokens,
-            predicted_tokens=min(hit_tokens, request.num_prompt_tokens),
+            num_to_compute=num_tokens - int(start[chosen]),
+            predicted=HitTokens.up_to(
+                request.num_prompt_tokens,
+                device=int(hits.device_start[chosen]),
+                host=int(hits.start[chosen]),
+                peer=int(start[chosen]),
+            ),
         )
         self._requests[request.request_id] = worker.requests[request.request_id] = placed
         self._table.changed(worker)
@@ -109,8 +145,10 @@ class Placer:
         return PlacementDecision(
             worker_id=worker.worker_id,
             reason=reason,
-            predicted_tokens=placed.predicted_tokens,
+            predicted_tokens=placed.predicted.total,
             index_version=worker.mirror.version,
+            source=fetches.source_of(chosen),
+            is_prefill_only=split.is_prefill_only,
         )
 
     def first_event(self, request_id: str, usage: Usage) -> int | None:
@@ -123,8 +161,13 @@ class Placer:
             return None
         placed.has_begun = True
         self._table.changed(self.workers[placed.worker_id])
-        self._observer.hit_measured(predicted=placed.predicted_tokens, actual=usage.num_cached_tokens)
-        return placed.predicted_tokens - usage.num_cached_tokens
+        actual = HitTokens(
+            usage.num_cached_tokens - usage.num_host_tokens,
+            usage.num_host_tokens - usage.num_fetched_tokens,
+            usage.num_fetched_tokens,
+        )
+        self._observer.hit_measured(predicted=placed.predicted, actual=actual)
+        return placed.predicted.total - actual.total
 
     def ended(self, request_id: str) -> None:
         """Note that a request has left its worker, for whatever reason; an unknown request is ignored."""
@@ -134,14 +177,14 @@ class Placer:
             del worker.requests[request_id]
             self._table.changed(worker)
 
-    def _hits(self, request: Request, num_tokens: int, selection: Selection) -> Integers:
+    def _hits(self, request: Request, num_tokens: int, selection: Selection) -> Hits:
         """For each worker the tokens that it need not compute. Workers whose caches have one shape are searched together."""
-        hits = np.zeros(len(selection.workers), np.int64)
+        hits = Hits.none(len(selection.workers))
         for equal in selection.by_cache:
             shape = equal.mirrors[0].shape
             if _reads_cache(request, shape):
                 prompt = self._hashes.of(request, shape.block_size)
-                hits[equal.positions] = self.index.find(equal.mirrors, prompt, num_tokens)
+                hits.put(equal.positions, self.index.find_hits(equal.mirrors, prompt, num_tokens))
         return hits
 
     def _home(self, request: Request, hit_tokens: int, worker: WorkerView) -> bytes:

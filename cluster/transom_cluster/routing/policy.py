@@ -57,6 +57,7 @@ class Candidate:
     used_share: float = 0.0  # of the KV pool, by running sequences
     prefill_tokens_per_s: float = 0.0  # 0: not measured
     decode_step_s: float = 0.0  # 0: not measured
+    fetch_bytes_per_s: float = 0.0  # 0: not measured
 
     @property
     def facts(self) -> tuple[float, ...]:
@@ -67,10 +68,11 @@ class Candidate:
             pressure(self),
             self.prefill_tokens_per_s,
             self.decode_step_s,
+            self.fetch_bytes_per_s,
         )
 
 
-FACTS = ("queue_tokens", "num_requests", "pressure", "prefill_tokens_per_s", "decode_step_s")
+FACTS = ("queue_tokens", "num_requests", "pressure", "prefill_tokens_per_s", "decode_step_s", "fetch_bytes_per_s")
 """The rows of `Candidates.facts`, in order; the units are those of `Candidate`."""
 
 
@@ -79,6 +81,7 @@ class Candidates:
     """All workers that may take a request; every array has an item for each of them."""
 
     num_to_compute: npt.NDArray[np.int64]
+    extra_s: npt.NDArray[np.float64]  # to load or fetch the cached prefix, before the other tokens can be computed
     facts: npt.NDArray[np.float64]  # [facts, workers]
     seeds: npt.NDArray[np.uint64]  # `worker_seed` of each
 
@@ -87,12 +90,28 @@ class Candidates:
         """The columns of some candidates."""
         return cls(
             num_to_compute=np.array([one.num_to_compute for one in candidates], np.int64),
+            extra_s=np.zeros(len(candidates)),
             facts=np.array([one.facts for one in candidates], np.float64).T,
             seeds=np.array([worker_seed(one.worker_id) for one in candidates], np.uint64),
         )
 
     def __len__(self) -> int:
         return len(self.num_to_compute)
+
+    def at(self, positions: npt.NDArray[np.int64]) -> Candidates:
+        """Some of the candidates."""
+        return Candidates(
+            num_to_compute=self.num_to_compute[positions],
+            extra_s=self.extra_s[positions],
+            facts=self.facts[:, positions],
+            seeds=self.seeds[positions],
+        )
+
+    @property
+    def computing_s(self) -> npt.NDArray[np.float64]:
+        """For each worker the seconds to compute the request's tokens, its queue apart."""
+        times_s: npt.NDArray[np.float64] = self.num_to_compute / prefill_rates(self.facts[3])
+        return times_s
 
 
 def worker_seed(worker_id: str) -> int:
@@ -200,12 +219,15 @@ REASONS: dict[RoutingPolicy, tuple[Reason, ...]] = {
 
 
 def expected_costs_s(candidates: Candidates) -> npt.NDArray[np.float64]:
-    """For each worker the expected seconds until the first token, plus the expected wait for blocks and a running slot."""
-    queue_tokens, num_requests, pressures, rates, steps_s = candidates.facts
+    """For each worker the expected seconds until the first token, plus the expected wait for blocks and a running slot.
+
+    Loading a prefix from the host tier and fetching it from another worker count as much as they take.
+    """
+    queue_tokens, num_requests, pressures, rates, steps_s, _ = candidates.facts
     num_tokens = candidates.num_to_compute + queue_tokens + REQUEST_TOKENS * num_requests
     step_s = _typical(steps_s, DEFAULT_DECODE_STEP_S)
-    costs_s: npt.NDArray[np.float64] = num_tokens / _prefill_rates(rates) + ANSWER_STEPS * step_s * pressures
-    return costs_s
+    costs_s: npt.NDArray[np.float64] = num_tokens / prefill_rates(rates) + ANSWER_STEPS * step_s * pressures
+    return costs_s + candidates.extra_s
 
 
 def pressure(candidate: Candidate) -> float:
@@ -216,7 +238,7 @@ def pressure(candidate: Candidate) -> float:
     return candidate.used_share**8 + slots
 
 
-def _prefill_rates(rates: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def prefill_rates(rates: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Each candidate's rate; the median rate where it is not measured, or differs from the median by less than `EQUAL_RATES`."""
     typical = _typical(rates, DEFAULT_PREFILL_TOKENS_PER_S)
     is_typical = (rates >= typical / EQUAL_RATES) & (rates <= typical * EQUAL_RATES) | (rates == 0)

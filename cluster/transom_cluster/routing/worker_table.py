@@ -6,7 +6,7 @@ was heard of it or placed there, and the list of workers to choose from is prepa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +35,11 @@ class Selection:
     workers: Sequence[WorkerView]
     rows: npt.NDArray[np.int64]  # in the table
     by_cache: Sequence[EqualCaches]
+    positions: Mapping[str, int]  # by worker id
+    can_fetch: npt.NDArray[np.bool_]
+    may_prefill: npt.NDArray[np.bool_]  # by their roles
+    may_decode: npt.NDArray[np.bool_]
+    has_roles: bool  # some worker has a role other than "both"
 
 
 class WorkerTable:
@@ -92,16 +97,28 @@ class WorkerTable:
                     EqualCaches(positions=np.array(equal), mirrors=[workers[position].mirror for position in equal])
                     for equal in by_cache.values()
                 ],
+                positions={worker.worker_id: position for position, worker in enumerate(workers)},
+                can_fetch=np.array([worker.can_fetch for worker in workers]),
+                may_prefill=np.array([worker.role != "decode" for worker in workers]),
+                may_decode=np.array([worker.role != "prefill" for worker in workers]),
+                has_roles=any(worker.role != "both" for worker in workers),
             )
         return self._selection
 
-    def candidates(self, selection: Selection, num_to_compute: npt.NDArray[np.int64]) -> Candidates:
-        """The workers of a selection as candidates for a request of which they would compute so many tokens."""
+    def candidates(
+        self,
+        selection: Selection,
+        num_to_compute: npt.NDArray[np.int64],
+        extra_s: npt.NDArray[np.float64] | None = None,
+    ) -> Candidates:
+        """The workers of a selection as candidates for a request of which they would compute so many tokens, after `extra_s`
+        seconds."""
         for worker_id, worker in self._changed.items():
             self._facts[:, self._rows[worker_id]] = worker.candidate(0).facts
         self._changed.clear()
         return Candidates(
             num_to_compute=num_to_compute,
+            extra_s=np.zeros(len(num_to_compute)) if extra_s is None else extra_s,
             facts=self._facts[:, selection.rows],
             seeds=self._seeds[selection.rows],
         )

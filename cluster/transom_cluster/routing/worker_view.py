@@ -10,10 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from transom_cluster.routing.fleet_index import FleetPrefixIndex
 from transom_cluster.routing.policy import Candidate
 from transom_worker.contract import WorkerInfo, WorkerLoad
+
+
+class HitTokens(NamedTuple):
+    """Tokens of a prompt that need no computing, by where they come from."""
+
+    device: int  # the worker's KV pool
+    host: int = 0  # its host tier
+    peer: int = 0  # another worker
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.device + self.host + self.peer
+
+    @classmethod
+    def up_to(cls, num_prompt_tokens: int, *, device: int, host: int, peer: int) -> HitTokens:
+        """Where the tokens of a prompt come from, by the ends of what each place has; resumed output does not count."""
+        device, host, peer = (min(end, num_prompt_tokens) for end in (device, host, peer))
+        return cls(device, host - device, peer - host)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,7 +43,7 @@ class PlacedRequest:
     worker_id: str
     num_tokens: int
     num_to_compute: int  # without the predicted hit
-    predicted_tokens: int  # of the prompt, predicted to be in the worker's prefix cache
+    predicted: HitTokens
     is_reported: bool = False  # the worker's last load report counts it, or counted it before its prompt was computed
     has_begun: bool = False  # its first output has come
 
@@ -34,6 +54,10 @@ class WorkerView:
     def __init__(self, worker_id: str, info: WorkerInfo, index: FleetPrefixIndex) -> None:
         self.worker_id = worker_id
         self.mirror = index.join(info.cache, max_model_len=info.max_model_len)
+        self.role = info.role
+        self.can_fetch = info.can_fetch and bool(info.block_bytes)
+        self.block_bytes = info.block_bytes
+        self.fetched_last = False  # the last request that could have fetched its prefix did
         self.requests: dict[str, PlacedRequest] = {}  # by request id, until they end
         self._load = WorkerLoad()
 
@@ -57,6 +81,7 @@ class WorkerView:
             used_share=load.used_share,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             decode_step_s=load.decode_step_s,
+            fetch_bytes_per_s=load.fetch_bytes_per_s,
         )
 
     def _queue_tokens(self) -> int:

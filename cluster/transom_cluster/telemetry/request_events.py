@@ -11,6 +11,7 @@ The events of a request that migrates once, with two attempts at one choice:
     Arrived  Placed  Sent  Accepted  FirstToken  Lost  Placed  Sent  Accepted(is_migrated)  FirstToken  Finished  Ended
              |------------- attempt 1 --------------|  |--------------------- attempt 2 ---------------------|
 
+A prefill worker's attempt ends with `HandedOver` in place of `Lost`.
 `Queued` comes before `Placed` where no worker can take the choice. `TurnedAway` ends an attempt that a worker refused. `Failed`
 replaces `Finished` where an error ends the choice. `ClientLeft` may come at any time before `Ended`.
 """
@@ -78,7 +79,11 @@ class Queued(ChoiceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed(ChoiceEvent):
-    """The routing policy chose a worker: an attempt begins. `resumed_tokens`: output of earlier attempts, None without any."""
+    """The routing policy chose a worker: an attempt begins. `resumed_tokens`: output of earlier attempts, None without any.
+
+    The worker fetches the first `fetched_tokens` tokens' KV from the worker `fetches_from`; with `prefill_only` it computes the
+    prompt and the first token alone. None: it does not.
+    """
 
     kind: ClassVar[str] = "placed"
     worker: str
@@ -86,6 +91,9 @@ class Placed(ChoiceEvent):
     reason: str
     predicted_hit_tokens: int
     resumed_tokens: int | None = None
+    fetches_from: str | None = None
+    fetched_tokens: int | None = None
+    prefill_only: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +130,15 @@ class FirstToken(ChoiceEvent):
     kind: ClassVar[str] = "first_token"
     worker: str | None
     hit_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedOver(ChoiceEvent):
+    """A prefill worker has computed the prompt and the first token; a decode worker continues."""
+
+    kind: ClassVar[str] = "handed_over"
+    worker: str
+    tokens_so_far: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from transom_cluster.routing.placement_observer import PlacementObserver
 from transom_cluster.routing.policy import REASONS, Reason
+from transom_cluster.routing.worker_view import HitTokens
 from transom_cluster.telemetry.metric_families import RouterFamilies
 from transom_worker.config import RoutingPolicy
 
@@ -32,12 +33,19 @@ class RoutingMetrics(PlacementObserver):
         ).of()
         self._predicted_tokens = families.counter(
             "transom_router_predicted_hit_tokens",
-            "Prompt tokens predicted to be cached by the router's index mirrors, of requests whose output has begun.",
-        ).of()
+            "Prompt tokens predicted to be cached by the router's index mirrors, of requests whose output has begun, by where: "
+            "the worker's device (its KV pool), its host tier, or a peer from which it fetches them.",
+            "tier",
+        )
         self._actual_tokens = families.counter(
             "transom_router_actual_hit_tokens",
-            "Prompt tokens that the workers found cached, of requests whose output has begun.",
-        ).of()
+            "Prompt tokens that the workers found cached, of requests whose output has begun, by where: the device's KV pool, the "
+            "host tier, or a peer from which they came.",
+            "tier",
+        )
+        for tier in HitTokens._fields:
+            self._predicted_tokens.of(tier)
+            self._actual_tokens.of(tier)
         self._error_tokens = families.histogram(
             "transom_router_hit_error_tokens",
             "Difference between predicted and actual hit in prompt tokens; the worker's index changed in between.",
@@ -66,11 +74,12 @@ class RoutingMetrics(PlacementObserver):
         self._placements.of(policy, worker, reason).inc()
         self._placement_s.observe(cost_s)
 
-    def hit_measured(self, *, predicted: int, actual: int) -> None:
+    def hit_measured(self, *, predicted: HitTokens, actual: HitTokens) -> None:
         """The first output of a request has come, with the prompt tokens that the worker found in its prefix cache."""
-        self._predicted_tokens.inc(predicted)
-        self._actual_tokens.inc(actual)
-        self._error_tokens.observe(abs(predicted - actual))
+        for tier in HitTokens._fields:
+            self._predicted_tokens.of(tier).inc(getattr(predicted, tier))
+            self._actual_tokens.of(tier).inc(getattr(actual, tier))
+        self._error_tokens.observe(abs(predicted.total - actual.total))
 
     def mirror_changed(self, worker: str, *, num_blocks: int, version: int) -> None:
         """The mirror of a worker's prefix index changed."""

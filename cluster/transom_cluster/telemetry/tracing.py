@@ -17,7 +17,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from transom_cluster import __version__
-from transom_cluster.telemetry.request_events import Ended, Failed, Finished, Lost, Placed, RequestEvent, TurnedAway
+from transom_cluster.telemetry.request_events import (
+    Ended,
+    Failed,
+    Finished,
+    HandedOver,
+    Lost,
+    Placed,
+    RequestEvent,
+    TurnedAway,
+)
 from transom_worker.config import TracingConfig
 from transom_worker.logs import trace_id_of
 from transom_worker.telemetry.tracing import Tracing, nanoseconds
@@ -79,7 +88,7 @@ class RequestTrace:
                 self._end_attempt(choice, error)
             case Lost(choice=choice, cause=cause):
                 self._end_attempt(choice, cause)
-            case Finished(choice=choice):
+            case Finished(choice=choice) | HandedOver(choice=choice):
                 self._end_attempt(choice)
             case Ended():
                 for choice in list(self._attempts):

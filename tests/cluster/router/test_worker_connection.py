@@ -52,6 +52,9 @@ class Listener:
     def advanced(self, one_request, event):
         self.events.append(event)
 
+    def handed_over(self, one_request):
+        self.events.append("handed over")
+
 
 def in_flight_with(*requests: Request) -> tuple[InFlightRequests, OutputStream]:
     in_flight, output = InFlightRequests(Listener()), OutputStream(requests)

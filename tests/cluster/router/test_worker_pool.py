@@ -219,10 +219,12 @@ async def test_a_directory_that_fails_is_asked_again() -> None:
 
 async def test_a_request_that_cannot_be_placed_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Placer):
-        def place(self, request: Request, among: Collection[str]) -> PlacementDecision:
+        def place(
+            self, request: Request, among: Collection[str], *, sources: Collection[str] | None = None
+        ) -> PlacementDecision:
             if request.prompt_token_ids == tuple(b"odd"):
                 raise KeyError(request.prompt_token_ids)
-            return super().place(request, among)
+            return super().place(request, among, sources=sources)
 
     async with running_api(*workers(1), placer=Broken("kv"), **PATIENT) as api:
         api.directory.remove(api.worker)

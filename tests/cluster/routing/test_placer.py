@@ -279,8 +279,8 @@ def test_metrics_tell_placements_predictions_and_mirrors_until_a_worker_goes() -
 
     assert value("transom_router_placements_total", policy="kv", worker="a", reason="longest_hit") == 1
     assert value("transom_router_placement_seconds_count") == 1
-    assert value("transom_router_predicted_hit_tokens_total") == HIT
-    assert value("transom_router_actual_hit_tokens_total") == HIT - 100
+    assert value("transom_router_predicted_hit_tokens_total", tier="device") == HIT
+    assert value("transom_router_actual_hit_tokens_total", tier="device") == HIT - 100
     assert value("transom_router_hit_error_tokens_sum") == 100
     assert value("transom_router_mirror_blocks", worker="a") == 125
     assert value("transom_router_mirror_version", worker="a") == 3

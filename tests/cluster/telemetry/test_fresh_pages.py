@@ -26,6 +26,7 @@ from transom_worker.telemetry.metrics.fixed_values import (
     REFUSALS,
 )
 from transom_worker.telemetry.metrics.steps import STEP_PARTS
+from transom_worker.telemetry.metrics.transfers import OUTCOMES as TRANSFER_OUTCOMES
 
 Values = set[tuple[str, ...]]
 OWN = {"model", "worker", "router"}
@@ -51,6 +52,8 @@ OF_WORKERS: dict[str, Values] = {
     "transom_kv_evicted_blocks": set(product(("full",), EVICTION_REASONS)),
     "transom_kv_residency_seconds": one("full"),
     "transom_kv_reuse_interval_seconds": one("full"),
+    "transom_kv_transfers": set(TRANSFER_OUTCOMES),
+    "transom_kv_transfer_bytes": one("in", "out"),
 }
 OF_ROUTERS: dict[str, Values] = {
     "transom_router_broken_answers": set(product(MAIN_ENDPOINTS, BREAK_REASONS)),
@@ -63,6 +66,8 @@ OF_ROUTERS: dict[str, Values] = {
     "transom_router_dropped_scrapes": one("worker", "router"),
     "transom_router_placements": set(product(("kv",), ("w",), REASONS["kv"])),
     "transom_router_resyncs": one("w"),
+    "transom_router_predicted_hit_tokens": one("device", "host", "peer"),
+    "transom_router_actual_hit_tokens": one("device", "host", "peer"),
 }
 STATUSES = "transom_router_requests"  # by endpoint: see test_request_outcome.py
 

@@ -25,6 +25,10 @@ OWN = {"model", "worker"}
 TIMES = ("queue", "prefill", "first_token", "decode")
 FAMILIES: dict[str, tuple[str, ...]] = {
     "transom_requests": ("finish_reason",),
+    "transom_kv_transfers": ("direction", "outcome"),
+    "transom_kv_transfer_bytes": ("direction",),
+    "transom_kv_transfer_full_length_bytes": (),
+    "transom_kv_transfer_seconds": ("le",),
     "transom_requests_refused": ("reason",),
     "transom_requests_limit": ("kind",),
     "transom_requests_running": (),
@@ -209,7 +213,7 @@ def test_whatever_an_id_is_the_page_stays_whole(request_id: str, trace_parent: s
 
 
 def test_fixed_label_values_are_those_of_the_code() -> None:
-    assert set(fixed_values.FINISH_REASONS) == set(get_args(FinishReason))
+    assert set(fixed_values.FINISH_REASONS) == {*get_args(FinishReason), "handover"}
     assert set(fixed_values.CHECKPOINT_KINDS) == {kind.value for kind in CheckpointKind}
     missed = {name for name in vars(prefix_outcome).values() if isinstance(name, str) and name.startswith("missed_")}
     assert {f"missed_{reason}" for reason in fixed_values.MISS_REASONS} == missed

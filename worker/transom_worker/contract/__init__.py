@@ -17,7 +17,7 @@ from transom_worker.contract.kv_policy import (
 )
 from transom_worker.contract.logprob_table import LogprobTable
 from transom_worker.contract.output import ErrorInfo, FinishReason, OutputEvent, Usage
-from transom_worker.contract.request import CONTRACT_VERSION, Request
+from transom_worker.contract.request import CONTRACT_VERSION, PrefixSource, Request
 from transom_worker.contract.sampling_params import MAX_LOGPROBS, SamplingParams
 from transom_worker.contract.token_logprobs import Logprob, TokenLogprobs
 from transom_worker.contract.worker import WorkerInfo, WorkerLoad, WorkerMessage
@@ -33,6 +33,7 @@ __all__ = [
     "Logprob",
     "LogprobTable",
     "OutputEvent",
+    "PrefixSource",
     "Request",
     "SamplingParams",
     "TokenLogprobs",

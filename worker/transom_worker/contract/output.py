@@ -17,6 +17,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class Usage:
     """Token counts of one request. `num_cached_tokens` are prompt tokens whose KV was found in the prefix cache.
 
+    Of these, `num_host_tokens` were found in the host tier, and `num_fetched_tokens` of these in turn had just come from another
+    worker (`Request.prefix_source`).
+
     `index_version` is the version of the worker's prefix index when its scheduler searched it: a router's mirror of the index
     at that version predicts `num_cached_tokens` exactly.
     """
@@ -24,6 +27,8 @@ class Usage:
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
+    num_host_tokens: int = 0
+    num_fetched_tokens: int = 0
     index_version: int = 0
 
 
@@ -73,7 +78,8 @@ class OutputEvent:
 
     `position` is the output index of the first of `token_ids` (resumed tokens counted), and `text_offset` the number of characters
     before `text`; with these a router recognises the repeated events of a migrated request, and drops them. The last event has a
-    `finish_reason` and may have no token; `error` is set only with the finish reason "error".
+    `finish_reason` and may have no token; `error` is set only with the finish reason "error". With `is_handover` the event is the
+    last one of this attempt and not of the output: another worker continues (`Request.prefill_only`).
     """
 
     request_id: str
@@ -87,3 +93,4 @@ class OutputEvent:
     stop_reason: int | str | None = None  # the token id or string that stopped it; None for end of text
     usage: Usage | None = None  # on the first and the last event
     error: ErrorInfo | None = None
+    is_handover: bool = False

@@ -11,12 +11,29 @@ CONTRACT_VERSION = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixSource:
+    """Where a request's cached prefix can be fetched from: `worker` has the KV of its first `num_tokens` tokens.
+
+    `worker` is the id by which the routers know it (not `WorkerInfo.worker`, where the two differ).
+    """
+
+    worker: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sequence to continue, with all that a worker needs, whichever router sends it and at whatever output position it begins.
 
     `resumed_output_ids` are output tokens that the client has already, from a worker that was lost. `turn_boundaries` are
     prompt positions where the turns of a chat end (ascending): the prefix cache prefers to keep states at these. A lower
     `priority` runs first. Requests with different `cache_salt` share no cached prefix.
+
+    With a `prefix_source` the worker fetches the KV of the prefix from another worker before it admits the request. Whatever goes
+    wrong with that, the request runs all the same and computes its prompt.
+
+    With `prefill_only` the worker ends the attempt after the first token that it samples, so that another worker continues; that
+    token's event has `is_handover` set, unless it is the last one of the output anyway.
 
     The clocks of two hosts may differ by any amount, so the times are durations, as of the moment at which the router gave the
     request to the worker: `waited_s` is how long the router had had it by then, and `time_left_s` how long it may still take.
@@ -35,6 +52,8 @@ class Request:
     turn_boundaries: tuple[int, ...] = ()
     kv_policy: KvPolicy | None = None  # None: the model's layers keep what they read
     kv_quality: bool = False  # compare the policy with full attention in a sample of steps
+    prefix_source: PrefixSource | None = None
+    prefill_only: bool = False
     grammar: str | None = None  # reserved: workers refuse it so far
     trace_parent: str | None = None  # the router's span, as a W3C traceparent header; None if the request is not traced
     version: int = CONTRACT_VERSION

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from transom_worker.config import WorkerRole
 from transom_worker.contract.output import OutputEvent
 
 if TYPE_CHECKING:  # types alone: the messages need no cache
@@ -28,6 +29,7 @@ class WorkerLoad:
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     first_token_s: float = 0.0  # from arrival at the worker to the first token, of recent requests
+    fetch_bytes_per_s: float = 0.0  # at which prefixes came from other workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,9 @@ class WorkerInfo:
     max_model_len: int
     vocab_size: int
     cache: CacheShape
+    role: WorkerRole = "both"
+    block_bytes: tuple[int, ...] = ()  # of one block of each group, over all ranks, at most; empty: not known
+    can_fetch: bool = False  # prefixes from other workers, and give its own to them
     device: str = ""
     num_ranks: int = 1
     weight_bytes: int = 0

@@ -33,6 +33,8 @@ from transom_worker.telemetry.engine_events import EngineEvents, EngineStepTimes
 from transom_worker.telemetry.engine_timelines import Clock, EngineTimelines
 from transom_worker.telemetry.metrics import EngineMetrics
 from transom_worker.text.tokenizer import Tokenizer
+from transom_worker.transfer.kv_store import KvStore
+from transom_worker.transfer.report import FetchReport
 
 logger = logging.getLogger("transom.worker")
 
@@ -98,6 +100,7 @@ class Engine:
         self.report = ""  # the start-up report, for people
         self.dead: Exception | None = None  # what ended the engine
         self.is_restarting = False
+        self.transfer_store: KvStore | None = None  # None: this worker takes no part in KV transfer
         self._eos_token_ids = frozenset(info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
         self._pipeline = StepPipeline(self.scheduler, executor, steps_in_flight=config.scheduler.steps_in_flight)
         self.clock = clock
@@ -116,7 +119,7 @@ class Engine:
         if self.dead is not None:
             return bool(self._ready)
         return bool(
-            self.requests
+            len(self.requests) > self.scheduler.num_held
             or self._ready
             or self._pipeline.is_busy
             or self._has_unpublished_abort
@@ -130,8 +133,10 @@ class Engine:
 
     # Requests in and out
 
-    def add(self, request: Request, *, arrival_s: float | None = None) -> None:
+    def add(self, request: Request, *, arrival_s: float | None = None, is_held: bool = False) -> None:
         """Take one request; its events come out of `step`. It came to this worker at `arrival_s` by `clock` (None: now).
+
+        A request that `is_held` does not run before `stop_holding`; while there are no others, the engine has no work.
 
         Raises:
             RequestError: wrong, too long, too large or a duplicate id.  Overloaded: the queue is full.
@@ -153,11 +158,19 @@ class Engine:
         if running.finish_reason is not None:
             self._ready.append(running.end_event())
             return
-        self.scheduler.add(request)
+        self.scheduler.add(request, is_held=is_held)
         self.requests[request.request_id] = running
         if request.time_left_s is not None:
             running.deadline_s = arrival_s + request.time_left_s
             self._watch_deadline(running.deadline_s, request.request_id)
+
+    def stop_holding(self, request_id: str, report: FetchReport) -> None:
+        """Let a held request run, since the fetch of its prefix has ended; any other id is ignored."""
+        if (running := self.requests.get(request_id)) is not None:
+            self._rates.fetched(report.num_bytes, report.seconds)
+            self.events.prefix_fetched(running.times, report)
+            running.num_fetched_tokens = report.num_tokens
+            self.scheduler.stop_holding(request_id)
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and free its blocks at once; no event follows. False if it is not running.
@@ -234,10 +247,10 @@ class Engine:
             self.events.first_token(running.times, now_s)
         else:
             self.events.token(running.times, now_s)
-        if event.finish_reason is not None:
+        if event.finish_reason is not None or event.is_handover:
             self.scheduler.finish(output.request_id)
             del self.requests[output.request_id]
-            self._report_end(running, event.finish_reason)
+            self._report_end(running, event.finish_reason or "handover")
         return event
 
     def _watch_deadline(self, deadline_s: float, request_id: str) -> None:

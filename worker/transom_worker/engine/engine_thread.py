@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerMessa
 from transom_worker.engine.engine import RESTARTING, Engine
 from transom_worker.engine.step_watchdog import Watchdog, new_turns
 from transom_worker.errors import EngineDead, TransomError, WorkerLost
+from transom_worker.transfer.report import FetchReport
 
 logger = logging.getLogger("transom.worker")
 
@@ -63,8 +64,10 @@ class EngineThread:
         self._thread.start()
         self._watchdog.start()
 
-    def submit(self, requests: list[Request]) -> Future[list[ErrorInfo | None]]:
+    def submit(self, requests: list[Request], *, held: Container[str] = ()) -> Future[list[ErrorInfo | None]]:
         """Admit all of `requests` or none: the future has one entry each, None where admission found nothing wrong.
+
+        Those whose ids are in `held` do not run before `stop_holding`.
 
         The future cannot be cancelled: a caller that gives up must `abort` the requests. While ranks are started again, all
         requests are refused at once.
@@ -75,7 +78,7 @@ class EngineThread:
             future.set_result([ErrorInfo.of(WorkerLost(RESTARTING))] * len(requests))
             return future
         arrival_s = self._engine.clock()  # a step may run now
-        self._post(lambda: future.set_result(self._add_all(requests, arrival_s)))
+        self._post(lambda: future.set_result(self._add_all(requests, arrival_s, held)))
         return future
 
     def abort(self, request_ids: list[str]) -> None:
@@ -86,6 +89,10 @@ class EngineThread:
                 self._engine.abort(request_id)
 
         self._post(command)
+
+    def stop_holding(self, request_id: str, report: FetchReport) -> None:
+        """Let a held request run, since the fetch of its prefix has ended; any other id is ignored."""
+        self._post(lambda: self._engine.stop_holding(request_id, report))
 
     def send_index(self, deliver: Deliver) -> None:
         """Give one receiver the whole prefix index, in order with the changes that the thread's `deliver` receives."""
@@ -198,11 +205,11 @@ class EngineThread:
                 return
             command()
 
-    def _add_all(self, requests: list[Request], arrival_s: float) -> list[ErrorInfo | None]:
+    def _add_all(self, requests: list[Request], arrival_s: float, held: Container[str]) -> list[ErrorInfo | None]:
         results: list[ErrorInfo | None] = []
         for request in requests:
             try:
-                self._engine.add(request, arrival_s=arrival_s)
+                self._engine.add(request, arrival_s=arrival_s, is_held=request.request_id in held)
                 results.append(None)
             except Exception as error:  # whatever a request sets off at admission is that request's error alone
                 if not isinstance(error, TransomError):

@@ -48,6 +48,8 @@ class RunningRequest:
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
         self._num_chars = 0  # of all final text
         self._num_cached_tokens: int | None = None  # unknown until the first token
+        self._num_host_tokens = 0
+        self.num_fetched_tokens = 0  # of its prefix, from another worker, before it was admitted
         self._index_version = 0
         self.deadline_s: float | None = None  # on the engine's clock
         self.times = RequestTimes(arrival_s, request_id=request.request_id, trace_parent=request.trace_parent)
@@ -75,6 +77,7 @@ class RunningRequest:
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             usage=self._usage() if is_first or self.finish_reason else None,
+            is_handover=self.request.prefill_only and self.finish_reason is None,
         )
 
     def end_event(self) -> OutputEvent:
@@ -130,5 +133,7 @@ class RunningRequest:
             num_prompt_tokens=self.request.num_prompt_tokens,
             num_output_tokens=self.num_output_tokens,
             num_cached_tokens=self._num_cached_tokens or 0,
+            num_host_tokens=self._num_host_tokens,
+            num_fetched_tokens=min(self.num_fetched_tokens, self._num_host_tokens),
             index_version=self._index_version,
         )

@@ -24,6 +24,7 @@ def worker_load(scheduler: Scheduler, rates: StepRates) -> WorkerLoad:
         prefill_tokens_per_s=rates.prefill_tokens_per_s,
         decode_step_s=rates.decode_step_s,
         first_token_s=rates.first_token_s,
+        fetch_bytes_per_s=rates.fetch_bytes_per_s,
     )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 WEIGHT = 0.2  # of the newest measurement
 LEAST_PREFILL_TOKENS = 16  # steps with fewer prompt tokens are no measure of the prefill rate
+LEAST_FETCHED_BYTES = (
+    2**20
+)  # fetches of fewer bytes are no measure of the rate at which prefixes come: calls take most of their time
 
 
 class StepRates:
@@ -24,11 +27,24 @@ class StepRates:
         self._warm_since_s: float | None = None  # the end of the first step
         self._prefill_tokens = 0.0  # average of a step
         self._prefill_s = 0.0  # average of a step
+        self._fetched_bytes = 0.0  # average of a fetch
+        self._fetch_s = 0.0  # average of a fetch
 
     @property
     def prefill_tokens_per_s(self) -> float:
         """Tokens per second of steps with prompt tokens, their decode tokens included."""
         return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
+
+    @property
+    def fetch_bytes_per_s(self) -> float:
+        """Bytes per second at which prefixes came from other workers."""
+        return self._fetched_bytes / self._fetch_s if self._fetch_s else 0.0
+
+    def fetched(self, num_bytes: int, seconds: float) -> None:
+        """Count the fetch of a prefix from another worker."""
+        if num_bytes >= LEAST_FETCHED_BYTES:
+            self._fetched_bytes = _mean(self._fetched_bytes, num_bytes)
+            self._fetch_s = _mean(self._fetch_s, seconds)
 
     def stepped(self, num_tokens: int, num_seqs: int, elapsed_s: float, *, now_s: float) -> None:
         """Count a step that computed `num_tokens` tokens of `num_seqs` sequences and ended at `now_s`. One token for each sequence

@@ -81,6 +81,11 @@ class ExecutorInfo:
     shares: KvShares | None = None  # what the blocks of every rank contain; None of executors without tensors
 
     @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes of one block of each group, over all ranks; where heads are cut unevenly, as if each had what the largest has."""
+        return tuple(one.block_bytes * self.plan.tensor_parallel_size for one in self.layout.groups)
+
+    @property
     def layout(self) -> ArenaLayout:
         """The arena's layout: where every block lies."""
         return self.plan.layout

@@ -11,6 +11,7 @@ Terms:
     producer         a running sequence that computes a prefix which a waiting sequence needs too (`in_flight_prefixes`)
     waiter           a sequence that waits for a producer's prefix, outside of the queue
     reserved tokens  tokens of a step that a running sequence leaves to former waiters that stand before it in order
+    held             said of a new sequence that stays outside of the queue while its prefix comes from another worker
     blocked          said of the first sequence of the queue if it did not fit when it was last tried
     checkpoint       a boundary of a prompt at which the cache keeps what a later request needs to continue there
 
@@ -55,6 +56,7 @@ class AdmissionControl:
         self._work = work
         self.running = OrderedQueue()
         self.waiting = OrderedQueue()  # "the queue" of the module's docstring: without waiters
+        self.held = OrderedQueue()
         self.in_flight_prefixes = InFlightPrefixes(cache.block_size)
         self.listeners: list[SchedulerListener] = []
         self._finished_ids: list[int] = []  # released sequences that no plan has named as finished yet
@@ -65,8 +67,8 @@ class AdmissionControl:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that are not running, waiters included."""
-        return len(self.waiting) + len(self.in_flight_prefixes.waiters)
+        """Sequences that are not running, waiters and held ones included."""
+        return len(self.waiting) + len(self.in_flight_prefixes.waiters) + len(self.held)
 
     @property
     def num_running_slots_used(self) -> int:
@@ -75,9 +77,10 @@ class AdmissionControl:
 
     @property
     def all_waiting(self) -> Iterator[Sequence]:
-        """All sequences that are not running, waiters included."""
+        """All sequences that are not running, waiters and held ones included."""
         yield from self.waiting
         yield from self.in_flight_prefixes.waiters
+        yield from self.held
 
     @property
     def first_is_blocked(self) -> bool:
@@ -86,16 +89,26 @@ class AdmissionControl:
 
     def num_before(self, sequence: Sequence) -> int:
         """Return how many sequences that are not running stand before this one."""
-        return self.waiting.num_before(sequence) + self.in_flight_prefixes.waiters.num_before(sequence)
+        queues = (self.waiting, self.in_flight_prefixes.waiters, self.held)
+        return sum(queue.num_before(sequence) for queue in queues)
 
-    def enqueue(self, sequence: Sequence) -> None:
-        """Add a new sequence to the queue."""
+    def enqueue(self, sequence: Sequence, *, is_held: bool = False) -> None:
+        """Add a new sequence to the queue, or hold it until `stop_holding`."""
+        sequence.is_held = is_held
+        (self.held if is_held else self.waiting).add(sequence)
+
+    def stop_holding(self, sequence: Sequence) -> None:
+        """Move a held sequence to the queue; it has kept its place in the order."""
+        sequence.is_held = False
+        self.held.remove(sequence)
         self.waiting.add(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence of any status; if a step in flight computes it, `release_after_step` releases its blocks later."""
         if sequence.status is SequenceStatus.WAITING:
-            if not self.in_flight_prefixes.stop_waiting(sequence):
+            if sequence.is_held:
+                self.held.remove(sequence)
+            elif not self.in_flight_prefixes.stop_waiting(sequence):
                 self.waiting.remove(sequence)
         else:
             self._requeue(self.in_flight_prefixes.stopped_running(sequence))

@@ -118,6 +118,11 @@ class Scheduler:
         return self.admission.num_waiting
 
     @property
+    def num_held(self) -> int:
+        """Sequences that are not admitted before `stop_holding`."""
+        return len(self.admission.held)
+
+    @property
     def num_in_flight(self) -> int:
         """Plans in flight."""
         return len(self.steps_in_flight)
@@ -167,8 +172,8 @@ class Scheduler:
 
     # Requests in and out
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, request: Request, *, is_held: bool = False) -> None:
+        """Queue a request; where `is_held`, it is not admitted before `stop_holding`.
 
         Raises:
             RequestError: its prompt is empty, it asks for what no worker supports, or its id is in use.
@@ -212,9 +217,15 @@ class Scheduler:
             retentions=retentions,
         )
         self.by_request[request.request_id] = sequence
-        self.admission.enqueue(sequence)
+        self.admission.enqueue(sequence, is_held=is_held)
         for listener in self.admission.listeners:
             listener.queued(sequence, num_ahead=self.admission.num_before(sequence))
+
+    def stop_holding(self, request_id: str) -> None:
+        """Let a held request be admitted; any other id is ignored, since the request may have ended meanwhile."""
+        sequence = self.by_request.get(request_id)
+        if sequence is not None and sequence.is_held:
+            self.admission.stop_holding(sequence)
 
     def abort(self, request_id: str) -> bool:
         """End a request in any status; return whether there was one. Blocks that a step in flight uses are freed when it

@@ -12,8 +12,9 @@ The status of a sequence:
 
     every status --> FINISHED, when the engine stops the request, the client aborts it, or a step fails
 
-A WAITING sequence holds no KV blocks. It stands in the queue, or it waits for a prefix that a running sequence computes
-(`in_flight_prefixes`). PREEMPTING and FINISHED sequences keep their blocks while a step in flight still reads or writes them.
+A WAITING sequence holds no KV blocks. It stands in the queue, it waits for a prefix that a running sequence computes
+(`in_flight_prefixes`), or it is *held* while its prefix comes from another worker. PREEMPTING and FINISHED sequences
+keep their blocks while a step in flight still reads or writes them.
 
 How far a sequence is computed, as intervals over its token positions:
 
@@ -73,6 +74,7 @@ class Sequence:
     num_tokens_on_ranks: int = 0  # tokens whose ids, or the rows that sample them, the ranks have been told
     sampled_step: int = -1  # id of the plan that samples the newest token
     sampled_row: int = -1  # the row of that plan
+    is_held: bool = False  # its prefix is on its way from another worker
     was_admitted: bool = False  # at least once
     num_cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
     index_version: int = 0  # of the prefix index when `num_cached_tokens` were found

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # types alone: a sink imports what it uses
     from transom_worker.scheduling.step import StepPlan, StepTimings
     from transom_worker.telemetry.request_times import RequestTimes
     from transom_worker.telemetry.worker_state import WorkerState
+    from transom_worker.transfer.report import FetchReport
 
 
 class EngineStepTimes(NamedTuple):
@@ -47,6 +48,9 @@ class EngineEventSink:
 
     def queued(self, sequence: Sequence, *, num_ahead: int) -> None:
         """A request has entered the scheduler's queue, behind `num_ahead` others."""
+
+    def prefix_fetched(self, times: RequestTimes, report: FetchReport) -> None:
+        """The fetch of a held request's prefix from another worker has ended, in whatever way; the request may be admitted now."""
 
     def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
         """The scheduler has admitted a request, for the first time or after a preemption.
@@ -74,7 +78,7 @@ class EngineEventSink:
         """A step's result has arrived, and its output events are made."""
 
     def finished(self, times: RequestTimes, finish_reason: str, *, num_output_tokens: int) -> None:
-        """A request has ended: stop, length, abort or error."""
+        """A request has ended: stop, length, abort, error or handover."""
 
     def ranks_lost(self) -> None:
         """The engine has lost a rank and starts all ranks again."""

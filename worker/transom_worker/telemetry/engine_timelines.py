@@ -24,6 +24,7 @@ from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTi
 from transom_worker.telemetry.request_timelines import Timeline, TimelineEvent, TimelineStore, response_id_of
 from transom_worker.telemetry.request_times import RequestTimes
 from transom_worker.telemetry.worker_state import WorkerState
+from transom_worker.transfer.report import FetchReport
 
 Clock = Callable[[], float]
 """Tells the time, in seconds since the epoch."""
@@ -123,6 +124,15 @@ class EngineTimelines(EngineEventSink):
         timeline.add("queued", now_s, **facts)
         self._running[timeline.request_id] = timeline
         self._store.begin(timeline)
+
+    def prefix_fetched(self, times: RequestTimes, report: FetchReport) -> None:
+        """The fetch of a held request's prefix from another worker has ended."""
+        timeline = self._running.get(times.request_id)
+        if timeline is not None:
+            facts: dict[str, Any] = {"source": report.source, "outcome": report.outcome, "seconds": report.seconds}
+            if report.num_bytes:
+                facts |= {"tokens": report.num_tokens, "blocks": report.num_blocks, "bytes": report.num_bytes}
+            timeline.add("prefix_fetched", self._clock(), **facts)
 
     def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
         """The scheduler has admitted a request, for the first time or after a preemption; `tokens` by outcome of the cache

@@ -19,6 +19,7 @@ from transom_worker.telemetry.metrics.process import Process
 from transom_worker.telemetry.metrics.ranks import rank_families
 from transom_worker.telemetry.metrics.requests import Requests
 from transom_worker.telemetry.metrics.steps import Steps
+from transom_worker.telemetry.metrics.transfers import Transfers
 from transom_worker.telemetry.metrics.work import work_families
 from transom_worker.telemetry.request_times import RequestTimes
 
@@ -42,6 +43,7 @@ class EngineMetrics(EngineEventSink):
         own = OwnLabels({"model": model, "worker": worker})
         self.registry = CollectorRegistry()
         self._requests = Requests(own, self.registry)
+        self.transfers = Transfers(own, self.registry)
         self._steps = Steps(own)
         self._state = _StateCollector(own)
         self._identity = Identity(own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "length", "abort", "error", "handover")
 REFUSALS = ("overloaded", "worker_unavailable", "request_refused", "internal_error")
 PREEMPTION_MODES = ("recompute",)
 HIT_OUTCOMES = ("hit", "repaired", "missed")

@@ -24,7 +24,8 @@ class Requests:
         self._own, self._registry = own, registry
         ended = Counter(
             "transom_requests",
-            "Requests that ended, by how: stop, length, abort (the client left) or error.",
+            "Requests that ended, by how: stop, length, abort (the client left), error, or handover (a prefill worker computed the "
+            "first token, and another worker continues).",
             (*own.names, "finish_reason"),
             registry=registry,
         )

@@ -1,0 +1,137 @@
+"""Decides whether a worker should fetch a cached prefix from another worker or compute it. Pure; docs/kv_transfer.md has figures.
+
+- **source**: the worker with the longest hit among those that may be asked.
+- **target**: the worker that would run the request. What it has itself need not be fetched.
+- **live blocks**: what a sequence needs to continue behind the prefix: all blocks of full groups, of windows the last ones. So the
+  bytes are `fixed_bytes` for the windows, and `token_bytes` for each token that the target lacks.
+
+The rule: with `s` seconds to compute the tokens that a fetch spares and `f` seconds to fetch (`FETCH_LATENCY_S` and the bytes at
+the target's measured rate), the target fetches if `s >= MARGIN * f`. A target that fetched the last time goes on fetching while
+`s >= f`: measured rates vary, and without this *hysteresis* equal requests would be fetched and computed in turns.
+
+For example, a prompt of 8,000 tokens, 5,000 prefill tokens per second, 2 KB per token in the full groups, windows of 4 MB and
+1 GB/s: `s` is 1.6 s and `f` is 0.01 + (4 MB + 16 MB) / (1 GB/s) = 0.03 s, so it is fetched. Of 100 tokens (`s` = 0.02 s) it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from transom_cluster.routing.fleet_index import Hits
+from transom_cluster.routing.index_code import Integers
+from transom_cluster.routing.policy import Candidates, prefill_rates
+from transom_cluster.routing.worker_table import Selection
+from transom_cluster.routing.worker_view import WorkerView
+from transom_worker.contract import PrefixSource
+
+# Two calls to another worker, and the request's wait for its own engine between them.
+FETCH_LATENCY_S = 0.01
+# Used until a worker has measured its rate.
+DEFAULT_FETCH_BYTES_PER_S = 1e9
+# A fetch must be so many times faster than computing, since it takes part of another worker's and of the network's time.
+MARGIN = 1.5
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+FETCH_RATE, PREFILL_RATE = 5, 3  # rows of `Candidates.facts`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetches:
+    """For each worker of a selection whether it should fetch the prefix, where it would start then, and the seconds of the fetch.
+
+    `was_asked`: the worker could fetch something; `source` is the worker with the prefix, None where there is none.
+    """
+
+    source: WorkerView | None
+    start: Integers
+    seconds: Floats
+    was_asked: Flags
+    pays: Flags
+
+    @classmethod
+    def none(cls, selection: Selection) -> Fetches:
+        """No worker fetches anything."""
+        count = len(selection.workers)
+        never = np.zeros(count, np.bool_)
+        return cls(source=None, start=np.zeros(count, np.int64), seconds=np.zeros(count), was_asked=never, pays=never)
+
+    def source_of(self, position: int) -> PrefixSource | None:
+        """What the worker at this position is told to fetch."""
+        if self.source is None or not self.pays[position]:
+            return None
+        return PrefixSource(worker=self.source.worker_id, num_tokens=int(self.start[position]))
+
+
+def find_fetches(
+    selection: Selection, hits: Hits, candidates: Candidates, *, sources: Collection[str], turn: int
+) -> Fetches:
+    """Find the source with the longest hit, and decide for each other worker whether it should fetch from there.
+
+    `candidates` are the workers without fetches. Of several sources with equal hits they take turns.
+    """
+    positions = [selection.positions[one] for one in sources]
+    positions = [one for one in positions if selection.can_fetch[one]]
+    if not positions:
+        return Fetches.none(selection)
+    found = hits.start[positions]
+    best = [one for one, start in zip(positions, found, strict=True) if start == found.max()]
+    at = min(best) if len(best) == 1 else sorted(best)[turn % len(best)]
+    source, start = selection.workers[at], int(hits.start[at])
+    lacking = start - hits.start
+    equal = np.array([has_equal_blocks(worker, source) for worker in selection.workers])
+    was_asked = selection.can_fetch & equal & (lacking > 0)
+    if not was_asked.any():
+        return Fetches.none(selection)
+    seconds = fetch_times_s(source, start, lacking, candidates.facts[FETCH_RATE])
+    spared_s = lacking / prefill_rates(candidates.facts[PREFILL_RATE]) + candidates.extra_s
+    fetched_last = np.array([worker.fetched_last for worker in selection.workers])
+    return Fetches(
+        source=source,
+        start=np.where(was_asked, start, hits.start),
+        seconds=seconds,
+        was_asked=was_asked,
+        pays=was_asked & pays(spared_s, seconds, fetched_last),
+    )
+
+
+def has_equal_blocks(one: WorkerView, other: WorkerView) -> bool:
+    """Whether the blocks of two workers hold the same tokens of the same layers; ranks and number formats may differ."""
+    ours, theirs = one.mirror.shape, other.mirror.shape
+    return ours is theirs or (ours.groups == theirs.groups and ours.block_size == theirs.block_size)
+
+
+def fetch_times_s(source: WorkerView, start: int, num_tokens: Integers, bytes_per_s: Floats) -> Floats:
+    """For each target the seconds to fetch the prefix up to `start`, of which it lacks `num_tokens` tokens.
+
+    `bytes_per_s` are the targets' rates, 0 where one is not measured.
+    """
+    fixed_bytes, token_bytes = prefix_bytes(source, start)
+    rates = np.where(bytes_per_s > 0, bytes_per_s, DEFAULT_FETCH_BYTES_PER_S)
+    times_s: Floats = FETCH_LATENCY_S + (fixed_bytes + token_bytes * num_tokens) / rates
+    return times_s
+
+
+def prefix_bytes(source: WorkerView, num_tokens: int) -> tuple[int, float]:
+    """The bytes of a prefix's live blocks: those of the sliding groups, and of the full groups the bytes for each token."""
+    rules = source.mirror.rules
+    boundary = num_tokens // rules.shape.block_size
+    live = rules.live_blocks(boundary)
+    fixed_bytes, token_bytes = 0, 0.0
+    for spec, count, block_bytes in zip(rules.shape.groups, live, source.block_bytes, strict=True):
+        if spec.keeps_everything:
+            token_bytes += block_bytes / spec.block_size
+        else:
+            fixed_bytes += count * block_bytes
+    return fixed_bytes, token_bytes
+
+
+def pays(computing_s: Floats, fetching_s: Floats, fetched_last: Flags) -> Flags:
+    """For each target whether it should fetch, by the rule of the module's docstring."""
+    is_worth: Flags = computing_s >= np.where(fetched_last, 1.0, MARGIN) * fetching_s
+    return is_worth

@@ -1,0 +1,121 @@
+"""Prompts at prefill workers, streams at decode workers: the client gets the whole answer once, whichever worker is
+lost or missing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import Api, num_in_flight, running_api, until
+from tests.cluster.router.test_failover import LETTERS, PATIENT, without_ids
+from tests.cluster.stub_worker import StubWorker
+from transom_worker.config import WorkerRole
+from transom_worker.contract import WorkerLoad
+
+LONG = "x" * 400
+SLOW = WorkerLoad(max_num_seqs=1000, prefill_tokens_per_s=100.0)  # so that a prompt is worth moving
+
+
+def worker(name: str, role: WorkerRole, **fields: Any) -> StubWorker:
+    return StubWorker(worker=name, role=role, can_fetch=True, load=SLOW, **fields)
+
+
+def pair(**fields: Any) -> tuple[StubWorker, StubWorker]:
+    return worker("p", "prefill", **fields), worker("d", "decode", **fields)
+
+
+def ran(api: Api) -> dict[str, list[tuple[int, bool]]]:
+    """Of each worker's attempts the number of tokens that they resumed from, and whether they ended with the first token."""
+    return {
+        one.worker: [(len(request.resumed_output_ids), request.prefill_only) for request in one.submitted]
+        for one in api.workers
+    }
+
+
+BODIES: list[dict[str, Any]] = [
+    {},
+    {"n": 3},
+    {"logprobs": 2, "echo": True},
+    {"stream": True, "n": 2, "logprobs": 1, "stream_options": {"include_usage": True}},
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+async def test_an_answer_from_two_workers_is_that_of_one(body: dict[str, Any]) -> None:
+    body = {"max_tokens": 10, "prompt": LONG, **body}
+    async with running_api() as api:
+        undisturbed = (await api.complete(**body)).text
+    async with running_api(*pair(), **PATIENT) as api:
+        answer = await api.complete(**body)
+        count = body.get("n", 1)
+        prefix = {"p": [(0, True)] * count, "d": [(1, False)] * count}
+        if "echo" not in body:
+            assert ran(api) == prefix
+        assert num_in_flight(api.router) == 0
+        assert without_ids(answer.text) == without_ids(undisturbed)
+
+
+async def test_an_answer_of_one_token_is_not_handed_over() -> None:
+    async with running_api(*pair(), **PATIENT) as api:
+        assert (await api.complete(prompt=LONG, max_tokens=1)).json()["choices"][0]["text"] == "a"
+        assert ran(api) == {"p": [(0, True)], "d": []}
+
+
+async def test_a_short_prompt_stays_with_a_decode_worker() -> None:
+    fast = WorkerLoad(max_num_seqs=1000, prefill_tokens_per_s=100_000.0)
+    prefill, decode = pair()
+    prefill.load = decode.load = fast
+    async with running_api(prefill, decode, **PATIENT) as api:
+        await api.complete(prompt="short")
+        assert ran(api) == {"p": [], "d": [(0, False)]}
+
+
+@pytest.mark.parametrize("lost", ["p", "d"])
+async def test_a_worker_does_both_while_there_is_no_other(lost: str) -> None:
+    async with running_api(*pair(), **PATIENT) as api:
+        gone, left = sorted(api.workers, key=lambda one: one.worker != lost)
+        gone.kill()
+        await until(lambda: not api.router.connections[lost].is_open)
+        answer = await api.complete(prompt=LONG, max_tokens=26)
+        assert answer.json()["choices"][0]["text"] == LETTERS
+        assert ran(api)[left.worker] == [(0, False)]
+
+
+async def test_a_stream_goes_on_at_its_prefill_worker_when_the_decode_workers_are_full() -> None:
+    prefill, decode = pair()
+    decode.max_running = 0
+    async with running_api(prefill, decode, **PATIENT) as api:
+        answer = await api.complete(prompt=LONG, max_tokens=26)
+        assert answer.json()["choices"][0]["text"] == LETTERS
+        assert ran(api)["p"] == [(0, True), (1, False)]
+
+
+@pytest.mark.parametrize("lost", ["p", "d"])
+@pytest.mark.parametrize("num_events", [0, 1, 5])
+async def test_a_lost_worker_changes_nothing_of_the_answer(lost: str, num_events: int) -> None:
+    if lost == "p" and num_events:
+        return  # the attempt has ended with its first event
+    workers = [worker("p", "prefill"), worker("d", "decode"), worker("e", "decode"), worker("q", "prefill")]
+    for one in workers:
+        if (one.role == "prefill") == (lost == "p"):
+            one.max_events = num_events
+    async with running_api(*workers, **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(prompt=LONG, max_tokens=26))
+        await until(lambda: any(one.num_silent and one.is_read for one in api.workers))
+        (victim,) = [one for one in api.workers if one.num_silent]
+        for one in api.workers:
+            one.max_events = None
+        victim.kill()
+        assert (await answer).json()["choices"][0]["text"] == LETTERS
+
+
+async def test_the_timeline_tells_the_handover() -> None:
+    async with running_api(*pair(), **PATIENT) as api:
+        answer_id = (await api.complete(prompt=LONG, max_tokens=5)).json()["id"]
+        report = (await api.client.get(f"/debug/requests/{answer_id}")).json()
+        kinds = [step["what"] for step in report["steps"]]
+        assert kinds.index("handed_over") < kinds.index("finished")
+        assert report["workers"] == ["p", "d"]
+        assert report["resumes"] == 0

@@ -1,0 +1,189 @@
+"""When a worker fetches a prefix from another one, from which, and who takes which part of a request by its role."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.cluster.routing.test_placer import PROMPT, info, load, request, usage, whole
+from transom_cluster.routing.fleet_index import FleetPrefixIndex
+from transom_cluster.routing.placer import Placer
+from transom_cluster.routing.prefix_fetches import (
+    DEFAULT_FETCH_BYTES_PER_S,
+    FETCH_LATENCY_S,
+    MARGIN,
+    prefix_bytes,
+)
+from transom_cluster.routing.worker_view import WorkerView
+from transom_worker.config import WorkerRole
+from transom_worker.contract import PrefixSource, SamplingParams, WindowPolicy, WorkerInfo, WorkerMessage
+from transom_worker.kvcache.events import CacheShape, KvUpdate
+from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.kvcache.retention import Retention
+
+HIT = 1984  # of PROMPT
+BLOCK_BYTES = 32_768
+BUSY: dict[str, Any] = {"num_running": 16, "waiting_tokens": 100_000}
+
+
+def worker(name: str, role: WorkerRole = "both", **fields: Any) -> WorkerInfo:
+    values: dict[str, Any] = {"role": role, "block_bytes": (BLOCK_BYTES,), "can_fetch": True} | fields
+    return replace(info(name), **values)
+
+
+def placer(
+    *workers: WorkerInfo, cached: dict[str, KvUpdate] | None = None, loads: dict[str, dict[str, Any]] | None = None
+) -> Placer:
+    made = Placer("kv")
+    for one in workers:
+        made.add_worker(one.worker, one)
+        its_load = load(**{"prefill_tokens_per_s": 5_000.0, **(loads or {}).get(one.worker, {})})
+        assert made.update(one.worker, WorkerMessage(kv=(cached or {}).get(one.worker, whole()), load=its_load))
+    return made
+
+
+def test_a_busy_workers_prefix_is_fetched_by_an_idle_one() -> None:
+    made = placer(worker("a"), worker("b"), cached={"a": whole(PROMPT)}, loads={"a": BUSY})
+    placed = made.place(request("r"), ("a", "b"))
+    assert (placed.worker_id, placed.predicted_tokens) == ("b", HIT)
+    assert placed.source == PrefixSource(worker="a", num_tokens=HIT)
+    fetched = replace(usage(HIT), num_host_tokens=HIT, num_fetched_tokens=HIT)
+    assert made.first_event("r", fetched) == 0
+
+
+def test_the_worker_that_has_the_prefix_fetches_nothing() -> None:
+    made = placer(worker("a"), worker("b"), cached={"a": whole(PROMPT)})
+    placed = made.place(request("r"), ("a", "b"))
+    assert (placed.worker_id, placed.source) == ("a", None)
+
+
+def test_a_prefix_comes_from_workers_that_cannot_take_the_request_but_not_from_those_that_may_not_be_asked() -> None:
+    made = placer(worker("a"), worker("b"), cached={"a": whole(PROMPT)})
+    source = made.place(request("r"), ["b"], sources=["a", "b"]).source
+    assert source == PrefixSource(worker="a", num_tokens=HIT)
+    assert made.place(request("s"), ["b"], sources=["b"]).source is None
+    made.remove_worker("a")
+    assert made.place(request("t"), ["b"], sources=["b"]).source is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"can_fetch": False}, {"block_bytes": ()}, {"cache": info("a", block_size=8).cache}],
+    ids=["off", "unknown sizes", "other blocks"],
+)
+@pytest.mark.parametrize("which", ["source", "target"])
+def test_workers_that_cannot_transfer_are_left_out(fields: dict[str, Any], which: str) -> None:
+    source, target = worker("a"), worker("b")
+    if which == "source":
+        source = worker("a", **fields)
+    else:
+        target = worker("b", **fields)
+    block_size = source.cache.block_size
+    made = placer(source, target, cached={"a": whole(PROMPT, block_size=block_size)}, loads={"a": BUSY})
+    assert made.place(request("r"), ["b"], sources=["a", "b"]).source is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"params": SamplingParams(prompt_logprobs=1)}, {"kv_policy": WindowPolicy(sinks=4, window=64)}],
+    ids=["reads no cache", "policy"],
+)
+def test_requests_whose_kv_does_not_move_fetch_nothing(fields: dict[str, Any]) -> None:
+    made = placer(worker("a"), worker("b"), cached={"a": whole(PROMPT)})
+    assert made.place(request("r", **fields), ["b"], sources=["a", "b"]).source is None
+
+
+def test_the_rule_weighs_seconds_and_has_a_margin_that_it_drops_while_it_fetches() -> None:
+    fetch_s = FETCH_LATENCY_S + HIT / 16 * BLOCK_BYTES / DEFAULT_FETCH_BYTES_PER_S
+    made = placer(worker("a"), worker("b"), cached={"a": whole(PROMPT)})
+
+    def fetches(compute_s: float, name: str = "r") -> bool:
+        rate = HIT / compute_s
+        for one in "ab":
+            made.update(one, WorkerMessage(load=load(prefill_tokens_per_s=rate)))
+        return made.place(request(name), ["b"], sources=["a", "b"]).source is not None
+
+    assert not fetches(fetch_s * 0.9 * MARGIN)
+    assert fetches(fetch_s * 1.1 * MARGIN)
+    assert fetches(fetch_s * 0.9 * MARGIN)  # it fetched the last time
+    assert not fetches(fetch_s * 0.9)
+    assert not fetches(fetch_s * 0.9 * MARGIN)
+    slow = load(prefill_tokens_per_s=HIT / (fetch_s * 1.1 * MARGIN), fetch_bytes_per_s=DEFAULT_FETCH_BYTES_PER_S / 10)
+    made.update("b", WorkerMessage(load=slow))
+    assert made.place(request("s"), ["b"], sources=["a", "b"]).source is None
+
+
+def test_sources_with_equal_hits_take_turns() -> None:
+    made = placer(worker("a"), worker("b"), worker("c"), cached={"a": whole(PROMPT), "b": whole(PROMPT)})
+    placed = [made.place(request(f"r{i}"), ["c"], sources=["a", "b", "c"]).source for i in range(4)]
+    assert {one.worker for one in placed if one is not None} == {"a", "b"}
+
+
+def test_the_bytes_are_those_of_live_blocks() -> None:
+    groups = (
+        GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=4),
+        GroupSpec(name="window", kind=GroupKind.WINDOW, layers=(1,), block_size=4, window=10),
+        GroupSpec(name="sinks", kind=GroupKind.SINKS_WINDOW, layers=(2,), block_size=4, window=10, sinks=6),
+        GroupSpec(name="chunk", kind=GroupKind.CHUNK, layers=(3,), block_size=4, chunk=16),
+    )
+    shape = CacheShape(groups=groups, block_size=4, window_repair=True, enable_prefix_caching=True)
+    sizes = (1_000, 100, 10, 1)
+    view = WorkerView("a", worker("a", cache=shape, block_bytes=sizes), FleetPrefixIndex())
+    for boundary in range(40):
+        live = []
+        for retention in map(Retention, groups):
+            n = boundary * 4
+            blocks = {block for begin, end in retention.spec.live(n) for block in range(begin // 4, -(-end // 4))}
+            blocks |= set(range(min(retention.num_sink_blocks, boundary)))
+            live.append(len(blocks))
+        fixed, token = prefix_bytes(view, boundary * 4)
+        assert fixed + round(token * boundary * 4) == sum(n * size for n, size in zip(live, sizes, strict=True))
+
+
+def disaggregated(**options: object) -> Placer:
+    return placer(worker("p", "prefill"), worker("d", "decode"), **options)  # type: ignore[arg-type]
+
+
+def test_prompts_go_to_prefill_workers_and_streams_to_decode_workers() -> None:
+    made = disaggregated()
+    first = made.place(request("r"), ("p", "d"))
+    assert (first.worker_id, first.is_prefill_only, first.source) == ("p", True, None)
+    made.ended("r")
+    made.update("p", WorkerMessage(kv=whole(PROMPT, version=2)))
+    second = made.place(request("r+1", resumed_output_ids=(7,)), ("p", "d"))
+    assert (second.worker_id, second.is_prefill_only) == ("d", False)
+    assert second.source == PrefixSource(worker="p", num_tokens=2000)
+
+
+def test_short_prompts_and_cached_ones_stay_with_decode_workers() -> None:
+    made = disaggregated(cached={"d": whole(PROMPT)})
+    for prompt in (PROMPT[:40], PROMPT):
+        placed = made.place(request("r", prompt), ("p", "d"))
+        assert (placed.worker_id, placed.is_prefill_only) == ("d", False)
+
+
+@pytest.mark.parametrize(("left", "is_new"), [("p", True), ("p", False), ("d", True), ("d", False)])
+def test_a_worker_does_both_where_no_other_role_is_there(left: str, *, is_new: bool) -> None:
+    made = disaggregated()
+    resumed = () if is_new else (7,)
+    placed = made.place(request("r", resumed_output_ids=resumed), [left])
+    assert (placed.worker_id, placed.is_prefill_only) == (left, False)
+
+
+def test_a_decode_worker_that_cannot_fetch_computes_prompts_itself() -> None:
+    made = placer(worker("p", "prefill"), worker("d", "decode", can_fetch=False))
+    placed = made.place(request("r"), ("p", "d"))
+    assert (placed.worker_id, placed.is_prefill_only) == ("d", False)
+
+
+def test_every_policy_respects_roles() -> None:
+    for policy in ("kv", "least_tokens", "round_robin", "power_of_two"):
+        made = Placer(policy)
+        for one in (worker("p", "prefill"), worker("q", "prefill"), worker("d", "decode"), worker("e", "decode")):
+            made.add_worker(one.worker, one)
+        names = ("p", "q", "d", "e")
+        assert {made.place(request(f"n{i}"), names).worker_id for i in range(30)} <= {"p", "q"}
+        resumed = [request(f"o{i}", resumed_output_ids=(1,)) for i in range(30)]
+        assert {made.place(one, names).worker_id for one in resumed} <= {"d", "e"}

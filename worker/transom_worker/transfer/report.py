@@ -1,0 +1,47 @@
+"""`FetchReport`: how the fetch of one request's prefix ended, for its timeline and the metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FetchOutcome = Literal[
+    "fetched", "present", "not_found", "no_space", "refused", "timeout", "source_lost", "cancelled", "failed"
+]
+"""fetched: the blocks are in the host tier; present: all of them were here already; not_found: the source had evicted the prefix;
+no_space: the host tier had no room; refused: the source serves no more transfers now, or its cache is of another kind; timeout: it
+took too long; source_lost: a call to the source failed; cancelled: the request ended before; failed: an error here."""
+
+FETCH_OUTCOMES: tuple[FetchOutcome, ...] = (
+    "fetched",
+    "present",
+    "not_found",
+    "no_space",
+    "refused",
+    "timeout",
+    "source_lost",
+    "cancelled",
+    "failed",
+)
+
+ExportOutcome = Literal["read", "expired", "refused", "not_found"]
+"""read: the target closed the export; expired: the target was not heard of for too long; refused, not_found: as above."""
+
+EXPORT_OUTCOMES: tuple[ExportOutcome, ...] = ("read", "expired", "refused", "not_found")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchReport:
+    """One fetch: its source and outcome, the tokens of the prefix that it brought, and the bytes that came.
+
+    `full_length_bytes` is what the blocks would have if every group kept all of its tokens, as in a transfer that does not know of
+    windows.
+    """
+
+    source: str
+    outcome: FetchOutcome
+    num_tokens: int = 0
+    num_blocks: int = 0
+    num_bytes: int = 0
+    full_length_bytes: int = 0
+    seconds: float = 0.0
