@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.worker.kvcache.cache_model import BLOCK, Mirror, cheapest_hit, check_cache, layout
-from tests.worker.kvcache.rank_model import RankTable, Slab, prefix_tags
+from tests.worker.kvcache.rank_model import RankTable, Slab, copy_blocks, prefix_tags
 from transom_worker.kvcache.block_copies import BlockCopy
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.hashing import chain_root, extend_chain
@@ -53,25 +53,45 @@ class Step:
 
 
 class CacheDriver:
-    def __init__(self, mix: Sequence[str], *, num_pages: int, caching: bool = True, window_repair: bool = True) -> None:
+    def __init__(
+        self,
+        mix: Sequence[str],
+        *,
+        num_pages: int,
+        host_pages: int = 0,
+        caching: bool = True,
+        window_repair: bool = True,
+    ) -> None:
         self.layout = layout(mix, num_pages=num_pages)
+        host_layout = replace(self.layout, num_pages=host_pages) if host_pages else None
         self.specs = [group.spec for group in self.layout.groups]
         self.now_s = 0.0
         self.cache = KvCache(
             self.layout,
+            host_layout,
             block_size=BLOCK,
             enable_prefix_caching=caching,
             window_repair=window_repair,
             clock=lambda: self.now_s,
         )
         self.slab = Slab(self.layout)
+        self.slabs = [self.slab, Slab(host_layout or self.layout)]  # by tier
+        self.loads: deque[list[BlockCopy]] = deque()  # that ranks were told of, in order
+        self.num_loaded = 0  # blocks
         self.mirror = Mirror(len(self.specs))
+        self.mirror.apply(self.cache.whole_index())
         self.sequences: list[CacheSequence] = []
         self.steps: deque[Step] = deque()
         self.truth: dict[tuple[int, bytes], list[tuple[int, bytes]]] = {}  # (group, digest) -> a block's contents
         self.num_prompt_tokens = 0
         self.num_repairs = 0
         self.num_refused = 0
+
+    @property
+    def num_spilled(self) -> int:
+        """Blocks that went to the host tier."""
+        moves = self.cache.eviction.moves
+        return sum(moves.num_spilled) if moves is not None else 0
 
     # Operations
 
@@ -92,7 +112,7 @@ class CacheDriver:
         tables = [RankTable(spec.num_sink_blocks) for spec in self.specs]
         sequence = CacheSequence(token_ids, tags, blocks, tables, scheduled=blocks.processed)
         self.sequences.append(sequence)
-        if not self._extend(sequence, 1):
+        if not (self.cache.start_load(blocks) if blocks.to_load else self._extend(sequence, 1)):
             self.sequences.remove(sequence)
             self.cache.release(blocks, kind=None)
             return False
@@ -118,7 +138,8 @@ class CacheDriver:
         for index, count in dict(wanted).items():
             sequence = self.sequences[index % len(self.sequences)]
             count = min(count, len(sequence.token_ids) - sequence.scheduled)
-            if count and sequence not in [row[0] for row in rows] and self._extend(sequence, count):
+            is_free = sequence not in [row[0] for row in rows] and not sequence.blocks.load_ticket
+            if count and is_free and self._extend(sequence, count):
                 self._tell_deltas(sequence)
                 rows.append((sequence, count))
         step = Step(self.cache.take_copies())
@@ -136,7 +157,13 @@ class CacheDriver:
         if not self.steps:
             return
         step = self.steps.popleft()
-        self.slab.copy(step.copies)
+        for copy in step.copies:
+            if not copy.ticket:
+                copy_blocks(self.slabs, [copy])
+            elif self.loads and self.loads[-1][0].ticket == copy.ticket:
+                self.loads[-1].append(copy)
+            else:
+                self.loads.append([copy])
         for row in step.rows:
             self._compute(row)
         for row in step.rows:
@@ -144,9 +171,28 @@ class CacheDriver:
             self.cache.advance(row.sequence.blocks, row.sequence.token_ids, row.end)
             self._check()
 
+    def load(self) -> None:
+        """The ranks have done the oldest load that they know of. They make its copies at the last moment."""
+        if self.loads:
+            copies = self.loads.popleft()
+            copy_blocks(self.slabs, copies)
+            self.num_loaded += len(copies)
+            self.cache.finish_load(copies[0].ticket)
+            self._check()
+
+    def load_all(self) -> None:
+        """All loads are done, those that the ranks were not told of yet as well."""
+        if any(sequence.blocks.load_ticket for sequence in self.sequences):
+            self.plan([])
+            while self.steps:
+                self.receive()
+            while self.loads:
+                self.load()
+
     def complete(self, index: int, kind: CheckpointKind | None, *, chunk: int) -> None:
         """Run a sequence to its end, as far as there is memory."""
         if self.sequences:
+            self.load_all()
             sequence = self.sequences[index % len(self.sequences)]
             while sequence.scheduled < len(sequence.token_ids):
                 before = sequence.scheduled
@@ -184,6 +230,7 @@ class CacheDriver:
         """End every sequence; no reference may be left."""
         while self.steps:
             self.receive()
+        self.load_all()
         while self.sequences:
             self.release(0, CheckpointKind.GENERATION)
         stats = self.cache.stats()
@@ -193,15 +240,29 @@ class CacheDriver:
         assert stats.free_pages == stats.num_pages
         assert not any(stats.checkpoints.current.values())
         assert stats.fragmentation == 0.0
+        if self.cache.host is not None:
+            assert self.cache.host.arena.num_free == self.cache.host.arena.num_pages
 
     # The model
 
     def _find(self, chain: list[bytes], num_tokens: int) -> PrefixHit:
         hit = self.cache.find(chain, num_tokens)
         limit, repair = hit_limit(num_tokens, BLOCK), self.cache.window_repair
-        expected = cheapest_hit(self.specs, self.mirror.groups, chain, limit, unit=BLOCK, window_repair=repair)
+        found, in_host = self.mirror.groups, self.mirror.host_groups
+        if hit.num_loaded:
+            found = [on_device | others for on_device, others in zip(found, in_host, strict=True)]
+        expected = cheapest_hit(self.specs, found, chain, limit, unit=BLOCK, window_repair=repair)
         assert (hit.num_hash_blocks, hit.start) == expected
-        assert hit == find_hit(self.cache.retentions, self.mirror.groups, chain, limit, window_repair=repair)
+        host = in_host if self.cache.host is not None else None
+        assert hit == find_hit(
+            self.cache.retentions,
+            self.mirror.groups,
+            chain,
+            limit,
+            window_repair=repair,
+            host=host,
+            rates=self.mirror.rates,
+        )
         return hit
 
     def _extend(self, sequence: CacheSequence, count: int) -> bool:
@@ -216,9 +277,9 @@ class CacheDriver:
             for pool, need, per_page in zip(self.cache.pools, needs, self.cache.arena.blocks_per_page, strict=True)
         )
         done = self.cache.extend(sequence.blocks, end)
-        assert done == (
-            packed <= self.layout.num_pages
-        )  # neither refused while moving blocks would help, nor out of thin air
+        # Neither refused while moving blocks would help, nor out of thin air. What a load writes cannot be moved.
+        is_loading = any(other.blocks.load_ticket for other in self.sequences)
+        assert done == (packed <= self.layout.num_pages) or (is_loading and not done)
         if not done:
             self.num_refused += 1
             assert before == [(table.sink_blocks, table.run) for table in sequence.blocks.tables]
@@ -270,20 +331,23 @@ class CacheDriver:
                 self.truth[group, chain[(block + 1) * step - 1]] = [(p, tags[p]) for p in positions]
 
     def _idle(self) -> list[CacheSequence]:
-        return [sequence for sequence in self.sequences if not sequence.num_in_flight]
+        return [one for one in self.sequences if not one.num_in_flight and not one.blocks.load_ticket]
 
     def _check(self) -> None:
         check_cache(self.cache, [sequence.blocks for sequence in self.sequences])
         self.mirror.apply(self.cache.take_update())
-        assert self.mirror.groups == [set(group) for group in self.cache.index.groups]
+        assert self.mirror.tiers[: len(self.cache.index.tiers)] == [
+            [set(group) for group in groups] for groups in self.cache.index.tiers
+        ]
         stats = self.cache.stats()
         assert sum(stats.outcome_tokens.values()) == self.num_prompt_tokens
         for group in stats.groups:
             assert sum(group.residency.counts) == sum(group.evicted_blocks.values())
         if not self.cache.copies.waiting and not self.steps:  # else contents are still on their way
-            for index, found in enumerate(self.cache.index.groups):
-                for digest, block in found.items():
-                    assert self.slab.block(index, block) == self.truth[index, digest]
+            for slab, groups in zip(self.slabs, self.cache.index.tiers, strict=False):
+                for index, found in enumerate(groups):
+                    for digest, block in found.items():
+                        assert slab.block(index, block) == self.truth[index, digest]
 
 
 def _by_logical(pinned: list[int], run: list[int], first_block: int) -> dict[int, int]:

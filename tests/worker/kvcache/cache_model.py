@@ -7,12 +7,15 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from transom_worker.kvcache.arena import FREE
+from transom_worker.kvcache.block_table import HOLE
 from transom_worker.kvcache.bounded_retention import BoundedRetention
 from transom_worker.kvcache.events import KvUpdate
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
+from transom_worker.kvcache.load_rates import LoadRates
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.sequence import SequenceBlocks
+from transom_worker.kvcache.tiers import DEVICE, HOST
 from transom_worker.kvcache.window_repair import repair_start
 
 BLOCK = 4
@@ -129,25 +132,37 @@ class Mirror:
     """A router's mirror of the index, from updates alone."""
 
     def __init__(self, num_groups: int) -> None:
-        self.groups: list[set[bytes]] = [set() for _ in range(num_groups)]
+        self.tiers: list[list[set[bytes]]] = [[set() for _ in range(num_groups)] for _ in range(2)]
+        self.rates: LoadRates | None = None
         self.version = 0
+
+    @property
+    def groups(self) -> list[set[bytes]]:
+        return self.tiers[0]
+
+    @property
+    def host_groups(self) -> list[set[bytes]]:
+        return self.tiers[1]
 
     def apply(self, update: KvUpdate | None) -> None:
         if update is None:
             return
         assert update.whole or update.after == self.version
         if update.whole:
-            self.groups = [set() for _ in self.groups]
+            self.tiers = [[set() for _ in groups] for groups in self.tiers]
         for run in update.runs:
+            groups = self.tiers[run.tier]
             digests = set(run.digests)
             assert len(digests) == len(run.digests)
             if run.action == "added":
-                assert not digests & self.groups[run.group]
-                self.groups[run.group] |= digests
+                assert not digests & groups[run.group]
+                groups[run.group] |= digests
             else:
-                assert digests <= self.groups[run.group]
-                self.groups[run.group] -= digests
-        assert update.whole or sum(len(run.digests) for run in update.runs) == update.version - update.after
+                assert digests <= groups[run.group]
+                groups[run.group] -= digests
+        num_changes = sum(len(run.digests) for run in update.runs)
+        assert update.whole or update.rates or num_changes == update.version - update.after
+        self.rates = update.rates or self.rates
         self.version = update.version
 
 
@@ -155,10 +170,14 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
     """Check the counts of every pool, that each block is in exactly one state, and that sequences have their live blocks."""
     sequences = list(sequences)
     check_tree(cache)
+    check_host(cache, sequences)
     for group, pool in enumerate(cache.pools):
         tables = [sequence.tables[group] for sequence in sequences]
         references = Counter(
-            block for table in tables for block in (*table.sink_blocks, *table.run, *table.aside.values())
+            block
+            for table in tables
+            for block in (*table.sink_blocks, *table.run, *table.aside.values())
+            if block != HOLE
         )
         assert {b: n for b, n in enumerate(pool.refs) if n} == dict(references)
         pinned = [block for block, count in enumerate(pool.pins) if count and not pool.refs[block]]
@@ -187,43 +206,82 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
             retention = sequence.retentions[group]
             if isinstance(retention, BoundedRetention):
                 assert len(table.sink_blocks) + len(table.run) <= retention.max_blocks
-            elif sequence.processed >= sequence.repair_until:
+            elif sequence.processed >= sequence.repair_until and not sequence.load_ticket:
                 live = live_blocks(retention.spec, sequence.processed)
                 assert all(table.at(logical) is not None for logical in live)
     assert cache.arena.num_free == cache.arena.owner.count(FREE)
 
 
+def check_host(cache: KvCache, sequences: Sequence[SequenceBlocks]) -> None:
+    """Each block of the host tier is needed by what says so, is a leftover that can be hit, or is free."""
+    host = cache.host
+    if host is None:
+        return
+    holds = held_digests(cache)[HOST]
+    for group, pool in enumerate(host.pools):
+        found = cache.index.tiers[HOST][group]
+        needs = Counter({found[digest]: count for digest, count in holds[group].items()})
+        needs.update(block for sequence in sequences if sequence.to_load for block in sequence.to_load[group])
+        assert {b: n for b, n in enumerate(pool.refs) if n} == dict(needs)
+        assert not any(pool.pins)
+        pages = [page for page, owner in enumerate(host.arena.owner) if owner == group]
+        ids = [block for page in pages for block in host.arena.blocks(page, group)]
+        free = [block for block in ids if pool.is_free(block)]
+        assert sorted([*needs, *pool.evictable, *free]) == ids
+        assert {digest: b for b, (digest, _) in pool.published.items()} == found
+        assert set(pool.evictable) <= set(pool.published)
+        on_device = cache.index.tiers[DEVICE][group]
+        # In both tiers lies only what nodes of both need, or what a load has not brought yet.
+        assert not [digest for digest in found if digest in on_device and not pool.refs[found[digest]]]
+    assert host.arena.num_free == host.arena.owner.count(FREE)
+
+
+def held_digests(cache: KvCache) -> list[list[Counter[bytes]]]:
+    """By tier and group, how many nodes of the prefix tree need each digest's block."""
+    tree = cache.checkpoints.tree
+    holds: list[list[Counter[bytes]]] = [[Counter() for _ in cache.pools] for _ in range(2)]
+    for node in tree.nodes():
+        assert node.parent is not None
+        assert (node.parent.tier, node.windows_tier) <= (node.tier, HOST)  # the device's segments come first
+        assert node.tier <= node.windows_tier or not node.windows
+        for at, digest in enumerate(node.segment):
+            for group, step in node.retentions.full_groups:
+                if (node.parent.boundary + at + 1) % step == 0:
+                    holds[node.tier][group][digest] += 1
+        for group, num_sink_blocks in node.retentions.sliding_groups:
+            holds[node.tier][group].update(node.segment[: max(0, num_sink_blocks - node.parent.boundary)])
+        for (group, _), digests in zip(node.retentions.sliding_groups, node.windows or (), strict=False):
+            holds[node.windows_tier][group].update(digests)
+    return holds
+
+
 def check_tree(cache: KvCache) -> None:
     """Pins are what the tree's nodes say, chains are whole, checkpoints complete."""
     checkpoints, tree = cache.checkpoints, cache.checkpoints.tree
-    holds: list[Counter[bytes]] = [Counter() for _ in cache.pools]
     owned: dict[bytes, object] = {}
     nodes = list(tree.nodes())
     chains: dict[int, list[bytes]] = {id(tree.root): []}
-    assert {id(node) for node in nodes} == {id(node) for node in checkpoints.candidates.all()}
+    for tier, candidates in enumerate(checkpoints.eviction.candidates):
+        somewhere = [node for node in nodes if tier in (node.tier, node.windows_tier if node.windows else node.tier)]
+        assert {id(node) for node in candidates.all()} == {id(node) for node in somewhere}
     for node in nodes:
         assert node.parent is not None
         assert node in node.parent.children
         assert node.boundary == node.parent.boundary + len(node.segment)
         assert node.segment[-1] == node.digest
-        for at, digest in enumerate(node.segment):
+        for digest in node.segment:
             assert digest not in owned
             owned[digest] = node
-            for group, step in node.retentions.full_groups:
-                if (node.parent.boundary + at + 1) % step == 0:
-                    holds[group][digest] += 1
-        for group, num_sink_blocks in node.retentions.sliding_groups:
-            holds[group].update(node.segment[: max(0, num_sink_blocks - node.parent.boundary)])
+        assert node.num_held_children == sum(child.is_held for child in node.children)
         chain = chains[id(node)] = [*chains[id(node.parent)], *node.segment]
         assert node.windows is None or len(node.windows) == len(node.retentions.sliding_groups)
         for (group, _), digests in zip(node.retentions.sliding_groups, node.windows or (), strict=False):
-            holds[group].update(digests)
             live = live_blocks(node.retentions.specs[group], node.boundary * cache.block_size)
             pinned = node.retentions.specs[group].num_sink_blocks
             assert {chain[block] for block in live if block >= pinned} <= set(digests) <= set(chain[pinned:])
             assert len(set(digests)) == len(digests)
     assert owned == tree.owner
-    for group, counts in enumerate(holds):
+    for group, counts in enumerate(held_digests(cache)[DEVICE]):
         found = cache.index.groups[group]
         by_block = {found[digest]: count for digest, count in counts.items()}
         assert by_block == {block: count for block, count in enumerate(cache.pools[group].pins) if count}

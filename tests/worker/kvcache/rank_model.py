@@ -61,11 +61,13 @@ class Slab:
         offset = position % self._layout.groups[group].spec.block_size
         self._contents[group].setdefault(block, {})[offset] = content
 
-    def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """(group, source, target), one after the other; a target then holds what its source held and nothing else."""
-        for group, source, target, *_ in copies:
-            self._claim(group, target)
-            self._contents[group][target] = dict(self._contents[group].get(source, {}))
+    def contents(self, group: int, block: int) -> dict[int, Content]:
+        return dict(self._contents[group].get(block, {}))
+
+    def put(self, group: int, block: int, contents: dict[int, Content]) -> None:
+        """The block then has these contents by offset and nothing else."""
+        self._claim(group, block)
+        self._contents[group][block] = contents
 
     def _claim(self, group: int, block: int) -> None:
         page = block * self._layout.groups[group].stride_bytes // self._layout.page_bytes
@@ -74,6 +76,13 @@ class Slab:
             self._writer[page] = group
             for other in range(self._layout.first_block(page, before), self._layout.end_block(page, before)):
                 self._contents[before].pop(other, None)
+
+
+def copy_blocks(slabs: Sequence[Slab], copies: Iterable[BlockCopy]) -> None:
+    """Make the copies, one after the other, between slabs by tier."""
+    for copy in copies:
+        contents = slabs[copy.source_tier].contents(copy.group, copy.source)
+        slabs[copy.target_tier].put(copy.group, copy.target, contents)
 
 
 def prefix_tags(token_ids: Sequence[int]) -> list[bytes]:

@@ -27,10 +27,16 @@ class CacheMachine(RuleBasedStateMachine):
     """Few sequences, shared prefixes, pools of a few pages."""
 
     @initialize(
-        mix=st.sampled_from(ALL_MIXES), num_pages=st.integers(1, 24), caching=st.integers(0, 9), repair=st.booleans()
+        mix=st.sampled_from(ALL_MIXES),
+        num_pages=st.integers(1, 24),
+        host_pages=st.one_of(st.just(0), st.integers(1, 40)),
+        caching=st.integers(0, 9),
+        repair=st.booleans(),
     )
-    def start(self, mix: tuple[str, ...], num_pages: int, caching: int, repair: bool) -> None:
-        self.sequence = CacheDriver(mix, num_pages=num_pages, caching=caching > 0, window_repair=repair)
+    def start(self, mix: tuple[str, ...], num_pages: int, host_pages: int, caching: int, repair: bool) -> None:
+        self.sequence = CacheDriver(
+            mix, num_pages=num_pages, host_pages=host_pages, caching=caching > 0, window_repair=repair
+        )
 
     @rule(
         prefix=st.integers(0, 2),
@@ -81,6 +87,10 @@ class CacheMachine(RuleBasedStateMachine):
     def preempt(self, index: int) -> None:
         self.sequence.preempt(index)
 
+    @rule()
+    def load(self) -> None:
+        self.sequence.load()
+
     @rule(often=st.integers(0, 9))
     def evict_all(self, often: int) -> None:
         if not often:
@@ -97,11 +107,15 @@ TestCacheMachine.settings = settings(
 )
 
 
-def random_life(mix: tuple[str, ...], seed: int, *, num_operations: int = 100) -> CacheDriver:
+def random_life(mix: tuple[str, ...], seed: int, *, has_host: bool = False, num_operations: int = 100) -> CacheDriver:
     """Clients return: prompts continue earlier answers, from their ends or from anywhere inside."""
     rng = random.Random(seed)
     sequence = CacheDriver(
-        mix, num_pages=len(mix) * rng.randrange(2, 11), caching=rng.random() < 0.95, window_repair=rng.random() < 0.7
+        mix,
+        num_pages=len(mix) * rng.randrange(2, 11),
+        host_pages=len(mix) * rng.randrange(1, 20) if has_host else 0,
+        caching=rng.random() < 0.95,
+        window_repair=rng.random() < 0.7,
     )
     max_lives, seen = rng.randrange(1, 7), list(PREFIXES)
 
@@ -129,6 +143,8 @@ def random_life(mix: tuple[str, ...], seed: int, *, num_operations: int = 100) -
             sequence.preempt(rng.randrange(9))
         elif draw < 0.472:
             sequence.evict_all()
+        elif draw < 0.52 and has_host:
+            sequence.load()
         elif sequence.sequences and len(sequence.steps) < 3 and draw < 0.76:
             sequence.plan([(rng.randrange(9), rng.choice([1, 3, 10, 40])) for _ in range(rng.randrange(1, 5))])
         else:
@@ -143,3 +159,11 @@ def test_random_operations(mix: tuple[str, ...]) -> None:
     stats = [sequence.cache.stats() for sequence in sequences]
     assert sum(sequence.num_refused for sequence in sequences) > 0  # the pools are tiny enough to matter
     assert sum(sum(group.reuse_interval.counts) for each in stats for group in each.groups) > 0
+
+
+@pytest.mark.parametrize("mix", ALL_MIXES, ids="+".join)
+def test_random_operations_on_two_tiers(mix: tuple[str, ...]) -> None:
+    """Blocks are spilled and loaded, and whatever is found in a tier has the contents that its digest names."""
+    drivers = [random_life(mix, seed, has_host=True) for seed in range(num_examples(daily=3, exhaustive=12))]
+    assert sum(driver.num_spilled for driver in drivers) > 0
+    assert sum(driver.num_loaded for driver in drivers) > 0

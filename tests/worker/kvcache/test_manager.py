@@ -102,7 +102,7 @@ def test_blocks_of_a_sequence_are_consecutive_while_pages_are_free() -> None:
 
 def test_unread_changes_are_bounded_and_a_late_reader_gets_the_whole_index() -> None:
     cache = cache_of("full")
-    cache.registry.changes.max_unread = 5
+    cache.changes.max_unread = 5
     run(cache, list(range(40)))
     update = cache.take_update()
     assert update == cache.whole_index()
@@ -110,7 +110,7 @@ def test_unread_changes_are_bounded_and_a_late_reader_gets_the_whole_index() -> 
     assert update.version == cache.index_version == 10
     assert [len(run.digests) for run in update.runs] == [10]
     assert cache.take_update() is None
-    assert not cache.registry.changes.unread_runs
+    assert not cache.changes.unread_runs
 
 
 def test_other_block_sizes_are_refused() -> None:

@@ -17,7 +17,7 @@ ceil((10 - 3) / 4) = 2 usable pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from transom_worker.kvcache.arena import Arena
@@ -59,6 +59,22 @@ class BlockAllocator:
             for group, (count, pool) in enumerate(zip(num_blocks, self._pools, strict=True))
         ]
         return pages if sum(pages) <= self.usable_pages else None
+
+    def allocate_all(self, num_blocks: Sequence[int], near: Sequence[int | None]) -> list[list[int]]:
+        """Take so many blocks of each group, which must fit; if possible behind block `near[group]`. Returns them by group.
+
+        Each group may take the pages that it needs, and the pages that no group needs: so block ids stay consecutive.
+        """
+        pages = self.pages_needed(list(num_blocks))
+        assert pages is not None
+        spare = self.usable_pages - sum(pages)
+        taken = []
+        for group, count in enumerate(num_blocks):
+            share = pages[group] + spare
+            blocks, used = self.allocate(group, count, near[group], share) if count else ([], 0)
+            spare = share - used if count else spare
+            taken.append(blocks)
+        return taken
 
     def allocate(self, group: int, count: int, near: int | None, max_pages: int) -> tuple[list[int], int]:
         """Take `count` blocks with one reference each, if possible behind block `near`.
@@ -121,6 +137,8 @@ class BlockAllocator:
                 return None
             if not self._evict_checkpoint():
                 raise RuntimeError("blocks that were promised are not there")  # a bug: feasibility was checked
+            if (block := self._place(pool, None, may_take_page=False)) is not None:  # it went to the host tier
+                return block
         self._evict(pool.group, blocks, EVICTED_FOR_OWN_GROUP)
         return blocks[0]
 

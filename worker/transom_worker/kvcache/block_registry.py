@@ -24,60 +24,100 @@ from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.prefix_index import PrefixIndex
 from transom_worker.kvcache.stats import GroupStats
-from transom_worker.kvcache.tiers import DEVICE
-
-REMEMBERED_EVICTIONS = 262_144  # digests, to tell an evicted prefix from one that was never seen
 
 
 class BlockRegistry:
-    """Index and pools of all groups. A block is published in its pool exactly while the index has it. `clock` gives seconds."""
+    """One tier's part of the index, and its pools of all groups.
+
+    A block is published in its pool exactly while the index has it. `clock` gives seconds.
+    """
 
     def __init__(
-        self, layout: ArenaLayout, pools: Sequence[GroupPool], *, block_size: int, clock: Callable[[], float]
+        self,
+        layout: ArenaLayout,
+        pools: Sequence[GroupPool],
+        index: PrefixIndex,
+        changes: ChangeLog,
+        *,
+        tier: int,
+        block_size: int,
+        clock: Callable[[], float],
     ) -> None:
-        self.index = PrefixIndex(len(layout.groups), remembered=REMEMBERED_EVICTIONS)
+        self._index = index
+        self._tier = tier
+        self._found = index.tiers[tier]
         self._layout = layout
         self._pools = pools
         self._hash_blocks_per_block = [group.spec.block_size // block_size for group in layout.groups]
         self._times = [BlockTimes(layout.num_block_ids(group), clock) for group in range(len(layout.groups))]
         self._evicted: tuple[Counter[str], ...] = tuple(Counter() for _ in layout.groups)
-        self.changes = ChangeLog(self.index.tiers)
+        self._changes = changes
         self._touched: tuple[set[int], ...] | None = None  # by group; None while no block map is watched
 
     def has(self, group: int, digest: bytes) -> bool:
         """Return whether the index has a block of the group under the digest."""
-        return digest in self.index.groups[group]
+        return digest in self._found[group]
 
     def has_all(self, group: int, chain: Sequence[bytes], begin: int, end: int) -> bool:
         """Return whether the index has all of the group's logical blocks `[begin, end)` of a chain."""
-        step, found = self._hash_blocks_per_block[group], self.index.groups[group]
+        step, found = self._hash_blocks_per_block[group], self._found[group]
         return all(chain[(block + 1) * step - 1] in found for block in range(begin, end))
 
-    def publish(self, group: int, table: BlockTable, begin: int, end: int, chain: Sequence[bytes]) -> None:
+    def publish(self, group: int, table: BlockTable, begin: int, end: int, chain: Sequence[bytes]) -> list[bytes]:
         """Enter logical blocks `[begin, end)` of a table into the index, except those that slid out or whose digest it has
-        already.
+        already; return the digests of the others.
         """
         if begin >= end:
-            return
+            return []
         step = self._hash_blocks_per_block[group]
-        found, published = self.index.groups[group], self._pools[group].published
+        found = self._found[group]
         digests = chain[(begin + 1) * step - 1 : end * step : step]
-        published_now = []
+        blocks, names = [], []
         for logical, digest, block in zip(range(begin, end), digests, table.blocks(begin, end), strict=True):
             if block is not None and digest not in found:
-                found[digest] = block
-                published[block] = (digest, logical)
-                published_now.append(digest)
-        if published_now:
-            self.changes.add("added", DEVICE, group, published_now)
-            if self._touched is not None:
-                self._touched[group].update(map(found.__getitem__, published_now))
+                blocks.append(block)
+                names.append((digest, logical))
+        self.enter(group, blocks, names)
+        return [digest for digest, _ in names]
+
+    def enter(self, group: int, blocks: Sequence[int], names: Sequence[tuple[bytes, int]]) -> None:
+        """Enter blocks, which are in use, into the index under these (digest, logical index), which it must not have."""
+        if not blocks:
+            return
+        digests = [digest for digest, _ in names]
+        self._found[group].update(zip(digests, blocks, strict=True))
+        self._pools[group].published.update(zip(blocks, names, strict=True))
+        self._changes.add("added", self._tier, group, digests)
+        if self._touched is not None:
+            self._touched[group].update(blocks)
+
+    def withdraw(self, group: int, blocks: Sequence[int]) -> None:
+        """Remove blocks that are in use from the index; they become free when nothing uses them any more."""
+        if not blocks:
+            return
+        published = self._pools[group].published
+        digests = [published.pop(block)[0] for block in blocks]
+        self._index.forget(group, digests, tier=self._tier)
+        self._changes.add("removed", self._tier, group, digests)
+        if self._touched is not None:
+            self._touched[group].update(blocks)
+
+    def forget(self, group: int, blocks: Iterable[int]) -> None:
+        """Free evictable blocks that the other tier has from now on. This is no eviction."""
+        blocks = list(blocks)
+        if not blocks:
+            return
+        digests = [digest for digest, _ in self._pools[group].evict(blocks)]
+        self._index.forget(group, digests, tier=self._tier)
+        self._changes.add("removed", self._tier, group, digests)
+        if self._touched is not None:
+            self._touched[group].update(blocks)
 
     def moved(self, group: int, source: int, target: int) -> None:
         """Note that compaction (moving blocks together to clear a page) moved a block, published or not, to another id."""
         entry = self._pools[group].published.get(target)
         if entry is not None:
-            self.index.groups[group][entry[0]] = target
+            self._found[group][entry[0]] = target
         if self._touched is not None:
             self._touched[group].update((source, target))
 
@@ -107,10 +147,10 @@ class BlockRegistry:
             return
         entries = self._pools[group].evict(blocks)
         digests = [digest for digest, _ in entries]
-        self.index.remove(group, digests)
+        self._index.remove(group, digests, tier=self._tier)
         self._times[group].evicted(blocks)
         self._evicted[group][reason] += len(blocks)
-        self.changes.add("removed", DEVICE, group, digests)
+        self._changes.add("removed", self._tier, group, digests)
         if self._touched is not None:
             self._touched[group].update(blocks)
 
@@ -170,7 +210,7 @@ class BlockRegistry:
 
     def _blocks(self, group: int, digests: Iterable[bytes]) -> Iterable[int]:
         """Return the block ids under these digests, and record them as changed."""
-        blocks = map(self.index.groups[group].__getitem__, digests)
+        blocks = map(self._found[group].__getitem__, digests)
         if self._touched is None:
             return blocks
         known = list(blocks)

@@ -26,6 +26,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+HOLE = -1  # in a table: a logical block whose contents are in the host tier, before its load starts
+
 
 class TableDelta(NamedTuple):
     """A table's change as `StepPlan` carries it: drop `dropped` blocks from the run's front, then append; then the run starts at
@@ -98,6 +100,13 @@ class BlockTable:
         self.run += blocks[missing:]
         self._appended += blocks
 
+    def fill_holes(self, blocks: Sequence[int]) -> None:
+        """Put block ids in the place of the table's holes, in order; the ranks do not know the table yet."""
+        given = iter(blocks)
+        for part in (self.sink_blocks, self.run):
+            part[:] = [next(given) if block == HOLE else block for block in part]
+        self._appended = self.sink_blocks + self.run
+
     def drop_until(self, first: int) -> list[int]:
         """Drop the run's blocks below logical block `first`; return their ids, in order."""
         count = min(first - self.first_block, len(self.run))
@@ -148,10 +157,10 @@ class BlockTable:
         return block in self.run or block in self.sink_blocks or block in self.aside.values()
 
     def take_all(self) -> list[int]:
-        """Empty the table; return its block ids, those aside included, the last ones first."""
+        """Empty the table; return its block ids without holes, those aside included, the last ones first."""
         blocks = [*reversed(self.run), *reversed(self.sink_blocks), *self.aside.values()]
         self.sink_blocks, self.run, self.aside = [], [], {}
-        return blocks
+        return [block for block in blocks if block != HOLE]
 
     def _set_in_run(self, logical: int, block: int) -> None:
         self.run[logical - self.first_block] = block

@@ -25,11 +25,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from transom_worker.kvcache.checkpoint_counts import CheckpointCounts
-from transom_worker.kvcache.eviction import Candidates, EvictionPolicy
+from transom_worker.kvcache.eviction import EvictionPolicy
+from transom_worker.kvcache.eviction_costs import EvictionCosts
 from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.kvcache.node_eviction import NodeEviction
 from transom_worker.kvcache.retention_set import RetentionSet
+from transom_worker.kvcache.tiers import DEVICE
 from transom_worker.kvcache.tree import CheckpointKind, Node, PinBlocks, PrefixTree
-from transom_worker.kvcache.window_repair import repair_start
 
 NEAR_BLOCKS = 64  # a request whose chain parts at most so many hash blocks before a checkpoint has returned to it
 # Checkpoints of one conversation, and checkpoints that several conversations share.
@@ -60,14 +62,14 @@ class Checkpoints:
         unpin: PinBlocks,
     ) -> None:
         self._block_size = block_size
-        self._stride_bytes = [group.stride_bytes for group in layout.groups]
-        self._repair = repair
         self._present = present
         self._policy = policy
-        self.candidates = Candidates()
         self.counts = CheckpointCounts()
         self._return_offsets: deque[int] = deque(maxlen=REMEMBERED_OFFSETS)
         self.tree = PrefixTree(retentions, pin=pin, unpin=unpin)
+        strides = [group.stride_bytes for group in layout.groups]
+        costs = EvictionCosts(strides, block_size=block_size, repair=repair)
+        self.eviction = NodeEviction(self.tree, policy, costs, self.counts)
 
     @property
     def tail_blocks(self) -> int:
@@ -102,9 +104,18 @@ class Checkpoints:
         if not reach:
             return None
         node = self.tree.node_at(chain, reach)
+        self.tree.lock(node)
         self._add_candidates(node)
-        node.locks += 1
+        self.promote(node)
         return node
+
+    def promote(self, node: Node) -> None:
+        """Let a node in the host tier, and those above it, pin the device's blocks as far as the device has all of them."""
+        if self.eviction.moves is None:
+            return
+        for changed in self.eviction.moves.promote(node):
+            self.eviction.add(changed)
+            self.eviction.tidy(changed)
 
     def learn_return(self, chain: Sequence[bytes], limit: int, base_node: Node | None) -> int:
         """Learn which checkpoint a newly admitted request returns to; return how many returns its conversation has had.
@@ -149,57 +160,38 @@ class Checkpoints:
         The prefix index must have the blocks of the full groups up to the boundary. If it lacks some of the windows, the node
         pins its segment alone and is no checkpoint.
         """
+        self._promote_chain(chain, boundary)
         node, is_new = self.tree.insert(chain, boundary, kind, retentions)
         if node.windows is None:
             windows = self._windows(chain, boundary, kind, retentions)
             if windows is not None:
                 node.kind = kind
                 self.tree.pin_windows(node, windows)
-                if node.candidate_index is not None:  # else `_add_candidate` counts it
+                if node.candidate_indices[DEVICE] is not None:  # else `NodeEviction.add` counts it
                     self.counts.placed(node)
         if node.policy_state is None:
             node.num_returns = max(node.num_returns, num_returns)
             self._policy.created(node)
         if is_new and node.parent is not None:
             self._mark_built_upon(node, node.parent)
+        self.tree.lock(node)
         self._add_candidates(node)
-        node.locks += 1
         if base_node is not None:
             self.unlock(base_node)
         return node
 
+    def _promote_chain(self, chain: Sequence[bytes], boundary: int) -> None:
+        """Promote the nodes of a chain up to a boundary."""
+        reach = self.tree.reach(chain, boundary)
+        if self.eviction.moves is not None and reach:
+            node = self.tree.node_at(chain, reach)
+            self._add_candidates(node)
+            self.promote(node)
+
     def unlock(self, node: Node) -> None:
         """Remove one lock from a node."""
-        node.locks -= 1
-        self._tidy(node)
-
-    def evict_one(self) -> bool:
-        """Evict the leaf, or the windows of a node with children, that the policy ranks lowest; return False if nothing is left.
-
-        A sample of the nodes is compared, or all nodes if nothing of the sample can be evicted. Only pins are removed: the
-        blocks stay findable until they are allocated to another sequence.
-        """
-        victim = self._lowest_ranked(self.candidates.sample()) or self._lowest_ranked(self.candidates.all())
-        if (
-            victim is None
-        ):  # only locked nodes are left, which pin copies of blocks that running sequences computed themselves
-            victim = next((node for node in self.candidates.all() if not node.children), None)
-        if victim is None:
-            return False
-        if victim.windows is None or self._is_leaf(victim) or not victim.retentions.slides:
-            self._policy.removed(victim)
-            self.counts.evicted(victim)
-            parent = victim.parent
-            self.candidates.discard(victim)
-            self.tree.drop_leaf(victim)
-            if parent is not None:
-                self._tidy(parent)
-        else:
-            self._policy.windows_evicted(victim)
-            self.counts.windows_evicted(victim)
-            self.tree.unpin_windows(victim)
-            self._tidy(victim)
-        return True
+        self.tree.unlock(node)
+        self.eviction.tidy(node)
 
     def _mark_built_upon(self, node: Node, parent: Node) -> None:
         """Tell the policy that a new node is the first child of `parent`, or the first sibling in a segment that was split."""
@@ -211,21 +203,10 @@ class Checkpoints:
                     self._policy.built_upon(sibling)
 
     def _add_candidates(self, node: Node) -> None:
-        """Add a node to the candidates, and its parent, which a split may just have made."""
-        self._add_candidate(node)
+        """Add a node to the nodes that may be evicted, and its parent, which a split may just have made."""
+        self.eviction.add(node)
         if node.parent is not None and node.parent.parent is not None:
-            self._add_candidate(node.parent)
-
-    def _add_candidate(self, node: Node) -> None:
-        """Add a node to the nodes that may be evicted; the first time, count it as placed if it is a checkpoint."""
-        if node.candidate_index is None and node.windows is not None:
-            self.counts.placed(node)
-        self.candidates.add(node)
-
-    def _tidy(self, node: Node) -> None:
-        """Merge a node into its only child if nothing needs it any more."""
-        if self.tree.merge(node):
-            self.candidates.discard(node)
+            self.eviction.add(node.parent)
 
     def _windows(
         self, chain: Sequence[bytes], boundary: int, kind: CheckpointKind, retentions: RetentionSet
@@ -268,51 +249,3 @@ class Checkpoints:
         if node.policy_state is None and node.children:  # the node was only split off a longer segment
             node = min(node.children, key=lambda child: child.boundary)
         return node, node.boundary - reach
-
-    def _is_leaf(self, node: Node) -> bool:
-        """Return whether a node can be evicted with its segment."""
-        return not node.children and not node.locks
-
-    def _lowest_ranked(self, nodes: Sequence[Node]) -> Node | None:
-        """Return the node of which something can be evicted and that the policy ranks lowest; None if there is none."""
-        best, lowest = None, 0.0
-        for node in nodes:
-            if self._is_leaf(node):
-                rank = self._policy.rank(node, *self._leaf_cost(node))
-            elif node.windows:
-                rank = self._policy.rank(node, *self._windows_cost(node))
-            else:
-                continue
-            if best is None or rank < lowest:
-                best, lowest = node, rank
-        return best
-
-    def _leaf_cost(self, node: Node) -> tuple[int, int]:
-        """Return the tokens lost and the bytes freed if a leaf is evicted."""
-        lost = (node.boundary - node.checkpoint_below().boundary) * self._block_size
-        if node.windows is None:
-            lost = max(0, lost - self._repair_tokens(node))
-        hash_block_bytes = sum(self._stride_bytes[group] // count for group, count in node.retentions.full_groups)
-        return lost, len(node.segment) * hash_block_bytes + self._window_bytes(node)
-
-    def _windows_cost(self, node: Node) -> tuple[int, int]:
-        """Return the tokens lost and the bytes freed if a node's windows are evicted and its segment stays."""
-        lost = (node.boundary - node.checkpoint_below().boundary) * self._block_size
-        lost = min(lost, self._repair_tokens(node))
-        return lost, self._window_bytes(node)
-
-    def _window_bytes(self, node: Node) -> int:
-        """Return the bytes of a node's windows; blocks that it shares with the checkpoint below count for the latter alone."""
-        if node.windows is None:
-            return 0
-        below = node.checkpoint_below().boundary
-        return sum(
-            min(len(digests), node.boundary - below) * self._stride_bytes[group]
-            for (group, _), digests in zip(node.retentions.sliding_groups, node.windows, strict=True)
-        )
-
-    def _repair_tokens(self, node: Node) -> int:
-        """Return how many tokens a window repair at a node's boundary computes; all of them if none is possible."""
-        n = node.boundary * self._block_size
-        can_repair = self._repair and node.retentions.full_groups
-        return n - repair_start(node.retentions.specs, n) if can_repair else n

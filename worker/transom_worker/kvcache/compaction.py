@@ -18,7 +18,7 @@ those with fewest active blocks first. The ranks copy the moved blocks' contents
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from heapq import nsmallest
 
 from transom_worker.kvcache.arena import Arena
@@ -29,7 +29,10 @@ from transom_worker.kvcache.sequence import SequenceBlocks
 
 
 class Compaction:
-    """Moves active blocks together, and updates the block tables of the `running` sequences (by id())."""
+    """Moves active blocks together, and updates the block tables of the `running` sequences (by id()).
+
+    `fixed` yields (group, block) of blocks that must stay where they are.
+    """
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class Compaction:
         registry: BlockRegistry,
         running: Mapping[int, SequenceBlocks],
         copies: CopyQueue,
+        fixed: Callable[[], Iterable[tuple[int, int]]],
     ) -> None:
         self.num_moved = 0  # blocks, since start
         self._arena = arena
@@ -45,10 +49,12 @@ class Compaction:
         self._registry = registry
         self._running = running
         self._copies = copies
+        self._fixed = fixed
 
     def pages_to_clear(self, num_blocks: Sequence[int]) -> list[tuple[int, int]]:
         """Return (group, page) pairs to clear so that each group can take `num_blocks` more blocks; empty if that is impossible."""
-        return pages_to_clear(self._arena, self._pools, num_blocks)
+        fixed = {(group, self._arena.page_of(group, block)) for group, block in self._fixed()}
+        return pages_to_clear(self._arena, self._pools, num_blocks, fixed)
 
     def clear(self, pages: Sequence[tuple[int, int]]) -> None:
         """Move the active blocks out of these pages. Cached blocks must have been evicted before."""
@@ -76,11 +82,16 @@ class Compaction:
                 blocks.tables_changed = True
 
 
-def pages_to_clear(arena: Arena, pools: Sequence[GroupPool], num_blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (group, page) pairs to clear so that each group can take `num_blocks` more blocks; empty if that is impossible."""
+def pages_to_clear(
+    arena: Arena, pools: Sequence[GroupPool], num_blocks: Sequence[int], fixed: Container[tuple[int, int]] = ()
+) -> list[tuple[int, int]]:
+    """Return (group, page) pairs to clear so that each group can take `num_blocks` more blocks; empty if that is impossible.
+
+    Pages in `fixed` cannot be cleared.
+    """
     slack = [pool.slack for pool in pools]
     usable = arena.num_free + sum(len(pool.idle_pages) for pool in pools)
-    emptiest_first = [_emptiest_first(pool, slack[group]) for group, pool in enumerate(pools)]
+    emptiest_first = [_emptiest_first(pool, slack[group], fixed) for group, pool in enumerate(pools)]
     chosen: list[tuple[int, int]] = []
 
     def missing() -> int:
@@ -115,7 +126,7 @@ def pages_to_clear(arena: Arena, pools: Sequence[GroupPool], num_blocks: Sequenc
     return chosen
 
 
-def _emptiest_first(pool: GroupPool, slack: int) -> list[int]:
+def _emptiest_first(pool: GroupPool, slack: int, fixed: Container[tuple[int, int]]) -> list[int]:
     """Return busy pages, those with fewest active blocks first; at most `slack`, since each page has a block to move into slack."""
-    busy = [page for page, active in pool.num_active_in.items() if active]
+    busy = [page for page, active in pool.num_active_in.items() if active and (pool.group, page) not in fixed]
     return nsmallest(min(len(busy), slack), busy, key=pool.num_active_in.__getitem__)

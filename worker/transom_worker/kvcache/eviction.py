@@ -162,12 +162,13 @@ class ReturnTimePolicy:
 
 
 class Candidates:
-    """The nodes that may be evicted, in a list with constant-time insertion, removal and sampling.
+    """The nodes that may be evicted from one tier, in a list with constant-time insertion, removal and sampling.
 
-    `node.candidate_index` is a node's index in the list; None: it is not in the list.
+    `node.candidate_indices[tier]` is a node's index in the list; None: it is not in the list.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tier: int) -> None:
+        self._tier = tier
         self._nodes: list[Node] = []
         self._random = random.Random(0)
 
@@ -176,18 +177,19 @@ class Candidates:
 
     def add(self, node: Node) -> None:
         """Add a node, unless it is there already."""
-        if node.candidate_index is None:
-            node.candidate_index = len(self._nodes)
+        if node.candidate_indices[self._tier] is None:
+            node.candidate_indices[self._tier] = len(self._nodes)
             self._nodes.append(node)
 
     def discard(self, node: Node) -> None:
         """Remove a node, if it is there; the list's last node takes its place."""
-        if node.candidate_index is not None:
+        at = node.candidate_indices[self._tier]
+        if at is not None:
             last = self._nodes.pop()
             if last is not node:
-                self._nodes[node.candidate_index] = last
-                last.candidate_index = node.candidate_index
-            node.candidate_index = None
+                self._nodes[at] = last
+                last.candidate_indices[self._tier] = at
+            node.candidate_indices[self._tier] = None
 
     def all(self) -> list[Node]:
         """Return all nodes. The caller must not change the list."""

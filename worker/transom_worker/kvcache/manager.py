@@ -24,22 +24,27 @@ Blocks are freed by processed tokens, whose step has answered, never by schedule
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from transom_worker.kvcache.allocator import BlockAllocator
 from transom_worker.kvcache.arena import Arena
 from transom_worker.kvcache.block_copies import BlockCopy, CopyQueue
 from transom_worker.kvcache.block_registry import BlockRegistry
-from transom_worker.kvcache.block_table import GappedBlockTable
+from transom_worker.kvcache.block_table import HOLE, GappedBlockTable
 from transom_worker.kvcache.bounded_retention import BoundedRetention
 from transom_worker.kvcache.cache_snapshot import CacheSnapshots
 from transom_worker.kvcache.capacity import Capacity
+from transom_worker.kvcache.change_log import ChangeLog
 from transom_worker.kvcache.checkpoints import Checkpoints
 from transom_worker.kvcache.compaction import Compaction
 from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.eviction import EvictionPolicy, ReturnTimePolicy
+from transom_worker.kvcache.host_tier import HostTier
 from transom_worker.kvcache.layout import ArenaLayout, check_block_sizes
+from transom_worker.kvcache.load_rates import LoadRates
+from transom_worker.kvcache.loads import Loads
 from transom_worker.kvcache.pool import GroupPool
+from transom_worker.kvcache.prefix_index import PrefixIndex
 from transom_worker.kvcache.prefix_outcome import OutcomeCounts
 from transom_worker.kvcache.prefix_search import PrefixHit, find_hit, hit_limit
 from transom_worker.kvcache.publishing import Publishing
@@ -47,6 +52,8 @@ from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.retention_set import RetentionSet
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.kvcache.stats import CacheStats
+from transom_worker.kvcache.tier_moves import TierMoves
+from transom_worker.kvcache.tiers import DEVICE
 from transom_worker.kvcache.tree import CheckpointKind
 
 
@@ -63,6 +70,7 @@ class KvCache:
     def __init__(
         self,
         layout: ArenaLayout,
+        host_layout: ArenaLayout | None = None,
         *,
         block_size: int,
         enable_prefix_caching: bool = True,
@@ -78,8 +86,16 @@ class KvCache:
         self.retentions = RetentionSet.of((Retention(group.spec) for group in layout.groups), block_size=block_size)
         self.arena = Arena(layout)
         self.pools = [GroupPool(self.arena, group) for group in range(len(layout.groups))]
-        self.registry = BlockRegistry(layout, self.pools, block_size=block_size, clock=clock)
-        self.index = self.registry.index
+        strides = [group.stride_bytes for group in layout.groups]
+        self.index = PrefixIndex(len(layout.groups), num_tiers=1 if host_layout is None else 2)
+        self.changes = ChangeLog(self.index.tiers, None if host_layout is None else LoadRates.unmeasured(strides))
+        self.registry = BlockRegistry(
+            layout, self.pools, self.index, self.changes, tier=DEVICE, block_size=block_size, clock=clock
+        )
+        self.copies = CopyQueue()
+        self.host: HostTier | None = None
+        if host_layout is not None:
+            self.host = HostTier(host_layout, self.index, self.changes, block_size=block_size, clock=clock)
         self.num_releases = 0  # grows whenever blocks may have become free
         self.checkpoints = Checkpoints(
             layout,
@@ -88,16 +104,24 @@ class KvCache:
             block_size=block_size,
             repair=window_repair,
             present=self.registry.has,
-            pin=self.registry.pin,
-            unpin=self.registry.unpin,
+            pin=self._pin,
+            unpin=self._unpin,
         )
-        self.allocator = BlockAllocator(self.arena, self.pools, self.registry.evict, self.checkpoints.evict_one)
+        self.eviction = self.checkpoints.eviction
+        self.loads: Loads | None = None
+        if self.host is not None:
+            self.eviction.moves = TierMoves(
+                self.checkpoints.tree, self.index, self.registry, self.pools, self.host, self.copies
+            )
+            self.loads = Loads(self.registry, self.host, self.copies)
+        self.allocator = BlockAllocator(self.arena, self.pools, self.registry.evict, self.eviction.evict_one)
         self.running: dict[int, SequenceBlocks] = {}  # by id()
         self._publishing = Publishing(
-            self.registry, self.checkpoints, block_size=block_size, is_on=enable_prefix_caching
+            self.registry, self.checkpoints, host=self.host, block_size=block_size, is_on=enable_prefix_caching
         )
-        self.copies = CopyQueue()
-        self.compaction = Compaction(self.arena, self.pools, self.registry, self.running, self.copies)
+        self.compaction = Compaction(
+            self.arena, self.pools, self.registry, self.running, self.copies, self._fixed_blocks
+        )
         self.capacity = Capacity(self.retentions, self.arena, self.allocator)
         self.outcomes = OutcomeCounts(self.index, block_size=block_size)
         self.snapshots = CacheSnapshots(
@@ -111,9 +135,14 @@ class KvCache:
 
         `retentions` are those of a sequence with a KV policy.
         """
-        limit = hit_limit(num_tokens, self.block_size)
         return find_hit(
-            retentions or self.retentions, self.index.groups, chain, limit, window_repair=self.window_repair
+            retentions or self.retentions,
+            self.index.groups,
+            chain,
+            hit_limit(num_tokens, self.block_size),
+            window_repair=self.window_repair,
+            host=self.host.blocks if self.host is not None else None,
+            rates=self.changes.rates,
         )
 
     # A sequence from its hit to its release
@@ -133,7 +162,8 @@ class KvCache:
         With `keeps_aside`, blocks that leave its tables keep their contents until the sequence is released.
 
         Where the hit needs a window repair (computing cached tokens again for sliding windows), sliding groups get only their
-        sink blocks; the sequence computes their other blocks from `hit.start` on.
+        sink blocks; the sequence computes their other blocks from `hit.start` on. Where it has blocks in the host tier, the
+        sequence needs those, and `start_load` must follow before it computes.
         """
         retentions = retentions or self.retentions
         blocks = SequenceBlocks.at(hit, chain, root, retentions, block_size=self.block_size)
@@ -142,11 +172,39 @@ class KvCache:
         for group, table in enumerate(blocks.tables):
             found = self.index.groups[group]
             digests = blocks.shared_digests(retentions[group], block_size=self.block_size)
-            shared = [found[digest] for digest in digests]
-            self.registry.ref(group, shared)
+            shared = [found.get(digest, HOLE) for digest in digests]
+            self.registry.ref(group, [block for block in shared if block != HOLE])
             table.append(shared)
+            if hit is not None and hit.num_loaded:
+                assert self.host is not None
+                in_host = self.host.blocks[group]
+                blocks.to_load.append([in_host[digest] for digest in digests if digest not in found])
+                self.host.need(group, blocks.to_load[group])
         blocks.base_node = self.checkpoints.lock(chain, blocks.num_published)
         self.running[id(blocks)] = blocks
+        return blocks
+
+    def start_load(self, blocks: SequenceBlocks, *, reserve: int = 0, compact: bool = True) -> bool:
+        """Allocate blocks on the device for what a sequence has in the host tier, and queue the copies; return False, with
+        nothing changed, if memory is short. Arguments are as in `extend`.
+
+        The sequence must not compute, nor be released, before `finish_load` has its ticket, `blocks.load_ticket`.
+        """
+        assert self.loads is not None
+        needs = [len(of_group) for of_group in blocks.to_load]
+        targets = self._allocate(needs, [None] * len(needs), reserve=reserve, compact=compact)
+        if targets is None:
+            return False
+        self.loads.start(blocks, targets)
+        return True
+
+    def finish_load(self, ticket: int) -> SequenceBlocks | None:
+        """Note that the ranks have done a load: its blocks are found on the device now. Returns the sequence's blocks; None for a
+        ticket that is not known any more.
+        """
+        blocks = self.loads.finish(ticket) if self.loads is not None else None
+        if blocks is not None and blocks.base_node is not None:
+            self.checkpoints.promote(blocks.base_node)
         return blocks
 
     def plan_checkpoints(
@@ -175,25 +233,13 @@ class KvCache:
             max(0, -(-end // retention.block_size) - table.end_block)
             for retention, table in zip(blocks.retentions, blocks.tables, strict=True)
         ]
-        if reserve and self.allocator.pages_needed([need + reserve for need in needs]) is None:
+        near = [table.last for table in blocks.tables]
+        taken = self._allocate(needs, near, reserve=reserve, compact=compact)
+        if taken is None:
             return False
-        pages = self.allocator.pages_needed(needs)
-        if pages is None:
-            if not compact or not (cleared := self.compaction.pages_to_clear(needs)):
-                return False
-            self._evict_cached("compaction")
-            self.compaction.clear(cleared)
-            pages = self.allocator.pages_needed(needs)
-            assert pages is not None
-        # Each group may take the pages that it needs, and the pages that no group needs: so block ids stay consecutive.
-        spare = self.allocator.usable_pages - sum(pages)
-        for group, table in enumerate(blocks.tables):
-            if needs[group]:
-                share = pages[group] + spare
-                ids, used = self.allocator.allocate(group, needs[group], table.last, share)
-                spare = share - used
+        for table, ids in zip(blocks.tables, taken, strict=True):
+            if ids:
                 table.append(ids)
-                self.registry.taken(group, ids)
                 blocks.tables_changed = True
         blocks.capacity_tokens = max(blocks.capacity_tokens, -(-end // self.block_size) * self.block_size)
         return True
@@ -227,6 +273,10 @@ class KvCache:
         self.num_releases += 1
         if kind is not None:
             self._publishing.place_last(blocks, kind)
+        if blocks.to_load:
+            assert self.loads is not None
+            assert not blocks.load_ticket
+            self.loads.release(blocks)
         for group, table in enumerate(blocks.tables):
             self.registry.unref(group, table.take_all())
         if blocks.base_node is not None:
@@ -237,8 +287,12 @@ class KvCache:
     # State of the cache
 
     def evict_all(self) -> None:
-        """Evict every cached block."""
-        self._evict_cached("reset")
+        """Evict every cached block of both tiers. What loads bring is not published."""
+        self.eviction.drop_all()
+        self._evict_unpinned("reset")
+        if self.host is not None and self.loads is not None:
+            self.loads.make_void()
+            self.host.empty("reset")
         self.num_releases += 1
 
     @property
@@ -249,20 +303,21 @@ class KvCache:
             block_size=self.block_size,
             window_repair=self.window_repair,
             enable_prefix_caching=self.enable_prefix_caching,
+            has_host_tier=self.host is not None,
         )
 
     @property
     def index_version(self) -> int:
         """The number of changes of the prefix index since start."""
-        return self.registry.changes.version
+        return self.changes.version
 
     def take_update(self) -> KvUpdate | None:
         """Return the changes of the prefix index since the last call; None if there are none."""
-        return self.registry.changes.take()
+        return self.changes.take()
 
     def whole_index(self) -> KvUpdate:
         """Return the whole content of the prefix index."""
-        return self.registry.changes.whole()
+        return self.changes.whole()
 
     def take_copies(self) -> list[BlockCopy]:
         """Return the block copies since the last call, in order; the next plan must carry them."""
@@ -295,9 +350,46 @@ class KvCache:
         self.registry.unref(group, [block for _, block in gone])
         self.num_releases += len(gone)
 
-    def _evict_cached(self, reason: str) -> None:
-        """Evict all checkpoints, then all cached blocks that no sequence references."""
-        while self.checkpoints.evict_one():
-            pass
+    def _allocate(
+        self, needs: list[int], near: Sequence[int | None], *, reserve: int, compact: bool
+    ) -> list[list[int]] | None:
+        """Return so many blocks of each group on the device, if possible behind `near`; None if memory is short (`extend`)."""
+        if reserve and self.allocator.pages_needed([need + reserve for need in needs]) is None:
+            return None
+        if self.allocator.pages_needed(needs) is None:
+            if not compact or not (cleared := self.compaction.pages_to_clear(needs)):
+                return None
+            while self.eviction.evict_one():
+                pass
+            self._evict_unpinned("compaction")
+            self.compaction.clear(cleared)
+        taken = self.allocator.allocate_all(needs, near)
+        for group, ids in enumerate(taken):
+            if ids:
+                self.registry.taken(group, ids)
+        return taken
+
+    def _fixed_blocks(self) -> Iterable[tuple[int, int]]:
+        """Yield (group, block) of the device's blocks that compaction must not move."""
+        return self.loads.targets() if self.loads is not None else ()
+
+    def _pin(self, tier: int, group: int, digests: Iterable[bytes]) -> None:
+        """Pin a tier's blocks under these digests for a node of the prefix tree."""
+        if tier == DEVICE:
+            self.registry.pin(group, digests)
+        else:
+            assert self.host is not None
+            self.host.need(group, map(self.host.blocks[group].__getitem__, digests))
+
+    def _unpin(self, tier: int, group: int, digests: Iterable[bytes]) -> None:
+        """Remove a node's pins from a tier's blocks under these digests."""
+        if tier == DEVICE:
+            self.registry.unpin(group, digests)
+        else:
+            assert self.host is not None
+            self.host.release(group, map(self.host.blocks[group].__getitem__, digests))
+
+    def _evict_unpinned(self, reason: str) -> None:
+        """Evict all cached blocks on the device that no node pins and no sequence references."""
         for pool in self.pools:
             self.registry.evict(pool.group, list(pool.evictable), reason)

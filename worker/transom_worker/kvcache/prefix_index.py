@@ -12,13 +12,15 @@ from collections.abc import Sequence
 
 from transom_worker.kvcache.tiers import DEVICE
 
+REMEMBERED_EVICTIONS = 262_144  # digests, to tell an evicted prefix from one that was never seen
+
 GroupMaps = tuple[dict[bytes, int], ...]  # per group a map from digest to block id
 
 
 class PrefixIndex:
     """Per tier and group a map of digests to blocks, which `BlockRegistry` fills. A tier has no two blocks of equal content."""
 
-    def __init__(self, num_groups: int, *, remembered: int, num_tiers: int = 1) -> None:
+    def __init__(self, num_groups: int, *, remembered: int = REMEMBERED_EVICTIONS, num_tiers: int = 1) -> None:
         self.tiers: tuple[GroupMaps, ...] = tuple(tuple({} for _ in range(num_groups)) for _ in range(num_tiers))
         self._remembered = remembered
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
@@ -32,12 +34,17 @@ class PrefixIndex:
         """Return whether any tier has a block of the group under the digest."""
         return any(digest in groups[group] for groups in self.tiers)
 
-    def remove(self, group: int, digests: Sequence[bytes], *, tier: int = DEVICE) -> None:
-        """Remove blocks from a tier; remember their digests as evicted, at most `remembered` of them, the latest ones."""
-        found, evicted = self.tiers[tier][group], self._evicted
+    def forget(self, group: int, digests: Sequence[bytes], *, tier: int = DEVICE) -> None:
+        """Remove blocks from a tier that the other tier has, or that are not worth remembering."""
+        found = self.tiers[tier][group]
         for digest in digests:
             del found[digest]
-            evicted[digest] = None
+
+    def remove(self, group: int, digests: Sequence[bytes], *, tier: int = DEVICE) -> None:
+        """Remove blocks from a tier; remember their digests as evicted, at most `remembered` of them, the latest ones."""
+        evicted = self._evicted
+        self.forget(group, digests, tier=tier)
+        evicted.update(dict.fromkeys(digests))
         while len(evicted) > self._remembered:
             evicted.popitem(last=False)
 

@@ -25,8 +25,10 @@ from bisect import insort
 from collections.abc import Sequence
 
 from transom_worker.kvcache.block_registry import BlockRegistry
+from transom_worker.kvcache.block_table import BlockTable
 from transom_worker.kvcache.checkpoints import Checkpoints
 from transom_worker.kvcache.hashing import extend_chain
+from transom_worker.kvcache.host_tier import HostTier
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.kvcache.tree import CheckpointKind
 
@@ -39,11 +41,13 @@ class Publishing:
         registry: BlockRegistry,
         checkpoints: Checkpoints,
         *,
+        host: HostTier | None,
         block_size: int,
         is_on: bool,
     ) -> None:
         self._registry = registry
         self._checkpoints = checkpoints
+        self._host = host
         self._block_size = block_size
         self._is_on = is_on
 
@@ -92,7 +96,7 @@ class Publishing:
             if blocks.is_repairing and not retention.keeps_everything:
                 begin = retention.first_live_block(blocks.repair_until)
             step = retention.block_size // self._block_size
-            self._registry.publish(group, table, begin // step, num_whole // step, blocks.chain)
+            self._publish(group, table, begin // step, num_whole // step, blocks.chain)
         blocks.num_published = num_whole
         blocks.repair_done = True
 
@@ -117,21 +121,27 @@ class Publishing:
         if boundary and complete:
             self._place(blocks, boundary, kind)
 
+    def _publish(self, group: int, table: BlockTable, begin: int, end: int, chain: Sequence[bytes]) -> None:
+        """Publish logical blocks `[begin, end)` of a table on the device; leftovers of the host tier with equal contents go."""
+        published = self._registry.publish(group, table, begin, end, chain)
+        if self._host is not None and published:
+            self._host.forget_leftovers(group, published)
+
     def _place(self, blocks: SequenceBlocks, boundary: int, kind: CheckpointKind) -> None:
         """Place a checkpoint at a boundary up to which everything was published.
 
         A block that was not published because the index had its twin is published now if the twin was evicted meanwhile.
         """
         chain = blocks.chain
-        owned = self._checkpoints.tree.reach(chain, boundary)
+        owned = self._checkpoints.tree.reach_on_device(chain, boundary)
         for group, (retention, table) in enumerate(zip(blocks.retentions, blocks.tables, strict=True)):
             step = retention.block_size // self._block_size
             end = boundary // step
             kept = end if retention.keeps_everything else min(end, retention.num_sink_blocks)  # pinned with the segment
-            self._registry.publish(group, table, owned // step, kept, chain)
+            self._publish(group, table, owned // step, kept, chain)
             # Below the live blocks of the repair's end, what the repair computed is inexact.
             first = max(kept, table.first_block, retention.first_live_block(blocks.repair_until))
-            self._registry.publish(group, table, first, end, chain)
+            self._publish(group, table, first, end, chain)
             if not self._registry.has_all(group, chain, owned // step, kept):
                 return
         blocks.base_node = self._checkpoints.place(

@@ -22,6 +22,8 @@ from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.retention_set import RetentionSet
 from transom_worker.kvcache.tree import CheckpointKind, Node
 
+HOLE = -1  # in a table: a logical block whose contents are in the host tier, before its load starts
+
 
 @dataclass(slots=True)
 class SequenceBlocks:
@@ -53,6 +55,10 @@ class SequenceBlocks:
         False  # nothing is published, since a KV policy chooses by the sequence's own history what it keeps
     )
     keeps_aside: bool = False  # blocks that leave a table keep their contents, so that the policy can be measured
+    to_load: list[list[int]] = field(
+        default_factory=list
+    )  # by group: the host's blocks for the tables' holes, in order
+    load_ticket: int = 0  # of the load that fills the holes; 0: it has not started, or there is none
 
     @classmethod
     def at(

@@ -12,6 +12,8 @@ Terms:
     checkpoint   a node with its windows: a request can continue there without computing anything again
     pin          exclude a cached block from eviction; evicting a node unpins its blocks
     owner        the node whose segment has a hash block
+    tier         where a node's blocks are: on the device or in the host tier; its segment and its windows each have one
+    held         said of a node that stays on the device or has a lock, or has a held child: what lies above it stays as well
 
 Three requests share a system prompt of 16 hash blocks; two conversations follow it:
 
@@ -19,17 +21,22 @@ Three requests share a system prompt of 16 hash blocks; two conversations follow
                         \\
                          ------ prompt 20
 
-Segments are evicted from the leaves, so the cached hash blocks of a chain are always its first ones.
+Segments are evicted from the leaves, so the cached hash blocks of a chain are always its first ones. They go to the host tier in
+the same order: along a chain, segments on the device come first, then those in the host tier. A node on the device may have its
+windows in the host tier, never the other way round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
+from functools import partial
 
 from transom_worker.kvcache.retention_set import RetentionSet
+from transom_worker.kvcache.tiers import DEVICE
 
-PinBlocks = Callable[[int, Iterable[bytes]], None]  # (group, digests of its blocks)
+ActOnBlocks = Callable[[int, Iterable[bytes]], None]  # (group, digests of its blocks)
+PinBlocks = Callable[[int, int, Iterable[bytes]], None]  # (tier, group, digests of its blocks)
 
 
 class CheckpointKind(StrEnum):
@@ -50,17 +57,20 @@ class Node:
 
     __slots__ = (
         "boundary",
-        "candidate_index",
+        "candidate_indices",
         "children",
         "digest",
         "kind",
         "locks",
+        "num_held_children",
         "num_returns",
         "parent",
         "policy_state",
         "retentions",
         "segment",
+        "tier",
         "windows",
+        "windows_tier",
     )
 
     def __init__(
@@ -74,10 +84,21 @@ class Node:
         self.children: dict[Node, None] = {}  # in order of arrival
         self.segment: list[bytes] = []  # digests of hash blocks [parent.boundary, boundary)
         self.windows: tuple[list[bytes], ...] | None = None
+        self.tier = DEVICE  # of the segment
+        self.windows_tier = DEVICE
+        self.num_held_children = 0
         self.locks = 0  # running sequences that started here or passed here last; a locked node is not evicted
         self.num_returns = 0  # requests of the node's conversation that continued from an earlier checkpoint
-        self.candidate_index: int | None = None  # its place in `eviction.Candidates`, if it is there
+        self.candidate_indices: list[int | None] = [
+            None,
+            None,
+        ]  # by tier: its place in `eviction.Candidates`, if it is there
         self.policy_state: object = None  # what the eviction policy remembers of the node
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the segments above must stay where they are: this one is on the device, or a lock is here or below."""
+        return self.tier == DEVICE or self.locks > 0 or self.num_held_children > 0
 
     def checkpoint_below(self) -> Node:
         """Return the nearest ancestor that has windows, or the root."""
@@ -91,8 +112,8 @@ class Node:
 class PrefixTree:
     """Pins and unpins blocks as nodes come and go. Not thread-safe.
 
-    `retentions` are those of sequences without a KV policy of their own. `pin` and `unpin` are called with a group and digests
-    of its blocks.
+    `retentions` are those of sequences without a KV policy of their own. `pin` and `unpin` are called with a tier, a group and
+    digests of its blocks.
     """
 
     def __init__(
@@ -107,9 +128,9 @@ class PrefixTree:
         self._pin = pin
         self._unpin = unpin
 
-    def nodes(self) -> Iterator[Node]:
-        """Yield all nodes but the root, parents before their children."""
-        stack = list(self.root.children)
+    def nodes(self, below: Node | None = None) -> Iterator[Node]:
+        """Yield all nodes below this one (None: below the root), parents before their children."""
+        stack = list((below or self.root).children)
         while stack:
             node = stack.pop()
             yield node
@@ -129,6 +150,15 @@ class PrefixTree:
                 high = middle - 1
         return low
 
+    def reach_on_device(self, chain: Sequence[bytes], limit: int) -> int:
+        """Return how many of the chain's first `limit` hash blocks have an owner on the device; these are a leading part, too."""
+        reach = self.reach(chain, limit)
+        node: Node | None = self.owner[chain[reach - 1]] if reach else self.root
+        while node is not None and node.tier != DEVICE:
+            node = node.parent
+        assert node is not None  # the root is on the device
+        return min(reach, node.boundary)
+
     def node_at(self, chain: Sequence[bytes], boundary: int) -> Node:
         """Return the node at a boundary whose hash blocks have owners; split the segment that contains the boundary if need be."""
         if not boundary:
@@ -136,34 +166,66 @@ class PrefixTree:
         lower = self.owner[chain[boundary - 1]]
         return lower if lower.boundary == boundary else self._split(lower, boundary, chain[boundary - 1])
 
+    def lock(self, node: Node) -> None:
+        """Add one lock to a node."""
+        was_held = node.is_held
+        node.locks += 1
+        if not was_held and node.parent is not None:
+            self._count_held(node.parent, 1)
+
+    def unlock(self, node: Node) -> None:
+        """Remove one lock from a node."""
+        node.locks -= 1
+        if not node.is_held and node.parent is not None:
+            self._count_held(node.parent, -1)
+
     def insert(
-        self, chain: Sequence[bytes], boundary: int, kind: CheckpointKind, retentions: RetentionSet
+        self,
+        chain: Sequence[bytes],
+        boundary: int,
+        kind: CheckpointKind,
+        retentions: RetentionSet,
+        *,
+        tier: int = DEVICE,
     ) -> tuple[Node, bool]:
-        """Return the node at a boundary of a chain, and whether it is new. Its segment's blocks must be in the prefix index."""
+        """Return the node at a boundary of a chain, and whether it is new.
+
+        Its segment's blocks must be in the index of the tier, and for one on the device so must those of all segments above.
+        """
         reach = self.reach(chain, boundary)
         parent = self.node_at(chain, reach)
         if reach == boundary:
             return parent, False
         node = Node(boundary, chain[boundary - 1], parent, kind, retentions)
+        node.tier = node.windows_tier = tier
         node.segment = list(chain[reach:boundary])
         node.windows = None if retentions.slides else ()
         parent.children[node] = None
         for digest in node.segment:
             self.owner[digest] = node
-        self._for_each_block(node, self._pin)
+        self.for_each_block(node, partial(self._pin, tier))
+        if node.is_held:
+            self._count_held(parent, 1)
         return node, True
 
-    def pin_windows(self, node: Node, windows: tuple[list[bytes], ...]) -> None:
-        """Pin a node's windows; the blocks must be in the prefix index."""
+    def set_tier(self, node: Node, tier: int) -> None:
+        """Note that a node's segment is in another tier from now on; the caller moves the blocks and their pins."""
+        was_held = node.is_held
+        node.tier = tier
+        if node.parent is not None and node.is_held != was_held:
+            self._count_held(node.parent, 1 if node.is_held else -1)
+
+    def pin_windows(self, node: Node, windows: tuple[list[bytes], ...], *, tier: int = DEVICE) -> None:
+        """Pin a node's windows; the blocks must be in the index of the tier."""
         for (group, _), digests in zip(node.retentions.sliding_groups, windows, strict=True):
-            self._pin(group, digests)
-        node.windows = windows
+            self._pin(tier, group, digests)
+        node.windows, node.windows_tier = windows, tier
 
     def unpin_windows(self, node: Node) -> None:
         """Unpin a node's windows, if it has any."""
         if node.windows is not None:
             for (group, _), digests in zip(node.retentions.sliding_groups, node.windows, strict=True):
-                self._unpin(group, digests)
+                self._unpin(node.windows_tier, group, digests)
             node.windows = None
 
     def drop_leaf(self, node: Node) -> None:
@@ -171,9 +233,11 @@ class PrefixTree:
         assert not node.children
         assert node.parent is not None
         self.unpin_windows(node)
-        self._for_each_block(node, self._unpin)
+        self.for_each_block(node, partial(self._unpin, node.tier))
         for digest in node.segment:
             del self.owner[digest]
+        if node.is_held:
+            self._count_held(node.parent, -1)
         del node.parent.children[node]
         node.parent = None
 
@@ -182,6 +246,8 @@ class PrefixTree:
         if node.windows is not None or node.locks or len(node.children) != 1 or node.parent is None:
             return False
         (child,) = node.children
+        if child.tier != node.tier:
+            return False
         child.segment = node.segment + child.segment
         child.parent = node.parent
         del node.parent.children[node]
@@ -199,6 +265,8 @@ class PrefixTree:
         upper.segment, lower.segment = lower.segment[:num_upper], lower.segment[num_upper:]
         upper.windows = None if upper.retentions.slides else ()
         upper.num_returns = lower.num_returns
+        upper.tier = upper.windows_tier = lower.tier
+        upper.num_held_children = int(lower.is_held)
         for moved in upper.segment:
             self.owner[moved] = upper
         del above.children[lower]
@@ -207,7 +275,21 @@ class PrefixTree:
         lower.parent = upper
         return upper
 
-    def _for_each_block(self, node: Node, act: PinBlocks) -> None:
+    def split_off(self, lower: Node, num_blocks: int) -> Node:
+        """Split a segment so that `lower` keeps its last `num_blocks` hash blocks, fewer than it has; return the node above."""
+        boundary = lower.boundary - num_blocks
+        return self._split(lower, boundary, lower.segment[-num_blocks - 1])
+
+    def _count_held(self, node: Node | None, change: int) -> None:
+        """Change a node's number of held children, and those of the nodes above as far as that makes a difference."""
+        while node is not None:
+            was_held = node.is_held
+            node.num_held_children += change
+            if node.is_held == was_held:
+                return
+            node = node.parent
+
+    def for_each_block(self, node: Node, act: ActOnBlocks) -> None:
         """Call `act` for the blocks that the segment pins, group by group, the blocks farthest from the root first."""
         begin = node.boundary - len(node.segment)
         for group, hash_blocks_per_block in node.retentions.full_groups:

@@ -1,0 +1,100 @@
+"""`Loads`: brings blocks from the host tier to the device for sequences that hit them or were swapped, while other sequences run.
+
+Terms:
+
+    hole     a logical block of a sequence whose contents are in the host tier; `HOLE` stands in its table until the load starts
+    load     the copies of one sequence's holes; the ranks make them while steps run
+    ticket   the number of a load in plans and results
+
+    begin              the sequence references its blocks on the device, and needs those in the host tier
+    start              a block on the device is allocated for each hole, and the copies are queued
+    (the ranks copy)   nothing may move, read or write these blocks
+    finish             the ranks have reported the ticket: the blocks are published on the device, and the host's released
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from transom_worker.kvcache.block_copies import BlockCopy, CopyQueue
+from transom_worker.kvcache.block_registry import BlockRegistry
+from transom_worker.kvcache.host_tier import HostTier
+from transom_worker.kvcache.sequence import SequenceBlocks
+from transom_worker.kvcache.tiers import DEVICE, HOST
+
+
+@dataclass(slots=True)
+class Load:
+    """One sequence's load. `is_void`: the cache was emptied meanwhile, so that the blocks' contents are not to be published."""
+
+    blocks: SequenceBlocks
+    copies: list[BlockCopy]
+    is_void: bool = False
+
+
+class Loads:
+    """The loads whose tickets were not reported yet."""
+
+    def __init__(self, registry: BlockRegistry, host: HostTier, copies: CopyQueue) -> None:
+        self.by_ticket: dict[int, Load] = {}
+        self.num_loaded = [0] * len(host.pools)  # blocks by group, since start
+        self._registry = registry
+        self._host = host
+        self._copies = copies
+
+    def start(self, blocks: SequenceBlocks, targets: Sequence[Sequence[int]]) -> None:
+        """Fill a sequence's holes with blocks of the device, by group, and queue the copies."""
+        copies = []
+        for group, (sources, of_group) in enumerate(zip(blocks.to_load, targets, strict=True)):
+            blocks.tables[group].fill_holes(of_group)
+            copies += [
+                BlockCopy(group, source, target, HOST, DEVICE) for source, target in zip(sources, of_group, strict=True)
+            ]
+        blocks.load_ticket = self._copies.add_load(copies)
+        self.by_ticket[blocks.load_ticket] = Load(blocks, copies)
+
+    def finish(self, ticket: int) -> SequenceBlocks | None:
+        """Publish what a load has brought and release the host's blocks; return whose load it was, None for an unknown ticket."""
+        load = self.by_ticket.pop(ticket, None)
+        if load is None:
+            return None
+        blocks = load.blocks
+        for copy in load.copies:
+            self.num_loaded[copy.group] += 1
+            name = self._host.pools[copy.group].published.get(copy.source)
+            if name is not None and not load.is_void and not self._registry.has(copy.group, name[0]):
+                self._registry.enter(copy.group, [copy.target], [name])
+        self.release(blocks)
+        return blocks
+
+    def release(self, blocks: SequenceBlocks) -> None:
+        """Release the host's blocks that a sequence needs for its holes."""
+        for group, sources in enumerate(blocks.to_load):
+            self._host.release(group, sources)
+        blocks.to_load, blocks.load_ticket = [], 0
+
+    def send_again(self, tickets: Iterable[int]) -> None:
+        """Queue the copies of these loads under new tickets, since it is unknown whether the ranks got the plans with them."""
+        for ticket in tickets:
+            load = self.by_ticket.pop(ticket, None)
+            if load is not None:
+                load.blocks.load_ticket = self._copies.add_load(load.copies)
+                self.by_ticket[load.blocks.load_ticket] = load
+
+    def make_void(self) -> None:
+        """Publish nothing of the present loads when they finish."""
+        for load in self.by_ticket.values():
+            load.is_void = True
+
+    def abandon(self) -> None:
+        """Forget all loads, since the ranks were restarted; their sequences hold their blocks until they are released."""
+        for load in list(self.by_ticket.values()):
+            self.release(load.blocks)
+        self.by_ticket.clear()
+
+    def targets(self) -> Iterable[tuple[int, int]]:
+        """Yield (group, block) of every block on the device that a load writes."""
+        for load in self.by_ticket.values():
+            for copy in load.copies:
+                yield copy.group, copy.target
