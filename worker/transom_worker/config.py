@@ -45,6 +45,8 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     window_repair: bool = True
     swap_space_bytes: int = 0
+    disk_cache: str | None = None  # a directory for the disk tier, `disk_space_bytes` large
+    disk_space_bytes: int = 100 * 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,25 @@ class RankInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DiskUsage:
+    """What became of the blocks and files of one rank's disk tier since the rank began.
+
+    `num_dropped` blocks were not written because writing did not keep up, `num_failed` writes ended with an error. `num_missing` and
+    `num_broken` files were asked for and not there, or not whole. `num_evicted` files were removed for newer ones. While
+    `is_usable` is False, nothing is written.
+    """
+
+    is_usable: bool = True
+    num_written: int = 0
+    num_read: int = 0
+    num_missing: int = 0
+    num_broken: int = 0
+    num_dropped: int = 0
+    num_failed: int = 0
+    num_evicted: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankUsage:
     """What one rank has used since its process began.
 
@@ -53,6 +72,7 @@ class RankUsage:
     other_bytes: int = 0
     num_eager_steps: int = 0
     num_graph_steps: int = 0
+    disk: DiskUsage | None = None  # None without a disk tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +98,7 @@ class ExecutorInfo:
     kernels: str = "torch"  # what computes the operators: "triton", "cpu" (compiled CPU kernels) or "torch"
     compile_s: float = 0.0  # seconds for which this start compiled CPU kernels
     num_graphs: int = 0  # captured CUDA graphs, one for each size of decode steps
+    disk_fingerprint: bytes = b""  # of the files of the first rank's blocks; empty without a disk tier
     shares: KvShares | None = None  # what the blocks of every rank contain; None of executors without tensors
 
     @property

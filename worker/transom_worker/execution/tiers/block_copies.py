@@ -1,6 +1,6 @@
 """Makes the block copies of plans on one rank: inside the KV pool, between device and host, and loads beside the steps.
 
-    tier     the device's arena or the host's arena: memory with the same groups and blocks, in another number
+    tier     the device's arena or the host's arena: memory with the same groups and blocks, in another number; or the disk's files
     ticket   0: the copy is done before the plan's forward pass. Above 0: a *load*, which goes on beside this and later steps
     piece    what one `read` or `write` moves, at most `PIECE_BYTES`, so that steps wait for it only a moment
 
@@ -17,12 +17,14 @@ from typing import NamedTuple
 import torch
 
 from transom_kernels.block_copy import block_copy, block_copy_between
+from transom_worker.disk_cache.folder import BlockFolder
 from transom_worker.errors import StepFailed, TransomError
 from transom_worker.execution.batch.slab import block_rows
-from transom_worker.execution.executor import PIECE_BYTES
+from transom_worker.execution.executor import PIECE_BYTES, DiskUsage
+from transom_worker.execution.tiers.disk_tier import DiskTier, FetchedBlock, StoredBlock
 from transom_worker.execution.tiers.loads import EndedLoads, LoadBoard, RowCopies, make_loads
 from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.scheduling.step import LOAD_WAIT_S, TIER_DEVICE, StepPlan
+from transom_worker.scheduling.step import LOAD_WAIT_S, TIER_DEVICE, TIER_DISK, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +51,12 @@ class _Copy(NamedTuple):
 class BlockCopies:
     """The copies of one rank. `memories` has the tiers by number; only the rank's thread calls it."""
 
-    def __init__(self, memories: Mapping[int, TierMemory]) -> None:
+    def __init__(self, memories: Mapping[int, TierMemory], disk_folder: BlockFolder | None = None) -> None:
         self._memories = memories
         self._device = memories[TIER_DEVICE].slab.device
         self._board = LoadBoard()
         self._loads = make_loads(self._board, self._device)
+        self._disk = None if disk_folder is None else DiskTier(disk_folder, self._board)
         self._last_plan: StepPlan | None = None
 
     def run(self, plan: StepPlan) -> int:
@@ -67,9 +70,9 @@ class BlockCopies:
         self._last_plan = plan
         copies = list(_copies_of(plan))
         try:
-            self._copy_now([copy for copy in copies if not copy.ticket])
+            self._copy_now([copy for copy in copies if not copy.ticket], plan.disk_digests)
             for ticket, load in groupby((copy for copy in copies if copy.ticket), key=lambda copy: copy.ticket):
-                self._begin(ticket, list(load))
+                self._begin(ticket, list(load), plan.disk_digests)
         except Exception as error:
             if isinstance(error, TransomError):
                 raise
@@ -96,8 +99,7 @@ class BlockCopies:
             ValueError: there is no such tier, group or block, or the piece is too large.
         """
         rows, ids = self._piece(tier, group, blocks)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # copies to the host may still run
+        self._finish_spills()
         return rows.index_select(0, ids).cpu().numpy().tobytes()
 
     def write(self, tier: int, group: int, blocks: Sequence[int], data: bytes | memoryview) -> None:
@@ -117,32 +119,72 @@ class BlockCopies:
             rows[ids] = new.to(rows.device)
 
     def close(self) -> None:
-        """Wait for the running load, and drop those behind it; idempotent."""
+        """Wait for the running load, drop those behind it, and write what is queued for the disk; idempotent."""
         self._loads.close()
+        if self._disk is not None:
+            self._disk.close()
 
-    def _copy_now(self, copies: list[_Copy]) -> None:
+    @property
+    def disk_usage(self) -> DiskUsage | None:
+        """What became of the disk tier's blocks and files; None without a disk tier."""
+        return None if self._disk is None else self._disk.usage
+
+    def _copy_now(self, copies: list[_Copy], digests: Sequence[bytes]) -> None:
         # The order across groups matters: copies may empty a page, which later copies of another group then use as their target.
         # So only neighbouring copies of one group between the same tiers are done together.
-        for (group, source_tier, target_tier), run in groupby(
-            copies, key=lambda copy: (copy.group, copy.source_tier, copy.target_tier)
-        ):
+        for (group, source_tier, target_tier), run in groupby(copies, key=_ends):
             pairs = [(copy.source, copy.target) for copy in run]
-            source, target = self._rows(source_tier, group), self._rows(target_tier, group)
-            if source_tier == target_tier:
-                block_copy(source, pairs)
+            if target_tier == TIER_DISK:
+                self._store(source_tier, group, [(block, digests[index]) for block, index in pairs])
+            elif source_tier == target_tier:
+                block_copy(self._rows(source_tier, group), pairs)
             else:
-                block_copy_between(source, target, pairs)
+                block_copy_between(self._rows(source_tier, group), self._rows(target_tier, group), pairs)
 
-    def _begin(self, ticket: int, copies: list[_Copy]) -> None:
+    def _begin(self, ticket: int, copies: list[_Copy], digests: Sequence[bytes]) -> None:
+        if copies[0].source_tier == TIER_DISK:
+            self._fetch(ticket, copies, digests)
+            return
         by_group: list[RowCopies] = []
-        for (group, source_tier, target_tier), run in groupby(
-            copies, key=lambda copy: (copy.group, copy.source_tier, copy.target_tier)
-        ):
+        for (group, source_tier, target_tier), run in groupby(copies, key=_ends):
             source, target = self._rows(source_tier, group), self._rows(target_tier, group)
             pairs = [(copy.source, copy.target) for copy in run]
             _check_ids(source, target, pairs)
             by_group.append(RowCopies(source, target, pairs))
         self._loads.start(ticket, by_group)
+
+    def _store(self, tier: int, group: int, blocks: list[tuple[int, bytes]]) -> None:
+        """Hand the contents of blocks to the disk tier, which writes them later."""
+        rows, disk = self._contents(tier, group), self._disk_tier()
+        _check_ids(rows, rows, [(block, block) for block, _ in blocks])
+        wanted = [(block, digest) for block, digest in blocks if disk.wants(group, digest, rows.shape[1])]
+        if wanted:
+            self._finish_spills()
+        for block, digest in wanted:
+            disk.store(StoredBlock(group, digest, rows[block].cpu().numpy().tobytes()))
+
+    def _fetch(self, ticket: int, copies: list[_Copy], digests: Sequence[bytes]) -> None:
+        blocks = []
+        for copy in copies:
+            rows = self._contents(copy.target_tier, copy.group)
+            _check_ids(rows, rows, [(copy.target, copy.target)])
+            blocks.append(FetchedBlock(copy.group, digests[copy.source], rows[copy.target]))
+        self._disk_tier().fetch(ticket, blocks)
+
+    def _disk_tier(self) -> DiskTier:
+        if self._disk is None:
+            raise ValueError("a copy names the disk, and this rank has no disk tier.")
+        return self._disk
+
+    def _contents(self, tier: int, group: int) -> torch.Tensor:
+        """Return a group's blocks as rows of `block_bytes`, without the padding between blocks."""
+        rows = self._rows(tier, group)
+        return rows[:, : self._memories[tier].layout.groups[group].block_bytes]
+
+    def _finish_spills(self) -> None:
+        """Wait for copies from a GPU to the host, which may still run."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _rows(self, tier: int, group: int) -> torch.Tensor:
         if tier not in self._memories:
@@ -154,7 +196,7 @@ class BlockCopies:
 
     def _piece(self, tier: int, group: int, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the group's blocks as rows of `block_bytes`, and the ids of the piece's blocks."""
-        rows = self._rows(tier, group)[:, : self._memories[tier].layout.groups[group].block_bytes]
+        rows = self._contents(tier, group)
         _check_ids(rows, rows, [(block, block) for block in blocks])
         if len(blocks) * rows.shape[1] > PIECE_BYTES:
             raise ValueError(
@@ -168,6 +210,10 @@ def _copies_of(plan: StepPlan) -> Iterator[_Copy]:
         plan.copy_group, plan.copy_source_tier, plan.copy_source, plan.copy_target_tier, plan.copy_target, plan.copy_ticket
     )  # fmt: skip
     return (_Copy(*values) for values in zip(*columns, strict=True))
+
+
+def _ends(copy: _Copy) -> tuple[int, int, int]:
+    return copy.group, copy.source_tier, copy.target_tier
 
 
 def _check_ids(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:

@@ -1,0 +1,7 @@
+"""The disk tier's files: KV blocks under the digest of their tokens, checked when they are read, within a given space. No torch.
+
+block_file     one block in a file: header, checksum, contents
+folder         where the files of a rank's blocks lie
+space          the space that all processes of a host share, and which files leave it first
+fingerprint    what tells the blocks of one model and layout from those of any other
+"""

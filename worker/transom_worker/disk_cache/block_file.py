@@ -1,0 +1,84 @@
+"""One KV block as a file: a header that says what it is, a checksum over everything, and the block's contents.
+
+    bytes 0 to 8        magic number and version of the format
+    8 to 40             fingerprint of the model and the rank's layout (`fingerprint`)
+    40 to 72            digest of the block's tokens and all before them, with the tenant's salt (`kvcache.hashing`)
+    72 to 76            KV cache group
+    76 to 84            length of the contents
+    84 to 116           BLAKE2b of bytes 0 to 84 and the contents
+    from 116 on         the contents
+
+A file that is cut short, changed, longer, or of another block is broken: its contents are never used.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from hashlib import blake2b
+from typing import NamedTuple
+
+_MAGIC = b"TRNSMKV1"
+_HEADER = struct.Struct("<8s32s32sIQ")
+_CHECKSUM_BYTES = 32
+HEADER_BYTES = _HEADER.size + _CHECKSUM_BYTES
+
+
+class BlockName(NamedTuple):
+    """What a file must be of: a model and layout, tokens, and a KV cache group."""
+
+    fingerprint: bytes  # 32 bytes
+    digest: bytes  # 32 bytes
+    group: int
+
+
+class BrokenFile(Exception):
+    """A file does not have the block that its name says."""
+
+
+def pack(name: BlockName, contents: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
+    """Return the two parts of the file of a block: header and contents."""
+    header = _HEADER.pack(_MAGIC, name.fingerprint, name.digest, name.group, len(contents))
+    return header + _checksum(header, contents), contents
+
+
+def read_block(file: int, name: BlockName, num_bytes: int) -> bytes:
+    """Return the contents of a block of `num_bytes` from an open file.
+
+    Raises:
+        BrokenFile: the file is not exactly that block.  OSError: it cannot be read.
+    """
+    size = os.fstat(file).st_size
+    if size != HEADER_BYTES + num_bytes:
+        raise BrokenFile(f"it has {size} bytes, not {HEADER_BYTES + num_bytes}")
+    data = _read_all(file, size)
+    return unpack(data, name, num_bytes)
+
+
+def unpack(data: bytes, name: BlockName, num_bytes: int) -> bytes:
+    """Return the contents of a block from the bytes of a file. Raises BrokenFile."""
+    if len(data) != HEADER_BYTES + num_bytes:
+        raise BrokenFile(f"it has {len(data)} bytes, not {HEADER_BYTES + num_bytes}")
+    header, checksum, contents = data[: _HEADER.size], data[_HEADER.size : HEADER_BYTES], data[HEADER_BYTES:]
+    if header != _HEADER.pack(_MAGIC, name.fingerprint, name.digest, name.group, num_bytes):
+        raise BrokenFile("its header is of another block, model, layout or version")
+    if checksum != _checksum(header, contents):
+        raise BrokenFile("its checksum is wrong")
+    return contents
+
+
+def _checksum(header: bytes, contents: bytes | memoryview) -> bytes:
+    digest = blake2b(header, digest_size=_CHECKSUM_BYTES)
+    digest.update(contents)
+    return digest.digest()
+
+
+def _read_all(file: int, size: int) -> bytes:
+    parts, left = [], size
+    while left:
+        part = os.read(file, left)
+        if not part:
+            raise BrokenFile(f"it ends after {size - left} bytes")
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
