@@ -45,6 +45,7 @@ SECTIONS: Sequence[Section] = (
             "enable_prefix_caching",
             "window_repair",
             "hybrid_kv_cache",
+            "disk_space",
         ),
     ),
     ("Any model as a hybrid", ("window", "sinks", "chunk", "window_pattern")),
@@ -163,7 +164,7 @@ def _values(name: str, field: FieldInfo) -> str:
         return ", ".join(f"`{choice}`" for choice in get_args(annotation))
     if get_origin(annotation) is tuple:
         return "text, repeatable"
-    if name == "kv_cache_memory_bytes":
+    if name in ("kv_cache_memory_bytes", "disk_space"):
         return "bytes, or text such as `512MiB`"
     if name == "swap_space":
         return "GiB, or text such as `512MiB`"

@@ -39,9 +39,12 @@ from transom_worker.config import (
 from transom_worker.errors import ConfigError
 from transom_worker.kv_dtypes import KvDtypes, as_text
 
+DISK_HOST_BYTES = 1 << 30  # of the host tier, where a disk tier is asked for and no host tier
+
 NOT_YET: dict[str, tuple[object, str]] = {
     # setting: (the only value supported so far, what to do)
     "swap_space": (0.0, "there is no host tier yet"),
+    "disk_cache": (None, "blocks that leave the memory are dropped"),
     "preemption_mode": ("auto", "preempted requests are recomputed"),
 }
 
@@ -226,6 +229,17 @@ class Settings(BaseModel):
         description="Memory of each rank's host tier, in GiB or with a unit such as 512MiB: KV blocks that are evicted from the "
         "KV pool go there, and come back when a prompt hits them; 0: no host tier. See docs/kv_cache.md.",
     )
+    disk_cache: str | None = Field(
+        None,
+        description="Directory for KV blocks that leave the memory: prompts find them there also after a restart, and workers of "
+        "one host share them. Its files hold what requests contained, and only the user that runs the workers can read them. If "
+        "unset: no disk tier.",
+    )
+    disk_space: int = Field(
+        100 * 2**30,
+        ge=1,
+        description="Space for all files in --disk-cache together, such as 100GiB; those not used for longest are removed first.",
+    )
     preemption_mode: PreemptionMode = Field(
         "auto",
         description="What happens to the KV of a request that is preempted: swap moves it to the host tier, recompute drops it; "
@@ -291,9 +305,9 @@ class Settings(BaseModel):
         Raises:
             ConfigError: an unknown name, a wrong value, or one that is not supported yet; the message names it.
         """
-        memory = values.get("kv_cache_memory_bytes")
-        if isinstance(memory, str):
-            values["kv_cache_memory_bytes"] = parse_bytes(memory, name="kv_cache_memory_bytes")
+        for name in ("kv_cache_memory_bytes", "disk_space"):
+            if isinstance(values.get(name), str):
+                values[name] = parse_bytes(values[name], name=name)
         if isinstance(values.get("swap_space"), str):
             values["swap_space"] = gibibytes(values["swap_space"], name="swap_space")
         if isinstance(values.get("kv_cache_dtype"), Mapping):
@@ -317,6 +331,8 @@ class Settings(BaseModel):
         KvDtypes.parse(self.kv_cache_dtype)
         self._check_pattern()
         self._check_replicas()
+        if self.disk_cache is not None and not self.enable_prefix_caching:
+            raise ConfigError("--disk-cache keeps cached prefixes; it needs --enable-prefix-caching.")
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not re.match(r"https?://[^/]", endpoint):
             raise ConfigError(
@@ -375,7 +391,9 @@ class Settings(BaseModel):
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 enable_prefix_caching=self.enable_prefix_caching,
                 window_repair=self.window_repair,
-                swap_space_bytes=int(self.swap_space * 2**30),
+                swap_space_bytes=self._swap_space_bytes(),
+                disk_cache=self.disk_cache,
+                disk_space_bytes=self.disk_space,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
@@ -394,6 +412,10 @@ class Settings(BaseModel):
             tracing=self._tracing_config(),
             log_format=self.log_format,
         )
+
+    def _swap_space_bytes(self) -> int:
+        """The size of the host tier. What comes from the disk passes through it, so a disk tier does not go without."""
+        return int(self.swap_space * 2**30) or (DISK_HOST_BYTES if self.disk_cache else 0)
 
     def _tracing_config(self) -> TracingConfig | None:
         if self.otlp_traces_endpoint is None:

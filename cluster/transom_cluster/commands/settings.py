@@ -50,7 +50,7 @@ def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 def _flag_type(name: str, annotation: Any) -> Any:
     """The type that the command line parses: numbers and switches. `Settings` checks words, with better messages."""
-    if name in ("kv_cache_memory_bytes", "swap_space"):
+    if name in ("kv_cache_memory_bytes", "swap_space", "disk_space"):
         return str | None  # 512MiB
     if name == "api_key":
         return list[str] | None

@@ -44,8 +44,8 @@ class RankInfo:
 class DiskUsage:
     """What became of the blocks and files of one rank's disk tier since the rank began.
 
-    `num_dropped` blocks were not written because writing did not keep up, `num_failed` writes ended with an error. `num_missing` and
-    `num_broken` files were asked for and not there, or not whole. `num_evicted` files were removed for newer ones. While
+    `num_dropped` blocks were not written because writing did not keep up, `num_failed` writes ended with an error. `num_missing`
+    and `num_broken` files were asked for and not there, or not whole. `num_evicted` files were removed for newer ones. While
     `is_usable` is False, nothing is written.
     """
 

@@ -32,13 +32,15 @@ _DECODER_TENSOR = re.compile(r"(language_model\.)?(model\.)?(language_model\.)?l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model on its device, and the facts about it that the engine needs. `dtype` is torch's name, such as "bfloat16"."""
+    """A model on its device, and the facts about it that the engine needs. `dtype` is torch's name, such as "bfloat16"; `files` are
+    those that decide what it computes."""
 
     model: Model
     architecture: Architecture
     dtype: str
     device: torch.device
     eos_token_ids: tuple[int, ...]
+    files: tuple[Path, ...] = ()
 
 
 def load_model(
@@ -78,7 +80,12 @@ def load_model(
     finally:
         weights.close()
     return LoadedModel(
-        model=model, architecture=architecture, dtype=dtype, device=device, eos_token_ids=eos_token_ids(files)
+        model=model,
+        architecture=architecture,
+        dtype=dtype,
+        device=device,
+        eos_token_ids=eos_token_ids(files),
+        files=(files.path,) if files.is_gguf else (*files.path.glob("*.safetensors"), *files.path.glob("*.json")),
     )
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -21,6 +23,8 @@ from transom_kernels.launch import compile_seconds, kernels_on
 from transom_worker.block_format import KvShares
 from transom_worker.config import EngineConfig
 from transom_worker.contract import SamplingParams
+from transom_worker.disk_cache.fingerprint import fingerprint
+from transom_worker.disk_cache.folder import BlockFolder
 from transom_worker.errors import ConfigError, OutOfMemory, StepFailed, TransomError
 from transom_worker.execution import memory
 from transom_worker.execution.batch.batch import BatchBuilder
@@ -159,6 +163,7 @@ class ModelRunner:
             kernels=kernels,
             compile_s=compile_seconds() if kernels == "cpu" else 0.0,
             num_graphs=self._forward.num_graphs,
+            disk_fingerprint=self._disk_fingerprint(0) if self._config.cache.disk_cache else b"",
             shares=self._shares(),
         )
 
@@ -182,6 +187,7 @@ class ModelRunner:
             busy_s=self._busy_s,
             num_eager_steps=self._forward.num_eager_steps,
             num_graph_steps=self._forward.num_graph_steps,
+            disk=self._copies.disk_usage,
             other_bytes=max(0, memory.process_memory_bytes(self._loaded.device) - weights_and_kv),
         )
 
@@ -375,7 +381,30 @@ class ModelRunner:
                 ranks_on_host=self._ranks_on_host,
             )
             memories[TIER_HOST] = TierMemory(layout, slab)
-        return BlockCopies(memories)
+        return BlockCopies(memories, self._disk_folder())
+
+    def _disk_folder(self) -> BlockFolder | None:
+        """Return the files of this rank's blocks; None without a disk tier.
+
+        Raises:
+            ConfigError: the directory cannot be used.
+        """
+        cache = self._config.cache
+        if cache.disk_cache is None:
+            return None
+        return BlockFolder(Path(cache.disk_cache), self._disk_fingerprint(), space_bytes=cache.disk_space_bytes)
+
+    def _disk_fingerprint(self, rank: int | None = None) -> bytes:
+        """Return the fingerprint of a rank's blocks, by default of this rank: no other blocks may be read in their place."""
+        rank = self._parallel.rank if rank is None else rank
+        loaded, model = self._loaded, self._config.model
+        facts = (
+            replace(model, model="", max_model_len=None),
+            (loaded.dtype, loaded.device.type, kernels_on(loaded.device)),
+            (self._config.cache.block_size, rank, self._parallel.size),
+            self._groups_of(rank),
+        )
+        return fingerprint(loaded.files, *facts)
 
     def _make_builder(self, layout: ArenaLayout, slab: torch.Tensor) -> BatchBuilder:
         return BatchBuilder(layout, slab, self._loaded.device, trained_len=self._loaded.architecture.max_position)

@@ -1,12 +1,12 @@
 """`DiskTier`: a rank's blocks in files. Blocks that leave the memory are written behind; loads from the disk run beside the steps.
 
-    store     takes the bytes of a block at once; a thread writes the file later. Where the thread does not keep up, blocks are dropped:
-              the disk must not slow steps down
-    fetch     a thread reads the blocks of one load, under a *ticket*, into the host's arena; the load fails if a block is missing or
-              its file is broken
+    store     takes the bytes of a block at once; a thread writes the file later. Where the thread does not keep up, blocks are
+              dropped: the disk must not slow steps down
+    fetch     a thread reads the blocks of one load, under a *ticket*, into the host's arena; the load fails if a block is missing
+              or its file is broken
 
-A write that fails, for want of space or otherwise, pauses writing for `PAUSE_S`: there is no disk tier for new blocks then. What was
-written before can still be read, since each file is checked.
+A write that fails, for want of space or otherwise, pauses writing for `PAUSE_S`: there is no disk tier for new blocks then. What
+was written before can still be read, since each file is checked.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ class DiskTier:
         """Count a failed write, and write nothing for a while; the first one of an outage is logged."""
         self._num_failed += 1
         if self._paused_until_s is None:
-            logger.error("The disk cache cannot be written: %s. Blocks that leave the memory are dropped until it can.", error)
+            logger.error(
+                "The disk cache cannot be written: %s. Blocks that leave the memory are dropped until it can.", error
+            )
         self._paused_until_s = self._now_s() + PAUSE_S
 
     def _works_again(self) -> None:
@@ -148,7 +150,9 @@ class DiskTier:
                     self._board.ended(ticket, time.perf_counter() - begin_s)
                 else:
                     self._board.failed(ticket)
-        except BaseException as error:  # whatever it is, the rank must learn of it, and no request may wait for the load
+        except (
+            BaseException
+        ) as error:  # whatever it is, the rank must learn of it, and no request may wait for the load
             self._board.broke(error)
 
     def _read_all(self, blocks: Sequence[FetchedBlock]) -> bool:

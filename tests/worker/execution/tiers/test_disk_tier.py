@@ -1,0 +1,152 @@
+"""The disk tier of one rank: blocks written behind, loads by ticket, broken files, and writes that fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.worker.execution.tiers.test_block_copies import LAYOUTS, add, rows, slabs
+from transom_worker.disk_cache.folder import BlockFolder
+from transom_worker.errors import StepFailed
+from transom_worker.execution.executor import DiskUsage
+from transom_worker.execution.tiers import disk_tier
+from transom_worker.execution.tiers.block_copies import BlockCopies, TierMemory
+from transom_worker.scheduling.step import TIER_DEVICE, TIER_DISK, TIER_HOST, StepPlan, StepResult
+
+
+def digest(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def copies_over(memory: list[torch.Tensor], path: Path) -> BlockCopies:
+    tiers = {tier: TierMemory(layout, slab) for tier, (layout, slab) in enumerate(zip(LAYOUTS, memory, strict=True))}
+    return BlockCopies(tiers, BlockFolder(path, b"m" * 32, space_bytes=1 << 20))
+
+
+def stores(blocks: list[tuple[int, int, int]], tier: int = TIER_HOST) -> StepPlan:
+    """A plan that stores (group, block, digest's number)."""
+    plan = StepPlan(step_id=0)
+    for index, (group, block, number) in enumerate(blocks):
+        add(plan, (group, tier, block, TIER_DISK, index), 0)
+        plan.disk_digests.append(digest(number))
+    return plan
+
+
+def fetches(blocks: list[tuple[int, int, int]], ticket: int) -> StepPlan:
+    """A plan that loads (group, block of the host tier, digest's number) from the disk."""
+    plan = StepPlan(step_id=1)
+    for index, (group, block, number) in enumerate(blocks):
+        add(plan, (group, TIER_DISK, index, TIER_HOST, block), ticket)
+        plan.disk_digests.append(digest(number))
+    return plan
+
+
+def ended(made: BlockCopies) -> StepResult:
+    for _ in range(10_000):
+        found = made.ended_loads(wait=True)
+        if found.loaded or found.failed:
+            return StepResult(step_id=0, loaded=found.loaded, failed=found.failed)
+    raise AssertionError("the load did not end")
+
+
+def contents(memory: list[torch.Tensor], tier: int, group: int, block: int) -> torch.Tensor:
+    return rows(memory, tier, group)[block, : LAYOUTS[0].groups[group].block_bytes]
+
+
+def usage(made: BlockCopies) -> DiskUsage:
+    found = made.disk_usage
+    assert found is not None
+    return found
+
+
+def test_blocks_come_back_after_a_restart(tmp_path: Path) -> None:
+    memory = slabs()
+    first = copies_over(memory, tmp_path)
+    plan = stores([(0, 1, 10), (2, 3, 11)])
+    add(plan, (0, TIER_DEVICE, 0, TIER_HOST, 1), 0)  # the block is overwritten at once
+    wanted = [contents(memory, TIER_HOST, 0, 1).clone(), contents(memory, TIER_HOST, 2, 3).clone()]
+    first.run(plan)
+    first.run(stores([(1, 2, 12)], TIER_DEVICE))
+    first.close()
+    assert usage(first).num_written == 3
+    again = slabs()
+    second = copies_over(again, tmp_path)
+    second.run(fetches([(0, 4, 10), (2, 0, 11)], ticket=5))
+    assert ended(second).loaded == [5]
+    assert contents(again, TIER_HOST, 0, 4).equal(wanted[0])
+    assert contents(again, TIER_HOST, 2, 0).equal(wanted[1])
+    second.run(fetches([(1, 0, 12)], ticket=6))
+    assert ended(second).loaded == [6]
+    assert contents(again, TIER_HOST, 1, 0).equal(contents(memory, TIER_DEVICE, 1, 2))
+    second.run(stores([(1, 0, 12)]))  # it is there already
+    second.close()
+    assert usage(second) == DiskUsage(num_read=3)
+
+
+def test_a_load_with_a_missing_or_a_broken_file_fails(tmp_path: Path) -> None:
+    memory = slabs()
+    made = copies_over(memory, tmp_path)
+    made.run(stores([(0, 1, 10), (0, 2, 11)]))
+    made.close()
+    made = copies_over(memory, tmp_path)
+    made.run(fetches([(0, 4, 10), (0, 5, 99)], ticket=1))
+    assert ended(made).failed == [1]
+    for path in tmp_path.rglob("*.kv"):
+        os.truncate(path, 50)
+    made.run(fetches([(0, 4, 10), (0, 5, 11)], ticket=2))
+    assert ended(made).failed == [2]
+    assert (usage(made).num_missing, usage(made).num_broken) == (1, 1)
+    made.close()
+
+
+def test_a_full_disk_is_no_disk_tier_for_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    memory, now_s = slabs(), [0.0]
+    made = copies_over(memory, tmp_path)
+    assert made._disk is not None
+    made._disk._now_s = lambda: now_s[0]
+    full = patch.object(BlockFolder, "write", side_effect=OSError(28, "No space left on device"))
+    with full, caplog.at_level(logging.INFO, logger="transom.worker"):
+        made.run(stores([(0, number, number) for number in range(4)]))
+        wait_until_written(made)
+    assert (usage(made).is_usable, usage(made).num_failed) == (False, 4)
+    (line,) = (record.message for record in caplog.records if "disk cache" in record.message)
+    assert line.startswith("The disk cache cannot be written: [Errno 28] No space left on device.")
+    made.run(stores([(0, 0, 0)]))
+    wait_until_written(made)
+    assert usage(made).num_written == 0
+    now_s[0] = disk_tier.PAUSE_S
+    made.run(stores([(0, 1, 1)]))
+    wait_until_written(made)
+    assert (usage(made).is_usable, usage(made).num_written) == (True, 1)
+    made.close()
+
+
+def wait_until_written(made: BlockCopies) -> None:
+    """Wait for the thread to have taken everything: what is queued behind a load's answer would be written later."""
+    disk = made._disk
+    assert disk is not None
+    while disk._queued_bytes:
+        os.sched_yield()
+
+
+def test_writing_that_does_not_keep_up_drops_blocks(tmp_path: Path) -> None:
+    made = copies_over(slabs(), tmp_path)
+    with patch.object(disk_tier, "QUEUED_BYTES", 100):
+        made.run(stores([(0, 1, 10)]))
+    assert usage(made).num_dropped == 1
+    made.close()
+    assert usage(made).num_written == 0
+
+
+def test_a_rank_without_a_disk_tier_refuses(tmp_path: Path) -> None:
+    memory = slabs()
+    made = BlockCopies({TIER_DEVICE: TierMemory(LAYOUTS[0], memory[0])})
+    assert made.disk_usage is None
+    with pytest.raises(StepFailed, match="this rank has no disk tier"):
+        made.run(stores([(0, 1, 10)], TIER_DEVICE))
+    made.close()
