@@ -17,7 +17,7 @@ from transom_kernels.launch import prefer
 from transom_kernels.paged_attention import paged_attention
 from transom_kernels.policy_attention import PolicyBatch, add_block_mass, policy_attention
 from transom_kernels.policy_attention.reference import add_block_mass_reference, policy_attention_reference
-from transom_kernels.quantised_kv import FORMATS, dequantise_rows, quantise_rows
+from transom_kernels.quantised_kv import FORMATS, quantise_rows
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 SHAPE = Shape(heads=6, kv_heads=2, size=24, block_size=16)
@@ -139,16 +139,23 @@ def test_torch_is_the_reference():
         check(make_policy_case(SEQUENCES[:2], SHAPE), with_sink_query=True)
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_quantised_caches_are_dequantised(dtype):
-    case = make_policy_case([SEQUENCES[0], SEQUENCES[3]], SHAPE)
-    (k, k_scale), (v, v_scale) = (
-        quantise_rows(cache.nan_to_num(), FORMATS[dtype]) for cache in (case.k_cache, case.v_cache)
+@pytest.mark.parametrize("stored", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_quantised_caches_are_dequantised(stored, dtype):
+    case = make_policy_case(SEQUENCES, replace(SHAPE, dtype=dtype))
+    (k, k_scale), (v, v_scale) = (quantise_rows(cache, FORMATS[stored]) for cache in (case.k_cache, case.v_cache))
+    inputs: dict[str, Any] = {"scale": 0.3, "sink_q": case.sink_q}
+    found, expected = (torch.full((*case.q.shape[:2], 2), float("nan")) for _ in range(2))
+    out = policy_attention(case.q, k, v, case.batch, **inputs, statistics=found, k_scale=k_scale, v_scale=v_scale)
+    right = policy_attention_reference(
+        case.q, k, v, case.batch, **inputs, statistics=expected, k_scale=k_scale, v_scale=v_scale
     )
-    wide_k, wide_v = dequantise_rows(k, k_scale), dequantise_rows(v, v_scale)
-    expected = policy_attention(case.q, wide_k, wide_v, case.batch, scale=0.3)
-    found = policy_attention(case.q, k, v, case.batch, scale=0.3, k_scale=k_scale, v_scale=v_scale)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    limit = TOLERANCE[dtype]
+    torch.testing.assert_close(out.float(), right.float(), atol=limit, rtol=limit)
+    mass, right_mass = (torch.zeros(case.batch.block_table.shape) for _ in range(2))
+    add_block_mass(mass, case.q, k, case.batch, found, **inputs, k_scale=k_scale)
+    add_block_mass_reference(right_mass, case.q, k, case.batch, expected, **inputs, k_scale=k_scale)
+    torch.testing.assert_close(mass, right_mass, atol=50 * limit, rtol=limit)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def make_units(
             clear_floats(key_scales, 16 * num_groups)
             clear_floats(value_scales, 16 * num_groups)
             at = 4 * (begin - first)
-            write_scales(arguments, sequence, kv_head, begin, end, key_scales + at, value_scales + at)
+            write_scales(arguments, scratch, sequence, kv_head, begin, end, key_scales + at, value_scales + at)
         group_scores(keys, values, num_groups, scratch + queries_at, scratch + scores_at)
         scale, soft_cap = float_of_bits(argument(arguments, SCALE)), float_of_bits(argument(arguments, SOFT_CAP))
         factor = scale / soft_cap if has_soft_cap else scale * log2_e

@@ -110,7 +110,7 @@ def copy_floats(source, stride, to, count):
 
 
 @njit
-def write_scales(arguments, sequence, kv_head, begin, end, keys, values):
+def write_scales(arguments, scratch, sequence, kv_head, begin, end, keys, values):
     """Write the scales of the keys and values of tokens [begin, end) into two arrays."""
     size, columns = argument(arguments, BLOCK_SIZE), argument(arguments, COLUMNS)
     num_sink_blocks = argument(arguments, NUM_SINK_BLOCKS)

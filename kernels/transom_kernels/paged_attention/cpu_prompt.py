@@ -150,10 +150,12 @@ def make_prompt(
             clear_floats(key_scales, KEY_TILE)
             clear_floats(value_scales, KEY_TILE)
             if begin < sinks:
-                write_scales(arguments, sequence, kv_head, begin, sinks, key_scales, value_scales)
+                write_scales(arguments, scratch, sequence, kv_head, begin, sinks, key_scales, value_scales)
             if run < end:
                 skipped = 4 * (run - begin)
-                write_scales(arguments, sequence, kv_head, run, end, key_scales + skipped, value_scales + skipped)
+                write_scales(
+                    arguments, scratch, sequence, kv_head, run, end, key_scales + skipped, value_scales + skipped
+                )
         for key in range(0, end - begin, 32):
             pack_keys(keys + 8 * key, scratch + keys_at + key // 16 * key_panel)
             pack_keys(keys + 8 * key + 128, scratch + keys_at + (key // 16 + 1) * key_panel)

@@ -16,6 +16,7 @@ from transom_kernels.paged_attention import cpu_arguments as shared
 from transom_kernels.paged_attention.cpu_layout import UNIT_KEYS, DecodeLayout, partial_floats
 from transom_kernels.policy_attention import cpu_arguments as own
 from transom_kernels.policy_attention.batch import PolicyBatch
+from transom_kernels.quantised_kv import STORED, head_width
 
 _MODULE = "transom_kernels.policy_attention.cpu_kernel"
 _ITEMS_PER_THREAD = 4  # slots share rows until there are so many items
@@ -24,15 +25,12 @@ _EXTRA_BYTES = 64 + 4 * UNIT_KEYS  # `cpu_kernel.EXTRA_BYTES`, which is imported
 
 
 def fits_cpu_kernel(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    sink_logits: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sink_logits: torch.Tensor | None
 ) -> bool:
-    """Whether the kernels take these tensors: caches of the queries' dtype whose keys and values have adjacent elements."""
+    """Whether the kernels take these tensors: the elements of a key and of a value must be adjacent."""
     adjacent = all(cache.stride(-1) == 1 or cache.shape[-1] == 1 for cache in (k_cache, v_cache))
-    return adjacent and k_scale is None and q.dtype in DTYPES and (sink_logits is None or sink_logits.dtype in DTYPES)
+    has_dtypes = q.dtype in DTYPES and (sink_logits is None or sink_logits.dtype in DTYPES)
+    return adjacent and has_dtypes and k_cache.dtype in STORED
 
 
 def policy_attention_cpu(
@@ -46,10 +44,12 @@ def policy_attention_cpu(
     sink_logits: torch.Tensor | None = None,
     sink_q: torch.Tensor | None = None,
     statistics: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The contract is that of `op.policy_attention`."""
     rows, heads, width = q.shape
-    kv_heads, value_width = v_cache.shape[2], v_cache.shape[3]
+    kv_heads, value_width = v_cache.shape[2], head_width(v_cache)
     out = empty((rows, heads, value_width), q.dtype)
     if out.numel() == 0:
         return out
@@ -58,7 +58,7 @@ def policy_attention_cpu(
     max_units = batch.block_table.shape[1] * batch.block_size // UNIT_KEYS + 3
     num_slots = _num_slots(rows * kv_heads, max_units, 4 * rows * kv_heads * floats)
     partials = empty((rows * kv_heads * max_units * floats,), torch.float32) if num_slots > 1 else None
-    arguments = _arguments(q, k_cache, v_cache, batch, scale, soft_cap, sink_q, statistics)
+    arguments = _arguments(q, k_cache, v_cache, batch, scale, soft_cap, sink_q, statistics, (k_scale, v_scale))
     for at, value in (
         (shared.OUT, out),
         (shared.PARTIALS, partials),
@@ -73,6 +73,7 @@ def policy_attention_cpu(
             _MODULE,
             maker,
             dtype=dtype,
+            stored=STORED[k_cache.dtype],
             group=group,
             width=width,
             value_width=value_width,
@@ -98,15 +99,22 @@ def add_block_mass_cpu(
     scale: float,
     soft_cap: float | None = None,
     sink_q: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
 ) -> None:
     """The contract is that of `op.add_block_mass`."""
     num_sequences, columns = mass.shape
     dtype, group, width = DTYPES[q.dtype], q.shape[1] // k_cache.shape[2], q.shape[2]
     units = -(-columns * batch.block_size // UNIT_KEYS)
-    arguments = _arguments(q, k_cache, k_cache, batch, scale, soft_cap, sink_q, statistics)
+    arguments = _arguments(q, k_cache, k_cache, batch, scale, soft_cap, sink_q, statistics, (k_scale, k_scale))
     arguments[own.MASS], arguments[own.MASS_UNITS] = mass, units
     kernel = cpu_kernel(
-        _MODULE, "make_add_mass", dtype=dtype, group=group, width=width, has_soft_cap=soft_cap is not None
+        _MODULE,
+        "make_add_mass",
+        dtype=dtype,
+        stored=STORED[k_cache.dtype],
+        group=group,
+        width=width,
+        has_soft_cap=soft_cap is not None,
     )
     scratch_bytes = DecodeLayout(dtype, group, width, width).num_bytes + _EXTRA_BYTES
     launch(kernel, num_sequences * units, arguments, scratch_bytes=scratch_bytes)
@@ -121,6 +129,7 @@ def _arguments(
     soft_cap: float | None,
     sink_q: torch.Tensor | None,
     statistics: torch.Tensor | None,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> list[Argument]:
     """The words that both operators read; the others are 0."""
     if q.stride(2) != 1 or (sink_q is not None and sink_q.stride() != q.stride()):
@@ -148,9 +157,12 @@ def _arguments(
         own.SINK_Q: sink_q,
         own.STATISTICS: statistics,
     }
-    strides = ((shared.K_BLOCK, shared.K_TOKEN, shared.K_HEAD), (shared.V_BLOCK, shared.V_TOKEN, shared.V_HEAD))
-    for cache, names in zip((k_cache, v_cache), strides, strict=True):
-        words |= {name: cache.stride(axis) * cache.element_size() for axis, name in enumerate(names)}
+    for first, tensor in zip(
+        (shared.K_BLOCK, shared.V_BLOCK, shared.KS_BLOCK, shared.VS_BLOCK), (k_cache, v_cache, *scales), strict=True
+    ):  # strides of blocks, tokens and heads are three words
+        if tensor is not None:
+            words |= {first + axis: tensor.stride(axis) * tensor.element_size() for axis in range(3)}
+    words |= {shared.K_SCALE: scales[0], shared.V_SCALE: scales[1]}
     for at, word in words.items():
         arguments[at] = word
     return arguments

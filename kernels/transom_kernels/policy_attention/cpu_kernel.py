@@ -55,10 +55,17 @@ from transom_kernels.paged_attention.cpu_inner_loops import (
     make_copy_row,
     make_group_scores,
 )
-from transom_kernels.paged_attention.cpu_keys import MASKED
-from transom_kernels.paged_attention.cpu_layout import UNIT_KEYS, DecodeLayout, words_of
-from transom_kernels.policy_attention.cpu_arguments import MASS, MASS_UNITS, ROW_SEQUENCE, SINK_Q, STATISTICS
-from transom_kernels.policy_attention.cpu_table import make_find_groups, visible_ranges
+from transom_kernels.paged_attention.cpu_keys import MASKED, clear_floats
+from transom_kernels.paged_attention.cpu_layout import UNIT_KEYS, DecodeLayout, is_quantised, words_of
+from transom_kernels.policy_attention.cpu_arguments import (
+    MASS,
+    MASS_UNITS,
+    NUM_COLUMNS,
+    ROW_SEQUENCE,
+    SINK_Q,
+    STATISTICS,
+)
+from transom_kernels.policy_attention.cpu_table import make_find_groups, make_write_scales, visible_ranges
 
 EXTRA_BYTES = 64 + 4 * UNIT_KEYS  # of a thread's memory behind `DecodeLayout`: the shift, and the sums of `add_mass`
 
@@ -123,14 +130,21 @@ def make_store_statistics(dtype: str, group: int, value_width: int, sink_dtype: 
 
 
 def make_attend(
-    dtype: str, group: int, width: int, value_width: int, has_soft_cap: bool, sink_dtype: str | None
+    dtype: str,
+    stored: str,
+    group: int,
+    width: int,
+    value_width: int,
+    has_soft_cap: bool,
+    sink_dtype: str | None,
 ) -> Any:
     """Arguments: see `cpu_arguments`."""
     layout = DecodeLayout(dtype, group, width, value_width)
     shift_at = layout.num_bytes
     partial_at, total_at, partial_bytes = layout.partial, layout.total, layout.partial_bytes
-    find_groups = make_find_groups(shift_at, layout.key_copies, layout.value_copies, dtype, width, value_width)
-    attend_unit = make_units(group, width, value_width, dtype, has_soft_cap, find_groups)
+    find_groups = make_find_groups(shift_at, layout.key_copies, layout.value_copies, stored, width, value_width)
+    write_scales = make_write_scales(shift_at)
+    attend_unit = make_units(group, width, value_width, dtype, has_soft_cap, find_groups, stored, write_scales)
     merge, clear, store_result = make_results(group, value_width, dtype, sink_dtype)
     load_queries = make_load_queries(dtype, group, width, value_width)
     store_statistics = make_store_statistics(dtype, group, value_width, sink_dtype)
@@ -187,7 +201,13 @@ def make_attend(
 
 
 def make_combine(
-    dtype: str, group: int, width: int, value_width: int, has_soft_cap: bool, sink_dtype: str | None
+    dtype: str,
+    stored: str,
+    group: int,
+    width: int,
+    value_width: int,
+    has_soft_cap: bool,
+    sink_dtype: str | None,
 ) -> Any:
     """Merges the partial results of rows that slots shared. Arguments: see `cpu_arguments`."""
     partial_bytes = DecodeLayout(dtype, group, width, value_width).partial_bytes
@@ -219,23 +239,27 @@ def make_combine(
     return combine
 
 
-def make_add_mass(dtype: str, group: int, width: int, has_soft_cap: bool) -> Any:
+def make_add_mass(dtype: str, stored: str, group: int, width: int, has_soft_cap: bool) -> Any:
     """Adds attention probabilities by block. An item is a unit of 256 table indices of one sequence."""
-    words, layout = words_of(dtype), DecodeLayout(dtype, group, width, width)
+    words, layout = words_of(dtype, stored), DecodeLayout(dtype, group, width, width)
+    has_scales, key_scales_at, value_scales_at = is_quantised(dtype, stored), layout.key_scales, layout.value_scales
     shift_at, sums_at = layout.num_bytes, layout.num_bytes + 64
     keys_at, values_at, scores_at = layout.key_groups, layout.value_groups, layout.scores
     queries_at, score_stride = layout.queries, layout.score_stride
-    find_groups = make_find_groups(shift_at, layout.key_copies, layout.value_copies, dtype, width, width)
+    find_groups = make_find_groups(shift_at, layout.key_copies, layout.value_copies, stored, width, width)
+    write_scales = make_write_scales(shift_at)
     group_scores = make_group_scores(words, group, width, width, (layout.query_stride, score_stride))
     load_queries = make_load_queries(dtype, group, width, width)
     masked, log2_e, zero, one = np.float32(MASKED), np.float32(LOG2_E), np.float32(0.0), np.float32(1.0)
 
     @njit
-    def add_head(scores, sums, begin, end, top, inverse, factor, soft_cap):
+    def add_head(scores, key_scales, sums, begin, end, top, inverse, factor, soft_cap):
         """Add one head's probabilities of the keys [begin, end) to the sums."""
         first = begin // 16 * 16
         for key in range(first, end, 16):
             x = load_f32(scores + 4 * (key - first)) * splat(factor)
+            if has_scales:
+                x = x * load_f32(key_scales + 4 * (key - first))
             if has_soft_cap:
                 x = tanh(x) * splat(soft_cap * log2_e)
             x = keep_visible(x, key, begin, end - 1, key, masked)
@@ -251,6 +275,11 @@ def make_add_mass(dtype: str, group: int, width: int, has_soft_cap: bool) -> Any
         keys, values = memory + keys_at, memory + values_at
         find_groups(arguments, memory, sequence, kv_head, begin, end, keys, values)
         num_groups = (end - begin // 16 * 16 + 15) // 16
+        key_scales, value_scales = memory + key_scales_at, memory + value_scales_at
+        if has_scales:
+            clear_floats(key_scales, 16 * num_groups)
+            at = 4 * (begin - begin // 16 * 16)
+            write_scales(arguments, memory, sequence, kv_head, begin, end, key_scales + at, value_scales + at)
         group_scores(keys, values, num_groups, memory + queries_at, memory + scores_at)
         scale, soft_cap = float_of_bits(argument(arguments, SCALE)), float_of_bits(argument(arguments, SOFT_CAP))
         factor = scale / soft_cap if has_soft_cap else scale * log2_e
@@ -260,17 +289,20 @@ def make_add_mass(dtype: str, group: int, width: int, has_soft_cap: bool) -> Any
             top, weight_sum = load_scalar_f32(statistics + 8 * g), load_scalar_f32(statistics + 8 * g + 4)
             inverse = one / weight_sum if weight_sum > zero else zero
             scores = memory + scores_at + g * score_stride
-            add_head(scores, memory + sums_at, begin, end, top, inverse, factor, soft_cap)
+            add_head(scores, key_scales, memory + sums_at, begin, end, top, inverse, factor, soft_cap)
 
     @njit
     def add_unit(arguments, memory, sequence, unit):
         size, columns = argument(arguments, BLOCK_SIZE), argument(arguments, COLUMNS)
         unit_begin, unit_end = unit * UNIT_KEYS, (unit + 1) * UNIT_KEYS
+        num_indices = load_i32(argument(arguments, NUM_COLUMNS) + 4 * sequence) * size
         for at in range(0, 4 * UNIT_KEYS, 64):
             store_f32(memory + sums_at + at, splat(zero))
         store_i64(memory + shift_at, 0)
         sink_tensor = SINK_Q if argument(arguments, SINK_Q) else Q
         offsets = argument(arguments, QUERY_OFFSET) + 4 * sequence
+        if unit_begin >= num_indices:
+            return
         for row in range(load_i32(offsets), load_i32(offsets + 4)):
             sinks_end, run_begin, run_end = visible_ranges(arguments, sequence, row_position(arguments, sequence, row))
             for kv_head in range(argument(arguments, KV_HEADS)):
@@ -278,7 +310,7 @@ def make_add_mass(dtype: str, group: int, width: int, has_soft_cap: bool) -> Any
                 add_range(arguments, memory, sequence, row, kv_head, unit_begin, end, sink_tensor)
                 begin, end = max(unit_begin, run_begin), min(unit_end, run_end)
                 add_range(arguments, memory, sequence, row, kv_head, begin, end, Q)
-        for index in range(unit_begin, min(unit_end, columns * size)):
+        for index in range(unit_begin, min(unit_end, num_indices)):
             at = argument(arguments, MASS) + 4 * (sequence * columns + index // size)
             store_scalar_f32(at, load_scalar_f32(at) + load_scalar_f32(memory + sums_at + 4 * (index - unit_begin)))
 

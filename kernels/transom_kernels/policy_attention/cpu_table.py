@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from transom_kernels.cpu.simd import NUM_BYTES, load_i32, load_i64, splat, store_f32, store_i64
+from transom_kernels.cpu.simd import load_i32, load_i64, splat, store_f32, store_i64
 from transom_kernels.cpu.work import argument
 from transom_kernels.paged_attention.cpu_arguments import (
     BLOCK_SIZE,
@@ -21,14 +21,24 @@ from transom_kernels.paged_attention.cpu_arguments import (
     K_BLOCK,
     K_CACHE,
     K_HEAD,
+    K_SCALE,
     K_TOKEN,
+    KS_BLOCK,
+    KS_HEAD,
+    KS_TOKEN,
     V_BLOCK,
     V_CACHE,
     V_HEAD,
+    V_SCALE,
     V_TOKEN,
+    VS_BLOCK,
+    VS_HEAD,
+    VS_TOKEN,
 )
 from transom_kernels.paged_attention.cpu_inner_loops import make_move_row
+from transom_kernels.paged_attention.cpu_keys import copy_floats
 from transom_kernels.policy_attention.cpu_arguments import KEY_BLOCKS, NUM_COLUMNS, SINK_Q, SINKS, WINDOWS
+from transom_kernels.quantised_kv.cpu_rows import row_bytes
 
 
 @njit
@@ -66,14 +76,14 @@ def visible_ranges(arguments, sequence, position):
 
 
 def make_find_groups(
-    shift_at: int, key_copies: int, value_copies: int, dtype: str, width: int, value_width: int
+    shift_at: int, key_copies: int, value_copies: int, stored: str, width: int, value_width: int
 ) -> Any:
     """find_groups(arguments, memory, sequence, kv_head, begin, end, keys, values), as `paged_attention.cpu_keys` makes it.
 
     The keys [begin, end) are counted by aligned index; the shift lies at the offset `shift_at` of the thread's memory.
     """
-    key_bytes, value_bytes = width * NUM_BYTES[dtype], value_width * NUM_BYTES[dtype]
-    move_key, move_value = make_move_row(dtype, width), make_move_row(dtype, value_width)
+    key_bytes, value_bytes = row_bytes(stored, width), row_bytes(stored, value_width)
+    move_key, move_value = make_move_row(stored, width), make_move_row(stored, value_width)
 
     @njit
     def clear(at, num_bytes):
@@ -111,3 +121,28 @@ def make_find_groups(
             keys, values = keys + 8, values + 8
 
     return find_groups
+
+
+def make_write_scales(shift_at: int) -> Any:
+    """write_scales(arguments, memory, sequence, kv_head, begin, end, keys, values), as in `paged_attention.cpu_keys`.
+
+    The keys [begin, end) are counted by aligned index, as `make_find_groups` counts them.
+    """
+
+    @njit
+    def write_scales(arguments, memory, sequence, kv_head, begin, end, keys, values):
+        size, shift = argument(arguments, BLOCK_SIZE), load_i64(memory + shift_at)
+        table = argument(arguments, BLOCK_TABLE) + 4 * sequence * argument(arguments, COLUMNS)
+        k_base = argument(arguments, K_SCALE) + kv_head * argument(arguments, KS_HEAD)
+        v_base = argument(arguments, V_SCALE) + kv_head * argument(arguments, VS_HEAD)
+        k_token, v_token = argument(arguments, KS_TOKEN), argument(arguments, VS_TOKEN)
+        index = begin - shift
+        while index < end - shift:
+            offset = index % size
+            block, count = load_i32(table + 4 * (index // size)), min(size - offset, end - shift - index)
+            copy_floats(k_base + block * argument(arguments, KS_BLOCK) + offset * k_token, k_token, keys, count)
+            copy_floats(v_base + block * argument(arguments, VS_BLOCK) + offset * v_token, v_token, values, count)
+            keys, values = keys + 4 * count, values + 4 * count
+            index += count
+
+    return write_scales

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from transom_kernels.cpu.recording import refuse_recording
+from transom_kernels.cpu.recording import current_recorder, refuse_recording
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_kernels.policy_attention.batch import PolicyBatch
 from transom_kernels.policy_attention.reference import add_block_mass_reference, policy_attention_reference
@@ -61,13 +61,11 @@ def policy_attention(
     if soft_cap is not None and soft_cap <= 0:
         raise ValueError(f"soft_cap is {soft_cap}; it must be above 0, or None.")
     options: dict[str, Any] = {
-        **{
-            "scale": scale,
-            "soft_cap": soft_cap,
-            "sink_logits": sink_logits,
-            "sink_q": sink_q,
-            "statistics": statistics,
-        },
+        "scale": scale,
+        "soft_cap": soft_cap,
+        "sink_logits": sink_logits,
+        "sink_q": sink_q,
+        "statistics": statistics,
     }
     if uses_triton(q) and k_scale is None:
         from transom_kernels.policy_attention.gpu import policy_attention_triton
@@ -76,10 +74,17 @@ def policy_attention(
     if uses_cpu_kernels(q):
         from transom_kernels.policy_attention.cpu import fits_cpu_kernel, policy_attention_cpu
 
-        if fits_cpu_kernel(q, k_cache, v_cache, sink_logits, k_scale):
-            return policy_attention_cpu(q, k_cache, v_cache, batch, **options)
+        if fits_cpu_kernel(q, k_cache, v_cache, sink_logits):
+            return policy_attention_cpu(q, k_cache, v_cache, batch, **options, k_scale=k_scale, v_scale=v_scale)
     refuse_recording("attention in torch reads block tables in Python")
     return policy_attention_reference(q, k_cache, v_cache, batch, **options, k_scale=k_scale, v_scale=v_scale)
+
+
+def empty_statistics(q: torch.Tensor) -> torch.Tensor:
+    """Memory for the statistics of queries [T, H, D]; of the program's memory while one is recorded."""
+    recorder = current_recorder()
+    shape = (*q.shape[:2], 2)
+    return q.new_empty(shape, dtype=torch.float32) if recorder is None else recorder.empty(shape, torch.float32)
 
 
 def add_block_mass(
@@ -116,8 +121,8 @@ def add_block_mass(
     if uses_cpu_kernels(q):
         from transom_kernels.policy_attention.cpu import add_block_mass_cpu, fits_cpu_kernel
 
-        if fits_cpu_kernel(q, k_cache, k_cache, None, k_scale):
-            add_block_mass_cpu(mass, q, k_cache, batch, statistics, **options)
+        if fits_cpu_kernel(q, k_cache, k_cache, None):
+            add_block_mass_cpu(mass, q, k_cache, batch, statistics, **options, k_scale=k_scale)
             return
     refuse_recording("attention in torch reads block tables in Python")
     add_block_mass_reference(mass, q, k_cache, batch, statistics, **options, k_scale=k_scale)

@@ -116,9 +116,12 @@ def test_rows_of_all_kinds_side_by_side(checkpoint: Any, enforce_eager: bool) ->
     hand.step({0: 30, 1: 10, 2: 3})
     hand.step({2: 1, 0: 20, 1: 30})
     for _ in range(12):
-        hand.step({0: 1, 1: 1, 2: 1})
+        hand.step({0: 1, 1: 1})
     hand.decode(1, 3)
-    hand.step({1: 1, 2: 1})
+    for _ in range(7):
+        hand.step({1: 1, 2: 1})
+    hand.step({0: 1, 1: 1, 2: 1})  # more rows than are recorded
+    assert hand.runner.usage.num_graph_steps == (0 if enforce_eager else 22)
     check_greedy(model, hand.rows[0].tokens, 50, window_mask(9, 0))
     check_greedy(model, hand.rows[1].tokens, 60, lambda length: visible(length, length, window=None, sinks=0))
     check_greedy(model, hand.rows[2].tokens, 3, window_mask(30, 17))
@@ -128,12 +131,13 @@ def test_attention_mass_is_that_of_transformers_by_block(checkpoint: Any) -> Non
     folder = checkpoint("qwen3")
     hand, model = PolicyScheduler(make_runner(folder)), load_oracle(folder)
     hand.add(0, prompt(30), WindowPolicy(sinks=3, window=11))
-    results = [hand.step({0: 17}, mass=True), hand.step({0: 13}, mass=True), *hand.decode(0, 3, mass=True)]
+    results = [hand.step({0: 17}, mass=True), hand.step({0: 13}, mass=True), *hand.decode(0, 6, mass=True)]
+    assert hand.runner.usage.num_graph_steps == 6
     tokens = hand.rows[0].tokens[:-1]
     with masked(model, window_mask(11, 3)), torch.inference_mode():
         attentions = model(torch.tensor([tokens]), use_cache=False, output_attentions=True).attentions
     share = torch.stack(attentions).mean(dim=(0, 1, 2))  # [queries, keys]
-    ends = [0, 17, 30, 31, 32, 33]
+    ends = [0, 17, *range(30, 37)]
     for result, (start, end) in zip(results, itertools.pairwise(ends), strict=True):
         found = result.attention_mass[0]
         first = max(0, start - 11 + 1) // 4

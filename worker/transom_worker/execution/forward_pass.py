@@ -20,6 +20,7 @@ from transom_worker.execution.graphs.decode_sizes import DecodeSizes
 from transom_worker.execution.graphs.graph_capture import capture_device
 from transom_worker.execution.graphs.graph_warm_up import capture_decode_graphs
 from transom_worker.execution.policy_report import PolicyReport
+from transom_worker.execution.programs.static_policy_inputs import PolicyVariant
 from transom_worker.execution.step_logits import StepLogits, ready_logits
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.layers.forward_batch import ForwardBatch
@@ -86,13 +87,28 @@ class ForwardPass:
     def _prepare_policies(self, plan: StepPlan, arrays: StepArrays, store: SequenceStore) -> Callable[[], StepLogits]:
         """As `prepare`, for a step some of whose rows have KV policies."""
         report = self.policy_report = PolicyReport(plan, arrays, store, self._builder)
-        self.num_eager_steps += 1
-        batch = self._builder.batch(arrays)
-        report.attach(batch)
+
+        def eager_batch() -> ForwardBatch:
+            batch = self._builder.batch(arrays)
+            report.attach(batch)
+            return batch
+
+        replay = None
+        if self._programs is not None:
+            variant = PolicyVariant(report.wants_mass, self._builder.passes_trained_len(arrays))
+            replay = self._programs.prepare_policies(arrays, variant, eager_batch)
+            if replay is not None and report.wants_mass:
+                report.take_mass(self._programs.policy_inputs.block_mass)
+        if replay is None:
+            self.num_eager_steps += 1
+            compute = partial(self._run, plan, eager_batch())
+        else:
+            self.num_graph_steps += 1
+            compute = partial(_replayed, plan, replay)
 
         def run() -> StepLogits:
             report.measure(self._model)
-            return self._run(plan, batch)
+            return compute()
 
         return run
 

@@ -46,9 +46,10 @@ class PolicyReport:
         return any(self._plan.wants_mass)
 
     def attach(self, batch: ForwardBatch) -> None:
-        """Let the step's forward pass add up attention mass, if a row wants it."""
+        """Let a forward pass of the step add up attention mass, if a row wants it."""
         if not self.wants_mass:
             return
+        self._block_mass = None
         for group in batch.groups:
             if isinstance(group, MixedBatch):
                 if self._block_mass is None:
@@ -57,7 +58,7 @@ class PolicyReport:
                 group.meter = MassMeter(block_mass=self._block_mass)
 
     def take_mass(self, block_mass: torch.Tensor) -> None:
-        """Report this mass [B, at least N], which a recorded step has added up."""
+        """Report this mass [B or more, N or more], which a recorded step adds up."""
         self._block_mass = block_mass
 
     def measure(self, model: Model) -> None:
@@ -77,7 +78,9 @@ class PolicyReport:
         """Write mass and quality into the result, behind the step's own pass."""
         heads = sum(layer.num_heads for layer in architecture.layers)
         if self._block_mass is not None:
-            mass = parallel.comm.all_reduce_(self._block_mass.contiguous()) / heads
+            columns = self._policies.block_table.shape[1]
+            mass = self._block_mass[: len(self._policies.batch_rows), :columns].contiguous()
+            mass = parallel.comm.all_reduce_(mass) / heads
             for row, b in enumerate(self._policies.batch_rows):
                 if self._plan.wants_mass[b]:
                     result.attention_mass[b] = mass[row, : self._policies.num_columns[row]].tolist()

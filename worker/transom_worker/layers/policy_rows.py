@@ -12,7 +12,7 @@ import torch
 
 from transom_kernels.paged_attention import paged_attention
 from transom_kernels.paged_attention.batch import PagedBatch
-from transom_kernels.policy_attention import PolicyBatch, add_block_mass, policy_attention
+from transom_kernels.policy_attention import PolicyBatch, add_block_mass, empty_statistics, policy_attention
 from transom_worker.layers.forward_batch import LayerCache
 
 
@@ -78,7 +78,7 @@ def _attend_policies(
     meter = batch.meter
     if meter is None:
         return _attention(q_PHD, sink_q_PHD, cache, batch.policies, options, None)
-    statistics = _statistics(q_PHD)
+    statistics = empty_statistics(q_PHD)
     out_PHD = _attention(q_PHD, sink_q_PHD, cache, batch.policies, options, statistics)
     if meter.block_mass is not None:
         add_block_mass(
@@ -92,15 +92,11 @@ def _attend_policies(
             sink_q=sink_q_PHD,
         )
     if meter.dropped is not None and meter.masked is not None:
-        seen = _statistics(q_PHD)
+        seen = empty_statistics(q_PHD)
         _attention(q_PHD, sink_q_PHD, cache, meter.masked, options, seen)
         (top, total), (seen_top, seen_total) = statistics.unbind(-1), seen.unbind(-1)
         meter.dropped += (1.0 - seen_total * torch.exp2(seen_top - top) / total).sum(dim=1)
     return out_PHD
-
-
-def _statistics(q_PHD: torch.Tensor) -> torch.Tensor:
-    return q_PHD.new_empty(*q_PHD.shape[:2], 2, dtype=torch.float32)
 
 
 def _attention(

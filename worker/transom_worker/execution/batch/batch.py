@@ -52,6 +52,7 @@ class BatchBuilder:
     def batch(self, arrays: StepArrays) -> ForwardBatch:
         """Return these arrays as tensors on the device, with the caches of this slab."""
         offsets_and_starts = self._offsets_and_starts(arrays.rows)
+        needs_sink_positions = arrays.has_policies and self.passes_trained_len(arrays)
         return ForwardBatch(
             token_ids=self._tensor(arrays.token_ids),
             positions=self._tensor(arrays.rows.positions),
@@ -65,14 +66,13 @@ class BatchBuilder:
             caches=self.caches,
             compressed=self._compressed,
             logit_rows=self._tensor(arrays.logit_rows),
-            sink_positions=self._sink_positions(arrays),
+            sink_positions=self._tensor(self.sink_positions(arrays)) if needs_sink_positions else None,
         )
 
-    def _sink_positions(self, arrays: StepArrays) -> torch.Tensor | None:
-        """Positions of queries that meet sink tokens, if they differ from those of the tokens."""
-        if not arrays.has_policies or not self.passes_trained_len(arrays):
-            return None
-        return self._tensor(np.minimum(arrays.rows.positions, (self._trained_len or 0) - 1))
+    def sink_positions(self, arrays: StepArrays) -> NDArray[np.int64]:
+        """Return the positions of queries that meet sink tokens: none is beyond the length that the model was trained with."""
+        positions = arrays.rows.positions
+        return positions if self._trained_len is None else np.minimum(positions, self._trained_len - 1)
 
     def passes_trained_len(self, arrays: StepArrays) -> bool:
         """Whether a step has a token beyond the length that the model was trained with."""

@@ -21,6 +21,8 @@ from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.out_of_memory import is_out_of_memory
 from transom_worker.execution.programs.static_inputs import StaticInputs
+from transom_worker.execution.programs.static_policy_inputs import PolicyVariant, StaticPolicyInputs
+from transom_worker.layers.forward_batch import ForwardBatch
 from transom_worker.models.model import Model
 
 logger = logging.getLogger("transom.worker")
@@ -42,7 +44,8 @@ class DecodePrograms:
         """`builder` makes the batches of the model's slab."""
         self._model, self._builder, self._memory = model, builder, ReplayMemory()
         self._inputs = StaticInputs(builder, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
-        self._recorded: dict[int, _Recorded] = {}
+        self.policy_inputs = StaticPolicyInputs(builder, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        self._recorded: dict[tuple[int, PolicyVariant | None], _Recorded] = {}
         self._is_refused = False
 
     @property
@@ -58,35 +61,74 @@ class DecodePrograms:
         if self._is_refused or not arrays.only_decodes or not self._inputs.write(arrays):
             return None
         num_seqs = len(arrays.token_ids)
-        recorded = self._recorded.get(num_seqs)
+        return self._replay_of(
+            (num_seqs, None), lambda: self._inputs.forward_batch(num_seqs), lambda: self._builder.batch(arrays)
+        )
+
+    def prepare_policies(
+        self, arrays: StepArrays, variant: PolicyVariant, eager_batch: Callable[[], ForwardBatch]
+    ) -> Callable[[], torch.Tensor] | None:
+        """As `prepare`, for a step some of whose rows have KV policies. Attention mass goes to `policy_inputs.block_mass`.
+
+        `eager_batch` makes the step's batch for a forward pass without a program.
+        """
+        if self._is_refused or not arrays.only_decodes or not self.policy_inputs.write(arrays):
+            return None
+        num_seqs = len(arrays.token_ids)
+        replay = self._replay_of(
+            (num_seqs, variant), lambda: self.policy_inputs.forward_batch(num_seqs, variant), eager_batch
+        )
+
+        def run() -> torch.Tensor:
+            self.policy_inputs.clear_mass()
+            return replay()
+
+        return run if variant.wants_mass else replay
+
+    def _replay_of(
+        self,
+        key: tuple[int, PolicyVariant | None],
+        static_batch: Callable[[], ForwardBatch],
+        eager_batch: Callable[[], ForwardBatch],
+    ) -> Callable[[], torch.Tensor]:
+        """The function that computes the logits of a step that was written into the static inputs."""
+        recorded = self._recorded.get(key)
         if recorded is None:
-            return partial(self._record, num_seqs, arrays)
+            return partial(self._record, key, static_batch, eager_batch)
         if not recorded.is_checked:
-            return partial(self._check, num_seqs, recorded)
+            return partial(self._check, key, recorded, static_batch)
         return partial(_replay, recorded)
 
-    def _record(self, num_seqs: int, arrays: StepArrays) -> torch.Tensor:
+    def _record(
+        self,
+        key: tuple[int, PolicyVariant | None],
+        static_batch: Callable[[], ForwardBatch],
+        eager_batch: Callable[[], ForwardBatch],
+    ) -> torch.Tensor:
         """Run the forward pass and record it; without recording where that fails."""
-        batch = self._inputs.forward_batch(num_seqs)
+        batch = static_batch()
         try:
             program, logits_BV = record_program(lambda: self._model.forward(batch), self._memory)
         except Exception as error:  # the forward pass below raises it again if the recording was not its reason
             if isinstance(error, RankLost) or is_out_of_memory(error):
                 raise
             self._refuse(f"{type(error).__name__}: {error}")
-            return self._model.forward(self._builder.batch(arrays))
-        self._recorded[num_seqs] = _Recorded(program, logits_BV)
+            return self._model.forward(eager_batch())
+        self._recorded[key] = _Recorded(program, logits_BV)
         return logits_BV
 
-    def _check(self, num_seqs: int, recorded: _Recorded) -> torch.Tensor:
+    def _check(
+        self, key: tuple[int, PolicyVariant | None], recorded: _Recorded, static_batch: Callable[[], ForwardBatch]
+    ) -> torch.Tensor:
         """Replay a program for the first time, and compare it with the forward pass."""
         replayed_BV = _replay(recorded).clone()
-        logits_BV = self._model.forward(self._inputs.forward_batch(num_seqs))
+        self.policy_inputs.clear_mass()
+        logits_BV = self._model.forward(static_batch())
         if torch.equal(replayed_BV.nan_to_num(), logits_BV.nan_to_num()):
             recorded.is_checked = True
         else:
             differs = float((replayed_BV - logits_BV).abs().max())
-            self._refuse(f"the replay for {num_seqs} sequences differs by up to {differs:.3g} from the forward pass")
+            self._refuse(f"the replay for {key[0]} sequences differs by up to {differs:.3g} from the forward pass")
         return logits_BV
 
     def _refuse(self, reason: str) -> None:
