@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from transom_cluster.routing.index_code import NUM_PARTS, Integers, Words
 from transom_cluster.routing.prefix_table import WORD_BITS, PrefixTable
 from transom_cluster.routing.prompt_chain import PromptChain
 from transom_worker.kvcache.events import CacheShape, KvRun, KvUpdate
+from transom_worker.kvcache.load_rates import LoadRates
 from transom_worker.kvcache.prefix_search import hit_limit
 
 FIRST_BLOCKS = 128  # hash blocks that are hashed and followed first; then twice as many each time
@@ -56,6 +58,14 @@ class Hits:
         self.load_s[positions] = hits.load_s
 
 
+class Found(NamedTuple):
+    """For each of some workers the first hash block to compute, and the boundary of the hit, which is larger where windows are
+    repaired."""
+
+    start: Integers
+    boundary: Integers
+
+
 class PrefixIndexMirror:
     """One worker's prefix index as the router knows it, at one version; its blocks are in the `FleetPrefixIndex` that made it.
 
@@ -67,7 +77,8 @@ class PrefixIndexMirror:
         self.version = 0
         self.num_blocks = 0  # that can be found, in all groups
         self.rules = rules
-        self.holder = index.new_holder()
+        self.holder = index.new_holder()  # of the device; that of the host tier is the next number
+        self.rates: LoadRates | None = None
         self._index = index
         self._is_whole = False
 
@@ -85,6 +96,7 @@ class PrefixIndexMirror:
             self._forget()
             return False
         self.num_blocks += self._index.apply(self.holder, update)
+        self.rates = update.rates or self.rates
         self.version = update.version
         return True
 
@@ -97,6 +109,7 @@ class PrefixIndexMirror:
             self._index.free_holder(self.holder, is_named=True)
             self.holder = self._index.new_holder()
         self.version = self.num_blocks = 0
+        self.rates = None
         self._is_whole = False
 
 
@@ -134,30 +147,62 @@ class FleetPrefixIndex:
         return PrefixIndexMirror(self, rules)
 
     def find_hits(self, mirrors: Sequence[PrefixIndexMirror], prompt: PromptChain, num_tokens: int) -> Hits:
-        """Return for each worker what of `num_tokens` tokens it need not compute. The mirrors are of one shape."""
-        start = self.find(mirrors, prompt, num_tokens)
-        return Hits(start, start, np.zeros(len(start)))
+        """Return for each worker what of `num_tokens` tokens it need not compute. The mirrors are of one shape.
 
-    def find(self, mirrors: Sequence[PrefixIndexMirror], prompt: PromptChain, num_tokens: int) -> Integers:
-        """Return for each worker the first of `num_tokens` tokens that it must compute. The mirrors are of one shape.
-
-        `prompt` has the digests of the tokens. At equal versions this is `find_hit(...).start` of the worker itself.
+        At equal versions `start` and `device_start` are those of the worker's own `find_hit`.
         """
         rules = mirrors[0].rules
         limit = min(hit_limit(num_tokens, rules.shape.block_size), prompt.num_blocks)
-        holders = np.array([mirror.holder for mirror in mirrors], np.int64)
+        device = self._search(rules, prompt, limit, _holders(mirrors), either_tier=False)
+        device_start = device.start * rules.shape.block_size
+        hits = Hits(device_start.copy(), device_start, np.zeros(len(mirrors)))
+        if rules.shape.has_host_tier:
+            self._add_host_hits(hits, mirrors, prompt, limit)
+        return hits
+
+    def _add_host_hits(self, hits: Hits, mirrors: Sequence[PrefixIndexMirror], prompt: PromptChain, limit: int) -> None:
+        """Take for each worker the hit on the blocks of both tiers, where loading takes no longer than the computing that it
+        spares."""
+        rules, block_size = mirrors[0].rules, mirrors[0].rules.shape.block_size
+        may_load = [i for i, mirror in enumerate(mirrors) if mirror.rates and hits.start[i] < limit * block_size]
+        if not may_load:
+            return
+        either = self._search(rules, prompt, limit, _holders([mirrors[i] for i in may_load]), either_tier=True)
+        is_longer = either.start * block_size > hits.start[may_load]
+        longer = [i for i, has_more in zip(may_load, is_longer.tolist(), strict=True) if has_more]
+        if not longer:
+            return
+        found = [mirrors[i] for i in longer]
+        start, boundary = either.start[is_longer], either.boundary[is_longer]
+        counts = np.zeros((len(rules.shape.groups), len(found)), np.int64)
+        digests = prompt.hashed(int(boundary.max()))
+        for group, step, begin, end in rules.shared_ranges(boundary, start < boundary):
+            self._table.count_missing(digests, group, step, _holders(found), begin, end, counts[group])
+        for k, (i, mirror) in enumerate(zip(longer, found, strict=True)):
+            assert mirror.rates is not None
+            load_ns = mirror.rates.load_ns(counts[:, k].tolist())
+            if int(start[k] * block_size - hits.start[i]) * mirror.rates.token_ns >= load_ns:
+                hits.start[i], hits.load_s[i] = start[k] * block_size, load_ns * 1e-9
+
+    def _search(
+        self, rules: HitRules, prompt: PromptChain, limit: int, holders: Integers, *, either_tier: bool
+    ) -> Found:
+        """Find for each worker (the numbers of their devices) its hit on its device, or on both of its tiers."""
         reach = np.full(WORD_BITS * self._table.num_words, limit)
-        digests = self._follow(rules, prompt, limit, holders, reach)
-        start = reach
-        if len(rules.sliding_groups):
-            found = reach[holders]
-            start = np.zeros_like(reach)
-            floor = np.zeros_like(reach)
-            floor[holders] = rules.repaired_from(found)
-            order = holders[np.argsort(-found)]
-            first_live = rules.first_live(limit)
-            self._table.largest_boundaries(digests, rules.sliding_groups, first_live, order, reach, floor, start)
-        return start[holders] * rules.shape.block_size
+        digests = self._follow(rules, prompt, limit, holders, reach, either_tier=either_tier)
+        if not len(rules.sliding_groups):
+            return Found(reach[holders], reach[holders])
+        found = reach[holders]
+        start = np.zeros_like(reach)
+        floor = np.zeros_like(reach)
+        floor[holders] = repaired_from = rules.repaired_from(found)
+        order = holders[np.argsort(-found)]
+        first_live = rules.first_live(limit)
+        self._table.largest_boundaries(
+            digests, rules.sliding_groups, first_live, order, reach, floor, start, either_tier=either_tier
+        )
+        is_repaired = (start[holders] == repaired_from) & (repaired_from > 0)
+        return Found(start[holders], np.where(is_repaired, found, start[holders]))
 
     def apply(self, holder: int, update: KvUpdate) -> int:
         """Apply an update's changes to a holder; return how many more blocks it has (fewer: negative)."""
@@ -165,28 +210,30 @@ class FleetPrefixIndex:
         return self._table.apply(holder, update.runs)
 
     def new_holder(self) -> int:
-        """A number that no block names."""
+        """An even number that no block names, for a worker's device, and the next one for its host tier."""
         if self._free_holders:
             return self._free_holders.pop()
-        self._num_holders += 1
+        self._num_holders += 2
         self._table.fit_holders(self._num_holders)
-        return self._num_holders - 1
+        return self._num_holders - 2
 
     def free_holder(self, holder: int, *, is_named: bool) -> None:
-        """Use a holder's number again, as soon as no block names it any more."""
+        """Use a worker's numbers again, as soon as no block names them any more."""
         if is_named:
             self._left[holder] = NUM_PARTS
         else:
             self._free_holders.append(holder)
 
-    def _follow(self, rules: HitRules, prompt: PromptChain, limit: int, holders: Integers, reach: Integers) -> Words:
+    def _follow(
+        self, rules: HitRules, prompt: PromptChain, limit: int, holders: Integers, reach: Integers, *, either_tier: bool
+    ) -> Words:
         """Lower every holder's `reach` to where its leading blocks end; hash the prompt no further than the last one needs."""
         leading, alive = rules.leading.copy(), np.zeros((len(rules.leading), self._table.num_words), np.uint64)
         alive[:] = self._bits(holders)
         end = 0
         while end < limit:
             end = min(limit, max(FIRST_BLOCKS, 2 * end))
-            if not self._table.follow(prompt.hashed(end), end, leading, alive, reach):
+            if not self._table.follow(prompt.hashed(end), end, leading, alive, reach, either_tier=either_tier):
                 break
         return prompt.hashed(end)
 
@@ -198,7 +245,8 @@ class FleetPrefixIndex:
     def _clear_some_parts(self) -> None:
         num_parts = num_slots = 0
         while self._left and num_parts < CLEARED_PARTS and num_slots < CLEARED_SLOTS:
-            num_slots += self._table.clear(self._next_part, self._bits(list(self._left)))
+            left = [number for holder in self._left for number in (holder, holder + 1)]
+            num_slots += self._table.clear(self._next_part, self._bits(left))
             num_parts += 1
             self._next_part = (self._next_part + 1) % NUM_PARTS
             for holder in list(self._left):
@@ -208,16 +256,22 @@ class FleetPrefixIndex:
                     self._free_holders.append(holder)
 
 
+def _holders(mirrors: Sequence[PrefixIndexMirror]) -> Integers:
+    return np.array([mirror.holder for mirror in mirrors], np.int64)
+
+
 @cache
 def _compile() -> None:
     """Have everything compiled or loaded, so that the first request does not wait for it."""
     table = PrefixTable()
     digests = PromptChain(range(4), bytes(32), 1).hashed(4)
     run = KvRun("added", 0, tuple(digest.tobytes() for digest in digests))
-    for holder in range(3):
+    for holder in range(0, 6, 2):
         table.apply(holder, [run])
     numbers = np.zeros(1, np.int64)
     alive = np.ones((1, 1), np.uint64)
-    table.follow(digests, 4, np.array([(0, 1, 4, 0)]), alive, np.full(WORD_BITS, 4))
-    table.largest_boundaries(digests, numbers, np.zeros((1, 5), np.int64), numbers, numbers + 4, numbers, numbers)
+    rules, first_live = np.array([(0, 1, 4, 0)]), np.zeros((1, 5), np.int64)
+    table.follow(digests, 4, rules, alive, np.full(WORD_BITS, 4), either_tier=False)
+    table.largest_boundaries(digests, numbers, first_live, numbers, numbers + 4, numbers, numbers, either_tier=False)
+    table.count_missing(digests, 0, 1, numbers, numbers, numbers + 4, numbers)
     table.clear(0, alive[0])

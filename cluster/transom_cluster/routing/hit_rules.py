@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from transom_cluster.routing.index_code import Integers
 from transom_worker.kvcache.events import CacheShape
@@ -27,6 +28,15 @@ class LeadingRule(NamedTuple):
     hash_blocks_per_block: int
     num_blocks: int  # needed; the others are needed by their boundaries alone
     num_followed: int = 0
+
+
+class SharedRange(NamedTuple):
+    """Blocks [begin, end) of one group, by worker; each has `step` hash blocks."""
+
+    group: int
+    step: int
+    begin: Integers
+    end: Integers
 
 
 class HitRules:
@@ -52,6 +62,25 @@ class HitRules:
         """[sliding groups, boundaries]: the first live block at boundaries 0 to at least `num_blocks`, sink blocks apart."""
         self._fit(num_blocks)
         return self._first_live
+
+    def shared_ranges(self, boundaries: Integers, is_repaired: npt.NDArray[np.bool_]) -> list[SharedRange]:
+        """The blocks that hits at these boundaries (in hash blocks) share with the cache, group by group.
+
+        A hit whose windows are repaired shares only the sink blocks of sliding groups.
+        """
+        self._fit(int(boundaries.max()))
+        none = np.zeros_like(boundaries)
+        ranges = [
+            SharedRange(group, step, none, boundaries // step)
+            for group, step, num_blocks, _ in self.leading.tolist()
+            if num_blocks == _EVERY_BLOCK
+        ]
+        for row, (group, retention) in enumerate(self._sliding):
+            if retention.num_sink_blocks:
+                ranges.append(SharedRange(group, 1, none, np.minimum(boundaries, retention.num_sink_blocks)))
+            first = np.minimum(self._first_live[row, boundaries], boundaries)
+            ranges.append(SharedRange(group, 1, np.where(is_repaired, boundaries, first), boundaries))
+        return ranges
 
     def repaired_from(self, boundaries: Integers) -> Integers:
         """The hash blocks from which window repairs of these boundaries start; 0 where nothing is repaired."""

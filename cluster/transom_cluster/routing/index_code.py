@@ -5,8 +5,9 @@ Terms:
     key       names one block of one cache group: the first 8 bytes of its digest, changed by the group's number. Of 40 million
               blocks two have equal keys with a chance of 1 in 20,000; a search may then promise a block that is not there, and the
               worker, which compares whole digests, computes it
-    holder    a number for one worker's copy of its index. A worker may have several: one that is being cleared, later one for each
-              memory tier
+    holder    a number for one tier of one worker's copy of its index. A worker has two: an even number for its device, and the next
+              one for its host tier; so what a worker has in either tier are its two bits, moved together. It may have two more that
+              are being cleared
     entry     a key and its value in the hash table. The value says which holders have the block:
                    0   no entry        -h - 1   holder h alone        s > 0   the holders in set number s
     set       two holders or more, as a row of bits. Equal sets are stored once and counted; a prompt's blocks mostly have few
@@ -49,6 +50,7 @@ _SLOT_SHIFT = np.uint64(22)
 _LOW_32 = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
 _NONE = np.uint64(0)
+_EVEN = np.uint64(0x5555555555555555)  # the bits of devices
 _BIT_FACTOR = np.uint64(0x03F79D71B4CB0A89)  # times 2**i has other top bits for every i
 _BIT_INDEX = np.zeros(64, np.int64)
 for _bit in range(64):
@@ -277,15 +279,16 @@ def apply_runs(
 ) -> int:
     """Add blocks to a holder or remove them, from `cursor` on: DONE, SETS_FULL, or the part that must grow first.
 
-    `digests` are 64-bit words, four for each block; `runs` [runs, 3] says for consecutive ones: group, 1 (added) or 0 (removed),
-    number of blocks. What a holder has already, or does not have, is left as it is.
+    `holder` is the worker's device. `digests` are 64-bit words, four for each block; `runs` [runs, 4] says for consecutive ones:
+    group, 1 (added) or 0 (removed), number of blocks, tier. What a holder has already, or does not have, is left as it is.
     """
     bits = np.empty(sets.shape[1], np.uint64)
-    alone = np.int32(-holder - 1)
-    word, bit = holder >> 6, _ONE << np.uint64(holder & 63)
     while cursor[RUN] < len(runs):
         run = runs[cursor[RUN]]
         group, is_added, count = run[0], run[1] == 1, run[2]
+        of_tier = holder + run[3]
+        alone = np.int32(-of_tier - 1)
+        word, bit = of_tier >> 6, _ONE << np.uint64(of_tier & 63)
         while cursor[OFFSET] < count:
             if counts[FREE] == 0:
                 return SETS_FULL
@@ -380,8 +383,11 @@ def clear_holders(
 
 
 @inner
-def _keep(value, sets, bits):
-    """Take the holders that an entry's value does not name out of `bits`; whether there were any."""
+def _keep(value, sets, bits, either_tier):
+    """Take the devices that an entry's value does not name out of `bits`; whether there were any.
+
+    Where `either_tier`, a device stays if its worker's host tier is named.
+    """
     is_changed = False
     only = np.int64(-value - 1)
     for i in range(len(bits)):
@@ -391,6 +397,8 @@ def _keep(value, sets, bits):
             word = _ONE << np.uint64(only & 63)
         else:
             word = _NONE
+        if either_tier:
+            word = (word | word >> _ONE) & _EVEN
         is_changed |= bits[i] & ~word != _NONE
         bits[i] &= word
     return is_changed
@@ -398,9 +406,18 @@ def _keep(value, sets, bits):
 
 @compiled
 def follow(
-    parts: Integers, sets: Words, digests: Words, end: int, rules: Integers, alive: Words, reach: Integers
+    parts: Integers,
+    sets: Words,
+    digests: Words,
+    end: int,
+    rules: Integers,
+    alive: Words,
+    reach: Integers,
+    either_tier: bool,
 ) -> bool:
-    """Follow a chain up to hash block `end` through what a hit needs from the start on; whether some holder has all of it.
+    """Follow a chain up to hash block `end` through what a hit needs from the start on; whether some worker has all of it.
+
+    Workers stand by the number of their device. With `either_tier` a block counts that is in their host tier.
 
     Each row of `rules` [rules, 4] is: a group, hash blocks per block, the number of blocks that are needed, blocks followed so far.
     `alive` [rules, words] are the holders that had all blocks of the rule so far. `reach` by holder is lowered to the largest
@@ -416,7 +433,7 @@ def follow(
             if value == 0 or value != last:
                 for word in range(len(bits)):
                     before[word] = bits[word]
-                if _keep(value, sets, bits):
+                if _keep(value, sets, bits, either_tier):
                     for word in range(len(bits)):
                         gone = before[word] & ~bits[word]
                         while gone:
@@ -446,6 +463,7 @@ def largest_boundaries(
     reach: Integers,
     floor: Integers,
     start: Integers,
+    either_tier: bool,
 ) -> None:
     """Find for every holder the largest boundary in (floor, reach] at which all sliding groups have their live blocks.
 
@@ -484,7 +502,7 @@ def largest_boundaries(
                         known[i, block] = _value(parts, _key(digests[block, 0], groups[i]))
                         is_known[i, block] = True
                     value = known[i, block]
-                    if (value == 0 or value != last) and _keep(value, sets, bits):
+                    if (value == 0 or value != last) and _keep(value, sets, bits, either_tier):
                         failed_at = max(failed_at, block)
                         if _is_empty(bits):
                             break
@@ -501,3 +519,38 @@ def largest_boundaries(
         if failed_at < 0:
             return
         boundary = failed_at
+
+
+@inner
+def _names(value, sets, holder):
+    """Whether an entry's value names a holder."""
+    return value == -holder - 1 if value < 0 else value > 0 and _has(sets[value], holder)
+
+
+@compiled
+def count_missing(
+    parts: Integers,
+    sets: Words,
+    digests: Words,
+    group: int,
+    step: int,
+    holders: Integers,
+    begin: Integers,
+    end: Integers,
+    counts: Integers,
+) -> None:
+    """Count for each holder the blocks in [begin, end) of one group that it does not have; `counts` is added to.
+
+    Block `i` has the digest of its last hash block, `(i + 1) * step - 1`. Blocks one after the other mostly have equal values: each
+    run of them is counted at once.
+    """
+    first, stop = begin.min(), end.max()
+    run_begin, last = first, np.int32(0)
+    for block in range(first, stop + 1):
+        value = _value(parts, _key(digests[(block + 1) * step - 1, 0], group)) if block < stop else np.int32(0)
+        if block > run_begin and (block == stop or value != last):
+            for i in range(len(holders)):
+                if not _names(last, sets, holders[i]):
+                    counts[i] += max(0, min(block, end[i]) - max(run_begin, begin[i]))
+            run_begin = block
+        last = value

@@ -57,12 +57,15 @@ class PrefixTable:
             self._make_sets(len(self.sets), -(-num_holders // WORD_BITS))
 
     def apply(self, holder: int, runs: Sequence[KvRun]) -> int:
-        """Apply changes of a holder's blocks in their order; return how many more blocks it has (fewer: negative)."""
+        """Apply changes of a worker's blocks in their order; return how many more blocks it has (fewer: negative).
+
+        `holder` is the worker's device, and the next number its host tier.
+        """
         digests = np.frombuffer(b"".join([b"".join(run.digests) for run in runs]), dtype=np.uint64)
         lengths = array("q")
-        for action, group, of_run, _ in runs:
-            lengths.extend((group, action == "added", len(of_run)))
-        changes = np.frombuffer(lengths, np.int64).reshape(-1, 3)
+        for action, group, of_run, tier in runs:
+            lengths.extend((group, action == "added", len(of_run), tier))
+        changes = np.frombuffer(lengths, np.int64).reshape(-1, 4)
         cursor = np.zeros(4, np.int64)
         if len(digests):
             while (full := code.apply_runs(self.parts, *self._of_sets, holder, digests, changes, cursor)) != code.DONE:
@@ -82,9 +85,24 @@ class PrefixTable:
             self._resize_part(part, max(LEAST_SLOTS, int(count) * 4 // 3 + 1))
         return int(capacity)
 
-    def follow(self, digests: Words, end: int, rules: Integers, alive: Words, reach: Integers) -> bool:
+    def follow(
+        self, digests: Words, end: int, rules: Integers, alive: Words, reach: Integers, *, either_tier: bool
+    ) -> bool:
         """See `index_code.follow`."""
-        return bool(code.follow(self.parts, self.sets, digests, end, rules, alive, reach))
+        return bool(code.follow(self.parts, self.sets, digests, end, rules, alive, reach, either_tier))
+
+    def count_missing(
+        self,
+        digests: Words,
+        group: int,
+        step: int,
+        holders: Integers,
+        begin: Integers,
+        end: Integers,
+        counts: Integers,
+    ) -> None:
+        """See `index_code.count_missing`."""
+        code.count_missing(self.parts, self.sets, digests, group, step, holders, begin, end, counts)
 
     def largest_boundaries(
         self,
@@ -95,9 +113,13 @@ class PrefixTable:
         reach: Integers,
         floor: Integers,
         start: Integers,
+        *,
+        either_tier: bool,
     ) -> None:
         """See `index_code.largest_boundaries`."""
-        code.largest_boundaries(self.parts, self.sets, digests, groups, first_live, order, reach, floor, start)
+        code.largest_boundaries(
+            self.parts, self.sets, digests, groups, first_live, order, reach, floor, start, either_tier
+        )
 
     def _make_sets(self, num_sets: int, num_words: int) -> None:
         """Make arrays for this many sets (a power of two) of this many words; sets in use stay."""

@@ -246,5 +246,5 @@ def predict(index: FleetPrefixIndex, mirror: PrefixIndexMirror, item: Request) -
     if item.params.prompt_logprobs is not None:
         return 0
     num_tokens = item.num_prompt_tokens + len(item.resumed_output_ids)
-    [start] = index.find([mirror], PromptHashes().of(item, mirror.shape.block_size), num_tokens)
+    [start] = index.find_hits([mirror], PromptHashes().of(item, mirror.shape.block_size), num_tokens).start
     return min(int(start), item.num_prompt_tokens)

@@ -11,8 +11,10 @@ from transom_cluster.routing import index_code as code
 from transom_cluster.routing.fleet_index import FleetPrefixIndex, PrefixIndexMirror
 from transom_cluster.routing.prompt_chain import PromptChain
 from transom_worker.kvcache.events import CacheShape, KvUpdate
-from transom_worker.kvcache.prefix_search import find_hit, hit_limit
+from transom_worker.kvcache.load_rates import LoadRates
+from transom_worker.kvcache.prefix_search import PrefixHit, find_hit, hit_limit
 from transom_worker.kvcache.retention import Retention
+from transom_worker.kvcache.tiers import TIER_NAMES
 
 GROUP_STEP = 0x9E3779B97F4A7C15
 
@@ -31,39 +33,51 @@ class MirrorModel:
 
     def __init__(self, shape: CacheShape) -> None:
         self.shape = shape
-        self.groups: list[set[bytes]] = [set() for _ in shape.groups]
+        self.rates: LoadRates | None = None
+        self.forget()
         self._retentions = [Retention(group) for group in shape.groups]
 
     def apply(self, update: KvUpdate) -> None:
         if update.whole:
             self.forget()
+        self.rates = update.rates or self.rates
         for run in update.runs:
+            groups = self.tiers[run.tier]
             if run.action == "added":
-                self.groups[run.group].update(run.digests)
+                groups[run.group].update(run.digests)
             else:
-                self.groups[run.group].difference_update(run.digests)
+                groups[run.group].difference_update(run.digests)
 
     def forget(self) -> None:
-        self.groups = [set() for _ in self.shape.groups]
+        self.rates = None
+        self.tiers: list[list[set[bytes]]] = [[set() for _ in self.shape.groups] for _ in TIER_NAMES]
 
-    def find(self, digests: Sequence[bytes], num_tokens: int) -> int:
+    def find(self, digests: Sequence[bytes], num_tokens: int) -> PrefixHit:
         limit = hit_limit(num_tokens, self.shape.block_size)
         repair = self.shape.window_repair
-        return find_hit(self._retentions, self.groups, digests, limit, window_repair=repair).start
-
-    @property
-    def keys(self) -> set[int]:
-        return keys_of(self.groups)
+        device, host = self.tiers
+        in_host = host if self.shape.has_host_tier else None
+        return find_hit(self._retentions, device, digests, limit, window_repair=repair, host=in_host, rates=self.rates)
 
 
 def find(
     index: FleetPrefixIndex, mirrors: Sequence[PrefixIndexMirror], digests: Sequence[bytes], num: int
 ) -> list[int]:
     """Of each worker the first token to compute; the mirrors may be of several shapes."""
+    return [start for start, _, _ in find_by_tier(index, mirrors, digests, num)]
+
+
+def find_by_tier(
+    index: FleetPrefixIndex, mirrors: Sequence[PrefixIndexMirror], digests: Sequence[bytes], num: int
+) -> list[tuple[int, int, int]]:
+    """Of each worker the first token to compute, the same without its host tier, and the nanoseconds that loading takes."""
     found = {}
     for shape in {mirror.shape for mirror in mirrors}:
         same = [mirror for mirror in mirrors if mirror.shape == shape]
-        found.update(zip(same, index.find(same, KnownChain(digests, shape.block_size), num).tolist(), strict=True))
+        hits = index.find_hits(same, KnownChain(digests, shape.block_size), num)
+        load_ns = np.rint(hits.load_s * 1e9).astype(int)
+        columns = (hits.start.tolist(), hits.device_start.tolist(), load_ns.tolist())
+        found.update(zip(same, zip(*columns, strict=True), strict=True))
     return [found[mirror] for mirror in mirrors]
 
 
@@ -114,4 +128,5 @@ def stored_keys(index: FleetPrefixIndex) -> dict[int, set[int]]:
 def keys_of_mirror(index: FleetPrefixIndex, mirror: PrefixIndexMirror) -> set[int]:
     keys = stored_keys(index).get(mirror.holder, set())
     assert mirror.num_blocks == len(keys)
+    assert mirror.holder % 2 == 0
     return keys

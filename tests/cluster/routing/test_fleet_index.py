@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.cluster.routing.index_model import MirrorModel, find, keys_of, keys_of_mirror, stored_keys
+from tests.cluster.routing.index_model import MirrorModel, find, find_by_tier, keys_of, keys_of_mirror, stored_keys
 from tests.how_many import num_examples
 from tests.worker.kvcache.cache_model import ENTRY_MIXES, MIXES, spec
 from transom_cluster.routing.fleet_index import FleetPrefixIndex, PrefixIndexMirror
@@ -15,6 +15,7 @@ from transom_cluster.routing.index_code import NUM_PARTS
 from transom_worker.kvcache.change_log import ChangeLog
 from transom_worker.kvcache.events import CacheShape, KvRun, KvUpdate
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.kvcache.load_rates import LoadRates
 from transom_worker.kvcache.tiers import DEVICE
 
 SHAPE = CacheShape(
@@ -128,9 +129,15 @@ def test_two_mirrors_agree_with_the_index_however_late_they_hear(seed: int) -> N
             assert all(keys_of_mirror(index, mirror) == expected for mirror in mirrors)
 
 
-def shape(mix: tuple[str, ...], *, window_repair: bool) -> CacheShape:
+def shape(mix: tuple[str, ...], *, window_repair: bool, has_host_tier: bool = False) -> CacheShape:
     groups = tuple(spec(name, layers=(i, len(mix) + i)) for i, name in enumerate(mix))
-    return CacheShape(groups=groups, block_size=BLOCK, window_repair=window_repair, enable_prefix_caching=True)
+    return CacheShape(
+        groups=groups,
+        block_size=BLOCK,
+        window_repair=window_repair,
+        enable_prefix_caching=True,
+        has_host_tier=has_host_tier,
+    )
 
 
 class RandomFleet:
@@ -140,6 +147,7 @@ class RandomFleet:
         self.rng = random.Random(seed)
         self.index = FleetPrefixIndex()
         self.models: dict[PrefixIndexMirror, MirrorModel] = {}
+        self.num_loads = 0  # hits for which blocks are loaded
         self._shapes = shapes
         self._num_workers = num_workers
         digest = self.rng.randbytes
@@ -170,14 +178,21 @@ class RandomFleet:
     def check(self) -> None:
         stored = stored_keys(self.index)
         for mirror, model in self.models.items():
-            assert stored.get(mirror.holder, set()) == model.keys
-            assert mirror.num_blocks == len(model.keys)
+            keys = [keys_of(groups) for groups in model.tiers]
+            assert [stored.get(mirror.holder + tier, set()) for tier in range(2)] == keys
+            assert mirror.num_blocks == sum(map(len, keys))
         for _ in range(3):
             chain = self.rng.choice(self.chains)[: self.rng.randrange(41)]
             num_tokens = self.rng.randrange(len(chain) * BLOCK + BLOCK) + 1
             asked = self.rng.sample(list(self.models), self.rng.randrange(1, len(self.models) + 1))
-            expected = [self.models[mirror].find(chain, num_tokens) for mirror in asked]
-            assert find(self.index, asked, chain, num_tokens) == expected
+            expected = []
+            for mirror in asked:
+                hit, rates = self.models[mirror].find(chain, num_tokens), self.models[mirror].rates
+                is_loaded = rates is not None and hit.start > hit.device_start and bool(hit.num_loaded)
+                load_ns = rates.load_ns(hit.num_loaded) if rates is not None and is_loaded else 0
+                self.num_loads += is_loaded
+                expected.append((hit.start, hit.device_start, load_ns))
+            assert find_by_tier(self.index, asked, chain, num_tokens) == expected
 
     def _join(self) -> None:
         mirror = self.index.join(self.rng.choice(self._shapes), max_model_len=40)
@@ -189,7 +204,11 @@ class RandomFleet:
         runs = tuple(self._run(mirror, whole=whole) for _ in range(self.rng.randrange(1, 8)))
         after = mirror.version
         version = 1 + after + sum(len(run.digests) for run in runs)
-        change = KvUpdate(after=version if whole else after, version=version, runs=runs, whole=whole)
+        rates = None
+        if mirror.shape.has_host_tier and (whole or self.rng.random() < 0.1):
+            block_ns = tuple(self.rng.choice((0, 500, 5_000)) for _ in mirror.shape.groups)
+            rates = LoadRates(self.rng.choice((100, 1_000)), block_ns)
+        change = KvUpdate(after=version if whole else after, version=version, runs=runs, whole=whole, rates=rates)
         assert mirror.apply(change)
         model.apply(change)
 
@@ -200,26 +219,35 @@ class RandomFleet:
         begin, end = sorted((rng.choice([0, 0, rng.randrange(41)]), rng.randrange(41)))
         is_added = whole or rng.random() < 0.7
         digests = chain[begin:end] if is_added else chain[begin : begin + rng.randrange(6)]
-        return KvRun("added" if is_added else "removed", rng.randrange(len(mirror.shape.groups)), tuple(digests))
+        tier = rng.randrange(2) if mirror.shape.has_host_tier else DEVICE
+        return KvRun("added" if is_added else "removed", rng.randrange(len(mirror.shape.groups)), tuple(digests), tier)
 
 
 @pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
 @pytest.mark.parametrize("window_repair", [False, True], ids=["no_repair", "repair"])
-def test_every_worker_is_searched_as_if_alone(mix: tuple[str, ...], *, window_repair: bool) -> None:
-    fleet = RandomFleet([shape(mix, window_repair=window_repair)], seed=len(mix), num_workers=7)
+@pytest.mark.parametrize("has_host_tier", [False, True], ids=["device", "tiers"])
+def test_every_worker_is_searched_as_if_alone(
+    mix: tuple[str, ...], *, window_repair: bool, has_host_tier: bool
+) -> None:
+    of_all = shape(mix, window_repair=window_repair, has_host_tier=has_host_tier)
+    fleet = RandomFleet([of_all], seed=len(mix), num_workers=7)
     for _ in range(NUM_CHANGES):
         fleet.step()
         fleet.check()
+    assert bool(fleet.num_loads) == has_host_tier
 
 
 def test_more_workers_than_a_word_has_bits_of_several_shapes_come_and_go() -> None:
-    shapes = [shape(("full", "window"), window_repair=True), shape(("full",), window_repair=True)]
+    shapes = [
+        shape(("full", "window"), window_repair=True, has_host_tier=True),
+        shape(("full",), window_repair=True),
+    ]
     fleet = RandomFleet(shapes, seed=3, num_workers=150)
     for _ in range(NUM_CHANGES // 4):
         for _ in range(20):
             fleet.step()
         fleet.check()
-    assert fleet.index._num_holders < 400  # numbers of workers that left are used again
+    assert fleet.index._num_holders < 800  # numbers of workers that left are used again
 
 
 def test_blocks_of_workers_that_left_are_cleared_with_later_updates() -> None:
