@@ -1,6 +1,6 @@
 """What a step reports of its rows with KV policies: attention mass by block, and how far the policy moves the next token.
 
-A *measured* row is computed twice. The first pass attends to all keys that still have their contents, those that the policy
+A *measured* row, which samples a token, is computed twice. The first pass attends to all keys that still have their contents, those that the policy
 dropped included; the second is the step's own. Both write the row's keys and values, so that those of the second pass stay.
 
 Legend: B policy rows, N table columns, M measured rows, V this rank's part of the vocabulary, W the whole vocabulary.
@@ -34,7 +34,7 @@ class PolicyReport:
         policies = arrays.groups[0].policies
         assert policies is not None
         self._plan, self._policies = plan, policies
-        self._measured = [b for b, measure in enumerate(plan.measure) if measure]
+        self._measured = [b for b, measure in enumerate(plan.measure) if measure and plan.sample[b]]
         self._block_mass: torch.Tensor | None = None
         self._full_MV: torch.Tensor | None = None
         self._dropped = torch.zeros(len(self._measured), dtype=torch.float32, device=builder.device)
@@ -120,7 +120,7 @@ def _measured_batch(
     """The batch of the measured rows alone, which attends to everything; None without such rows.
 
     Raises:
-        ValueError: a measured row has no KV policy, samples nothing, or has several tokens.
+        ValueError: a measured row has no KV policy, or has several tokens.
     """
     if not measured:
         return None

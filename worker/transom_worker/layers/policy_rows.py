@@ -67,6 +67,8 @@ def attend_mixed(
             scale=options.scale,
             soft_cap=options.soft_cap,
             sink_logits=options.sink_logits,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
         )
         out_THD.index_copy_(0, batch.other_rows, others)
     return out_THD
@@ -90,6 +92,7 @@ def _attend_policies(
             scale=options.scale,
             soft_cap=options.soft_cap,
             sink_q=sink_q_PHD,
+            k_scale=cache.k_scale,
         )
     if meter.dropped is not None and meter.masked is not None:
         seen = empty_statistics(q_PHD)
@@ -117,4 +120,6 @@ def _attention(
         sink_logits=options.sink_logits,
         sink_q=sink_q_PHD,
         statistics=statistics,
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale,
     )
