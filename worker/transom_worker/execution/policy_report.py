@@ -1,7 +1,8 @@
 """What a step reports of its rows with KV policies: attention mass by block, and how far the policy moves the next token.
 
-A *measured* row, which samples a token, is computed twice. The first pass attends to all keys that still have their contents, those that the policy
-dropped included; the second is the step's own. Both write the row's keys and values, so that those of the second pass stay.
+A *measured* row, which samples a token, is computed twice. The first pass attends to all keys that still have their contents,
+those that the policy dropped included; the second is the step's own. Both write the row's keys and values, so that those of the
+second pass stay.
 
 Legend: B policy rows, N table columns, M measured rows, V this rank's part of the vocabulary, W the whole vocabulary.
 """
