@@ -46,6 +46,7 @@ SECTIONS: Sequence[Section] = (
             "window_repair",
             "hybrid_kv_cache",
             "disk_space",
+            "kv_policy",
         ),
     ),
     ("Any model as a hybrid", ("window", "sinks", "chunk", "window_pattern")),

@@ -102,6 +102,7 @@ class StubWorker:
     poison_at: int = 0
     poison_cause: LossCause = "exception"
     worker: str = "w0"
+    kv_policy_obstacle: str = ""
     timeline: list[dict[str, Any]] = field(default_factory=list)  # what it tells of requests
     clock_ahead_s: float = 0.0  # of the router's
     num_resyncs: int = 0
@@ -176,6 +177,7 @@ class StubWorker:
             role=self.role,
             block_bytes=(64,),
             can_fetch=self.can_fetch,
+            kv_policy_obstacle=self.kv_policy_obstacle,
         )
 
     async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:

@@ -174,6 +174,7 @@ class ServerConfig:
     routing_policy: RoutingPolicy = "kv"
     salt_by_key: bool = False
     log_prompts: bool = False
+    kv_policy: str | None = None  # JSON: the KV policy of requests without one
     limits: LimitsConfig = LimitsConfig()
     priorities: PriorityConfig = PriorityConfig()
     failover: FailoverConfig = FailoverConfig()

@@ -181,6 +181,7 @@ class WorkerReplica:
             role=self.engine.config.role,
             block_bytes=info.block_bytes,
             can_fetch=self.transfer is not None and self.transfer.is_on,
+            kv_policy_obstacle=self.engine.scheduler.kv_policy_obstacle,
             device=info.memory.device,
             num_ranks=self.engine.config.ranks.size,
             weight_bytes=info.memory.weight_bytes,

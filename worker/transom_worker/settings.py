@@ -36,6 +36,7 @@ from transom_worker.config import (
     TransferConfig,
     WorkerRole,
 )
+from transom_worker.contract.kv_policy import kv_policy_from_json
 from transom_worker.errors import ConfigError
 from transom_worker.kv_dtypes import KvDtypes, as_text
 
@@ -93,6 +94,11 @@ class Settings(BaseModel):
         True,
         description="Where a prefix's window blocks are evicted and its full-attention blocks are not, compute only the "
         "tokens that restore the window.",
+    )
+    kv_policy: str | None = Field(
+        None,
+        description="KV policy of requests that send none, as JSON: which keys and values full-attention layers keep, such as "
+        '{"type": "window", "sinks": 4, "window": 1024}. A request with kv_policy {"type": "full"} keeps everything.',
     )
     hybrid_kv_cache: bool = Field(
         True, description="Off: every layer keeps the KV of all tokens; the results are equal and take more memory."
@@ -333,6 +339,8 @@ class Settings(BaseModel):
         self._check_replicas()
         if self.disk_cache is not None and not self.enable_prefix_caching:
             raise ConfigError("--disk-cache keeps cached prefixes; it needs --enable-prefix-caching.")
+        if self.kv_policy is not None:
+            kv_policy_from_json(self.kv_policy)
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not re.match(r"https?://[^/]", endpoint):
             raise ConfigError(
@@ -448,6 +456,7 @@ class Settings(BaseModel):
             routing_policy=self.routing_policy,
             salt_by_key=self.salt_by_key,
             log_prompts=self.log_prompts,
+            kv_policy=self.kv_policy,
             limits=LimitsConfig(
                 requests_per_minute=self.requests_per_minute,
                 concurrent_requests=self.concurrent_requests,

@@ -28,7 +28,9 @@ from transom_cluster.openai.completion_types import CompletionRequest, Detokeniz
 from transom_cluster.openai.completion_writer import CompletionWriter, EchoedPrompt
 from transom_cluster.openai.fair_threads import ClientThreads, RequestThreads
 from transom_cluster.openai.field_rules import CHAT_RULES, COMPLETION_RULES, NO_RULES, TOKENIZE_RULES
+from transom_cluster.openai.kv_policy_field import kv_policy_of
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
+from transom_cluster.openai.prompt_limits import ModelLimits
 from transom_cluster.openai.prompts import (
     MAX_INLINE_CHARS,
     Prompt,
@@ -43,7 +45,7 @@ from transom_cluster.openai.writers import ResponseMetadata, ResponseWriter
 from transom_cluster.router.router import Router
 from transom_cluster.telemetry.span_attributes import request_attributes
 from transom_worker import contract
-from transom_worker.contract import SamplingParams
+from transom_worker.contract import KvPolicy, SamplingParams
 from transom_worker.errors import RequestError, RequestTimeout
 
 MAX_INLINE_TOKENS = 16_384
@@ -76,15 +78,18 @@ class OpenAiRoutes:
         body = await self._parse(request, _CHAT, threads)
         await self._router.prepare(body.model)
         params = body.params()
+        kv_policy, limits = self._kv_policy(body, params)
         prompt = await chat_prompt(
             self._router.tokenizer,
             body.messages,
             threads=threads,
             add_generation_prompt=body.add_generation_prompt,
             template_variables=body.chat_template_kwargs,
-            limits=self._router.limits.current,
+            limits=limits,
         )
-        requests = await self._engine_requests(state, metadata, body, [prompt], params, prompt_param="messages")
+        requests = await self._engine_requests(
+            state, metadata, body, [prompt], params, limits, kv_policy, prompt_param="messages"
+        )
         writer = ChatWriter(
             metadata,
             requests,
@@ -101,7 +106,7 @@ class OpenAiRoutes:
         body = await self._parse(request, _COMPLETION, threads)
         await self._router.prepare(body.model)
         params = body.params()
-        limits = self._router.limits.current
+        kv_policy, limits = self._kv_policy(body, params)
         num_bytes = len(memoryview(body.prompt))
         given = await threads.run(lambda: body.prompts(limits), num_chars=num_bytes, inline_chars=SMALL_BODY_BYTES)
         prompts = await completion_prompts(
@@ -111,7 +116,9 @@ class OpenAiRoutes:
             limits=limits,
             add_special_tokens=body.add_special_tokens,
         )
-        requests = await self._engine_requests(state, metadata, body, prompts, params, prompt_param="prompt")
+        requests = await self._engine_requests(
+            state, metadata, body, prompts, params, limits, kv_policy, prompt_param="prompt"
+        )
         echo = functools.partial(self._echoed_prompts, given, prompts, params.n)
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         echoed = await threads.run(echo, num_chars=num_tokens, inline_chars=MAX_INLINE_CHARS) if body.echo else None
@@ -182,6 +189,16 @@ class OpenAiRoutes:
         ids = await threads.run(encode, num_chars=len(text), inline_chars=MAX_INLINE_CHARS)
         return Prompt(token_ids=tuple(ids))
 
+    def _kv_policy(self, body: SamplingFields, params: SamplingParams) -> tuple[KvPolicy | None, ModelLimits]:
+        """The KV policy of a request, its own or the server's default, and its limits: a policy may allow longer streams.
+
+        Raises:
+            RequestError: the model cannot take the policy.
+        """
+        policy = kv_policy_of(body.kv_policy, self._router.kv_policy)
+        limits = self._router.limits.current
+        return policy, limits.with_kv_policy(policy, kv_quality=bool(body.kv_quality), max_tokens=params.max_tokens)
+
     def _client_threads(self, request: Request) -> ClientThreads:
         return self._threads.of(request_state(request.scope).client)
 
@@ -200,6 +217,8 @@ class OpenAiRoutes:
         body: SamplingFields,
         prompts: Sequence[Prompt],
         params: SamplingParams,
+        limits: ModelLimits,
+        kv_policy: KvPolicy | None,
         *,
         prompt_param: str,
     ) -> list[contract.Request]:
@@ -215,12 +234,14 @@ class OpenAiRoutes:
             metadata.id,
             prompts,
             params,
-            router.limits.current,
+            limits,
             engine_seed=router.engine_seed,
             time_left_s=None if timeout_s is None else max(0.0, timeout_s - state.age_s),
             priority=body.priority or 0,
             max_priority=config.priorities.max_priority,
             cache_salt=client_cache_salt(body.cache_salt, state.client) if config.salt_by_key else body.cache_salt,
+            kv_policy=kv_policy,
+            kv_quality=bool(body.kv_quality),
             prompt_param=prompt_param,
             logprobs_param="top_logprobs" if prompt_param == "messages" else "logprobs",
         )

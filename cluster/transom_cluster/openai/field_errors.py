@@ -17,6 +17,9 @@ MAX_SHOWN_CHARS = 80
 MAX_QUOTED_CHARS = 1000
 MAX_SEARCHED_BYTES = 64 * 2**10  # in a longer array or object the wrong value is not looked up
 
+_CHOICES = {"kv_policy.type": "full, window, adaptive or heavy"}
+"""What a field allows whose value msgspec only calls invalid."""
+
 _PATH = re.compile(r"(.*) - at `\$([^`]*)`", re.DOTALL)
 _PART = re.compile(r"\.(\w+)|\[(\d+)\]")
 _NO_OBJECT = re.compile(r"Expected `object`, got `(\w+)`")
@@ -54,6 +57,8 @@ def field_error(
         if found := pattern.fullmatch(message):
             path = f"{path}.{found[1]}" if path else found[1]
             return RequestError(f"{path} {problem}.", param=path)
+    if path in _CHOICES:
+        message = f"{message}; it must be {_CHOICES[path]}"
     shown = _shown(text, inside, fields)
     given = f" is {shown}" if shown else ""
     return RequestError(f"{path}{given}: {message[0].lower()}{message[1:]}.", param=path)

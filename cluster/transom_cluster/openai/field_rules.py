@@ -44,7 +44,6 @@ _REFUSED_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "structured_outputs": (),
-    "kv_policy": (),
     "kv_transfer_params": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from transom_cluster.openai.prompt_limits import ModelLimits
 from transom_worker.contract import SamplingParams
 from transom_worker.errors import RequestError
 
@@ -17,7 +18,7 @@ MAX_LOGPROB_ENTRIES = 2**22
 
 
 def check_logprob_budget(
-    prompt_lengths: Sequence[int], params: SamplingParams, max_model_len: int, *, param: str
+    prompt_lengths: Sequence[int], params: SamplingParams, limits: ModelLimits, *, param: str
 ) -> None:
     """Check the number of log-probabilities that a response may have: tokens x (logprobs + 1) x n.
 
@@ -30,10 +31,10 @@ def check_logprob_budget(
     if top is None and prompt_top is None:
         return
     num_prompt = 0 if prompt_top is None else sum(prompt_lengths)
-    num_output = 0 if top is None else sum(_longest_output(length, params, max_model_len) for length in prompt_lengths)
+    num_output = 0 if top is None else sum(_longest_output(length, params, limits) for length in prompt_lengths)
     per_token = 1 + max(top or 0, prompt_top or 0)
     num_entries = (num_prompt + num_output) * per_token * params.n
-    most = max(MAX_LOGPROB_ENTRIES, max_model_len * per_token)
+    most = max(MAX_LOGPROB_ENTRIES, limits.max_model_len * per_token)
     if num_entries > most:
         raise RequestError(
             f"The response could have {num_entries:,} log-probabilities: {num_prompt:,} echoed prompt tokens and up to "
@@ -44,6 +45,6 @@ def check_logprob_budget(
         )
 
 
-def _longest_output(num_prompt_tokens: int, params: SamplingParams, max_model_len: int) -> int:
-    most = max(0, max_model_len - num_prompt_tokens)  # a prompt that is too long is refused with its own message
+def _longest_output(num_prompt_tokens: int, params: SamplingParams, limits: ModelLimits) -> int:
+    most = max(0, limits.longest - num_prompt_tokens)  # a prompt that is too long is refused with its own message
     return most if params.max_tokens is None else min(params.max_tokens, most)

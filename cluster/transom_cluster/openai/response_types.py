@@ -6,10 +6,13 @@ The writers and routes build these dicts, so mypy checks each field that they se
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import (
+    Literal,
+    NotRequired,  # pydantic reads typing's own from Python 3.12 on only
+)
 
 from pydantic import ConfigDict, with_config
-from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on only
+from typing_extensions import TypedDict
 
 FinishReason = Literal["stop", "length"]
 """Why a choice ended without an error: a stop condition, or the maximum length."""
@@ -42,13 +45,25 @@ class CachedTokens(TypedDict):
 
 
 @_exact
+class KvQualityObject(TypedDict):
+    """A KV policy beside full attention, over a sample of the output tokens; null where none was compared."""
+
+    compared_tokens: int
+    mean_kl: float | None
+    max_kl: float | None
+    top_token_agreement: float | None
+    dropped_attention: float | None
+
+
+@_exact
 class UsageObject(TypedDict):
-    """Token counts of the whole request."""
+    """Token counts of the whole request; `kv_quality` if the request has asked for it."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    kv_quality: NotRequired[KvQualityObject]
 
 
 @_exact

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Raw
 
 from transom_cluster.openai.body import WireModel, any_json
+from transom_cluster.openai.kv_policy_field import KvPolicyField
 from transom_cluster.openai.late_field import LateField
 from transom_worker.contract import SamplingParams
 from transom_worker.errors import RequestError
@@ -57,6 +58,8 @@ class SamplingFields(WireModel, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     priority: int | None = None  # the deployment sets the range: `to_contract`
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    kv_policy: KvPolicyField | None = None  # None: the deployment's
+    kv_quality: bool | None = None
 
     @property
     def include_usage(self) -> bool:

@@ -13,7 +13,7 @@ from transom_cluster.openai.logprob_budget import check_logprob_budget
 from transom_cluster.openai.prompt_limits import ModelLimits, check_length, check_total
 from transom_cluster.openai.prompts import Prompt
 from transom_cluster.openai.token_id_lists import check_vocabulary
-from transom_worker.contract import Request, SamplingParams
+from transom_worker.contract import KvPolicy, Request, SamplingParams
 from transom_worker.errors import RequestError
 
 
@@ -28,6 +28,8 @@ def build_requests(
     priority: int = 0,
     max_priority: int = 0,
     cache_salt: str | None = None,
+    kv_policy: KvPolicy | None = None,
+    kv_quality: bool = False,
     prompt_param: str = "prompt",
     logprobs_param: str = "logprobs",
 ) -> list[Request]:
@@ -48,7 +50,7 @@ def build_requests(
     _check_params(params, limits)
     lengths = [len(prompt.token_ids) for prompt in prompts]
     check_total(sum(lengths), params.n, limits, param=prompt_param)
-    check_logprob_budget(lengths, params, limits.max_model_len, param=logprobs_param)
+    check_logprob_budget(lengths, params, limits, param=logprobs_param)
     requests = []
     for p, prompt in enumerate(prompts):
         check_vocabulary(prompt.token_ids, limits.vocab_size, param=prompt_param)
@@ -66,6 +68,8 @@ def build_requests(
                     priority=priority,
                     cache_salt=cache_salt,
                     turn_boundaries=prompt.turn_boundaries,
+                    kv_policy=kv_policy,
+                    kv_quality=kv_quality,
                 )
             )
     return requests

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transom_cluster.openai.response_types import UsageObject
-from transom_worker.contract import OutputEvent, Request, Usage
+from transom_cluster.openai.response_types import KvQualityObject, UsageObject
+from transom_worker.contract import KvQuality, OutputEvent, Request, Usage
 
 
 class UsageTotals:
@@ -31,9 +31,25 @@ class UsageTotals:
                 prompt_tokens += request.num_prompt_tokens
                 cached_tokens += 0 if usage is None else usage.num_cached_tokens
         output_tokens = sum(self._num_output_tokens)
-        return {
+        body: UsageObject = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": output_tokens,
             "total_tokens": prompt_tokens + output_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
+        if any(request.kv_quality for request in self._requests):
+            known = (usage.kv_quality for usage in self._last_usage if usage is not None)
+            body["kv_quality"] = _quality(sum((one for one in known if one is not None), KvQuality()))
+        return body
+
+
+def _quality(total: KvQuality) -> KvQualityObject:
+    """The means over all tokens that were compared."""
+    count = total.num_tokens
+    return {
+        "compared_tokens": count,
+        "mean_kl": total.kl / count if count else None,
+        "max_kl": total.max_kl if count else None,
+        "top_token_agreement": total.num_agreeing / count if count else None,
+        "dropped_attention": total.dropped_mass / count if count else None,
+    }

@@ -36,6 +36,7 @@ from transom_cluster.telemetry.router_state import RouterState
 from transom_cluster.telemetry.tracing import RequestTrace, RouterTracing
 from transom_worker.config import AutoscalingConfig, ServerConfig
 from transom_worker.contract import Request
+from transom_worker.contract.kv_policy import kv_policy_from_json
 from transom_worker.errors import WorkerLost
 from transom_worker.text.tokenizer import Tokenizer
 
@@ -67,6 +68,7 @@ class Router:
         self.config = config
         self.timings = timings or RouterTimings()
         self.engine_seed = engine_seed
+        self.kv_policy = None if config.kv_policy is None else kv_policy_from_json(config.kv_policy)
         self.router_id = router_id
         self.peers = peers or NoPeers()
         self.metrics = RouterMetrics(router_id, model=config.served_model_name)

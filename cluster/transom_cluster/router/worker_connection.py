@@ -114,7 +114,12 @@ class WorkerConnection:
         """The limits of the worker's model; None before the first time that the stream is open."""
         if self.info is None:
             return None
-        return ModelLimits(max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
+        return ModelLimits(
+            max_model_len=self.info.max_model_len,
+            vocab_size=self.info.vocab_size,
+            block_size=self.info.cache.block_size,
+            kv_policy_obstacle=self.info.kv_policy_obstacle,
+        )
 
     def start(self) -> None:
         """Open the stream, and open it again whenever it breaks."""

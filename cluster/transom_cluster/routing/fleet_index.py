@@ -14,8 +14,9 @@ far as 200 bits. It ends with the last worker. Sliding groups are searched backw
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from transom_cluster.routing.hit_rules import HitRules
 from transom_cluster.routing.index_code import NUM_PARTS, Integers, Words
 from transom_cluster.routing.prefix_table import WORD_BITS, PrefixTable
 from transom_cluster.routing.prompt_chain import PromptChain
+from transom_worker.contract import WindowPolicy
 from transom_worker.kvcache.events import CacheShape, KvRun, KvUpdate
 from transom_worker.kvcache.load_rates import LoadRates
 from transom_worker.kvcache.prefix_search import hit_limit
@@ -34,6 +36,7 @@ FIRST_BLOCKS = 128  # hash blocks that are hashed and followed first; then twice
 # Cleared with each update, while blocks name workers that have left: parts of the table, and fewer where they are large.
 CLEARED_PARTS = 16
 CLEARED_SLOTS = 8_192
+MAX_WINDOW_RULES = 64  # window policies whose tables are kept, since clients may send any number of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,7 @@ class FleetPrefixIndex:
         _compile()
         self._table = PrefixTable()
         self._rules: dict[CacheShape, HitRules] = {}
+        self._by_window: OrderedDict[tuple[CacheShape, WindowPolicy], HitRules] = OrderedDict()
         self._num_holders = 0
         self._free_holders: list[int] = []
         self._left: dict[int, int] = {}  # by holder that has left: parts that may still name it
@@ -146,24 +150,33 @@ class FleetPrefixIndex:
             rules = self._rules[shape] = HitRules(shape, max_model_len=max_model_len)
         return PrefixIndexMirror(self, rules)
 
-    def find_hits(self, mirrors: Sequence[PrefixIndexMirror], prompt: PromptChain, num_tokens: int) -> Hits:
+    def find_hits(
+        self,
+        mirrors: Sequence[PrefixIndexMirror],
+        prompt: PromptChain,
+        num_tokens: int,
+        window: WindowPolicy | None = None,
+    ) -> Hits:
         """Return for each worker what of `num_tokens` tokens it need not compute. The mirrors are of one shape.
 
-        At equal versions `start` and `device_start` are those of the worker's own `find_hit`.
+        `prompt` has the digests of the tokens, and `window` is the request's KV policy, if it has one. At equal versions `start` and
+        `device_start` are those of the worker's own `find_hit`.
         """
-        rules = mirrors[0].rules
+        rules = mirrors[0].rules if window is None else self._window_rules(mirrors[0].rules.shape, window)
         limit = min(hit_limit(num_tokens, rules.shape.block_size), prompt.num_blocks)
         device = self._search(rules, prompt, limit, _holders(mirrors), either_tier=False)
         device_start = device.start * rules.shape.block_size
         hits = Hits(device_start.copy(), device_start, np.zeros(len(mirrors)))
         if rules.shape.has_host_tier:
-            self._add_host_hits(hits, mirrors, prompt, limit)
+            self._add_host_hits(hits, rules, mirrors, prompt, limit)
         return hits
 
-    def _add_host_hits(self, hits: Hits, mirrors: Sequence[PrefixIndexMirror], prompt: PromptChain, limit: int) -> None:
+    def _add_host_hits(
+        self, hits: Hits, rules: HitRules, mirrors: Sequence[PrefixIndexMirror], prompt: PromptChain, limit: int
+    ) -> None:
         """Take for each worker the hit on the blocks of both tiers, where loading takes no longer than the computing that it
         spares."""
-        rules, block_size = mirrors[0].rules, mirrors[0].rules.shape.block_size
+        block_size = rules.shape.block_size
         may_load = [i for i, mirror in enumerate(mirrors) if mirror.rates and hits.start[i] < limit * block_size]
         if not may_load:
             return
@@ -203,6 +216,17 @@ class FleetPrefixIndex:
         )
         is_repaired = (start[holders] == repaired_from) & (repaired_from > 0)
         return Found(start[holders], np.where(is_repaired, found, start[holders]))
+
+    def _window_rules(self, shape: CacheShape, window: WindowPolicy) -> HitRules:
+        """The rules for sequences with a window policy in caches of a shape; those used last are remembered."""
+        rules = self._by_window.pop((shape, window), None)
+        if rules is None:
+            groups = tuple(group.with_window(sinks=window.sinks, window=window.window) for group in shape.groups)
+            rules = HitRules(replace(shape, groups=groups), max_model_len=0)
+        self._by_window[shape, window] = rules
+        if len(self._by_window) > MAX_WINDOW_RULES:
+            self._by_window.popitem(last=False)
+        return rules
 
     def apply(self, holder: int, update: KvUpdate) -> int:
         """Apply an update's changes to a holder; return how many more blocks it has (fewer: negative)."""

@@ -29,7 +29,7 @@ from transom_cluster.routing.prompt_hashes import PromptHashes
 from transom_cluster.routing.worker_table import Selection, WorkerTable
 from transom_cluster.routing.worker_view import HitTokens, PlacedRequest, WorkerView
 from transom_worker.config import RoutingPolicy
-from transom_worker.contract import PrefixSource, Request, Usage, WorkerInfo, WorkerMessage
+from transom_worker.contract import PrefixSource, Request, Usage, WindowPolicy, WorkerInfo, WorkerMessage
 from transom_worker.kvcache.events import CacheShape
 
 
@@ -184,7 +184,8 @@ class Placer:
             shape = equal.mirrors[0].shape
             if _reads_cache(request, shape):
                 prompt = self._hashes.of(request, shape.block_size)
-                hits.put(equal.positions, self.index.find_hits(equal.mirrors, prompt, num_tokens))
+                window = request.kv_policy if isinstance(request.kv_policy, WindowPolicy) else None
+                hits.put(equal.positions, self.index.find_hits(equal.mirrors, prompt, num_tokens, window))
         return hits
 
     def _home(self, request: Request, hit_tokens: int, worker: WorkerView) -> bytes:
@@ -204,4 +205,7 @@ class Placer:
 
 
 def _reads_cache(request: Request, shape: CacheShape) -> bool:
-    return shape.enable_prefix_caching and request.params.prompt_logprobs is None
+    """Whether the worker's scheduler searches its cache for this request."""
+    if not shape.enable_prefix_caching or request.params.prompt_logprobs is not None or request.kv_quality:
+        return False
+    return request.kv_policy is None or not request.kv_policy.depends_on_history

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from transom_cluster.http.api_keys import ADMIN_FLAG, KEY_VARIABLES, check_key_variables, read_key_file
 from transom_cluster.serve.worker_resources import check_gpus, count_visible_gpus
-from transom_worker.errors import ConfigError
+from transom_worker.contract import check_kv_policy
+from transom_worker.contract.kv_policy import kv_policy_from_json
+from transom_worker.errors import ConfigError, RequestError
 from transom_worker.settings import Settings
 
 
@@ -20,6 +22,7 @@ def check_start(settings: Settings) -> None:
         ModelError: the model is missing, incomplete, or not supported.
     """
     from transom_worker.model_config.architecture import choose_max_model_len, read_architecture, runnable
+    from transom_worker.model_config.kv_policy_obstacle import kv_policy_obstacle
     from transom_worker.model_config.sharding import check_size
     from transom_worker.model_files.resolve import check_weights, resolve_text_files
     from transom_worker.telemetry.tracing import check_tracing
@@ -42,8 +45,24 @@ def check_start(settings: Settings) -> None:
         check_weights(files.path)
     architecture = runnable(read_architecture(files.config))
     check_size(architecture, settings.tensor_parallel_size)
-    choose_max_model_len(settings.max_model_len, architecture)
+    max_model_len = choose_max_model_len(settings.max_model_len, architecture)
+    check_default_policy(settings, max_model_len, kv_policy_obstacle(architecture))
     Tokenizer.load(files).check_chat_template()
+
+
+def check_default_policy(settings: Settings, max_model_len: int, obstacle: str) -> None:
+    """Check that the model can take the default KV policy. `obstacle` says why it takes none; empty if it does.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    policy = None if settings.kv_policy is None else kv_policy_from_json(settings.kv_policy)
+    try:
+        check_kv_policy(
+            policy, kv_quality=False, block_size=settings.block_size, max_model_len=max_model_len, obstacle=obstacle
+        )
+    except RequestError as error:
+        raise ConfigError(f"--kv-policy: {error}") from None
 
 
 def check_api_keys(settings: Settings) -> None:

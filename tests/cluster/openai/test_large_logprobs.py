@@ -18,6 +18,7 @@ from transom_cluster.openai import json_pieces as pieces
 from transom_cluster.openai.chat_writer import ChatWriter
 from transom_cluster.openai.completion_writer import CompletionWriter, EchoedPrompt
 from transom_cluster.openai.logprob_budget import MAX_LOGPROB_ENTRIES, check_logprob_budget
+from transom_cluster.openai.prompt_limits import ModelLimits
 from transom_cluster.openai.writers import ResponseMetadata, ResponseWriter
 from transom_worker.config import FailoverConfig
 from transom_worker.contract import LogprobTable, OutputEvent, Request, SamplingParams
@@ -47,6 +48,10 @@ def requests(num_prompt_tokens: int, n: int, **params: Any) -> list[Request]:
     ]
 
 
+def limits_of(max_model_len: int) -> ModelLimits:
+    return ModelLimits(max_model_len=max_model_len, vocab_size=1000)
+
+
 @pytest.mark.parametrize(
     ("lengths", "params", "max_model_len"),
     [
@@ -63,7 +68,7 @@ def test_too_many_log_probabilities_are_refused_with_the_numbers(
     lengths: list[int], params: dict[str, Any], max_model_len: int
 ) -> None:
     with pytest.raises(RequestError, match=f"At most {MAX_LOGPROB_ENTRIES:,} are allowed") as caught:
-        check_logprob_budget(lengths, SamplingParams(**params), max_model_len, param="logprobs")
+        check_logprob_budget(lengths, SamplingParams(**params), limits_of(max_model_len), param="logprobs")
     assert caught.value.param == "logprobs"
 
 
@@ -79,7 +84,7 @@ def test_too_many_log_probabilities_are_refused_with_the_numbers(
 def test_ordinary_requests_are_within_the_budget(
     lengths: list[int], params: dict[str, Any], max_model_len: int
 ) -> None:
-    check_logprob_budget(lengths, SamplingParams(**params), max_model_len, param="logprobs")
+    check_logprob_budget(lengths, SamplingParams(**params), limits_of(max_model_len), param="logprobs")
 
 
 async def test_the_refusal_over_http() -> None:

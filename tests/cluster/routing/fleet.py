@@ -16,7 +16,16 @@ from tests.worker.scheduling.scheduler_driver import BLOCK, Driver, layout, requ
 from transom_cluster.routing.fleet_index import FleetPrefixIndex, PrefixIndexMirror
 from transom_cluster.routing.placer import PlacementDecision, Placer
 from transom_cluster.routing.prompt_hashes import PromptHashes
-from transom_worker.contract import Request, SamplingParams, Usage, WorkerInfo, WorkerLoad, WorkerMessage
+from transom_worker.contract import (
+    KvPolicy,
+    Request,
+    SamplingParams,
+    Usage,
+    WindowPolicy,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerMessage,
+)
 from transom_worker.errors import RequestTooLarge
 from transom_worker.kvcache.events import KvUpdate
 from transom_worker.kvcache.manager import KvCache
@@ -102,10 +111,14 @@ class Worker:
 
 
 class Fleet:
-    """Three workers, two routers, and sessions that go on where they stopped, on whatever worker."""
+    """Three workers, two routers, and sessions that go on where they stopped, on whatever worker.
 
-    def __init__(self, mix: Sequence[str], seed: int) -> None:
+    A request has one of the KV `policies`, by its session.
+    """
+
+    def __init__(self, mix: Sequence[str], seed: int, *, policies: Sequence[KvPolicy | None] = (None,)) -> None:
         self.rng = rng = random.Random(seed)
+        self._policies = policies
         self.workers = {name: Worker(name, mix, rng) for name in ("a", "b", "c")}
         self.routers = [Router(Placer("kv", seed=seed + i), {name: deque() for name in self.workers}) for i in range(2)]
         for router in self.routers:
@@ -159,6 +172,8 @@ class Fleet:
             params=SamplingParams(max_tokens=max_tokens, prompt_logprobs=1 if rng.random() < 0.03 else None),
             cache_salt=rng.choice([None, None, None, "tenant"]),
             turn_boundaries=(SYSTEM_TOKENS,) if prompt[:SYSTEM_TOKENS] == self._system else (),
+            kv_policy=(policy := self._policies[session % len(self._policies)]),
+            kv_quality=policy is not None and rng.random() < 0.1,
         )
         router = rng.choice(self.routers)
         router.placed[item.request_id] = placed = router.placer.place(item, list(self.workers))
@@ -243,8 +258,10 @@ def run_by_run(updates: Sequence[KvUpdate]) -> Iterator[KvUpdate]:
 
 def predict(index: FleetPrefixIndex, mirror: PrefixIndexMirror, item: Request) -> int:
     """Prompt tokens that a worker with this index would find cached."""
-    if item.params.prompt_logprobs is not None:
+    policy = item.kv_policy
+    if item.params.prompt_logprobs is not None or item.kv_quality or (policy and policy.depends_on_history):
         return 0
+    window = policy if isinstance(policy, WindowPolicy) else None
     num_tokens = item.num_prompt_tokens + len(item.resumed_output_ids)
-    [start] = index.find_hits([mirror], PromptHashes().of(item, mirror.shape.block_size), num_tokens).start
+    [start] = index.find_hits([mirror], PromptHashes().of(item, mirror.shape.block_size), num_tokens, window).start
     return min(int(start), item.num_prompt_tokens)

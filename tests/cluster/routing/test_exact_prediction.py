@@ -9,6 +9,7 @@ from tests.cluster.routing.index_model import keys_of, keys_of_mirror
 from tests.how_many import num_examples
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
 from transom_cluster.routing.fleet_index import FleetPrefixIndex, PrefixIndexMirror
+from transom_worker.contract import HeavyPolicy, WindowPolicy
 from transom_worker.kvcache.events import KvUpdate
 
 HYBRIDS = (
@@ -63,6 +64,25 @@ def test_prediction_is_exact_at_the_version_of_the_search(mix: tuple[str, ...]) 
     if len(mix) > 1:
         assert any(worker.num_again for worker in fleet.workers.values())
         assert any(worker.driver.executor.num_repaired for worker in fleet.workers.values())
+
+
+def test_prediction_is_exact_with_kv_policies() -> None:
+    policies = (
+        None,
+        WindowPolicy(sinks=0, window=9),
+        WindowPolicy(sinks=5, window=14),
+        HeavyPolicy(sinks=4, budget=24),
+        WindowPolicy(sinks=5, window=14),
+    )
+    fleet = Fleet(("full",), seed=11, policies=policies)
+    fleet.run(NUM_REQUESTS)
+    assert set(fleet.differences) <= {0}
+    index = FleetPrefixIndex()
+    hits = set()
+    for worker in fleet.workers.values():
+        assert set(differences(worker, index, index.join(worker.cache.shape))) == {0}
+        hits |= {search.request.kv_policy for search in worker.searches if search.num_cached_tokens}
+    assert hits == {None, policies[1], policies[2]}
 
 
 def test_a_request_preempted_before_its_first_token_tells_of_its_first_search() -> None:

@@ -16,7 +16,7 @@ from transom_worker.contract.kv_policy import (
     max_stream_len,
 )
 from transom_worker.contract.logprob_table import LogprobTable
-from transom_worker.contract.output import ErrorInfo, FinishReason, OutputEvent, Usage
+from transom_worker.contract.output import ErrorInfo, FinishReason, KvQuality, OutputEvent, Usage
 from transom_worker.contract.request import CONTRACT_VERSION, PrefixSource, Request
 from transom_worker.contract.sampling_params import MAX_LOGPROBS, SamplingParams
 from transom_worker.contract.token_logprobs import Logprob, TokenLogprobs
@@ -30,6 +30,7 @@ __all__ = [
     "FinishReason",
     "HeavyPolicy",
     "KvPolicy",
+    "KvQuality",
     "Logprob",
     "LogprobTable",
     "OutputEvent",

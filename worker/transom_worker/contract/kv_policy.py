@@ -14,12 +14,13 @@ The other two policies depend on the attention of the sequence itself (its *hist
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import ClassVar, Literal
 
-from transom_worker.errors import RequestError
+from transom_worker.errors import ConfigError, RequestError
 
 DEFAULT_SINKS = 4  # as many as attention sinks need, by the paper that named them (StreamingLLM)
 MAX_STREAM_TOKENS = 2**20
@@ -127,6 +128,7 @@ class HeavyPolicy:
 
 
 KvPolicy = WindowPolicy | AdaptivePolicy | HeavyPolicy
+_EXAMPLE = 'Give one such as {"type": "window", "sinks": 4, "window": 1024}.'
 MIN_ADAPTIVE_BLOCKS = 2  # one that is kept, and one that is being filled
 MIN_HEAVY_BLOCKS = 3  # behind the sinks: one kept for its attention, the most recent one, and one that is being filled
 
@@ -179,6 +181,31 @@ def max_stream_len(policy: KvPolicy | None, *, kv_quality: bool, max_tokens: int
     if policy is None or not policy.may_exceed_model_len or kv_quality or max_tokens is None:
         return max_model_len
     return max(max_model_len, MAX_STREAM_TOKENS)
+
+
+def kv_policy_from_json(text: str) -> KvPolicy | None:
+    """Read the setting `--kv-policy`: the JSON of a request's field `kv_policy`; None for the type "full".
+
+    Raises:
+        ConfigError: it is not a JSON object, its type is unknown, or a field is missing, unknown or wrong.
+    """
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--kv-policy is not JSON ({error}); {_EXAMPLE}") from None
+    kinds = {kind.type: kind for kind in (WindowPolicy, AdaptivePolicy, HeavyPolicy)}
+    name = given.pop("type", None) if isinstance(given, dict) else None
+    if name == "full" and not given:
+        return None
+    if name not in kinds:
+        raise ConfigError(f"--kv-policy is {text}; its type must be one of full, {', '.join(kinds)}. {_EXAMPLE}")
+    try:
+        return kinds[name](**given)
+    except TypeError as error:
+        named = str(error).partition("() ")[2]
+        raise ConfigError(f"--kv-policy {name}: {named}. {_EXAMPLE}") from None
+    except RequestError as error:
+        raise ConfigError(f"--kv-policy: {error}") from None
 
 
 def _largest(policy: KvPolicy) -> tuple[str, int]:

@@ -14,6 +14,31 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvQuality:
+    """A request's KV policy beside full attention, summed over the `num_tokens` tokens that were compared.
+
+    `kl` is KL(full attention || policy) of the next-token distributions in nats, `max_kl` the largest of one token,
+    `num_agreeing` the tokens with the same most likely next token, and `dropped_mass` the share of full attention on keys that
+    the policy does not read.
+    """
+
+    num_tokens: int = 0
+    kl: float = 0.0
+    max_kl: float = 0.0
+    num_agreeing: int = 0
+    dropped_mass: float = 0.0
+
+    def __add__(self, other: KvQuality) -> KvQuality:
+        return KvQuality(
+            num_tokens=self.num_tokens + other.num_tokens,
+            kl=self.kl + other.kl,
+            max_kl=max(self.max_kl, other.max_kl),
+            num_agreeing=self.num_agreeing + other.num_agreeing,
+            dropped_mass=self.dropped_mass + other.dropped_mass,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Token counts of one request. `num_cached_tokens` are prompt tokens whose KV was found in the prefix cache.
 
@@ -21,7 +46,8 @@ class Usage:
     worker (`Request.prefix_source`).
 
     `index_version` is the version of the worker's prefix index when its scheduler searched it: a router's mirror of the index
-    at that version predicts `num_cached_tokens` exactly.
+    at that version predicts `num_cached_tokens` exactly. `kv_quality` is set with the request's `kv_quality`; it has the tokens
+    that this worker has computed.
     """
 
     num_prompt_tokens: int
@@ -30,6 +56,7 @@ class Usage:
     num_host_tokens: int = 0
     num_fetched_tokens: int = 0
     index_version: int = 0
+    kv_quality: KvQuality | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,7 @@ class WorkerInfo:
     role: WorkerRole = "both"
     block_bytes: tuple[int, ...] = ()  # of one block of each group, over all ranks, at most; empty: not known
     can_fetch: bool = False  # prefixes from other workers, and give its own to them
+    kv_policy_obstacle: str = ""  # why the model's layers cannot follow a request's KV policy; empty if they can
     device: str = ""
     num_ranks: int = 1
     weight_bytes: int = 0

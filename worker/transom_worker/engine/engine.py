@@ -89,6 +89,7 @@ class Engine:
             max_model_len=info.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             window_repair=config.cache.window_repair,
+            kv_policy_obstacle=info.kv_policy_obstacle,
         )
         self.scheduler.listen(self.events)
         self.scheduler.max_model_len = fit_model_len(

@@ -7,7 +7,7 @@ stopped, with an equal held-back end and equal stop conditions.
 
 from __future__ import annotations
 
-from transom_worker.contract import ErrorInfo, FinishReason, OutputEvent, Request, Usage
+from transom_worker.contract import ErrorInfo, FinishReason, KvQuality, OutputEvent, Request, Usage
 from transom_worker.engine.stop_strings import StopStrings
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.telemetry.request_times import RequestTimes
@@ -51,6 +51,7 @@ class RunningRequest:
         self._num_host_tokens = 0
         self.num_fetched_tokens = 0  # of its prefix, from another worker, before it was admitted
         self._index_version = 0
+        self._kv_quality = KvQuality() if request.kv_quality else None
         self.deadline_s: float | None = None  # on the engine's clock
         self.times = RequestTimes(arrival_s, request_id=request.request_id, trace_parent=request.trace_parent)
         for token_id in request.resumed_output_ids:
@@ -66,6 +67,14 @@ class RunningRequest:
         if is_first:
             self._num_cached_tokens = output.num_cached_tokens
             self._index_version = output.index_version
+        if output.quality is not None and self._kv_quality is not None:
+            self._kv_quality += KvQuality(
+                num_tokens=1,
+                kl=output.quality.kl,
+                max_kl=output.quality.kl,
+                num_agreeing=int(output.quality.top_token_agrees),
+                dropped_mass=output.quality.dropped_mass,
+            )
         return OutputEvent(
             request_id=output.request_id,
             position=output.position,
@@ -136,4 +145,5 @@ class RunningRequest:
             num_host_tokens=self._num_host_tokens,
             num_fetched_tokens=min(self.num_fetched_tokens, self._num_host_tokens),
             index_version=self._index_version,
+            kv_quality=self._kv_quality,
         )

@@ -97,6 +97,7 @@ class ExecutorInfo:
     ] = ()  # empty for a single rank in the engine's process; `memory` is the sum over all ranks
     kernels: str = "torch"  # what computes the operators: "triton", "cpu" (compiled CPU kernels) or "torch"
     compile_s: float = 0.0  # seconds for which this start compiled CPU kernels
+    kv_policy_obstacle: str = ""  # why the model's layers cannot follow a request's KV policy; empty if they can
     num_graphs: int = 0  # captured CUDA graphs, one for each size of decode steps
     disk_fingerprint: bytes = b""  # of the files of the first rank's blocks; empty without a disk tier
     shares: KvShares | None = None  # what the blocks of every rank contain; None of executors without tensors

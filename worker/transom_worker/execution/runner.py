@@ -44,6 +44,7 @@ from transom_worker.execution.tiers.block_copies import BlockCopies, TierMemory
 from transom_worker.execution.tiers.host_slab import allocate_host_slab
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.model_config.architecture import choose_max_model_len
+from transom_worker.model_config.kv_policy_obstacle import kv_policy_obstacle
 from transom_worker.model_config.sharding import head_share
 from transom_worker.parallel import Parallel
 from transom_worker.planner import (
@@ -162,6 +163,7 @@ class ModelRunner:
             memory=self.memory_report,
             kernels=kernels,
             compile_s=compile_seconds() if kernels == "cpu" else 0.0,
+            kv_policy_obstacle=kv_policy_obstacle(architecture),
             num_graphs=self._forward.num_graphs,
             disk_fingerprint=self._disk_fingerprint(0) if self._config.cache.disk_cache else b"",
             shares=self._shares(),

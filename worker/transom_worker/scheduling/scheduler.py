@@ -56,7 +56,8 @@ class Scheduler:
 
     `max_chunk` is the most tokens of one sequence in a step (derived from the layout if None); `pace` limits the prompt tokens
     of a step (made from the config if None); `policy` decides which cached blocks are evicted (the cache's own policy if None);
-    `clock` gives seconds.
+    `kv_policy_obstacle` says why the model's layers cannot follow a request's KV policy (empty if they can, as far as the
+    cache's groups allow it); `clock` gives seconds.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Scheduler:
         max_chunk: int | None = None,
         pace: PromptPace | None = None,
         policy: EvictionPolicy | None = None,
+        kv_policy_obstacle: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -83,7 +85,7 @@ class Scheduler:
             policy=policy,
             clock=clock,
         )
-        self.kv_policy_obstacle = _policy_obstacle(layout)
+        self.kv_policy_obstacle = kv_policy_obstacle or _policy_obstacle(layout)
         self._policy_retentions = PolicyRetentions(self.cache)
         self.work = WorkCounts()
         self.admission = AdmissionControl(self.cache, self.work)

@@ -1,0 +1,72 @@
+"""The request field `kv_policy`: which keys and values the model's full-attention layers keep for this request.
+
+The field's `type` says which of the forms below it has, and no form has another one's fields.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from transom_cluster.openai.body import WireModel
+from transom_worker.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, WindowPolicy
+from transom_worker.contract.kv_policy import DEFAULT_SINKS
+
+Sinks = Annotated[int, Meta(ge=0, description="First tokens, which are always kept.")]
+Tokens = Annotated[int, Meta(ge=1)]
+
+
+class FullField(WireModel, frozen=True, kw_only=True, tag_field="type", tag="full"):
+    """Everything is kept, as without a policy: for requests to a server with a default policy."""
+
+
+class WindowField(WireModel, frozen=True, kw_only=True, tag_field="type", tag="window"):
+    """The first `sinks` tokens and the last `window` ones are kept."""
+
+    sinks: Sinks = DEFAULT_SINKS
+    window: Tokens
+
+
+class AdaptiveField(WireModel, frozen=True, kw_only=True, tag_field="type", tag="adaptive"):
+    """A window that grows while its far edge gets at least the share `threshold` of the attention, and else shrinks."""
+
+    sinks: Sinks = DEFAULT_SINKS
+    min_window: Tokens
+    max_window: Tokens
+    threshold: Annotated[float, Meta(gt=0, lt=1)]
+
+
+class HeavyField(WireModel, frozen=True, kw_only=True, tag_field="type", tag="heavy"):
+    """`budget` tokens: the first ones, the last ones, and the blocks that have got the most attention."""
+
+    sinks: Sinks = DEFAULT_SINKS
+    budget: Tokens
+
+
+KvPolicyField = FullField | WindowField | AdaptiveField | HeavyField
+TYPES = ("full", "window", "adaptive", "heavy")
+
+
+def kv_policy_of(field: KvPolicyField | None, default: KvPolicy | None) -> KvPolicy | None:
+    """Return the policy of a request with this field, on a server with this default; None: everything is kept.
+
+    Raises:
+        RequestError: the values contradict each other; `param` names the field.
+    """
+    match field:
+        case None:
+            return default
+        case FullField():
+            return None
+        case WindowField():
+            return WindowPolicy(sinks=field.sinks, window=field.window)
+        case AdaptiveField():
+            return AdaptivePolicy(
+                sinks=field.sinks,
+                min_window=field.min_window,
+                max_window=field.max_window,
+                threshold=field.threshold,
+            )
+        case HeavyField():
+            return HeavyPolicy(sinks=field.sinks, budget=field.budget)

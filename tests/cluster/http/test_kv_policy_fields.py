@@ -1,0 +1,143 @@
+"""The fields `kv_policy` and `kv_quality`: what a worker gets, what a client is told, and what the deployment's default does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from tests.cluster.conftest import running_api
+from tests.cluster.stub_worker import MAX_MODEL_LEN, StubWorker
+from transom_worker.contract import (
+    AdaptivePolicy,
+    HeavyPolicy,
+    KvPolicy,
+    KvQuality,
+    OutputEvent,
+    Usage,
+    WindowPolicy,
+)
+from transom_worker.contract.kv_policy import MAX_STREAM_TOKENS
+from transom_worker.errors import ConfigError
+from transom_worker.settings import Settings
+
+WINDOW = {"type": "window", "sinks": 2, "window": 64}
+
+
+@pytest.mark.parametrize(
+    ("field", "policy"),
+    [
+        (WINDOW, WindowPolicy(sinks=2, window=64)),
+        ({"type": "window", "window": 64}, WindowPolicy(sinks=4, window=64)),
+        (
+            {"type": "adaptive", "min_window": 8, "max_window": 64, "threshold": 0.02},
+            AdaptivePolicy(sinks=4, min_window=8, max_window=64, threshold=0.02),
+        ),
+        ({"type": "heavy", "budget": 128, "sinks": 0}, HeavyPolicy(sinks=0, budget=128)),
+        ({"type": "full"}, None),
+        (None, None),
+    ],
+)
+async def test_workers_get_the_policy(field: object, policy: KvPolicy | None) -> None:
+    async with running_api() as api:
+        for send in (api.complete, api.chat):
+            response = await send(kv_policy=field, n=2)
+            assert response.status_code == 200, response.text
+            assert "kv_quality" not in response.json()["usage"]
+        assert [request.kv_policy for request in api.worker.submitted] == [policy] * 4
+
+
+async def test_the_default_of_the_deployment_can_be_turned_off() -> None:
+    async with running_api(kv_policy=json.dumps(WINDOW)) as api:
+        for fields in (
+            {},
+            {"kv_policy": None},
+            {"kv_policy": {"type": "full"}},
+            {"kv_policy": {"type": "heavy", "budget": 64}},
+        ):
+            assert (await api.complete(**fields)).status_code == 200
+        window = WindowPolicy(sinks=2, window=64)
+        assert [one.kv_policy for one in api.worker.submitted] == [window, window, None, HeavyPolicy(budget=64)]
+
+
+async def test_a_model_that_takes_no_policy_refuses_it_by_name() -> None:
+    worker = StubWorker(kv_policy_obstacle="in this one 2 of its 4 layers have sliding windows")
+    async with running_api(worker) as api:
+        response = await api.complete(kv_policy=WINDOW)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == "kv_policy"
+        assert "in this one 2 of its 4 layers have sliding windows; leave it out" in error["message"]
+        assert (await api.complete(kv_policy={"type": "full"})).status_code == 200
+
+
+async def test_unknown_types_are_answered_with_the_known_ones() -> None:
+    async with running_api() as api:
+        error = (await api.complete(kv_policy={"type": "h2o"})).json()["error"]
+        assert error["param"] == "kv_policy.type"
+        assert "full, window, adaptive or heavy" in error["message"]
+
+
+async def test_a_window_may_run_past_the_model_s_length() -> None:
+    prompt = "x" * (2 * MAX_MODEL_LEN)
+    async with running_api() as api:
+        response = await api.complete(prompt=prompt, kv_policy=WINDOW, max_tokens=3)
+        assert response.status_code == 200, response.text
+        for fields in ({}, {"kv_policy": {"type": "heavy", "budget": 64}}, {"kv_policy": WINDOW, "kv_quality": True}):
+            error = (await api.complete(prompt=prompt, max_tokens=3, **fields)).json()["error"]
+            assert error["code"] == "context_length_exceeded"
+        error = (await api.complete(prompt=prompt, kv_policy=WINDOW, max_tokens=MAX_STREAM_TOKENS)).json()["error"]
+        assert str(MAX_STREAM_TOKENS) in error["message"]
+
+
+async def test_usage_has_the_quality_of_all_choices() -> None:
+    async with running_api(StubWorker(max_events=0)) as api:
+        call = api.complete(kv_policy=WINDOW, kv_quality=True, n=2, max_tokens=1)
+        answer = asyncio.create_task(call)
+        await api.worker.until(lambda: len(api.worker.submitted) == 2)
+        assert all(request.kv_quality for request in api.worker.submitted)
+        qualities = (
+            KvQuality(num_tokens=3, kl=0.3, max_kl=0.2, num_agreeing=3, dropped_mass=0.6),
+            KvQuality(num_tokens=1, kl=0.5, max_kl=0.5, num_agreeing=0, dropped_mass=0.2),
+        )
+        for request, quality in zip(api.worker.submitted, qualities, strict=True):
+            usage = Usage(num_prompt_tokens=2, num_output_tokens=1, num_cached_tokens=0, kv_quality=quality)
+            api.worker.push(
+                OutputEvent(
+                    request_id=request.request_id,
+                    position=0,
+                    token_ids=(97,),
+                    text="a",
+                    finish_reason="length",
+                    usage=usage,
+                )
+            )
+        body = (await answer).json()
+        assert body["usage"]["kv_quality"] == {
+            "compared_tokens": 4,
+            "mean_kl": pytest.approx(0.2),
+            "max_kl": 0.5,
+            "top_token_agreement": 0.75,
+            "dropped_attention": pytest.approx(0.2),
+        }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("window", "--kv-policy is not JSON"),
+        ("[]", "its type must be one of full, window, adaptive, heavy"),
+        ('{"type": "lru"}', "its type must be one of full, window, adaptive, heavy"),
+        ('{"type": "full", "window": 3}', "its type must be one of"),
+        ('{"type": "window"}', "--kv-policy window: missing 1 required keyword-only argument: 'window'"),
+        ('{"type": "window", "window": 3, "size": 4}', "unexpected keyword argument 'size'"),
+        ('{"type": "window", "window": 0}', "kv_policy.window is 0; it must be a whole number of at least 1"),
+        ('{"type": "heavy", "budget": 2.5}', "kv_policy.budget is 2.5"),
+        ('{"type": "adaptive", "min_window": 1, "max_window": 9, "threshold": NaN}', "kv_policy.threshold is nan"),
+    ],
+)
+def test_a_wrong_default_is_refused_at_the_start(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings.parse(model="smollm2", kv_policy=text)
+    assert message in str(caught.value)
