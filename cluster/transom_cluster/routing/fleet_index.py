@@ -159,8 +159,8 @@ class FleetPrefixIndex:
     ) -> Hits:
         """Return for each worker what of `num_tokens` tokens it need not compute. The mirrors are of one shape.
 
-        `prompt` has the digests of the tokens, and `window` is the request's KV policy, if it has one. At equal versions `start` and
-        `device_start` are those of the worker's own `find_hit`.
+        `prompt` has the digests of the tokens, and `window` is the request's KV policy, if it has one. At equal versions
+        `start` and `device_start` are those of the worker's own `find_hit`.
         """
         rules = mirrors[0].rules if window is None else self._window_rules(mirrors[0].rules.shape, window)
         limit = min(hit_limit(num_tokens, rules.shape.block_size), prompt.num_blocks)
