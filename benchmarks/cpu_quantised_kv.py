@@ -22,7 +22,9 @@ from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.paged_attention import paged_attention
 from transom_kernels.quantised_kv import FORMATS, quantise_rows
 
-LAYERS_BYTES = 200_000_000  # bfloat16 caches that are visited in turn, so that no layer is left in the processor's caches
+LAYERS_BYTES = (
+    200_000_000  # bfloat16 caches that are visited in turn, so that no layer is left in the processor's caches
+)
 BLOCK_SIZE = 16
 BFLOAT16 = "bfloat16"
 
@@ -38,6 +40,7 @@ class Layer:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the caches and their scales."""
         parts = (self.k, self.v, self.k_scale, self.v_scale)
         return sum(part.nbytes for part in parts if part is not None)
 
@@ -63,9 +66,7 @@ def microseconds(case: Case, layers: list[Layer], clock: str) -> float:
     now = time.process_time if clock == "cpu" else time.perf_counter
     begin = now()
     for layer in layers:
-        paged_attention(
-            case.q, layer.k, layer.v, case.batch, scale=0.125, k_scale=layer.k_scale, v_scale=layer.v_scale
-        )
+        paged_attention(case.q, layer.k, layer.v, case.batch, scale=0.125, k_scale=layer.k_scale, v_scale=layer.v_scale)
     return (now() - begin) / len(layers) * 1e6
 
 

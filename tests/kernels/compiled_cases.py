@@ -42,7 +42,9 @@ from transom_kernels.sample.gpu import (
 from transom_kernels.sample.kernel import apply_logit_changes, sample_rows
 
 FP8 = "fp8e4nv"  # from sm_89 on
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1, "i8": 1}
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1, "i8": 1, "u8": 1}
+INT4 = "u8"
+QUANTISED = {FP8: 448.0, "i8": 127.0, INT4: 7.0}  # the types of quantised caches, and the largest numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +72,21 @@ def attention(
     rows: int, width: int, value_width: int, *, dtype: str = "bf16", cache: str = "", **flags: Any
 ) -> Compilation:
     config = kernel_config(
-        rows=rows, key_size=width, value_size=value_width, block_size=16, element_bytes=ELEMENT_BYTES[dtype]
+        rows=rows,
+        key_size=width,
+        value_size=value_width,
+        block_size=16,
+        element_bytes=ELEMENT_BYTES[dtype],
+        cache_bytes=ELEMENT_BYTES[cache or dtype],
     )
     (d1, d2), (e1, e2) = split_width(width), split_width(value_width)
-    off = ("SOFT_CAP", "SINK_LOGITS", "KEY_BLOCKS", "SINK_QUERY", "SCALES")
+    off = ("SOFT_CAP", "SINK_LOGITS", "KEY_BLOCKS", "SINK_QUERY")
     constants = {
         **{"BLOCK_SIZE": 16, "GROUP": 8, "D": width, "D1": d1, "D2": d2, "E": value_width, "E1": e1, "E2": e2},
         **{"WINDOW": 0, "SINKS": 0, "CHUNK": 0, "WRITES_LSE": False, "WRITES_BLOCK_LSE": False, "UPCAST": False},
         **{f"HAS_{name}": False for name in off},
+        "HAS_SCALES": cache in QUANTISED,
+        "PACKED": cache == INT4,
         **{"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, **flags},
     }
     kept = cache or dtype
@@ -88,6 +97,7 @@ def attention(
         **dict.fromkeys(floats, "*fp32"),
         **dict.fromkeys(integers, "*i32"),
         **{"scale": "fp32", "soft_cap": "fp32", "k_stride_b": "i64", "v_stride_b": "i64"},
+        **{"ks_stride_b": "i64", "vs_stride_b": "i64"},
     }
     said = "".join(f" {name.lower()}" for name, on in flags.items() if on)
     return Compilation(
@@ -116,8 +126,12 @@ def attention_cases() -> Iterator[Compilation]:
     for rows in (8, 128):
         yield attention(rows, 128, 128, **everything)
         yield attention(rows, 64, 64, dtype="fp16", WINDOW=128, HAS_SINK_LOGITS=True)
-        for cache in (FP8, "i8"):
-            yield attention(min(64, rows), 128, 128, cache=cache, HAS_SCALES=True)
+    for cache in QUANTISED:
+        for rows in (8, 32, 64):
+            yield attention(rows, 128, 128, cache=cache)
+        for widths in ((64, 64), (80, 80), (96, 96), (192, 128), (256, 256)):
+            yield attention(8, *widths, cache=cache)
+            yield attention(64, *widths, cache=cache)
     yield attention(
         8, 128, 128, WRITES_LSE=True, WRITES_BLOCK_LSE=True, HAS_KEY_BLOCKS=True, HAS_SINK_QUERY=True, SINKS=4
     )
@@ -141,6 +155,7 @@ def policy_cases() -> Iterator[Compilation]:
             **dict.fromkeys(integers, "*i32"),
             **dict.fromkeys(floats, "*fp32"),
             **{"scale": "fp32", "soft_cap": "fp32", "k_stride_b": "i64", "v_stride_b": "i64"},
+            **{"ks_stride_b": "i64", "vs_stride_b": "i64"},
         }
         for decodes, flag in ((True, True), (True, False), (False, True)):
             config = tile_config(group=8, widest=width, bytes_each=ELEMENT_BYTES[dtype], decodes=decodes)
@@ -218,8 +233,8 @@ def norm_of(width: int, what: str = "", *, weights: str = "bf16", **flags: bool)
 
 def prepare_cases() -> Iterator[Compilation]:
     normed: dict[str, Any] = {"NORM": True, "HAS_Q_WEIGHT": True, "HAS_K_WEIGHT": True}
-    for cache, largest in (("bf16", 0.0), (FP8, 448.0), ("i8", 127.0)):
-        yield prepare(f"{cache} with norms", (32, 8, 128), cache=cache, largest=largest, **normed)
+    for cache in ("bf16", *QUANTISED):
+        yield prepare(f"{cache} with norms", (32, 8, 128), cache=cache, **normed)
     yield prepare("of 64 without norms", (64, 8, 64))
     yield prepare("of 256 with wide norms of values too", (8, 4, 256), norms="fp32", VALUE_NORM=True, **normed)
     yield prepare("of 512 with wide norms of values too", (32, 4, 512), norms="fp32", VALUE_NORM=True, **normed)
@@ -249,7 +264,6 @@ def prepare(
     cache: str = "bf16",
     norms: str = "bf16",
     tables: str = "",
-    largest: float = 0.0,
     **flags: Any,
 ) -> Compilation:
     heads, kv_heads, width = sizes
@@ -263,12 +277,13 @@ def prepare(
             **dict.fromkeys(("q_weight", "k_weight"), f"*{norms}"),
             "k_cache": f"*{cache}", "v_cache": f"*{cache}", "slots": "*i64", "k_scale": "*fp32", "v_scale": "*fp32",
             "value_factor": "fp32", "eps": "fp32", "k_stride_b": "i64", "v_stride_b": "i64",
+            "ks_stride_b": "i64", "vs_stride_b": "i64",
         },
         constants={
             "BLOCK_SIZE": 16, "H": heads, "KVH": kv_heads, "D": width, "E": width, "R": width, "BEGIN": 0, **off,
-            "HAS_QUERY_SCALE": False, "TO_INTEGER": cache == "i8", "LARGEST": largest, "BLOCK_H": block_h,
-            "BLOCK_D": block_d, "BLOCK_E": block_d,
-            **flags,
+            "HAS_QUERY_SCALE": False, "TO_INTEGER": cache in ("i8", INT4),
+            "LARGEST": QUANTISED.get(cache, 0.0), "PACKED": cache == INT4, "BLOCK_H": block_h, "BLOCK_D": block_d,
+            "BLOCK_E": block_d, **flags,
         },
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.how_many import num_examples
 from tests.kernels.paged_case import Case, Sequence, Shape, make_case
+from tests.kernels.quantised_case import FORMATS_BY_NAME, quantised
 from tests.matrices import matrix
 from transom_kernels.launch import INTERPRETED
 from transom_kernels.paged_attention import launches, tuning
@@ -207,21 +208,26 @@ def test_sink_tokens_may_have_a_query_of_their_own(start: int) -> None:
     torch.testing.assert_close(out[0], torch.einsum("hl,lhd->hd", weights, values), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
-def test_eight_bit_caches_with_a_scale_per_head(dtype: torch.dtype) -> None:
-    case = make_case([Sequence(start=70, count=1), Sequence(start=0, count=9)], SMALL)
-    scale = torch.tensor([0.02, 0.03]) if dtype is torch.int8 else torch.tensor([0.5, 0.25])
-    scales = (scale, scale.clone())
-    caches = []
-    for cache, scale in zip((case.k_cache, case.v_cache), scales, strict=True):
-        small = (cache.nan_to_num(0.0) / scale[:, None]).clamp(-127, 127)
-        caches.append((small.round() if dtype is torch.int8 else small).to(dtype))
-    wide = [cache.float() * scale[:, None] for cache, scale in zip(caches, scales, strict=True)]
-    expected = paged_attention_reference(case.q, wide[0], wide[1], case.batch, scale=0.25, rule=MaskRule())
-    out = paged_attention_triton(
-        case.q, caches[0], caches[1], case.batch, scale=0.25, rule=MaskRule(), kv_scales=scales
-    )
-    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+@pytest.mark.parametrize("name", FORMATS_BY_NAME)
+@pytest.mark.parametrize("size", [16, 80], ids=["", "two tiles"])
+def test_quantised_caches(name: str, size: int) -> None:
+    """Decoding whole and split, prompts, windows, sinks, over poisoned slots."""
+    sequences = [Sequence(start=70, count=1), Sequence(start=3, count=1), Sequence(start=9, count=7)]
+    shape = Shape(heads=3, kv_heads=1, size=size, v_size=size - 4, block_size=8)
+    case = make_case([*sequences, Sequence(start=40, count=2, attend_from=30)], shape)
+    caches = quantised(case, FORMATS_BY_NAME[name], head_major=size == 16)
+    case.k_cache, case.v_cache = caches.k, caches.v
+    options: dict[str, Any] = {"window": 40, "num_sink_tokens": 5, "soft_cap": 3.0} if size == 16 else {}
+    check(case, kv_scales=caches.scales, sink_logits=torch.randn(3), **options)
+
+
+@pytest.mark.parametrize("name", FORMATS_BY_NAME)
+def test_quantised_caches_under_bfloat16_queries(name: str) -> None:
+    shape = Shape(heads=4, kv_heads=2, size=32, block_size=8, dtype=torch.bfloat16)
+    case = make_case([Sequence(start=37, count=1), Sequence(start=11, count=7)], shape)
+    caches = quantised(case, FORMATS_BY_NAME[name])
+    case.k_cache, case.v_cache = caches.k, caches.v
+    check(case, kv_scales=caches.scales)
 
 
 sequences = st.lists(

@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from tests.kernels.paged_case import Shape, empty_caches
+from tests.kernels.quantised_case import FORMATS_BY_NAME, poisoned_caches
 from tests.matrices import matrix
 from transom_kernels.block_copy.gpu import copy_blocks_triton
 from transom_kernels.gated_mlp.gpu import gated_activation_triton
 from transom_kernels.gated_mlp.reference import gated_gelu_tanh_reference, gated_silu_reference
-from transom_kernels.kv_write.gpu import prepare_qkv_triton
+from transom_kernels.kv_write.gpu import kv_write_triton, prepare_qkv_triton
 from transom_kernels.kv_write.prepare import Preparation, prepare_qkv_reference
+from transom_kernels.kv_write.reference import kv_write_reference
+from transom_kernels.quantised_kv import dequantise_rows
 from transom_kernels.quantize.gpu import dequantize_triton, quantize_triton
 from transom_kernels.quantize.reference import dequantize_reference, quantize_reference
 from transom_kernels.rms_norm.gpu import head_norm_triton_, rms_norm_triton
@@ -175,18 +178,35 @@ def test_prepare_and_write_keys_alone(heads: int) -> None:
     torch.testing.assert_close(cache, wanted_cache, atol=3e-2, rtol=3e-2, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_prepare_and_write_eight_bits(dtype: torch.dtype) -> None:
-    k, v = torch.randn(3, 2, 16), torch.randn(3, 2, 16)
-    caches = [torch.zeros(2, 4, 2, 16, dtype=dtype) for _ in range(2)]
-    scales = (torch.tensor([0.03, 0.04]), torch.tensor([0.05, 0.02]))
-    prepare_qkv_triton(
-        k, k, v, caches[0], caches[1], torch.tensor([0, 5, 7]), None, replace(Preparation(), eps=1e-5), kv_scales=scales
-    )
-    for cache, source, scale in zip(caches, (k, v), scales, strict=True):
-        got, step = cache.view(8, 2, 16)[[0, 5, 7]], scale[:, None]
-        if dtype is torch.int8:
-            assert float((got.float() - (source / step).clamp(-127, 127)).abs().max()) <= 0.5 + 1e-4  # to the nearest
+@pytest.mark.parametrize("name", FORMATS_BY_NAME)
+@pytest.mark.parametrize("size", [16, 12])
+def test_prepare_and_write_quantised(name: str, size: int) -> None:
+    kv_format, how = FORMATS_BY_NAME[name], replace(Preparation(norm=True, value_factor=1.5), eps=1e-5)
+    wanted, got = (poisoned_caches(kv_format, 3, 4, 3, (size, size - 2)) for _ in range(2))
+    k, v = torch.randn(5, 3, size), torch.randn(5, 3, size - 2)
+    v[1, 2], v[2, 0, 3], v[3, 1, 1] = 0.0, float("nan"), float("inf")
+    slots = torch.tensor([0, 5, 7, 11, -1])
+    prepare_qkv_reference(k, k, v, wanted.k, wanted.v, slots, None, how, None, wanted.scales)
+    prepare_qkv_triton(k, k, v, got.k, got.v, slots, None, how, None, got.scales)
+    for one, other in zip(got.scales, wanted.scales, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0, equal_nan=True)
+    for one, other in ((got.k, wanted.k), (got.v, wanted.v)):
+        if name == "fp8":
+            written = wanted.v_scale.isfinite()
+            away = (one.float() - other.float()).abs()[written]
+            assert bool((away <= rounding_of(other)[written]).all())
         else:
-            wanted = (source / step).to(dtype)
-            assert bool((got.float() - wanted.float()).abs().le(rounding_of(wanted)).all())
+            ones = torch.ones_like(wanted.v_scale)
+            assert float((dequantise_rows(one, ones) - dequantise_rows(other, ones)).abs().max()) <= 1.0
+
+
+@pytest.mark.parametrize("name", FORMATS_BY_NAME)
+def test_kv_write_quantised(name: str) -> None:
+    wanted, got = (poisoned_caches(FORMATS_BY_NAME[name], 3, 4, 3, (16, 16)) for _ in range(2))
+    k, slots = torch.randn(3, 3, 16), torch.tensor([0, 5, 11])
+    kv_write_reference(k, -k, wanted.k, wanted.v, slots, wanted.scales)
+    kv_write_triton(k, -k, got.k, got.v, slots, got.scales)
+    torch.testing.assert_close(got.scales, wanted.scales, rtol=1e-6, atol=0, equal_nan=True)
+    if name != "fp8":
+        assert got.k.equal(wanted.k)
+        assert got.v.equal(wanted.v)

@@ -5,9 +5,9 @@ cache.
     k_cache[slot of t] = after(rotate(norm(k[t])))                  norm: RMS norm of each head, with or without a weight
     v_cache[slot of t] = value_factor * norm(v[t])                  after: RMS norm of each head without a weight
 
-Every step is optional (constexpr flags). All steps are float32; values are rounded once, where they are stored. Caches of 8 bits
-store value / scale. The grid is (T, blocks of heads): the programs of a token compute its query heads, then key heads, then value
-heads, `BLOCK_H` heads each.
+Every step is optional (constexpr flags). All steps are float32; values are rounded once, where they are stored, and rows of
+quantised caches are quantised there. The grid is (T, blocks of heads): the programs of a token compute its query heads, then key
+heads, then value heads, `BLOCK_H` heads each.
 
 Legend: T tokens, H query heads, KVH KV heads, D key width, E value width, R rotated width, P block size in tokens.
 """
@@ -17,7 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from transom_kernels.triton_math import partner, round_to_nearest
+from transom_kernels.quantised_kv.triton_rows import store_quantised
+from transom_kernels.triton_math import partner
 
 
 @triton.jit
@@ -67,16 +68,6 @@ def _prepared(
 
 
 @triton.jit
-def _store(place, values, scale, inside, TO_INTEGER: tl.constexpr, LARGEST: tl.constexpr):
-    """Store values in a cache of any float format, or of 8 bits (LARGEST above 0) divided by `scale`."""
-    if LARGEST > 0:
-        values = tl.minimum(tl.maximum(values / scale, -LARGEST), LARGEST)
-        if TO_INTEGER:
-            values = round_to_nearest(values)
-    tl.store(place, values.to(place.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def prepare_and_write(
     q,  # [T, H, D], strided
     k,  # [T, KVH, D]
@@ -90,8 +81,8 @@ def prepare_and_write(
     q_weight,  # [H, D], or unused
     k_weight,  # [KVH, D]
     query_scale,  # [T], or unused
-    k_scale,  # [KVH] float32, or unused
-    v_scale,  # [KVH] float32, or unused
+    k_scale,  # [ids, P, KVH] float32: scales of quantised keys, or unused
+    v_scale,  # [ids, P, KVH] float32, or unused
     value_factor,
     eps,
     q_stride_t,
@@ -103,6 +94,12 @@ def prepare_and_write(
     v_stride_b,
     v_stride_p,
     v_stride_h,
+    ks_stride_b,
+    ks_stride_p,
+    ks_stride_h,
+    vs_stride_b,
+    vs_stride_p,
+    vs_stride_h,
     BLOCK_SIZE: tl.constexpr,
     H: tl.constexpr,
     KVH: tl.constexpr,
@@ -118,7 +115,8 @@ def prepare_and_write(
     VALUE_NORM: tl.constexpr,
     HAS_QUERY_SCALE: tl.constexpr,
     TO_INTEGER: tl.constexpr,
-    LARGEST: tl.constexpr,  # of the 8-bit format; 0: the cache is not of 8 bits
+    LARGEST: tl.constexpr,  # of a quantised cache's format; 0: the cache is not quantised
+    PACKED: tl.constexpr,  # int4
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -154,9 +152,15 @@ def prepare_and_write(
             k + token * k_stride_t + head[:, None] * D, k_weight + head[:, None] * D, cos + token * R, signed_sin + token * R,
             head < KVH, eps, D, R, BEGIN, INTERLEAVED, NORM, HAS_K_WEIGHT, NORM_AFTER, BLOCK_D,
         )  # fmt: skip
-        place = k_cache + block * k_stride_b + offset * k_stride_p + head[:, None] * k_stride_h + d[None, :]
-        scale = tl.load(k_scale + head, mask=head < KVH, other=1.0)[:, None] if LARGEST > 0 else 1.0
-        _store(place, keys, scale, kept[:, None] & (d < D)[None, :], TO_INTEGER, LARGEST)
+        k_rows = block * k_stride_b + offset * k_stride_p + head * k_stride_h
+        if LARGEST > 0:
+            places = block * ks_stride_b + offset * ks_stride_p + head * ks_stride_h
+            store_quantised(
+                k_cache, k_scale, k_rows, places, keys, d < D, kept, LARGEST, TO_INTEGER, PACKED, BLOCK_D
+            )  # fmt: skip
+        else:
+            place = k_cache + k_rows[:, None] + d[None, :]
+            tl.store(place, keys.to(k_cache.dtype.element_ty), mask=kept[:, None] & (d < D)[None, :])
         return
 
     # --- value heads ---
@@ -167,6 +171,11 @@ def prepare_and_write(
     if VALUE_NORM:
         values *= tl.rsqrt(tl.sum(values * values, 1) / E + eps)[:, None]
     values *= value_factor
-    place = v_cache + block * v_stride_b + offset * v_stride_p + head[:, None] * v_stride_h + e[None, :]
-    scale = tl.load(v_scale + head, mask=head < KVH, other=1.0)[:, None] if LARGEST > 0 else 1.0
-    _store(place, values, scale, inside & is_written[:, None], TO_INTEGER, LARGEST)
+    v_rows = block * v_stride_b + offset * v_stride_p + head * v_stride_h
+    kept = (head < KVH) & is_written
+    if LARGEST > 0:
+        places = block * vs_stride_b + offset * vs_stride_p + head * vs_stride_h
+        store_quantised(v_cache, v_scale, v_rows, places, values, e < E, kept, LARGEST, TO_INTEGER, PACKED, BLOCK_E)
+    else:
+        place = v_cache + v_rows[:, None] + e[None, :]
+        tl.store(place, values.to(v_cache.dtype.element_ty), mask=kept[:, None] & (e < E)[None, :])

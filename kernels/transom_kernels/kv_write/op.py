@@ -48,10 +48,10 @@ def kv_write(
     """
     _check([("k", k, k_cache, k_scale), ("v", v, v_cache, v_scale)], slots)
     kv_scales = None if k_scale is None or v_scale is None else (k_scale, v_scale)
-    if uses_triton(k) and kv_scales is None and heads_are_adjacent(k) and heads_are_adjacent(v):
+    if uses_triton(k) and heads_are_adjacent(k) and heads_are_adjacent(v):
         from transom_kernels.kv_write.gpu import kv_write_triton
 
-        kv_write_triton(k, v, k_cache, v_cache, slots)
+        kv_write_triton(k, v, k_cache, v_cache, slots, kv_scales)
         return
     if uses_cpu_kernels(k) and heads_are_adjacent(k) and heads_are_adjacent(v):
         from transom_kernels.kv_write.cpu import kv_write_cpu, prepare_qkv_fits
@@ -115,10 +115,10 @@ def prepare_qkv(
             f"q, k and v have shapes and strides {parts}: give equally wide heads that follow each other in memory."
         )
     kv_scales = None if k_scale is None else (k_scale, v_scale)
-    if uses_triton(q) and kv_scales is None and not preparation.hadamard:
+    if uses_triton(q) and not preparation.hadamard:
         from transom_kernels.kv_write.gpu import prepare_qkv_triton
 
-        return prepare_qkv_triton(q, k, v, k_cache, v_cache, slots, tables, preparation, query_scale)
+        return prepare_qkv_triton(q, k, v, k_cache, v_cache, slots, tables, preparation, query_scale, kv_scales)
     if uses_cpu_kernels(q) and not preparation.hadamard:
         from transom_kernels.kv_write.cpu import prepare_qkv_cpu, prepare_qkv_fits
 

@@ -20,6 +20,7 @@ from transom_kernels.paged_attention.launches import AttentionLaunch, LaunchKey,
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.tuning import COMBINED_AT_ONCE, KernelConfig, kernel_config, stages_on
 from transom_kernels.paged_attention.work_items import Work
+from transom_kernels.quantised_kv import head_width, is_packed, refuse_old_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,16 +59,16 @@ def paged_attention_triton(
 ) -> torch.Tensor:
     """The contract is that of `op.paged_attention`, with these options besides.
 
-    `sink_q` (shaped as `q`) are queries for sink tokens, rotated relative to the sink tokens' own positions. `kv_scales` are the
-    factors ([KVH] float32 each) of 8-bit keys and values. Elements of `optional_outputs.block_lse` that no program writes keep
-    the value that the caller gave them (-inf, say).
+    `sink_q` (shaped as `q`) are queries for sink tokens, rotated relative to the sink tokens' own positions. Elements of
+    `optional_outputs.block_lse` that no program writes keep the value that the caller gave them (-inf, say).
     """
+    refuse_old_device(k_cache)
     call = _LayerCall(
         q=q,
         k_cache=k_cache,
         v_cache=v_cache,
         batch=batch,
-        out=q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3]),
+        out=q.new_empty(q.shape[0], q.shape[1], head_width(v_cache)),
         scale=scale,
         rule=rule,
         soft_cap=soft_cap,
@@ -115,7 +116,7 @@ class _LayerCall:
 
 def _attend(launch: AttentionLaunch, call: _LayerCall) -> None:
     """Run `attend` over the work items, and `combine` over the tiles that were split."""
-    kv_heads, value_size = call.k_cache.shape[2], call.v_cache.shape[3]
+    kv_heads, value_size = call.k_cache.shape[2], head_width(call.v_cache)
     rows = launch.max_tile_tokens * call.group
     config = kernel_config(
         rows=rows,
@@ -123,6 +124,7 @@ def _attend(launch: AttentionLaunch, call: _LayerCall) -> None:
         value_size=value_size,
         block_size=1 if call.optional_outputs.block_lse is None else call.batch.block_size,
         element_bytes=call.q.element_size(),
+        cache_bytes=call.k_cache.element_size(),
     )
     shape = (launch.work.num_partials, kv_heads, config.block_m)
     partial_out = call.q.new_empty((*shape, value_size), dtype=torch.float32)
@@ -143,7 +145,8 @@ def _run_attend(
 ) -> None:
     q, batch, rule, compact, optional = call.q, call.batch, call.rule, call.compact, call.optional_outputs
     kv_heads, unused = call.k_cache.shape[2], partial_stats
-    (d1, d2), (e1, e2) = split_width(q.shape[2]), split_width(call.v_cache.shape[3])
+    (d1, d2), (e1, e2) = split_width(q.shape[2]), split_width(head_width(call.v_cache))
+    k_scale, v_scale = call.kv_scales or (call.k_cache, call.v_cache)  # unused without scales
     capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0)
     attend[(len(work.items), kv_heads)](
         q, q if call.sink_q is None else call.sink_q, call.k_cache, call.v_cache, call.out,
@@ -155,14 +158,14 @@ def _run_attend(
         unused if call.sink_logits is None else call.sink_logits, *(call.kv_scales or (unused, unused)),
         call.scale, call.soft_cap or 0.0,
         q.stride(0), q.stride(1),
-        *call.k_cache.stride()[:3], *call.v_cache.stride()[:3],
+        *call.k_cache.stride()[:3], *call.v_cache.stride()[:3], *k_scale.stride()[:3], *v_scale.stride()[:3],
         batch.block_table.stride(0), batch.block_table.shape[1], kv_heads, batch.num_sink_blocks,
         BLOCK_SIZE=batch.block_size, GROUP=call.group,
-        D=q.shape[2], D1=d1, D2=d2, E=call.v_cache.shape[3], E1=e1, E2=e2,
+        D=q.shape[2], D1=d1, D2=d2, E=head_width(call.v_cache), E1=e1, E2=e2,
         WINDOW=rule.window or 0, SINKS=rule.num_sink_tokens, CHUNK=rule.chunk or 0,
         HAS_SOFT_CAP=call.soft_cap is not None, HAS_SINK_LOGITS=call.sink_logits is not None,
         HAS_KEY_BLOCKS=compact is not None, HAS_SINK_QUERY=call.sink_q is not None,
-        HAS_SCALES=call.kv_scales is not None,
+        HAS_SCALES=call.kv_scales is not None, PACKED=is_packed(call.k_cache),
         WRITES_LSE=optional.lse is not None, WRITES_BLOCK_LSE=optional.block_lse is not None,
         UPCAST=INTERPRETED, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         num_warps=config.num_warps, num_stages=stages_on(config, capability),

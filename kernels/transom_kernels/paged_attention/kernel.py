@@ -17,6 +17,9 @@ of query tokens, or one split of its keys) and has the table of their nine field
 
 A *table index* is a key's place in the block table (column * P + offset), as opposed to its position in the sequence.
 
+Quantised caches (`quantised_kv`) are multiplied as they are stored: a key's scale multiplies its scores, and a value's scale the
+weights, behind the softmax sum.
+
 The softmax runs online (FlashAttention) and in base 2, since exp2 is one instruction. Offsets into the caches are int64, since the
 cache's memory is larger than 2 GiB. Sizes that change from step to step are not specialised: a new batch compiles nothing.
 
@@ -33,6 +36,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from transom_kernels.quantised_kv.triton_rows import load_numbers
 from transom_kernels.triton_math import LOG2_E, tanh
 
 
@@ -61,8 +65,8 @@ def attend(
     key_blocks,  # [B, columns] int32: logical block of each column, of a compacted table; or unused
     position_shift,  # [B] int32: what positions are ahead of the tokens in a compacted table; or unused
     sink_logits,  # [H] float32, or unused
-    k_scale,  # [KVH] float32: factor of 8-bit keys; or unused
-    v_scale,  # [KVH] float32: factor of 8-bit values; or unused
+    k_scale,  # [ids, P, KVH] float32: scales of quantised keys; or unused
+    v_scale,  # [ids, P, KVH] float32: scales of quantised values; or unused
     scale,
     soft_cap,
     q_stride_t,
@@ -73,6 +77,12 @@ def attend(
     v_stride_b,
     v_stride_p,
     v_stride_h,
+    ks_stride_b,
+    ks_stride_p,
+    ks_stride_h,
+    vs_stride_b,
+    vs_stride_p,
+    vs_stride_h,
     table_stride,
     num_columns,
     num_kv_heads,
@@ -93,6 +103,7 @@ def attend(
     HAS_KEY_BLOCKS: tl.constexpr,
     HAS_SINK_QUERY: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    PACKED: tl.constexpr,  # caches of int4
     WRITES_LSE: tl.constexpr,
     WRITES_BLOCK_LSE: tl.constexpr,
     UPCAST: tl.constexpr,  # products in float32: for the interpreter, which cannot compute in bfloat16
@@ -140,9 +151,6 @@ def attend(
     if E2 > 0:
         e2 = E1 + tl.arange(0, E2)
         acc2 = tl.zeros([BLOCK_M, E2], tl.float32)
-    qk_scale = scale
-    if HAS_SCALES:
-        qk_scale = scale * tl.load(k_scale + kv_head)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # of the scores so far, base 2
     row_sum = tl.zeros([BLOCK_M], tl.float32)  # of exp2(score - row_max) so far
 
@@ -173,7 +181,7 @@ def attend(
 
         # - load keys, multiply -
         k_rows = block * k_stride_b + (index % BLOCK_SIZE) * k_stride_p + kv_head * k_stride_h
-        k1 = _load_rows(k_cache, k_rows, 1, d1, D, readable)  # [BLOCK_N, D1]
+        k1 = load_numbers(k_cache, k_rows, 0, D1, D, readable, PACKED)  # [BLOCK_N, D1]
         if UPCAST or k1.dtype != q1.dtype:
             k1 = k1.to(q1.dtype)
         if HAS_SINK_QUERY:
@@ -183,11 +191,15 @@ def attend(
                 q2 = _load_rows(source, q_rows, 1, d2, D, is_row).to(q2.dtype)
         score = tl.dot(q1, tl.trans(k1), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if D2 > 0:
-            k2 = _load_rows(k_cache, k_rows, 1, d2, D, readable)  # [BLOCK_N, D2]
+            k2 = load_numbers(k_cache, k_rows, D1, D2, D, readable, PACKED)  # [BLOCK_N, D2]
             if UPCAST or k2.dtype != q2.dtype:
                 k2 = k2.to(q2.dtype)
             score = tl.dot(q2, tl.trans(k2), score, input_precision="ieee")
-        score *= qk_scale
+        score *= scale
+        place = index % BLOCK_SIZE  # of the keys in their blocks
+        if HAS_SCALES:
+            ks = block * ks_stride_b + place * ks_stride_p + kv_head * ks_stride_h
+            score *= tl.load(k_scale + ks, mask=readable, other=0.0)[None, :]
         if HAS_SOFT_CAP:
             score = soft_cap * tanh(score / soft_cap)
 
@@ -219,20 +231,18 @@ def attend(
 
         # - load values, accumulate -
         v_rows = block * v_stride_b + (index % BLOCK_SIZE) * v_stride_p + kv_head * v_stride_h
-        v1 = _load_rows(v_cache, v_rows, 1, e1, E, readable)  # [BLOCK_N, E1]
+        v1 = load_numbers(v_cache, v_rows, 0, E1, E, readable, PACKED)  # [BLOCK_N, E1]
         if UPCAST or v1.dtype != q1.dtype:
             v1 = v1.to(q1.dtype)
+        if HAS_SCALES:
+            vs = block * vs_stride_b + place * vs_stride_p + kv_head * vs_stride_h
+            weight *= tl.load(v_scale + vs, mask=readable, other=0.0)[None, :]
         acc1 = tl.dot(weight.to(v1.dtype), v1, acc1 * rescale[:, None], input_precision="ieee")
         if E2 > 0:
-            v2 = _load_rows(v_cache, v_rows, 1, e2, E, readable)  # [BLOCK_N, E2]
+            v2 = load_numbers(v_cache, v_rows, E1, E2, E, readable, PACKED)  # [BLOCK_N, E2]
             if UPCAST or v2.dtype != q1.dtype:
                 v2 = v2.to(q1.dtype)
             acc2 = tl.dot(weight.to(v2.dtype), v2, acc2 * rescale[:, None], input_precision="ieee")
-
-    if HAS_SCALES:
-        acc1 *= tl.load(v_scale + kv_head)
-        if E2 > 0:
-            acc2 *= tl.load(v_scale + kv_head)
 
     # --- a split tile: store the partial result for the kernel `combine` ---
     if partial >= 0:

@@ -19,7 +19,6 @@ from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.torch_tiles import paged_attention_torch
 from transom_kernels.quantised_kv import check_kv, head_width
 
-KvScales = tuple[torch.Tensor, torch.Tensor] | None
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -58,7 +57,7 @@ def paged_attention(
     _check_options(window, num_sink_tokens, chunk, soft_cap, sink_logits, q.shape[1])
     rule = MaskRule(window=window, num_sink_tokens=num_sink_tokens, chunk=chunk)
     kv_scales = None if k_scale is None or v_scale is None else (k_scale, v_scale)
-    attend = _implementation(q, k_cache, v_cache, sink_logits, kv_scales)
+    attend = _implementation(q, k_cache, v_cache, sink_logits)
     return attend(
         q,
         k_cache,
@@ -77,10 +76,9 @@ def _implementation(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     sink_logits: torch.Tensor | None,
-    kv_scales: KvScales,
 ) -> Callable[..., torch.Tensor]:
     """The implementation for these tensors; imported here, since neither Triton nor numba is installed everywhere."""
-    if uses_triton(q) and kv_scales is None:
+    if uses_triton(q):
         from transom_kernels.paged_attention.gpu import paged_attention_triton
 
         return paged_attention_triton

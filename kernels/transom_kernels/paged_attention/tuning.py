@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from transom_kernels.launch import next_power_of_two
 from transom_kernels.paged_attention.work_items import Tiling
 
 FEW_TOKENS = 4  # sequences with up to so many new tokens are split along their keys (split-KV)
@@ -35,7 +36,9 @@ class KernelConfig:
     hopper_stages: int
 
 
-def kernel_config(*, rows: int, key_size: int, value_size: int, block_size: int, element_bytes: int) -> KernelConfig:
+def kernel_config(
+    *, rows: int, key_size: int, value_size: int, block_size: int, element_bytes: int, cache_bytes: int
+) -> KernelConfig:
     """The configuration for tiles of at most `rows` rows (tokens times query heads per KV head).
 
     Sizes are in elements. An iteration has at least `block_size` keys; callers pass the cache's block size where they want a
@@ -51,9 +54,12 @@ def kernel_config(*, rows: int, key_size: int, value_size: int, block_size: int,
         return KernelConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=1, hopper_stages=1)
     if block_m <= 32:  # decoding is memory-bound: keep several loads in flight
         block_n = 128 if widest * element_bytes <= 128 else 64 if widest * element_bytes <= 512 else 32
-        num_warps = (
-            8 if block_m * widest * element_bytes > 32 * 256 else 4
-        )  # larger accumulators need the registers of 8
+        # larger accumulators need the registers of 8 warps, and wide rows that are widened, too
+        is_widened = cache_bytes < element_bytes
+        is_large = block_m * widest * element_bytes > 32 * 256 or (is_widened and widest > 128)
+        num_warps = 8 if is_large else 4
+        if is_widened and not is_large and next_power_of_two(widest) != widest:
+            block_n = 32  # a head of two tiles, both of them widened, takes more registers than one
         block_n = max(block_n, block_size)
         return KernelConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=3, hopper_stages=3)
     small = widest * element_bytes <= 256

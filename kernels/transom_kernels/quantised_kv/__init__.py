@@ -1,6 +1,16 @@
 """Quantised KV caches: keys and values of 8 or 4 bits, with one scale per token and KV head for keys and one for values."""
 
-from transom_kernels.quantised_kv.format import FORMATS, STORED, KvFormat, check_cache, check_kv, format_of, head_width
+from transom_kernels.quantised_kv.format import (
+    FORMATS,
+    STORED,
+    KvFormat,
+    check_cache,
+    check_kv,
+    format_of,
+    head_width,
+    is_packed,
+    refuse_old_device,
+)
 from transom_kernels.quantised_kv.reference import dequantise_rows, quantise_rows
 
 __all__ = [
@@ -12,5 +22,7 @@ __all__ = [
     "dequantise_rows",
     "format_of",
     "head_width",
+    "is_packed",
     "quantise_rows",
+    "refuse_old_device",
 ]

@@ -38,6 +38,8 @@ INT4 = KvFormat("int4", torch.uint8, 7.0, 2)
 FORMATS = {kv_format.dtype: kv_format for kv_format in (FP8, INT8, INT4)}  # by the dtype of a cache
 
 
+_FP8_CAPABILITY = (8, 9)
+
 # How CPU kernels name the type of a cache (`cpu_rows.py`), by dtype.
 STORED = {
     torch.float32: "f32",
@@ -58,6 +60,23 @@ def head_width(cache: torch.Tensor) -> int:
     """The numbers of a row in a cache [..., elements of a row], quantised or not."""
     kv_format = format_of(cache)
     return int(cache.shape[-1]) * (1 if kv_format is None else kv_format.numbers_per_element)
+
+
+def is_packed(cache: torch.Tensor) -> bool:
+    """Whether several numbers share an element of the cache."""
+    kv_format = format_of(cache)
+    return kv_format is not None and kv_format.numbers_per_element > 1
+
+
+def refuse_old_device(cache: torch.Tensor) -> None:
+    """Raise ValueError if the cache has 8-bit floats, which its device's Triton kernels lack."""
+    if cache.dtype == FP8.dtype and cache.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(cache.device)
+        if capability < _FP8_CAPABILITY:
+            raise ValueError(
+                f"A KV cache of fp8 needs compute capability {'.'.join(map(str, _FP8_CAPABILITY))}; this device has "
+                f"{'.'.join(map(str, capability))}. Choose int8, int4 or bfloat16."
+            )
 
 
 def check_kv(
