@@ -57,11 +57,13 @@ def kernel_config(
         # larger accumulators need the registers of 8 warps, and wide rows that are widened, too
         is_widened = cache_bytes < element_bytes
         is_large = block_m * widest * element_bytes > 32 * 256 or (is_widened and widest > 128)
-        num_warps = 8 if is_large else 4
+        num_warps, stages = 8 if is_large else 4, 3
         if is_widened and not is_large and next_power_of_two(widest) != widest:
-            block_n = 32  # a head of two tiles, both of them widened, takes more registers than one
+            block_n, stages = 32, 2  # a head of two tiles, both of them widened, takes more registers than one
         block_n = max(block_n, block_size)
-        return KernelConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=3, hopper_stages=3)
+        return KernelConfig(
+            block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=stages, hopper_stages=stages
+        )
     small = widest * element_bytes <= 256
     block_n, num_stages = max(64 if small else 32, block_size), 3 if small else 2
     is_long = block_n * (key_size + value_size) * element_bytes <= LONG_PIPELINE_ROUND_BYTES
@@ -102,6 +104,7 @@ def _prompt_rows(row_bytes: int, element_bytes: int, cache_bytes: int) -> int:
     """Rows of a prompt's tile: fewer where queries are wide, or where 8-bit keys are widened, since both take registers."""
     if element_bytes > 2:
         return MIN_DOT_ROWS
-    if row_bytes > 512:
+    is_wide, is_widened = row_bytes > 384, cache_bytes < 2
+    if row_bytes > 512 or (is_wide and is_widened):
         return PROMPT_ROWS // 4
-    return PROMPT_ROWS // 2 if row_bytes > 384 or cache_bytes < 2 else PROMPT_ROWS
+    return PROMPT_ROWS // 2 if is_wide or is_widened else PROMPT_ROWS
