@@ -222,6 +222,8 @@ def check_host(cache: KvCache, sequences: Sequence[SequenceBlocks]) -> None:
         found = cache.index.tiers[HOST][group]
         needs = Counter({found[digest]: count for digest, count in holds[group].items()})
         needs.update(block for sequence in sequences if sequence.to_load for block in sequence.to_load[group])
+        opened = cache.imports.opened if cache.imports is not None else []
+        needs.update(one.block for each in opened for one in each.blocks if one.group == group)
         assert {b: n for b, n in enumerate(pool.refs) if n} == dict(needs)
         assert not any(pool.pins)
         pages = [page for page, owner in enumerate(host.arena.owner) if owner == group]

@@ -37,9 +37,11 @@ from transom_worker.kvcache.capacity import Capacity
 from transom_worker.kvcache.change_log import ChangeLog
 from transom_worker.kvcache.checkpoints import Checkpoints
 from transom_worker.kvcache.compaction import Compaction
+from transom_worker.kvcache.disk_stores import DiskStores
 from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.eviction import EvictionPolicy, ReturnTimePolicy
 from transom_worker.kvcache.host_tier import HostTier
+from transom_worker.kvcache.imports import BlockImport, Imports
 from transom_worker.kvcache.layout import ArenaLayout, check_block_sizes
 from transom_worker.kvcache.load_rates import LoadRates
 from transom_worker.kvcache.loads import Loads
@@ -53,7 +55,7 @@ from transom_worker.kvcache.retention_set import RetentionSet
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.kvcache.stats import CacheStats
 from transom_worker.kvcache.tier_moves import TierMoves
-from transom_worker.kvcache.tiers import DEVICE
+from transom_worker.kvcache.tiers import DEVICE, DISK, HOST
 from transom_worker.kvcache.tree import CheckpointKind
 
 
@@ -109,11 +111,13 @@ class KvCache:
         )
         self.eviction = self.checkpoints.eviction
         self.loads: Loads | None = None
+        self.imports: Imports | None = None
         if self.host is not None:
             self.eviction.moves = TierMoves(
                 self.checkpoints.tree, self.index, self.registry, self.pools, self.host, self.copies
             )
             self.loads = Loads(self.registry, self.host, self.copies)
+            self.imports = Imports(self.retentions, self.index, self.host, self.checkpoints, block_size=block_size)
         self.allocator = BlockAllocator(self.arena, self.pools, self.registry.evict, self.eviction.evict_one)
         self.running: dict[int, SequenceBlocks] = {}  # by id()
         self._publishing = Publishing(
@@ -284,6 +288,35 @@ class KvCache:
             blocks.base_node = None
         del self.running[id(blocks)]
 
+    # What comes from elsewhere, and goes there
+
+    def store_on_disk(self) -> None:
+        """From now on copy the blocks of nodes that leave the memory to the disk tier."""
+        self.eviction.stores = DiskStores(self.checkpoints.tree, self.index, self.copies)
+
+    def import_blocks(self, chain: Sequence[bytes], hit: PrefixHit) -> BlockImport | None:
+        """Take blocks of the host tier for what a hit that `find_in_tiers` found elsewhere lacks here.
+
+        None without a host tier, if nothing is missing, or if there is no room. Their contents must be written behind the copies
+        that are queued now; then `commit_import` or `end_import` follows.
+        """
+        return None if self.imports is None else self.imports.begin(chain, hit)
+
+    def fetch_import(self, opened: BlockImport) -> int:
+        """Queue a load of an import's blocks from the disk, and return its ticket."""
+        copies = [BlockCopy(one.group, 0, one.block, DISK, HOST, digest=one.digest) for one in opened.blocks]
+        return self.copies.add_load(copies)
+
+    def commit_import(self, opened: BlockImport) -> None:
+        """Publish the blocks of an import, whose contents are written; they stay until `end_import`."""
+        assert self.imports is not None
+        self.imports.publish(opened)
+
+    def end_import(self, opened: BlockImport) -> None:
+        """End an import: published blocks can be evicted from now on, others are free."""
+        assert self.imports is not None
+        self.imports.end(opened)
+
     # State of the cache
 
     def evict_all(self) -> None:
@@ -292,6 +325,8 @@ class KvCache:
         self._evict_unpinned("reset")
         if self.host is not None and self.loads is not None:
             self.loads.make_void()
+            if self.imports is not None:
+                self.imports.make_void()
             self.host.empty("reset")
         self.num_releases += 1
 

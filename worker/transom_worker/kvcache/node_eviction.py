@@ -6,7 +6,7 @@ Terms:
     rank       the eviction policy's score of a node; of the nodes compared the lowest is evicted (`eviction`)
     frontier   on the device: a node without a held child; its segment may leave the device. Without a host tier: a leaf
     demote     move to the host tier
-    drop       remove from the cache
+    drop       remove from the cache; where there is a disk tier, the blocks go there
 
 Both tiers hold one cache, ordered by rank. The device demotes the lowest node of its frontier (or the windows of a node further
 up). What then does not fit into the host tier is dropped, the lowest rank first, which may be the demoted node itself. Example: the
@@ -21,6 +21,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from transom_worker.kvcache.checkpoint_counts import CheckpointCounts
+from transom_worker.kvcache.disk_stores import DiskStores
 from transom_worker.kvcache.eviction import Candidates, EvictionPolicy
 from transom_worker.kvcache.eviction_costs import EvictionCosts
 from transom_worker.kvcache.tier_moves import SPILLED_HASH_BLOCKS, TierMoves
@@ -44,12 +45,13 @@ class Victim(NamedTuple):
 
 
 class NodeEviction:
-    """Evicts nodes of `tree`. `moves` is None without a host tier; `KvCache` sets it."""
+    """Evicts nodes of `tree`. `moves` is None without a host tier, `stores` without a disk tier; `KvCache` sets them."""
 
     def __init__(
         self, tree: PrefixTree, policy: EvictionPolicy, costs: EvictionCosts, counts: CheckpointCounts
     ) -> None:
         self.moves: TierMoves | None = None
+        self.stores: DiskStores | None = None
         self.candidates = (Candidates(DEVICE), Candidates(HOST))  # nodes with anything in the tier
         self._tree = tree
         self._policy = policy
@@ -143,11 +145,15 @@ class NodeEviction:
     def _drop(self, node: Node, part: Part) -> None:
         """Remove a node from the cache, with what lies below it in the host tier, or only its windows."""
         if part is Part.WINDOWS:
+            if self.stores is not None:
+                self.stores.store(node, with_segment=False)
             self._remove_windows(node)
             self.tidy(node)
             return
         parent = node.parent
         for each in reversed([node, *self._tree.nodes(node)]):
+            if self.stores is not None:
+                self.stores.store(each, with_segment=True)
             self._remove(each)
         if parent is not None:
             self.tidy(parent)

@@ -96,6 +96,21 @@ def find_hit(
     return replace(hit, full_groups_reach=with_loads.full_groups_reach)
 
 
+def find_in_tiers(
+    retentions: Sequence[Retention],
+    tiers: Sequence[Present],
+    digests: Sequence[bytes],
+    limit: int,
+    *,
+    window_repair: bool,
+) -> PrefixHit:
+    """Return the hit that leaves fewest tokens to compute where a group's blocks may be in any of its tiers, whatever loads cost.
+
+    `tiers[g]` are the digests of group `g`'s blocks by tier.
+    """
+    return _hit_on(retentions, tiers, digests, limit, window_repair=window_repair)
+
+
 def shared_digests(
     retention: Retention, digests: Sequence[bytes], hit: PrefixHit, *, block_size: int
 ) -> Sequence[bytes]:

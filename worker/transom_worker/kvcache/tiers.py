@@ -1,10 +1,12 @@
-"""The tiers of the KV cache: the arena in the device's memory, where steps compute, and an arena in the host's memory beside it.
+"""The tiers of the KV cache: the arena in the device's memory, where steps compute, an arena in the host's memory, and files.
 
-Both have the same groups, blocks and pages; the host's has another number of pages. Blocks move between the tiers by copies.
+Both arenas have the same groups, blocks and pages; the host's has another number of pages. Blocks move between the tiers by copies.
+What is on the disk is not in the prefix index: it is imported into the host tier for a request that needs it (`imports`).
 """
 
 from __future__ import annotations
 
 DEVICE = 0
 HOST = 1
+DISK = 2
 TIER_NAMES = ("device", "host")

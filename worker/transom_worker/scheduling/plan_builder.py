@@ -19,7 +19,7 @@ from transom_worker.kvcache.block_copies import BlockCopy
 from transom_worker.kvcache.retention_set import RetentionSet
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.scheduling.sequence import Sequence
-from transom_worker.scheduling.step import NO_ID, WHOLE_TABLE, NewSequence, StepPlan
+from transom_worker.scheduling.step import NO_ID, TIER_DISK, WHOLE_TABLE, NewSequence, StepPlan
 from transom_worker.scheduling.work_counts import WorkCounts
 
 MEASURED_PERIOD = 13
@@ -108,13 +108,21 @@ class PlanBuilder:
         if self._policy_rows:
             self._add_policies()
         for copy in copies:
-            plan.copy_group.append(copy.group)
-            plan.copy_source.append(copy.source)
-            plan.copy_target.append(copy.target)
-            plan.copy_source_tier.append(copy.source_tier)
-            plan.copy_target_tier.append(copy.target_tier)
-            plan.copy_ticket.append(copy.ticket)
+            self._add_copy(copy)
         return plan
+
+    def _add_copy(self, copy: BlockCopy) -> None:
+        plan, source, target = self.plan, copy.source, copy.target
+        if TIER_DISK in (copy.source_tier, copy.target_tier):
+            index = len(plan.disk_digests)
+            plan.disk_digests.append(copy.digest)
+            source, target = (index, target) if copy.source_tier == TIER_DISK else (source, index)
+        plan.copy_group.append(copy.group)
+        plan.copy_source.append(source)
+        plan.copy_target.append(target)
+        plan.copy_source_tier.append(copy.source_tier)
+        plan.copy_target_tier.append(copy.target_tier)
+        plan.copy_ticket.append(copy.ticket)
 
     def _bound_repair(self, row: int, blocks: SequenceBlocks) -> None:
         """Set what a row inside a window repair reads and writes, by group.

@@ -27,7 +27,7 @@ STEP_VERSION = 4
 
 TIER_DEVICE = tiers.DEVICE  # the arena in the device's memory
 TIER_HOST = tiers.HOST  # the arena in the host's memory
-TIER_DISK = 2  # files; a copy names one by an index into the plan's `disk_digests`
+TIER_DISK = tiers.DISK  # files; a copy names one by an index into the plan's `disk_digests`
 
 LOAD_WAIT_S = 0.005  # for which a plan without rows waits for a load at most
 

@@ -1,0 +1,176 @@
+"""Nodes that leave the memory go to a disk, and prefixes come back from there: blocks have the contents that their digests say."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.how_many import num_examples
+from tests.worker.kvcache.cache_driver import ROOT, CacheDriver
+from tests.worker.kvcache.cache_model import BLOCK, ENTRY_MIXES, MIXES
+from tests.worker.kvcache.rank_model import copy_blocks
+from transom_worker.kvcache.block_copies import BlockCopy
+from transom_worker.kvcache.hashing import extend_chain
+from transom_worker.kvcache.imports import BlockImport
+from transom_worker.kvcache.prefix_search import find_in_tiers, hit_limit
+from transom_worker.kvcache.tiers import DISK, HOST
+from transom_worker.kvcache.tree import CheckpointKind
+
+Contents = dict[int, Any]
+ALL_MIXES = (*MIXES, *ENTRY_MIXES)
+
+
+class DiskDriver(CacheDriver):
+    """Ranks with a disk that keeps everything."""
+
+    def __init__(self, mix: Sequence[str], *, num_pages: int, host_pages: int = 0) -> None:
+        super().__init__(mix, num_pages=num_pages, host_pages=host_pages)
+        self.cache.store_on_disk()
+        self.disk: dict[tuple[int, bytes], Contents] = {}
+        self.opened: dict[int, BlockImport] = {}  # by ticket
+        self.num_imported = 0
+
+    def receive(self) -> None:
+        if not self.steps:
+            return
+        step, copies = self.steps[0], self.steps[0].copies
+        step.copies = []
+        for copy in copies:
+            if copy.target_tier == DISK:
+                self._store(copy)
+            elif copy.ticket:
+                step.copies.append(copy)
+            else:
+                copy_blocks(self.slabs, [copy])
+        super().receive()
+
+    def load(self) -> None:
+        if self.loads and self.loads[0][0].source_tier == DISK:
+            copies = self.loads.popleft()
+            for copy in copies:
+                self._fetch(copy)
+            self.cache.commit_import(self.opened[copies[0].ticket])
+            self._check()
+        else:
+            super().load()
+
+    def bring(self, token_ids: list[int]) -> BlockImport | None:
+        """Import what the disk has of a prompt beyond the memory."""
+        chain: list[bytes] = []
+        extend_chain(chain, ROOT, token_ids, BLOCK)
+        on_disk: list[set[bytes]] = [set() for _ in self.specs]
+        for group, digest in self.disk:
+            on_disk[group].add(digest)
+        tiers = [
+            (*(tier[group] for tier in self.cache.index.tiers), on_disk[group]) for group in range(len(self.specs))
+        ]
+        hit = find_in_tiers(
+            self.cache.retentions,
+            tiers,
+            chain,
+            hit_limit(len(token_ids), BLOCK),
+            window_repair=self.cache.window_repair,
+        )
+        opened = self.cache.import_blocks(chain, hit)
+        self._check()
+        if opened is not None:
+            self.opened[self.cache.fetch_import(opened)] = opened
+            self.num_imported += len(opened.blocks)
+            self.plan([])
+            while self.steps:
+                self.receive()
+            while self.loads:
+                self.load()
+            assert self.cache.host is not None
+            for one in opened.blocks:
+                assert self.cache.host.blocks[one.group][one.digest] == one.block
+        return opened
+
+    def _store(self, copy: BlockCopy) -> None:
+        contents = self.slabs[copy.source_tier].contents(copy.group, copy.source)
+        assert [content for _, content in sorted(contents.items())] == self.truth[copy.group, copy.digest]
+        self.disk[copy.group, copy.digest] = contents
+
+    def _fetch(self, copy: BlockCopy) -> None:
+        self.slabs[HOST].put(copy.group, copy.target, dict(self.disk[copy.group, copy.digest]))
+
+
+def tokens(seed: int, length: int) -> list[int]:
+    return [seed, *(random.Random(seed).randrange(9) for _ in range(length - 1))]
+
+
+def pages_for(mix: Sequence[str]) -> int:
+    """Pages of a pool that holds a few prompts: windows alone take little."""
+    return 24 if any(retention.keeps_everything for retention in CacheDriver(mix, num_pages=9).cache.retentions) else 6
+
+
+def run(driver: CacheDriver, token_ids: list[int]) -> bool:
+    """A request over these tokens, to its end."""
+    if not driver.begin(token_ids):
+        return False
+    driver.complete(len(driver.sequences) - 1, CheckpointKind.GENERATION, chunk=16)
+    return True
+
+
+def run_after_import(driver: DiskDriver, token_ids: list[int]) -> bool:
+    opened = driver.bring(token_ids)
+    done = run(driver, token_ids)
+    if opened is not None:
+        driver.cache.end_import(opened)
+        driver._check()
+    return done
+
+
+@pytest.mark.parametrize("mix", ALL_MIXES, ids="+".join)
+@pytest.mark.parametrize("host_pages", [10, 30])
+def test_what_was_dropped_comes_back(mix: tuple[str, ...], host_pages: int) -> None:
+    num_pages = pages_for(mix)
+    driver = DiskDriver(mix, num_pages=num_pages, host_pages=host_pages * num_pages // 24)
+    prompts = [tokens(seed, 60) for seed in range(num_examples(daily=16, exhaustive=50))]
+    for more in ([], [3], [4, 5, 6]):
+        for prompt in prompts:
+            assert run_after_import(driver, prompt + more)
+    assert driver.disk
+    assert driver.num_imported > 0
+    driver.finish()
+
+
+@pytest.mark.parametrize("mix", ALL_MIXES, ids="+".join)
+def test_without_a_host_tier_the_device_stores(mix: tuple[str, ...]) -> None:
+    driver = DiskDriver(mix, num_pages=pages_for(mix))
+    for seed in range(8):
+        assert run(driver, tokens(seed, 60))
+    assert driver.disk
+    assert driver.bring(tokens(0, 60)) is None  # nowhere to bring it
+    driver.finish()
+
+
+def test_a_reset_stores_nothing_and_voids_imports() -> None:
+    driver = DiskDriver(("full",), num_pages=40, host_pages=40)
+    assert run(driver, tokens(1, 60))
+    driver.evict_all()
+    assert not driver.cache.take_copies()
+    for number in range(8):
+        driver.disk[0, bytes([number]) * 32] = {}
+    chain = [bytes([number]) * 32 for number in range(8)]
+    hit = find_in_tiers(driver.cache.retentions, [({}, {}, set(chain))], chain, 8, window_repair=True)
+    opened = driver.cache.import_blocks(chain, hit)
+    assert opened is not None
+    assert len(opened.blocks) == 8
+    driver.cache.evict_all()
+    driver.cache.commit_import(opened)
+    assert not driver.cache.host.blocks[0]  # type: ignore[union-attr]
+    driver.cache.end_import(opened)
+    driver.finish()
+
+
+def test_an_import_larger_than_the_host_tier_is_refused() -> None:
+    driver = DiskDriver(("full",), num_pages=40, host_pages=1)
+    chain = [bytes([number]) * 32 for number in range(100)]
+    hit = find_in_tiers(driver.cache.retentions, [({}, {}, set(chain))], chain, 100, window_repair=True)
+    assert hit.num_hash_blocks == 100
+    assert driver.cache.import_blocks(chain, hit) is None
+    driver.finish()

@@ -1,0 +1,116 @@
+"""Imports: blocks from elsewhere, a disk or another worker, are written into the host tier, where a request then finds them.
+
+    begin      host blocks are taken for what the cache lacks of a prefix; they are not in the index
+    (bytes are written into them)
+    publish    they enter the index; the import still needs them, so that they are not evicted before the request that waits for
+               them is admitted
+    end        the import needs them no longer: published blocks can be evicted, others are free
+
+The nodes of the prefix that are in the cache already are locked meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from transom_worker.kvcache.checkpoints import Checkpoints
+from transom_worker.kvcache.host_tier import HostTier
+from transom_worker.kvcache.prefix_index import PrefixIndex
+from transom_worker.kvcache.prefix_search import PrefixHit, shared_digests
+from transom_worker.kvcache.retention_set import RetentionSet
+from transom_worker.kvcache.tree import Node
+
+
+class ImportedBlock(NamedTuple):
+    """A block to write: its group, its logical index in the prefix, its digest, and the block of the host tier."""
+
+    group: int
+    logical: int
+    digest: bytes
+    block: int
+
+
+@dataclass(slots=True, eq=False)
+class BlockImport:
+    """The blocks of one import. `is_void`: the cache was emptied, so that they are not to be published."""
+
+    blocks: list[ImportedBlock]
+    locked: Node | None
+    is_void: bool = False
+
+
+class Imports:
+    """The imports that have not ended."""
+
+    def __init__(
+        self, retentions: RetentionSet, index: PrefixIndex, host: HostTier, checkpoints: Checkpoints, *, block_size: int
+    ) -> None:
+        self.num_imported = 0  # blocks published, since start
+        self._retentions = retentions
+        self._index = index
+        self._host = host
+        self._checkpoints = checkpoints
+        self._block_size = block_size
+        self.opened: list[BlockImport] = []
+
+    def begin(self, chain: Sequence[bytes], hit: PrefixHit) -> BlockImport | None:
+        """Take host blocks for what a hit lacks in both tiers; None if it lacks nothing, or if the host tier has no room.
+
+        Room is made at the cost of nodes in the host tier, except those of this prefix.
+        """
+        locked = self._checkpoints.lock(chain, hit.num_hash_blocks)
+        missing = [self._missing(group, chain, hit) for group in range(len(self._retentions))]
+        counts = [len(of_group) for of_group in missing]
+        taken = self._take(counts) if any(counts) else None
+        if taken is None:
+            if locked is not None:
+                self._checkpoints.unlock(locked)
+            return None
+        blocks = [
+            ImportedBlock(group, logical, digest, block)
+            for group, (names, of_group) in enumerate(zip(missing, taken, strict=True))
+            for (digest, logical), block in zip(names, of_group, strict=True)
+        ]
+        opened = BlockImport(blocks, locked)
+        self.opened.append(opened)
+        return opened
+
+    def publish(self, opened: BlockImport) -> None:
+        """Enter the blocks into the index, except those that a request has published meanwhile."""
+        if opened.is_void:
+            return
+        for one in opened.blocks:
+            if not any(one.digest in tier[one.group] for tier in self._index.tiers):
+                self._host.enter(one.group, [one.block], [(one.digest, one.logical)])
+                self.num_imported += 1
+
+    def end(self, opened: BlockImport) -> None:
+        """Give the blocks back to the host tier: published ones may be evicted from now on, others are free."""
+        self.opened.remove(opened)
+        for one in opened.blocks:
+            self._host.release(one.group, [one.block])
+        if opened.locked is not None:
+            self._checkpoints.unlock(opened.locked)
+
+    def make_void(self) -> None:
+        """Publish nothing of the present imports, since the cache is emptied."""
+        for opened in self.opened:
+            opened.is_void = True
+
+    def _missing(self, group: int, chain: Sequence[bytes], hit: PrefixHit) -> list[tuple[bytes, int]]:
+        """Return (digest, logical index) of a group's blocks that a hit needs and neither tier has."""
+        retention = self._retentions[group]
+        step = retention.block_size // self._block_size
+        logical_of = {digest: index // step for index, digest in enumerate(chain[: hit.num_hash_blocks])}
+        digests = shared_digests(retention, chain, hit, block_size=self._block_size)
+        return [
+            (digest, logical_of[digest])
+            for digest in dict.fromkeys(digests)
+            if not any(digest in tier[group] for tier in self._index.tiers)
+        ]
+
+    def _take(self, counts: list[int]) -> list[list[int]] | None:
+        eviction = self._checkpoints.eviction
+        return self._host.take(counts) if eviction.make_room(lambda: counts) else None
