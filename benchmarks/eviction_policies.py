@@ -44,6 +44,9 @@ class LruPolicy:
         """Used now."""
         node.policy_state = self._tick()
 
+    def returned_inside(self, node: Node, share: float) -> None:
+        """Its own time stays: it was not used to its end."""
+
     def missed(self, chain: Sequence[bytes], begin: int, end: int) -> None:
         """Nothing to learn."""
 

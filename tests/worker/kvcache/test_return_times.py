@@ -108,7 +108,7 @@ def test_requests_without_end_leave_no_objects_behind() -> None:
     del node
     gc.collect()
     assert len(gc.get_objects()) - before < 2_000
-    assert policy.num_bytes - num_bytes == 1000 * 3 * 9  # three watches for each
+    assert policy.num_bytes - num_bytes == 1000 * 3 * 10  # three watches for each
 
 
 def test_ghosts_are_found_until_newer_ones_take_their_places() -> None:

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from transom_worker.kvcache.checkpoint_counts import CheckpointCounts
-from transom_worker.kvcache.eviction import EvictionPolicy
+from transom_worker.kvcache.eviction import NEAR_BLOCKS, EvictionPolicy
 from transom_worker.kvcache.eviction_costs import EvictionCosts
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.kvcache.node_eviction import NodeEviction
@@ -33,7 +33,6 @@ from transom_worker.kvcache.retention_set import RetentionSet
 from transom_worker.kvcache.tiers import DEVICE
 from transom_worker.kvcache.tree import CheckpointKind, Node, PinBlocks, PrefixTree
 
-NEAR_BLOCKS = 64  # a request whose chain parts at most so many hash blocks before a checkpoint has returned to it
 # Checkpoints of one conversation, and checkpoints that several conversations share.
 CONVERSATION_KINDS = frozenset((CheckpointKind.TURN, CheckpointKind.PROMPT, CheckpointKind.GENERATION))
 SHARED_KINDS = frozenset((CheckpointKind.SYSTEM, CheckpointKind.FORK))
@@ -120,7 +119,7 @@ class Checkpoints:
     def learn_return(self, chain: Sequence[bytes], limit: int, base_node: Node | None) -> int:
         """Learn which checkpoint a newly admitted request returns to; return how many returns its conversation has had.
 
-        `limit` is the last boundary that the request may reuse, `base_node` the node that it locks. Example: the third request
+        A request that brings back an evicted part that several conversations shared counts theirs. `limit` is the last boundary that the request may reuse, `base_node` the node that it locks. Example: the third request
         of a conversation returns to the end of the second: 2 returns.
         """
         self._policy.admitted()
@@ -128,13 +127,19 @@ class Checkpoints:
         reach = self.tree.reach(chain, limit)
         ghost = self._policy.missed(chain, max(0, reach - 1), limit)
         if base_node is not None and base_node.boundary < limit and base_node.kind in SHARED_KINDS:
+            base_node.num_returns += 1
             self._policy.returned(base_node)
+        if ghost is not None and ghost.kind is CheckpointKind.FORK:
+            return ghost.num_returns
         if ghost is not None:
             return self._count_return(ghost.kind, ghost.num_returns, ghost.num_blocks_before)
         if not reach:
             return 0
-        node, offset = self._returned_to(self.tree.owner[chain[reach - 1]], reach)
+        owner = self.tree.owner[chain[reach - 1]]
+        node, offset = self._returned_to(owner, reach)
         if offset > NEAR_BLOCKS:
+            begin = owner.boundary - len(owner.segment)  # of the segment that `lock` may just have split
+            self._policy.returned_inside(node, (reach - begin) / (node.boundary - begin))
             return 0
         if node is not base_node or node.kind not in SHARED_KINDS:
             self._policy.returned(node)

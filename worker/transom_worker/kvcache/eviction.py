@@ -25,6 +25,7 @@ three times as high, and B is evicted.
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -34,7 +35,9 @@ from transom_worker.kvcache.tree import CheckpointKind, Node
 
 SAMPLE_SIZE = 64  # nodes compared to find one to evict
 GHOST_BLOCKS = 64  # the last hash blocks of a segment, which all become ghosts; of the others 1 in 16 does
+NEAR_BLOCKS = 64  # a request whose chain parts at most so many hash blocks before a checkpoint has returned to it
 MAX_RETURNS = 3  # classes do not tell higher numbers of returns apart
+SIZE_EDGES = (64, 256, 1_024)  # hash blocks of a segment, at which classes of sizes begin
 
 
 class GhostHit(NamedTuple):
@@ -66,6 +69,9 @@ class EvictionPolicy(Protocol):
     def returned(self, node: Node) -> None:
         """Note that a request returned to a node, or to a boundary inside its segment."""
 
+    def returned_inside(self, node: Node, share: float) -> None:
+        """Note that a request shares only the first part of a node's segment, this fraction of it, and parts far before its end."""
+
     def missed(self, chain: Sequence[bytes], begin: int, end: int) -> GhostHit | None:
         """Note that a request's hash blocks `[begin, end)` are not in the tree; return the evicted node that it returned to, if one
         is known.
@@ -87,7 +93,9 @@ class EvictionPolicy(Protocol):
 class ReturnTimePolicy:
     """Ranks a node by the tokens that it is expected to save per byte and request of waiting: `worth * lost_tokens / freed_bytes`.
 
-    `return_times` learns the worth: expected returns per admitted request, by the node's class and age.
+    `return_times` learns the worth: expected returns per admitted request, by the node's class and age. A request that shares only
+    a part of a segment counts as that fraction of a return, whether the node is cached or evicted: otherwise a long document that
+    many prompts begin with would look as if nothing ever returned to it.
     """
 
     def __init__(self) -> None:
@@ -96,7 +104,7 @@ class ReturnTimePolicy:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what is remembered of checkpoints, evicted ones among them; bounded by about 15 MiB."""
+        """Bytes of what is remembered of checkpoints, evicted ones among them; bounded by 16 MiB."""
         return self._times.watches.num_bytes + self._ghosts.num_bytes
 
     def admitted(self) -> None:
@@ -113,11 +121,19 @@ class ReturnTimePolicy:
         node.policy_state = self._times.watch(_class(node, built_upon=True))
 
     def returned(self, node: Node) -> None:
-        """Count the return, and watch the node for the next one."""
+        """Count the return, and watch the node for the next one; a node that was only made to split a segment from now on."""
         watched = node.policy_state
-        if isinstance(watched, WatchedCheckpoint):
+        if watched is None:
+            self.created(node)
+        elif isinstance(watched, WatchedCheckpoint):
             self._times.returned(watched.number)
-            node.policy_state = self._times.watch(self._times.class_of(watched.class_id))
+            built_upon = self._times.class_of(watched.class_id).was_built_upon
+            node.policy_state = self._times.watch(_class(node, built_upon=built_upon))
+
+    def returned_inside(self, node: Node, share: float) -> None:
+        """Count the share of a return. What the request does not share keeps its age, and is not watched any more."""
+        if isinstance(node.policy_state, WatchedCheckpoint):
+            self._times.returned(node.policy_state.number, share)
 
     def missed(self, chain: Sequence[bytes], begin: int, end: int) -> GhostHit | None:
         """Count a return to the evicted node that shares most of the chain, and describe it; None if no ghost shares any of it."""
@@ -125,23 +141,26 @@ class ReturnTimePolicy:
         for at in range(end - 1, begin - 1, -1):
             ghost = ghosts.pop(chain[at])
             if ghost is not None:
-                self._times.returned(ghost.watch)
+                num_blocks_before = ghost.boundary - (at + 1)
+                is_near = num_blocks_before <= NEAR_BLOCKS
+                share = 1.0 if is_near else max(0.0, 1.0 - num_blocks_before / ghost.num_segment_blocks)
+                self._times.returned(ghost.watch, share)
                 evicted = self._times.class_of(ghost.class_id)
-                return GhostHit(CheckpointKind(evicted.kind), evicted.num_returns, ghost.boundary - (at + 1))
+                return GhostHit(CheckpointKind(evicted.kind), evicted.num_returns, num_blocks_before)
         return None
 
     def windows_evicted(self, node: Node) -> None:
         """Remember the node as a ghost, under the digest of its last hash block."""
         if isinstance(node.policy_state, WatchedCheckpoint):
             watched = node.policy_state
-            self._ghosts.remember(node.digest, Ghost(watched.number, watched.class_id, node.boundary))
+            self._ghosts.remember(node.digest, _ghost(watched, node))
 
     def removed(self, node: Node) -> None:
         """Remember the node as a ghost, under the digests of the segment's last hash blocks and of a sample of the others."""
         watched = node.policy_state
         if not isinstance(watched, WatchedCheckpoint):
             return
-        ghost = Ghost(watched.number, watched.class_id, node.boundary)
+        ghost = _ghost(watched, node)
         first_of_last = len(node.segment) - GHOST_BLOCKS
         for at, digest in enumerate(node.segment):
             if at >= first_of_last or digest[0] < 16:  # the first byte of a digest is uniform: 16 of 256 values
@@ -204,4 +223,9 @@ class Candidates:
 
 
 def _class(node: Node, *, built_upon: bool) -> CheckpointClass:
-    return CheckpointClass(node.kind.value, built_upon, min(node.num_returns, MAX_RETURNS))
+    size = bisect_right(SIZE_EDGES, len(node.segment))
+    return CheckpointClass(node.kind.value, built_upon, min(node.num_returns, MAX_RETURNS), size)
+
+
+def _ghost(watched: WatchedCheckpoint, node: Node) -> Ghost:
+    return Ghost(watched.number, watched.class_id, node.boundary, len(node.segment))

@@ -1,12 +1,12 @@
-"""What is remembered of evicted nodes of the prefix tree, by digest, in compact arrays: 21 bytes for each ghost.
+"""What is remembered of evicted nodes of the prefix tree, by digest, in compact arrays: 23 bytes for each ghost.
 
-*Ghost*: a digest of an evicted node's segment, with the node's boundary, its watch's number and its class (`return_times`). The
+*Ghost*: a digest of an evicted node's segment, with the node's boundary and its segment's length, its watch's number and its class (`return_times`). The
 first 8 bytes of a digest stand for it: that two of so few ghosts agree in them is as good as impossible, and would only be counted
 wrongly.
 
 The ghosts are a table of sets with 8 places each, and the digest chooses the set:
 
-    set 0  | place 0 | place 1 | ... | place 7 |      place: 8 bytes of digest, class + 1 (0: empty), watch, boundary
+    set 0  | place 0 | place 1 | ... | place 7 |      place: 8 bytes of digest, class + 1 (0: empty), watch, boundary, length
     set 1  | ...
 
 In a full set a new ghost takes the place of the oldest one. So the oldest ghosts are forgotten first, nearly as in one long queue,
@@ -18,17 +18,20 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
-MAX_GHOSTS = 262_144  # 5.3 MiB
+MAX_GHOSTS = 262_144  # 5.8 MiB
 PLACES = 8  # of a set
+MAX_LENGTH = 2**16 - 1  # of a segment, in hash blocks
 KEY_BYTES = 8  # of a digest
 
 
 class Ghost(NamedTuple):
-    """What is remembered of one evicted node: its watch's number, its class and its boundary in hash blocks."""
+    """What is remembered of one evicted node: its watch's number, its class, its boundary in hash blocks, and how many of these
+    its segment had (at most `MAX_LENGTH`)."""
 
     watch: int
     class_id: int
     boundary: int
+    num_segment_blocks: int = 1
 
 
 class Ghosts:
@@ -40,6 +43,7 @@ class Ghosts:
         self._classes = bytearray()  # class + 1
         self._watches = array("Q")
         self._boundaries = array("I")
+        self._lengths = array("H")
         self._oldest = bytearray()  # by set: the place whose ghost is the oldest, once the set has been full
         self._num_ghosts = 0
 
@@ -50,7 +54,7 @@ class Ghosts:
     def num_bytes(self) -> int:
         """Bytes of the arrays."""
         flat = len(self._keys) + len(self._classes) + len(self._oldest)
-        return flat + sum(len(one) * one.itemsize for one in (self._watches, self._boundaries))
+        return flat + sum(len(one) * one.itemsize for one in (self._watches, self._boundaries, self._lengths))
 
     def remember(self, digest: bytes, ghost: Ghost) -> None:
         """Remember a ghost, in place of one with an equal digest, or else of the oldest one where there is no room."""
@@ -67,7 +71,8 @@ class Ghosts:
                 at = begin + self._oldest[which]
                 self._oldest[which] = (self._oldest[which] + 1) % PLACES
             self._keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] = digest[:KEY_BYTES]
-        self._watches[at], self._classes[at], self._boundaries[at] = ghost.watch, ghost.class_id + 1, ghost.boundary
+        self._watches[at], self._classes[at] = ghost.watch, ghost.class_id + 1
+        self._boundaries[at], self._lengths[at] = ghost.boundary, min(MAX_LENGTH, ghost.num_segment_blocks)
 
     def pop(self, digest: bytes) -> Ghost | None:
         """Return the ghost of this digest and forget it; None if there is none."""
@@ -76,7 +81,7 @@ class Ghosts:
         at = self._find(digest, self._set_of(digest))
         if at is None:
             return None
-        ghost = Ghost(self._watches[at], self._classes[at] - 1, self._boundaries[at])
+        ghost = Ghost(self._watches[at], self._classes[at] - 1, self._boundaries[at], self._lengths[at])
         self._classes[at] = 0
         self._num_ghosts -= 1
         return ghost
@@ -84,7 +89,8 @@ class Ghosts:
     def _allocate(self) -> None:
         num_places = self._num_sets * PLACES
         self._keys, self._classes = bytearray(num_places * KEY_BYTES), bytearray(num_places)
-        self._watches, self._boundaries = array("Q", [0]) * num_places, array("I", [0]) * num_places
+        self._watches = array("Q", [0]) * num_places
+        self._boundaries, self._lengths = array("I", [0]) * num_places, array("H", [0]) * num_places
         self._oldest = bytearray(self._num_sets)
 
     def _set_of(self, digest: bytes) -> int:

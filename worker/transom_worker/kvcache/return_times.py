@@ -5,7 +5,8 @@ Terms:
     checkpoint  a cached prefix, such as a prompt with its answer, from whose end a later request can continue
     return      a later request that continues from the checkpoint
     built upon  a checkpoint from which another, longer one has been placed, such as a turn that the next turn continued
-    class       checkpoints of the same kind, built upon or not, with the same number of returns so far: they share statistics
+    class       checkpoints of the same kind and size, built upon or not, with the same number of returns so far: they share
+                statistics
     age         admitted requests since the checkpoint was placed or last returned to; the unit of time here
     bucket      a range of ages; their ends grow by 2/5: [0, 1), [1, 2), [2, 3), [3, 4), [4, 5), [5, 7), [7, 9), [9, 12), ...
     survive     reach the end of a bucket without a return in it
@@ -46,6 +47,7 @@ class CheckpointClass(NamedTuple):
     kind: str  # `tree.CheckpointKind`, such as "prompt"
     was_built_upon: bool
     num_returns: int  # so far; `eviction.MAX_RETURNS` stands for more as well
+    size: int = 0  # how many of `eviction.SIZE_EDGES` the segment's length reaches
 
 
 def _bucket_edges() -> list[int]:
@@ -59,7 +61,8 @@ BUCKET_EDGES = _bucket_edges()  # bucket b has the ages [BUCKET_EDGES[b], BUCKET
 LAST_BUCKET = len(BUCKET_EDGES) - 2
 PRIOR_HAZARD = 0.05  # of a bucket without observations
 PRIOR_WEIGHT = 2.0  # observations that the prior counts as
-MERGED_WEIGHT = 16.0  # observations that the hazard of all classes together counts as, beside those of the class itself
+MERGED_WEIGHT = 16.0  # observations that the hazard of similar classes together counts as, beside those of the class itself
+LARGE_SIZE = 2  # `CheckpointClass.size` from which classes are large
 DECAY_EVERY = 1024  # requests, after which all counts are multiplied by `DECAY`
 DECAY = 0.5
 REFRESH_EVERY = 16  # requests, after which worths are computed anew
@@ -100,10 +103,7 @@ class ReturnTimes:
         self._classes: list[CheckpointClass] = []  # by class id
         self._class_ids: dict[CheckpointClass, int] = {}
         self._tables: list[_LifeTable] = []  # by class id
-        self._merged_tables: dict[bool, _LifeTable] = {  # all classes together, by `was_built_upon`
-            False: _LifeTable(),
-            True: _LifeTable(),
-        }
+        self._merged_tables = [_LifeTable() for _ in range(8)]  # of similar classes together, by `_similar`
         # By bucket: the number of the first watch that has not left it yet. Ages are in order of the numbers.
         self._first_in_bucket = [0] * LAST_BUCKET
         self._worths: dict[int, list[float]] = {}  # by class id, then by bucket
@@ -126,7 +126,7 @@ class ReturnTimes:
         if self.now % REFRESH_EVERY == 0:
             self._worths.clear()
         if self.now % DECAY_EVERY == 0:
-            for table in (*self._tables, *self._merged_tables.values()):
+            for table in (*self._tables, *self._merged_tables):
                 table.decay()
 
     def watch(self, checkpoint_class: CheckpointClass) -> WatchedCheckpoint:
@@ -142,15 +142,18 @@ class ReturnTimes:
         """Return the class with this id."""
         return self._classes[class_id]
 
-    def returned(self, number: int) -> None:
-        """Count a client's return to a checkpoint, by the number of its watch, and end watching it."""
+    def returned(self, number: int, share: float = 1.0) -> None:
+        """Count a client's return to a checkpoint, by the number of its watch, and end watching it.
+
+        `share` is the fraction of the checkpoint's segment that the client came back to: it counts as that fraction of a return.
+        """
         watches = self.watches
         class_id = watches.class_of_running(number) if number >= watches.first else None
         if class_id is None:
             return
         bucket = self._bucket(watches.began_at(number))
-        self._tables[class_id].returned[bucket] += 1
-        self._merged_tables[self._classes[class_id].was_built_upon].returned[bucket] += 1
+        self._tables[class_id].returned[bucket] += share
+        self._merged_tables[_similar(self._classes[class_id])].returned[bucket] += share
         watches.stop(number)
 
     def forget(self, number: int) -> None:
@@ -172,15 +175,15 @@ class ReturnTimes:
         """Count a checkpoint of this class that has survived a bucket; None: it is not watched any more."""
         if class_id is not None:
             self._tables[class_id].survived[bucket] += 1
-            self._merged_tables[self._classes[class_id].was_built_upon].survived[bucket] += 1
+            self._merged_tables[_similar(self._classes[class_id])].survived[bucket] += 1
 
     def _hazards(self, class_id: int) -> list[float]:
-        """Return the hazard of each bucket: a weighted mean of the class's observations, those of all classes and the prior.
+        """Return the hazard of each bucket: a weighted mean of the class's observations, those of similar classes and the prior.
 
-        Example: 8 returns among 16 observations of the class, and a hazard of 0.1 in all classes together: (8 + 16 * 0.1) / (16 +
+        Example: 8 returns among 16 observations of the class, and a hazard of 0.1 in similar classes together: (8 + 16 * 0.1) / (16 +
         16) = 0.3.
         """
-        own, merged = self._tables[class_id], self._merged_tables[self._classes[class_id].was_built_upon]
+        own, merged = self._tables[class_id], self._merged_tables[_similar(self._classes[class_id])]
         hazards = []
         for returned, survived, all_returned, all_survived in zip(
             *map(_smooth, (own.returned, own.survived, merged.returned, merged.survived)), strict=True
@@ -205,6 +208,14 @@ class ReturnTimes:
                 best = max(best, expected_returns / expected_wait)
             worths.append(best)
         return worths
+
+
+def _similar(of: CheckpointClass) -> int:
+    """Return the number of a class's merged table.
+
+    Classes are similar if both or neither were built upon, were returned to before, and are large.
+    """
+    return of.was_built_upon + 2 * (of.num_returns > 0) + 4 * (of.size >= LARGE_SIZE)
 
 
 def _smooth(counts: list[float]) -> list[float]:

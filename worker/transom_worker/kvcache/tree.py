@@ -264,7 +264,7 @@ class PrefixTree:
         num_upper = boundary - above.boundary
         upper.segment, lower.segment = lower.segment[:num_upper], lower.segment[num_upper:]
         upper.windows = None if upper.retentions.slides else ()
-        upper.num_returns = lower.num_returns
+        upper.num_returns = lower.num_returns + 1  # the chain that parts here shares it
         upper.tier = upper.windows_tier = lower.tier
         upper.num_held_children = int(lower.is_held)
         for moved in upper.segment:
@@ -276,9 +276,14 @@ class PrefixTree:
         return upper
 
     def split_off(self, lower: Node, num_blocks: int) -> Node:
-        """Split a segment so that `lower` keeps its last `num_blocks` hash blocks, fewer than it has; return the node above."""
+        """Split a segment so that `lower` keeps its last `num_blocks` hash blocks, fewer than it has; return the node above.
+
+        No chain parts there, so the eviction policy ranks both as it ranked the whole.
+        """
         boundary = lower.boundary - num_blocks
-        return self._split(lower, boundary, lower.segment[-num_blocks - 1])
+        upper = self._split(lower, boundary, lower.segment[-num_blocks - 1])
+        upper.num_returns, upper.policy_state = lower.num_returns, lower.policy_state
+        return upper
 
     def _count_held(self, node: Node | None, change: int) -> None:
         """Change a node's number of held children, and those of the nodes above as far as that makes a difference."""

@@ -1,4 +1,4 @@
-"""The last watches of checkpoints, in compact arrays: 9 bytes each, and nothing that Python's garbage collector visits.
+"""The last watches of checkpoints, in compact arrays: 10 bytes each, and nothing that Python's garbage collector visits.
 
 *Watch*: one checkpoint from its placement or last return on, until the next return (`return_times`). Watches are numbered in the
 order in which they began, so their ages are in order too, and a ring holds them:
@@ -15,19 +15,19 @@ from __future__ import annotations
 
 from array import array
 
-MAX_WATCHES = 2**20  # 9 MiB
-_ENDED = 0x80  # bit of the class byte
+MAX_WATCHES = 2**20  # 10 MiB
+_ENDED = 0x8000  # bit of the class
 
 
 class WatchRing:
-    """Holds class, beginning and end of the last `capacity` watches. A class is a number below 128."""
+    """Holds class, beginning and end of the last `capacity` watches. A class is a number below 32,768."""
 
     def __init__(self, capacity: int = MAX_WATCHES) -> None:
         self.first = 0  # number of the oldest watch that is held
         self.end = 0  # number of the next watch
         self._capacity = capacity
         self._began = array("Q")
-        self._class = array("B")
+        self._class = array("H")
 
     @property
     def num_bytes(self) -> int:
