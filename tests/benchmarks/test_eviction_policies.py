@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from eviction_policies import POLICIES
@@ -20,12 +22,18 @@ PROMPT_UNITS = 4
 
 def hit_tokens(policy: str, prompts: list[Run], *, num_prompts_in_pool: int) -> int:
     """Of prompts with answers of one token, one at a time, on a model with one full group."""
+    num_pages = (num_prompts_in_pool + 1) * PROMPT_UNITS
+    return hit_tokens_of(policy, [(prompt,) for prompt in prompts], num_pages=num_pages)
+
+
+def hit_tokens_of(policy: str, prompts: list[tuple[Run, ...]], *, num_pages: int) -> int:
+    """The same of prompts of several runs; a page has one block."""
     spec = GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=UNIT)
     group = GroupLayout(spec=spec, block_bytes=256, stride_bytes=256, layers=())
-    layout = ArenaLayout(page_bytes=256, num_pages=(num_prompts_in_pool + 1) * PROMPT_UNITS, groups=(group,))
+    layout = ArenaLayout(page_bytes=256, num_pages=num_pages, groups=(group,))
     space = TokenSpace()
     space.take(1_000_000)
-    requests = tuple(SimulatedRequest(prompt=(prompt,), answer=space.take(1)) for prompt in prompts)
+    requests = tuple(SimulatedRequest(prompt=prompt, answer=space.take(1)) for prompt in prompts)
     workload = Workload(name="test", requests=requests)
     scheduler = Scheduler(
         SchedulerConfig(),
@@ -38,7 +46,7 @@ def hit_tokens(policy: str, prompts: list[Run], *, num_prompts_in_pool: int) -> 
     replay = Replay(scheduler, workload, SequentialArrivals(workload), cost=StepCost(), clock=VirtualClock())
     assert replay.run().requests == len(prompts)
     outcome = scheduler.stats().outcome_tokens
-    assert sum(outcome.values()) == sum(prompt.num_tokens for prompt in prompts)
+    assert sum(outcome.values()) == sum(run.num_tokens for prompt in prompts for run in prompt)
     return outcome.get("hit", 0)
 
 
@@ -64,3 +72,29 @@ def test_recency_loses_a_hot_prompt_to_a_scan_and_the_others_keep_it() -> None:
     assert hits.pop("lru") == (PROMPT_UNITS - 1) * UNIT
     for policy, hit in hits.items():
         assert hit > 0.8 * most, policy
+
+
+def documents_in_a_scan(seed: int, *, num_document_units: int, num_question_units: int) -> list[tuple[Run, ...]]:
+    """Every fourth prompt is one of 12 documents with a question of its own; the others never come again."""
+    rng, space = random.Random(seed), TokenSpace()
+    documents = [space.take(num_document_units * UNIT) for _ in range(12)]
+    prompts: list[tuple[Run, ...]] = []
+    for _ in range(100):
+        prompts.append((rng.choice(documents), space.take(num_question_units * UNIT)))
+        prompts += [(space.take(80 * UNIT),) for _ in range(3)]
+    return prompts
+
+
+def test_documents_that_many_prompts_begin_with_are_kept_though_no_prompt_comes_again() -> None:
+    """Each document comes again after 48 requests of 82 blocks on average, and the pool has 1,500 blocks."""
+    prompts = documents_in_a_scan(0, num_document_units=80, num_question_units=4)
+    most = (100 - 12) * 80 * UNIT
+    hits = {policy: hit_tokens_of(policy, prompts, num_pages=1_500) for policy in ("default", "lru", "slru")}
+    assert hits["default"] >= max(hits.values()) - most // 200
+    assert hits["default"] >= 0.8 * most
+
+
+def test_documents_are_kept_where_questions_are_long() -> None:
+    """A prompt that goes on elsewhere far before a node's end counts as its share of a return."""
+    prompts = documents_in_a_scan(1, num_document_units=160, num_question_units=70)
+    assert hit_tokens_of("default", prompts, num_pages=2_500) >= 1.2 * hit_tokens_of("lru", prompts, num_pages=2_500)

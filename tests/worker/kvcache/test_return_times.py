@@ -137,3 +137,51 @@ def test_the_oldest_ghosts_are_forgotten_first_and_the_newest_of_a_digest_counts
 
 def digest(number: int) -> bytes:
     return hashlib.sha256(number.to_bytes(8, "little")).digest()
+
+
+def test_half_a_segment_counts_as_half_a_return() -> None:
+    worths = []
+    for share in (1.0, 0.5, 0.0):
+        times = ReturnTimes()
+        for _ in range(200):
+            watched = times.watch(PROMPT)
+            times.tick()
+            times.returned(watched.number, share)
+            times.returned(watched.number, 1.0)  # it has ended: counts no more
+        worths.append(times.worth(times.watch(PROMPT)))
+    assert worths[0] > worths[1] > worths[2]
+
+
+def test_a_large_class_without_observations_learns_from_large_classes() -> None:
+    times = ReturnTimes()
+    for _ in range(200):
+        small, large = (times.watch(CheckpointClass("prompt", False, 0, size)) for size in (0, 3))
+        times.tick()
+        times.returned(large.number)
+        times.forget(small.number)
+    for _ in range(100):
+        times.tick()
+    unseen = [times.watch(CheckpointClass("system", False, 0, size)) for size in (0, 1, 2, 3)]
+    worths = [times.worth(watched) for watched in unseen]
+    assert worths[0] == worths[1] < worths[2] == worths[3]
+
+
+def test_missed_part_of_a_segment_counts_as_when_it_was_cached() -> None:
+    """A request that shares a quarter of a long segment is a quarter of a return, whether the node is cached or evicted."""
+    tables = []
+    for evicted in (False, True):
+        policy = ReturnTimePolicy()
+        node = Node(400, digest(399), None, CheckpointKind.PROMPT, RetentionSet())
+        node.segment = [bytes([1]) + digest(at)[1:] for at in range(400)]  # every digest becomes a ghost
+        policy.created(node)
+        policy.admitted()
+        if evicted:
+            policy.removed(node)
+            ghost = policy.missed([*node.segment[:100], digest(1_000)], 0, 101)
+            assert ghost is not None
+            assert ghost.num_blocks_before == 300
+        else:
+            policy.returned_inside(node, 0.25)
+        tables.append([table.returned for table in policy._times._tables])
+    assert tables[0] == tables[1]
+    assert sum(map(sum, tables[0])) == 0.25

@@ -119,8 +119,9 @@ class Checkpoints:
     def learn_return(self, chain: Sequence[bytes], limit: int, base_node: Node | None) -> int:
         """Learn which checkpoint a newly admitted request returns to; return how many returns its conversation has had.
 
-        A request that brings back an evicted part that several conversations shared counts theirs. `limit` is the last boundary that the request may reuse, `base_node` the node that it locks. Example: the third request
-        of a conversation returns to the end of the second: 2 returns.
+        A request that brings back an evicted part that several conversations shared counts theirs. `limit` is the last boundary
+        that the request may reuse, `base_node` the node that it locks. Example: the third request of a conversation returns to the
+        end of the second: 2 returns.
         """
         self._policy.admitted()
         limit = min(limit, len(chain))

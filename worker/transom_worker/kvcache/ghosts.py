@@ -1,8 +1,8 @@
 """What is remembered of evicted nodes of the prefix tree, by digest, in compact arrays: 23 bytes for each ghost.
 
-*Ghost*: a digest of an evicted node's segment, with the node's boundary and its segment's length, its watch's number and its class (`return_times`). The
-first 8 bytes of a digest stand for it: that two of so few ghosts agree in them is as good as impossible, and would only be counted
-wrongly.
+*Ghost*: a digest of an evicted node's segment, with the node's boundary and its segment's length, its watch's number and its class
+(`return_times`). The first 8 bytes of a digest stand for it: that two of so few ghosts agree in them is as good as impossible, and
+would only be counted wrongly.
 
 The ghosts are a table of sets with 8 places each, and the digest chooses the set:
 

@@ -61,7 +61,9 @@ BUCKET_EDGES = _bucket_edges()  # bucket b has the ages [BUCKET_EDGES[b], BUCKET
 LAST_BUCKET = len(BUCKET_EDGES) - 2
 PRIOR_HAZARD = 0.05  # of a bucket without observations
 PRIOR_WEIGHT = 2.0  # observations that the prior counts as
-MERGED_WEIGHT = 16.0  # observations that the hazard of similar classes together counts as, beside those of the class itself
+MERGED_WEIGHT = (
+    16.0  # observations that the hazard of similar classes together counts as, beside those of the class itself
+)
 LARGE_SIZE = 2  # `CheckpointClass.size` from which classes are large
 DECAY_EVERY = 1024  # requests, after which all counts are multiplied by `DECAY`
 DECAY = 0.5
@@ -180,8 +182,8 @@ class ReturnTimes:
     def _hazards(self, class_id: int) -> list[float]:
         """Return the hazard of each bucket: a weighted mean of the class's observations, those of similar classes and the prior.
 
-        Example: 8 returns among 16 observations of the class, and a hazard of 0.1 in similar classes together: (8 + 16 * 0.1) / (16 +
-        16) = 0.3.
+        Example: 8 returns among 16 observations of the class, and a hazard of 0.1 in similar classes together: (8 + 16 * 0.1) /
+        (16 + 16) = 0.3.
         """
         own, merged = self._tables[class_id], self._merged_tables[_similar(self._classes[class_id])]
         hazards = []
