@@ -8,11 +8,20 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from tqdm import tqdm
 
-from transom_worker.contract import FinishReason, OutputEvent, Request, SamplingParams, TokenLogprobs
+from transom_worker.contract import (
+    FinishReason,
+    KvPolicy,
+    KvQuality,
+    OutputEvent,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
+from transom_worker.contract.kv_policy import kv_policy_from_json
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.step_thread import StepThread
 from transom_worker.errors import RequestError, TransomError, WorkerLost
@@ -46,6 +55,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    kv_quality: KvQuality | None = None  # of the KV policy, where it was compared with full attention
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,6 +90,7 @@ class LLM:
         # a program that forgets `shutdown` must leave no ranks behind
         self._end = weakref.finalize(self, _shut_down, self.engine, self._steps)
         self._seed = parsed.seed
+        self._kv_policy = None if parsed.kv_policy is None else kv_policy_from_json(parsed.kv_policy)
         self._ids = itertools.count()
 
     def __enter__(self) -> LLM:
@@ -97,11 +108,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        kv_policy: KvPolicy | Literal["default", "full"] = "default",
+        kv_quality: bool = False,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Generate the outputs of one prompt or many, all in one batch; results are in the order of the prompts.
 
-        A prompt is a string or {"prompt_token_ids": [...]}. Parameters are one for all, or one per prompt.
+        A prompt is a string or {"prompt_token_ids": [...]}. Parameters are one for all, or one per prompt. `kv_policy` says what
+        the model's full-attention layers keep: "full" everything, "default" what the setting `kv_policy` says. With `kv_quality`, a
+        sample of the tokens is compared with full attention.
 
         Raises:
             RequestError: a prompt or parameter is wrong; then no output is returned for any prompt.
@@ -111,7 +126,9 @@ class LLM:
         params = self._params_per_prompt(sampling_params, len(batch))
         outputs = [self._open(prompt, one) for prompt, one in zip(batch, params, strict=True)]
         requests = [
-            self._request(out, one, index) for out, one in zip(outputs, params, strict=True) for index in range(one.n)
+            self._request(out, one, index, self._kv_policy if kv_policy == "default" else kv_policy, kv_quality)
+            for out, one in zip(outputs, params, strict=True)
+            for index in range(one.n)
         ]
         self._run(requests, outputs, use_tqdm=use_tqdm)
         return outputs
@@ -168,7 +185,14 @@ class LLM:
             ],
         )
 
-    def _request(self, output: RequestOutput, params: SamplingParams, index: int) -> Request:
+    def _request(
+        self,
+        output: RequestOutput,
+        params: SamplingParams,
+        index: int,
+        kv_policy: KvPolicy | Literal["full"] | None,
+        kv_quality: bool,
+    ) -> Request:
         seed = params.seed if params.seed is not None else self._next_seed(output)
         return Request(
             request_id=f"{output.request_id}-{index}",
@@ -176,6 +200,8 @@ class LLM:
             params=params.single(),
             seed=seed,
             choice_index=index,
+            kv_policy=None if kv_policy == "full" else kv_policy,
+            kv_quality=kv_quality,
         )
 
     def _next_seed(self, output: RequestOutput) -> int:
@@ -223,6 +249,8 @@ class LLM:
             out.prompt_logprobs = [None, *(self._by_id(entry) for entry in event.prompt_logprobs)]
         if event.usage is not None and choice.index == 0:
             out.num_cached_tokens = event.usage.num_cached_tokens
+        if event.usage is not None:
+            choice.kv_quality = event.usage.kv_quality
         choice.finish_reason = event.finish_reason
         choice.stop_reason = event.stop_reason
 

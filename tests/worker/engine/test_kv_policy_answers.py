@@ -1,0 +1,173 @@
+"""Requests with KV policies through a whole engine: equal to transformers with the same mask, whatever else happens to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from tests.checkpoints import load_oracle, make_checkpoint, prompt
+from tests.worker.execution.test_policy_steps import check_greedy, window_mask
+from transom_worker import LLM, SamplingParams
+from transom_worker.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, Request, WindowPolicy
+from transom_worker.errors import ConfigError, PromptTooLong, RequestError
+
+BLOCK = 4
+WINDOW = WindowPolicy(sinks=5, window=21)
+HISTORIES = (
+    AdaptivePolicy(sinks=4, min_window=8, max_window=64, threshold=0.05),
+    HeavyPolicy(sinks=4, budget=40),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("policies"), "llama")
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> PreTrainedModel:
+    return load_oracle(folder)
+
+
+@contextmanager
+def engine(folder: Path, **settings: Any) -> Iterator[LLM]:
+    values: dict[str, Any] = (
+        dict(dtype="float32", kv_cache_memory_bytes="2MiB", num_threads=1, block_size=BLOCK, seed=3) | settings
+    )
+    with LLM(str(folder), **values) as llm:
+        yield llm
+
+
+def answers(
+    llm: LLM, prompts: list[list[int]], policy: KvPolicy | None, num_tokens: int = 24, **more: Any
+) -> list[Any]:
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    return llm.generate(
+        [{"prompt_token_ids": ids} for ids in prompts], params, kv_policy=policy or "full", use_tqdm=False, **more
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 7}, {"steps_in_flight": 2}], ids=str)
+@pytest.mark.parametrize("window", [WINDOW, WindowPolicy(sinks=0, window=4), WindowPolicy(sinks=9, window=1)])
+def test_windows_equal_transformers_with_the_same_mask(
+    folder: Path, oracle: PreTrainedModel, settings: dict[str, Any], window: WindowPolicy
+) -> None:
+    """Twice, so that the second time begins at a hit; beside requests without a policy."""
+    prompts = [prompt(length) for length in (1, window.window, 20, 21, 22, 90)]
+    with engine(folder, **settings) as llm:
+        for turn in range(2):
+            for out in answers(llm, prompts, window):
+                tokens = [*out.prompt_token_ids, *out.outputs[0].token_ids]
+                check_greedy(oracle, tokens, len(out.prompt_token_ids), window_mask(window.window, window.sinks))
+            assert out.num_cached_tokens >= turn * 80
+            for out in answers(llm, prompts[-2:], None):
+                tokens = [*out.prompt_token_ids, *out.outputs[0].token_ids]
+                check_greedy(oracle, tokens, len(out.prompt_token_ids), window_mask(10**6, 0))
+
+
+def test_windows_survive_preemption_and_migration(folder: Path, oracle: PreTrainedModel) -> None:
+    prompts = [prompt(8, salt=salt) for salt in range(6)]  # they begin with 2 blocks each, and need 9 soon
+    with engine(folder, kv_cache_memory_bytes=30 * 4096, max_num_seqs=6, max_model_len=96) as llm:
+        for out in answers(llm, prompts, WINDOW, 60):
+            check_greedy(oracle, [*out.prompt_token_ids, *out.outputs[0].token_ids], 8, window_mask(21, 5))
+        assert llm.engine.scheduler.preemptions["recompute"]
+    with engine(folder) as llm:
+        whole = answers(llm, prompts[:1], WINDOW, 60)[0].outputs[0].token_ids
+        assert resumed(llm, prompts[0], whole[:33], WINDOW, 60) == whole
+
+
+@pytest.mark.parametrize("policy", HISTORIES, ids=lambda policy: policy.text)
+def test_histories_answer_the_same_however_they_are_computed(folder: Path, policy: KvPolicy) -> None:
+    """Cut otherwise, beside others, preempted, and migrated: the same blocks stay, so the same tokens come."""
+    prompts = [prompt(length, salt=salt) for salt, length in enumerate((3, 39, 40, 41, 120, 66))]
+    with engine(folder) as llm:
+        alone = [answers(llm, [ids], policy)[0].outputs[0].token_ids for ids in prompts]
+        full = [out.outputs[0].token_ids for out in answers(llm, prompts, None)]
+        together = [out.outputs[0].token_ids for out in answers(llm, prompts, policy)]
+        assert resumed(llm, prompts[4], alone[4][:11], policy, 24) == alone[4]
+    assert together == alone
+    assert alone[0] == full[0]  # nothing was dropped
+    assert alone[4] != full[4]
+    for settings in ({"max_num_batched_tokens": 5}, {"steps_in_flight": 2}):
+        with engine(folder, **settings) as llm:
+            assert [out.outputs[0].token_ids for out in answers(llm, prompts, policy)] == alone
+
+
+def resumed(llm: LLM, ids: list[int], known: list[int], policy: KvPolicy, num_tokens: int) -> list[int]:
+    """The answer of a request that arrives with the first tokens of its output, as after the loss of a worker."""
+    request = Request(
+        request_id="resumed",
+        prompt_token_ids=tuple(ids),
+        params=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
+        seed=0,
+        resumed_output_ids=tuple(known),
+        kv_policy=policy,
+    )
+    llm.engine.add(request)
+    tokens = list(known)
+    while llm.engine.requests:
+        for event in llm.engine.step():
+            tokens += event.token_ids
+    return tokens
+
+
+@pytest.mark.parametrize("policy", [WINDOW, replace(HISTORIES[0], max_window=32)], ids=lambda policy: policy.text)
+def test_streams_run_past_the_model_s_length_in_bounded_memory(folder: Path, policy: KvPolicy) -> None:
+    with engine(folder, max_model_len=64, kv_cache_memory_bytes="64KiB") as llm:
+        (out,) = answers(llm, [prompt(100)], policy, 200)
+        assert len(out.outputs[0].token_ids) == 200
+        with pytest.raises(PromptTooLong):
+            answers(llm, [prompt(100)], None, 4)
+
+
+@pytest.mark.parametrize("policy", [WindowPolicy(sinks=0, window=200), HeavyPolicy(sinks=0, budget=200)])
+def test_a_policy_that_drops_nothing_is_measured_as_equal(folder: Path, policy: KvPolicy) -> None:
+    with engine(folder) as llm:
+        (out,) = answers(llm, [prompt(50)], policy, 60, kv_quality=True)
+    quality = out.outputs[0].kv_quality
+    assert quality is not None
+    assert quality.num_tokens == quality.num_agreeing == 5  # at 52, 65, 78, 91 and 104
+    assert quality.max_kl == pytest.approx(0.0, abs=1e-5)
+    assert quality.dropped_mass == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("policy", [WINDOW, *HISTORIES], ids=lambda policy: policy.text)
+def test_a_policy_that_drops_much_is_measured_so(folder: Path, policy: KvPolicy) -> None:
+    with engine(folder) as llm:
+        plain = answers(llm, [prompt(90)], policy, 60)[0].outputs[0]
+        (out,) = answers(llm, [prompt(90)], policy, 60, kv_quality=True)
+    quality = out.outputs[0].kv_quality
+    assert quality is not None
+    assert out.outputs[0].token_ids == plain.token_ids
+    assert plain.kv_quality is None
+    assert quality.num_tokens == 5
+    assert 0 < quality.kl / 5 <= quality.max_kl
+    assert 0.01 < quality.dropped_mass / 5 < 1
+
+
+def test_the_setting_is_the_default(folder: Path) -> None:
+    text = '{"type": "window", "sinks": 5, "window": 21}'
+    with engine(folder, kv_policy=text) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+        ids = {"prompt_token_ids": prompt(90)}
+        (default,) = llm.generate(ids, params, use_tqdm=False)
+        windowed, full = answers(llm, [prompt(90)], WINDOW)[0], answers(llm, [prompt(90)], None)[0]
+    assert default.outputs[0].token_ids == windowed.outputs[0].token_ids != full.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_models_whose_layers_have_windows_take_no_policy(tmp_path: Path, hybrid: bool) -> None:
+    refusal = pytest.raises(RequestError, match="in this one 2 of its 4 layers have sliding windows")
+    with engine(make_checkpoint(tmp_path, "gemma2"), hybrid_kv_cache=hybrid) as llm, refusal:
+        answers(llm, [prompt(9)], replace(WINDOW, window=4))
+
+
+def test_a_wrong_default_ends_the_start(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="its type must be one of full, window, adaptive, heavy"):
+        LLM(str(folder), kv_policy='{"type": "random"}')
