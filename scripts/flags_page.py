@@ -78,6 +78,7 @@ SECTIONS: Sequence[Section] = (
             "max_lost_workers",
             "worker_wait_s",
             "role",
+            "worker_group",
             "kv_transfer",
             "kv_transfer_timeout_s",
         ),

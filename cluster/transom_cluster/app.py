@@ -4,11 +4,12 @@
 
 Router: the deployment named "Router"; each of its replicas serves the HTTP API and places requests at workers.
 Worker: the deployment named "Worker"; each of its replicas runs one engine, with one or several tensor-parallel ranks.
+Worker-1, Worker-2, ...: a deployment for each further group of workers (`worker_group`), such as those of another role.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,11 +22,19 @@ from transom_cluster.serve.autoscaling import serve_autoscaling
 from transom_cluster.serve.router_peers import ServeRouterPeers, answer_peer
 from transom_cluster.serve.start_checks import check_api_keys
 from transom_cluster.serve.worker_directory import ServeWorkerDirectory
-from transom_cluster.serve.worker_resources import ROUTER_CPUS, ClusterResources, WorkerResources, worker_resources
+from transom_cluster.serve.worker_peers import ServeWorkerPeers
+from transom_cluster.serve.worker_resources import (
+    ROUTER_CPUS,
+    ClusterResources,
+    WorkerResources,
+    num_workers,
+    worker_resources,
+)
 from transom_worker.config import CoreShare, EngineConfig
 from transom_worker.errors import ConfigError
 from transom_worker.settings import Settings
 
+WORKER = "Worker"
 SERVE_PROXY_SETTINGS = {
     # setting of `transom serve` that configures Serve's proxies: where to set it for `serve deploy`
     "host": "http_options.host",
@@ -47,9 +56,9 @@ SURGE_PERCENT = 1  # a redeploy starts one new replica before it stops an old on
 class RouterDeployment:
     """One router replica: it serves the HTTP API on its own event loop, and never imports torch."""
 
-    def __init__(self, settings: dict[str, Any], worker: Any) -> None:
+    def __init__(self, settings: dict[str, Any], worker: Any, groups: Sequence[Any] = ()) -> None:
         self._settings = Settings.parse(**settings)
-        self._worker = worker
+        self._workers = (worker, *groups)
 
     def __serve_build_asgi_app__(self) -> Any:  # the name of Ray Serve's hook
         """Build the FastAPI app. Ray Serve runs the app's lifespan, which opens an event stream to each worker."""
@@ -64,7 +73,7 @@ class RouterDeployment:
         find_handle = partial(serve.get_deployment_handle, replica.deployment, replica.app_name)
         show_logs(self._settings.log_format, f"router/{router_id}")
         self._router = Router(
-            workers=ServeWorkerDirectory(self._worker),
+            workers=ServeWorkerDirectory(*self._workers),
             tokenizer=Tokenizer.load(resolve_text_files(self._settings.model)),
             config=self._settings.server_config(),
             router_id=router_id,
@@ -94,12 +103,16 @@ class WorkerDeployment:
         worker_id = context.replica_id.unique_id
 
         def core_share(config: EngineConfig) -> CoreShare:
-            return replace(config.core_share, index=context.rank.local_rank)
+            return replace(config.core_share, index=config.core_share.index + context.rank.local_rank)
 
         class ServeWorkerReplica(WorkerReplica):
-            def __init__(self, config: EngineConfig, model_name: str) -> None:
+            def __init__(self, config: EngineConfig, model_name: str, deployments: tuple[str, ...] = (WORKER,)) -> None:
                 super().__init__(
-                    replace(config, core_share=core_share(config)), model_name, worker_id, ends_process=True
+                    replace(config, core_share=core_share(config)),
+                    model_name,
+                    worker_id,
+                    peers=ServeWorkerPeers(deployments, context.app_name),
+                    ends_process=True,
                 )
 
         return ServeWorkerReplica.__new__(ServeWorkerReplica)
@@ -125,19 +138,26 @@ def _bind_app(settings: Mapping[str, Any], *, inherits_environment: bool) -> ser
             raise ConfigError(f"{name} is a setting of Serve's proxies, not of the app; use {place} instead.")
     checked = Settings.parse(**settings)
     check_api_keys(checked)
-    resources = worker_resources(checked, ClusterResources.now())
-    if inherits_environment:
-        resources = replace(resources, environment={})
-    worker = worker_deployment(checked, resources).bind(
-        worker_engine_config(checked, resources), model_name=checked.server_config().served_model_name
-    )
-    return router_deployment(checked).bind(dict(settings), worker)
+    machines, groups = ClusterResources.now(), checked.groups()
+    names = tuple(WORKER if not number else f"{WORKER}-{number}" for number in range(1 + len(groups)))
+    workers = []
+    for number, (name, own) in enumerate(zip(names, (checked, *groups), strict=True)):
+        others = [one for one in (checked, *groups) if one is not own]
+        resources = worker_resources(own, machines, others)
+        if inherits_environment:
+            resources = replace(resources, environment={})
+        first_worker = sum(map(num_workers, (checked, *groups)[:number]))
+        config = worker_engine_config(own, resources, first_worker=first_worker)
+        model_name = checked.server_config().served_model_name
+        workers.append(worker_deployment(own, resources, name=name).bind(config, model_name, names))
+    first, *further = workers
+    return router_deployment(checked).bind(dict(settings), first, *([further] if further else []))
 
 
-def worker_engine_config(settings: Settings, resources: WorkerResources) -> EngineConfig:
+def worker_engine_config(settings: Settings, resources: WorkerResources, *, first_worker: int = 0) -> EngineConfig:
     """The engine's config in a Serve worker: Ray starts its ranks, and `resources` say how many threads each one has.
 
-    The replica sets which of the shares of the cores is its own.
+    The replica sets which of the shares of the cores is its own; those before `first_worker` belong to other groups of workers.
     On CPUs steps have a target time unless the settings say otherwise: requests of several clients wait for each other there.
     """
     config = settings.engine_config()
@@ -145,15 +165,15 @@ def worker_engine_config(settings: Settings, resources: WorkerResources) -> Engi
     if settings.target_step_s is None and not resources.has_gpus:
         scheduler = replace(scheduler, target_step_s=CPU_TARGET_STEP_S)
     ranks = replace(config.ranks, launcher="ray")
-    share = CoreShare(count=1 if resources.has_gpus else resources.workers_per_node)
+    share = CoreShare(index=first_worker, count=1 if resources.has_gpus else resources.workers_per_node)
     return replace(config, scheduler=scheduler, ranks=ranks, num_threads=resources.num_threads, core_share=share)
 
 
-def worker_deployment(settings: Settings, resources: WorkerResources) -> Any:
-    """The worker deployment, not bound to arguments yet."""
+def worker_deployment(settings: Settings, resources: WorkerResources, *, name: str = WORKER) -> Any:
+    """A worker deployment, not bound to arguments yet."""
     return serve.deployment(
         WorkerDeployment,
-        name="Worker",
+        name=name,
         **_num_workers_options(settings),
         ray_actor_options=resources.actor_options,
         request_router_config=RequestRouterConfig(

@@ -50,6 +50,34 @@ NOT_YET: dict[str, tuple[object, str]] = {
 }
 
 
+class WorkerGroup(BaseModel):
+    """A further group of workers of the same model: what differs from the other workers. Its number of workers is fixed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    role: WorkerRole = "both"
+    replicas: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1)
+    kv_cache_memory_bytes: int | str | None = None
+    swap_space: float | str | None = None
+    max_num_seqs: int | None = Field(None, ge=1)
+    max_num_batched_tokens: int | None = Field(None, ge=1)
+    num_threads: int | None = Field(None, ge=1)
+
+    @classmethod
+    def read(cls, given: object) -> object:
+        """Return what the command line gives, such as `role=prefill,replicas=2`, by name; anything else as it is."""
+        if not isinstance(given, str):
+            return given
+        pairs = [part.partition("=") for part in given.split(",")]
+        if unclear := [name for name, equals, _ in pairs if not equals]:
+            raise ConfigError(
+                f"--worker-group is {given!r}, and {unclear[0]!r} has no value; give names and values, such as "
+                "role=prefill,replicas=2."
+            )
+        return {name.strip(): value.strip() for name, _, value in pairs}
+
+
 class Settings(BaseModel):
     """Every setting of Transom, with its default, its limits and its description; docs/flags.md is made from these."""
 
@@ -219,6 +247,11 @@ class Settings(BaseModel):
         "continue and fetch the KV; decode: they continue, and compute short prompts; both. Where no worker of the other role "
         "is there, every worker does both.",
     )
+    worker_group: tuple[WorkerGroup, ...] = Field(
+        (),
+        description="A further group of workers, such as role=prefill,replicas=2,tensor_parallel_size=4; may be given several "
+        "times. Besides these names: kv_cache_memory_bytes, swap_space, max_num_seqs, max_num_batched_tokens, num_threads.",
+    )
     kv_transfer: bool = Field(
         True,
         description="Workers with a host tier (--swap-space) fetch cached prefixes from each other where that is cheaper than "
@@ -318,6 +351,8 @@ class Settings(BaseModel):
             values["swap_space"] = gibibytes(values["swap_space"], name="swap_space")
         if isinstance(values.get("kv_cache_dtype"), Mapping):
             values["kv_cache_dtype"] = as_text(values["kv_cache_dtype"])
+        if values.get("worker_group"):
+            values["worker_group"] = tuple(map(WorkerGroup.read, values["worker_group"]))
         if isinstance(values.get("api_key"), str):
             values["api_key"] = (values["api_key"],)
         try:
@@ -337,6 +372,7 @@ class Settings(BaseModel):
         KvDtypes.parse(self.kv_cache_dtype)
         self._check_pattern()
         self._check_replicas()
+        self.groups()
         if self.disk_cache is not None and not self.enable_prefix_caching:
             raise ConfigError("--disk-cache keeps cached prefixes; it needs --enable-prefix-caching.")
         if self.kv_policy is not None:
@@ -375,6 +411,19 @@ class Settings(BaseModel):
         needs_window = self.sinks or ("S" in pattern if self.chunk else pattern != "S")
         if self.window is None and needs_window:
             raise ConfigError("--sinks and --window-pattern need --window; give a window in tokens.")
+
+    def groups(self) -> list[Settings]:
+        """The settings of the further groups of workers, each as if it were the only one.
+
+        Raises:
+            ConfigError: a group's values do not fit.
+        """
+        own = {name: getattr(self, name) for name in self.model_fields_set} | {"worker_group": ()}
+        own |= {"min_replicas": None, "max_replicas": None}
+        given = [{name: getattr(group, name) for name in group.model_fields_set} for group in self.worker_group]
+        return [
+            Settings.parse(**{**own, "tensor_parallel_size": 1, "role": "both", "replicas": 1, **one}) for one in given
+        ]
 
     def engine_config(self) -> EngineConfig:
         """The settings of one worker. An unset `steps_in_flight` becomes 2 with `device="cuda"` and with several ranks, else 1."""

@@ -36,9 +36,9 @@ class RunningReplicas:
                     loop.call_soon_threadsafe(changed.set)
 
     @contextlib.contextmanager
-    def subscribed(self) -> Iterator[asyncio.Event]:
-        """Provide an event that is set at every change, on the caller's event loop."""
-        changed = asyncio.Event()
+    def subscribed(self, changed: asyncio.Event | None = None) -> Iterator[asyncio.Event]:
+        """Provide an event that is set at every change, on the caller's event loop; `changed` if the caller has one."""
+        changed = changed or asyncio.Event()
         with self._lock:
             self._subscribers[changed] = asyncio.get_running_loop()
         try:
@@ -59,22 +59,30 @@ def running_replicas_of(deployment: str, app: str) -> RunningReplicas:
 
 
 class ServeWorkerDirectory:
-    """Implements `WorkerDirectory` for a worker deployment whose calls go through `ReplicaRequestRouter`."""
+    """Implements `WorkerDirectory` for worker deployments whose calls go through `ReplicaRequestRouter`; the first one of them can
+    be scaled to nothing, and woken."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, *others: Any) -> None:
         self._handle = handle
+        self._handles = (handle, *others)
         self._wake_task: asyncio.Task[None] | None = None
 
     async def changes(self) -> AsyncGenerator[Mapping[str, WorkerClient], None]:
         """Yield the clients of all running workers, again at every change, as `WorkerDirectory` says."""
-        self._handle.options(method_name="info")  # makes Serve start to report replicas to this process
         clients: dict[str, ServeWorkerClient] = {}
-        running = running_replicas_of(self._handle.deployment_name, self._handle.app_name)
-        with running.subscribed() as changed:
+        changed = asyncio.Event()
+        sources = []
+        for handle in self._handles:
+            handle.options(method_name="info")  # makes Serve start to report replicas to this process
+            sources.append((handle, running_replicas_of(handle.deployment_name, handle.app_name)))
+        with contextlib.ExitStack() as subscriptions:
+            for _, running in sources:
+                subscriptions.enter_context(running.subscribed(changed))
             while True:
                 changed.clear()
                 clients = {
-                    worker_id: clients.get(worker_id) or ServeWorkerClient(self._handle, worker_id, replica)
+                    worker_id: clients.get(worker_id) or ServeWorkerClient(handle, worker_id, replica)
+                    for handle, running in sources
                     for worker_id, replica in running.replicas.items()
                 }
                 yield dict(clients)

@@ -81,8 +81,12 @@ class WorkerResources:
         return not self.has_gpus
 
 
-def worker_resources(settings: Settings, machines: ClusterResources) -> WorkerResources:
+def worker_resources(
+    settings: Settings, machines: ClusterResources, others: Sequence[Settings] = ()
+) -> WorkerResources:
     """Choose one GPU per rank if there are GPUs; else divide the cores and their OpenMP threads among all workers and ranks.
+
+    `others` are the other groups of workers of the same application, which share the cores.
 
     On CPUs the requests of all workers leave space for one more, so that a new worker starts while an old one drains.
     """
@@ -91,8 +95,13 @@ def worker_resources(settings: Settings, machines: ClusterResources) -> WorkerRe
         threads = settings.num_threads or int(max(machines.node_cpus))
         return _resources(threads, num_ranks, replica={"CPU": 1}, rank={"CPU": 1, "GPU": 1})
     node_cpus = max(machines.node_cpus)
-    workers_per_node = math.ceil(num_workers(settings) / len(machines.node_cpus))
-    threads = settings.num_threads or max(1, int(node_cpus) // (workers_per_node * num_ranks))
+    groups = (settings, *others)
+    workers_per_node = math.ceil(sum(map(num_workers, groups)) / len(machines.node_cpus))
+    ranks_per_node = workers_per_node * num_ranks
+    if others:
+        num_all = sum(num_workers(one) * one.tensor_parallel_size for one in groups)
+        ranks_per_node = math.ceil(num_all / len(machines.node_cpus))
+    threads = settings.num_threads or max(1, int(node_cpus) // ranks_per_node)
     left = node_cpus - ROUTER_CPUS * settings.router_replicas
     share = max(left, node_cpus / 4) / (workers_per_node + 1)
     if num_ranks == 1:
@@ -129,7 +138,7 @@ def check_gpus(settings: Settings, num_gpus: int) -> str | None:
     """The reason why this machine has too few GPUs for the workers, or None. Ray would wait for them without an end."""
     if settings.device == "cpu" or (settings.device == "auto" and num_gpus == 0):
         return None
-    needed = num_workers(settings) * settings.tensor_parallel_size
+    needed = sum(num_workers(one) * one.tensor_parallel_size for one in (settings, *settings.groups()))
     if needed <= num_gpus:
         return None
     workers = "--max-replicas" if settings.max_replicas else "--replicas"

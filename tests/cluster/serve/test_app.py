@@ -30,6 +30,45 @@ def test_the_shipped_yaml_is_valid_and_builds():
     assert isinstance(app.build_app(config["applications"][0]["args"]), Application)
 
 
+def test_the_disaggregated_yaml_has_workers_of_two_roles():
+    config = yaml.safe_load((YAML.parent / "serve-disaggregated.yaml").read_text())
+    ServeDeploySchema.model_validate(config)
+    built = app.build_app(config["applications"][0]["args"])
+    first, (second,) = built._bound_deployment.init_args[1:]
+    deployments = [first._bound_deployment, second._bound_deployment]
+    assert [one.name for one in deployments] == ["Worker", "Worker-1"]
+    configs = [one.init_args[0] for one in deployments]
+    assert [(one.role, one.ranks.size) for one in configs] == [("decode", 1), ("prefill", 2)]
+    assert all(one.init_args[2] == ("Worker", "Worker-1") for one in deployments)
+    assert [one.core_share.index for one in configs] == [0, deployments[0].num_replicas]
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ("role=prefil", "worker_group.0.role is 'prefil'"),
+        ("role", "'role' has no value"),
+        ({"modle": "x"}, "worker_group.0.modle is not a setting"),
+        ({"replicas": 0}, "worker_group.0.replicas is 0"),
+    ],
+)
+def test_a_wrong_group_of_workers_is_named(group, message):
+    with pytest.raises(ConfigError, match=message):
+        Settings.parse(model="m", worker_group=[group])
+
+
+def test_groups_of_workers_share_the_cores_and_other_settings():
+    text = "role=prefill,replicas=2,tensor_parallel_size=2,kv_cache_memory_bytes=64MiB"
+    settings = Settings.parse(model="m", role="decode", max_num_seqs=7, worker_group=[text])
+    (group,) = settings.groups()
+    assert (group.role, group.replicas, group.tensor_parallel_size, group.max_num_seqs) == ("prefill", 2, 2, 7)
+    assert group.kv_cache_memory_bytes == 64 * 2**20
+    machine = ClusterResources(node_cpus=(10.0,), num_gpus=0)
+    alone = worker_resources(settings, machine, [group])
+    assert alone.num_threads == worker_resources(group, machine, [settings]).num_threads == 2
+    assert alone.workers_per_node == 3
+
+
 def test_every_commented_setting_of_the_yaml_exists():
     commented = re.findall(r"^ +# ([a-z_]+: .*)$", YAML.read_text(), flags=re.MULTILINE)
     assert len(commented) >= 5

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from transom_worker.block_format import KvShares
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.transfer.kv_store import ImportPlan
 from transom_worker.transfer.messages import BlockRange, PrefixOffer, PrefixQuery
@@ -20,6 +21,7 @@ T = TypeVar("T")
 
 BLOCK = 4
 BLOCK_BYTES = 8
+SHARES = KvShares(groups=((),), heads=((),))
 GROUPS = (GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=BLOCK),)
 
 
@@ -52,18 +54,20 @@ class FakeStore:
             return None
         self.exports[export_id] = held
         blocks = (tuple(range(len(held))),)
-        return PrefixOffer(export_id=export_id, num_hash_blocks=len(held), blocks=blocks, format=None)
+        return PrefixOffer(
+            export_id=export_id, num_hash_blocks=len(held), start=BLOCK * len(held), blocks=blocks, shares=SHARES
+        )
 
-    def read_export(self, export_id: str, blocks: BlockRange) -> Sequence[Bytes]:
+    def read_export(self, export_id: str, blocks: BlockRange) -> Sequence[bytes]:
         digests = self.exports[export_id]
-        return [np.concatenate([contents(digests[i]) for i in blocks.blocks])]
+        return [b"".join(contents(digests[i]).tobytes() for i in blocks.blocks)]
 
     def close_export(self, export_id: str) -> None:
         self.exports.pop(export_id, None)
 
     def query(self, request_id: str, num_tokens: int) -> PrefixQuery | None:
         digests = self.requests.get(request_id, ())[: num_tokens // BLOCK]
-        return PrefixQuery(chain=digests, groups=self.groups, block_size=BLOCK) if digests else None
+        return PrefixQuery(chain=digests, num_tokens=0, groups=self.groups, block_size=BLOCK) if digests else None
 
     def has(self, query: PrefixQuery) -> bool:
         return self._length(query.chain) == len(query.chain)

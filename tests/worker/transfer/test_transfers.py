@@ -189,7 +189,7 @@ async def test_a_request_that_ends_takes_its_fetch_along(at: str) -> None:
 
 async def test_a_target_that_dies_leaves_an_export_that_expires() -> None:
     pair = Pair(source_config=replace(CONFIG, timeout_s=0.01))
-    query = PrefixQuery(chain=CHAIN, groups=pair.source.groups, block_size=BLOCK)
+    query = PrefixQuery(chain=CHAIN, num_tokens=40, groups=pair.source.groups, block_size=BLOCK)
     offer = await pair.exports.open(query)
     assert isinstance(offer, PrefixOffer)
     assert len(pair.source.exports) == 1
@@ -228,7 +228,7 @@ async def test_a_source_of_another_model_refuses() -> None:
 
 async def test_a_source_serves_a_bounded_number_of_exports() -> None:
     pair = Pair()
-    query = PrefixQuery(chain=CHAIN, groups=pair.source.groups, block_size=BLOCK)
+    query = PrefixQuery(chain=CHAIN, num_tokens=40, groups=pair.source.groups, block_size=BLOCK)
     for _ in range(MAX_EXPORTS):
         assert isinstance(await pair.exports.open(query), PrefixOffer)
     assert await pair.exports.open(query) == "refused"

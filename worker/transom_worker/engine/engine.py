@@ -23,6 +23,7 @@ from transom_worker.engine.running_request import RunningRequest
 from transom_worker.engine.state_report import worker_load, worker_state
 from transom_worker.engine.step_pipeline import StepPipeline
 from transom_worker.engine.step_rates import StepRates
+from transom_worker.engine.transfer_store import TransferStore
 from transom_worker.errors import EngineDead, OutOfMemory, RankLost, RequestTimeout, StepFailed, WorkerLost
 from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.scheduling.outputs import SequenceOutput
@@ -102,6 +103,8 @@ class Engine:
         self.dead: Exception | None = None  # what ended the engine
         self.is_restarting = False
         self.transfer_store: KvStore | None = None  # None: this worker takes no part in KV transfer
+        if info.shares is not None and config.cache.enable_prefix_caching:
+            self.transfer_store = TransferStore(self.scheduler, executor, info.shares)
         self._eos_token_ids = frozenset(info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
         self._pipeline = StepPipeline(self.scheduler, executor, steps_in_flight=config.scheduler.steps_in_flight)
         self.clock = clock

@@ -40,6 +40,7 @@ from transom_worker.kvcache.compaction import Compaction
 from transom_worker.kvcache.disk_stores import DiskStores
 from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.eviction import EvictionPolicy, ReturnTimePolicy
+from transom_worker.kvcache.exports import BlockExport, Exports
 from transom_worker.kvcache.host_tier import HostTier
 from transom_worker.kvcache.imports import BlockImport, Imports
 from transom_worker.kvcache.layout import ArenaLayout, check_block_sizes
@@ -125,6 +126,9 @@ class KvCache:
         )
         self.compaction = Compaction(
             self.arena, self.pools, self.registry, self.running, self.copies, self._fixed_blocks
+        )
+        self.exports = Exports(
+            self.retentions, self.index, self.registry, self.host, self.copies, block_size=block_size
         )
         self.capacity = Capacity(self.retentions, self.arena, self.allocator)
         self.outcomes = OutcomeCounts(self.index, block_size=block_size)
@@ -317,12 +321,25 @@ class KvCache:
         assert self.imports is not None
         self.imports.end(opened)
 
+    def export_blocks(self, chain: Sequence[bytes], hit: PrefixHit) -> BlockExport | None:
+        """Reference the blocks that a hit gives, so that another worker can read them; `end_export` must follow.
+
+        None if some of them are still to be written by copies that no plan carries yet.
+        """
+        return self.exports.begin(chain, hit)
+
+    def end_export(self, opened: BlockExport) -> None:
+        """Give the references of an export back."""
+        self.exports.end(opened)
+        self.num_releases += 1
+
     # State of the cache
 
     def evict_all(self) -> None:
         """Evict every cached block of both tiers. What loads bring is not published."""
         self.eviction.drop_all()
         self._evict_unpinned("reset")
+        self.exports.make_void()
         if self.host is not None and self.loads is not None:
             self.loads.make_void()
             if self.imports is not None:
@@ -406,7 +423,9 @@ class KvCache:
 
     def _fixed_blocks(self) -> Iterable[tuple[int, int]]:
         """Yield (group, block) of the device's blocks that compaction must not move."""
-        return self.loads.targets() if self.loads is not None else ()
+        yield from self.exports.on_device()
+        if self.loads is not None:
+            yield from self.loads.targets()
 
     def _pin(self, tier: int, group: int, digests: Iterable[bytes]) -> None:
         """Pin a tier's blocks under these digests for a node of the prefix tree."""

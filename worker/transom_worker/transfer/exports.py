@@ -12,6 +12,8 @@ import asyncio
 import logging
 from uuid import uuid4
 
+import numpy as np
+
 from transom_worker.config import TransferConfig
 from transom_worker.transfer.kv_store import KvStore, OnEngine
 from transom_worker.transfer.messages import BlockRange, PrefixOffer, PrefixQuery
@@ -65,7 +67,10 @@ class PrefixExports:
             KeyError: the export has ended.
         """
         self._renew(export_id)
-        pieces = list(await self._on_engine(lambda: self._store.read_export(export_id, blocks)))
+        data = await self._on_engine(lambda: self._store.read_export(export_id, blocks))
+        pieces = [
+            np.frombuffer(part, np.uint8) for part in data
+        ]  # Ray moves arrays without copying them into its messages
         if export_id in self._leases:
             self._renew(export_id)
         self._observer.sent(sum(piece.nbytes for piece in pieces))

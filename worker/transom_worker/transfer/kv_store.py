@@ -48,7 +48,7 @@ class KvStore(Protocol):
             ValueError: the cache has other groups than the query says.
         """
 
-    def read_export(self, export_id: str, blocks: BlockRange) -> Sequence[Bytes]:
+    def read_export(self, export_id: str, blocks: BlockRange) -> Sequence[bytes]:
         """Read blocks of an export, one after the other, for each rank. Raises KeyError: the export has ended."""
 
     def close_export(self, export_id: str) -> None:
@@ -60,7 +60,7 @@ class KvStore(Protocol):
         """The query for the first tokens of a held request; None where it has ended, or has nothing to ask for."""
 
     def has(self, query: PrefixQuery) -> bool:
-        """Whether the whole prefix is a hit here already."""
+        """Whether as many tokens as the router expects from the source are a hit here already."""
 
     def begin_import(self, import_id: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
         """Take host blocks for what of the offer is missing here; None where the host tier has no room."""

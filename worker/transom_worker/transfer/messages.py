@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from transom_worker.block_format import KvShares
 from transom_worker.kvcache.groups import GroupSpec
 
 MAX_PIECE_BYTES = 16 * 2**20
@@ -27,6 +28,7 @@ class PrefixQuery:
     """
 
     chain: tuple[bytes, ...]
+    num_tokens: int  # that the router expects to be a hit at the source
     groups: tuple[GroupSpec, ...]
     block_size: int  # of a hash block, in tokens
 
@@ -36,13 +38,14 @@ class PrefixOffer:
     """What the source has: its live blocks at the longest boundary of the query.
 
     `blocks[g]` are the logical indices of group `g`'s blocks that can be read. With the same blocks in its cache the target has the
-    hit that the source would have. `format` says how the bytes of a block are laid out on each of the source's ranks.
+    hit that the source would have. `shares` says what the blocks of each of the source's ranks contain.
     """
 
     export_id: str
     num_hash_blocks: int
+    start: int  # the first token to compute behind the prefix; below its end where windows must be repaired
     blocks: tuple[tuple[int, ...], ...]
-    format: object
+    shares: KvShares
 
 
 @dataclass(frozen=True, slots=True)

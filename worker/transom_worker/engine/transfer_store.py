@@ -1,0 +1,174 @@
+"""`TransferStore`: the engine's KV cache as KV transfer uses it (`transfer.kv_store`): integers from the scheduler's cache, bytes
+from the ranks. All methods but `convert` run on the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transom_worker.block_format import KvShares, convert_blocks
+from transom_worker.execution.executor import PIECE_BYTES, Executor
+from transom_worker.kvcache.block_copies import BlockCopy
+from transom_worker.kvcache.exports import BlockExport
+from transom_worker.kvcache.hashing import extend_chain
+from transom_worker.kvcache.imports import BlockImport
+from transom_worker.kvcache.prefix_search import PrefixHit, hit_limit
+from transom_worker.kvcache.tiers import HOST
+from transom_worker.scheduling.scheduler import Scheduler
+from transom_worker.transfer.kv_store import ImportPlan
+from transom_worker.transfer.messages import MAX_PIECE_BYTES, BlockRange, PrefixOffer, PrefixQuery
+from transom_worker.transfer.peers import Bytes
+
+
+class TransferStore:
+    """Implements `KvStore`; `shares` say what the blocks of every rank of this worker contain."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, shares: KvShares) -> None:
+        self._scheduler, self._cache, self._executor = scheduler, scheduler.cache, executor
+        self._shares = shares
+        self._exports: dict[str, BlockExport] = {}
+        self._imports: dict[str, BlockImport] = {}
+
+    # Source
+
+    def open_export(self, export_id: str, query: PrefixQuery) -> PrefixOffer | None:
+        """Reference the blocks of the hit that the query's prefix is here; None where it is none.
+
+        Raises:
+            ValueError: the cache has other groups than the query says.
+        """
+        shape = self._cache.shape
+        if query.groups != shape.groups or query.block_size != shape.block_size:
+            raise ValueError(f"it has the groups {[group.name for group in query.groups]}")
+        hit = self._find(query)
+        opened = self._cache.export_blocks(query.chain, hit) if hit.start else None
+        if opened is None:
+            return None
+        self._exports[export_id] = opened
+        blocks: list[list[int]] = [[] for _ in shape.groups]
+        for one in opened.blocks:
+            blocks[one.group].append(one.logical)
+        return PrefixOffer(
+            export_id=export_id,
+            num_hash_blocks=hit.num_hash_blocks,
+            start=hit.start,
+            blocks=tuple(map(tuple, blocks)),
+            shares=self._shares,
+        )
+
+    def read_export(self, export_id: str, blocks: BlockRange) -> Sequence[bytes]:
+        """Read blocks of an export, for each rank. Raises KeyError: the export has ended."""
+        opened = self._exports[export_id]
+        if opened.is_void:
+            raise KeyError(export_id)
+        places = {one.logical: (one.tier, one.block) for one in opened.blocks if one.group == blocks.group}
+        parts: list[list[bytes]] = [[] for _ in range(self._shares.num_ranks)]
+        for tier, ids in _runs_of_tiers([places[logical] for logical in blocks.blocks]):
+            for part, data in zip(parts, self._executor.read_blocks(tier, blocks.group, ids), strict=True):
+                part.append(data)
+        return [b"".join(part) for part in parts]
+
+    def close_export(self, export_id: str) -> None:
+        """Give the references of an export back."""
+        if (opened := self._exports.pop(export_id, None)) is not None:
+            self._cache.end_export(opened)
+
+    # Target
+
+    def query(self, request_id: str, num_tokens: int) -> PrefixQuery | None:
+        """The query for the prefix of a held request, as long as its hit may be; None where the request has ended."""
+        sequence = self._scheduler.by_request.get(request_id)
+        if sequence is None or not sequence.is_held:
+            return None
+        block_size = self._cache.block_size
+        extend_chain(sequence.chain, sequence.root, sequence.token_ids, block_size)
+        chain = tuple(sequence.chain[: hit_limit(len(sequence.token_ids), block_size)])
+        if not chain:
+            return None
+        groups = self._cache.shape.groups
+        return PrefixQuery(chain=chain, num_tokens=num_tokens, groups=groups, block_size=block_size)
+
+    def has(self, query: PrefixQuery) -> bool:
+        """Whether as many tokens as the router expects from the source are a hit here already."""
+        return self._find(query).start >= query.num_tokens
+
+    def begin_import(self, import_id: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
+        """Take host blocks for what of the offer is missing here; None where the host tier has no room for them."""
+        before = self._find(query).start
+        hit = PrefixHit(
+            num_hash_blocks=offer.num_hash_blocks,
+            start=offer.start,
+            full_groups_reach=offer.num_hash_blocks,
+            limit=len(query.chain),
+        )
+        opened = self._cache.import_blocks(query.chain, hit)
+        if opened is None:
+            return None
+        self._imports[import_id] = opened
+        waiting = {(tier, copy.group, block) for copy in self._cache.copies.waiting for tier, block in _ends_of(copy)}
+        if any((HOST, one.group, one.block) in waiting for one in opened.blocks):
+            return None  # a plan that was not made yet copies to or from these blocks; the caller ends the import
+        missing: list[list[int]] = [[] for _ in query.groups]
+        for one in opened.blocks:
+            missing[one.group].append(one.logical)
+        sizes = [sum(groups[group].block_bytes for groups in offer.shares.groups) for group in range(len(missing))]
+        return ImportPlan(
+            pieces=tuple(
+                piece for group in range(len(missing)) for piece in self._pieces(offer, group, missing[group])
+            ),
+            num_tokens=max(0, offer.start - before),
+            num_blocks=len(opened.blocks),
+            full_length_bytes=sum(
+                size * (len(some) if spec.keeps_everything else offer.num_hash_blocks)
+                for spec, size, some in zip(query.groups, sizes, missing, strict=True)
+            ),
+        )
+
+    def convert(self, offer: PrefixOffer, blocks: BlockRange, data: Sequence[Bytes]) -> Sequence[Bytes]:
+        """Cut and join the source's bytes to those of this worker's ranks, in its number format. Any thread may call it."""
+        return convert_blocks(offer.shares, self._shares, blocks.group, data)
+
+    def write_import(self, import_id: str, blocks: BlockRange, data: Sequence[Bytes]) -> None:
+        """Write converted blocks. Raises KeyError: the import has ended, or the cache was emptied."""
+        opened = self._imports[import_id]
+        if opened.is_void:
+            raise KeyError(import_id)
+        places = {one.logical: one.block for one in opened.blocks if one.group == blocks.group}
+        ids = [places[logical] for logical in blocks.blocks]
+        self._executor.write_blocks(HOST, blocks.group, ids, [part.tobytes() for part in data])
+
+    def end_import(self, import_id: str, *, is_complete: bool) -> None:
+        """Publish the imported blocks in the host tier, or free them. Raises KeyError where a complete one has ended already."""
+        opened = self._imports.pop(import_id) if is_complete else self._imports.pop(import_id, None)
+        if opened is None:
+            return
+        if is_complete:
+            self._cache.commit_import(opened)
+        self._cache.end_import(opened)
+
+    def _find(self, query: PrefixQuery) -> PrefixHit:
+        """The hit of a query's prefix here, as a request behind it would find it."""
+        return self._cache.find(query.chain, len(query.chain) * self._cache.block_size + 1)
+
+    def _pieces(self, offer: PrefixOffer, group: int, missing: Sequence[int]) -> list[tuple[BlockRange, int]]:
+        """Cut the missing blocks of a group into pieces that are small enough for the ranks of both sides."""
+        sizes = [groups[group].block_bytes for groups in (*offer.shares.groups, *self._shares.groups)]
+        of_source = sum(sizes[: offer.shares.num_ranks])
+        most = max(1, min(MAX_PIECE_BYTES // max(1, of_source), PIECE_BYTES // max(1, *sizes)))
+        pieces = [BlockRange(group, tuple(missing[at : at + most])) for at in range(0, len(missing), most)]
+        return [(piece, of_source * len(piece.blocks)) for piece in pieces]
+
+
+def _ends_of(copy: BlockCopy) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The (tier, block) that a copy reads, and the one that it writes."""
+    return (copy.source_tier, copy.source), (copy.target_tier, copy.target)
+
+
+def _runs_of_tiers(places: Sequence[tuple[int, int]]) -> list[tuple[int, list[int]]]:
+    """Divide (tier, block) pairs into runs of one tier, in order."""
+    runs: list[tuple[int, list[int]]] = []
+    for tier, block in places:
+        if not runs or runs[-1][0] != tier:
+            runs.append((tier, []))
+        runs[-1][1].append(block)
+    return runs
