@@ -128,7 +128,7 @@ class KvCache:
             self.arena, self.pools, self.registry, self.running, self.copies, self._fixed_blocks
         )
         self.exports = Exports(
-            self.retentions, self.index, self.registry, self.host, self.copies, block_size=block_size
+            self.retentions, self.index, self.registry, self.pools, self.host, self.copies, block_size=block_size
         )
         self.capacity = Capacity(self.retentions, self.arena, self.allocator)
         self.outcomes = OutcomeCounts(self.index, block_size=block_size)
@@ -332,6 +332,11 @@ class KvCache:
         """Give the references of an export back."""
         self.exports.end(opened)
         self.num_releases += 1
+
+    @property
+    def is_read_by_others(self) -> bool:
+        """Whether exports hold blocks on the device, which no preemption frees."""
+        return any(True for _ in self.exports.on_device())
 
     # State of the cache
 

@@ -140,7 +140,7 @@ class AdmissionControl:
                 return num_fitting
             victim = self.running.last
             if victim is sequence and len(self.running) == 1:
-                if not steps_in_flight:
+                if not (steps_in_flight or self.cache.is_read_by_others):
                     raise RuntimeError(f"{sequence.request.request_id} was admitted as fitting, and does not fit alone")
                 return 0  # when the step in flight has answered, blocks that slid out of windows are freed
             if victim.num_in_flight:

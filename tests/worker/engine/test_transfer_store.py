@@ -1,0 +1,197 @@
+"""A prefix moves from one cache to another, with bytes that say which block they are; afterwards both caches' books are in order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.worker.kvcache.cache_model import BLOCK, ENTRY_MIXES, MIXES, check_cache, layout
+from transom_worker.block_format import KvShares
+from transom_worker.config import SchedulerConfig
+from transom_worker.contract import Request, SamplingParams
+from transom_worker.engine.transfer_store import TransferStore
+from transom_worker.kvcache.hashing import chain_root, extend_chain
+from transom_worker.kvcache.tiers import DEVICE, HOST
+from transom_worker.scheduling.scheduler import Scheduler
+from transom_worker.transfer.messages import PrefixOffer, PrefixQuery
+
+
+class Slabs:
+    """The memory of one rank: what each block of each tier has."""
+
+    def __init__(self) -> None:
+        self.contents: dict[tuple[int, int, int], bytes] = {}  # by tier, group, block
+
+    def read_blocks(self, tier: int, group: int, blocks: Sequence[int]) -> list[bytes]:
+        return [b"".join(self.contents[tier, group, block] for block in blocks)]
+
+    def write_blocks(self, tier: int, group: int, blocks: Sequence[int], data: Sequence[bytes]) -> None:
+        (own,) = data
+        size = len(own) // len(blocks)
+        for i, block in enumerate(blocks):
+            self.contents[tier, group, block] = own[i * size : (i + 1) * size]
+
+
+class Worker:
+    """A scheduler with two tiers over made-up memory."""
+
+    def __init__(self, mix: Sequence[str], *, num_pages: int = 60, host_pages: int = 60) -> None:
+        arena = layout(mix, num_pages=num_pages)
+        self.slabs = Slabs()
+        self.scheduler = Scheduler(
+            SchedulerConfig(), arena, block_size=BLOCK, max_model_len=400, enable_prefix_caching=True
+        )
+        self.cache = self.scheduler.cache = type(self.scheduler.cache)(
+            arena, replace(arena, num_pages=host_pages), block_size=BLOCK
+        )
+        shares = KvShares(groups=(arena.groups,), heads=(((0, 1),) * 2 * len(mix),))
+        executor: Any = self.slabs
+        self.store = TransferStore(self.scheduler, executor, shares)
+
+    def compute(self, tokens: list[int]) -> None:
+        """Compute a prompt, and give every published block the bytes of its digest."""
+        root = chain_root(BLOCK)
+        chain: list[bytes] = []
+        extend_chain(chain, root, tokens, BLOCK)
+        hit = self.cache.find(chain, len(tokens))
+        blocks = self.cache.begin(chain, root, hit=hit)
+        for end in range(blocks.processed + 1, len(tokens) + 1):
+            assert self.cache.extend(blocks, end)
+            self.cache.advance(blocks, tokens, end)
+        self.cache.release(blocks)
+        self.fill()
+
+    def fill(self) -> None:
+        for group, found in enumerate(self.cache.index.tiers[DEVICE]):
+            for digest, block in found.items():
+                self.slabs.contents[DEVICE, group, block] = self.bytes_of(group, digest)
+
+    def bytes_of(self, group: int, digest: bytes) -> bytes:
+        size = self.cache.layout.groups[group].block_bytes
+        return (digest * -(-size // len(digest)))[:size]
+
+    def hold(self, tokens: Sequence[int]) -> None:
+        """Queue a request that waits for its prefix."""
+        request = Request(
+            request_id="held", prompt_token_ids=tuple(tokens), params=SamplingParams(max_tokens=1), seed=0
+        )
+        self.scheduler.add(request, is_held=True)
+
+    def check(self) -> None:
+        check_cache(self.cache, ())
+
+
+def fetch(source: Worker, target: Worker, num_tokens: int = 1) -> tuple[PrefixQuery, PrefixOffer | None]:
+    query = target.store.query("held", num_tokens)
+    assert query is not None
+    return query, source.store.open_export("e", query)
+
+
+@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_was_a_hit_there_is_one_here(mix: tuple[str, ...], seed: int) -> None:
+    rng = random.Random(seed)
+    source, target = Worker(mix), Worker(mix)
+    tokens = [rng.randrange(50) for _ in range(rng.randrange(40, 90))]
+    source.compute(tokens)
+    if seed:
+        target.compute(tokens[: rng.randrange(8, 40)])
+    target.hold([*tokens, 1, 2, 3])
+    query, offer = fetch(source, target)
+    there = source.cache.find(query.chain, len(query.chain) * BLOCK + 1).start
+    if not there:
+        assert offer is None
+        return
+    assert offer is not None
+    before = target.cache.find(query.chain, len(query.chain) * BLOCK + 1).start
+    plan = target.store.begin_import("i", query, offer)
+    if plan is not None:
+        assert plan.num_tokens == max(0, there - before)
+        assert sum(len(one.blocks) for one, _ in plan.pieces) == plan.num_blocks
+        assert sum(size for _, size in plan.pieces) <= plan.full_length_bytes
+        for blocks, _ in plan.pieces:
+            data = [np.frombuffer(part, np.uint8) for part in source.store.read_export("e", blocks)]
+            target.store.write_import("i", blocks, target.store.convert(offer, blocks, data))
+        target.store.end_import("i", is_complete=True)
+        assert target.cache.find(query.chain, len(query.chain) * BLOCK + 1).start >= there
+        for group, found in enumerate(target.cache.index.tiers[HOST]):
+            for digest, block in found.items():
+                assert target.slabs.contents[HOST, group, block] == target.bytes_of(group, digest)
+    source.store.close_export("e")
+    source.store.close_export("e")
+    for worker in (source, target):
+        worker.check()
+
+
+@pytest.mark.parametrize("mix", [("full", "window"), ("full", "sinks_window")], ids="+".join)
+def test_windows_move_their_live_blocks_alone(mix: tuple[str, ...]) -> None:
+    source, target = Worker(mix), Worker(mix)
+    tokens = list(range(160))
+    source.compute(tokens)
+    target.hold([*tokens, 1])
+    query, offer = fetch(source, target)
+    assert offer is not None
+    plan = target.store.begin_import("i", query, offer)
+    assert plan is not None
+    moved = [sum(len(one.blocks) for one, _ in plan.pieces if one.group == group) for group in range(2)]
+    assert moved[0] == offer.num_hash_blocks == 40
+    assert moved[1] <= 5
+    sizes = [group.block_bytes for group in target.cache.layout.groups]
+    assert sum(size for _, size in plan.pieces) == sum(n * size for n, size in zip(moved, sizes, strict=True))
+    assert plan.full_length_bytes == 40 * sum(sizes)
+    target.store.end_import("i", is_complete=False)
+    target.store.end_import("i", is_complete=False)
+    source.store.close_export("e")
+    for worker in (source, target):
+        worker.check()
+
+
+def test_what_is_exported_stays_and_an_emptied_cache_says_so() -> None:
+    source, target = Worker(("full", "window")), Worker(("full", "window"))
+    source.compute(list(range(60)))
+    target.hold([*range(60), 1])
+    query, offer = fetch(source, target)
+    assert offer is not None
+    assert source.cache.is_read_by_others
+    plan = target.store.begin_import("i", query, offer)
+    assert plan is not None
+    first, *_ = plan.pieces[0]
+    assert source.store.read_export("e", first)
+    source.cache.evict_all()
+    target.cache.evict_all()
+    with pytest.raises(KeyError):
+        source.store.read_export("e", first)
+    with pytest.raises(KeyError):
+        target.store.write_import("i", first, [])
+    target.store.end_import("i", is_complete=True)
+    assert not any(map(len, target.cache.index.tiers[HOST]))
+    source.store.close_export("e")
+    assert not source.cache.is_read_by_others
+    for worker in (source, target):
+        worker.check()
+        assert worker.cache.arena.num_free == worker.cache.arena.num_pages
+
+
+def test_a_host_tier_without_room_takes_nothing() -> None:
+    source, target = Worker(("full",)), Worker(("full",), host_pages=1)
+    source.compute(list(range(160)))
+    target.hold([*range(160), 1])
+    query, offer = fetch(source, target)
+    assert offer is not None
+    assert target.store.begin_import("i", query, offer) is None
+    target.store.end_import("i", is_complete=False)
+    target.check()
+
+
+def test_a_cache_of_other_groups_is_refused_and_an_ended_request_asks_nothing() -> None:
+    source, target = Worker(("full", "window")), Worker(("full", "chunk"))
+    target.hold(list(range(20)))
+    with pytest.raises(ValueError, match="chunk"):
+        fetch(source, target)
+    target.scheduler.abort("held")
+    assert target.store.query("held", 1) is None
