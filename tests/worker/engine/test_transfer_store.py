@@ -1,4 +1,4 @@
-"""A prefix moves from one cache to another, with bytes that say which block they are; afterwards both caches' books are in order."""
+"""A prefix moves from one cache to another, with bytes that say which block they are; then the books of both are in order."""
 
 from __future__ import annotations
 
