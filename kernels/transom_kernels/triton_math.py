@@ -33,6 +33,17 @@ def round_to_nearest(x):
 
 
 @triton.jit
+def multiply_hadamard(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, LOG_BLOCK: tl.constexpr):
+    """Rows [ROWS, WIDTH] times the Hadamard matrix made of blocks of 2 ** LOG_BLOCK, by sums and differences of pairs."""
+    for i in tl.static_range(LOG_BLOCK):
+        pairs = tl.reshape(x, [ROWS, WIDTH // (2 << i), 2, 1 << i])
+        first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+        joined = tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2))
+        x = tl.reshape(joined, [ROWS, WIDTH])
+    return x * (0.5 ** (LOG_BLOCK / 2))
+
+
+@triton.jit
 def partner(i, R: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The index of the other element of each element's rotary pair, among R elements.
 

@@ -235,6 +235,13 @@ def prepare_cases() -> Iterator[Compilation]:
     normed: dict[str, Any] = {"NORM": True, "HAS_Q_WEIGHT": True, "HAS_K_WEIGHT": True}
     for cache in ("bf16", *QUANTISED):
         yield prepare(f"{cache} with norms", (32, 8, 128), cache=cache, **normed)
+    for width in (64, 80, 128, 256):
+        yield prepare(
+            f"of {width} by the Hadamard matrix",
+            (32, 8, width),
+            cache=INT4,
+            LOG_HADAMARD=(width & -width).bit_length() - 1,
+        )
     yield prepare("of 64 without norms", (64, 8, 64))
     yield prepare("of 256 with wide norms of values too", (8, 4, 256), norms="fp32", VALUE_NORM=True, **normed)
     yield prepare("of 512 with wide norms of values too", (32, 4, 512), norms="fp32", VALUE_NORM=True, **normed)
@@ -281,7 +288,7 @@ def prepare(
         },
         constants={
             "BLOCK_SIZE": 16, "H": heads, "KVH": kv_heads, "D": width, "E": width, "R": width, "BEGIN": 0, **off,
-            "HAS_QUERY_SCALE": False, "TO_INTEGER": cache in ("i8", INT4),
+            "HAS_QUERY_SCALE": False, "LOG_HADAMARD": 0, "TO_INTEGER": cache in ("i8", INT4),
             "LARGEST": QUANTISED.get(cache, 0.0), "PACKED": cache == INT4, "BLOCK_H": block_h, "BLOCK_D": block_d,
             "BLOCK_E": block_d, **flags,
         },

@@ -15,6 +15,7 @@ from tests.kernels.quantised_case import FORMATS_BY_NAME, QuantisedCaches, poiso
 from tests.matrices import matrix
 from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
 from transom_kernels.kv_write.cpu import prepare_qkv_fits
+from transom_kernels.kv_write.hadamard import rotate_heads
 from transom_kernels.kv_write.prepare import prepare_qkv_reference
 from transom_kernels.kv_write.reference import kv_write_reference
 from transom_kernels.launch import uses_cpu_kernels
@@ -168,6 +169,15 @@ def test_prepare_qkv(name: str, dtype: torch.dtype) -> None:
     prepare_case(name, dtype, 20, Preparation(value_factor=0.5))
 
 
+@pytest.mark.parametrize("width", [20, 40, 48, 128])
+def test_the_hadamard_rotation(width: int) -> None:
+    """Of blocks of 4, 8, 16 and 128: below a vector, a vector, several."""
+    prepare_case("int4", torch.float32, width, Preparation(norm=True, norm_after_rotation=True, hadamard=True))
+    q, slots = torch.randn(3, 2, width).bfloat16(), torch.zeros(3, dtype=torch.int64)
+    out = prepare_qkv(q, None, None, None, None, slots, None, Preparation(hadamard=True))
+    torch.testing.assert_close(out, rotate_heads(q), atol=1e-2, rtol=2**-7)
+
+
 @every_format
 def test_keys_alone_are_quantised(name: str) -> None:
     wanted, got = (poisoned_caches(FORMATS_BY_NAME[name], 2, 4, 1, (12, 12)) for _ in range(2))
@@ -179,7 +189,7 @@ def test_keys_alone_are_quantised(name: str) -> None:
 
 def small_case() -> None:
     for name in FORMATS_BY_NAME:
-        prepare_case(name, torch.bfloat16, 22, Preparation(norm=True))
+        prepare_case(name, torch.bfloat16, 22, Preparation(norm=True, hadamard=True))
     for name in FORMATS_BY_NAME:
         for dtype in (torch.bfloat16, torch.float32):
             sequences = [Sequence(start=600, count=1), Sequence(start=0, count=1), Sequence(start=30, count=50)]

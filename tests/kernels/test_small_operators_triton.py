@@ -181,7 +181,8 @@ def test_prepare_and_write_keys_alone(heads: int) -> None:
 @pytest.mark.parametrize("name", FORMATS_BY_NAME)
 @pytest.mark.parametrize("size", [16, 12])
 def test_prepare_and_write_quantised(name: str, size: int) -> None:
-    kv_format, how = FORMATS_BY_NAME[name], replace(Preparation(norm=True, value_factor=1.5), eps=1e-5)
+    kv_format = FORMATS_BY_NAME[name]
+    how = replace(Preparation(norm=True, value_factor=1.5, hadamard=name == "int4"), eps=1e-5)
     wanted, got = (poisoned_caches(kv_format, 3, 4, 3, (size, size - 2)) for _ in range(2))
     k, v = torch.randn(5, 3, size), torch.randn(5, 3, size - 2)
     v[1, 2], v[2, 0, 3], v[3, 1, 1] = 0.0, float("nan"), float("inf")

@@ -17,10 +17,16 @@ from transom_kernels.cpu.simd import (
     NUM_BYTES,
     STORE,
     STORE_PART,
+    add_pairs_1,
+    add_pairs_2,
+    add_pairs_4,
+    add_pairs_8,
     fma,
     lane_sum,
+    load_f32,
     splat,
     sqrt,
+    store_f32,
     swap_neighbours,
 )
 
@@ -42,6 +48,38 @@ def make_inverse_rms(dtype: str) -> Any:
         return 1.0 / sqrt(lane_sum(total) / width + eps)
 
     return inverse_rms
+
+
+def make_hadamard() -> Any:
+    """hadamard(x, N, block): multiply a row of float32 by the Hadamard matrix made of blocks, a power of two that divides N.
+
+    The row has whole vectors of memory, in which zeros follow it. The product is sums and differences of pairs 1, 2, 4, ... apart.
+    """
+
+    @njit(error_model="numpy")
+    def hadamard(x, width, block):  # type: ignore[no-untyped-def]
+        factor = splat(1.0 / sqrt(1.0 * block))
+        for k in range(0, width, 16):
+            lanes = load_f32(x + k * 4) * factor
+            if block > 1:
+                lanes = add_pairs_1(lanes)
+            if block > 2:
+                lanes = add_pairs_2(lanes)
+            if block > 4:
+                lanes = add_pairs_4(lanes)
+            if block > 8:
+                lanes = add_pairs_8(lanes)
+            store_f32(x + k * 4, lanes)
+        distance = 16
+        while distance < block:
+            for begin in range(0, width, 2 * distance):
+                for k in range(begin, begin + distance, 16):
+                    first, second = load_f32(x + k * 4), load_f32(x + (k + distance) * 4)
+                    store_f32(x + k * 4, first + second)
+                    store_f32(x + (k + distance) * 4, first - second)
+            distance *= 2
+
+    return hadamard
 
 
 def make_rotate(dtype: str, table_dtype: str, *, interleaved: bool) -> Any:

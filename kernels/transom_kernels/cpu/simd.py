@@ -868,6 +868,37 @@ def lane_max(b, x):
     return b.call(function(b, f"llvm.vector.reduce.fmax.v{LANES}f32", F32, [F32_16]), [x])
 
 
+def _add_pairs(b, x, distance):
+    """x[lane] + x[lane + distance] in the first lane of each pair, and their difference in the second."""
+    other = shuffle(b, x, x, [lane ^ distance for lane in range(LANES)])
+    signs = ir.Constant(F32_16, [-1.0 if lane & distance else 1.0 for lane in range(LANES)])
+    return b.fadd(b.fmul(x, signs), other)
+
+
+@_emits(f32x16, f32x16)
+def add_pairs_1(b, x):
+    """Sums and differences of neighbours."""
+    return _add_pairs(b, x, 1)
+
+
+@_emits(f32x16, f32x16)
+def add_pairs_2(b, x):
+    """Sums and differences of lanes that are 2 apart."""
+    return _add_pairs(b, x, 2)
+
+
+@_emits(f32x16, f32x16)
+def add_pairs_4(b, x):
+    """Sums and differences of lanes that are 4 apart."""
+    return _add_pairs(b, x, 4)
+
+
+@_emits(f32x16, f32x16)
+def add_pairs_8(b, x):
+    """Sums and differences of lanes that are 8 apart."""
+    return _add_pairs(b, x, 8)
+
+
 @_emits(f32x16, f32x16, _i, _f)
 def keep_part(b, x, count, other):
     """The first `count` lanes of `x`, and `other` in the lanes behind them."""

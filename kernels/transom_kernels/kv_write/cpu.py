@@ -9,6 +9,7 @@ import torch
 
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
+from transom_kernels.kv_write.hadamard import block_of
 from transom_kernels.kv_write.prepare import PLAIN, Preparation
 from transom_kernels.quantised_kv import STORED
 
@@ -86,6 +87,7 @@ def prepare_qkv_cpu(
             _row_stride(q), _row_stride(k), _row_stride(v), *_cache_strides(k_cache), *_cache_strides(v_cache),
             _row_stride(cos), _row_stride(signed_sin), preparation.norm, preparation.norm_after_rotation, preparation.value_norm,
             float(preparation.value_factor), preparation.eps, k_scale, *_cache_strides(k_scale), v_scale, *_cache_strides(v_scale),
+            block_of(width) if preparation.hadamard else 0,
         ],
         scratch_bytes=4 * (max(width, value_width) + 16),
     )  # fmt: skip

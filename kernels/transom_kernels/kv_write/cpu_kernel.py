@@ -1,9 +1,9 @@
 """The CPU kernel `prepare_and_write`, in numba: norms and rotates queries and keys, scales queries and values, and writes keys and
 values into the cache. `cpu.py` launches it.
 
-    q_out[t] = query_scale[t] * after(rotate(norm(q[t])))           a new tensor
-    k_cache[slot of t] = after(rotate(norm(k[t])))                  norm: RMS norm of each head, with or without a weight
-    v_cache[slot of t] = value_factor * norm(v[t])                  after: RMS norm of each head without a weight
+    q_out[t] = query_scale[t] * hadamard(after(rotate(norm(q[t]))))     a new tensor
+    k_cache[slot of t] = hadamard(after(rotate(norm(k[t]))))            norm: RMS norm of each head, with or without a weight
+    v_cache[slot of t] = value_factor * norm(v[t])                      after: RMS norm of each head without a weight
 
 Every step is optional. All steps are float32, in a thread's own memory; values are rounded once, where they are stored, and rows of
 quantised caches are quantised there. An item is
@@ -18,7 +18,7 @@ from typing import Any
 
 from numba import njit
 
-from transom_kernels.cpu.rows import make_inverse_rms, make_rotate
+from transom_kernels.cpu.rows import make_hadamard, make_inverse_rms, make_rotate
 from transom_kernels.cpu.simd import (
     LOAD,
     LOAD_PART,
@@ -49,12 +49,14 @@ def make_prepare_and_write(
     12 H, 13 KVH, 14 heads of v, 15 D, 16 E, 17 R, 18 first rotated element of a head, 19 P, 20 heads of an item,
     21 token stride of q, 22 of k, 23 of v, 24 block, token and head stride of k_cache, 27 of v_cache, 30 row stride of cos,
     31 of signed_sin, 32 norm, 33 norm after rotation, 34 norm of values, 35 value_factor, 36 eps; of quantised caches
-    37 k_scale, 38 its block, token and head stride, 41 v_scale, 42 its strides.
+    37 k_scale, 38 its block, token and head stride, 41 v_scale, 42 its strides;
+    45 width of the Hadamard matrix's blocks, 0: none.
     """
     size, kv_size, weight_size = NUM_BYTES[dtype], NUM_BYTES[kv_dtype], NUM_BYTES[weight_dtype]
     rotate = make_rotate("f32", table_dtype, interleaved=interleaved)
     inverse_rms = make_inverse_rms("f32")
     load_query, load_kv = _make_load(dtype, weight_dtype), _make_load(kv_dtype, weight_dtype)
+    multiply_hadamard = make_hadamard()
     store_query, store_cache = _make_store(dtype), _make_cache_store(cache_dtype)
     load_scale = LOAD_SCALAR[dtype]
 
@@ -76,6 +78,8 @@ def make_prepare_and_write(
         weight = weight + head * width * weight_size if weight else 0
         load_query(row, work, width, argument(arguments, 32), weight, float_of_bits(argument(arguments, 36)))
         after = turn(arguments, work, token)
+        if argument(arguments, 45):
+            multiply_hadamard(work, width, argument(arguments, 45))
         scale = splat(1.0)
         if argument(arguments, 11):
             scale = splat(load_scale(argument(arguments, 11) + token * size))
@@ -89,6 +93,8 @@ def make_prepare_and_write(
         weight = weight + head * width * weight_size if weight else 0
         load_kv(row, work, width, argument(arguments, 32), weight, float_of_bits(argument(arguments, 36)))
         after = turn(arguments, work, token)
+        if argument(arguments, 45):
+            multiply_hadamard(work, width, argument(arguments, 45))
         place = argument(arguments, 4) + block * argument(arguments, 24) + offset * argument(arguments, 25)
         scale = argument(arguments, 37) + block * argument(arguments, 38) + offset * argument(arguments, 39)
         scale += head * argument(arguments, 40)

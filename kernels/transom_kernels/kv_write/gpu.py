@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from transom_kernels.kv_write.hadamard import block_of
 from transom_kernels.kv_write.kernel import prepare_and_write
 from transom_kernels.kv_write.prepare import PLAIN, Preparation
 from transom_kernels.launch import next_power_of_two
@@ -57,6 +58,7 @@ def prepare_qkv_triton(
             H=heads, KVH=kv_heads, D=width, E=value_width, R=rotated, BEGIN=width - rotated if preparation.rotates_last else 0,
             INTERLEAVED=preparation.interleaved, NORM=preparation.norm, HAS_Q_WEIGHT=preparation.q_weight is not None,
             HAS_K_WEIGHT=preparation.k_weight is not None, NORM_AFTER=preparation.norm_after_rotation,
+            LOG_HADAMARD=block_of(width).bit_length() - 1 if preparation.hadamard else 0,
             VALUE_NORM=preparation.value_norm, HAS_QUERY_SCALE=query_scale is not None,
             TO_INTEGER=not k_cache.is_floating_point(), LARGEST=0.0 if kv_format is None else kv_format.largest,
             PACKED=is_packed(k_cache), BLOCK_H=block_h, BLOCK_D=block_d, BLOCK_E=next_power_of_two(value_width),

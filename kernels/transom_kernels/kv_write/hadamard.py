@@ -18,9 +18,14 @@ import torch
 def rotate_heads(x: torch.Tensor) -> torch.Tensor:
     """Heads [..., D] multiplied by the Hadamard matrix, computed in float32; contiguous, in the dtype of `x`."""
     width = x.shape[-1]
-    block = width & -width
+    block = block_of(width)
     rows = x.float().reshape(*x.shape[:-1], width // block, block)
     return (rows @ _matrix(block, x.device)).flatten(-2).to(x.dtype).contiguous()
+
+
+def block_of(width: int) -> int:
+    """The width of the matrix's blocks: the largest power of two that divides the head's width."""
+    return width & -width
 
 
 @cache

@@ -1,9 +1,9 @@
 """The Triton kernel `prepare_and_write`: norms and rotates queries and keys, scales values, and writes keys and values into the
 cache.
 
-    q_out[t] = query_scale[t] * after(rotate(norm(q[t])))           a new tensor
-    k_cache[slot of t] = after(rotate(norm(k[t])))                  norm: RMS norm of each head, with or without a weight
-    v_cache[slot of t] = value_factor * norm(v[t])                  after: RMS norm of each head without a weight
+    q_out[t] = query_scale[t] * hadamard(after(rotate(norm(q[t]))))     a new tensor
+    k_cache[slot of t] = hadamard(after(rotate(norm(k[t]))))            norm: RMS norm of each head, with or without a weight
+    v_cache[slot of t] = value_factor * norm(v[t])                      after: RMS norm of each head without a weight
 
 Every step is optional (constexpr flags). All steps are float32; values are rounded once, where they are stored, and rows of
 quantised caches are quantised there. The grid is (T, blocks of heads): the programs of a token compute its query heads, then key
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from transom_kernels.quantised_kv.triton_rows import store_quantised
-from transom_kernels.triton_math import partner
+from transom_kernels.triton_math import multiply_hadamard, partner
 
 
 @triton.jit
@@ -36,9 +36,11 @@ def _prepared(
     NORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     NORM_AFTER: tl.constexpr,
+    LOG_HADAMARD: tl.constexpr,  # log2 of the Hadamard matrix's blocks; 0: no matrix
+    BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Heads after norm, rotation and norm after rotation, as the flags say; float32 [BLOCK_H, BLOCK_D]."""
+    """Heads after norm, rotation, norm after rotation and the Hadamard matrix, as the flags say; float32 [BLOCK_H, BLOCK_D]."""
     d = tl.arange(0, BLOCK_D)
     inside = kept[:, None] & (d < D)[None, :]
     value = tl.load(rows + d[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -64,6 +66,8 @@ def _prepared(
         value = value * cosine[None, :] + other * sine[None, :]
     if NORM_AFTER:
         value *= tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+    if LOG_HADAMARD > 0:
+        value = multiply_hadamard(value, BLOCK_H, BLOCK_D, LOG_HADAMARD)
     return value
 
 
@@ -112,6 +116,7 @@ def prepare_and_write(
     HAS_Q_WEIGHT: tl.constexpr,
     HAS_K_WEIGHT: tl.constexpr,
     NORM_AFTER: tl.constexpr,
+    LOG_HADAMARD: tl.constexpr,
     VALUE_NORM: tl.constexpr,
     HAS_QUERY_SCALE: tl.constexpr,
     TO_INTEGER: tl.constexpr,
@@ -133,7 +138,8 @@ def prepare_and_write(
         head = head_block * BLOCK_H + h
         values = _prepared(
             q + token * q_stride_t + head[:, None] * D, q_weight + head[:, None] * D, cos + token * R, signed_sin + token * R,
-            head < H, eps, D, R, BEGIN, INTERLEAVED, NORM, HAS_Q_WEIGHT, NORM_AFTER, BLOCK_D,
+            head < H, eps, D, R, BEGIN, INTERLEAVED, NORM, HAS_Q_WEIGHT, NORM_AFTER, LOG_HADAMARD, BLOCK_H,
+            BLOCK_D,
         )  # fmt: skip
         if HAS_QUERY_SCALE:
             values *= tl.load(query_scale + token).to(tl.float32)
@@ -150,7 +156,8 @@ def prepare_and_write(
         kept = (head < KVH) & is_written
         keys = _prepared(
             k + token * k_stride_t + head[:, None] * D, k_weight + head[:, None] * D, cos + token * R, signed_sin + token * R,
-            head < KVH, eps, D, R, BEGIN, INTERLEAVED, NORM, HAS_K_WEIGHT, NORM_AFTER, BLOCK_D,
+            head < KVH, eps, D, R, BEGIN, INTERLEAVED, NORM, HAS_K_WEIGHT, NORM_AFTER, LOG_HADAMARD, BLOCK_H,
+            BLOCK_D,
         )  # fmt: skip
         k_rows = block * k_stride_b + offset * k_stride_p + head * k_stride_h
         if LARGEST > 0:

@@ -115,11 +115,11 @@ def prepare_qkv(
             f"q, k and v have shapes and strides {parts}: give equally wide heads that follow each other in memory."
         )
     kv_scales = None if k_scale is None else (k_scale, v_scale)
-    if uses_triton(q) and not preparation.hadamard:
+    if uses_triton(q):
         from transom_kernels.kv_write.gpu import prepare_qkv_triton
 
         return prepare_qkv_triton(q, k, v, k_cache, v_cache, slots, tables, preparation, query_scale, kv_scales)
-    if uses_cpu_kernels(q) and not preparation.hadamard:
+    if uses_cpu_kernels(q):
         from transom_kernels.kv_write.cpu import prepare_qkv_cpu, prepare_qkv_fits
 
         if prepare_qkv_fits(q, k, v, k_cache, v_cache, slots, tables, preparation, query_scale):

@@ -58,7 +58,7 @@ def kernel_config(
         is_widened = cache_bytes < element_bytes
         is_large = block_m * widest * element_bytes > 32 * 256 or (is_widened and widest > 128)
         num_warps, stages = 8 if is_large else 4, 3
-        if is_widened and not is_large and next_power_of_two(widest) != widest:
+        if is_widened and next_power_of_two(widest) != widest:
             block_n, stages = 32, 2  # a head of two tiles, both of them widened, takes more registers than one
         block_n = max(block_n, block_size)
         return KernelConfig(

@@ -112,7 +112,7 @@ class Attention:
     ) -> torch.Tensor:
         """Return the outputs of all heads, concatenated, [T, H * Dv]."""
         shape, options = self._shape, self._options
-        fused = (uses_cpu_kernels(x_TN) and not cache.hadamard) or (uses_triton(x_TN) and cache.k_scale is None)
+        fused = uses_triton(x_TN) or uses_cpu_kernels(x_TN)
         prepare = self._prepare_fused if fused else self._prepare
         q_THD, sink_q_THD = prepare(x_TN, tables, cache, batch, query_scale_T11)
         if isinstance(batch, MixedBatch):
@@ -151,6 +151,8 @@ class Attention:
             norm(qk)
         q, k = qk.split_with_sizes((heads, kv_heads), dim=1)
         preparation, cos_sin = self._preparation, None
+        if cache.hadamard:
+            preparation = replace(preparation, hadamard=True)
         if tables is not None:
             preparation = replace(preparation, interleaved=True) if tables.interleaved else preparation
             cos_sin = (tables.cos, tables.signed_sin)
