@@ -40,7 +40,7 @@ from transom_worker.contract.kv_policy import kv_policy_from_json
 from transom_worker.errors import ConfigError
 from transom_worker.kv_dtypes import KvDtypes, as_text
 
-DISK_HOST_BYTES = 1 << 30  # of the host tier, where a disk tier is asked for and no host tier
+DISK_HOST_BYTES = 1 << 30  # of the host tier, where a disk tier or a role is asked for and no host tier
 
 NOT_YET: dict[str, tuple[object, str]] = {
     # setting: (the only value supported so far, what to do)
@@ -471,8 +471,9 @@ class Settings(BaseModel):
         )
 
     def _swap_space_bytes(self) -> int:
-        """The size of the host tier. What comes from the disk passes through it, so a disk tier does not go without."""
-        return int(self.swap_space * 2**30) or (DISK_HOST_BYTES if self.disk_cache else 0)
+        """The size of the host tier. What comes from the disk or from other workers passes through it."""
+        needs_one = self.disk_cache or (self.role != "both" and self.kv_transfer)
+        return int(self.swap_space * 2**30) or (DISK_HOST_BYTES if needs_one else 0)
 
     def _tracing_config(self) -> TracingConfig | None:
         if self.otlp_traces_endpoint is None:
