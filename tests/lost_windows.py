@@ -12,6 +12,7 @@ def lose_windows(cache: KvCache) -> None:
         if node.windows is not None:
             cache.checkpoints.counts.windows_evicted(node)
         tree.unpin_windows(node)
+        cache.eviction.add(node)
     for pool, retention in zip(cache.pools, cache.retentions, strict=True):
         if not retention.keeps_everything:
             sliding = [block for block in pool.evictable if pool.published[block][1] >= retention.num_sink_blocks]

@@ -30,8 +30,7 @@ def test_two_steps_in_flight_on_gpus_and_with_several_ranks() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("swap_space", 4),
-        ("preemption_mode", "swap"),
+        ("disk_cache", "/somewhere"),
     ],
 )
 def test_what_is_not_supported_yet_is_refused(name: str, value: object) -> None:

@@ -44,9 +44,7 @@ DISK_HOST_BYTES = 1 << 30  # of the host tier, where a disk tier or a role is as
 
 NOT_YET: dict[str, tuple[object, str]] = {
     # setting: (the only value supported so far, what to do)
-    "swap_space": (0.0, "there is no host tier yet"),
     "disk_cache": (None, "blocks that leave the memory are dropped"),
-    "preemption_mode": ("auto", "preempted requests are recomputed"),
 }
 
 

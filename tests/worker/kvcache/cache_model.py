@@ -206,7 +206,7 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
             retention = sequence.retentions[group]
             if isinstance(retention, BoundedRetention):
                 assert len(table.sink_blocks) + len(table.run) <= retention.max_blocks
-            elif sequence.processed >= sequence.repair_until and not sequence.load_ticket:
+            elif sequence.processed >= sequence.repair_until and not sequence.to_load:
                 live = live_blocks(retention.spec, sequence.processed)
                 assert all(table.at(logical) is not None for logical in live)
     assert cache.arena.num_free == cache.arena.owner.count(FREE)

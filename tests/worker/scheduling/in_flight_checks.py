@@ -19,7 +19,7 @@ def check_waiters(scheduler: Scheduler) -> int:
         producer = prefixes.producers[waiter]
         num_needed = prefixes.ranges[producer].waiters[waiter]
         assert producer in running
-        assert producer.status is SequenceStatus.RUNNING
+        assert producer.status in (SequenceStatus.RUNNING, SequenceStatus.LOADING)
         assert producer.num_in_flight or producer.num_ready > 0
         assert producer.order_key < waiter.order_key
         assert waiter.status is SequenceStatus.WAITING
@@ -30,7 +30,7 @@ def check_waiters(scheduler: Scheduler) -> int:
         assert waiter.chain[:num_needed] == producer.chain[:num_needed]
     for sequence, pending in prefixes.ranges.items():
         assert sequence in running
-        assert sequence.status is SequenceStatus.RUNNING
+        assert sequence.status in (SequenceStatus.RUNNING, SequenceStatus.LOADING)
         assert sequence.blocks is not None
         assert pending.begin == max(pending.begin, sequence.blocks.processed // BLOCK) < pending.end
         assert len(pending.waiters) == sum(producer is sequence for producer in prefixes.producers.values())

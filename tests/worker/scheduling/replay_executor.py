@@ -18,13 +18,22 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from transom_worker.contract import Logprob, LogprobTable, TokenLogprobs, WindowPolicy
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.scheduling.step import NO_ID, WHOLE_TABLE, NewSequence, PolicyQuality, StepPlan, StepResult
+from transom_worker.scheduling.step import (
+    NO_ID,
+    TIER_DEVICE,
+    TIER_HOST,
+    WHOLE_TABLE,
+    NewSequence,
+    PolicyQuality,
+    StepPlan,
+    StepResult,
+)
 
 VOCAB_SIZE = 50
 WRONG = b"wrong"
@@ -109,8 +118,16 @@ def sampled_token(request_id: str, position: int) -> int:
 class ReplayExecutor:
     """Queues the submitted plans; `receive` runs the oldest one and returns its result."""
 
-    def __init__(self, layout: ArenaLayout) -> None:
+    def __init__(self, layout: ArenaLayout, *, load_after: Callable[[], int] = lambda: 0) -> None:
+        """`load_after` says for each load how many results later it is done; its blocks are copied at the last moment."""
         self.layout = layout
+        self.host: list[dict[int, dict[int, Content]]] = [{} for _ in layout.groups]  # by group and block
+        self.loads: deque[tuple[int, list[tuple[int, int, int]]]] = (
+            deque()
+        )  # (ticket, (group, source, target)), in order
+        self.num_loaded = 0  # blocks that came back from the host tier
+        self._load_after = load_after
+        self._wait = 0  # results before the oldest load is done
         self.specs = [group.spec for group in layout.groups]
         self.writer: dict[
             int, int
@@ -146,6 +163,7 @@ class ReplayExecutor:
         plan = self.plans.popleft()
         self._apply_sequences_and_tables(plan)
         result = StepResult(step_id=plan.step_id)
+        self._load(result, is_idle=not plan.seq_ids)
         rows: dict[int, int] = {}
         for row, seq_id in enumerate(plan.seq_ids):
             sequence = self.sequences[seq_id]
@@ -186,13 +204,47 @@ class ReplayExecutor:
 
     def _copy(self, plan: StepPlan) -> None:
         """Copy blocks in the plan's order; afterwards a target has the contents of its source and nothing else."""
-        for group, source, target in zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True):
-            self._overwrite_other_groups(group, target)
-            contents = [self.slab[group].get((source, offset)) for offset in range(self.specs[group].block_size)]
-            for offset, content in enumerate(contents):
-                self.slab[group].pop((target, offset), None)
-                if content is not None:
-                    self.slab[group][target, offset] = content
+        columns = (plan.copy_group, plan.copy_source, plan.copy_target, plan.copy_source_tier, plan.copy_target_tier)
+        tickets = plan.copy_ticket or [0] * len(plan.copy_group)
+        for (group, source, target, source_tier, target_tier), ticket in zip(
+            zip(*columns, strict=True), tickets, strict=True
+        ):
+            if ticket:
+                assert (source_tier, target_tier) == (TIER_HOST, TIER_DEVICE)
+                if not self.loads or self.loads[-1][0] != ticket:
+                    self.loads.append((ticket, []))
+                    self._wait = self._wait or self._load_after()
+                self.loads[-1][1].append((group, source, target))
+            elif target_tier == TIER_HOST:
+                self.host[group][target] = self._contents(group, source)
+            else:
+                self._put(group, target, self._contents(group, source))
+
+    def _load(self, result: StepResult, *, is_idle: bool) -> None:
+        """Do the oldest load if it is due, or if there is nothing else to wait for, and report it."""
+        if not self.loads:
+            return
+        self._wait -= 1
+        if self._wait <= 0 or is_idle:
+            ticket, copies = self.loads.popleft()
+            for group, source, target in copies:
+                self._put(group, target, self.host[group][source])
+                self.num_loaded += 1
+            result.loaded.append(ticket)
+            result.load_s.append(1e-3)
+            self._wait = self._load_after()
+
+    def _contents(self, group: int, block: int) -> dict[int, Content]:
+        slab = self.slab[group]
+        offsets = range(self.specs[group].block_size)
+        return {offset: slab[block, offset] for offset in offsets if (block, offset) in slab}
+
+    def _put(self, group: int, block: int, contents: dict[int, Content]) -> None:
+        self._overwrite_other_groups(group, block)
+        for offset in range(self.specs[group].block_size):
+            self.slab[group].pop((block, offset), None)
+        copied = {(block, offset): (at, dict(tags)) for offset, (at, tags) in contents.items()}
+        self.slab[group].update(copied)
 
     def _overwrite_other_groups(self, group: int, block: int) -> None:
         """If another group wrote last to the block's page, remove that group's contents of the page."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from tests.worker.kvcache.cache_model import BLOCK, ENTRY_MIXES, MIXES, Mirror, check_cache, layout
 from tests.worker.scheduling.in_flight_checks import check_waiters
@@ -16,6 +18,7 @@ from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.prompt_pace import PromptPace
 from transom_worker.scheduling.request_validation import stream_limit
 from transom_worker.scheduling.scheduler import Scheduler
+from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan
 
 __all__ = ["BLOCK", "ENTRY_MIXES", "MIXES", "Driver", "layout", "request"]
@@ -40,6 +43,20 @@ def request(
     )
 
 
+class AdmittedRequests:
+    """A scheduler's listener that notes which requests were admitted."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
+
+    def queued(self, sequence: Sequence, *, num_ahead: int) -> None: ...
+
+    def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
+        self._names.add(sequence.request.request_id)
+
+    def preempted(self, sequence: Sequence, *, mode: str) -> None: ...
+
+
 class Driver:
     """Takes the engine's part: finishes requests at their limit, and at stops where `stop_at` says so."""
 
@@ -53,6 +70,8 @@ class Driver:
         min_shared_tokens: int | None = None,
         max_chunk: int | None = None,
         pace: PromptPace | None = None,
+        host_pages: int = 0,
+        load_after: Callable[[], int] = lambda: 0,
         **config: object,
     ) -> None:
         settings: dict[str, object] = dict(max_num_seqs=8, max_num_batched_tokens=16) | config
@@ -60,6 +79,7 @@ class Driver:
         self.scheduler = Scheduler(
             SchedulerConfig(**settings),  # type: ignore[arg-type]
             layout,
+            replace(layout, num_pages=host_pages) if host_pages else None,
             block_size=BLOCK,
             max_model_len=max_model_len,
             enable_prefix_caching=caching,
@@ -70,9 +90,12 @@ class Driver:
         )
         if min_shared_tokens is not None:
             self.scheduler.admission.in_flight_prefixes.min_shared_tokens = min_shared_tokens
+        self.admitted: set[str] = set()  # requests that were admitted at least once
+        self.scheduler.listen(AdmittedRequests(self.admitted))
         self.max_model_len = max_model_len
-        self.executor = ReplayExecutor(layout)
+        self.executor = ReplayExecutor(layout, load_after=load_after)
         self.mirror = Mirror(len(layout.groups))
+        self.mirror.apply(self.scheduler.cache.whole_index())
         self.work = WorkModel()
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -95,7 +118,8 @@ class Driver:
     def schedule(self) -> StepPlan | None:
         plan = self.scheduler.schedule()
         if plan is not None:
-            assert 0 < plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
+            least = 0 if self.scheduler.admission.is_loading else 1
+            assert least <= plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
             assert len(plan.seq_ids) == len(set(plan.seq_ids)) <= self.scheduler.config.max_num_seqs
             self.executor.submit(plan)
             self.work.take(plan)
@@ -151,11 +175,13 @@ class Driver:
         self.check_window_blocks()
         self.num_followed += check_waiters(scheduler)
         blocks = {id(s.blocks): s.blocks for s in scheduler.by_request.values() if s.blocks}
+        blocks |= {id(s.swapped): s.swapped for s in scheduler.by_request.values() if s.swapped}
+        blocks |= {id(load.blocks): load.blocks for load in scheduler.cache.unfinished_loads}
         blocks |= {id(s.blocks): s.blocks for step in scheduler.steps_in_flight for s in step.rows if s.blocks}
         check_cache(scheduler.cache, blocks.values())
         self.mirror.apply(scheduler.cache.take_update())
-        for group, index in enumerate(scheduler.cache.index.groups):
-            assert self.mirror.groups[group] == set(index)
+        for tier, groups in enumerate(scheduler.cache.index.tiers):
+            assert self.mirror.tiers[tier] == [set(index) for index in groups]
 
     def check_work(self) -> None:
         """Tokens and rows by reason are what the plans say; ranks compute again exactly what counts as repair."""
@@ -169,7 +195,7 @@ class Driver:
             "recompute": work.recompute_tokens,
         }
         assert counted == {phase: model.tokens[phase] for phase in counted}
-        assert work.preempted_tokens >= model.thrown_away
+        assert work.preempted_tokens + work.swapped_tokens >= model.thrown_away
         assert work.repair_tokens <= self.scheduler.stats().repair_tokens
 
     def check_window_blocks(self) -> None:
@@ -193,3 +219,5 @@ class Driver:
         assert all(group.active_blocks == 0 for group in self.scheduler.stats().groups)
         self.scheduler.cache.evict_all()
         assert self.scheduler.stats().free_pages == self.scheduler.stats().num_pages
+        host = self.scheduler.cache.host
+        assert host is None or host.arena.num_free == host.arena.num_pages

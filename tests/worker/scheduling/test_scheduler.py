@@ -226,6 +226,7 @@ def test_copies_that_may_not_have_run_leave_no_cache_behind() -> None:
     plan = driver.schedule()
     assert plan is not None
     plan.copy_group, plan.copy_source, plan.copy_target = [0], [0], [50]  # as if compaction had moved a block
+    plan.copy_ticket = [0]
     plan.copy_source_tier, plan.copy_target_tier = [0], [0]
     driver.fail()
     assert driver.finished == ["before", "a"]

@@ -24,6 +24,7 @@ def random_run(
     num_requests: int = 14,
     equal: float = 0.0,
     pace: PromptPace | None = None,
+    has_host: bool = False,
 ) -> Driver:
     """`equal`: how often a prompt is that of the request before."""
     rng = random.Random(seed)
@@ -39,6 +40,9 @@ def random_run(
         max_model_len=80,
         min_shared_tokens=rng.choice([1, 1, BLOCK, 20, None]),
         pace=pace,
+        host_pages=least * rng.choice([1, 1, 2, 8]) if has_host else 0,
+        load_after=lambda: rng.choice([0, 0, 1, 3, 9]),
+        preemption_mode=rng.choice(["swap", "swap", "auto", "recompute"]) if has_host else "auto",
     )
     prompt = [1, 2, 3]
     prefixes = [[rng.randrange(50) for _ in range(60)] for _ in range(3)]
@@ -77,10 +81,10 @@ def random_run(
     assert sorted(driver.finished) == sorted(driver.requests)
     outcomes = driver.scheduler.stats().outcome_tokens
     never_admitted = sum(
-        driver.requests[name].num_prompt_tokens for name in driver.requests if name not in driver.executor.inputs
+        driver.requests[name].num_prompt_tokens for name in driver.requests if name not in driver.admitted
     )
     assert sum(outcomes.values()) == admitted_tokens - never_admitted
-    assert sum(driver.scheduler.stats().outcome_requests.values()) == len(driver.executor.inputs)
+    assert sum(driver.scheduler.stats().outcome_requests.values()) == len(driver.admitted)
     driver.check_idle()
     return driver
 
@@ -95,6 +99,17 @@ def test_random_requests(mix: tuple[str, ...], steps_in_flight: int) -> None:
         return
     assert any(driver.scheduler.preemptions["recompute"] for driver in drivers)  # the pools are tiny enough to matter
     assert any(driver.executor.num_repaired for driver in drivers) == (len(mix) > 1)
+
+
+@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
+def test_random_requests_on_two_tiers(mix: tuple[str, ...]) -> None:
+    """Blocks go to the host tier and come back while other requests run; requests are swapped; steps fail in between."""
+    drivers = [
+        random_run(mix, seed, steps_in_flight=1 + seed % 2, has_host=True)
+        for seed in range(num_examples(daily=4, exhaustive=16))
+    ]
+    assert sum(driver.executor.num_loaded for driver in drivers) > 0
+    assert sum(driver.scheduler.preemptions["swap"] for driver in drivers) > 0
 
 
 @pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)

@@ -86,6 +86,7 @@ class Engine:
         self.scheduler = Scheduler(
             config.scheduler,
             info.layout,
+            info.host_layout,
             block_size=config.cache.block_size,
             max_model_len=info.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,

@@ -45,7 +45,7 @@ from transom_worker.kvcache.host_tier import HostTier
 from transom_worker.kvcache.imports import BlockImport, Imports
 from transom_worker.kvcache.layout import ArenaLayout, check_block_sizes
 from transom_worker.kvcache.load_rates import LoadRates
-from transom_worker.kvcache.loads import Loads
+from transom_worker.kvcache.loads import Load, Loads
 from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.prefix_index import PrefixIndex
 from transom_worker.kvcache.prefix_outcome import OutcomeCounts
@@ -55,6 +55,7 @@ from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.retention_set import RetentionSet
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.kvcache.stats import CacheStats
+from transom_worker.kvcache.swapping import Swapping
 from transom_worker.kvcache.tier_moves import TierMoves
 from transom_worker.kvcache.tiers import DEVICE, DISK, HOST
 from transom_worker.kvcache.tree import CheckpointKind
@@ -113,12 +114,14 @@ class KvCache:
         self.eviction = self.checkpoints.eviction
         self.loads: Loads | None = None
         self.imports: Imports | None = None
+        self.swapping: Swapping | None = None
         if self.host is not None:
             self.eviction.moves = TierMoves(
                 self.checkpoints.tree, self.index, self.registry, self.pools, self.host, self.copies
             )
             self.loads = Loads(self.registry, self.host, self.copies)
             self.imports = Imports(self.retentions, self.index, self.host, self.checkpoints, block_size=block_size)
+            self.swapping = Swapping(self.host, self.copies, self.eviction.make_room)
         self.allocator = BlockAllocator(self.arena, self.pools, self.registry.evict, self.eviction.evict_one)
         self.running: dict[int, SequenceBlocks] = {}  # by id()
         self._publishing = Publishing(
@@ -292,6 +295,36 @@ class KvCache:
             blocks.base_node = None
         del self.running[id(blocks)]
 
+    def can_swap(self, blocks: SequenceBlocks) -> bool:
+        """Return whether a sequence could be swapped, if there is room: not in a window repair, whose blocks are inexact."""
+        return self.swapping is not None and not (blocks.is_repairing or blocks.is_private or blocks.keeps_aside)
+
+    def swap_out(self, blocks: SequenceBlocks) -> bool:
+        """Move a sequence's live blocks to the host tier and release it; return False, with nothing changed, if there is no room.
+
+        No step in flight may compute it. Then `swap_in` must follow, or `drop_swapped`.
+        """
+        assert self.swapping is not None
+        if not self.swapping.save(blocks):
+            return False
+        saved, blocks.to_load = blocks.to_load, []
+        planned = blocks.planned_checkpoints
+        self.release(blocks, kind=None)
+        blocks.to_load, blocks.planned_checkpoints, blocks.was_swapped = saved, planned, True
+        return True
+
+    def swap_in(self, blocks: SequenceBlocks, *, reserve: int = 0, compact: bool = True) -> bool:
+        """Begin to load a swapped sequence; return False, with nothing changed, if memory is short. See `start_load`."""
+        assert self.swapping is not None
+        self.swapping.make_holes(blocks, block_size=self.block_size)
+        self.running[id(blocks)] = blocks
+        if not self.start_load(blocks, reserve=reserve, compact=compact):
+            del self.running[id(blocks)]
+            for table in blocks.tables:
+                table.take_all()
+            return False
+        return True
+
     # What comes from elsewhere, and goes there
 
     def store_on_disk(self) -> None:
@@ -337,6 +370,26 @@ class KvCache:
     def is_read_by_others(self) -> bool:
         """Whether exports hold blocks on the device, which no preemption frees."""
         return any(True for _ in self.exports.on_device())
+
+    @property
+    def unfinished_loads(self) -> Iterable[Load]:
+        """The loads that the ranks have not reported."""
+        return self.loads.by_ticket.values() if self.loads is not None else ()
+
+    def send_loads_again(self, tickets: Iterable[int]) -> None:
+        """Queue the copies of these loads again, under new tickets: it is unknown whether the ranks got them."""
+        if self.loads is not None:
+            self.loads.send_again(tickets)
+
+    def abandon_loads(self) -> None:
+        """Forget all loads, since the ranks were restarted."""
+        if self.loads is not None:
+            self.loads.abandon()
+
+    def drop_swapped(self, blocks: SequenceBlocks) -> None:
+        """Release the host's blocks of a swapped sequence."""
+        assert self.loads is not None
+        self.loads.release(blocks)
 
     # State of the cache
 

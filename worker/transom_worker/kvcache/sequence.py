@@ -58,6 +58,7 @@ class SequenceBlocks:
     to_load: list[list[int]] = field(
         default_factory=list
     )  # by group: the host's blocks for the tables' holes, in order
+    was_swapped: bool = False  # at least once
     load_ticket: int = 0  # of the load that fills the holes; 0: it has not started, or there is none
 
     @classmethod
@@ -107,7 +108,7 @@ class SequenceBlocks:
 
         A window repair publishes the windows of the hit's last hash block; otherwise publishing begins behind the hit.
         """
-        return self.num_published - 1 if self.needs_repair else self.num_published
+        return self.num_published - 1 if self.is_repairing else self.num_published
 
     def shared_digests(self, retention: Retention, *, block_size: int) -> Sequence[bytes]:
         """Return the digests of the cached blocks that the hit gives to a group, in the table's order."""

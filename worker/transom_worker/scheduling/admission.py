@@ -7,7 +7,8 @@ Terms:
     step in flight   a step that has been planned and has not answered
     hit              the cached prefix of a sequence's tokens, which need no computing
     admit            move a sequence from the queue to the running ones: it starts at its hit and gets its first blocks
-    preempt          release a running sequence's blocks and return it to the queue; it is computed again later ("recompute")
+    preempt          release a running sequence's blocks and return it to the queue; it is computed again later ("recompute"), or
+                     its blocks go to the host tier and come back ("swap")
     producer         a running sequence that computes a prefix which a waiting sequence needs too (`in_flight_prefixes`)
     waiter           a sequence that waits for a producer's prefix, outside of the queue
     reserved tokens  tokens of a step that a running sequence leaves to former waiters that stand before it in order
@@ -36,9 +37,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
+from transom_worker.config import PreemptionMode
 from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.prefix_search import PrefixHit
+from transom_worker.kvcache.sequence import SequenceBlocks
+from transom_worker.kvcache.swapping import num_live_blocks
 from transom_worker.kvcache.tree import CheckpointKind
 from transom_worker.scheduling.attention_history import AttentionHistory
 from transom_worker.scheduling.in_flight_prefixes import InFlightPrefixes
@@ -51,8 +55,12 @@ from transom_worker.scheduling.work_counts import WorkCounts
 class AdmissionControl:
     """Owns the queue, the running sequences and the ids that the ranks must still be told to forget."""
 
-    def __init__(self, cache: KvCache, work: WorkCounts) -> None:
+    def __init__(self, cache: KvCache, work: WorkCounts, *, preemption_mode: PreemptionMode = "auto") -> None:
         self.cache = cache
+        self._preemption_mode = preemption_mode
+        self._loading: dict[
+            int, Sequence
+        ] = {}  # by id() of the blocks: sequences whose load the ranks have not reported
         self._work = work
         self.running = OrderedQueue()
         self.waiting = OrderedQueue()  # "the queue" of the module's docstring: without waiters
@@ -110,9 +118,10 @@ class AdmissionControl:
                 self.held.remove(sequence)
             elif not self.in_flight_prefixes.stop_waiting(sequence):
                 self.waiting.remove(sequence)
+            self.drop_swapped(sequence)
         else:
             self._requeue(self.in_flight_prefixes.stopped_running(sequence))
-            if sequence.num_in_flight and sequence.status is SequenceStatus.RUNNING:
+            if sequence.num_in_flight and sequence.status is not SequenceStatus.PREEMPTING:
                 self._num_awaiting_release += 1
             self.running.remove(sequence)
             if not sequence.num_in_flight:
@@ -144,22 +153,24 @@ class AdmissionControl:
                     raise RuntimeError(f"{sequence.request.request_id} was admitted as fitting, and does not fit alone")
                 return 0  # when the step in flight has answered, blocks that slid out of windows are freed
             if victim.num_in_flight:
-                victim.status = SequenceStatus.PREEMPTING
-                self._requeue(self.in_flight_prefixes.stopped_running(victim))
-                self._num_awaiting_release += 1
+                self._preempt_after_step(victim)
                 return 0
             self.preempt(victim)
             if victim is sequence:
                 return 0
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence, *, may_swap: bool = True) -> None:
         """Return a running sequence to the queue and release its blocks. No step in flight may compute it.
 
-        Its whole hash blocks stay in the prefix cache until they are evicted, so later it computes only the tokens behind them
-        again.
+        It is swapped to the host tier, or computed again later. Then its whole hash blocks stay in the prefix cache until they are
+        evicted, so it computes only the tokens behind them.
         """
-        assert sequence.blocks is not None
-        self._work.preempted(sequence, sequence.blocks)
+        blocks = sequence.blocks
+        assert blocks is not None
+        if may_swap and self._prefers_swap(sequence, blocks) and self.cache.swap_out(blocks):
+            self._preempted_by_swap(sequence, blocks)
+            return
+        self._work.preempted(sequence, blocks)
         for listener in self.listeners:
             listener.preempted(sequence, mode="recompute")
         self.running.remove(sequence)
@@ -168,14 +179,88 @@ class AdmissionControl:
         sequence.reset_computed()
         self.waiting.add(sequence)
 
-    def preempt_all(self) -> None:
-        """Preempt every running sequence and empty the prefix cache: the contents of the blocks are not known any more.
+    def _prefers_swap(self, sequence: Sequence, blocks: SequenceBlocks) -> bool:
+        """Return whether to swap a sequence, if there is room.
 
-        No step may be in flight.
+        With "auto" that is so if copying its blocks twice takes no longer than computing its tokens again.
+        """
+        rates = self.cache.changes.rates
+        never_ran = not (sequence.num_tokens_on_ranks or blocks.was_swapped)
+        if self._preemption_mode == "recompute" or rates is None or never_ran or not self.cache.can_swap(blocks):
+            return False
+        if self._preemption_mode == "swap":
+            return True
+        return 2 * rates.load_ns(num_live_blocks(blocks)) <= blocks.processed * rates.token_ns
+
+    def _preempted_by_swap(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
+        """Return a sequence to the queue whose blocks went to the host tier."""
+        self._work.swapped(blocks)
+        for listener in self.listeners:
+            listener.preempted(sequence, mode="swap")
+        self.running.remove(sequence)
+        self._requeue(self.in_flight_prefixes.stopped_running(sequence))
+        self._have_ranks_forget(sequence)
+        self.blocked = None
+        sequence.keep_swapped(blocks)
+        self.waiting.add(sequence)
+
+    def drop_swapped(self, sequence: Sequence) -> None:
+        """Release what a waiting sequence has in the host tier, if anything; it is computed again."""
+        if sequence.swapped is not None:
+            self.cache.drop_swapped(sequence.swapped)
+            sequence.swapped = sequence.history = sequence.prompt_logprobs = None
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load was not reported by the ranks yet."""
+        return bool(self._loading)
+
+    def loaded(self, ticket: int) -> None:
+        """Let the sequence run whose load the ranks have reported, or release it if it was preempted or finished meanwhile."""
+        blocks = self.cache.finish_load(ticket)
+        if blocks is None:
+            return
+        sequence = self._loading.pop(id(blocks))
+        sequence.num_in_flight -= 1
+        if sequence.status is SequenceStatus.LOADING:
+            sequence.status = SequenceStatus.RUNNING
+            self.published(sequence)
+        elif not sequence.num_in_flight:
+            self.release_after_step(sequence)
+
+    def abandon_loads(self) -> None:
+        """Forget all loads, since the ranks were restarted."""
+        for sequence in self._loading.values():
+            sequence.num_in_flight -= 1
+            if sequence.status is SequenceStatus.LOADING:
+                sequence.status = SequenceStatus.RUNNING
+        ended = [one for one in self._loading.values() if one.status is not SequenceStatus.RUNNING]
+        self._loading.clear()
+        self.cache.abandon_loads()
+        for sequence in ended:
+            self.release_after_step(sequence)
+
+    def preempt_all(self) -> None:
+        """Preempt every running sequence and empty both tiers: the contents of the blocks are not known any more.
+
+        No step may be in flight. What is being loaded is released when the ranks have reported it.
         """
         for sequence in list(self.running):
-            self.preempt(sequence)
+            if sequence.status is SequenceStatus.LOADING:
+                self._preempt_after_step(sequence)
+            elif sequence.status is SequenceStatus.RUNNING:
+                self.preempt(sequence, may_swap=False)
+        for sequence in self.all_waiting:
+            if sequence.swapped is not None:
+                self._work.swap_lost(sequence, sequence.swapped)
+                self.drop_swapped(sequence)
         self.cache.evict_all()
+
+    def _preempt_after_step(self, sequence: Sequence) -> None:
+        """Preempt a running sequence when the step or the load in flight has answered, which uses its blocks."""
+        sequence.status = SequenceStatus.PREEMPTING
+        self._requeue(self.in_flight_prefixes.stopped_running(sequence))
+        self._num_awaiting_release += 1
 
     def published(self, sequence: Sequence) -> None:
         """Return waiters to the queue whose whole prefix this running sequence has published (put into the prefix cache) by now."""
@@ -198,7 +283,8 @@ class AdmissionControl:
     def admit_next(self, budget: int) -> tuple[Sequence, int] | None:
         """Admit the first waiting sequence, and return it with the number of tokens, at most `budget`, that it starts with.
 
-        0 tokens: the sequence became a waiter, and the next one in the queue may be tried. None: it cannot be admitted now.
+        0 tokens: the sequence became a waiter or loads blocks from the host tier, and the next one in the queue may be tried.
+        None: it cannot be admitted now.
         """
         sequence = self.waiting.first
         busy = len(self.running) > 0 or self._num_awaiting_release > 0
@@ -206,11 +292,11 @@ class AdmissionControl:
             return None
         if busy and self._is_blocked(sequence):
             return None
-        hit = self._find_hit(sequence)
+        hit = None if sequence.swapped is not None else self._find_hit(sequence)
         if hit is not None and self._becomes_waiter(sequence, hit):
             return sequence, 0
         count = self._admit(sequence, hit, budget, busy)
-        if not count:
+        if count is None:
             self.blocked, self.blocked_at = sequence, self.cache.num_releases
             return None
         return sequence, count
@@ -269,13 +355,16 @@ class AdmissionControl:
             if self.blocked is sequence:
                 self.blocked = None
 
-    def _admit(self, sequence: Sequence, hit: PrefixHit | None, budget: int, busy: bool) -> int:
+    def _admit(self, sequence: Sequence, hit: PrefixHit | None, budget: int, busy: bool) -> int | None:
         """Start a sequence on its hit and move it to the running ones.
 
-        Returns how many tokens it starts with; 0: it does not fit. `busy`: other sequences hold blocks.
+        Returns how many tokens it starts with; 0: it loads blocks from the host tier first; None: it does not fit. `busy`: other
+        sequences hold blocks.
         """
         index_version = self.cache.index_version
         sequence.reserved_tokens = 0
+        if sequence.swapped is not None:
+            return 0 if self._swap_in(sequence, sequence.swapped, busy) else None
         # Reference the hit's blocks, and allocate blocks for the first tokens.
         blocks = self.cache.begin(
             sequence.chain,
@@ -289,30 +378,54 @@ class AdmissionControl:
         count = min(sequence.num_ready, budget)
         if sequence.history is not None:
             count = min(count, sequence.history.next_decision)
-        if not busy:
-            count = self._allocate(sequence, count)
         # One block for each running sequence must stay available, or they would soon preempt this one.
-        elif not self.cache.extend(blocks, sequence.scheduled + count, reserve=len(self.running)):
-            count = 0
-        if not count:
+        if blocks.to_load:
+            count, fits = 0, self.cache.start_load(blocks, reserve=len(self.running), compact=not busy)
+        elif busy:
+            fits = self.cache.extend(blocks, sequence.scheduled + count, reserve=len(self.running))
+        else:
+            count = self._allocate(sequence, count)
+            fits = count > 0
+        if not fits:
             self.cache.release(blocks, kind=None)
             sequence.reset_computed()
-            return 0
+            return None
         # The sequence runs from here on.
         self.cache.plan_checkpoints(
             blocks, self._checkpoint_boundaries(sequence, hit), is_new=not sequence.was_admitted
         )
         tokens = self._count_outcome(sequence, hit, index_version)
         self._work.admitted(sequence, blocks)
-        self.waiting.remove(sequence)
-        self.running.add(sequence)
-        sequence.status = SequenceStatus.RUNNING
-        sequence.seq_id = self._next_seq_id
-        self._next_seq_id += 1
-        self.in_flight_prefixes.register(sequence)
+        self._starts(sequence, blocks)
         for listener in self.listeners:
             listener.admitted(sequence, tokens=tokens)
         return count
+
+    def _swap_in(self, sequence: Sequence, blocks: SequenceBlocks, busy: bool) -> bool:
+        """Begin to load a swapped sequence and move it to the running ones; return False if it does not fit."""
+        if not self.cache.swap_in(blocks, reserve=len(self.running), compact=not busy):
+            return False
+        sequence.blocks, sequence.swapped = blocks, None
+        sequence.scheduled = blocks.processed
+        self._work.admitted(sequence, blocks)
+        self._starts(sequence, blocks)
+        tokens = {"hit": 0, "hit_host": blocks.processed}
+        for listener in self.listeners:
+            listener.admitted(sequence, tokens=tokens)
+        return True
+
+    def _starts(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
+        """Move an admitted sequence from the queue to the running ones; it is LOADING first if it has a load."""
+        self.waiting.remove(sequence)
+        self.running.add(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        if blocks.load_ticket:
+            sequence.status = SequenceStatus.LOADING
+            sequence.num_in_flight += 1
+            self._loading[id(blocks)] = sequence
+        sequence.seq_id = self._next_seq_id
+        self._next_seq_id += 1
+        self.in_flight_prefixes.register(sequence)
 
     def _checkpoint_boundaries(self, sequence: Sequence, hit: PrefixHit | None) -> list[tuple[int, CheckpointKind]]:
         """Return where to place checkpoints behind the hit, as (boundary in hash blocks, kind).
@@ -365,6 +478,7 @@ class AdmissionControl:
         num_prompt = sequence.num_prompt_tokens
         if hit is not None:
             sequence.num_cached_tokens = min(hit.start, num_prompt)
+            sequence.num_host_tokens = sequence.num_cached_tokens - min(hit.device_start, num_prompt)
         return self.cache.outcomes.count(
             hit, sequence.chain, num_tokens=len(sequence.token_ids), num_prompt_tokens=num_prompt
         )
@@ -381,4 +495,9 @@ class AdmissionControl:
         self.cache.release(sequence.blocks, kind=kind)
         self.blocked = None
         sequence.blocks = None
-        self._finished_ids.append(sequence.seq_id)
+        self._have_ranks_forget(sequence)
+
+    def _have_ranks_forget(self, sequence: Sequence) -> None:
+        """Name a released sequence in the next plan as finished, if the ranks know it: not if it was only loading."""
+        if sequence.num_tokens_on_ranks:
+            self._finished_ids.append(sequence.seq_id)

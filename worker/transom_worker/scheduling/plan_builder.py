@@ -97,7 +97,7 @@ class PlanBuilder:
         """Return the complete plan; `finished` are ids of released sequences, `copies` the block copies."""
         plan = self.plan
         plan.finished = finished
-        columns = (list(column) for column in zip(*self._columns, strict=True))
+        columns = [list(column) for column in zip(*self._columns, strict=True)] or [[] for _ in range(7)]
         plan.seq_ids, plan.start, plan.count, plan.input_id, plan.input_row, plan.logits_from, plan.sample = columns
         if copies:
             self._add_moves()

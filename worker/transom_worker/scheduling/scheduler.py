@@ -64,6 +64,7 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         layout: ArenaLayout,
+        host_layout: ArenaLayout | None = None,
         *,
         block_size: int,
         max_model_len: int,
@@ -79,6 +80,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.cache = KvCache(
             layout,
+            host_layout,
             block_size=block_size,
             enable_prefix_caching=enable_prefix_caching,
             window_repair=window_repair,
@@ -88,7 +90,7 @@ class Scheduler:
         self.kv_policy_obstacle = kv_policy_obstacle or _policy_obstacle(layout)
         self._policy_retentions = PolicyRetentions(self.cache)
         self.work = WorkCounts()
-        self.admission = AdmissionControl(self.cache, self.work)
+        self.admission = AdmissionControl(self.cache, self.work, preemption_mode=config.preemption_mode)
         self._pace = pace or (PromptPace(config.target_step_s) if config.target_step_s else None)
         self._token_limit = StepTokenLimit(config.max_num_batched_tokens)
         self._planner = StepPlanner(
@@ -106,8 +108,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished or any plan is in flight."""
-        return bool(self.by_request) or bool(self.steps_in_flight)
+        """Whether any request is unfinished, any plan is in flight, or the ranks have not reported a load."""
+        return bool(self.by_request) or bool(self.steps_in_flight) or self.admission.is_loading
 
     @property
     def num_running(self) -> int:
@@ -132,12 +134,12 @@ class Scheduler:
     @property
     def preemptions(self) -> dict[str, int]:
         """Preemptions since start, by mode."""
-        return {"recompute": self.work.num_preemptions}
+        return {"recompute": self.work.num_preemptions, "swap": self.work.num_swaps}
 
     @property
     def preempted_tokens(self) -> dict[str, int]:
-        """Computed tokens that preemptions discarded since start, by mode."""
-        return {"recompute": self.work.preempted_tokens}
+        """Computed tokens that preemptions discarded since start, or kept in the host tier, by mode."""
+        return {"recompute": self.work.preempted_tokens, "swap": self.work.swapped_tokens}
 
     @property
     def capacity_tokens(self) -> int:
@@ -264,6 +266,8 @@ class Scheduler:
         self._token_limit.stepped()
         if self._pace is not None:
             self._pace.stepped(plan, result.timings)
+        for ticket in result.loaded:
+            self.admission.loaded(ticket)
         outputs = []
         sample = 0
         rows = zip(step.rows, plan.start, plan.count, plan.sample, strict=True)
@@ -333,7 +337,9 @@ class Scheduler:
         Returns the ids of these sequences' requests.
         """
         taken = []
-        moved = any(step.plan.copy_group for step in self.steps_in_flight)
+        tickets = {ticket for step in self.steps_in_flight for ticket in step.plan.copy_ticket}
+        moved = 0 in tickets
+        self.cache.send_loads_again(sorted(tickets))
         while self.steps_in_flight:
             step = self.steps_in_flight.popleft()
             self.admission.restore_finished_ids(step.plan.finished)
@@ -353,6 +359,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """End every request, forget every plan and evict every block, since the ranks were restarted and know no sequences."""
+        self.admission.abandon_loads()
         self.fail_in_flight()
         for request_id in list(self.by_request):
             self.abort(request_id)

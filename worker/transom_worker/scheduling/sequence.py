@@ -45,9 +45,10 @@ OrderKey = tuple[float, int]  # (`queue.order_time_s`, counter): the smaller key
 
 
 class SequenceStatus(Enum):
-    """The four statuses of a sequence; the module's docstring has the transitions."""
+    """The five statuses of a sequence; the module's docstring has the transitions."""
 
     WAITING = auto()
+    LOADING = auto()
     RUNNING = auto()
     PREEMPTING = auto()
     FINISHED = auto()
@@ -74,9 +75,11 @@ class Sequence:
     num_tokens_on_ranks: int = 0  # tokens whose ids, or the rows that sample them, the ranks have been told
     sampled_step: int = -1  # id of the plan that samples the newest token
     sampled_row: int = -1  # the row of that plan
+    swapped: SequenceBlocks | None = None  # of a WAITING sequence whose KV is in the host tier
     is_held: bool = False  # its prefix is on its way from another worker
     was_admitted: bool = False  # at least once
     num_cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
+    num_host_tokens: int = 0  # of them, those that the host tier spared
     index_version: int = 0  # of the prefix index when `num_cached_tokens` were found
     prompt_logprobs: LogprobTable | None = None  # of the prompt tokens from the second one on, as far as computed
     has_output: bool = False
@@ -125,6 +128,12 @@ class Sequence:
         self.scheduled = self.num_tokens_on_ranks = 0
         self.num_pending = 0  # not 0 where the step that was to sample the token ran out of memory
         self.prompt_logprobs = None
+
+    def keep_swapped(self, blocks: SequenceBlocks) -> None:
+        """Return to WAITING with these blocks in the host tier; what was computed stays computed."""
+        self.status = SequenceStatus.WAITING
+        self.blocks, self.swapped = None, blocks
+        self.scheduled = self.num_tokens_on_ranks = self.num_pending = 0
 
     def take_prompt_logprobs(self, logprobs: LogprobTable) -> None:
         """Append the log-probabilities of the next prompt tokens."""

@@ -75,12 +75,18 @@ class StepPlanner:
         self._add_rows(builder, budget, shares, steps_in_flight=steps_in_flight)
         if not (builder.rows or steps_in_flight) and shares is not None:  # those that have a share got no blocks
             self._add_rows(builder, budget, None, steps_in_flight=steps_in_flight)
-        if not builder.rows:
+        if not (builder.rows or self._must_reach_ranks(steps_in_flight)):
             return None
         plan = builder.finish(self._admission.take_finished_ids(), cache.take_copies())
         self._next_step += 1
         self._work.planned(num_rows=len(builder.rows), num_tokens=num_tokens - budget.num_tokens)
         return PlannedStep(plan, builder.rows)
+
+    def _must_reach_ranks(self, steps_in_flight: int) -> bool:
+        """Return whether the ranks must get a plan without rows: with a load, or to ask whether one is done."""
+        if not self._admission.is_loading:
+            return False
+        return not steps_in_flight or any(copy.ticket for copy in self._admission.cache.copies.waiting)
 
     def _prompt_shares(self, pace: PromptPace) -> dict[Sequence, int] | None:
         """Return how many tokens each prompt may compute in this step; None for no limit, where a prompt delays no other request.
@@ -144,6 +150,8 @@ class StepPlanner:
                 budget.take(sequence, count)
             else:
                 budget.num_tokens -= 1  # one token needs no blocks beyond those of its window
+            if not sequence.num_tokens_on_ranks:  # its blocks were loaded
+                builder.introduce(sequence)
             builder.add_row(sequence, blocks, count)
         return self._work.num_preemptions > before
 

@@ -22,7 +22,7 @@ from transom_worker.scheduling.sequence import Sequence
 
 @dataclass(slots=True, kw_only=True)
 class WorkCounts:
-    """Tokens, rows and preemptions since start. Not thread-safe; the engine may hand a `copy` to any thread.
+    """Tokens, rows, preemptions and swaps since start. Not thread-safe; the engine may hand a `copy` to any thread.
 
     A computed token is a *repair* below the end of a window repair; else *recompute* where a preemption discarded it; else
     *prefill* where it was known when the request arrived; else *decode*. A row of a plan counts as a prefill row unless all its
@@ -36,6 +36,8 @@ class WorkCounts:
     num_rows: int = 0
     prefill_rows: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0
+    swapped_tokens: int = 0
     preempted_tokens: int = 0
 
     @property
@@ -67,8 +69,20 @@ class WorkCounts:
         self.recompute_tokens += recompute_end - repair_end
         self.prefill_tokens += prefill_end - recompute_end
 
+    def swapped(self, blocks: SequenceBlocks) -> None:
+        """Count a preemption that keeps what was computed in the host tier."""
+        self.num_swaps += 1
+        self.swapped_tokens += blocks.processed
+
+    def swap_lost(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
+        """Count the tokens of a swapped sequence that are computed again, since the host tier's contents are not known any more."""
+        self.preempted_tokens += blocks.processed
+        sequence.recompute_until = max(sequence.recompute_until, blocks.processed)
+
     def preempted(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
         """Count a preemption and the computed tokens that it discards."""
         self.num_preemptions += 1
+        if not (sequence.num_tokens_on_ranks or blocks.was_swapped):  # it was loading a hit, and has computed nothing
+            return
         self.preempted_tokens += blocks.processed - sequence.num_found_at_admission
         sequence.recompute_until = max(sequence.recompute_until, sequence.scheduled, blocks.repair_until)
