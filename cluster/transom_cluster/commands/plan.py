@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -32,19 +33,33 @@ def plan(
     ] = None,
     hybrid_kv_cache: Annotated[bool, typer.Option(help="Off: every layer keeps full length.")] = True,
     swap_space: Annotated[str, typer.Option(help="Host tier of each rank: GiB, or such as 512MiB.")] = "0",
+    kv_policy: Annotated[
+        str | None,
+        typer.Option(
+            help='KV policy of all requests, as JSON, such as {"type": "window", "sinks": 4, "window": 1024}.'
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Plan the KV cache of MODEL: bytes by group, pages, and concurrency by context length. Needs no weights."""
     from transom_cluster.commands.plan_report import print_plan
     from transom_worker.byte_sizes import parse_bytes
-    from transom_worker.errors import ConfigError, ModelError
+    from transom_worker.contract import check_kv_policy
+    from transom_worker.contract.kv_policy import kv_policy_from_json
+    from transom_worker.errors import ConfigError, ModelError, RequestError
+    from transom_worker.kvcache.retention import Retention
+    from transom_worker.model_config.architecture import read_architecture
+    from transom_worker.model_config.kv_policy_obstacle import kv_policy_obstacle
     from transom_worker.model_files.resolve import resolve_config
     from transom_worker.planner import plan_from_config
+    from transom_worker.scheduling.policy_retentions import retention_under
     from transom_worker.settings import gibibytes
 
     try:
+        config = resolve_config(model)
+        policy = None if kv_policy is None else kv_policy_from_json(kv_policy)
         result = plan_from_config(
-            resolve_config(model),
+            config,
             memory_bytes=parse_bytes(memory, name="--memory"),
             block_size=block_size,
             max_model_len=max_model_len,
@@ -54,11 +69,21 @@ def plan(
             hybrid=hybrid_kv_cache,
             steps_in_flight=steps_in_flight or (2 if tensor_parallel_size > 1 else 1),
             host_bytes=int(gibibytes(swap_space, name="--swap-space") * 2**30),
+            retention_of=Retention if policy is None else partial(retention_under, policy),
         )
-    except (ConfigError, ModelError) as error:
+        check_kv_policy(
+            policy,
+            kv_quality=False,
+            block_size=block_size,
+            max_model_len=result.max_model_len,
+            obstacle=kv_policy_obstacle(read_architecture(config)),
+        )
+    except (ConfigError, ModelError, RequestError) as error:
         typer.echo(f"transom: {error}", err=True)
         raise typer.Exit(USAGE_ERROR) from None
     if as_json:
-        typer.echo(json.dumps({"model": model, **result.as_json()}))
+        typer.echo(
+            json.dumps({"model": model, "kv_policy": None if policy is None else policy.text, **result.as_json()})
+        )
     else:
-        print_plan(result, model)
+        print_plan(result, model, kv_policy=None if policy is None else policy.text)

@@ -14,7 +14,7 @@ MIN_WIDTH = 120  # columns, if the output is not a terminal
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
-def print_plan(plan: CachePlan, model: str, console: Console | None = None) -> None:
+def print_plan(plan: CachePlan, model: str, console: Console | None = None, *, kv_policy: str | None = None) -> None:
     """Print the set-up, a row per KV cache group, one request's memory, and the concurrency by context length."""
     console = console or _console()
     ranks = plan.tensor_parallel_size
@@ -31,6 +31,8 @@ def print_plan(plan: CachePlan, model: str, console: Console | None = None) -> N
             f"Host tier: {readable(plan.host_layout.pool_bytes)}{' on each rank' if ranks > 1 else ''}, "
             f"{plan.host_layout.num_pages:,} pages of the same blocks, for evicted prefixes and preempted requests"
         )
+    if kv_policy is not None:
+        console.print(f"Every request has the KV policy {kv_policy}.")
     for line in rank_lines(plan.ranks):
         console.print(line)
     if plan.replicated:

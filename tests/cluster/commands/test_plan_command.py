@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.worker.planner.model_configs import CONFIGS
 from transom_cluster.cli import app
 from transom_cluster.commands.plan_report import readable
 from transom_worker.planner import plan_from_config
@@ -71,7 +72,7 @@ def test_json_has_the_planners_integers(folder: Path) -> None:
         max_num_batched_tokens=1024,
         steps_in_flight=2,  # as several ranks have
     )
-    assert found == {"model": str(folder), **expected.as_json()}
+    assert found == {"model": str(folder), "kv_policy": None, **expected.as_json()}
     assert [group["name"] for group in found["groups"]] == ["full", "window_128"]
     assert found["groups"][0]["block_bytes"] == 2 * 16 * 2 * (16 + 4) * 2
     assert [point["length"] for point in found["concurrency"]] == [1024, 4096, 6000]
@@ -129,3 +130,31 @@ def test_mistakes_are_explained(
     result = plan(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_kv_policy_says_how_many_requests_fit(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama-3-8b"]))
+    policy = '{"type": "window", "sinks": 4, "window": 512}'
+    flags = ("--memory", "8GiB", "--json")
+    full, window = (json.loads(plan(tmp_path, *flags, *more).stdout) for more in ((), ("--kv-policy", policy)))
+    assert window["kv_policy"] == "window sinks=4 window=512"
+    assert window["concurrency"][-1]["requests"] > 10 * full["concurrency"][-1]["requests"]
+    blocks = 1 + 33  # a sink block, and the window's wherever it begins in a block, the one that is filled included
+    assert {point["request_bytes"] for point in window["concurrency"]} == {blocks * window["groups"][0]["stride_bytes"]}
+    assert window["groups"][0]["peak_blocks"] == blocks
+
+
+@pytest.mark.parametrize(
+    ("config", "policy", "message"),
+    [
+        ("llama-3-8b", "window", "--kv-policy is not JSON"),
+        ("llama-3-8b", '{"type": "heavy", "budget": 40}', "kv_policy.budget is 40"),
+        ("gpt-oss-20b", '{"type": "window", "window": 512}', "12 of its 24 layers have sliding windows"),
+    ],
+)
+def test_a_wrong_kv_policy_is_one_line(tmp_path: Path, config: str, policy: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[config]))
+    result = plan(tmp_path, "--memory", "8GiB", "--kv-policy", policy)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -113,7 +113,7 @@ def test_requests_are_counted_page_by_page(
     assert not fit(requests + 1)
     assert plan.concurrency[-1].requests_with_budget <= requests
     assert [group.peak_blocks for group in plan.groups] == [max(blocks) for blocks in zip(*held, strict=True)]
-    assert set(peak_demands(layout, length, block_size=4, lag=0)) <= held
+    assert set(peak_demands([Retention(group.spec) for group in layout.groups], length, block_size=4, lag=0)) <= held
 
 
 def test_lengths_climb_to_the_models() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from tests.matrices import matrix
 from tests.worker.planner.lock_step import run_together
 from tests.worker.planner.model_configs import CONFIGS
+from transom_worker.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, WindowPolicy
 from transom_worker.planner import plan_from_config
+from transom_worker.scheduling.policy_retentions import retention_under
 
 BASE = CONFIGS["llama-3-8b"] | {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
 MIXES: dict[str, dict[str, Any]] = {
@@ -44,7 +47,37 @@ def test_planned_requests_fit_and_one_more_does_not(mix: str, length: int, steps
             steps_in_flight=steps_in_flight,
         )
         requests = plan.concurrency[-1].requests
-        together = {"length": length, "block_size": 8, "steps_in_flight": steps_in_flight}
+        together: dict[str, Any] = {"length": length, "block_size": 8, "steps_in_flight": steps_in_flight}
         if requests:
             assert run_together(plan.layout, num_requests=requests, **together)
             assert not run_together(plan.layout, num_requests=requests + 1, **together)
+
+
+POLICIES = (
+    WindowPolicy(sinks=0, window=20),
+    WindowPolicy(sinks=9, window=40),
+    AdaptivePolicy(sinks=4, min_window=8, max_window=48, threshold=0.1),
+    HeavyPolicy(sinks=4, budget=60),
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.text)
+@pytest.mark.parametrize("length", [24, 41, 129])
+def test_planned_requests_with_a_kv_policy_fit_and_one_more_does_not(policy: KvPolicy, length: int) -> None:
+    for pool_kib in (300, 1000):
+        plan = plan_from_config(
+            MIXES["full"],
+            memory_bytes=pool_kib * 1024,
+            block_size=8,
+            max_model_len=length,
+            retention_of=partial(retention_under, policy),
+        )
+        requests = plan.concurrency[-1].requests
+        full = plan_from_config(MIXES["full"], memory_bytes=pool_kib * 1024, block_size=8, max_model_len=length)
+        assert (requests > full.concurrency[-1].requests) == (
+            length == 129 or (length == 41 and policy.text == POLICIES[0].text)
+        )
+        # The scheduler's length is longer: a policy of this size is allowed, and requests end at theirs.
+        together: dict[str, Any] = {"length": length, "block_size": 8, "kv_policy": policy, "max_model_len": 256}
+        assert run_together(plan.layout, num_requests=requests, **together)
+        assert not run_together(plan.layout, num_requests=requests + 1, **together)

@@ -30,13 +30,12 @@ def num_computed(length: int) -> int:
     return max(1, length - 1)
 
 
-def peak_demands(layout: ArenaLayout, length: int, *, block_size: int, lag: int) -> list[tuple[int, ...]]:
-    """Return the demands of one request of `length` tokens. A demand is left out if another one is at least as large in every
-    group.
+def peak_demands(retentions: Sequence[Retention], length: int, *, block_size: int, lag: int) -> list[tuple[int, ...]]:
+    """Return the demands of one request of `length` tokens that keeps what `retentions` (by group) say. A demand is left out if
+    another one is at least as large in every group.
 
     `block_size` is the `--block-size` of the worker, the smallest block of all groups.
     """
-    retentions = [Retention(group.spec) for group in layout.groups]
     period = math.lcm(block_size, *(r.period for r in retentions if not r.keeps_everything))
     last = (num_computed(length) - 1) // block_size
     demands: list[tuple[int, ...]] = []
@@ -70,14 +69,14 @@ def max_requests(layout: ArenaLayout, demands: Sequence[Sequence[int]], *, once:
     return low
 
 
-def in_flight_blocks(layout: ArenaLayout, max_num_batched_tokens: int) -> tuple[int, ...]:
+def in_flight_blocks(retentions: Sequence[Retention], max_num_batched_tokens: int) -> tuple[int, ...]:
     """Return the blocks, by group, that a step of `max_num_batched_tokens` prompt tokens takes beyond the demands while in flight.
 
     Full groups keep these blocks anyway, so the demands have them: 0.
     """
     return tuple(
-        0 if group.spec.keeps_everything else -(-max_num_batched_tokens // group.spec.block_size)
-        for group in layout.groups
+        0 if retention.keeps_everything else -(-max_num_batched_tokens // retention.block_size)
+        for retention in retentions
     )
 
 

@@ -19,10 +19,11 @@ group and 9 of the window group: 771 MiB, so 13 such requests run at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from transom_worker.kvcache.groups import GroupSpec
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.window_repair import repair_start
@@ -34,6 +35,7 @@ from transom_worker.planner.concurrency import in_flight_blocks, max_requests, n
 from transom_worker.planner.formats import cache_format
 from transom_worker.planner.pages import group_waste, make_host_layout, make_layout
 
+RetentionOf = Callable[[GroupSpec], Retention]
 # The lengths for which a plan says how many requests fit: 1,024, 4,096, 16,384 ... tokens, and the longest one.
 SHORTEST_LENGTH = 1024
 LENGTH_FACTOR = 4
@@ -124,11 +126,13 @@ def plan_from_config(
     hybrid: bool = True,
     steps_in_flight: int = 1,
     host_bytes: int = 0,
+    retention_of: RetentionOf = Retention,
 ) -> CachePlan:
     """Return the plan for a `config.json`.
 
     `hybrid=False` keeps every token in every group; `steps_in_flight` is how many steps the engine plans ahead of their answers;
-    `host_bytes` is the memory of the host tier, 0 for none.
+    `host_bytes` is the memory of the host tier, 0 for none; `retention_of` says what requests keep of a group, if they have a
+    KV policy.
 
     Raises:
         ModelError: the config is not understood.
@@ -153,6 +157,7 @@ def plan_from_config(
         tensor_parallel_size=tensor_parallel_size,
         steps_in_flight=steps_in_flight,
         host_bytes=host_bytes,
+        retention_of=retention_of,
     )
     return with_rank_shares(plan, architecture)
 
@@ -175,8 +180,10 @@ def plan_cache(
     tensor_parallel_size: int = 1,
     steps_in_flight: int = 1,
     host_bytes: int = 0,
+    retention_of: RetentionOf = Retention,
 ) -> CachePlan:
-    """Return the plan for groups of blocks; `host_bytes` is the memory of the host tier, 0 for none.
+    """Return the plan for groups of blocks; `host_bytes` is the memory of the host tier, 0 for none. Requests keep what
+    `retention_of` says of each group.
 
     With two steps in flight, a block is freed one step later than with one, since the step that may still read it has not answered:
     the lag is `steps_in_flight - 1`.
@@ -187,9 +194,10 @@ def plan_cache(
     layout = make_layout(groups, memory_bytes)
     host_layout = make_host_layout(layout, host_bytes) if host_bytes else None
     lag = steps_in_flight - 1
-    in_flight = in_flight_blocks(layout, max_num_batched_tokens)
-    demands = peak_demands(layout, max_model_len, block_size=block_size, lag=lag)
-    live = [Retention(group.spec).allocated_blocks(num_computed(max_model_len) - 1, lag=lag) for group in groups]
+    retentions = [retention_of(group.spec) for group in groups]
+    in_flight = in_flight_blocks(retentions, max_num_batched_tokens)
+    demands = peak_demands(retentions, max_model_len, block_size=block_size, lag=lag)
+    live = [retention.allocated_blocks(num_computed(max_model_len) - 1, lag=lag) for retention in retentions]
     group_plans = tuple(
         _group_plan(layout, index, demands, live[index], in_flight[index]) for index in range(len(groups))
     )
@@ -208,7 +216,8 @@ def plan_cache(
         in_flight_bytes=_bytes_of(layout, in_flight),
         repair_tokens=_repair_tokens(layout, max_model_len - 1),
         concurrency=tuple(
-            _concurrency(layout, length, block_size, lag, in_flight) for length in _reported_lengths(max_model_len)
+            _concurrency(layout, retentions, length, block_size, lag, in_flight)
+            for length in _reported_lengths(max_model_len)
         ),
         layout=layout,
         host_layout=host_layout,
@@ -237,9 +246,16 @@ def _group_plan(
     )
 
 
-def _concurrency(layout: ArenaLayout, length: int, block_size: int, lag: int, in_flight: Sequence[int]) -> Concurrency:
+def _concurrency(
+    layout: ArenaLayout,
+    retentions: Sequence[Retention],
+    length: int,
+    block_size: int,
+    lag: int,
+    in_flight: Sequence[int],
+) -> Concurrency:
     """Return how many requests of `length` tokens fit; `in_flight` are the blocks of a whole step's tokens by group."""
-    demands = peak_demands(layout, length, block_size=block_size, lag=lag)
+    demands = peak_demands(retentions, length, block_size=block_size, lag=lag)
     return Concurrency(
         length=length,
         requests=max_requests(layout, demands, once=[0] * len(in_flight)),

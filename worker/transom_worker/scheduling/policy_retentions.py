@@ -10,6 +10,7 @@ from collections import OrderedDict
 
 from transom_worker.contract import KvPolicy, WindowPolicy
 from transom_worker.kvcache.bounded_retention import BoundedRetention
+from transom_worker.kvcache.groups import GroupSpec
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.retention_set import RetentionSet
@@ -37,15 +38,17 @@ class PolicyRetentions:
 
     def _make(self, policy: KvPolicy) -> RetentionSet:
         return RetentionSet.of(
-            (self._retention(policy, retention) for retention in self._cache.retentions),
+            (retention_under(policy, retention.spec) for retention in self._cache.retentions),
             block_size=self._cache.block_size,
         )
 
-    def _retention(self, policy: KvPolicy, full: Retention) -> Retention:
-        if isinstance(policy, WindowPolicy):
-            return Retention(full.spec.with_window(sinks=policy.sinks, window=policy.window))
-        return BoundedRetention(
-            full.spec,
-            num_sink_blocks=-(-policy.sinks // full.block_size),
-            max_blocks=max_blocks(policy, full.block_size),
-        )
+
+def retention_under(policy: KvPolicy, full: GroupSpec) -> Retention:
+    """Return what a sequence with this policy keeps of a full group."""
+    if isinstance(policy, WindowPolicy):
+        return Retention(full.with_window(sinks=policy.sinks, window=policy.window))
+    return BoundedRetention(
+        full,
+        num_sink_blocks=-(-policy.sinks // full.block_size),
+        max_blocks=max_blocks(policy, full.block_size),
+    )
