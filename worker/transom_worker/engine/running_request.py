@@ -66,6 +66,7 @@ class RunningRequest:
         is_first = self._num_cached_tokens is None
         if is_first:
             self._num_cached_tokens = output.num_cached_tokens
+            self._num_host_tokens = output.num_host_tokens
             self._index_version = output.index_version
         if output.quality is not None and self._kv_quality is not None:
             self._kv_quality += KvQuality(

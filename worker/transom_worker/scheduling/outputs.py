@@ -26,3 +26,4 @@ class SequenceOutput(NamedTuple):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: LogprobTable | None = None
     quality: PolicyQuality | None = None  # where the step has compared the request's KV policy with full attention
+    num_host_tokens: int = 0  # of `num_cached_tokens`, those that the host tier spared

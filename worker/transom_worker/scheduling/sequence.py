@@ -166,4 +166,5 @@ class Sequence:
             logprobs,
             prompt_logprobs,
             quality,
+            self.num_host_tokens,
         )
