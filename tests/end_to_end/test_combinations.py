@@ -22,6 +22,7 @@ from tests.memory_faults import PLACES, OutOfMemoryExecutor, Place
 from tests.oracle_answers import oracle_answers
 from tests.tiny_checkpoints import HybridCase
 from transom_worker.engine.engine import Engine
+from transom_worker.planner import CachePlan
 from transom_worker.scheduling import in_flight_prefixes
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan
@@ -119,7 +120,12 @@ class Seen:
     repaired: int = 0
 
 
-def check(engine: Engine, want: list[list[int]], where: object, seen: Seen, *, lose: bool) -> None:
+Margins = list[list[dict[int, float]]]  # by answer and step: log-probabilities of the likeliest tokens
+
+
+def check(
+    engine: Engine, want: list[list[int]], where: object, seen: Seen, *, lose: bool, margins: Margins | None = None
+) -> None:
     """All prompts twice: from nothing, and resumed over what is cached then, without its windows if `lose`."""
     fresh = [make_request(f"r{i}", p, max_tokens=NUM_TOKENS) for i, p in enumerate(prompts())]
     resumed = [
@@ -127,20 +133,43 @@ def check(engine: Engine, want: list[list[int]], where: object, seen: Seen, *, l
         for i, p in enumerate(prompts())
     ]
     got = run(engine, fresh)
-    assert [whole.token_ids for whole in got] == want, where
+    compare([whole.token_ids for whole in got], want, where, margins)
     if lose:
         lose_windows(engine.scheduler.cache)
     rest = run(engine, resumed)
-    assert [whole.token_ids for whole in rest] == [w[i % NUM_TOKENS :] for i, w in enumerate(want)], where
+    tails = [w[i % NUM_TOKENS :] for i, w in enumerate(want)]
+    later = margins and [answer[i % NUM_TOKENS :] for i, answer in enumerate(margins)]
+    compare([whole.token_ids for whole in rest], tails, where, later)
     seen.preemptions += engine.scheduler.work.num_preemptions
     seen.hits += sum(whole.num_cached_tokens for whole in got + rest)
     seen.repaired += engine.scheduler.stats().outcome_tokens.get("repaired", 0)
     engine.shutdown()
 
 
-def check_mixes(model: Path, name: str, mixes: list[Mix], want: list[list[int]]) -> Seen:
+def compare(got: list[list[int]], want: list[list[int]], where: object, margins: Margins | None) -> None:
+    """The tokens are equal. With `margins`, one answer in ten may go its own way at a step where its token was nearly as likely."""
+    different = [i for i, tokens in enumerate(got) if tokens != want[i]]
+    if margins is None:
+        assert not different, where
+        return
+    assert len(different) <= len(want) // 10, where
+    for i in different:
+        step = next(step for step, token in enumerate(want[i]) if got[i][step] != token)
+        likely = margins[i][step]
+        assert likely[want[i][step]] - likely[got[i][step]] < CLOSE_CALL, (where, i, step)
+
+
+def check_mixes(
+    model: Path,
+    name: str,
+    mixes: list[Mix],
+    want: list[list[int]],
+    tight_kib: int = 0,
+    margins: Margins | None = None,
+    **settings: Any,
+) -> Seen:
     """An engine for each combination gives the reference's tokens; what happened in all of them."""
-    case, tight_kib = MODELS[name]
+    case, tight_kib = MODELS[name][0], tight_kib or MODELS[name][1]
     seen = Seen()
     for mix in mixes:
         engine = make_engine(
@@ -153,8 +182,9 @@ def check_mixes(model: Path, name: str, mixes: list[Mix], want: list[list[int]])
             max_num_batched_tokens=mix.chunk,
             steps_in_flight=mix.in_flight,
             kv_cache_memory_bytes=8 << 20 if mix.pool == "roomy" else (tight_kib if mix.hybrid else 300) << 10,
+            **settings,
         )
-        check(engine, want, (name, mix), seen, lose=mix.caching == "repair")
+        check(engine, want, (name, mix), seen, lose=mix.caching == "repair", margins=margins)
     return seen
 
 
@@ -242,6 +272,53 @@ def test_steps_that_run_out_of_memory_are_exact(
     assert num_ended > 12
     assert list(got.values()) == expected[name]
     check(engine, expected[name], name, Seen(), lose=True)  # what failed steps have left in the cache is right
+
+
+def float_plan(model: Path, case: HybridCase) -> CachePlan:
+    """The plan of an engine whose cache is not quantised."""
+    engine = make_engine(str(model), **case.settings(), **SETTINGS)
+    engine.shutdown()
+    return engine.info.plan
+
+
+CLOSE_CALL = 0.2  # nats
+QUANTISED = {"SSF with sinks": "int8", "SCF": "int4", "full": "fp8", "CF": "full=int8"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "SSF with sinks" else pytest.param(name, marks=pytest.mark.exhaustive) for name in QUANTISED],
+)
+def test_quantised_caches_are_exact(tiny_model: Path, name: str) -> None:
+    """Whatever is on, the tokens are those of an engine with the same number formats and nothing on, but for close calls.
+
+    The order of a sum depends on how many rows a step has. That moves a key by a few of float32's last bits, and over the edge
+    between two stored numbers once in some ten thousand times.
+    """
+    case, tight_kib = MODELS[name]
+    asked = QUANTISED[name]
+    plain = make_engine(
+        str(tiny_model),
+        **case.settings(),
+        **SETTINGS,
+        kv_cache_dtype=asked,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=1024,
+        kv_cache_memory_bytes=8 << 20,
+    )
+    fresh = [make_request(f"r{i}", p, max_tokens=NUM_TOKENS, logprobs=8) for i, p in enumerate(prompts())]
+    answers = run(plain, fresh)
+    margins = [
+        [{one.token_id: one.logprob for one in (step.chosen, *step.top)} for step in answer.logprobs]
+        for answer in answers
+    ]
+    want, plan = [answer.token_ids for answer in answers], plain.info.plan
+    plain.shutdown()
+    shrunk = plan.request_bytes / float_plan(tiny_model, case).request_bytes
+    mixes = [mix for mix in pairwise(name) if mix.hybrid]
+    seen = check_mixes(tiny_model, name, mixes, want, int(tight_kib * shrunk), margins, kv_cache_dtype=asked)
+    assert seen.preemptions > 0
+    assert seen.hits > 0
 
 
 @pytest.mark.parametrize(

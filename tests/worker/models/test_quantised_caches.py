@@ -1,0 +1,164 @@
+"""Quantised KV caches: every family stays near its own logits, and what is cached depends on a token and its prefix alone.
+
+A *bound* is the mean KL divergence in nats of four next-token distributions from those with a float32 cache. These checkpoints have
+random weights and logits with a standard deviation of 4, which amplify every error; among random experts a close choice may fall
+otherwise. The demo model's figures are in docs/quantised_kv.md. torch computes here; `tests/kernels` compares kernels with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import prompt
+from tests.engine_driver import make_request, run
+from tests.lost_windows import lose_windows
+from tests.matrices import some_daily
+from tests.thread_ranks import ThreadRanks, make_sharded_engine
+from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
+from tests.worker.models.test_moe_families import CASES as MIXTURES
+from tests.worker.models.test_sharded_families import CASES, make_folder
+from transom_kernels.launch import prefer
+from transom_kernels.quantised_kv import dequantise_rows
+from transom_worker.engine.engine import Engine
+from transom_worker.errors import ConfigError
+
+LENGTHS = (5, 41, 90, 200)
+FORMATS = ("fp8", "int8", "int4")
+BOUNDS = {"fp8": 0.25, "int8": 0.01, "int4": 2.5}
+BOUNDS_WITH_EXPERTS = {"fp8": 1.0, "int8": 0.2, "int4": 4.0}
+NAMES = [name for name in CASES if " in " not in name]
+DAILY = [(name, FORMATS[at % 3]) for at, name in enumerate(NAMES)]
+CHUNKS: dict[str, Any] = {"block_size": 8, "max_model_len": 256, "max_num_batched_tokens": 45, "dtype": "float32"}
+
+
+@pytest.fixture(autouse=True)
+def torch_computes() -> Iterator[None]:
+    with prefer("reference"):
+        yield
+
+
+def log_probabilities(folder: Path, **settings: Any) -> torch.Tensor:
+    """Of the token behind each of the prompts, [prompts, vocabulary]. Their later chunks read what the first ones wrote."""
+    engine, ranks = make_sharded_engine(str(folder), 1, **(CHUNKS | settings))
+    try:
+        return torch.stack([last_logits(engine, ranks, length) for length in LENGTHS]).log_softmax(dim=-1)
+    finally:
+        engine.shutdown()
+
+
+def last_logits(engine: Engine, ranks: ThreadRanks, length: int) -> torch.Tensor:
+    run(engine, [make_request(f"{length}", prompt(length), max_tokens=1)])
+    return ranks.logits()[-1][-1].float()
+
+
+def divergence(folder: Path, exact: torch.Tensor, **settings: Any) -> float:
+    got = log_probabilities(folder, **settings)
+    return float((exact.exp() * (exact - got)).sum(dim=-1).mean())
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("quantised"), request.param)
+
+
+@pytest.mark.parametrize(("folder", "asked"), some_daily(product(NAMES, FORMATS), daily=DAILY), indirect=["folder"])
+def test_every_family_stays_near_its_logits(folder: Path, asked: str, request: pytest.FixtureRequest) -> None:
+    name = request.node.callspec.params["folder"]
+    exact = log_probabilities(folder)
+    bound = (BOUNDS_WITH_EXPERTS if name in MIXTURES or "experts" in name else BOUNDS)[asked]
+    assert 0 < divergence(folder, exact, kv_cache_dtype=asked) < bound
+
+
+@pytest.mark.parametrize("folder", some_daily(NAMES, daily=["gemma4", "llama4"]), indirect=True)
+def test_groups_of_different_formats(folder: Path, request: pytest.FixtureRequest) -> None:
+    """The full group in int8, the others as they are; and the other way round."""
+    name = request.node.callspec.params["folder"]
+    bound = (BOUNDS_WITH_EXPERTS if name in MIXTURES or "experts" in name else BOUNDS)["int8"]
+    engine, _ = make_sharded_engine(str(folder), 1, **CHUNKS)
+    kinds = [group.kind for group in engine.info.plan.groups]
+    engine.shutdown()
+    exact = log_probabilities(folder)
+    found = [divergence(folder, exact, kv_cache_dtype=f"{kind}=int8") for kind in kinds]
+    assert all(0 < one < bound for one in found)
+
+
+@pytest.mark.parametrize("folder", ["llama3"], indirect=True)
+@pytest.mark.parametrize("asked", FORMATS)
+def test_a_wrong_scale_would_show(monkeypatch: pytest.MonkeyPatch, folder: Path, asked: str) -> None:
+    exact = log_probabilities(folder)
+    name = "transom_kernels.paged_attention.gather.dequantise_rows"
+    monkeypatch.setattr(name, lambda elements, scale: dequantise_rows(elements, scale.roll(1, dims=-1)))
+    assert divergence(folder, exact, kv_cache_dtype=asked) > BOUNDS[asked]
+
+
+@pytest.mark.parametrize("asked", FORMATS)
+@pytest.mark.parametrize("folder", ["gpt_oss"], indirect=True)
+def test_schedules_write_the_same_and_read_the_same(folder: Path, asked: str) -> None:
+    """Tokens are equal whether prompts come in chunks, together, from the cache, over a repaired window or after preemption."""
+    settings = CHUNKS | {"kv_cache_dtype": asked}
+    engine, _ = make_sharded_engine(str(folder), 1, **(settings | {"max_num_batched_tokens": 1024}))
+    alone = [tokens_of(engine, [length])[0] for length in LENGTHS]
+    engine.shutdown()
+    engine, _ = make_sharded_engine(str(folder), 1, **settings, steps_in_flight=2)
+    assert tokens_of(engine, LENGTHS) == alone
+    assert tokens_of(engine, LENGTHS) == alone  # hits
+    lose_windows(engine.scheduler.cache)
+    assert tokens_of(engine, LENGTHS) == alone
+    assert engine.scheduler.stats().outcome_tokens["repaired"] > 0
+    plan = engine.info.plan
+    engine.shutdown()
+    tight = plan.request_bytes + plan.in_flight_bytes + 2 * plan.page_bytes
+    engine, _ = make_sharded_engine(str(folder), 1, **settings, kv_cache_memory_bytes=tight)
+    assert tokens_of(engine, (*LENGTHS, 200, 200)) == [*alone, alone[-1], alone[-1]]
+    assert engine.scheduler.work.num_preemptions > 0
+    engine.shutdown()
+
+
+def tokens_of(engine: Engine, lengths: Any) -> list[list[int]]:
+    requests = [make_request(f"r{i}", prompt(length), max_tokens=12) for i, length in enumerate(lengths)]
+    return [whole.token_ids for whole in run(engine, requests)]
+
+
+@pytest.mark.parametrize(
+    "folder", some_daily(["gpt_oss", "gemma4", "llama with nine heads"], daily=["gpt_oss"]), indirect=True
+)
+@pytest.mark.parametrize("asked", FORMATS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_stay_near_one_rank(folder: Path, asked: str, size: int) -> None:
+    """Sums of several ranks round otherwise, and a number at the edge of two stored ones may fall to the other side."""
+    logits = []
+    for ranks in (1, size):
+        engine, threads = make_sharded_engine(str(folder), ranks, **CHUNKS, kv_cache_dtype=asked)
+        logits.append(torch.stack([last_logits(engine, threads, length) for length in LENGTHS]).log_softmax(dim=-1))
+        engine.shutdown()
+    one, several = logits
+    assert float((one.exp() * (one - several)).sum(dim=-1).mean()) < BOUNDS[asked] / 50
+
+
+def test_latent_groups_are_refused_by_name(tmp_path: Path) -> None:
+    folder = make_deepseek_v4(tmp_path)
+    for asked, message in (
+        ("int8", r"int8 in KV group compressed_4, whose rows are keys and values of all heads"),
+        ("fp8", r"fp8 in KV group compressed_4, .*run in the model's format, float32, alone: give auto"),
+        ("window=bfloat16", r"bfloat16 in KV group window_16, .*give auto"),
+        ("full=int8", r"names full, and the KV groups of this model are .*window_16 \(kind window\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_sharded_engine(str(folder), 1, **CHUNKS, kv_cache_dtype=asked)
+
+
+@pytest.mark.parametrize("folder", ["llama3"], indirect=True)
+def test_a_format_that_is_neither_the_models_nor_quantised_is_refused(folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"bfloat16 in KV group full, and the model runs in float32; give auto, fp8, int8, int4"
+    ):
+        make_sharded_engine(str(folder), 1, **CHUNKS, kv_cache_dtype="bfloat16")
+    engine, _ = make_sharded_engine(str(folder), 1, **CHUNKS, kv_cache_dtype="float32")
+    assert engine.info.plan.kv_dtype == "float32"
+    engine.shutdown()
