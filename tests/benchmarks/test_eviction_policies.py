@@ -95,6 +95,11 @@ def test_documents_that_many_prompts_begin_with_are_kept_though_no_prompt_comes_
 
 
 def test_documents_are_kept_where_questions_are_long() -> None:
-    """A prompt that goes on elsewhere far before a node's end counts as its share of a return."""
+    """A prompt that goes on elsewhere far before a node's end is its share of a return, and what both share becomes a node, also
+    where the first one was evicted before.
+    """
     prompts = documents_in_a_scan(1, num_document_units=160, num_question_units=70)
-    assert hit_tokens_of("default", prompts, num_pages=2_500) >= 1.2 * hit_tokens_of("lru", prompts, num_pages=2_500)
+    most = (100 - 12) * 160 * UNIT
+    hits = {policy: hit_tokens_of(policy, prompts, num_pages=2_500) for policy in ("default", "slru")}
+    assert hits["default"] >= max(hits.values()) - most // 200
+    assert hits["default"] >= 0.75 * most

@@ -23,9 +23,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from transom_worker.kvcache.checkpoint_counts import CheckpointCounts
-from transom_worker.kvcache.eviction import NEAR_BLOCKS, EvictionPolicy
+from transom_worker.kvcache.eviction import NEAR_BLOCKS, EvictionPolicy, GhostHit
 from transom_worker.kvcache.eviction_costs import EvictionCosts
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.kvcache.node_eviction import NodeEviction
@@ -39,6 +40,16 @@ SHARED_KINDS = frozenset((CheckpointKind.SYSTEM, CheckpointKind.FORK))
 REMEMBERED_OFFSETS = 64  # recent returns from which the tail is learned
 MIN_OFFSETS = 8  # the tail is empty before so many returns
 OFFSET_QUANTILE = 0.9  # the tail is long enough for this fraction of the returns
+
+
+class Continuation(NamedTuple):
+    """What a new request continues: how many returns its conversation has had, and where its chain parts from an evicted node's.
+
+    `parts_at` is a boundary that the chains share, far before the end of the evicted node; None: there is no such node.
+    """
+
+    num_returns: int = 0
+    parts_at: int | None = None
 
 
 class Checkpoints:
@@ -116,12 +127,12 @@ class Checkpoints:
             self.eviction.add(changed)
             self.eviction.tidy(changed)
 
-    def learn_return(self, chain: Sequence[bytes], limit: int, base_node: Node | None) -> int:
-        """Learn which checkpoint a newly admitted request returns to; return how many returns its conversation has had.
+    def learn_return(self, chain: Sequence[bytes], limit: int, base_node: Node | None) -> Continuation:
+        """Learn which checkpoint a newly admitted request returns to, and return what it continues.
 
-        A request that brings back an evicted part that several conversations shared counts theirs. `limit` is the last boundary
-        that the request may reuse, `base_node` the node that it locks. Example: the third request of a conversation returns to the
-        end of the second: 2 returns.
+        A request that brings back an evicted part that several conversations shared counts their returns. `limit` is the last
+        boundary that the request may reuse, `base_node` the node that it locks. Example: the third request of a conversation
+        returns to the end of the second: 2 returns.
         """
         self._policy.admitted()
         limit = min(limit, len(chain))
@@ -130,21 +141,19 @@ class Checkpoints:
         if base_node is not None and base_node.boundary < limit and base_node.kind in SHARED_KINDS:
             base_node.num_returns += 1
             self._policy.returned(base_node)
-        if ghost is not None and ghost.kind is CheckpointKind.FORK:
-            return ghost.num_returns
         if ghost is not None:
-            return self._count_return(ghost.kind, ghost.num_returns, ghost.num_blocks_before)
+            return self._continue_evicted(ghost)
         if not reach:
-            return 0
+            return Continuation()
         owner = self.tree.owner[chain[reach - 1]]
         node, offset = self._returned_to(owner, reach)
         if offset > NEAR_BLOCKS:
             begin = owner.boundary - len(owner.segment)  # of the segment that `lock` may just have split
             self._policy.returned_inside(node, (reach - begin) / (node.boundary - begin))
-            return 0
+            return Continuation()
         if node is not base_node or node.kind not in SHARED_KINDS:
             self._policy.returned(node)
-        return self._count_return(node.kind, node.num_returns, offset)
+        return Continuation(self._count_return(node.kind, node.num_returns, offset))
 
     def count_hit(self, base_node: Node | None, num_hash_blocks: int) -> None:
         """Count a hit of `num_hash_blocks` hash blocks if it ends at a checkpoint, not between two."""
@@ -176,7 +185,7 @@ class Checkpoints:
                 if node.candidate_indices[DEVICE] is not None:  # else `NodeEviction.add` counts it
                     self.counts.placed(node)
         if node.policy_state is None:
-            node.num_returns = max(node.num_returns, num_returns)
+            node.num_returns = max(node.num_returns, num_returns, kind is CheckpointKind.FORK)
             self._policy.created(node)
         if is_new and node.parent is not None:
             self._mark_built_upon(node, node.parent)
@@ -235,6 +244,15 @@ class Checkpoints:
                 earlier -= 1
             windows.append(list(chain[earlier:boundary]))
         return tuple(windows)
+
+    def _continue_evicted(self, ghost: GhostHit) -> Continuation:
+        """Return what a request continues that returned to an evicted node, or parts from its chain."""
+        if ghost.kind is CheckpointKind.FORK:
+            num_returns = ghost.num_returns
+        else:
+            num_returns = self._count_return(ghost.kind, ghost.num_returns, ghost.num_blocks_before)
+        is_far = ghost.num_blocks_before > NEAR_BLOCKS
+        return Continuation(num_returns, ghost.parts_at if is_far else None)
 
     def _count_return(self, kind: CheckpointKind, num_returns: int, offset: int) -> int:
         """Return how many returns a conversation has had, this one included, and remember the offset; 0 if this is no return.

@@ -43,12 +43,14 @@ SIZE_EDGES = (64, 256, 1_024)  # hash blocks of a segment, at which classes of s
 class GhostHit(NamedTuple):
     """A return to an evicted node, whose kind and earlier returns this has.
 
-    The request's chain parts from the node's chain `num_blocks_before` hash blocks before the node's boundary.
+    The request's chain shares the node's chain up to the boundary `parts_at`, `num_blocks_before` hash blocks before the node's
+    own. What is remembered of long segments is sampled, so it may share a little more.
     """
 
     kind: CheckpointKind
     num_returns: int
     num_blocks_before: int
+    parts_at: int
 
 
 class EvictionPolicy(Protocol):
@@ -146,7 +148,7 @@ class ReturnTimePolicy:
                 share = 1.0 if is_near else max(0.0, 1.0 - num_blocks_before / ghost.num_segment_blocks)
                 self._times.returned(ghost.watch, share)
                 evicted = self._times.class_of(ghost.class_id)
-                return GhostHit(CheckpointKind(evicted.kind), evicted.num_returns, num_blocks_before)
+                return GhostHit(CheckpointKind(evicted.kind), evicted.num_returns, num_blocks_before, at + 1)
         return None
 
     def windows_evicted(self, node: Node) -> None:

@@ -55,8 +55,8 @@ class Publishing:
         """Plan an admitted sequence's checkpoints at these boundaries (in hash blocks), and one more where its chain parts from
         another.
 
-        The other chain is one that the full groups have further than the hit reaches. From a new request (`is_new`: not one
-        that was preempted) the cache learns what clients return to.
+        The other chain is one that the full groups have further than the hit reaches, or an evicted one. From a new request
+        (`is_new`: not one that was preempted) the cache learns what clients return to.
         """
         if not self._is_on or blocks.is_private:
             return
@@ -65,7 +65,10 @@ class Publishing:
         if hit is not None:
             self._checkpoints.count_hit(blocks.base_node, hit.num_hash_blocks)
             if is_new:
-                blocks.num_returns = self._checkpoints.learn_return(blocks.chain, hit.limit, blocks.base_node)
+                continuation = self._checkpoints.learn_return(blocks.chain, hit.limit, blocks.base_node)
+                blocks.num_returns = continuation.num_returns
+                if continuation.parts_at is not None and continuation.parts_at > hit.num_hash_blocks:
+                    planned[continuation.parts_at] = CheckpointKind.FORK
             elif blocks.base_node is not None:
                 blocks.num_returns = blocks.base_node.num_returns
             parted = hit.full_groups_reach > hit.num_hash_blocks or blocks.needs_repair
