@@ -14,11 +14,14 @@ import heapq
 import logging
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from transom_worker.blockmap.log import BlockMapLog
 from transom_worker.clock import steady_time_s
 from transom_worker.config import EngineConfig
 from transom_worker.contract import OutputEvent, Request, WorkerLoad
+from transom_worker.disk_cache.folder import BlockFolder
+from transom_worker.engine.disk_imports import DiskImports
 from transom_worker.engine.running_request import RunningRequest
 from transom_worker.engine.state_report import worker_load, worker_state
 from transom_worker.engine.step_pipeline import StepPipeline
@@ -106,6 +109,7 @@ class Engine:
         self.transfer_store: KvStore | None = None  # None: this worker takes no part in KV transfer
         if info.shares is not None and config.cache.enable_prefix_caching:
             self.transfer_store = TransferStore(self.scheduler, executor, info.shares)
+        self._disk = self._disk_imports(info)
         self._eos_token_ids = frozenset(info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
         self._pipeline = StepPipeline(self.scheduler, executor, steps_in_flight=config.scheduler.steps_in_flight)
         self.clock = clock
@@ -127,6 +131,7 @@ class Engine:
             len(self.requests) > self.scheduler.num_held
             or self._ready
             or self._pipeline.is_busy
+            or (self._disk is not None and self._disk.is_loading)
             or self._has_unpublished_abort
             or self.is_restarting
             or self.executor.lost
@@ -163,6 +168,7 @@ class Engine:
         if running.finish_reason is not None:
             self._ready.append(running.end_event())
             return
+        is_held = is_held or (self._disk is not None and self._disk.begin(request))
         self.scheduler.add(request, is_held=is_held)
         self.requests[request.request_id] = running
         if request.time_left_s is not None:
@@ -189,6 +195,20 @@ class Engine:
         self._report_end(running, "abort")
         self._has_unpublished_abort = True
         return True
+
+    def _disk_imports(self, info: ExecutorInfo) -> DiskImports | None:
+        """Return what brings prefixes from the disk tier; None without one."""
+        cache = self.config.cache
+        if cache.disk_cache is None:
+            return None
+        self.scheduler.cache.store_on_disk()
+        folder = BlockFolder(Path(cache.disk_cache), info.disk_fingerprint, space_bytes=cache.disk_space_bytes)
+        return DiskImports(
+            self.scheduler.cache,
+            folder,
+            stop_holding=self.scheduler.stop_holding,
+            is_waiting=self.scheduler.waits_for_admission,
+        )
 
     # The step loop
 
@@ -230,6 +250,8 @@ class Engine:
             return
         scheduled_s = time.perf_counter()
         done = self._pipeline.receive()
+        if self._disk is not None:
+            self._disk.step_done(done.result)
         self._num_out_of_memory = 0
         self.forward_s += done.timings.forward_s
         now_s = self.clock()
@@ -327,6 +349,8 @@ class Engine:
         if events and self._num_out_of_memory == MAX_OUT_OF_MEMORY:
             return events + self.fail(error)
         self._pipeline.forget()
+        if self._disk is not None:
+            self._disk.forget()
         self.scheduler.reset()
         lost = WorkerLost(f"The worker lost a rank: {error}", loss_cause=error.loss_cause)
         return events + self._end_all_with_error(lost)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from transom_worker.execution.executor import Executor
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.scheduler import Scheduler
-from transom_worker.scheduling.step import StepPlan, StepTimings
+from transom_worker.scheduling.step import StepPlan, StepResult, StepTimings
 
 
 class FinishedStep(NamedTuple):
@@ -25,6 +25,7 @@ class FinishedStep(NamedTuple):
     timings: StepTimings
     received_s: float
     outputs: list[SequenceOutput]
+    result: StepResult
 
 
 class StepPipeline:
@@ -56,7 +57,7 @@ class StepPipeline:
         result = self._executor.receive()
         received_s = time.perf_counter()
         num_tokens, num_seqs = self._sizes.popleft()
-        return FinishedStep(num_tokens, num_seqs, result.timings, received_s, self._scheduler.receive(result))
+        return FinishedStep(num_tokens, num_seqs, result.timings, received_s, self._scheduler.receive(result), result)
 
     def drop(self) -> list[str]:
         """Drop all submitted plans after an interrupt; returns the ids of the requests that they computed, which end with them."""

@@ -34,11 +34,21 @@ class ImportedBlock(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BlockImport:
-    """The blocks of one import. `is_void`: the cache was emptied, so that they are not to be published."""
+    """The blocks of one import. `is_void`: the cache was emptied, so that they are not to be published.
+
+    `ticket` is that of a load from the disk that writes them, or 0.
+    """
 
     blocks: list[ImportedBlock]
     locked: Node | None
     is_void: bool = False
+    ticket: int = 0
+    is_published: bool = False
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether a load from the disk writes the blocks."""
+        return self.ticket > 0 and not self.is_published
 
 
 class Imports:
@@ -79,6 +89,7 @@ class Imports:
 
     def publish(self, opened: BlockImport) -> None:
         """Enter the blocks into the index, except those that a request has published meanwhile."""
+        opened.is_published = True
         if opened.is_void:
             return
         for one in opened.blocks:

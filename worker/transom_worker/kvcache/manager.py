@@ -342,7 +342,13 @@ class KvCache:
     def fetch_import(self, opened: BlockImport) -> int:
         """Queue a load of an import's blocks from the disk, and return its ticket."""
         copies = [BlockCopy(one.group, 0, one.block, DISK, HOST, digest=one.digest) for one in opened.blocks]
-        return self.copies.add_load(copies)
+        opened.ticket = self.copies.add_load(copies)
+        return opened.ticket
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether an import waits for a load from the disk, which the ranks must be told of and asked for."""
+        return self.imports is not None and any(opened.is_fetching for opened in self.imports.opened)
 
     def commit_import(self, opened: BlockImport) -> None:
         """Publish the blocks of an import, whose contents are written; they stay until `end_import`."""

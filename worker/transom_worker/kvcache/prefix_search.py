@@ -24,7 +24,7 @@ wins.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, replace
 from operator import or_
 
@@ -34,7 +34,7 @@ from transom_worker.kvcache.window_repair import repair_start
 
 _LOOKUP_BLOCKS = 512  # hash blocks that are looked up at once
 
-Present = tuple[Collection[bytes], ...]  # one group's digests, by tier
+Present = tuple[Container[bytes], ...]  # one group's digests, by tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -231,6 +231,11 @@ class Scheduler:
         if sequence is not None and sequence.is_held:
             self.admission.stop_holding(sequence)
 
+    def waits_for_admission(self, request_id: str) -> bool:
+        """Return whether a request has not been admitted yet, held or not; False for an unknown id."""
+        sequence = self.by_request.get(request_id)
+        return sequence is not None and not sequence.was_admitted
+
     def abort(self, request_id: str) -> bool:
         """End a request in any status; return whether there was one. Blocks that a step in flight uses are freed when it
         answers.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
+from transom_worker.execution.executor import DiskUsage
 from transom_worker.telemetry.metrics.own_labels import OwnLabels
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def rank_families(own: OwnLabels, ranks: tuple[RankReport, ...]) -> Iterator[Met
         ],
     )
     yield from _work(own, named)
+    yield from _disk(own, named)
     yield own.gauges(
         "transom_rank_info",
         "A rank's device, process id and host; the value is always 1.",
@@ -71,6 +73,38 @@ def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
                 ("replayed", report.usage.num_graph_steps),
             )
         ],
+    )
+
+
+def _disk(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metric]:
+    """What became of each rank's blocks on the disk since its process began; zeros without a disk tier."""
+    found = [(rank, report.usage.disk or DiskUsage(is_usable=False)) for rank, report in named]
+    yield own.counters(
+        "transom_disk_blocks",
+        "KV blocks of a rank's disk tier, by event: written, read, missing (asked for and not there), broken (a file that was "
+        "not whole or not ours: removed, and the tokens computed again), dropped (writing did not keep up), failed (a write "
+        "ended with an error) and evicted (removed for newer ones).",
+        ("rank", "event"),
+        [
+            ((rank, event), count)
+            for rank, disk in found
+            for event, count in (
+                ("written", disk.num_written),
+                ("read", disk.num_read),
+                ("missing", disk.num_missing),
+                ("broken", disk.num_broken),
+                ("dropped", disk.num_dropped),
+                ("failed", disk.num_failed),
+                ("evicted", disk.num_evicted),
+            )
+        ],
+    )
+    yield own.gauges(
+        "transom_disk_usable",
+        "1 while a rank writes to its disk tier; 0 for a minute after a write has failed, such as on a full disk, and where there "
+        "is no disk tier.",
+        ("rank",),
+        [((rank,), int(disk.is_usable)) for rank, disk in found],
     )
 
 

@@ -1,0 +1,160 @@
+"""What the host tier's copies cost: bytes per second beside plain copies, steps beside loads, and swap against recompute.
+
+    python benchmarks/host_tier.py
+
+Three tables:
+
+1. Spills (device to host, inside a step) and loads (host to device, beside steps) of blocks of several sizes, and a plain copy of
+   as many bytes. Each figure is the best of `REPEATS`.
+2. Decoding of 8 sequences alone, and while loads run all the time: the ratio of the two, each the median of `REPEATS` in turns.
+3. What a preempted request costs: computing its tokens again, and copying its blocks to the host and back, by context length.
+
+On CPUs "device" and "host" are both the machine's memory. Figures on a machine that others use are noisy: compare within one run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from transom_kernels.cpu.memory import lazy_bytes
+from transom_worker.contract import SamplingParams
+from transom_worker.execution.tiers.block_copies import BlockCopies, TierMemory
+from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
+from transom_worker.llm import LLM
+from transom_worker.scheduling.step import TIER_DEVICE, TIER_HOST, StepPlan
+
+REPEATS = 5
+COPIED_BYTES = 128 << 20
+BLOCK_BYTES = (16 << 10, 128 << 10, 368_640)  # the last: 16 tokens of SmolLM2-135M in bfloat16
+CONTEXTS = (512, 1024, 2048)
+MODEL = "smollm2"
+
+
+class Copies:
+    """Blocks of one size in both tiers, with every page touched."""
+
+    def __init__(self, block_bytes: int) -> None:
+        spec = GroupSpec(name="full", kind=GroupKind.FULL, layers=(), block_size=16)
+        group = GroupLayout(spec=spec, block_bytes=block_bytes, stride_bytes=block_bytes, layers=())
+        self.num_blocks = COPIED_BYTES // block_bytes
+        layout = ArenaLayout(page_bytes=block_bytes, num_pages=self.num_blocks, groups=(group,))
+        slabs = [lazy_bytes(layout.slab_bytes).fill_(tier) for tier in range(2)]
+        self.made = BlockCopies({tier: TierMemory(layout, slab) for tier, slab in enumerate(slabs)})
+        self.num_bytes = self.num_blocks * block_bytes
+        self._num_plans = 0
+
+    def spill(self) -> None:
+        """Copy all blocks to the host."""
+        self.made.run(self._plan(TIER_DEVICE, TIER_HOST, 0))
+
+    def load(self) -> None:
+        """Copy all blocks to the device, and wait for that."""
+        self.made.run(self._plan(TIER_HOST, TIER_DEVICE, self._num_plans + 1))
+        while not self.made.ended_loads(wait=True).loaded:
+            pass
+
+    def _plan(self, source: int, target: int, ticket: int) -> StepPlan:
+        self._num_plans += 1
+        count, ids = self.num_blocks, list(range(self.num_blocks))
+        return StepPlan(
+            step_id=self._num_plans,
+            copy_group=[0] * count,
+            copy_source=ids,
+            copy_target=ids,
+            copy_source_tier=[source] * count,
+            copy_target_tier=[target] * count,
+            copy_ticket=[ticket] * count,
+        )
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """The seconds of one call."""
+    begin_s = time.perf_counter()
+    action()
+    return time.perf_counter() - begin_s
+
+
+def copies_table() -> float:
+    """Print the first table; return the bytes per second of a load of the largest blocks."""
+    print(f"| block, KiB | spill, GB/s | load, GB/s | plain copy, GB/s |  ({COPIED_BYTES >> 20} MiB)")
+    print("|---:|---:|---:|---:|")
+    rate = 0.0
+    for block_bytes in BLOCK_BYTES:
+        copies = Copies(block_bytes)
+        source, target = (torch.zeros(copies.num_bytes, dtype=torch.uint8).fill_(1) for _ in range(2))
+        best = [
+            min(seconds(action) for _ in range(REPEATS))
+            for action in (copies.spill, copies.load, lambda t=target, s=source: t.copy_(s))
+        ]
+        rates = [copies.num_bytes / one for one in best]
+        rate = rates[1]
+        print(f"| {block_bytes / 1024:.0f} | " + " | ".join(f"{one / 1e9:.2f}" for one in rates) + " |", flush=True)
+        copies.made.close()
+    return rate
+
+
+def beside_table(llm: LLM) -> None:
+    """Print how fast 8 sequences decode while loads run."""
+    copies, params = Copies(BLOCK_BYTES[-1]), SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    prompts: list[str | Mapping[str, Any]] = [{"prompt_token_ids": [7 + index] * 64} for index in range(8)]
+    is_over, loaded = threading.Event(), [0]
+
+    def load_on() -> None:
+        while not is_over.is_set():
+            copies.load()
+            loaded[0] += copies.num_bytes
+
+    def decode() -> float:
+        return seconds(lambda: llm.generate(prompts, params))
+
+    decode()
+    alone, beside, bytes_per_s = [], [], []
+    for _ in range(REPEATS):
+        alone.append(decode())
+        is_over.clear()
+        loaded[0] = 0
+        thread = threading.Thread(target=load_on)
+        thread.start()
+        beside.append(decode())
+        is_over.set()
+        thread.join()
+        bytes_per_s.append(loaded[0] / beside[-1])
+    ratio = statistics.median(beside) / statistics.median(alone)
+    print(
+        f"\nDecoding 8 sequences: {statistics.median(alone):.2f} s alone, {statistics.median(beside):.2f} s beside loads of "
+        f"{statistics.median(bytes_per_s) / 1e9:.2f} GB/s without a pause: {ratio:.2f} times the time."
+    )
+    copies.made.close()
+
+
+def swap_table(llm: LLM, rate: float) -> None:
+    """Print what a preempted request costs, by context length."""
+    print("\n| tokens of context | recompute, ms | swap out and in, ms |")
+    print("|---:|---:|---:|")
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    for length in CONTEXTS:
+        prompts = [{"prompt_token_ids": [9 + seed] * length} for seed in range(3)]
+        times = [seconds(partial(llm.generate, [prompt], params)) for prompt in prompts]
+        num_bytes = length // 16 * BLOCK_BYTES[-1]
+        print(f"| {length:,} | {1e3 * statistics.median(times):.0f} | {2e3 * num_bytes / rate:.1f} |", flush=True)
+
+
+def main() -> None:
+    """Print the three tables."""
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads\n")
+    rate = copies_table()
+    with LLM(MODEL, kv_cache_memory_bytes="512MiB", enable_prefix_caching=False, max_num_batched_tokens=1024) as llm:
+        beside_table(llm)
+        swap_table(llm, rate)
+
+
+if __name__ == "__main__":
+    main()
