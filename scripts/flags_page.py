@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from transom_worker.settings import NOT_YET, Settings
+from transom_worker.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "flags.md"
@@ -24,11 +24,6 @@ mean the same here. A setting that is on by default has a flag that turns it off
 
 `make docs` writes this page from `worker/transom_worker/settings.py`.
 """
-REFUSED = """## Refused for now
-
-`transom serve` knows these names, and refuses every value but the default with a message.
-"""
-
 Section = tuple[str, tuple[str, ...]]  # title, settings
 SECTIONS: Sequence[Section] = (
     (
@@ -46,6 +41,7 @@ SECTIONS: Sequence[Section] = (
             "window_repair",
             "hybrid_kv_cache",
             "swap_space",
+            "disk_cache",
             "disk_space",
             "kv_policy",
         ),
@@ -114,7 +110,7 @@ def main() -> None:
 
 
 def page(sections: Sequence[Section]) -> str:
-    """The whole page: a table for each section, and the settings that are refused.
+    """The whole page: a table for each section.
 
     Raises:
         ValueError: a setting belongs to no section.
@@ -123,8 +119,6 @@ def page(sections: Sequence[Section]) -> str:
     parts = [INTRODUCTION]
     for title, names in sections:
         parts.append(_table(f"## {title}", [(name, fields.pop(name)) for name in names]))
-    refused = [(name, fields.pop(name)) for name in NOT_YET]
-    parts += [REFUSED, "\n".join(_refused_rows(refused)), ""]
     if fields:
         raise ValueError(f"{sorted(fields)} belong to no section of docs/flags.md; name one in scripts/flags_page.py.")
     return "\n".join(parts)
@@ -136,14 +130,6 @@ def _table(title: str, settings: Sequence[tuple[str, FieldInfo]]) -> str:
         for name, field in settings
     ]
     return "\n".join([title, "", "| flag | default | values | meaning |", "|---|---|---|---|", *rows, ""])
-
-
-def _refused_rows(settings: Sequence[tuple[str, FieldInfo]]) -> Iterator[str]:
-    yield "| flag | the only value | |"
-    yield "|---|---|---|"
-    for name, _ in settings:
-        value, advice = NOT_YET[name]
-        yield f"| {_flag(name)} | `{value}` | {advice} |"
 
 
 def _flag(name: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from transom_worker.byte_sizes import parse_bytes
 from transom_worker.errors import ConfigError
-from transom_worker.settings import NOT_YET, Settings
+from transom_worker.settings import Settings
 
 
 def test_defaults_resolve() -> None:
@@ -28,18 +28,6 @@ def test_two_steps_in_flight_on_gpus_and_with_several_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("disk_cache", "/somewhere"),
-    ],
-)
-def test_what_is_not_supported_yet_is_refused(name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} .* is not supported yet"):
-        Settings.parse(model="m", **{name: value})
-    assert NOT_YET[name][0] == Settings.parse(model="m").model_dump()[name]
-
-
-@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"tensor_paralel_size": 2}, "tensor_paralel_size is not a setting"),
@@ -53,6 +41,9 @@ def test_what_is_not_supported_yet_is_refused(name: str, value: object) -> None:
         ({"chunk": 32, "window_pattern": "SCF"}, "need --window"),
         ({"kv_cache_memory_bytes": "lots"}, "kv_cache_memory_bytes is 'lots'"),
         ({"dtype": "int3"}, "dtype is 'int3'"),
+        ({"disk_cache": "/x", "enable_prefix_caching": False}, "--disk-cache keeps cached prefixes"),
+        ({"disk_space": "much"}, "disk_space is 'much'"),
+        ({"disk_space": 0}, "disk_space is 0"),
     ],
 )
 def test_wrong_settings_name_themselves(values: dict[str, object], message: str) -> None:
@@ -74,3 +65,11 @@ def test_wrong_settings_name_themselves(values: dict[str, object], message: str)
 def test_sizes(text: str, expected: int) -> None:
     assert parse_bytes(text, name="x") == expected
     assert Settings.parse(model="m", kv_cache_memory_bytes=text).kv_cache_memory_bytes == expected
+
+
+def test_a_disk_tier_has_a_host_tier() -> None:
+    cache = Settings.parse(model="m", disk_cache="/x", disk_space="2GiB").engine_config().cache
+    assert (cache.disk_cache, cache.disk_space_bytes, cache.swap_space_bytes) == ("/x", 2 << 30, 1 << 30)
+    cache = Settings.parse(model="m", disk_cache="/x", swap_space="3GiB").engine_config().cache
+    assert (cache.disk_space_bytes, cache.swap_space_bytes) == (100 << 30, 3 << 30)
+    assert Settings.parse(model="m").engine_config().cache.swap_space_bytes == 0

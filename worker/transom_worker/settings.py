@@ -2,8 +2,7 @@
 
 Three sources fill it, with equal names: the flags of `transom serve`, the arguments in a Ray Serve YAML file, and the keywords
 of `LLM(...)`. The names are those of `vllm serve` where it has one. `Settings.parse` checks them once; `engine_config`,
-`server_config` and `autoscaling_config` resolve them into the frozen configs that the parts of the system receive. A name or
-value that is known but not supported yet is refused with a message, and never ignored.
+`server_config` and `autoscaling_config` resolve them into the frozen configs that the parts of the system receive.
 """
 
 from __future__ import annotations
@@ -41,11 +40,6 @@ from transom_worker.errors import ConfigError
 from transom_worker.kv_dtypes import KvDtypes, as_text
 
 DISK_HOST_BYTES = 1 << 30  # of the host tier, where a disk tier or a role is asked for and no host tier
-
-NOT_YET: dict[str, tuple[object, str]] = {
-    # setting: (the only value supported so far, what to do)
-    "disk_cache": (None, "blocks that leave the memory are dropped"),
-}
 
 
 class WorkerGroup(BaseModel):
@@ -358,15 +352,10 @@ class Settings(BaseModel):
         except ValidationError as error:
             problems = "; ".join(_describe(problem) for problem in error.errors())
             raise ConfigError(f"Wrong settings: {problems}.") from None
-        settings._check_supported()
+        settings._check_together()
         return settings
 
-    def _check_supported(self) -> None:
-        for name, (supported, advice) in NOT_YET.items():
-            value = getattr(self, name)
-            if value != supported:
-                flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag} {value} is not supported yet; {advice} ({flag} {supported}).")
+    def _check_together(self) -> None:
         KvDtypes.parse(self.kv_cache_dtype)
         self._check_pattern()
         self._check_replicas()

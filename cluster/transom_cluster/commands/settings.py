@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from transom_cluster.http.api_keys import KEY_VARIABLES
-from transom_worker.settings import NOT_YET, Settings
+from transom_worker.settings import Settings
 
 _ENVIRONMENT: dict[str, list[str]] = {
     **{name: list(variables) for name, variables in KEY_VARIABLES.items()},
@@ -37,7 +37,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     has_off_switch = annotation is bool and default is True
     option = typer.Option(
         f"--{flag}/--no-{flag}" if has_off_switch else f"--{flag}",
-        help=_help(name, description, default),
+        help=_help(description, default),
         show_default=False,
         envvar=_ENVIRONMENT.get(name),
     )
@@ -60,7 +60,5 @@ def _flag_type(name: str, annotation: Any) -> Any:
     return str | None
 
 
-def _help(name: str, description: str | None, default: Any) -> str:
-    if name in NOT_YET:
-        return f"Not supported yet; only {default}."
+def _help(description: str | None, default: Any) -> str:
     return str(description) if default in (None, (), True, False) else f"{description} [{default}]"

@@ -84,7 +84,7 @@ class StepPlanner:
 
     def _must_reach_ranks(self, steps_in_flight: int) -> bool:
         """Return whether the ranks must get a plan without rows: with a load, or to ask whether one is done."""
-        if not self._admission.is_loading:
+        if not (self._admission.is_loading or self._admission.cache.is_fetching):
             return False
         return not steps_in_flight or any(copy.ticket for copy in self._admission.cache.copies.waiting)
 

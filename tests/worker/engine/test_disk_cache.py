@@ -1,0 +1,169 @@
+"""A disk tier under whole engines: prefixes outlive the process, and whatever is wrong with a file costs a recompute at most."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine_driver import make_engine, make_request, run
+from transom_worker.engine.disk_imports import DiskImports
+from transom_worker.engine.engine import Engine
+from transom_worker.execution.executor import DiskUsage
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "block_size": 8,
+    "kv_cache_memory_bytes": 600 << 10,
+    "swap_space": "400KiB",
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "disk_space": "64MiB",
+}
+WINDOWS: dict[str, Any] = {"window": 40, "window_pattern": "SF"}
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[5 + number, *(11 + (index * (number + 3)) % 900 for index in range(255))] for number in range(count)]
+
+
+def engine_on(model: Path, folder: Path, **settings: object) -> Engine:
+    return make_engine(str(model), device="cpu", disk_cache=str(folder), **(SETTINGS | settings))
+
+
+def answers(engine: Engine, tokens: Sequence[list[int]], *, salt: str | None = None) -> list[tuple[list[int], int]]:
+    """Each prompt's answer and how many of its tokens were cached, one request after the other."""
+    found = []
+    for number, prompt in enumerate(tokens):
+        request = replace(make_request(f"{salt} {number}", prompt, max_tokens=6), cache_salt=salt)
+        (whole,) = run(engine, [request])
+        found.append((whole.token_ids, whole.num_cached_tokens))
+    return found
+
+
+def usage(engine: Engine) -> DiskUsage:
+    (report,) = engine.executor.rank_reports()
+    assert report.usage.disk is not None
+    return report.usage.disk
+
+
+@pytest.fixture
+def no_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computing is slow by decree, so that every import is worth its time."""
+    monkeypatch.setattr("transom_worker.engine.disk_imports.NS_PER_BYTE", 0.0)
+    monkeypatch.setattr(DiskImports, "_measure", lambda *_: None)
+
+
+@pytest.mark.parametrize("layers", [{}, WINDOWS], ids=["full", "windows"])
+def test_a_second_engine_hits_what_the_first_one_wrote(
+    tiny_model: Path, tmp_path: Path, no_threshold: None, layers: dict[str, Any]
+) -> None:
+    first = engine_on(tiny_model, tmp_path, **layers)
+    expected = answers(first, prompts(8))
+    assert [cached for _, cached in expected] == [0] * 8
+    first.shutdown()
+    second = engine_on(tiny_model, tmp_path, **layers)
+    found = answers(second, prompts(8))
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    cached = [count for _, count in found]
+    assert sum(count >= 200 for count in cached) >= 2, cached  # the last ones never left the first engine's memory
+    assert usage(second).num_read > 0
+    assert usage(second).num_broken == 0
+    second.shutdown()
+
+
+def test_two_ranks_have_their_own_files(tiny_model: Path, tmp_path: Path, no_threshold: None) -> None:
+    first = engine_on(tiny_model, tmp_path, tensor_parallel_size=2, kv_cache_memory_bytes=300 << 10)
+    expected = answers(first, prompts(8))
+    more = 8
+    while min(report.usage.disk.num_written for report in first.executor.rank_reports() if report.usage.disk) < 64:
+        more += 1
+        answers(first, prompts(more)[-1:])  # ranks write behind steps, and report once a second
+    first.shutdown()
+    assert len(list((tmp_path / "transom-kv").iterdir())) == 3  # a folder for each rank, and the count of bytes
+    second = engine_on(tiny_model, tmp_path, tensor_parallel_size=2, kv_cache_memory_bytes=300 << 10)
+    found = answers(second, prompts(8))
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    assert max(cached for _, cached in found) >= 200
+    second.shutdown()
+
+
+def test_within_one_engine_and_beside_other_requests(tiny_model: Path, tmp_path: Path, no_threshold: None) -> None:
+    engine = engine_on(tiny_model, tmp_path)
+    expected = answers(engine, prompts(8))
+    disk = engine.executor._runner._copies._disk  # type: ignore[attr-defined]
+    while disk._queued_bytes:
+        os.sched_yield()
+    requests = [make_request(f"again {number}", prompt, max_tokens=6) for number, prompt in enumerate(prompts(8)[:4])]
+    requests += [make_request(f"twin {number}", prompt, max_tokens=6) for number, prompt in enumerate(prompts(8)[:4])]
+    wholes = run(engine, requests)
+    assert [whole.token_ids for whole in wholes] == [tokens for tokens, _ in expected[:4]] * 2
+    assert usage(engine).num_read > 0
+    assert engine._disk is not None
+    assert not engine._disk.is_loading
+    assert not engine.scheduler.cache.imports.opened  # type: ignore[union-attr]
+    engine.shutdown()
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def change(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [cut, change, Path.unlink])
+def test_broken_files_are_computed_again(
+    tiny_model: Path, tmp_path: Path, no_threshold: None, damage: Callable[[Path], None]
+) -> None:
+    first = engine_on(tiny_model, tmp_path)
+    expected = answers(first, prompts(6))
+    first.shutdown()
+    files = sorted(tmp_path.rglob("*.kv"))
+    assert files
+    second = engine_on(tiny_model, tmp_path)
+    has = second._disk._on_disk[0]._folder.has  # type: ignore[union-attr]
+    for path in files[::3]:
+        damage(path)
+    if damage is Path.unlink:  # the file goes between the search and the load
+        second._disk._on_disk[0]._folder.has = lambda *_: True  # type: ignore[union-attr, method-assign]
+        assert has is not None
+    assert [tokens for tokens, _ in answers(second, prompts(6))] == [tokens for tokens, _ in expected]
+    assert usage(second).num_missing + usage(second).num_broken > 0
+    assert (usage(second).num_broken > 0) == (damage is not Path.unlink)
+    second.shutdown()
+
+
+def test_salts_separate_and_other_models_too(tiny_model: Path, tmp_path: Path, no_threshold: None) -> None:
+    first = engine_on(tiny_model, tmp_path)
+    answers(first, prompts(6), salt="a")
+    first.shutdown()
+    second = engine_on(tiny_model, tmp_path)
+    assert [cached for _, cached in answers(second, prompts(2), salt="b")] == [0, 0]
+    assert max(cached for _, cached in answers(second, prompts(6), salt="a")) >= 200
+    second.shutdown()
+    other = engine_on(tiny_model, tmp_path, **WINDOWS)
+    assert [cached for _, cached in answers(other, prompts(2), salt="a")] == [0, 0]
+    other.shutdown()
+
+
+def test_a_full_disk_changes_no_answer(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("transom_worker.disk_cache.folder._write_file", full)
+    engine = engine_on(tiny_model, tmp_path)
+    found = answers(engine, prompts(6))
+    engine.shutdown()
+    monkeypatch.undo()
+    plain = make_engine(str(tiny_model), device="cpu", **SETTINGS)
+    assert found == answers(plain, prompts(6))
+    plain.shutdown()
+    assert not list(tmp_path.rglob("*.kv"))
