@@ -50,6 +50,7 @@ OF_WORKERS: Sequence[Section] = (
     ("KV pool", ("kv_", "preempt")),
     ("Load, as routers and the autoscaler see it", ("load_",)),
     ("Ranks", ("rank_",)),
+    ("Disk tier", ("disk_",)),
     ("The process", ("worker_", "process_", "build_")),
 )
 OF_ROUTERS: Sequence[Section] = (
