@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
+from transom_cluster.commands.policies import policies
 from transom_cluster.commands.simulate import simulate
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 bench.command()(simulate)
+bench.command()(policies)
 
 
 @bench.callback()

@@ -1,0 +1,101 @@
+"""`transom bench policies`: what KV policies save and what they cost, as tables and plots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from transom_worker.engine.engine import Engine
+    from transom_worker.policy_bench.report import PolicyFigures
+
+SCENARIOS = ("memory", "quality", "recall", "stream")
+
+
+def policies(
+    model: Annotated[
+        str, typer.Argument(help="As for `transom serve`; all its layers need full attention.")
+    ] = "smollm2",
+    output: Annotated[Path, typer.Option(help="Folder for tables, JSON and plots.")] = Path("policies"),
+    only: Annotated[str, typer.Option(help=f"Scenarios, separated by commas, of {', '.join(SCENARIOS)}.")] = "",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    requests: Annotated[int, typer.Option(min=2, help="Requests that run together.")] = 6,
+    prompt_tokens: Annotated[int, typer.Option(min=64, help="Of each of these requests.")] = 768,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Of each of these requests.")] = 64,
+    window: Annotated[int, typer.Option(min=16, help="Tokens of their window.")] = 256,
+    judged_tokens: Annotated[
+        int, typer.Option(min=64, help="Tokens of the text over which quality is judged; as many are read before.")
+    ] = 512,
+    stream_times: Annotated[int, typer.Option(min=1, help="Trained lengths that the stream has.")] = 4,
+    plots: Annotated[bool, typer.Option(help="Draw PNG plots, which needs matplotlib.")] = True,
+) -> None:
+    """KV policies beside full attention: memory, preemptions, quality, recall, and streams beyond the trained length."""
+    from transom_worker.errors import ConfigError, ModelError, RequestError
+    from transom_worker.policy_bench.plots import draw
+    from transom_worker.policy_bench.report import PolicyFigures, tables
+
+    chosen = only.split(",") if only else list(SCENARIOS)
+    unknown = sorted(set(chosen) - set(SCENARIOS))
+    if unknown:
+        raise typer.BadParameter(f"{', '.join(unknown)} is none of {', '.join(SCENARIOS)}.", param_hint="--only")
+    setup = {
+        "requests": requests,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "window": window,
+        "judged_tokens": judged_tokens,
+        "stream_times": stream_times,
+    }
+    figures = PolicyFigures(model=model, setup=setup)
+    output.mkdir(parents=True, exist_ok=True)
+    try:
+        _measure(figures, chosen, {"model": model, "device": device})
+        (output / "policies.json").write_text(json.dumps(figures.as_json(), indent=1) + "\n")
+        (output / "policies.md").write_text(tables(figures))
+        typer.echo(tables(figures))
+        for path in draw(figures, output) if plots else []:
+            typer.echo(f"wrote {path}")
+    except (ConfigError, ModelError, RequestError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+
+
+def _measure(figures: PolicyFigures, chosen: list[str], settings: dict[str, Any]) -> None:
+    from transom_worker.policy_bench.losing_cases import recall
+    from transom_worker.policy_bench.scenarios import Load, memory_and_throughput, quality_by_window
+    from transom_worker.policy_bench.streams import stream
+
+    setup = figures.setup
+    load = Load(
+        num_requests=setup["requests"], prompt_tokens=setup["prompt_tokens"], output_tokens=setup["output_tokens"]
+    )
+    engine = _engine(settings, kv_bytes=None)
+    trained_len = setup["trained_len"] = engine.info.max_model_len
+    if "memory" in chosen:
+        figures.roomy = memory_and_throughput(engine, load, setup["window"])
+    if "quality" in chosen:
+        judged = setup["judged_tokens"]
+        figures.quality = quality_by_window(engine, num_tokens=2 * judged, judged_from=judged)
+    if "recall" in chosen:
+        figures.recall = recall(engine, num_filler=setup["judged_tokens"], budgets=(128, 256))
+    if "stream" in chosen:
+        figures.stream = stream(
+            engine, trained_len=trained_len, times=setup["stream_times"], window=4 * setup["window"] - 4, num_parts=8
+        )
+    engine.shutdown()
+    if "memory" in chosen:
+        # Room for two and a half of the requests with full attention.
+        tight = _engine(settings, kv_bytes=int(2.5 * figures.roomy["full"].peak_kv_bytes / load.num_requests))
+        figures.tight = memory_and_throughput(tight, load, setup["window"])
+        tight.shutdown()
+
+
+def _engine(settings: dict[str, Any], *, kv_bytes: int | None) -> Engine:
+    from transom_worker.settings import Settings
+    from transom_worker.startup import build_engine
+
+    more = {} if kv_bytes is None else {"kv_cache_memory_bytes": kv_bytes}
+    return build_engine(Settings.parse(**settings, **more, max_num_seqs=32).engine_config())
