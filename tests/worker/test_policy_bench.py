@@ -16,7 +16,7 @@ from transom_worker.policy_bench.losing_cases import recall
 from transom_worker.policy_bench.plots import draw
 from transom_worker.policy_bench.report import PolicyFigures, tables
 from transom_worker.policy_bench.runs import make_request, run_together
-from transom_worker.policy_bench.scenarios import Load, memory_and_throughput, quality_by_window
+from transom_worker.policy_bench.scenarios import Load, Quality, memory_and_throughput, quality_by_window
 from transom_worker.policy_bench.streams import stream
 from transom_worker.settings import Settings
 from transom_worker.startup import build_engine
@@ -29,6 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.exhaustive
 def test_figures_tables_and_plots(folder: Path, tmp_path: Path) -> None:
     engine = build_engine(Settings.parse(model=str(folder), dtype="float32", device="cpu").engine_config())
     try:
@@ -56,6 +57,19 @@ def test_figures_tables_and_plots(folder: Path, tmp_path: Path) -> None:
     assert len(files) == 4
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)
     json.dumps(figures.as_json())
+
+
+def test_plots_need_no_more_than_the_figures(tmp_path: Path) -> None:
+    figures = PolicyFigures(model="tiny", setup={})
+    assert tables(figures) == ""
+    assert draw(figures, tmp_path) == []
+    figures.quality = [
+        Quality(name=kind, kind=kind, kept_tokens=64, agreement=0.5, kl=0.1, perplexity=9.0)
+        for kind in ("full", "heavy")
+    ]
+    (path,) = draw(figures, tmp_path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "| heavy | 50.0% | 0.100 | 9.00 |" in tables(figures)
 
 
 def test_a_request_that_is_refused_is_an_error(folder: Path) -> None:
