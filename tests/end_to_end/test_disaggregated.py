@@ -1,0 +1,143 @@
+"""A prefill worker of two ranks and a decode worker of one, behind HTTP: KV moves between them, cut and joined by heads, and every
+answer is that of one engine, whichever worker is killed while prompts are on their way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.server import (
+    HTTP,
+    PATIENCE_S,
+    Server,
+    assert_ended_cleanly,
+    look_until,
+    metric,
+    replica_pids,
+    start_server,
+    stop_server,
+)
+from tests.end_to_end.streams import Stream, ask_all
+from transom_worker.contract import SamplingParams
+from transom_worker.llm import LLM
+
+pytestmark = [pytest.mark.serve, pytest.mark.exhaustive, pytest.mark.timeout(1800)]
+
+LENGTH = 1000
+MAX_TOKENS = 24
+MODEL: dict[str, Any] = {"dtype": "float32", "window": 64, "sinks": 4, "window_pattern": "SSF"}
+FLAGS = {
+    **MODEL,
+    "kv_cache_memory_bytes": "32MiB",
+    "swap_space": "64MiB",
+    "role": "decode",
+    "worker_group": "role=prefill,tensor_parallel_size=2",
+    "worker_wait_s": PATIENCE_S,
+    "kv_transfer_timeout_s": 5,
+}
+
+
+def prompts(first: int, count: int) -> list[list[int]]:
+    return [[5 + (first + i) * 7 % 500, *range(6, 5 + LENGTH)] for i in range(count)]
+
+
+def bodies(some: list[list[int]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": prompt,
+            "max_tokens": MAX_TOKENS,
+            "ignore_eos": True,
+            "temperature": float(i % 2),
+            "seed": i,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for i, prompt in enumerate(some)
+    ]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
+    flags = [text for name, value in FLAGS.items() for text in ("--" + name.replace("_", "-"), str(value))]
+    server = start_server(str(tiny_model), tmp_path_factory.mktemp("disaggregated") / "log", *flags)
+    yield server
+    assert_ended_cleanly(server, stop_server(server, signal.SIGTERM))
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[LLM]:
+    engine = LLM(str(tiny_model), **MODEL, kv_cache_memory_bytes="32MiB")
+    yield engine
+    engine.shutdown()
+
+
+def check(engine: LLM, some: list[list[int]], streams: list[Stream]) -> None:
+    """Each stream is whole, and has the text of an engine by itself."""
+    params = [
+        SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, temperature=float(i % 2), seed=i)
+        for i in range(len(some))
+    ]
+    expected = engine.generate([{"prompt_token_ids": prompt} for prompt in some], params)
+    assert [stream.error for stream in streams] == [None] * len(some)
+    assert all(stream.is_whole for stream in streams)
+    assert [stream.text for stream in streams] == [one.outputs[0].text for one in expected]
+
+
+def transfers(server: Server, outcome: str) -> float:
+    return metric(server.url, "transom_kv_transfers_total", direction="in", outcome=outcome)
+
+
+def test_prompts_move_their_live_blocks_and_answers_are_exact(server: Server, engine: LLM) -> None:
+    some = prompts(0, 4)
+    check(engine, some, asyncio.run(ask_all(server.url, bodies(some))))
+    assert transfers(server, "fetched") >= 4
+    moved = metric(server.url, "transom_kv_transfer_bytes_total", direction="in")
+    assert 0 < moved < 0.4 * metric(server.url, "transom_kv_transfer_full_length_bytes_total")
+    assert moved == metric(server.url, "transom_kv_transfer_bytes_total", direction="out")
+
+
+def test_the_timeline_names_both_workers(server: Server) -> None:
+    body = {**bodies(prompts(100, 1))[0], "stream": False, "stream_options": None}
+    answer = HTTP.post(f"{server.url}/v1/completions", json=body).json()
+    report = HTTP.get(f"{server.url}/debug/requests/{answer['id']}").json()
+    steps = {step["what"]: step for step in report["steps"]}
+    assert len(report["workers"]) == 2
+    assert steps["handed_over"]["worker"] == steps["prefix_fetched"]["source"] == report["workers"][0]
+    assert steps["prefix_fetched"]["outcome"] == "fetched"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_that_is_killed_while_prompts_move_changes_no_answer(server: Server, engine: LLM, role: str) -> None:
+    some = prompts(200 if role == "prefill" else 300, 12)
+    [victim] = workers(server, role)
+    before = transfers(server, "fetched")
+
+    async def run() -> list[Stream]:
+        streams = asyncio.create_task(ask_all(server.url, bodies(some)))
+        async with asyncio.timeout(PATIENCE_S):
+            while not streams.done() and await asyncio.to_thread(transfers, server, "fetched") <= before:
+                await asyncio.sleep(0)
+        os.kill(victim, signal.SIGKILL)
+        return await streams
+
+    check(engine, some, asyncio.run(run()))
+    look_until(lambda: workers(server, role), lambda pids: len(pids) == 1 and victim not in pids)
+    look_until(lambda: HTTP.get(server.url).json()["workers"], lambda workers: _roles(workers) == {"prefill", "decode"})
+    again = prompts(400 if role == "prefill" else 500, 2)
+    check(engine, again, asyncio.run(ask_all(server.url, bodies(again))))
+
+
+def workers(server: Server, role: str) -> list[int]:
+    """The processes of the workers of a role."""
+    prefill = replica_pids(server, ":Worker-1")
+    return prefill if role == "prefill" else [pid for pid in replica_pids(server, ":Worker") if pid not in prefill]
+
+
+def _roles(workers: list[dict[str, Any]]) -> set[str]:
+    return {worker["role"] for worker in workers if worker["state"] == "open"}
