@@ -116,6 +116,8 @@ class Seen:
     """What happened on the way, so that nothing is exact because it did not happen."""
 
     preemptions: int = 0
+    swaps: int = 0
+    loaded_blocks: int = 0
     hits: int = 0
     repaired: int = 0
 
@@ -141,6 +143,9 @@ def check(
     later = margins and [answer[i % NUM_TOKENS :] for i, answer in enumerate(margins)]
     compare([whole.token_ids for whole in rest], tails, where, later)
     seen.preemptions += engine.scheduler.work.num_preemptions
+    seen.swaps += engine.scheduler.work.num_swaps
+    loads = engine.scheduler.cache.loads
+    seen.loaded_blocks += sum(loads.num_loaded) if loads is not None else 0
     seen.hits += sum(whole.num_cached_tokens for whole in got + rest)
     seen.repaired += engine.scheduler.stats().outcome_tokens.get("repaired", 0)
     engine.shutdown()
@@ -321,6 +326,38 @@ def test_quantised_caches_are_exact(tiny_model: Path, name: str) -> None:
     assert seen.hits > 0
 
 
+@pytest.mark.parametrize("mode", ["swap", "auto"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("SSF with sinks", "SCF") else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in MODELS
+    ],
+)
+def test_the_host_tier_is_exact(
+    tiny_model: Path, expected: dict[str, list[list[int]]], waits: list[int], name: str, mode: str
+) -> None:
+    """With everything on, in a tight pool: blocks go to the host and come back, and preempted requests are swapped."""
+    case, tight_kib = MODELS[name]
+    m = list(MODELS).index(name) + (mode == "swap")
+    seen = Seen()
+    engine = make_engine(
+        str(tiny_model),
+        **case.settings(),
+        **SETTINGS,
+        max_num_batched_tokens=CHUNKS[m % 3],
+        steps_in_flight=IN_FLIGHT[m % 2],
+        kv_cache_memory_bytes=tight_kib << 10,
+        swap_space="2MiB",
+        preemption_mode=mode,
+    )
+    check(engine, expected[name], (name, mode), seen, lose=True)
+    assert seen.loaded_blocks > 0
+    assert seen.swaps > 0
+    assert seen.hits > 0
+    assert waits
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "pool"),
     [("SSF with sinks", 2, "tight"), pytest.param("SCF", 3, "roomy", marks=pytest.mark.exhaustive)],
@@ -340,8 +377,11 @@ def test_several_ranks_are_exact(
         max_num_batched_tokens=64,
         steps_in_flight=2,
         kv_cache_memory_bytes=4 << 20 if pool == "roomy" else tight_kib << 9,
+        swap_space="1MiB",
+        preemption_mode="swap",
     )
     check(engine, expected[name], (name, ranks), seen, lose=True)
     assert seen.hits > 0
     assert waits
-    assert (seen.preemptions if pool == "tight" else seen.repaired) > 0
+    assert (seen.swaps if pool == "tight" else seen.repaired) > 0
+    assert pool == "roomy" or seen.loaded_blocks > 0
