@@ -8,7 +8,7 @@ from dashboards.panels import About, high_is_bad, lines
 from dashboards.queries import GROUP, WORKER, Query, each_of, rate, ratio, total
 
 COMPUTED = rate("transom_computed_tokens_total", WORKER)
-THROWN_AWAY = ratio(rate("transom_preempted_tokens_total", WORKER), COMPUTED)
+THROWN_AWAY = ratio(rate("transom_preempted_tokens_total", f'{WORKER},mode="recompute"'), COMPUTED)
 SHORTAGE = Section(
     title="Shortage and repairs",
     panels=[
@@ -54,6 +54,19 @@ SHORTAGE = Section(
                     expr=rate("transom_preemptions_total", WORKER, "worker", "mode"),
                     legend="{{worker}} {{mode}}",
                 )
+            ],
+            "ops",
+        ),
+        lines(
+            About(
+                title="Host tier",
+                shows="Blocks a second that moved between device and host tier: spilled (evicted from the device), swapped (of "
+                "preempted requests), loaded (back to the device), and dropped for want of room.",
+                act="Dropped and nothing loaded: the tier is too small for what returns; raise `--swap-space`.",
+            ),
+            [
+                Query(expr=rate("transom_kv_host_moved_blocks_total", WORKER, "move"), legend="{{move}}"),
+                Query(expr=rate("transom_kv_host_evicted_blocks_total", WORKER), legend="dropped"),
             ],
             "ops",
         ),

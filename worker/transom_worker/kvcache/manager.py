@@ -24,6 +24,7 @@ Blocks are freed by processed tokens, whose step has answered, never by schedule
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from transom_worker.kvcache.allocator import BlockAllocator
@@ -54,7 +55,7 @@ from transom_worker.kvcache.publishing import Publishing
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.retention_set import RetentionSet
 from transom_worker.kvcache.sequence import SequenceBlocks
-from transom_worker.kvcache.stats import CacheStats
+from transom_worker.kvcache.stats import CacheStats, HostGroupStats
 from transom_worker.kvcache.swapping import Swapping
 from transom_worker.kvcache.tier_moves import TierMoves
 from transom_worker.kvcache.tiers import DEVICE, DISK, HOST
@@ -382,6 +383,12 @@ class KvCache:
         """The loads that the ranks have not reported."""
         return self.loads.by_ticket.values() if self.loads is not None else ()
 
+    def num_loading(self, ticket: int) -> list[int]:
+        """Return how many blocks of each group a load brings; zeros for a ticket that is not known."""
+        load = self.loads.by_ticket.get(ticket) if self.loads is not None else None
+        counts = Counter(copy.group for copy in load.copies) if load is not None else Counter[int]()
+        return [counts[group] for group in range(len(self.pools))]
+
     def send_loads_again(self, tickets: Iterable[int]) -> None:
         """Queue the copies of these loads again, under new tickets: it is unknown whether the ranks got them."""
         if self.loads is not None:
@@ -453,6 +460,28 @@ class KvCache:
             repair_tokens=self.outcomes.repair_tokens,
             checkpoints=self.checkpoints.counts.stats(),
             num_compacted_blocks=self.compaction.num_moved,
+            host_pages=0 if self.host is None else self.host.arena.num_pages,
+            host_free_pages=0 if self.host is None else self.host.arena.num_free,
+            host_groups=tuple(self._host_stats(group) for group in range(len(self.pools))),
+            host_tokens=self.outcomes.host_tokens,
+        )
+
+    def _host_stats(self, group: int) -> HostGroupStats:
+        """Return what a group has in the host tier, and what has moved."""
+        name = self.layout.groups[group].spec.name
+        if self.host is None or self.loads is None or self.swapping is None or self.eviction.moves is None:
+            return HostGroupStats(name=name)
+        pool = self.host.pools[group]
+        num_cached = len(pool.published)
+        return HostGroupStats(
+            name=name,
+            cached_blocks=num_cached,
+            other_blocks=pool.num_active + len(pool.evictable) - num_cached,
+            free_blocks=pool.num_free,
+            spilled_blocks=self.eviction.moves.num_spilled[group],
+            loaded_blocks=self.loads.num_loaded[group],
+            swapped_blocks=self.swapping.num_swapped_out[group],
+            evicted_blocks=self.host.registry.num_evicted()[group],
         )
 
     def _left_table(self, blocks: SequenceBlocks, group: int, gone: Sequence[tuple[int, int]]) -> None:

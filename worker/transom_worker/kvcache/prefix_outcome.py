@@ -43,6 +43,7 @@ class OutcomeCounts:
     def __init__(self, index: PrefixIndex, *, block_size: int) -> None:
         self.tokens: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
+        self.host_tokens = 0  # of the hits: prompt tokens that the host tier spared
         self.num_repairs = 0
         self.repair_tokens = 0
         self._index = index
@@ -64,6 +65,7 @@ class OutcomeCounts:
                 num_prompt_tokens=num_prompt_tokens,
                 block_size=self._block_size,
             )
+            self.host_tokens += min(hit.start, num_prompt_tokens) - min(hit.device_start, num_prompt_tokens)
         self.tokens.update(tokens)
         self.requests[of_request(tokens)] += 1
         return tokens

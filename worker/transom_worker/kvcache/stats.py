@@ -32,6 +32,23 @@ class GroupStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostGroupStats:
+    """One group's blocks in the host tier, and how many have moved since start; all 0 without a host tier.
+
+    `cached_blocks` can be hit, `other_blocks` belong to swapped sequences or to imports, `free_blocks` are empty in leased pages.
+    """
+
+    name: str
+    cached_blocks: int = 0
+    other_blocks: int = 0
+    free_blocks: int = 0
+    spilled_blocks: int = 0  # that the device evicted
+    loaded_blocks: int = 0  # that came back to the device, those of swapped sequences included
+    swapped_blocks: int = 0  # of preempted sequences
+    evicted_blocks: dict[str, int] = field(default_factory=dict)  # by reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointStats:
     """Checkpoints by kind: `current` exist now; since start, `placed`, `evicted` with their segment, `windows_evicted` while their
     segment stayed, and `hit` by admitted requests. Current is placed less evicted less windows evicted."""
@@ -62,6 +79,10 @@ class CacheStats:
     repair_tokens: int = 0
     waste: float = 0.0  # the largest fraction, among the groups, of a page's bytes that no block can cover
     checkpoints: CheckpointStats = field(default_factory=CheckpointStats)
+    host_pages: int = 0
+    host_free_pages: int = 0
+    host_groups: tuple[HostGroupStats, ...] = ()
+    host_tokens: int = 0  # of the prompt tokens that were hits: those that the host tier spared
     num_compacted_blocks: int = 0  # moved to let an allocation succeed, since start
 
     @property

@@ -40,6 +40,7 @@ from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.policy_retentions import PolicyRetentions
 from transom_worker.scheduling.prompt_pace import PromptPace
 from transom_worker.scheduling.queue import order_time_s
+from transom_worker.scheduling.rate_meter import RateMeter
 from transom_worker.scheduling.request_validation import check_new, length_limit
 from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 from transom_worker.scheduling.step import StepPlan, StepResult
@@ -92,6 +93,7 @@ class Scheduler:
         self.work = WorkCounts()
         self.admission = AdmissionControl(self.cache, self.work, preemption_mode=config.preemption_mode)
         self._pace = pace or (PromptPace(config.target_step_s) if config.target_step_s else None)
+        self._rates = RateMeter([group.stride_bytes for group in layout.groups]) if host_layout is not None else None
         self._token_limit = StepTokenLimit(config.max_num_batched_tokens)
         self._planner = StepPlanner(
             config,
@@ -271,6 +273,8 @@ class Scheduler:
         self._token_limit.stepped()
         if self._pace is not None:
             self._pace.stepped(plan, result.timings)
+        if self._rates is not None:
+            self._measure(self._rates, plan, result)
         for ticket in result.loaded:
             self.admission.loaded(ticket)
         outputs = []
@@ -303,6 +307,15 @@ class Scheduler:
                 self.admission.release_after_step(sequence)
             sample += samples
         return outputs
+
+    def _measure(self, meter: RateMeter, plan: StepPlan, result: StepResult) -> None:
+        """Learn what computing and loading cost; give the cache new rates where they have changed."""
+        meter.stepped(plan, result.timings)
+        for ticket, elapsed_s in zip(result.loaded, result.load_s, strict=True):
+            meter.loaded(self.cache.num_loading(ticket), elapsed_s)
+        present = self.cache.changes.rates
+        if present is not None and (rates := meter.next_rates(present)) is not None:
+            self.cache.changes.set_rates(rates)
 
     def fail_in_flight(self) -> list[str]:
         """Forget all plans in flight, since a step failed, and end their requests; return the ids of these requests."""

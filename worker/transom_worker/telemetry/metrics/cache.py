@@ -17,6 +17,7 @@ from transom_worker.telemetry.metrics.fixed_values import (
     CHECKPOINT_KINDS,
     EVICTION_REASONS,
     HIT_OUTCOMES,
+    HOST_EVICTION_REASONS,
     MISS_REASONS,
     with_zeros,
 )
@@ -34,6 +35,7 @@ def cache_families(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
     yield from _checkpoints(own, stats.checkpoints)
     yield from _blocks(own, stats)
     yield from _times(own, stats)
+    yield from _host(own, stats)
 
 
 def _prefixes(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
@@ -54,6 +56,11 @@ def _prefixes(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
         "found, else missed.",
         ("outcome",),
         [((name,), count) for name, count in with_zeros(HIT_OUTCOMES, stats.outcome_requests).items()],
+    )
+    yield own.counter(
+        "transom_prefix_host_tokens",
+        "Of the prompt tokens that were hits: those that would have been computed without the host tier.",
+        stats.host_tokens,
     )
     yield own.counter(
         "transom_kv_repairs", "Window repairs begun, those after a preemption included.", stats.num_repairs
@@ -173,6 +180,57 @@ def _times(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
         "Seconds from when a block became cached to its hit, by group.",
         ("group",),
         [((group.name,), _buckets(group.reuse_interval)) for group in stats.groups],
+    )
+
+
+def _host(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
+    """The host tier; everything is 0 without one."""
+    groups = stats.host_groups
+    yield own.gauges(
+        "transom_kv_host_pages",
+        "Pages of the host tier by state: free, or leased to a group.",
+        ("state",),
+        [(("free",), stats.host_free_pages), (("leased",), stats.host_pages - stats.host_free_pages)],
+    )
+    yield own.gauges(
+        "transom_kv_host_blocks",
+        "Blocks in the host tier by group and state: cached (can be hit), other (of swapped requests and imports) or empty (in a "
+        "page that the group has leased).",
+        ("group", "state"),
+        [
+            ((group.name, state), count)
+            for group in groups
+            for state, count in (
+                ("cached", group.cached_blocks),
+                ("other", group.other_blocks),
+                ("empty", group.free_blocks),
+            )
+        ],
+    )
+    yield own.counters(
+        "transom_kv_host_moved_blocks",
+        "Blocks that moved between device and host tier, by group and move: spilled (evicted from the device), swapped (of "
+        "preempted requests) or loaded (back to the device).",
+        ("group", "move"),
+        [
+            ((group.name, move), count)
+            for group in groups
+            for move, count in (
+                ("spilled", group.spilled_blocks),
+                ("swapped", group.swapped_blocks),
+                ("loaded", group.loaded_blocks),
+            )
+        ],
+    )
+    yield own.counters(
+        "transom_kv_host_evicted_blocks",
+        "Blocks that were evicted from the host tier, by group and by what needed the memory: own_group, other_group, or reset.",
+        ("group", "reason"),
+        [
+            ((group.name, reason), count)
+            for group in groups
+            for reason, count in with_zeros(HOST_EVICTION_REASONS, group.evicted_blocks).items()
+        ],
     )
 
 

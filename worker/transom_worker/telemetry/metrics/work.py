@@ -28,7 +28,8 @@ def work_families(own: OwnLabels, state: WorkerState) -> Iterator[Metric]:
     )
     yield own.counters(
         "transom_preempted_tokens",
-        "Tokens whose computation a preemption threw away, by mode; the prefix cache may give some back.",
+        "Computed tokens of preempted requests, by mode: recompute threw them away (the prefix cache may give some back), swap "
+        "kept them in the host tier.",
         ("mode",),
         [((mode,), count) for mode, count in with_zeros(PREEMPTION_MODES, state.preempted_tokens).items()],
     )

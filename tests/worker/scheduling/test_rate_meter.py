@@ -1,0 +1,47 @@
+"""Measured rates of computing and loading reach the cache in steps, and decide between the two."""
+
+from __future__ import annotations
+
+from tests.worker.scheduling.scheduler_driver import Driver, layout, request
+from transom_worker.kvcache.load_rates import LoadRates
+from transom_worker.scheduling.rate_meter import RateMeter
+from transom_worker.scheduling.step import StepPlan, StepTimings
+
+
+def prompt_step(num_tokens: int) -> StepPlan:
+    return StepPlan(step_id=0, start=[0], count=[num_tokens])
+
+
+def test_rates_change_only_when_they_are_off_by_a_quarter() -> None:
+    meter = RateMeter([1000, 500])
+    rates = LoadRates(1_000_000, (100, 50))
+    assert meter.next_rates(rates) is None  # nothing was measured
+    meter.stepped(prompt_step(100), StepTimings(forward_s=0.1))  # 1 ms a token
+    assert meter.next_rates(rates) is None
+    meter.stepped(prompt_step(20), StepTimings(forward_s=9.0))  # too few tokens
+    meter.stepped(StepPlan(step_id=0, start=[5] * 99, count=[1] * 99), StepTimings(forward_s=9.0))  # decoding
+    assert meter.next_rates(rates) is None
+    meter.loaded([2, 4], 4e-3)  # 4,000 bytes: 1 us a byte
+    assert meter.next_rates(rates) == LoadRates(1_000_000, (1_000_000, 500_000))
+    for _ in range(50):
+        meter.stepped(prompt_step(100), StepTimings(prepare_s=0.05, forward_s=0.15))
+    changed = meter.next_rates(rates)
+    assert changed is not None
+    assert 1_999_000 < changed.token_ns <= 2_000_000
+    assert meter.next_rates(changed) is None
+
+
+def test_a_slow_host_tier_is_not_read() -> None:
+    """The same conversation, with loads that cost nothing and with loads that cost more than computing."""
+    loaded = []
+    for load_ns in (0, 10**12):
+        driver = Driver(layout(["full"], num_pages=5), host_pages=60, max_num_batched_tokens=64)
+        driver.scheduler.cache.changes.set_rates(LoadRates(1_000, (load_ns,)))
+        for name in ("a", "b", "c", "a again"):
+            driver.add(request(name, [ord(name[0])] * 40, 2))
+            driver.run()
+        stats = driver.scheduler.stats()
+        loaded.append((driver.executor.num_loaded, stats.host_tokens, stats.host_groups[0].loaded_blocks))
+        assert stats.host_groups[0].spilled_blocks > 0
+        driver.check_idle()
+    assert loaded == [(9, 36, 9), (0, 0, 0)]

@@ -1,0 +1,57 @@
+"""`RateMeter`: measures what computing a token and loading a block cost, from the steps' results (`kvcache.load_rates`).
+
+The measured rates are moving averages. The cache gets new ones only when one of them is off by more than a quarter, since each
+change is sent to every router, whose prediction must be the worker's own hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transom_worker.kvcache.load_rates import LoadRates
+from transom_worker.scheduling.step import StepPlan, StepTimings
+
+WEIGHT = 0.2  # of the newest measurement in the moving averages
+LEAST_TOKENS = 32  # of prompts in a step; fewer are no measure of what a prompt token costs
+STEP = 1.25  # rates change when they are off by this factor
+
+
+class RateMeter:
+    """Learns from steps and loads; `block_bytes` are a block's bytes by group."""
+
+    def __init__(self, block_bytes: Sequence[int]) -> None:
+        self._block_bytes = block_bytes
+        self._token_s = 0.0  # 0: not measured
+        self._byte_s = 0.0
+
+    def stepped(self, plan: StepPlan, timings: StepTimings) -> None:
+        """Learn from a step that computed mostly prompt tokens."""
+        elapsed_s = timings.prepare_s + timings.forward_s + timings.sample_s
+        num_prompt_tokens = sum(count for count in plan.count if count > 1)
+        if elapsed_s > 0 and num_prompt_tokens >= max(LEAST_TOKENS, plan.num_tokens // 2):
+            self._token_s = _mean(self._token_s, elapsed_s / plan.num_tokens)
+
+    def loaded(self, num_blocks: Sequence[int], elapsed_s: float) -> None:
+        """Learn from a load of so many blocks of each group."""
+        num_bytes = sum(count * size for count, size in zip(num_blocks, self._block_bytes, strict=True))
+        if elapsed_s > 0 and num_bytes:
+            self._byte_s = _mean(self._byte_s, elapsed_s / num_bytes)
+
+    def next_rates(self, present: LoadRates) -> LoadRates | None:
+        """Return the rates that should hold in place of the present ones; None if those are near enough."""
+        token_ns = _stepwise(present.token_ns, self._token_s * 1e9)
+        block_ns = tuple(
+            _stepwise(ns, self._byte_s * size * 1e9)
+            for ns, size in zip(present.block_ns, self._block_bytes, strict=True)
+        )
+        rates = LoadRates(token_ns, block_ns)
+        return None if rates == present else rates
+
+
+def _stepwise(present_ns: int, measured_ns: float) -> int:
+    is_near = present_ns / STEP <= measured_ns <= present_ns * STEP
+    return present_ns if not measured_ns or is_near else max(1, round(measured_ns))
+
+
+def _mean(mean: float, value: float) -> float:
+    return mean + WEIGHT * (value - mean) if mean else value
