@@ -72,6 +72,28 @@ SHORTAGE = Section(
         ),
         lines(
             About(
+                title="Host tier: blocks and pages",
+                shows="Blocks in the host tier: cached (can be hit), other (of swapped requests and imports), empty; and its leased "
+                "pages.",
+                act="Other near cached: many requests are preempted; lower `--max-num-seqs` or add memory.",
+            ),
+            [
+                Query(expr=f"sum by (state) (transom_kv_host_blocks{{{WORKER}}})", legend="{{state}}"),
+                Query(expr=f"sum(transom_kv_host_pages{{{WORKER},state='leased'}})", legend="leased pages"),
+            ],
+            "short",
+        ),
+        lines(
+            About(
+                title="Prompt tokens that the host tier spared",
+                shows="Prompt tokens a second that were loaded from the host tier in place of being computed.",
+                act="0 beside spilled blocks: nothing returns, or loading takes longer than computing.",
+            ),
+            [Query(expr=rate("transom_prefix_host_tokens_total", WORKER), legend="spared")],
+            "short",
+        ),
+        lines(
+            About(
                 title="Tokens thrown away",
                 shows="Computed tokens that preemptions threw away, over all that were computed. "
                 "Dashed: 5 % and 20 %. "
