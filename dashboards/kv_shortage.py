@@ -73,7 +73,7 @@ SHORTAGE = Section(
         lines(
             About(
                 title="Host tier: blocks and pages",
-                shows="Blocks in the host tier: cached (can be hit), other (of swapped requests and imports), empty; and its leased "
+                shows="Blocks in the host tier: cached (can be hit), other (of swapped requests and imports), empty; its leased "
                 "pages.",
                 act="Other near cached: many requests are preempted; lower `--max-num-seqs` or add memory.",
             ),
