@@ -6,6 +6,7 @@ from dashboards import kv_reuse, kv_shortage
 from dashboards.board import Board, Section
 from dashboards.colors import BLOCK_STATES, PAGE_STATES
 from dashboards.kv_disk import DISK
+from dashboards.kv_policies import POLICIES
 from dashboards.kv_transfers import TRANSFERS
 from dashboards.panels import About, grid, high_is_bad, lines, low_is_bad, number
 from dashboards.queries import GROUP, WORKER, Query, each_of, or_zero, rate, ratio, total
@@ -33,6 +34,7 @@ def build() -> Board:
             kv_reuse.EVICTION,
             kv_reuse.CHECKPOINTS,
             kv_shortage.SHORTAGE,
+            POLICIES,
             kv_shortage.EACH_WORKER,
             TRANSFERS,
             DISK,

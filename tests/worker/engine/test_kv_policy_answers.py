@@ -171,3 +171,46 @@ def test_models_whose_layers_have_windows_take_no_policy(tmp_path: Path, hybrid:
 def test_a_wrong_default_ends_the_start(folder: Path) -> None:
     with pytest.raises(ConfigError, match="its type must be one of full, window, adaptive, heavy"):
         LLM(str(folder), kv_policy='{"type": "random"}')
+
+
+def test_metrics_and_timelines_tell_what_policies_keep(folder: Path) -> None:
+    with engine(folder) as llm:
+        answers(llm, [prompt(90), prompt(60)], WINDOW, 20)
+        answers(llm, [prompt(90)], HISTORIES[1], 20, kv_quality=True)
+        request = Request(
+            request_id="x-0-0",
+            prompt_token_ids=tuple(prompt(90)),
+            params=SamplingParams(max_tokens=20, ignore_eos=True),
+            seed=0,
+            kv_policy=WINDOW,
+        )
+        llm.engine.add(request)
+        for _ in range(4):
+            llm.engine.step()
+        llm.engine.publish()
+        page = llm.engine.metrics.text().decode()
+        (queued, *_, phase) = llm.engine.timelines.events_of("x")
+        llm.engine.abort("x-0-0")
+
+    def value(name: str, policy: str) -> float:
+        (line,) = (
+            line
+            for line in page.splitlines()
+            if line.startswith(f"transom_kv_policy_{name}{{") and f'"{policy}"' in line
+        )
+        return float(line.split()[-1])
+
+    assert [value("requests_total", policy) for policy in ("window", "adaptive", "heavy")] == [3, 0, 1]
+    assert value("running_requests", "window") == 1
+    assert value("seen_tokens", "window") == 93
+    assert value("kept_tokens", "window") == 8 + value("window_tokens", "window")
+    assert 21 <= value("window_tokens", "window") <= 28
+    assert value("dropped_blocks_total", "heavy") == (108 - 40) // BLOCK + 1
+    assert value("compared_tokens_total", "heavy") == 2  # at 91 and 104
+    assert 0 <= value("agreeing_tokens_total", "heavy") <= 2
+    assert value("kl_nats_total", "heavy") > 0
+    assert 0 < value("dropped_attention_total", "heavy") < 2
+    assert queued["kv_policy"] == WINDOW.text
+    assert phase["kept_blocks"] * BLOCK == value("kept_tokens", "window")
+    assert phase["window_tokens"] == value("window_tokens", "window")
+    assert phase["dropped_blocks"] >= 1  # it began at a hit

@@ -39,6 +39,7 @@ def worker_state(
         preemptions=scheduler.preemptions,
         preempted_tokens=scheduler.preempted_tokens,
         headroom=_headroom(scheduler),
+        policies=scheduler.policy_stats(),
         ranks=ranks,
         oldest_waiting_s=oldest_waiting_s,
     )

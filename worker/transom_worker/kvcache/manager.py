@@ -489,6 +489,7 @@ class KvCache:
         if not gone:
             return
         blocks.tables_changed = True
+        blocks.num_dropped += len(gone)
         if blocks.keeps_aside:
             blocks.tables[group].aside.update(gone)
             return

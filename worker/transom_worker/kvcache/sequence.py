@@ -54,6 +54,7 @@ class SequenceBlocks:
     is_private: bool = (
         False  # nothing is published, since a KV policy chooses by the sequence's own history what it keeps
     )
+    num_dropped: int = 0  # blocks that left the tables
     keeps_aside: bool = False  # blocks that leave a table keep their contents, so that the policy can be measured
     to_load: list[list[int]] = field(
         default_factory=list

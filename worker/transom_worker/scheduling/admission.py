@@ -47,6 +47,7 @@ from transom_worker.kvcache.tree import CheckpointKind
 from transom_worker.scheduling.attention_history import AttentionHistory
 from transom_worker.scheduling.in_flight_prefixes import InFlightPrefixes
 from transom_worker.scheduling.listener import SchedulerListener
+from transom_worker.scheduling.policy_counts import PolicyCounts
 from transom_worker.scheduling.queue import OrderedQueue
 from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 from transom_worker.scheduling.work_counts import WorkCounts
@@ -67,6 +68,7 @@ class AdmissionControl:
         self.held = OrderedQueue()
         self.in_flight_prefixes = InFlightPrefixes(cache.block_size)
         self.listeners: list[SchedulerListener] = []
+        self.policy_counts = PolicyCounts()
         self._finished_ids: list[int] = []  # released sequences that no plan has named as finished yet
         self._num_awaiting_release = 0  # PREEMPTING or FINISHED sequences whose blocks a step in flight still uses
         self._next_seq_id = 0
@@ -492,6 +494,7 @@ class AdmissionControl:
     def _release(self, sequence: Sequence, kind: CheckpointKind | None) -> None:
         """Release a sequence's blocks, place a checkpoint of this kind at its end (None: none), and have the ranks forget it."""
         assert sequence.blocks is not None
+        self.policy_counts.released(sequence.request, sequence.blocks)
         self.cache.release(sequence.blocks, kind=kind)
         self.blocked = None
         sequence.blocks = None

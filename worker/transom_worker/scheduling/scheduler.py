@@ -37,6 +37,7 @@ from transom_worker.scheduling.admission import AdmissionControl
 from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.memory_shortage import LargestRow, StepTokenLimit, largest_row
 from transom_worker.scheduling.outputs import SequenceOutput
+from transom_worker.scheduling.policy_counts import PolicyStats
 from transom_worker.scheduling.policy_retentions import PolicyRetentions
 from transom_worker.scheduling.prompt_pace import PromptPace
 from transom_worker.scheduling.queue import order_time_s
@@ -176,6 +177,10 @@ class Scheduler:
         """Return the KV cache's statistics."""
         return self.cache.stats()
 
+    def policy_stats(self) -> dict[str, PolicyStats]:
+        """Return what KV policies keep, drop and change, by type."""
+        return self.admission.policy_counts.stats(self.sequences_with_blocks(), block_size=self.cache.block_size)
+
     # Requests in and out
 
     def add(self, request: Request, *, is_held: bool = False) -> None:
@@ -223,6 +228,7 @@ class Scheduler:
             retentions=retentions,
         )
         self.by_request[request.request_id] = sequence
+        self.admission.policy_counts.queued(request)
         self.admission.enqueue(sequence, is_held=is_held)
         for listener in self.admission.listeners:
             listener.queued(sequence, num_ahead=self.admission.num_before(sequence))
@@ -302,6 +308,8 @@ class Scheduler:
                 if samples:
                     logprobs = result.logprobs[sample] if result.logprobs else None
                     quality = result.quality.get(row) if result.quality else None
+                    if quality is not None:
+                        self.admission.policy_counts.compared(sequence.request, quality)
                     outputs.append(sequence.take_token(result.sampled_ids[sample], logprobs, quality))
             if sequence.status is not SequenceStatus.RUNNING and not sequence.num_in_flight:
                 self.admission.release_after_step(sequence)

@@ -121,6 +121,8 @@ class EngineTimelines(EngineEventSink):
         facts: dict[str, Any] = {"ahead": num_ahead, "prompt_tokens": timeline.num_prompt_tokens}
         if sequence.request.resumed_output_ids:
             facts["resumed_tokens"] = len(sequence.request.resumed_output_ids)
+        if sequence.request.kv_policy is not None:
+            facts["kv_policy"] = sequence.request.kv_policy.text
         timeline.add("queued", now_s, **facts)
         self._running[timeline.request_id] = timeline
         self._store.begin(timeline)
@@ -285,7 +287,7 @@ class EngineTimelines(EngineEventSink):
             "steps": num_steps if phase.kind == "decode" else phase.num_chunks,
             "sequences": round((self._num_rows - phase.num_rows) / num_steps, 1) if num_steps else 0,
         }
-        return TimelineEvent(phase.begin_s, phase.kind, facts)
+        return TimelineEvent(phase.begin_s, phase.kind, facts | _kept(timeline))
 
 
 def _num_tokens_now(timeline: EngineTimeline, phase: _Phase) -> int:
@@ -296,3 +298,16 @@ def _num_tokens_now(timeline: EngineTimeline, phase: _Phase) -> int:
     if phase.kind == "decode":
         return len(sequence.token_ids) - sequence.num_prompt_tokens
     return min(sequence.scheduled, phase.num_known)
+
+
+def _kept(timeline: EngineTimeline) -> dict[str, int]:
+    """What a KV policy keeps of a request now: its blocks, the window without the sinks' blocks, and how many it dropped."""
+    blocks = None if timeline.sequence is None else timeline.sequence.blocks
+    if timeline.sequence is None or blocks is None or timeline.sequence.request.kv_policy is None:
+        return {}
+    tables = zip(timeline.sequence.retentions, blocks.tables, strict=True)
+    return {
+        "kept_blocks": sum(len(table.sink_blocks) + len(table.run) for table in blocks.tables),
+        "window_tokens": sum(len(table.run) * retention.block_size for retention, table in tables),
+        "dropped_blocks": blocks.num_dropped,
+    }

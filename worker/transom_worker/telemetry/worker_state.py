@@ -9,6 +9,7 @@ if TYPE_CHECKING:  # types alone: metrics depend on the metrics client and nothi
     from transom_worker.contract import WorkerLoad
     from transom_worker.execution.executor import RankReport
     from transom_worker.kvcache.stats import CacheStats
+    from transom_worker.scheduling.policy_counts import PolicyStats
     from transom_worker.scheduling.work_counts import WorkCounts
 
 
@@ -27,5 +28,6 @@ class WorkerState:
     preemptions: dict[str, int] = field(default_factory=dict)
     preempted_tokens: dict[str, int] = field(default_factory=dict)
     headroom: dict[str, int] = field(default_factory=dict)
+    policies: dict[str, PolicyStats] = field(default_factory=dict)  # by type of KV policy
     oldest_waiting_s: float = 0.0
     ranks: tuple[RankReport, ...] = ()

@@ -15,6 +15,7 @@ from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTi
 from transom_worker.telemetry.metrics.cache import cache_families
 from transom_worker.telemetry.metrics.identity import Identity
 from transom_worker.telemetry.metrics.own_labels import OwnLabels
+from transom_worker.telemetry.metrics.policies import policy_families
 from transom_worker.telemetry.metrics.process import Process
 from transom_worker.telemetry.metrics.ranks import rank_families
 from transom_worker.telemetry.metrics.requests import Requests
@@ -127,6 +128,7 @@ class _StateCollector(Collector):
             return
         yield from work_families(self._own, state)
         yield from cache_families(self._own, state.stats)
+        yield from policy_families(self._own, state.policies)
         yield from rank_families(self._own, state.ranks)
         yield self._own.counter(
             "transom_rank_restarts",
