@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engine_driver import make_engine, make_request, run
+from tests.worker.engine.test_engine_restart import Fragile
 from transom_worker.engine.disk_imports import DiskImports
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.executor import DiskUsage
@@ -167,3 +168,48 @@ def test_a_full_disk_changes_no_answer(tiny_model: Path, tmp_path: Path, monkeyp
     assert found == answers(plain, prompts(6))
     plain.shutdown()
     assert not list(tmp_path.rglob("*.kv"))
+
+
+def test_a_held_request_that_is_aborted_leaves_nothing(tiny_model: Path, tmp_path: Path, no_threshold: None) -> None:
+    first = engine_on(tiny_model, tmp_path)
+    answers(first, prompts(8))
+    first.shutdown()
+    engine = engine_on(tiny_model, tmp_path)
+    assert engine._disk is not None
+    imports = engine.scheduler.cache.imports
+    assert imports is not None
+    engine.add(make_request("held", prompts(1)[0], max_tokens=6))
+    engine.add(make_request("twin", prompts(1)[0], max_tokens=6))
+    assert engine.scheduler.num_held == 2
+    assert len(imports.opened) == 1
+    assert engine.has_work  # although no request can run
+    engine.abort("held")
+    engine.abort("twin")
+    while engine.has_work:
+        engine.step()
+    assert not engine._disk.is_loading
+    assert not imports.opened
+    ((_, cached),) = answers(engine, prompts(1))
+    assert cached >= 200  # what was loaded is found nevertheless
+    engine.shutdown()
+
+
+def test_a_restart_of_the_ranks_ends_imports(tiny_model: Path, tmp_path: Path, no_threshold: None) -> None:
+    first = engine_on(tiny_model, tmp_path)
+    expected = answers(first, prompts(8))
+    first.shutdown()
+    engine = engine_on(tiny_model, tmp_path, executor=Fragile)
+    executor = engine.executor
+    assert isinstance(executor, Fragile)
+    engine.add(make_request("held", prompts(1)[0], max_tokens=6))
+    assert engine.scheduler.num_held == 1
+    executor.is_lost = True
+    (event,) = engine.step()
+    assert event.error is not None
+    assert event.error.kind == "WorkerLost"
+    assert engine._disk is not None
+    assert not engine._disk.is_loading
+    assert not engine.scheduler.cache.imports.opened  # type: ignore[union-attr]
+    engine.step()
+    assert answers(engine, prompts(1))[0][0] == expected[0][0]
+    engine.shutdown()
