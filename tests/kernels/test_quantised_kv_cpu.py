@@ -13,6 +13,7 @@ from tests.kernels.checked import run_checked, run_in_child
 from tests.kernels.paged_case import Case, Sequence, Shape, make_case
 from tests.kernels.quantised_case import FORMATS_BY_NAME, QuantisedCaches, poisoned_caches, quantised
 from tests.matrices import matrix
+from transom_kernels.cpu.program import ReplayMemory, record_program
 from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
 from transom_kernels.kv_write.cpu import prepare_qkv_fits
 from transom_kernels.kv_write.hadamard import rotate_heads
@@ -60,7 +61,7 @@ MASKS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("name", "dtype", "mask"),
-    matrix(list(FORMATS_BY_NAME), [torch.float32, torch.bfloat16, torch.float16], range(4), strength=2),
+    matrix(list(FORMATS_BY_NAME), [torch.float32, torch.bfloat16, torch.float16], range(4), strength=1),
 )
 def test_contexts_around_the_edges_of_units_and_key_tiles(name: str, dtype: torch.dtype, mask: int) -> None:
     ends = [edge + step for edge in (KEY_TILE, UNIT_KEYS, 3 * UNIT_KEYS) for step in (-1, 0, 1)]
@@ -70,15 +71,16 @@ def test_contexts_around_the_edges_of_units_and_key_tiles(name: str, dtype: torc
     check(case, quantised(case, FORMATS_BY_NAME[name]), **MASKS[mask])
 
 
-@every_format
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "v_size", "block_size"),
-    [(1, 1, 16, 16, 4), (11, 1, 40, 96, 5), (2, 2, 34, 6, 1), (3, 1, 130, 70, 16)],
-    ids=str,
+    ("name", "sizes"),
+    matrix(
+        list(FORMATS_BY_NAME),
+        [(1, 1, 16, 16, 4), (11, 1, 40, 96, 5), (2, 2, 34, 6, 1), (3, 1, 130, 70, 16)],
+        strength=1,
+    ),
 )
-def test_groups_widths_and_block_sizes(
-    name: str, heads: int, kv_heads: int, size: int, v_size: int, block_size: int
-) -> None:
+def test_groups_widths_and_block_sizes(name: str, sizes: tuple[int, ...]) -> None:
+    heads, kv_heads, size, v_size, block_size = sizes
     dtype = torch.float32 if v_size == 96 else torch.bfloat16
     shape = Shape(heads=heads, kv_heads=kv_heads, size=size, v_size=v_size, block_size=block_size, dtype=dtype)
     sequences = [Sequence(start=40, count=1), Sequence(start=3, count=21), Sequence(start=35, count=2, attend_from=34)]
@@ -86,8 +88,7 @@ def test_groups_widths_and_block_sizes(
     check(case, quantised(case, FORMATS_BY_NAME[name], head_major=size != 40))
 
 
-@every_format
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), matrix(list(FORMATS_BY_NAME), [torch.bfloat16, torch.float32], strength=1))
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(name: str, dtype: torch.dtype) -> None:
     sequences = [Sequence(start=900, count=1), Sequence(start=20, count=200), Sequence(start=700, count=2)]
     case = make_case(sequences, replace(SHAPE, dtype=dtype))
@@ -130,8 +131,7 @@ def assert_written(got: QuantisedCaches, wanted: QuantisedCaches, *, step: int) 
             assert float(away.abs().max()) <= step
 
 
-@every_format
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), matrix(list(FORMATS_BY_NAME), [torch.bfloat16, torch.float32], strength=1))
 def test_kv_write_has_the_bits_of_the_reference(name: str, dtype: torch.dtype) -> None:
     kv_format = FORMATS_BY_NAME[name]
     for size, v_size, head_major in ((20, 12, True), (64, 50, False)):
@@ -162,8 +162,7 @@ def prepare_case(name: str, dtype: torch.dtype, width: int, how: Preparation) ->
     assert_written(got, wanted, step=1)  # norms and rotation add in another order than torch
 
 
-@every_format
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), matrix(list(FORMATS_BY_NAME), [torch.float32, torch.bfloat16], strength=1))
 def test_prepare_qkv(name: str, dtype: torch.dtype) -> None:
     prepare_case(name, dtype, 40, Preparation(norm=True, norm_after_rotation=True, value_norm=True, value_factor=1.3))
     prepare_case(name, dtype, 20, Preparation(value_factor=0.5))
@@ -185,6 +184,28 @@ def test_keys_alone_are_quantised(name: str) -> None:
     prepare_qkv_reference(q, k, None, wanted.k, None, slots, None, Preparation(), None, (wanted.k_scale, None))
     prepare_qkv(q, k, None, got.k, None, slots, None, k_scale=got.k_scale)
     assert_written(got, wanted, step=0)
+
+
+@torch.inference_mode()
+def test_a_recorded_step_calls_nothing_but_kernels() -> None:
+    case = make_case([Sequence(start=70, count=1), Sequence(start=9, count=1)], replace(SHAPE, dtype=torch.bfloat16))
+    caches = quantised(case, FORMATS_BY_NAME["int4"])
+    k, v = torch.randn(2, 2, 24).bfloat16(), torch.randn(2, 2, 24).bfloat16()
+    scales: dict[str, Any] = {"k_scale": caches.k_scale, "v_scale": caches.v_scale}
+
+    def step() -> torch.Tensor:
+        how = Preparation(hadamard=True)
+        q = prepare_qkv(case.q, k, v, caches.k, caches.v, case.batch.slots, None, how, **scales)
+        return paged_attention(q, caches.k, caches.v, case.batch, scale=0.3, **scales)
+
+    program, result = record_program(step, ReplayMemory())
+    assert program.num_calls == 0
+    k.normal_()
+    v.normal_()
+    expected = step()
+    result.fill_(float("nan"))
+    program.replay()
+    assert torch.equal(result, expected)
 
 
 def small_case() -> None:

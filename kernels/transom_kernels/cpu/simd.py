@@ -14,6 +14,7 @@ With TRANSOM_CHECKED_KERNELS=1 each access is compared with the memory that the 
 from __future__ import annotations
 
 import operator
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +105,11 @@ def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, align: int = 1) -
     b.store(value, b.inttoptr(address, ir.PointerType(value.type)), align=align)
 
 
+def float32_constant(number: float) -> ir.Constant:
+    """The nearest float32: LLVM takes no other constants of that type."""
+    return ir.Constant(F32, struct.unpack("<f", struct.pack("<f", number))[0])
+
+
 def broadcast(b: ir.IRBuilder, scalar: ir.Value, vector: ir.VectorType) -> ir.Value:
     """A vector with `scalar` in every lane."""
     one = b.insert_element(ir.Constant(vector, ir.Undefined), scalar, int32(0))
@@ -173,7 +179,7 @@ def dot_wide(
         return _dot_bytes(b, totals[0], unsigned, high), _dot_bytes(b, totals[1], unsigned, low)
     at = b.add(address, int64(8 * quad))
     parts = (broadcast(b, load(b, b.add(at, int64(offset)), I32, 4), I32_16) for offset in (0, 4))
-    products = [_dot_halves(b, left, right) for left, right in zip(_even_and_odd(b, unsigned), parts, strict=True)]
+    products = [dot_halves(b, left, right) for left, right in zip(_even_and_odd(b, unsigned), parts, strict=True)]
     return totals[0], b.add(totals[1], b.add(*products))
 
 
@@ -248,7 +254,7 @@ def _fp4_bits(b: ir.IRBuilder, code: ir.Value) -> ir.Value:
     return b.or_(bits, b.shl(b.and_(code, constant(I32_16, 8)), constant(I32_16, 12)))
 
 
-def _dot_halves(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+def dot_halves(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     """The two products of signed 16-bit integers of each lane, added in int32."""
     target = cpu_target()
     if target.x86:

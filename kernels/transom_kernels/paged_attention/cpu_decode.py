@@ -66,6 +66,7 @@ from transom_kernels.paged_attention.cpu_inner_loops import (
     make_weighted_sum,
     num_accumulators,
 )
+from transom_kernels.paged_attention.cpu_integers import integer_words, make_round_query, make_round_weights
 from transom_kernels.paged_attention.cpu_keys import (
     MASKED,
     NO_MAXIMUM,
@@ -95,15 +96,21 @@ def make_units(
     `find_groups` is what `cpu_keys.make_find_groups` makes, or a function like it. `stored` is how a quantised cache is stored, and
     `write_scales` is `cpu_keys.write_scales`, or a function like it.
     """
-    words, layout = words_of(dtype, stored), DecodeLayout(dtype, group, width, value_width)
+    integers, layout = integer_words(dtype, stored, width), DecodeLayout(dtype, group, width, value_width)
+    words, has_integers = integers or words_of(dtype, stored), integers is not None
     has_scales, key_scales_at, value_scales_at = is_quantised(dtype, stored), layout.key_scales, layout.value_scales
     score_stride, weight_stride = layout.score_stride, layout.weight_stride
     keys_at, values_at = layout.key_groups, layout.value_groups
     queries_at, scores_at, weights_at = layout.queries, layout.scores, layout.weights
+    products_at = layout.integer_queries if has_integers else queries_at
+    query_stride, integer_query_stride = layout.query_stride, layout.integer_query_stride
+    product_stride = integer_query_stride if has_integers else query_stride
+    round_query = make_round_query(dtype, width, integer_query_stride)
+    round_weights = make_round_weights(weight_stride)
     partial_stride, statistics, weight_bytes = layout.partial_stride, layout.statistics, layout.weight_bytes
     heads = min(group, _HEADS_AT_ONCE, max(1, num_accumulators() // words.elements))
     rest = group % heads
-    group_scores = make_group_scores(words, group, width, value_width, (layout.query_stride, score_stride))
+    group_scores = make_group_scores(words, group, width, value_width, (product_stride, score_stride))
     strides = (weight_stride, partial_stride)
     weighted_sum = make_weighted_sum(words, heads, value_width, strides)
     weighted_rest = make_weighted_sum(words, rest or 1, value_width, strides)
@@ -136,7 +143,12 @@ def make_units(
             total = total + weight
             if has_scales:
                 weight = weight * load_f32(value_scales + 4 * (key - first))
-            store_weights(weights + weight_bytes * (key - first), weight)
+            if has_integers:
+                store_f32(scores + 4 * (key - first), weight)
+            else:
+                store_weights(weights + weight_bytes * (key - first), weight)
+        if has_integers:
+            round_weights(scores, weights, (end - first + 15) // 16 * 16)
         store_scalar_f32(statistics_at, maximum)
         store_scalar_f32(statistics_at + 4, lane_sum(total))
 
@@ -152,7 +164,10 @@ def make_units(
             clear_floats(value_scales, 16 * num_groups)
             at = 4 * (begin - first)
             write_scales(arguments, scratch, sequence, kv_head, begin, end, key_scales + at, value_scales + at)
-        group_scores(keys, values, num_groups, scratch + queries_at, scratch + scores_at)
+        if has_integers:
+            for g in range(group):
+                round_query(scratch + queries_at + g * query_stride, scratch + products_at + g * integer_query_stride)
+        group_scores(keys, values, num_groups, scratch + products_at, scratch + scores_at)
         scale, soft_cap = float_of_bits(argument(arguments, SCALE)), float_of_bits(argument(arguments, SOFT_CAP))
         factor = scale / soft_cap if has_soft_cap else scale * log2_e
         for g in range(group):

@@ -27,6 +27,7 @@ from transom_kernels.cpu.simd import (
     Loop,
     broadcast,
     constant,
+    dot_halves,
     dot_pairs,
     emit_prefetch,
     f32x16,
@@ -39,7 +40,13 @@ from transom_kernels.cpu.simd import (
 )
 from transom_kernels.cpu.target import cpu_target
 from transom_kernels.paged_attention.cpu_layout import VECTOR_BYTES, Words
-from transom_kernels.quantised_kv.cpu_rows import emit_numbers, emit_pairs, load_first, row_bytes
+from transom_kernels.quantised_kv.cpu_rows import (
+    emit_halves,
+    emit_numbers,
+    emit_pairs,
+    load_first,
+    row_bytes,
+)
 
 _GROUPS_AHEAD = 4  # keys are asked for so many groups before they are read
 _I = types.int64
@@ -56,23 +63,33 @@ def row_vector(b, words: Words, address, index: int, width: int):
     first = index * LANES * words.elements
     count = min(width - first, LANES * words.elements)
     address = b.add(address, int64(row_bytes(words.stored, first)))
-    return (emit_pairs if words.pairs else emit_numbers)(b, address, words.stored, count)
+    emit = emit_halves if words.halves else emit_pairs if words.pairs else emit_numbers
+    return emit(b, address, words.stored, count)
 
 
 def multiply(b, words: Words, total, x, y):
     """total + x * y, lane by lane; of pairs, the products of both."""
+    if words.halves:
+        return b.add(total, dot_halves(b, x, y))
     return dot_pairs(b, total, x, y) if words.pairs else multiply_add(b, x, y, total)
 
 
 def splat_at(b, words: Words, address):
     """The word at an address in every lane."""
-    if words.pairs:
+    if words.elements == 2:
         return broadcast(b, load(b, address, I32, 4), I32_16)
     return broadcast(b, load(b, address, F32, 4), F32_16)
 
 
+def zeros(words: Words):
+    """The sum of no products."""
+    return constant(I32_16, 0) if words.halves else constant(F32_16, 0.0)
+
+
 def sums_of_lanes(b, vectors):
     """A vector whose lane i is the sum of the 16 lanes of vector i; a tree of additions, the same for every lane."""
+
+    add = b.fadd if vectors[0].type == F32_16 else b.add
 
     def reduce(vectors):
         if len(vectors) == 1:
@@ -81,7 +98,7 @@ def sums_of_lanes(b, vectors):
         (x, width), (y, _) = reduce(vectors[:half]), reduce(vectors[half:])
         low = [base + lane for base in range(0, 2 * LANES, width) for lane in range(width // 2)]
         high = [lane + width // 2 for lane in low]
-        return b.fadd(shuffle(b, x, y, low), shuffle(b, x, y, high)), width // 2
+        return add(shuffle(b, x, y, low), shuffle(b, x, y, high)), width // 2
 
     return reduce(list(vectors))[0]
 
@@ -90,27 +107,31 @@ def make_group_scores(words: Words, heads: int, width: int, value_width: int, st
     """group_scores(keys, values, num_groups, queries, scores): scores[h, key] = the product of query and key, unscaled.
 
     `keys` and `values` are the addresses of groups; values are asked for, because they are read next. `strides` are the bytes of a
-    query in words and of a head's scores.
+    query in words and of a head's scores. Integer queries end in a scale, which multiplies their scores.
     """
     query_stride, score_stride = strides
     num_vectors, key_bytes = words.vectors(width), row_bytes(words.stored, width)
     lines_of_keys = range(0, LANES * key_bytes, 64)
     lines_of_values = range(0, LANES * row_bytes(words.stored, value_width), 64)
-    kind = I32_16 if words.pairs else F32_16
+    kind = I32_16 if words.elements == 2 else F32_16
     unrolled = heads * num_vectors <= 16
 
     def load_query(b, queries, head):
         at = b.add(queries, b.mul(head, int64(query_stride)))
-        return [load(b, b.add(at, int64(VECTOR_BYTES * j)), kind, 64) for j in range(num_vectors)]
+        query = [load(b, b.add(at, int64(VECTOR_BYTES * j)), kind, 64) for j in range(num_vectors)]
+        return [*query, load(b, b.add(at, int64(query_stride - VECTOR_BYTES)), F32, 4)] if words.halves else query
 
     def emit_head(b, key, query, place):
         products = []
         for t in range(LANES):
-            total, row = constant(F32_16, 0.0), b.add(key, int64(t * key_bytes))
+            total, row = zeros(words), b.add(key, int64(t * key_bytes))
             for j in range(num_vectors):
                 total = multiply(b, words, total, row_vector(b, words, row, j, width), query[j])
             products.append(total)
-        store(b, sums_of_lanes(b, products), place, 64)
+        sums = sums_of_lanes(b, products)
+        if words.halves:
+            sums = b.fmul(b.sitofp(sums, F32_16), broadcast(b, query[-1], F32_16))
+        store(b, sums, place, 64)
 
     @intrinsic
     def group_scores(typingctx, keys, values, num_groups, queries, scores):
@@ -151,9 +172,9 @@ def make_group_scores(words: Words, heads: int, width: int, value_width: int, st
 def make_weighted_sum(words: Words, heads: int, width: int, strides: tuple[int, int]):
     """weighted_sum(values, num_groups, weights, out): out[h] = the sum over keys of weights[h, key] * values[key].
 
-    `values` are the addresses of groups. `weights` are float32, or bfloat16 where `words` are pairs. `strides` are the bytes of a
-    head's weights and results. Results are float32 in the order of the values' columns; as many columns are computed at once as
-    registers hold sums for.
+    `values` are the addresses of groups. `weights` are float32, or bfloat16 where `words` are pairs, or 16-bit integers that end in
+    a scale. `strides` are the bytes of a head's weights and results. Results are float32 in the order of the values' columns; as
+    many columns are computed at once as registers hold sums for.
     """
     weight_stride, out_stride = strides
     value_bytes = row_bytes(words.stored, width)
@@ -164,7 +185,7 @@ def make_weighted_sum(words: Words, heads: int, width: int, strides: tuple[int, 
         """Add a word's keys: a pair, or one."""
         columns = range(first // words.elements, (first + num) // words.elements)
         vectors = [row_vector(b, words, value, j, width) for j in columns]
-        if words.pairs:
+        if words.elements == 2:
             others = [row_vector(b, words, b.add(value, int64(value_bytes)), j, width) for j in columns]
             vectors = [half for x, y in zip(vectors, others, strict=True) for half in _interleave(b, x, y)]
         for h in range(heads):
@@ -179,17 +200,20 @@ def make_weighted_sum(words: Words, heads: int, width: int, strides: tuple[int, 
             sums = list(sums)
             group = load(b, b.add(values, b.shl(b.lshr(k, int64(4)), int64(3))), I64, 8)
             group = b.add(group, b.mul(b.and_(k, int64(15)), int64(value_bytes)))
-            at = b.add(weights, b.shl(k, int64(1 if words.pairs else 2)))
+            at = b.add(weights, b.shl(k, int64(1 if words.elements == 2 else 2)))
             for t in range(0, keys_at_once, words.elements):
                 value = b.add(group, int64(t * value_bytes))
                 emit_keys(b, sums, first, num, value, b.add(at, int64(t * 4 // words.elements)))
             return sums
 
-        zeros = [constant(F32_16, 0.0)] * (heads * num)
-        sums = Loop(b, b.shl(num_groups, int64(4)), keys_at_once, zeros, body).results
+        initial = [zeros(words)] * (heads * num)
+        sums = Loop(b, b.shl(num_groups, int64(4)), keys_at_once, initial, body).results
         for h in range(heads):
             vectors = sums[h * num : (h + 1) * num]
-            if words.pairs:
+            if words.halves:
+                scale = load(b, b.add(weights, int64((h + 1) * weight_stride - VECTOR_BYTES)), F32, 4)
+                vectors = [b.fmul(b.sitofp(x, F32_16), broadcast(b, scale, F32_16)) for x in vectors]
+            if words.elements == 2:
                 vectors = [half for j in range(0, num, 2) for half in _in_order(b, vectors[j], vectors[j + 1])]
             for j in range(num):
                 store(b, vectors[j], b.add(out, int64(h * out_stride + (first + j) * VECTOR_BYTES)), 64)

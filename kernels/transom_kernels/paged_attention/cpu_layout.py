@@ -29,11 +29,12 @@ class Words:
 
     stored: str  # type of the numbers in memory (`quantised_kv.cpu_rows`)
     pairs: bool  # bfloat16 in pairs; else float32
+    halves: bool = False  # 16-bit integers in pairs (`cpu_integers.py`)
 
     @property
     def elements(self) -> int:
         """Elements of a word."""
-        return 2 if self.pairs else 1
+        return 2 if self.pairs or self.halves else 1
 
     def vectors(self, width: int) -> int:
         """Vectors of words that hold a row of `width` elements."""
@@ -85,8 +86,9 @@ class DecodeLayout:
         words, memory = words_of(dtype), _Memory()
         self.query_stride = words.vectors(width) * VECTOR_BYTES
         self.weight_bytes = 2 if words.pairs else 4
-        self.weight_stride = UNIT_KEYS * self.weight_bytes
+        self.weight_stride = UNIT_KEYS * self.weight_bytes + VECTOR_BYTES  # and the scale of integers
         self.score_stride = UNIT_KEYS * 4
+        self.integer_query_stride = -(-width // (2 * _LANES)) * VECTOR_BYTES + VECTOR_BYTES  # and the query's scale
         self.partial_bytes = 4 * partial_floats(dtype, group, value_width)
         self.partial_stride = self.partial_bytes // group
         self.statistics = self.partial_stride - VECTOR_BYTES  # of maximum and sum behind a query head's weighted values
@@ -97,6 +99,7 @@ class DecodeLayout:
         self.value_copies = memory.take(UNIT_KEYS * value_width * 4 + VECTOR_BYTES)
         self.scores = memory.take(group * self.score_stride)
         self.weights = memory.take(group * self.weight_stride)
+        self.integer_queries = memory.take(group * self.integer_query_stride)
         self.key_scales = memory.take(4 * UNIT_KEYS)  # of quantised caches
         self.value_scales = memory.take(4 * UNIT_KEYS)
         self.partial = memory.take(self.partial_bytes)

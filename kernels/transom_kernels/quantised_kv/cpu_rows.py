@@ -119,6 +119,16 @@ def emit_pairs(b, address, stored: str, count: int = 2 * LANES):
     return bf16_pairs(b, first, emit_numbers(b, b.add(address, int64(row_bytes(stored, LANES))), stored, count - LANES))
 
 
+def emit_halves(b, address, stored: str, count: int = 2 * LANES):
+    """The first `count` of 32 stored integers ("i8" or "i4") as 16 pairs of 16-bit integers; the others are small."""
+    halves = ir.VectorType(I16, 2 * LANES)
+    if stored == "i8":
+        return b.bitcast(b.sext(load_first(b, address, ir.VectorType(I8, 2 * LANES), count), halves), I32_16)
+    both = b.zext(load_first(b, address, ir.VectorType(I8, LANES), (count + 1) // 2), I32_16)
+    codes = b.and_(b.or_(both, b.shl(both, constant(I32_16, 12))), constant(I32_16, 0x000F000F))
+    return b.bitcast(b.sub(b.bitcast(codes, halves), constant(halves, 8)), I32_16)
+
+
 def make_quantise_row(stored: str) -> Any:
     """quantise_row(work, place, scale_place, D, first, second): store a row of float32 times two factors, and its scale.
 

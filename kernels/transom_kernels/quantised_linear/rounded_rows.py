@@ -15,7 +15,6 @@ Legend: K columns of a row.
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 from llvmlite import ir
@@ -34,6 +33,7 @@ from transom_kernels.cpu.simd import (
     broadcast,
     constant,
     f32x16,
+    float32_constant,
     function,
     int64,
     store,
@@ -90,21 +90,18 @@ def _round_group(typing_context, first, second, zero, record):  # type: ignore[n
         bits = [b.and_(b.bitcast(part, I32_16), constant(I32_16, 0x7FFFFFFF)) for part in parts]
         largest = b.call(function(b, "llvm.smax.v16i32", I32_16, [I32_16] * 2), bits)
         magnitude = b.bitcast(b.call(function(b, "llvm.vector.reduce.smax.v16i32", I32, [I32_16]), [largest]), F32)
-        is_tiny = b.fcmp_ordered("<", magnitude, _float32(1e-30))
-        inverse = broadcast(b, b.select(is_tiny, _float32(0.0), b.fdiv(_float32(WIDE_LARGEST), magnitude)), F32_16)
+        is_tiny = b.fcmp_ordered("<", magnitude, float32_constant(1e-30))
+        inverse = broadcast(
+            b, b.select(is_tiny, float32_constant(0.0), b.fdiv(float32_constant(WIDE_LARGEST), magnitude)), F32_16
+        )
         nearest = function(b, "llvm.rint.v16f32", F32_16, [F32_16])
         integers = [b.fptosi(b.call(nearest, [b.fmul(part, inverse)]), I32_16) for part in parts]
         store_wide(b, integers, record)
         total = b.call(function(b, "llvm.vector.reduce.add.v16i32", I32, [I32_16]), [b.add(*integers)])
-        scale = b.fmul(magnitude, _float32(1 / WIDE_LARGEST))
+        scale = b.fmul(magnitude, float32_constant(1 / WIDE_LARGEST))
         store(b, b.neg(b.mul(total, b.trunc(zero, I32))), b.add(record, int64(START)), 4)
         store(b, scale, b.add(record, int64(SCALE)), 4)
         store(b, b.fmul(scale, b.sitofp(total, F32)), b.add(record, int64(SCALED_SUM)), 4)
         return context.get_dummy_value()
 
     return types.void(f32x16, f32x16, types.int64, types.int64), generate
-
-
-def _float32(number: float) -> ir.Constant:
-    """The nearest float32: LLVM takes no other constants of that type."""
-    return ir.Constant(F32, struct.unpack("<f", struct.pack("<f", number))[0])
