@@ -239,6 +239,15 @@ POOL = Section(
             "short",
             limits=low_is_bad(1, 4),
         ),
+        lines(
+            About(
+                title="Bytes per token",
+                shows="What a token takes in a group's blocks on the first rank, with the scales of fp8, int8 and int4.",
+                act="Two formats of one group: workers have different --kv-cache-dtype, or a redeploy is under way.",
+            ),
+            [Query(expr=f"max by (group, dtype) (transom_kv_token_bytes{{{WORKER}}})", legend="{{group}} {{dtype}}")],
+            "bytes",
+        ),
         grid(
             About(
                 title="In use, worker by worker",

@@ -11,6 +11,7 @@ CONFIG_COLUMNS = (
     "model",
     "worker",
     "dtype",
+    "kv_cache_dtype",
     "device",
     "tensor_parallel_size",
     "block_size",

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from transom_worker.blockmap.block_map import BlockMap, OnEngine
 from transom_worker.blockmap.encoder import WorkerIdentity
 from transom_worker.config import EngineConfig
-from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerInfo, WorkerLoad, WorkerMessage
+from transom_worker.contract import ErrorInfo, KvGroupInfo, OutputEvent, Request, WorkerInfo, WorkerLoad, WorkerMessage
 from transom_worker.cores import keep_to_share
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
@@ -178,6 +178,10 @@ class WorkerReplica:
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             cache=self.engine.scheduler.cache.shape,
+            kv_groups=tuple(
+                KvGroupInfo(name=group.name, dtype=group.dtype, bytes_per_token=group.bytes_per_token)
+                for group in info.plan.groups
+            ),
             role=self.engine.config.role,
             block_bytes=info.block_bytes,
             can_fetch=self.transfer is not None and self.transfer.is_on,

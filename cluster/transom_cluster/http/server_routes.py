@@ -51,6 +51,8 @@ def _add_model_routes(api: FastAPI, router: Router) -> None:
 
     def model_card() -> ModelCard:
         limits = router.limits.last_known
+        info = next((one.info for one in router.connections.values() if one.info is not None), None)
+        groups = () if info is None else info.kv_groups
         return {
             "id": name,
             "object": "model",
@@ -59,6 +61,10 @@ def _add_model_routes(api: FastAPI, router: Router) -> None:
             "root": name,
             "parent": None,
             "max_model_len": None if limits is None else limits.max_model_len,
+            "kv_cache": [
+                {"group": group.name, "dtype": group.dtype, "bytes_per_token": group.bytes_per_token}
+                for group in groups
+            ],
         }
 
     @api.get("/v1/models", summary="The served models", response_model=None)

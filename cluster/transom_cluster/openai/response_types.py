@@ -173,8 +173,17 @@ class Text(TypedDict):
 
 
 @_exact
+class KvGroupCard(TypedDict):
+    """A KV cache group of a worker: its number format, and bytes per token with its scales on the first rank."""
+
+    group: str
+    dtype: str
+    bytes_per_token: float
+
+
+@_exact
 class ModelCard(TypedDict):
-    """A served model; its length is null until a worker was there."""
+    """A served model; its length is null until a worker was there, and its KV cache is that of one of the workers there are."""
 
     id: str
     object: Literal["model"]
@@ -183,6 +192,7 @@ class ModelCard(TypedDict):
     root: str
     parent: None
     max_model_len: int | None
+    kv_cache: list[KvGroupCard]
 
 
 @_exact

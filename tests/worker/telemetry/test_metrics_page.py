@@ -85,8 +85,10 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "transom_load_decode_step_seconds": (),
     "transom_load_first_token_seconds": (),
     "transom_worker_start_seconds": (),
+    "transom_kv_token_bytes": ("group", "dtype"),
     "transom_worker_config_info": (
         "dtype",
+        "kv_cache_dtype",
         "device",
         "tensor_parallel_size",
         "block_size",

@@ -20,7 +20,7 @@ from transom_worker.contract.output import ErrorInfo, FinishReason, KvQuality, O
 from transom_worker.contract.request import CONTRACT_VERSION, PrefixSource, Request
 from transom_worker.contract.sampling_params import MAX_LOGPROBS, SamplingParams
 from transom_worker.contract.token_logprobs import Logprob, TokenLogprobs
-from transom_worker.contract.worker import WorkerInfo, WorkerLoad, WorkerMessage
+from transom_worker.contract.worker import KvGroupInfo, WorkerInfo, WorkerLoad, WorkerMessage
 
 __all__ = [
     "CONTRACT_VERSION",
@@ -29,6 +29,7 @@ __all__ = [
     "ErrorInfo",
     "FinishReason",
     "HeavyPolicy",
+    "KvGroupInfo",
     "KvPolicy",
     "KvQuality",
     "Logprob",

@@ -33,6 +33,15 @@ class WorkerLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvGroupInfo:
+    """One KV cache group: its number format as `--kv-cache-dtype` names it, and bytes per token on the first rank, with scales."""
+
+    name: str
+    dtype: str
+    bytes_per_token: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
     """A worker's identity and limits, constant while it runs. A worker that is started again has another `worker` id."""
 
@@ -40,6 +49,7 @@ class WorkerInfo:
     max_model_len: int
     vocab_size: int
     cache: CacheShape
+    kv_groups: tuple[KvGroupInfo, ...] = ()
     role: WorkerRole = "both"
     block_bytes: tuple[int, ...] = ()  # of one block of each group, over all ranks, at most; empty: not known
     can_fetch: bool = False  # prefixes from other workers, and give its own to them

@@ -95,6 +95,7 @@ class ExecutorInfo:
     ranks: tuple[
         RankInfo, ...
     ] = ()  # empty for a single rank in the engine's process; `memory` is the sum over all ranks
+    dtype: str = ""  # the model's number format, torch's name
     kernels: str = "torch"  # what computes the operators: "triton", "cpu" (compiled CPU kernels) or "torch"
     compile_s: float = 0.0  # seconds for which this start compiled CPU kernels
     kv_policy_obstacle: str = ""  # why the model's layers cannot follow a request's KV policy; empty if they can

@@ -161,6 +161,7 @@ class ModelRunner:
             vocab_size=architecture.vocab_size,
             eos_token_ids=self._loaded.eos_token_ids,
             memory=self.memory_report,
+            dtype=self._loaded.dtype,
             kernels=kernels,
             compile_s=compile_seconds() if kernels == "cpu" else 0.0,
             kv_policy_obstacle=kv_policy_obstacle(architecture),

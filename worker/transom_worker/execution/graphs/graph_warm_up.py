@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from transom_kernels.paged_attention.launches import launch_keys_of
+from transom_kernels.quantised_kv import FORMATS, head_width, quantise_rows
 from transom_worker.contract import SamplingParams
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
@@ -99,11 +100,15 @@ class _RandomSteps:
         generator = torch.Generator(slab.device).manual_seed(0)
         for layer, group in enumerate(builder.group_of_layer):
             rows = torch.tensor(self._blocks[group], device=slab.device)
-            for cache in (builder.caches[layer].k, builder.caches[layer].v):
-                values = torch.randn(
-                    (len(rows), *cache.shape[1:]), generator=generator, device=slab.device, dtype=torch.float32
-                )
-                cache[rows] = values.to(cache.dtype)
+            cache = builder.caches[layer]
+            for stored, scale in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
+                numbers = (len(rows), *stored.shape[1:-1], head_width(stored))
+                values = torch.randn(numbers, generator=generator, device=slab.device, dtype=torch.float32)
+                if scale is None:
+                    stored[rows] = values.to(stored.dtype)
+                else:
+                    elements, scale[rows] = quantise_rows(values, FORMATS[stored.dtype])
+                    stored.view(torch.uint8)[rows] = elements.view(torch.uint8)  # torch scatters no 8-bit floats
 
     def clear_blocks(self, layout: ArenaLayout, slab: torch.Tensor) -> None:
         """Zero the blocks again, and the dump blocks, to which padding sequences write."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 CONFIG_LABELS = (
     "dtype",
+    "kv_cache_dtype",
     "device",
     "tensor_parallel_size",
     "block_size",
@@ -38,19 +39,21 @@ def build_versions(*packages: str) -> dict[str, str]:
 
 
 class Identity(Collector):
-    """Two families whose value is always 1, the limits of batch and queue, and the seconds of the start."""
+    """Two families whose value is always 1, the limits of batch and queue, bytes per token, and the seconds of the start."""
 
     def __init__(self, own: OwnLabels) -> None:
         self._own = own
         self._versions = build_versions("torch", "triton", "ray")
         self._config: tuple[str, ...] | None = None
         self._limits: dict[str, int] = {}
+        self._token_bytes: list[tuple[tuple[str, str], float]] = []  # by group and number format
         self.start_s = 0.0
 
     def configure(self, config: EngineConfig, info: ExecutorInfo) -> None:
         """Set the values that are known once the executor has started: device, number format, longest sequence and kernels."""
         scheduler = config.scheduler
         values = (
+            info.dtype,
             info.plan.kv_dtype,
             info.ranks[0].memory.device if info.ranks else info.memory.device,
             config.ranks.size,
@@ -64,6 +67,7 @@ class Identity(Collector):
             info.kernels,
         )
         self._config = tuple(map(str, values))
+        self._token_bytes = [((group.name, group.dtype), group.bytes_per_token) for group in info.plan.groups]
         self._limits = {"running": scheduler.max_num_seqs, "waiting": scheduler.max_waiting}
 
     def collect(self) -> Iterator[Metric]:
@@ -85,6 +89,12 @@ class Identity(Collector):
             "Requests that may run at once, and that may wait beyond these before others are refused with 503.",
             ("kind",),
             [((kind,), limit) for kind, limit in self._limits.items()],
+        )
+        yield self._own.gauges(
+            "transom_kv_token_bytes",
+            "Bytes of the KV cache per token on the first rank, scales included, by group and its number format.",
+            ("group", "dtype"),
+            self._token_bytes,
         )
         yield self._own.gauge(
             "transom_worker_start_seconds",
