@@ -19,10 +19,12 @@ from transom_worker.config import FailoverConfig, ServerConfig
 from transom_worker.contract import (
     ErrorInfo,
     FinishReason,
+    HeavyPolicy,
     Request,
     SamplingParams,
     TokenLogprobs,
     Usage,
+    WindowPolicy,
     WorkerMessage,
 )
 from transom_worker.model_files.resolve import resolve_model
@@ -38,6 +40,8 @@ CASES: dict[str, dict[str, Any]] = {
     "seeded": {"temperature": 0.9, "top_p": 0.95, "logprobs": 0},
     "penalised": {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7},
     "prompt log-probabilities": {"temperature": 0.0, "prompt_logprobs": 1},
+    "window policy": {"temperature": 0.0, "kv_policy": WindowPolicy(sinks=2, window=8)},
+    "heavy policy": {"temperature": 0.9, "kv_policy": HeavyPolicy(sinks=0, budget=48)},
 }
 
 
@@ -160,7 +164,11 @@ def requests_of(cases: Mapping[str, Mapping[str, Any]]) -> list[Request]:
         Request(
             request_id=f"case-{i}",
             prompt_token_ids=tuple(range(5 + i, 25 + 2 * i)),
-            params=SamplingParams(**{"max_tokens": NUM_TOKENS, "ignore_eos": True, **params}),
+            params=SamplingParams(
+                **{"max_tokens": NUM_TOKENS, "ignore_eos": True}
+                | {name: value for name, value in params.items() if name != "kv_policy"}
+            ),
+            kv_policy=params.get("kv_policy"),
             seed=1234 + i,
             choice_index=i % 2,
         )

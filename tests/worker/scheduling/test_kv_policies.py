@@ -14,6 +14,7 @@ from tests.worker.scheduling.kept_blocks_model import kept_blocks
 from tests.worker.scheduling.scheduler_driver import BLOCK, Driver, layout, request
 from transom_worker.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, SamplingParams, WindowPolicy
 from transom_worker.errors import PromptTooLong, RequestError, RequestTooLarge
+from transom_worker.kvcache.load_rates import LoadRates
 from transom_worker.scheduling.step import WHOLE_TABLE
 
 WINDOWS = (
@@ -248,6 +249,8 @@ def random_run(seed: int, *, steps_in_flight: int, policies: Sequence[KvPolicy |
     rng = random.Random(seed)
     one = driver(
         num_pages=rng.choice([9, 10, 12, 16, 40]),
+        host_pages=rng.choice([0, 0, 3, 40]),
+        preemption_mode=rng.choice(["auto", "swap", "recompute"]),
         steps_in_flight=steps_in_flight,
         policy=rng.choice(["fcfs", "priority"]),
         caching=rng.random() < 0.9,
@@ -256,6 +259,8 @@ def random_run(seed: int, *, steps_in_flight: int, policies: Sequence[KvPolicy |
         max_model_len=80,
         min_shared_tokens=rng.choice([1, BLOCK, 20]),
     )
+    if one.scheduler.cache.host is not None:
+        one.scheduler.cache.changes.set_rates(LoadRates(1_000, (1,)))
     prefixes = [[rng.randrange(50) for _ in range(70)] for _ in range(2)]
     waiting = [f"r{i}" for i in range(12)]
     while waiting or one.scheduler.has_work:
@@ -325,3 +330,19 @@ def test_prompt_logprobs_work_with_a_policy() -> None:
         logprobs = one.outputs["p"][0].prompt_logprobs
         assert logprobs is not None
         assert len(logprobs) == 29
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_windows_are_swapped_and_histories_computed_again(steps_in_flight: int) -> None:
+    """A swapped window moves what it keeps; a history is replayed to the same blocks, since its table has gaps."""
+    one = driver(num_pages=5, host_pages=20, preemption_mode="swap", steps_in_flight=steps_in_flight)
+    one.scheduler.cache.changes.set_rates(LoadRates(1_000, (1,)))
+    for i in range(6):
+        one.add(request(f"r{i}", range(i, 8 + i), 60, kv_policy=(WINDOWS[3], HISTORIES[5])[i % 2]))
+    one.run()
+    preemptions = one.scheduler.preemptions
+    assert preemptions["swap"]
+    assert preemptions["recompute"]
+    assert all(len(one.tokens[f"r{i}"]) == 60 for i in range(6))
+    check_kept(one)
+    one.check_idle()
