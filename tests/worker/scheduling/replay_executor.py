@@ -228,7 +228,8 @@ class ReplayExecutor:
         if self._wait <= 0 or is_idle:
             ticket, copies = self.loads.popleft()
             for group, source, target in copies:
-                self._put(group, target, self.host[group][source])
+                # Nothing is there if the copy to the host was in a plan that failed; then nothing may read the target.
+                self._put(group, target, self.host[group].get(source, {}))
                 self.num_loaded += 1
             result.loaded.append(ticket)
             result.load_s.append(1e-3)

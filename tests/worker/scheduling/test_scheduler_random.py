@@ -112,6 +112,11 @@ def test_random_requests_on_two_tiers(mix: tuple[str, ...]) -> None:
     assert sum(driver.scheduler.preemptions["swap"] for driver in drivers) > 0
 
 
+def test_what_a_failed_step_may_not_have_copied_is_not_swapped_again() -> None:
+    """A swapped request is loaded back when the step fails that was to copy its blocks to the host."""
+    random_run(("full", "window"), 125, steps_in_flight=2, has_host=True)
+
+
 @pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
 def test_random_requests_with_equal_prompts(mix: tuple[str, ...]) -> None:
     drivers = [

@@ -85,7 +85,7 @@ class Loads:
     def make_void(self) -> None:
         """Publish nothing of the present loads when they finish."""
         for load in self.by_ticket.values():
-            load.is_void = True
+            load.is_void = load.blocks.lost_contents = True
 
     def abandon(self) -> None:
         """Forget all loads, since the ranks were restarted; their sequences hold their blocks until they are released."""

@@ -298,7 +298,8 @@ class KvCache:
 
     def can_swap(self, blocks: SequenceBlocks) -> bool:
         """Return whether a sequence could be swapped, if there is room: not in a window repair, whose blocks are inexact."""
-        return self.swapping is not None and not (blocks.is_repairing or blocks.is_private or blocks.keeps_aside)
+        unfit = blocks.is_repairing or blocks.is_private or blocks.keeps_aside or blocks.lost_contents
+        return self.swapping is not None and not unfit
 
     def swap_out(self, blocks: SequenceBlocks) -> bool:
         """Move a sequence's live blocks to the host tier and release it; return False, with nothing changed, if there is no room.

@@ -60,6 +60,7 @@ class SequenceBlocks:
         default_factory=list
     )  # by group: the host's blocks for the tables' holes, in order
     was_swapped: bool = False  # at least once
+    lost_contents: bool = False  # what its load brings is not known; it must not be swapped again
     load_ticket: int = 0  # of the load that fills the holes; 0: it has not started, or there is none
 
     @classmethod

@@ -332,11 +332,13 @@ class Scheduler:
     def ran_out_of_memory(self) -> LargestRow | None:
         """Make steps smaller for a while, since the oldest plan in flight ran out of memory.
 
-        Returns the plan's row that asked for the most; None if no plan is in flight.
+        Returns the plan's row that asked for the most; None if no plan is in flight, or the plan only carried copies.
         """
         if not self.steps_in_flight:
             return None
         oldest = self.steps_in_flight[0]
+        if not oldest.rows:
+            return None
         self._token_limit.ran_out_of_memory(oldest.plan.num_tokens)
         return largest_row(oldest.plan, oldest.rows)
 
