@@ -22,10 +22,10 @@ def policies(
     output: Annotated[Path, typer.Option(help="Folder for tables, JSON and plots.")] = Path("policies"),
     only: Annotated[str, typer.Option(help=f"Scenarios, separated by commas, of {', '.join(SCENARIOS)}.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    requests: Annotated[int, typer.Option(min=2, help="Requests that run together.")] = 6,
-    prompt_tokens: Annotated[int, typer.Option(min=64, help="Of each of these requests.")] = 768,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Of each of these requests.")] = 64,
-    window: Annotated[int, typer.Option(min=16, help="Tokens of their window.")] = 256,
+    requests: Annotated[int, typer.Option(min=2, help="Requests that run together.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=64, help="Of each of these requests.")] = 256,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Of each of these requests.")] = 512,
+    window: Annotated[int, typer.Option(min=32, help="Tokens of their window, and of the stream's.")] = 256,
     judged_tokens: Annotated[
         int, typer.Option(min=64, help="Tokens of the text over which quality is judged; as many are read before.")
     ] = 512,
@@ -52,9 +52,11 @@ def policies(
     figures = PolicyFigures(model=model, setup=setup)
     output.mkdir(parents=True, exist_ok=True)
     try:
-        _measure(figures, chosen, {"model": model, "device": device})
-        (output / "policies.json").write_text(json.dumps(figures.as_json(), indent=1) + "\n")
-        (output / "policies.md").write_text(tables(figures))
+        for scenario in SCENARIOS:
+            if scenario in chosen:
+                _measure(figures, scenario, {"model": model, "device": device})
+                (output / "policies.json").write_text(json.dumps(figures.as_json(), indent=1) + "\n")
+                (output / "policies.md").write_text(tables(figures))
         typer.echo(tables(figures))
         for path in draw(figures, output) if plots else []:
             typer.echo(f"wrote {path}")
@@ -63,34 +65,43 @@ def policies(
         raise typer.Exit(2) from None
 
 
-def _measure(figures: PolicyFigures, chosen: list[str], settings: dict[str, Any]) -> None:
+def _measure(figures: PolicyFigures, scenario: str, settings: dict[str, Any]) -> None:
+    """Measure one scenario on an engine of its own."""
     from transom_worker.policy_bench.losing_cases import recall
-    from transom_worker.policy_bench.scenarios import Load, memory_and_throughput, quality_by_window
+    from transom_worker.policy_bench.scenarios import quality_by_window
     from transom_worker.policy_bench.streams import stream
+
+    if scenario == "memory":
+        _measure_memory(figures, settings)
+        return
+    setup, engine = figures.setup, _engine(settings, kv_bytes=None)
+    judged, trained_len = setup["judged_tokens"], engine.info.max_model_len
+    if scenario == "quality":
+        figures.quality = quality_by_window(engine, num_tokens=2 * judged, judged_from=judged)
+    elif scenario == "recall":
+        figures.recall = recall(engine, num_filler=judged, budgets=(128, 256))
+    else:
+        setup["trained_len"] = trained_len
+        figures.stream = stream(
+            engine, trained_len=trained_len, times=setup["stream_times"], window=setup["window"] - 4, num_parts=8
+        )
+    engine.shutdown()
+
+
+def _measure_memory(figures: PolicyFigures, settings: dict[str, Any]) -> None:
+    """Measure requests side by side with enough memory, then with room for two and a half of them under full attention."""
+    from transom_worker.policy_bench.scenarios import Load, memory_and_throughput
 
     setup = figures.setup
     load = Load(
         num_requests=setup["requests"], prompt_tokens=setup["prompt_tokens"], output_tokens=setup["output_tokens"]
     )
     engine = _engine(settings, kv_bytes=None)
-    trained_len = setup["trained_len"] = engine.info.max_model_len
-    if "memory" in chosen:
-        figures.roomy = memory_and_throughput(engine, load, setup["window"])
-    if "quality" in chosen:
-        judged = setup["judged_tokens"]
-        figures.quality = quality_by_window(engine, num_tokens=2 * judged, judged_from=judged)
-    if "recall" in chosen:
-        figures.recall = recall(engine, num_filler=setup["judged_tokens"], budgets=(128, 256))
-    if "stream" in chosen:
-        figures.stream = stream(
-            engine, trained_len=trained_len, times=setup["stream_times"], window=4 * setup["window"] - 4, num_parts=8
-        )
+    figures.roomy = memory_and_throughput(engine, load, setup["window"])
     engine.shutdown()
-    if "memory" in chosen:
-        # Room for two and a half of the requests with full attention.
-        tight = _engine(settings, kv_bytes=int(2.5 * figures.roomy["full"].peak_kv_bytes / load.num_requests))
-        figures.tight = memory_and_throughput(tight, load, setup["window"])
-        tight.shutdown()
+    tight = _engine(settings, kv_bytes=int(2.5 * figures.roomy["full"].peak_kv_bytes / load.num_requests))
+    figures.tight = memory_and_throughput(tight, load, setup["window"])
+    tight.shutdown()
 
 
 def _engine(settings: dict[str, Any], *, kv_bytes: int | None) -> Engine:
