@@ -150,7 +150,7 @@ def test_quantised_caches_are_dequantised(stored, dtype):
     right = policy_attention_reference(
         case.q, k, v, case.batch, **inputs, statistics=expected, k_scale=k_scale, v_scale=v_scale
     )
-    limit = TOLERANCE[dtype]
+    limit = max(TOLERANCE[dtype], 1e-3)  # integer products round queries and weights to 16 bits
     torch.testing.assert_close(out.float(), right.float(), atol=limit, rtol=limit)
     mass, right_mass = (torch.zeros(case.batch.block_table.shape) for _ in range(2))
     add_block_mass(mass, case.q, k, case.batch, found, **inputs, k_scale=k_scale)
