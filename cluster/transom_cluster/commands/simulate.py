@@ -29,7 +29,9 @@ def simulate(
     arrivals: Annotated[
         str, typer.Option(help="sequential: one request at a time; recorded: at their times, on a virtual clock.")
     ] = "sequential",
-    host_memory: Annotated[str, typer.Option(help="Host tier; 0, since there is none yet.")] = "0",
+    host_memory: Annotated[
+        str, typer.Option("--host-memory", "--swap-space", help="Host tier, such as 60GiB; 0 for none.")
+    ] = "0",
     limit: Annotated[int | None, typer.Option(min=1, help="Replay only so many requests.")] = None,
     block_size: Annotated[int, typer.Option(min=1, max=256, help="Tokens per hash block of the prefix cache.")] = 16,
     max_num_batched_tokens: Annotated[

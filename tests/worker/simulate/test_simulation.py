@@ -127,7 +127,7 @@ def test_contradicting_settings_are_refused(model: Path, tmp_path: Path) -> None
         ({"workload": None}, "either --trace FILE or --workload"),
         ({"trace": tmp_path}, "either --trace FILE or --workload"),
         ({"arrivals": "random"}, "--arrivals is 'random'; take one of sequential, recorded"),
-        ({"host_memory": "4GiB"}, "no host tier yet"),
+        ({"host_memory": "1KiB"}, "A host tier of 1024 bytes holds 0 pages"),
         ({"trace": tmp_path, "workload": None, "memory": "2x"}, "for a trace give bytes"),
         ({"memory": "manyx"}, "--memory is 'manyx'"),
         ({"memory": "many"}, "memory is 'many'"),
@@ -147,3 +147,15 @@ def test_a_seed_gives_the_blocks_other_digests_and_the_prompts_the_same_hits(mod
     assert reports[0]["hit_tokens"] == reports[1]["hit_tokens"]
     assert len(digests[0]) == len(digests[1])
     assert not digests[0] & digests[1]
+
+
+def test_a_host_tier_adds_its_memory_to_the_devices(model: Path) -> None:
+    reports = []
+    for memory, host_memory in (("0.3x", "0"), ("0.1x", "0"), ("0.1x", "4800KiB")):
+        config = SimulationConfig(model=model, memory=memory, host_memory=host_memory, workload="sessions", limit=48)
+        reports.append(simulate(config))
+    one, small, both = reports
+    assert small.counts.host_tokens == one.counts.host_tokens == 0
+    assert 0 < both.counts.host_tokens <= both.hit_tokens
+    assert both.hit_tokens > small.hit_tokens
+    assert sum(both.missed_tokens.values()) + both.hit_tokens + both.repaired_tokens == both.prompt_tokens

@@ -48,7 +48,8 @@ class Replay:
         self._cache_salt = cache_salt
         self._executor = StubExecutor()
         self._fragmentation: list[float] = []  # one sample at each request's end
-        self._num_ended = self._num_steps = self._num_output_tokens = 0
+        self._num_ended = self._num_steps = self._num_output_tokens = self._num_host_tokens = 0
+        self._block_bytes = [group.stride_bytes for group in scheduler.cache.layout.groups]
 
     def run(self, on_progress: OnProgress = lambda num_ended: None) -> Counts:
         """Serve all requests; return the counts."""
@@ -59,6 +60,7 @@ class Replay:
             requests=len(self.served),
             refused=dict(self.refused),
             output_tokens=self._num_output_tokens,
+            host_tokens=self._num_host_tokens,
             steps=self._num_steps,
             preemptions=sum(self._scheduler.preemptions.values()),
             fragmentation=fmean(self._fragmentation or [0.0]),
@@ -97,10 +99,12 @@ class Replay:
             assert not self._scheduler.has_work
             return
         self._num_steps += 1
-        self._clock.advance(self._cost.of(plan))
+        self._clock.advance(self._cost.of(plan, self._block_bytes))
         outputs = self._scheduler.receive(self._executor.answer(plan))
         self._num_output_tokens += len(outputs)
         for output in outputs:
+            if output.is_first:
+                self._num_host_tokens += output.num_host_tokens
             if output.at_limit:
                 self._fragmentation.append(self._scheduler.stats().fragmentation)
                 self._scheduler.finish(output.request_id)

@@ -21,6 +21,7 @@ class Counts:
     requests: int
     refused: dict[str, int]  # by error class
     output_tokens: int
+    host_tokens: int  # of the hit tokens, those that the host tier spared
     steps: int
     preemptions: int
     fragmentation: float  # mean fraction of the leased memory that lies in free blocks
@@ -86,6 +87,7 @@ class Report:
             "refused": counts.refused,
             "prompt_tokens": self.prompt_tokens,
             "hit_tokens": self.hit_tokens,
+            "host_tokens": counts.host_tokens,
             "repaired_tokens": self.repaired_tokens,
             "missed_tokens": self.missed_tokens,
             "hit_share": self.share(self.hit_tokens),

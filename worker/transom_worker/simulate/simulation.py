@@ -10,9 +10,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from transom_worker.byte_sizes import parse_bytes
 from transom_worker.config import SchedulerConfig
 from transom_worker.errors import ConfigError
 from transom_worker.kvcache.eviction import EvictionPolicy
+from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.planner.pages import make_host_layout
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.simulate.arrivals import ARRIVALS
 from transom_worker.simulate.bounds import Footprint, hit_bounds
@@ -32,9 +35,10 @@ SYNTHETIC_BATCHED_TOKENS = 2_048  # the setting of published figures of other en
 class SimulationConfig:
     """What is replayed (`trace` or `workload`), for which model, in how much memory, and how requests arrive.
 
-    `seed` draws the order of the workloads that have one, and salts the digests (0: no salt): what is sampled by digest, such as
-    ghosts of evicted checkpoints, then differs, so that several seeds show how far chance moves a figure. `clairvoyant` also
-    computes the hits of other caches (`bounds`); `cost` says how long a step takes on the virtual clock.
+    `host_memory` is the size of the host tier. `seed` draws the order of the workloads that have one, and salts the digests (0: no
+    salt): what is sampled by digest, such as ghosts of evicted checkpoints, then differs, so that several seeds show how far chance
+    moves a figure. `clairvoyant` also computes the hits of other caches (`bounds`); `cost` says how long a step takes on the
+    virtual clock.
     """
 
     model: Path
@@ -92,6 +96,7 @@ class Simulation:
             enable_prefix_caching=True,
             window_repair=config.window_repair,
             policy=policy,
+            host_layout=_host_layout(config.host_memory, self.geometry.layout),
             clock=self._clock,
         )
 
@@ -120,6 +125,7 @@ class Simulation:
             "workload": self.workload.name,
             "model": self.geometry.name,
             "memory": config.memory,
+            "host_memory": config.host_memory,
             "arrivals": config.arrivals,
             "max_model_len": self.geometry.max_model_len,
             "block_size": config.block_size,
@@ -141,12 +147,16 @@ def _check(config: SimulationConfig) -> None:
         raise ConfigError("Give either --trace FILE or --workload NAME.")
     if config.arrivals not in ARRIVALS:
         raise ConfigError(f"--arrivals is {config.arrivals!r}; take one of {', '.join(ARRIVALS)}.")
-    if config.host_memory.strip().rstrip("kKMGTiBb") not in ("0", "0.0"):
-        raise ConfigError(f"--host-memory is {config.host_memory}; there is no host tier yet, leave it at 0.")
     if config.trace is not None and config.memory.endswith("x"):
         raise ConfigError(
             f"--memory {config.memory} is a multiple of the sessions' working set; for a trace give bytes."
         )
+
+
+def _host_layout(host_memory: str, layout: ArenaLayout) -> ArenaLayout | None:
+    """Return the arena of the host tier; None if it has no memory."""
+    num_bytes = parse_bytes(host_memory, name="--host-memory")
+    return make_host_layout(layout, num_bytes) if num_bytes else None
 
 
 def _workload(config: SimulationConfig) -> Workload:

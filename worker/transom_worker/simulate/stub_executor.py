@@ -27,7 +27,7 @@ class StubExecutor:
         del self._answers[request_id]
 
     def answer(self, plan: StepPlan) -> StepResult:
-        """Return a result with one token per sampling row."""
+        """Return a result with one token per sampling row; loads from the host tier that the plan begins are done with it."""
         id_offset = self._id_offset
         for seq_id in plan.finished:
             id_offset.pop(seq_id, None)
@@ -35,4 +35,5 @@ class StubExecutor:
             id_offset[new.seq_id] = self._answers[new.request_id].first_token - new.num_prompt_tokens
         rows = zip(plan.seq_ids, plan.start, plan.count, plan.sample, strict=True)
         sampled = [id_offset[seq_id] + start + count for seq_id, start, count, samples in rows if samples]
-        return StepResult(step_id=plan.step_id, sampled_ids=sampled)
+        loaded = sorted({ticket for ticket in plan.copy_ticket if ticket > 0})
+        return StepResult(step_id=plan.step_id, sampled_ids=sampled, loaded=loaded, load_s=[0.0] * len(loaded))

@@ -6,6 +6,7 @@ tokens takes 0.008 + 2,000 * 0.00002 = 0.048 s.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transom_worker.scheduling.step import StepPlan
@@ -13,14 +14,20 @@ from transom_worker.scheduling.step import StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """The duration of a step: a fixed part, and a part per computed token. The defaults suit a 20B model on one large GPU."""
+    """The duration of a step: a fixed part, and a part per computed token. The defaults suit a 20B model on one large GPU.
+
+    Loads from the host tier run beside a step, at `load_bytes_per_s`; the longer of both counts.
+    """
 
     step_s: float = 0.008
     token_s: float = 0.00002
+    load_bytes_per_s: float = 16 * 2**30
 
-    def of(self, plan: StepPlan) -> float:
-        """Return the seconds that a plan takes."""
-        return self.step_s + self.token_s * plan.num_tokens
+    def of(self, plan: StepPlan, block_bytes: Sequence[int] = ()) -> float:
+        """Return the seconds that a plan takes; `block_bytes` are a block's bytes by group, for its loads."""
+        loads = zip(plan.copy_group, plan.copy_ticket, strict=False)
+        load_bytes = sum(block_bytes[group] for group, ticket in loads if ticket > 0)
+        return max(self.step_s + self.token_s * plan.num_tokens, load_bytes / self.load_bytes_per_s)
 
 
 class VirtualClock:
