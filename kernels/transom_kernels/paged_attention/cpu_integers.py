@@ -50,7 +50,9 @@ _I16_16 = ir.VectorType(I16, LANES)
 
 
 def integer_words(dtype: str, stored: str | None, width: int) -> Words | None:
-    """How rows of the cache are multiplied by integers; None where they are multiplied as floats."""
+    """How rows of the cache are multiplied by integers; None where they are multiplied as floats, as float32's are."""
+    if dtype == "f32":  # 16 bits would round what decoding and prompts must compute alike
+        return None
     target = cpu_target()
     if stored not in ("i8", "i4") or width > MAX_WIDTH or not (target.x86 and target.avx2):
         return None
