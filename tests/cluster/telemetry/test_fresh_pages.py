@@ -57,6 +57,20 @@ OF_WORKERS: dict[str, Values] = {
     "transom_kv_reuse_interval_seconds": one("full"),
     "transom_kv_transfers": set(TRANSFER_OUTCOMES),
     "transom_kv_transfer_bytes": one("in", "out"),
+    "transom_disk_blocks": set(
+        product(("0",), ("written", "read", "missing", "broken", "dropped", "failed", "evicted"))
+    ),
+    **dict.fromkeys(
+        (
+            "transom_kv_policy_requests",
+            "transom_kv_policy_dropped_blocks",
+            "transom_kv_policy_compared_tokens",
+            "transom_kv_policy_agreeing_tokens",
+            "transom_kv_policy_kl_nats",
+            "transom_kv_policy_dropped_attention",
+        ),
+        one("window", "adaptive", "heavy"),
+    ),
 }
 OF_ROUTERS: dict[str, Values] = {
     "transom_router_broken_answers": set(product(MAIN_ENDPOINTS, BREAK_REASONS)),

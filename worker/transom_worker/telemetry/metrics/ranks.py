@@ -101,8 +101,8 @@ def _disk(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
     )
     yield own.gauges(
         "transom_disk_usable",
-        "1 while a rank writes to its disk tier; 0 for a minute after a write has failed, such as on a full disk, and where there "
-        "is no disk tier.",
+        "Whether a rank writes to its disk tier (1); 0 for a minute after a write has failed, such as on a full disk, and where "
+        "there is no disk tier.",
         ("rank",),
         [((rank,), int(disk.is_usable)) for rank, disk in found],
     )
