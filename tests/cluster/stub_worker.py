@@ -11,6 +11,7 @@ from typing import Any
 from transom_worker.config import WorkerRole
 from transom_worker.contract import (
     ErrorInfo,
+    KvGroupInfo,
     Logprob,
     LogprobTable,
     OutputEvent,
@@ -103,6 +104,7 @@ class StubWorker:
     poison_cause: LossCause = "exception"
     worker: str = "w0"
     kv_policy_obstacle: str = ""
+    kv_groups: tuple[KvGroupInfo, ...] = ()
     timeline: list[dict[str, Any]] = field(default_factory=list)  # what it tells of requests
     clock_ahead_s: float = 0.0  # of the router's
     num_resyncs: int = 0
@@ -174,6 +176,7 @@ class StubWorker:
             max_model_len=MAX_MODEL_LEN,
             vocab_size=VOCAB_SIZE,
             cache=CACHE_SHAPE,
+            kv_groups=self.kv_groups,
             role=self.role,
             block_bytes=(64,),
             can_fetch=self.can_fetch,

@@ -47,6 +47,7 @@ class RequestTimeline(Timeline):
         "finish_reasons",
         "first_token_s",
         "has_left",
+        "kv_policy",
         "num_choices",
         "num_hit_tokens",
         "num_output_tokens",
@@ -74,6 +75,8 @@ class RequestTimeline(Timeline):
         self.client = client
         self.stream = stream
         self.outer_id = outer_id
+        policy = requests[0].kv_policy  # one for all choices
+        self.kv_policy = None if policy is None else policy.text
         self.num_choices = len(requests)
         self.num_prompts = sum(one.choice_index == 0 for one in requests)
         self.num_prompt_tokens = sum(one.num_prompt_tokens for one in requests if one.choice_index == 0)
@@ -156,6 +159,7 @@ class RequestTimeline(Timeline):
             "resumes": self.num_resumes,
             "prompts": self.num_prompts,
             "choices": self.num_choices,
+            "kv_policy": self.kv_policy,
             "prompt_tokens": self.num_prompt_tokens,
             "hit_tokens": self.num_hit_tokens,
             "output_tokens": self.num_output_tokens,

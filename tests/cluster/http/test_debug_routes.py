@@ -234,6 +234,12 @@ async def test_lists_have_the_newest_first_and_are_filtered(api: Api) -> None:
         assert response.json()["error"]["param"] == query[1:].partition("=")[0]
 
 
+async def test_lists_name_the_kv_policy(api: Api) -> None:
+    await api.complete()
+    await api.complete(kv_policy={"type": "window", "window": 64, "sinks": 2})
+    assert [line["kv_policy"] for line in await lines_of(api)] == ["window sinks=2 window=64", None]
+
+
 @pytest.mark.parametrize("request_id", ["chatcmpl", "cmpl-0", "-", "%00", "x" * 500])
 async def test_an_unknown_request_is_not_found(api: Api, request_id: str) -> None:
     await api.chat()

@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.cluster.conftest import running_api
 from tests.cluster.stub_worker import MAX_MODEL_LEN, StubWorker
 from transom_cluster import __version__
+from transom_worker.contract import KvGroupInfo
 
 
 async def test_tokenize_and_back(api):
@@ -34,6 +35,26 @@ async def test_health_version_index_and_docs(api):
     assert "/v1/chat/completions" in index["paths"]
     schemas = (await api.client.get("/openapi.json")).json()["components"]["schemas"]
     assert schemas.keys() >= {"ChatCompletionRequest", "ChatMessage", "CompletionRequest"}
+
+
+async def test_models_say_how_the_kv_cache_keeps_numbers():
+    groups = (
+        KvGroupInfo(name="full", dtype="int8", bytes_per_token=72.0),
+        KvGroupInfo(name="window", dtype="bfloat16", bytes_per_token=128.0),
+    )
+    async with running_api(StubWorker(kv_groups=groups)) as api:
+        expected = [
+            {"group": "full", "dtype": "int8", "bytes_per_token": 72.0},
+            {"group": "window", "dtype": "bfloat16", "bytes_per_token": 128.0},
+        ]
+        assert (await api.client.get("/v1/models")).json()["data"][0]["kv_cache"] == expected
+        assert (await api.client.get("/v1/models/stub")).json()["kv_cache"] == expected
+
+
+async def test_models_are_listed_before_a_worker_is_known():
+    async with running_api(StubWorker(can_open=False)) as api:
+        card = (await api.client.get("/v1/models")).json()["data"][0]
+        assert (card["kv_cache"], card["max_model_len"]) == ([], None)
 
 
 async def test_metrics_are_the_union_and_parse(api):

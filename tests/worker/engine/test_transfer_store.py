@@ -14,6 +14,7 @@ from tests.worker.kvcache.cache_model import BLOCK, ENTRY_MIXES, MIXES, check_ca
 from transom_worker.block_format import KvShares
 from transom_worker.config import SchedulerConfig
 from transom_worker.contract import Request, SamplingParams
+from transom_worker.engine.kept_imports import MAX_KEPT_S, KeptImports
 from transom_worker.engine.transfer_store import TransferStore
 from transom_worker.kvcache.hashing import chain_root, extend_chain
 from transom_worker.kvcache.tiers import DEVICE, HOST
@@ -44,14 +45,19 @@ class Worker:
         arena = layout(mix, num_pages=num_pages)
         self.slabs = Slabs()
         self.scheduler = Scheduler(
-            SchedulerConfig(), arena, block_size=BLOCK, max_model_len=400, enable_prefix_caching=True
+            SchedulerConfig(),
+            arena,
+            replace(arena, num_pages=host_pages),
+            block_size=BLOCK,
+            max_model_len=400,
+            enable_prefix_caching=True,
         )
-        self.cache = self.scheduler.cache = type(self.scheduler.cache)(
-            arena, replace(arena, num_pages=host_pages), block_size=BLOCK
-        )
+        self.cache = self.scheduler.cache
         shares = KvShares(groups=(arena.groups,), heads=(((0, 1),) * 2 * len(mix),))
         executor: Any = self.slabs
-        self.store = TransferStore(self.scheduler, executor, shares)
+        self.now_s = 0.0
+        self.kept = KeptImports(self.cache, is_waiting=self.scheduler.waits_for_admission, clock=lambda: self.now_s)
+        self.store = TransferStore(self.scheduler, executor, shares, self.kept)
 
     def compute(self, tokens: list[int]) -> None:
         """Compute a prompt, and give every published block the bytes of its digest."""
@@ -75,14 +81,17 @@ class Worker:
         size = self.cache.layout.groups[group].block_bytes
         return (digest * -(-size // len(digest)))[:size]
 
-    def hold(self, tokens: Sequence[int]) -> None:
+    def hold(self, tokens: Sequence[int], request_id: str = "held") -> None:
         """Queue a request that waits for its prefix."""
         request = Request(
-            request_id="held", prompt_token_ids=tuple(tokens), params=SamplingParams(max_tokens=1), seed=0
+            request_id=request_id, prompt_token_ids=tuple(tokens), params=SamplingParams(max_tokens=1), seed=0
         )
         self.scheduler.add(request, is_held=True)
 
     def check(self) -> None:
+        """Nothing is kept for the held request any more, and the books are in order."""
+        self.scheduler.abort("held")
+        self.kept.end_admitted()
         check_cache(self.cache, ())
 
 
@@ -117,7 +126,7 @@ def test_what_was_a_hit_there_is_one_here(mix: tuple[str, ...], seed: int) -> No
         for blocks, _ in plan.pieces:
             data = [np.frombuffer(part, np.uint8) for part in source.store.read_export("e", blocks)]
             target.store.write_import("i", blocks, target.store.convert(offer, blocks, data))
-        target.store.end_import("i", is_complete=True)
+        target.store.publish_import("i", "held")
         assert target.cache.find(query.chain, len(query.chain) * BLOCK + 1).start >= there
         for group, found in enumerate(target.cache.index.tiers[HOST]):
             for digest, block in found.items():
@@ -144,8 +153,8 @@ def test_windows_move_their_live_blocks_alone(mix: tuple[str, ...]) -> None:
     sizes = [group.block_bytes for group in target.cache.layout.groups]
     assert sum(size for _, size in plan.pieces) == sum(n * size for n, size in zip(moved, sizes, strict=True))
     assert plan.full_length_bytes == 40 * sum(sizes)
-    target.store.end_import("i", is_complete=False)
-    target.store.end_import("i", is_complete=False)
+    target.store.drop_import("i")
+    target.store.drop_import("i")
     source.store.close_export("e")
     for worker in (source, target):
         worker.check()
@@ -168,7 +177,7 @@ def test_what_is_exported_stays_and_an_emptied_cache_says_so() -> None:
         source.store.read_export("e", first)
     with pytest.raises(KeyError):
         target.store.write_import("i", first, [])
-    target.store.end_import("i", is_complete=True)
+    target.store.publish_import("i", "held")
     assert not any(map(len, target.cache.index.tiers[HOST]))
     source.store.close_export("e")
     assert not source.cache.is_read_by_others
@@ -184,7 +193,7 @@ def test_a_host_tier_without_room_takes_nothing() -> None:
     query, offer = fetch(source, target)
     assert offer is not None
     assert target.store.begin_import("i", query, offer) is None
-    target.store.end_import("i", is_complete=False)
+    target.store.drop_import("i")
     target.check()
 
 
@@ -195,3 +204,86 @@ def test_a_cache_of_other_groups_is_refused_and_an_ended_request_asks_nothing() 
         fetch(source, target)
     target.scheduler.abort("held")
     assert target.store.query("held", 1) is None
+
+
+def imported(source: Worker, target: Worker, tokens: Sequence[int]) -> PrefixQuery:
+    """Bring a prefix for the held request "held"."""
+    source.compute(list(tokens))
+    target.hold([*tokens, 1])
+    query, offer = fetch(source, target)
+    assert offer is not None
+    plan = target.store.begin_import("i", query, offer)
+    assert plan is not None
+    for blocks, _ in plan.pieces:
+        data = [np.frombuffer(part, np.uint8) for part in source.store.read_export("e", blocks)]
+        target.store.write_import("i", blocks, target.store.convert(offer, blocks, data))
+    target.store.publish_import("i", "held")
+    source.store.close_export("e")
+    return query
+
+
+def press(worker: Worker, turn: int) -> None:
+    """Spill more than the host tier holds, prompts of many lengths; each turn has others."""
+    for number in range(20):
+        worker.compute([100 + 20 * turn + number] * (20 + 4 * number))
+
+
+@pytest.mark.parametrize("mix", [("full",), ("full", "window")], ids="+".join)
+@pytest.mark.parametrize("how", ["admitted", "aborted", "too late"])
+def test_an_imported_prefix_is_kept_until_its_request_is_admitted(mix: tuple[str, ...], how: str) -> None:
+    """Or has ended, or waits for too long; the other requests' blocks that the device evicts do not take its place before."""
+    source, target = Worker(mix), Worker(mix, num_pages=16, host_pages=16)
+    query = imported(source, target, range(40))
+    target.scheduler.stop_holding("held")
+    reach = target.cache.find(query.chain, 41).start
+    assert reach >= 36
+    for turn in range(3):
+        press(target, turn)
+        target.kept.end_admitted()
+        assert target.cache.find(query.chain, 41).start == reach
+    target.now_s += 0.0 if how != "too late" else MAX_KEPT_S
+    if how == "aborted":
+        target.scheduler.abort("held")
+    elif how == "admitted":
+        target.scheduler.schedule()
+        [sequence] = target.scheduler.by_request.values()
+        assert sequence.was_admitted
+        assert sequence.num_cached_tokens == reach
+    target.kept.end_admitted()
+    assert target.cache.imports is not None
+    assert not target.cache.imports.opened
+    if how != "admitted":
+        press(target, 3)
+        assert target.cache.find(query.chain, 41).start == 0
+        target.check()
+
+
+def test_a_second_request_for_the_prefix_keeps_it_too() -> None:
+    source, target = Worker(("full",)), Worker(("full",), num_pages=16, host_pages=16)
+    tokens = list(range(40))
+    query = imported(source, target, tokens)
+    target.hold([*tokens, 1], "second")
+    assert target.store.has("second", replace(query, num_tokens=40))
+    target.scheduler.abort("held")
+    target.kept.end_admitted()
+    press(target, 0)
+    assert target.cache.find(query.chain, 41).start == 40
+    target.scheduler.abort("second")
+    target.kept.end_admitted()
+    press(target, 1)
+    assert target.cache.find(query.chain, 41).start == 0
+    target.check()
+
+
+def test_an_import_whose_request_has_gone_is_not_kept() -> None:
+    source, target = Worker(("full",)), Worker(("full",))
+    source.compute(list(range(40)))
+    target.hold([*range(40), 1])
+    query, offer = fetch(source, target)
+    assert offer is not None
+    assert target.store.begin_import("i", query, offer) is not None
+    target.scheduler.abort("held")
+    target.store.publish_import("i", "held")
+    assert target.cache.imports is not None
+    assert not target.cache.imports.opened
+    target.check()

@@ -45,6 +45,7 @@ class FakeStore:
     exports: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
     imports: dict[str, dict[bytes, Bytes]] = field(default_factory=dict)
     chains: dict[str, tuple[bytes, ...]] = field(default_factory=dict)  # by import
+    kept_for: list[str] = field(default_factory=list)  # request ids
 
     def open_export(self, export_id: str, query: PrefixQuery) -> PrefixOffer | None:
         if query.groups != self.groups:
@@ -69,7 +70,7 @@ class FakeStore:
         digests = self.requests.get(request_id, ())[: num_tokens // BLOCK]
         return PrefixQuery(chain=digests, num_tokens=0, groups=self.groups, block_size=BLOCK) if digests else None
 
-    def has(self, query: PrefixQuery) -> bool:
+    def has(self, request_id: str, query: PrefixQuery) -> bool:
         return self._length(query.chain) == len(query.chain)
 
     def begin_import(self, import_id: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
@@ -95,13 +96,14 @@ class FakeStore:
         for i, block in zip(blocks.blocks, data[0].reshape(-1, BLOCK_BYTES), strict=True):
             self.imports[import_id][self.chains[import_id][i]] = block
 
-    def end_import(self, import_id: str, *, is_complete: bool) -> None:
-        blocks = self.imports.pop(import_id) if is_complete else self.imports.pop(import_id, {})
-        if is_complete:
-            assert all(np.array_equal(block, contents(digest)) for digest, block in blocks.items())
-            self.cached.update(blocks)
-        else:
-            self.num_free += len(blocks)
+    def publish_import(self, import_id: str, request_id: str) -> None:
+        blocks = self.imports.pop(import_id)
+        assert all(np.array_equal(block, contents(digest)) for digest, block in blocks.items())
+        self.cached.update(blocks)
+        self.kept_for.append(request_id)
+
+    def drop_import(self, import_id: str) -> None:
+        self.num_free += len(self.imports.pop(import_id, {}))
 
     def put(self, digests: Sequence[bytes]) -> None:
         """Cache blocks."""

@@ -3,8 +3,8 @@
     begin        a new request's prefix continues on the disk: host blocks are taken, and the ranks load files into them. The
                  request is *held* until the load has ended; it is not in the queue
     ended        the ranks have reported the load. Its blocks are published, and the request is admitted like any other: it finds
-                 a hit in the host tier. If a file was missing or broken, the blocks are freed, and the prefix is computed
-    started      the request runs, or has ended, so the imported blocks are no longer kept for it
+                 a hit in the host tier, where `KeptImports` keeps the blocks for it. If a file was missing or broken, the
+                 blocks are freed, and the prefix is computed
 
 Requests with the same prefix wait for the same load. An import is worth its time where it spares `MIN_SPARED_TOKENS` tokens, and
 where reading their blocks takes less time than computing them, by what earlier loads took.
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from transom_worker.contract import Request
 from transom_worker.disk_cache.folder import BlockFolder
+from transom_worker.engine.kept_imports import KeptImports
 from transom_worker.kvcache.hashing import chain_root, extend_chain
 from transom_worker.kvcache.imports import BlockImport
 from transom_worker.kvcache.manager import KvCache
@@ -42,15 +43,16 @@ class DiskImports:
         self,
         cache: KvCache,
         folder: BlockFolder,
+        kept: KeptImports,
         *,
         stop_holding: Callable[[str], object],
         is_waiting: Callable[[str], bool],
     ) -> None:
-        self._cache, self._stop_holding, self._is_waiting = cache, stop_holding, is_waiting
+        self._cache, self._kept = cache, kept
+        self._stop_holding, self._is_waiting = stop_holding, is_waiting
         self._on_disk = [_OnDisk(folder, group) for group in range(len(cache.pools))]
         self._requests: dict[str, Request] = {}  # held ones, by id
         self._loading: dict[int, _Import] = {}  # by ticket
-        self._kept: list[_Import] = []  # published, and kept for their requests
         self._ns_per_byte = NS_PER_BYTE
 
     @property
@@ -66,24 +68,22 @@ class DiskImports:
         return True
 
     def step_done(self, result: StepResult) -> None:
-        """Take note of the loads that have ended, and of the requests that have started."""
+        """Take note of the loads that have ended."""
         for ticket, seconds in zip(result.loaded, result.load_s, strict=True):
             if (ended := self._loading.pop(ticket, None)) is not None:
-                self._cache.commit_import(ended.blocks)
-                self._kept.append(ended)
+                self._kept.publish(ended.blocks, ended.request_ids)
                 self._measure(ended.num_bytes, seconds)
                 self._go_on(ended)
         for ticket in result.failed:
             if (ended := self._loading.pop(ticket, None)) is not None:
                 self._cache.end_import(ended.blocks)
                 self._go_on(ended)
-        self._end_started()
 
     def forget(self) -> None:
-        """End all imports, since the ranks were restarted, and no load will be reported. All requests have ended."""
-        for one in (*self._loading.values(), *self._kept):
+        """End all loads, since the ranks were restarted, and none will be reported. All requests have ended."""
+        for one in self._loading.values():
             self._cache.end_import(one.blocks)
-        self._loading, self._kept, self._requests = {}, [], {}
+        self._loading, self._requests = {}, {}
 
     def _import(self, request: Request) -> bool:
         """Begin an import, or join the request to one; return whether there is one that the request waits for."""
@@ -148,15 +148,6 @@ class DiskImports:
                 continue
             self._requests.pop(request_id, None)
             self._stop_holding(request_id)
-
-    def _end_started(self) -> None:
-        kept = []
-        for one in self._kept:
-            if any(map(self._is_waiting, one.request_ids)):
-                kept.append(one)
-            else:
-                self._cache.end_import(one.blocks)
-        self._kept = kept
 
     def _measure(self, num_bytes: int, seconds: float) -> None:
         self._ns_per_byte += NEWEST_SHARE * (seconds * 1e9 / num_bytes - self._ns_per_byte)

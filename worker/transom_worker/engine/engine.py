@@ -22,6 +22,7 @@ from transom_worker.config import EngineConfig
 from transom_worker.contract import OutputEvent, Request, WorkerLoad
 from transom_worker.disk_cache.folder import BlockFolder
 from transom_worker.engine.disk_imports import DiskImports
+from transom_worker.engine.kept_imports import KeptImports
 from transom_worker.engine.running_request import RunningRequest
 from transom_worker.engine.state_report import worker_load, worker_state
 from transom_worker.engine.step_pipeline import StepPipeline
@@ -106,9 +107,12 @@ class Engine:
         self.report = ""  # the start-up report, for people
         self.dead: Exception | None = None  # what ended the engine
         self.is_restarting = False
+        self._kept_imports = KeptImports(
+            self.scheduler.cache, is_waiting=self.scheduler.waits_for_admission, clock=clock
+        )
         self.transfer_store: KvStore | None = None  # None: this worker takes no part in KV transfer
         if info.shares is not None and config.cache.enable_prefix_caching:
-            self.transfer_store = TransferStore(self.scheduler, executor, info.shares)
+            self.transfer_store = TransferStore(self.scheduler, executor, info.shares, self._kept_imports)
         self._disk = self._disk_imports(info)
         self._eos_token_ids = frozenset(info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
         self._pipeline = StepPipeline(self.scheduler, executor, steps_in_flight=config.scheduler.steps_in_flight)
@@ -206,6 +210,7 @@ class Engine:
         return DiskImports(
             self.scheduler.cache,
             folder,
+            self._kept_imports,
             stop_holding=self.scheduler.stop_holding,
             is_waiting=self.scheduler.waits_for_admission,
         )
@@ -245,6 +250,7 @@ class Engine:
         self.executor.check()
         for plan in self._pipeline.fill():
             self._report_plan(plan)
+        self._kept_imports.end_admitted()
         if not self._pipeline.is_busy:
             self.publish()
             return
@@ -351,6 +357,7 @@ class Engine:
         self._pipeline.forget()
         if self._disk is not None:
             self._disk.forget()
+        self._kept_imports.forget()
         self.scheduler.reset()
         lost = WorkerLost(f"The worker lost a rank: {error}", loss_cause=error.loss_cause)
         return events + self._end_all_with_error(lost)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transom_worker.block_format import KvShares, convert_blocks
+from transom_worker.engine.kept_imports import KeptImports
 from transom_worker.execution.executor import PIECE_BYTES, Executor
 from transom_worker.kvcache.block_copies import BlockCopy
 from transom_worker.kvcache.exports import BlockExport
@@ -21,11 +22,11 @@ from transom_worker.transfer.peers import Bytes
 
 
 class TransferStore:
-    """Implements `KvStore`; `shares` say what the blocks of every rank of this worker contain."""
+    """Implements `KvStore`; `shares` say what the blocks of every rank of this worker contain. `kept` are complete imports."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, shares: KvShares) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, shares: KvShares, kept: KeptImports) -> None:
         self._scheduler, self._cache, self._executor = scheduler, scheduler.cache, executor
-        self._shares = shares
+        self._shares, self._kept = shares, kept
         self._exports: dict[str, BlockExport] = {}
         self._imports: dict[str, BlockImport] = {}
 
@@ -88,12 +89,18 @@ class TransferStore:
         groups = self._cache.shape.groups
         return PrefixQuery(chain=chain, num_tokens=num_tokens, groups=groups, block_size=block_size)
 
-    def has(self, query: PrefixQuery) -> bool:
-        """Whether as many tokens as the router expects from the source are a hit here already."""
-        return self._find(query).start >= query.num_tokens
+    def has(self, request_id: str, query: PrefixQuery) -> bool:
+        """Whether as many tokens as the router expects from the source are a hit here already; what was imported of them is kept
+        for this request, too.
+        """
+        if self._find(query).start < query.num_tokens:
+            return False
+        self._kept.join(request_id, query.chain)
+        return True
 
     def begin_import(self, import_id: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
         """Take host blocks for what of the offer is missing here; None where the host tier has no room for them."""
+        self._kept.end_admitted()
         before = self._find(query).start
         hit = PrefixHit(
             num_hash_blocks=offer.num_hash_blocks,
@@ -137,14 +144,14 @@ class TransferStore:
         ids = [places[logical] for logical in blocks.blocks]
         self._executor.write_blocks(HOST, blocks.group, ids, [part.tobytes() for part in data])
 
-    def end_import(self, import_id: str, *, is_complete: bool) -> None:
-        """Publish the imported blocks in the host tier, or free them. Raises KeyError where a complete one has ended already."""
-        opened = self._imports.pop(import_id) if is_complete else self._imports.pop(import_id, None)
-        if opened is None:
-            return
-        if is_complete:
-            self._cache.commit_import(opened)
-        self._cache.end_import(opened)
+    def publish_import(self, import_id: str, request_id: str) -> None:
+        """Publish the imported blocks in the host tier, and keep them for a request. Raises KeyError: the import has ended."""
+        self._kept.publish(self._imports.pop(import_id), [request_id])
+
+    def drop_import(self, import_id: str) -> None:
+        """Free the blocks of an import that is not complete."""
+        if (opened := self._imports.pop(import_id, None)) is not None:
+            self._cache.end_import(opened)
 
     def _find(self, query: PrefixQuery) -> PrefixHit:
         """The hit of a query's prefix here, as a request behind it would find it."""

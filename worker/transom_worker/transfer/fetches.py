@@ -112,29 +112,29 @@ class PrefixFetches:
         key = source.worker, query.chain[-1]
         turn = self._turns.get(key) or self._turns.setdefault(key, asyncio.Lock())
         async with turn:
-            if await self._on_engine(lambda: self._store.has(query)):
+            if await self._on_engine(lambda: self._store.has(request_id, query)):
                 raise _Ended("present")
             offer = await _of_source(source.worker, self._peers.open_export(source.worker, query))
             if not isinstance(offer, PrefixOffer):
                 raise _Ended("refused" if offer == "refused" else "not_found")
             try:
-                return await self._import(source.worker, query, offer)
+                return await self._import(request_id, source.worker, query, offer)
             finally:
                 self._close(source.worker, offer.export_id)
 
-    async def _import(self, source: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan:
+    async def _import(self, request_id: str, source: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan:
         import_id, is_complete = uuid4().hex, False
         try:
             plan = await self._on_engine(lambda: self._store.begin_import(import_id, query, offer))
             if plan is None:
                 raise _Ended("no_space")
             await _all([self._bring(source, offer, import_id, *piece) for piece in plan.pieces])
-            await self._on_engine(lambda: self._store.end_import(import_id, is_complete=True))
+            await self._on_engine(lambda: self._store.publish_import(import_id, request_id))
             is_complete = True
             return plan
         finally:
             if not is_complete:  # the engine ignores it where the import never began, or has ended
-                self._on_engine(lambda: self._store.end_import(import_id, is_complete=False))
+                self._on_engine(lambda: self._store.drop_import(import_id))
 
     async def _bring(self, source: str, offer: PrefixOffer, import_id: str, blocks: BlockRange, num_bytes: int) -> None:
         """Read, convert and write one piece."""

@@ -59,8 +59,10 @@ class KvStore(Protocol):
     def query(self, request_id: str, num_tokens: int) -> PrefixQuery | None:
         """The query for the first tokens of a held request; None where it has ended, or has nothing to ask for."""
 
-    def has(self, query: PrefixQuery) -> bool:
-        """Whether as many tokens as the router expects from the source are a hit here already."""
+    def has(self, request_id: str, query: PrefixQuery) -> bool:
+        """Whether as many tokens as the router expects from the source are a hit here already; what was imported of them is kept
+        for this request, too.
+        """
 
     def begin_import(self, import_id: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
         """Take host blocks for what of the offer is missing here; None where the host tier has no room."""
@@ -71,5 +73,10 @@ class KvStore(Protocol):
     def write_import(self, import_id: str, blocks: BlockRange, data: Sequence[Bytes]) -> None:
         """Write converted blocks. Raises KeyError: the import has ended, since the cache was emptied."""
 
-    def end_import(self, import_id: str, *, is_complete: bool) -> None:
-        """Publish the imported blocks in the host tier, or free them. Raises KeyError where a complete one has ended already."""
+    def publish_import(self, import_id: str, request_id: str) -> None:
+        """Publish the imported blocks in the host tier, where they are kept until the request is admitted or has ended, or for a
+        limited time. Raises KeyError: the import has ended.
+        """
+
+    def drop_import(self, import_id: str) -> None:
+        """Free the blocks of an import that is not complete."""
