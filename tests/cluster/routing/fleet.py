@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tests.lost_windows import lose_windows
 from tests.worker.scheduling.scheduler_driver import BLOCK, Driver, layout, request
@@ -28,6 +29,7 @@ from transom_worker.contract import (
 )
 from transom_worker.errors import RequestTooLarge
 from transom_worker.kvcache.events import KvUpdate
+from transom_worker.kvcache.load_rates import LoadRates
 from transom_worker.kvcache.manager import KvCache
 
 MAX_MODEL_LEN = 112
@@ -42,6 +44,7 @@ class Search:
     request: Request
     version: int
     num_cached_tokens: int
+    num_host_tokens: int
 
 
 @dataclass
@@ -55,9 +58,12 @@ class Router:
 
 
 class Worker:
-    """One worker; its updates and searches since its start."""
+    """One worker; its updates and searches since its start.
 
-    def __init__(self, worker_id: str, mix: Sequence[str], rng: random.Random) -> None:
+    With `host_pages` it has a host tier of as many, loads take some steps, and load rates change now and then.
+    """
+
+    def __init__(self, worker_id: str, mix: Sequence[str], rng: random.Random, *, host_pages: int = 0) -> None:
         least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).capacity.worst_case_pages(MAX_MODEL_LEN)
         self.driver = Driver(
             layout(mix, num_pages=least + rng.choice([0, 1, 2, 6])),
@@ -65,10 +71,15 @@ class Worker:
             steps_in_flight=rng.choice([1, 2]),
             max_num_seqs=rng.choice([4, 8]),
             max_num_batched_tokens=rng.choice([16, 32]),
+            host_pages=host_pages,
+            load_after=lambda: rng.randrange(4),
         )
         self.cache = self.driver.scheduler.cache
         self.info = WorkerInfo(worker=worker_id, max_model_len=MAX_MODEL_LEN, vocab_size=50, cache=self.cache.shape)
         self.updates: list[KvUpdate] = []
+        self.first_rates = self.cache.changes.rates
+        self.rates: dict[int, LoadRates] = {}  # by the version that they began
+        self.cache.changes.set_rates = self._set_rates  # type: ignore[method-assign]
         self.searches: list[Search] = []
         self.num_introduced: Counter[str] = Counter()
         self.num_again = 0  # requests that lost their blocks before their first token
@@ -100,7 +111,13 @@ class Worker:
             self._unanswered.remove(name)
             first = self.driver.outputs[name][0]
             self.num_again += self.num_introduced[name] > 1
-            self.searches.append(Search(self.driver.requests[name], first.index_version, first.num_cached_tokens))
+            cached, loaded = first.num_cached_tokens, first.num_host_tokens
+            self.searches.append(Search(self.driver.requests[name], first.index_version, cached, loaded))
+
+    def _set_rates(self, rates: LoadRates) -> None:
+        """Take the place of `ChangeLog.set_rates`, and note at which version the rates begin."""
+        type(self.cache.changes).set_rates(self.cache.changes, rates)
+        self.rates[self.cache.index_version] = rates
 
     def take_update(self) -> KvUpdate | None:
         """What changed since the last call; kept."""
@@ -113,13 +130,22 @@ class Worker:
 class Fleet:
     """Three workers, two routers, and sessions that go on where they stopped, on whatever worker.
 
-    A request has one of the KV `policies`, by its session.
+    A request has one of the KV `policies`, by its session. Each worker has one of `host_pages`, in turn, as its host tier's.
     """
 
-    def __init__(self, mix: Sequence[str], seed: int, *, policies: Sequence[KvPolicy | None] = (None,)) -> None:
+    def __init__(
+        self,
+        mix: Sequence[str],
+        seed: int,
+        *,
+        policies: Sequence[KvPolicy | None] = (None,),
+        host_pages: Sequence[int] = (0,),
+    ) -> None:
         self.rng = rng = random.Random(seed)
         self._policies = policies
-        self.workers = {name: Worker(name, mix, rng) for name in ("a", "b", "c")}
+        self.workers = {
+            name: Worker(name, mix, rng, host_pages=host_pages[i % len(host_pages)]) for i, name in enumerate("abc")
+        }
         self.routers = [Router(Placer("kv", seed=seed + i), {name: deque() for name in self.workers}) for i in range(2)]
         for router in self.routers:
             for name, worker in self.workers.items():
@@ -194,6 +220,8 @@ class Fleet:
         worker = self.workers[name]
         if self.rng.random() < 0.02:
             lose_windows(worker.cache)
+        if worker.cache.host is not None and self.rng.random() < 0.02:
+            worker.cache.changes.set_rates(self._any_rates(len(worker.cache.shape.groups)))
         num_searches, num_finished = len(worker.searches), len(worker.driver.finished)
         worker.step()
         update = worker.take_update()
@@ -206,6 +234,10 @@ class Fleet:
         for request_id in worker.driver.finished[num_finished:]:
             self._end(request_id)
 
+    def _any_rates(self, num_groups: int) -> LoadRates:
+        """Rates at which loads are sometimes worth their time."""
+        return LoadRates(self.rng.choice([50, 1000]), tuple(self.rng.choice([1, 900, 9000]) for _ in range(num_groups)))
+
     def _begun(self, search: Search) -> None:
         name = search.request.request_id
         if name not in self._running:
@@ -215,6 +247,7 @@ class Fleet:
             num_prompt_tokens=search.request.num_prompt_tokens,
             num_output_tokens=1,
             num_cached_tokens=search.num_cached_tokens,
+            num_host_tokens=search.num_host_tokens,
             index_version=search.version,
         )
         difference = router.placer.first_event(name, usage)
@@ -246,22 +279,36 @@ class Fleet:
             router.coming[name].append(WorkerMessage(kv=worker.cache.whole_index()))
 
 
-def run_by_run(updates: Sequence[KvUpdate]) -> Iterator[KvUpdate]:
-    """The same updates in the smallest steps: a scheduler may search between any two runs."""
+def run_by_run(updates: Sequence[KvUpdate], rates: Mapping[int, LoadRates]) -> Iterator[KvUpdate]:
+    """The same updates in the smallest steps: a scheduler may search between any two runs, and before and after new `rates`."""
     for update in updates:
         version = update.after
-        for run in update.runs:
+        runs = deque(update.runs)
+        while runs or version < update.version:
+            if version + 1 in rates:
+                yield KvUpdate(after=version, version=version + 1, runs=(), rates=rates[version + 1])
+                version += 1
+                continue
+            run = runs.popleft()
             yield KvUpdate(after=version, version=version + len(run.digests), runs=(run,))
             version += len(run.digests)
         assert version == update.version
 
 
-def predict(index: FleetPrefixIndex, mirror: PrefixIndexMirror, item: Request) -> int:
-    """Prompt tokens that a worker with this index would find cached."""
+class Prediction(NamedTuple):
+    """Prompt tokens that a worker would find cached, and how many of them in its host tier."""
+
+    num_cached_tokens: int
+    num_host_tokens: int
+
+
+def predict(index: FleetPrefixIndex, mirror: PrefixIndexMirror, item: Request) -> Prediction:
+    """What a worker with this index would find."""
     policy = item.kv_policy
     if item.params.prompt_logprobs is not None or item.kv_quality or (policy and policy.depends_on_history):
-        return 0
+        return Prediction(0, 0)
     window = policy if isinstance(policy, WindowPolicy) else None
     num_tokens = item.num_prompt_tokens + len(item.resumed_output_ids)
-    [start] = index.find_hits([mirror], PromptHashes().of(item, mirror.shape.block_size), num_tokens, window).start
-    return min(int(start), item.num_prompt_tokens)
+    hits = index.find_hits([mirror], PromptHashes().of(item, mirror.shape.block_size), num_tokens, window)
+    start, device_start = (min(int(found[0]), item.num_prompt_tokens) for found in (hits.start, hits.device_start))
+    return Prediction(start, start - device_start)

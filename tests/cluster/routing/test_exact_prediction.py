@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.routing.fleet import Fleet, Worker, predict, run_by_run
+from tests.cluster.routing.fleet import Fleet, Search, Worker, predict, run_by_run
 from tests.cluster.routing.index_model import keys_of, keys_of_mirror
 from tests.how_many import num_examples
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
@@ -24,15 +24,20 @@ NUM_COMPARED = NUM_REQUESTS * 20 // 23  # at least, of each mix: some requests a
 
 
 def differences(worker: Worker, index: FleetPrefixIndex, mirror: PrefixIndexMirror) -> list[int]:
-    """Predicted minus found, the mirror being led through the worker's history and stopped at each search."""
-    assert mirror.apply(KvUpdate(after=0, version=0, runs=(), whole=True))
-    steps = run_by_run(worker.updates)
+    """Predicted minus found, the mirror being led through the worker's history and stopped at each search.
+
+    Both in all and in the host tier; the sum of the two distances, so that 0 is exact.
+    """
+    assert mirror.apply(KvUpdate(after=0, version=0, runs=(), whole=True, rates=worker.first_rates))
+    steps = run_by_run(worker.updates, worker.rates)
     found = []
     for search in sorted(worker.searches, key=lambda search: search.version):
         while mirror.version < search.version:
             assert mirror.apply(next(steps))
         assert mirror.version == search.version
-        found.append(predict(index, mirror, search.request) - search.num_cached_tokens)
+        expected = predict(index, mirror, search.request)
+        in_all = abs(expected.num_cached_tokens - search.num_cached_tokens)
+        found.append(in_all + abs(expected.num_host_tokens - search.num_host_tokens))
     for step in steps:
         assert mirror.apply(step)
     return found
@@ -83,6 +88,48 @@ def test_prediction_is_exact_with_kv_policies() -> None:
         assert set(differences(worker, index, index.join(worker.cache.shape))) == {0}
         hits |= {search.request.kv_policy for search in worker.searches if search.num_cached_tokens}
     assert hits == {None, policies[1], policies[2]}
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [mix if mix in HYBRIDS[1:3] else pytest.param(mix, marks=pytest.mark.exhaustive) for mix in HYBRIDS],
+    ids="+".join,
+)
+def test_prediction_is_exact_with_host_tiers(mix: tuple[str, ...]) -> None:
+    fleet = Fleet(mix, seed=20 + HYBRIDS.index(mix), host_pages=(6, 24, 90))
+    fleet.run(NUM_REQUESTS)
+    assert_exact(fleet)
+
+
+def test_prediction_is_exact_with_windows_and_host_tiers() -> None:
+    policies = (
+        None,
+        WindowPolicy(sinks=5, window=14),
+        HeavyPolicy(sinks=4, budget=24),
+        WindowPolicy(sinks=0, window=9),
+    )
+    fleet = Fleet(("full",), seed=31, policies=policies, host_pages=(6, 24, 90))
+    fleet.run(NUM_REQUESTS)
+    loaded = assert_exact(fleet)
+    assert {None, policies[1], policies[3]} == {search.request.kv_policy for search in loaded}
+
+
+def assert_exact(fleet: Fleet) -> list[Search]:
+    """Check every search of every worker; return those that found blocks in the host tier."""
+    assert set(fleet.differences) <= {0}
+    index = FleetPrefixIndex()
+    loaded = []
+    for name, worker in fleet.workers.items():
+        mirror = index.join(worker.cache.shape)
+        assert set(differences(worker, index, mirror)) == {0}
+        loaded += [search for search in worker.searches if search.num_host_tokens]
+        for router in fleet.routers:
+            known = router.placer.workers[name].mirror
+            assert known.version == worker.cache.index_version
+            assert known.rates == worker.cache.changes.rates
+    assert sum(len(worker.rates) for worker in fleet.workers.values()) > 1
+    assert loaded
+    return loaded
 
 
 def test_a_request_preempted_before_its_first_token_tells_of_its_first_search() -> None:

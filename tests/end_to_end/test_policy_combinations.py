@@ -1,0 +1,168 @@
+"""KV policies with everything else on: requests of every policy and of none in one batch get the tokens that they get alone.
+
+Windows and requests without a policy are compared with transformers; policies that depend on attention with an engine that
+computes one request after the other, with nothing on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.test_combinations import NUM_TOKENS, prompts
+from tests.engine_driver import Whole, make_engine, make_request, run
+from tests.oracle_answers import oracle_answers
+from tests.tiny_checkpoints import FULL, HybridCase
+from transom_worker.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, Request, WindowPolicy
+from transom_worker.engine.engine import Engine
+
+WINDOW = WindowPolicy(sinks=5, window=17)
+NO_SINKS = WindowPolicy(sinks=0, window=24)
+ADAPTIVE = AdaptivePolicy(sinks=4, min_window=16, max_window=64, threshold=0.05)
+HEAVY = HeavyPolicy(sinks=4, budget=48)
+MIXED: tuple[KvPolicy | None, ...] = (None, WINDOW, HEAVY, NO_SINKS, ADAPTIVE)
+SETTINGS: dict[str, Any] = {
+    "block_size": 8,
+    "max_model_len": 256,
+    "max_num_seqs": 24,
+}  # windows hold little: many at once
+TIGHT_KIB = 280  # the longest request just fits
+ROOMY_KIB = 8 << 10
+
+Answers = list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> dict[KvPolicy | None, Answers]:
+    """Every prompt's answer under every policy."""
+    answers: dict[KvPolicy | None, Answers] = {
+        policy: oracle_answers(tiny_model, prompts(), NUM_TOKENS, case)
+        for policy, case in (
+            (None, FULL),
+            (WINDOW, HybridCase(window=WINDOW.window, sinks=WINDOW.sinks)),
+            (NO_SINKS, HybridCase(window=NO_SINKS.window)),
+        )
+    }
+    engine = make_engine(str(tiny_model), **SETTINGS, enable_prefix_caching=False, max_num_batched_tokens=1024)
+    for policy in (ADAPTIVE, HEAVY):
+        found = [run(engine, [request])[0] for request in requests((policy,), "alone")]
+        answers[policy] = [whole.token_ids for whole in found]
+        assert answers[policy] != answers[None]  # something was dropped
+    engine.shutdown()
+    return answers
+
+
+def requests(policies: tuple[KvPolicy | None, ...], name: str, known: Answers | None = None) -> list[Request]:
+    """One request for each prompt, policies in turn; every fourth one of a mix is compared with full attention, if it has one.
+
+    Requests resume with some of the `known` answers.
+    """
+    made = []
+    for i, prompt in enumerate(prompts()):
+        policy = policy_of(policies, i)
+        resumed = known[i][: i % NUM_TOKENS] if known else None
+        plain = make_request(f"{name} {i}", prompt, max_tokens=NUM_TOKENS, resumed=resumed)
+        is_compared = policy is not None and i % 4 == 3 and len(policies) > 1
+        made.append(replace(plain, kv_policy=policy, kv_quality=is_compared))
+    return made
+
+
+def policy_of(policies: tuple[KvPolicy | None, ...], i: int) -> KvPolicy | None:
+    """The policy of prompt `i`: three prompts have the same, since the last of the three shares a prefix with the one before."""
+    return policies[i // 3 % len(policies)]
+
+
+def check(
+    engine: Engine, policies: tuple[KvPolicy | None, ...], expected: dict[KvPolicy | None, Answers]
+) -> list[Whole]:
+    """All prompts twice: from nothing, and resumed over what is cached then."""
+    want = [expected[policy_of(policies, i)][i] for i in range(len(prompts()))]
+    fresh = run(engine, requests(policies, "fresh"))
+    assert different([whole.token_ids for whole in fresh], want) == []
+    again = run(engine, requests(policies, "again", want))
+    assert different([whole.token_ids for whole in again], [w[i % NUM_TOKENS :] for i, w in enumerate(want)]) == []
+    return fresh + again
+
+
+def different(got: Answers, want: Answers) -> list[int]:
+    return [i for i, tokens in enumerate(got) if tokens != want[i]]
+
+
+def num_compared(engine: Engine) -> int:
+    """Tokens whose policy was compared with full attention."""
+    stats = engine.scheduler.admission.policy_counts.stats((), block_size=SETTINGS["block_size"])
+    return sum(one.num_compared for one in stats.values())
+
+
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+@pytest.mark.parametrize("chunk", [16, pytest.param(64, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("host", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_all_policies_in_one_batch(
+    tiny_model: Path, expected: dict[KvPolicy | None, Answers], steps: int, chunk: int, host: bool
+) -> None:
+    tiers: dict[str, Any] = {"swap_space": "2MiB", "preemption_mode": "swap"} if host else {}
+    engine = make_engine(
+        str(tiny_model),
+        **SETTINGS,
+        max_num_batched_tokens=chunk,
+        steps_in_flight=steps,
+        kv_cache_memory_bytes=TIGHT_KIB << 10,
+        **tiers,
+    )
+    found = check(engine, MIXED, expected)
+    work = engine.scheduler.work
+    assert (work.num_swaps if host else work.num_preemptions) > 0
+    assert sum(whole.num_cached_tokens for whole in found) > 0
+    assert num_compared(engine) > 0
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("mode", ["swap", pytest.param("auto", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("window", [WINDOW, pytest.param(NO_SINKS, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("chunk", [16, pytest.param(64, marks=pytest.mark.exhaustive)])
+def test_windows_with_a_host_tier(
+    tiny_model: Path, expected: dict[KvPolicy | None, Answers], window: WindowPolicy, chunk: int, mode: str
+) -> None:
+    """Chunked prompts, 2 steps in flight, in a pool so tight that requests are swapped and hits are loaded from the host."""
+    engine = make_engine(
+        str(tiny_model),
+        **SETTINGS,
+        max_num_batched_tokens=chunk,
+        steps_in_flight=2,
+        kv_cache_memory_bytes=TIGHT_KIB << 10,
+        swap_space="2MiB",
+        preemption_mode=mode,
+    )
+    found = check(engine, (window,), expected)
+    loads = engine.scheduler.cache.loads
+    assert loads is not None
+    assert sum(loads.num_loaded) > 0
+    assert engine.scheduler.work.num_swaps > 0
+    assert sum(whole.num_cached_tokens for whole in found) > 0
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("pool_kib", [TIGHT_KIB, pytest.param(ROOMY_KIB, marks=pytest.mark.exhaustive)])
+def test_ranks_decide_alike(
+    tiny_model: Path, expected: dict[KvPolicy | None, Answers], ranks: int, pool_kib: int
+) -> None:
+    """Attention is summed over the ranks, so policies keep the same blocks on each of them as on one rank alone."""
+    engine = make_engine(
+        str(tiny_model),
+        **SETTINGS,
+        device="cpu",
+        tensor_parallel_size=ranks,
+        max_num_batched_tokens=64,
+        steps_in_flight=2,
+        kv_cache_memory_bytes=pool_kib << 9,  # each rank has one of the two KV heads
+        swap_space="1MiB",
+        preemption_mode="swap",
+    )
+    check(engine, MIXED, expected)
+    assert (engine.scheduler.work.num_swaps > 0) == (pool_kib == TIGHT_KIB)
+    assert num_compared(engine) > 0
+    engine.shutdown()
