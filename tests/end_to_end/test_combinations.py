@@ -21,6 +21,7 @@ from tests.lost_windows import lose_windows
 from tests.memory_faults import PLACES, OutOfMemoryExecutor, Place
 from tests.oracle_answers import oracle_answers
 from tests.tiny_checkpoints import HybridCase
+from transom_worker.engine import disk_imports
 from transom_worker.engine.engine import Engine
 from transom_worker.planner import CachePlan
 from transom_worker.scheduling import in_flight_prefixes
@@ -120,6 +121,8 @@ class Seen:
     loaded_blocks: int = 0
     hits: int = 0
     repaired: int = 0
+    read_blocks: int = 0  # from the disk
+    broken_blocks: int = 0
 
 
 Margins = list[list[dict[int, float]]]  # by answer and step: log-probabilities of the likeliest tokens
@@ -148,6 +151,10 @@ def check(
     seen.loaded_blocks += sum(loads.num_loaded) if loads is not None else 0
     seen.hits += sum(whole.num_cached_tokens for whole in got + rest)
     seen.repaired += engine.scheduler.stats().outcome_tokens.get("repaired", 0)
+    for report in engine.executor.rank_reports():
+        if report.usage.disk is not None:
+            seen.read_blocks += report.usage.disk.num_read
+            seen.broken_blocks += report.usage.disk.num_broken
     engine.shutdown()
 
 
@@ -300,10 +307,33 @@ def test_quantised_caches_are_exact(tiny_model: Path, name: str) -> None:
     The order of a sum depends on how many rows a step has. That moves a key by a few of float32's last bits, and over the edge
     between two stored numbers once in some ten thousand times.
     """
-    case, tight_kib = MODELS[name]
-    asked = QUANTISED[name]
+    answers = quantised_answers(tiny_model, name, QUANTISED[name])
+    tight_kib = int(MODELS[name][1] * answers.shrunk)
+    mixes = [mix for mix in pairwise(name) if mix.hybrid]
+    seen = check_mixes(
+        tiny_model, name, mixes, answers.want, tight_kib, answers.margins, kv_cache_dtype=QUANTISED[name]
+    )
+    assert seen.preemptions > 0
+    assert seen.hits > 0
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedAnswers:
+    """What an engine with the same number formats, and nothing on, answers, and how likely other tokens were.
+
+    `shrunk` is the size of the cache relative to one that is not quantised.
+    """
+
+    want: list[list[int]]
+    margins: Margins
+    shrunk: float
+
+
+def quantised_answers(model: Path, name: str, asked: str) -> QuantisedAnswers:
+    """The answers of one model under the formats that `asked` names."""
+    case = MODELS[name][0]
     plain = make_engine(
-        str(tiny_model),
+        str(model),
         **case.settings(),
         **SETTINGS,
         kv_cache_dtype=asked,
@@ -317,13 +347,52 @@ def test_quantised_caches_are_exact(tiny_model: Path, name: str) -> None:
         [{one.token_id: one.logprob for one in (step.chosen, *step.top)} for step in answer.logprobs]
         for answer in answers
     ]
-    want, plan = [answer.token_ids for answer in answers], plain.info.plan
     plain.shutdown()
-    shrunk = plan.request_bytes / float_plan(tiny_model, case).request_bytes
-    mixes = [mix for mix in pairwise(name) if mix.hybrid]
-    seen = check_mixes(tiny_model, name, mixes, want, int(tight_kib * shrunk), margins, kv_cache_dtype=asked)
-    assert seen.preemptions > 0
+    shrunk = plain.info.plan.request_bytes / float_plan(model, case).request_bytes
+    return QuantisedAnswers([answer.token_ids for answer in answers], margins, shrunk)
+
+
+TIERED = {"SSF with sinks": "sinks_window=fp8,full=int8", "SCF": "int4", "full": "int8", "CF": "full=int4", "SF": "fp8"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("SSF with sinks", "SCF") else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in TIERED
+    ],
+)
+def test_quantised_caches_are_exact_in_all_tiers(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Quantised blocks and their scales go to the host and to files, and come back, also into a second engine."""
+    monkeypatch.setattr(disk_imports, "MIN_SPARED_TOKENS", 8)
+    monkeypatch.setattr(disk_imports, "NS_PER_BYTE", 0.0)
+    monkeypatch.setattr(disk_imports.DiskImports, "_measure", lambda *_: None)
+    case, tight_kib = MODELS[name]
+    answers = quantised_answers(tiny_model, name, TIERED[name])
+    seen = Seen()
+    for turn in range(2):
+        engine = make_engine(
+            str(tiny_model),
+            **case.settings(),
+            **SETTINGS,
+            kv_cache_dtype=TIERED[name],
+            device="cpu",
+            max_num_batched_tokens=CHUNKS[turn],
+            steps_in_flight=2,
+            kv_cache_memory_bytes=int(tight_kib * answers.shrunk) << 10,
+            swap_space=f"{int(tight_kib * answers.shrunk)}KiB",
+            preemption_mode="swap",
+            disk_cache=str(tmp_path),
+            disk_space="64MiB",
+        )
+        check(engine, answers.want, (name, turn), seen, lose=True, margins=answers.margins)
+    assert seen.swaps > 0
+    assert seen.loaded_blocks > 0
     assert seen.hits > 0
+    assert seen.read_blocks > 0
+    assert seen.broken_blocks == 0
 
 
 @pytest.mark.parametrize("mode", ["swap", "auto"])

@@ -174,3 +174,30 @@ def test_an_import_larger_than_the_host_tier_is_refused() -> None:
     assert hit.num_hash_blocks == 100
     assert driver.cache.import_blocks(chain, hit) is None
     driver.finish()
+
+
+def test_the_device_gives_up_what_lies_above_an_import() -> None:
+    """A locked node in the host tier holds the nodes above it on the device; memory that they pin was promised to others."""
+    driver = DiskDriver(("full",), num_pages=40, host_pages=40)
+    first = tokens(1, 40)
+    assert run(driver, first)
+    assert run(driver, first + tokens(2, 40))
+    cache = driver.cache
+    lower = max(cache.checkpoints.tree.nodes(), key=lambda node: node.boundary)
+    while lower.tier != HOST:
+        assert cache.eviction.evict_one()
+    assert lower.parent is not None
+    assert lower.parent.tier != HOST
+    chain: list[bytes] = []
+    extend_chain(chain, ROOT, first + tokens(2, 40), BLOCK)
+    chain = [*chain[: lower.boundary], bytes(32)]
+    tiers = [(*(tier[0] for tier in cache.index.tiers), {bytes(32)})]
+    hit = find_in_tiers(cache.retentions, tiers, chain, len(chain), window_repair=True)
+    opened = cache.import_blocks(chain, hit)
+    assert opened is not None
+    assert opened.locked is lower
+    while cache.eviction.evict_one():
+        pass
+    assert not any(cache.pools[0].pins)
+    cache.end_import(opened)
+    driver.finish()

@@ -16,6 +16,7 @@ dropped. Had it rank 7, the host's leaf would be dropped, and the node would tak
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
@@ -85,11 +86,14 @@ class NodeEviction:
         """
         victim = self._lowest(DEVICE)
         if victim is None:
-            # Only locked nodes are left, which pin copies of blocks that running sequences computed themselves.
-            node = next((node for node in self.candidates[DEVICE].all() if not node.num_held_children), None)
+            # Only locked nodes are left, which pin copies of blocks that running sequences computed themselves, and nodes above
+            # locked ones of the host tier, into whose place bytes are being imported.
+            node = next((node for node in self.candidates[DEVICE].all() if not _has_child_on_device(node)), None)
             if node is None:
                 return False
-            self._drop(node, Part.WINDOWS if node.windows and node.windows_tier == DEVICE else Part.SEGMENT)
+            part = Part.WINDOWS if node.windows and node.windows_tier == DEVICE else Part.SEGMENT
+            if node.locks or part is Part.WINDOWS or not self._demote(Victim(node, part, math.inf)):
+                self._drop(node, part)
         elif not self._demote(victim):
             self._drop(victim.node, victim.part)
         return True
@@ -192,6 +196,10 @@ class NodeEviction:
             if best is None or rank < best.rank:
                 best = Victim(node, part, rank)
         return best
+
+
+def _has_child_on_device(node: Node) -> bool:
+    return any(child.tier == DEVICE for child in node.children)
 
 
 def _evictable_part(node: Node, tier: int) -> Part | None:
