@@ -103,6 +103,7 @@ class Driver:
         self.finished: list[str] = []
         self.stop_at: dict[str, int] = {}
         self.in_flight: deque[StepPlan] = deque()
+        self.has_run_out_of_memory = False
         self.num_followed = 0  # waits for another's units, summed over all checks
 
     def add(self, item: Request) -> None:
@@ -136,6 +137,14 @@ class Driver:
         self.in_flight.clear()
         self.executor.fail()
         self.finished += self.scheduler.fail_in_flight()
+
+    def run_out_of_memory(self) -> None:
+        """The oldest step in flight runs out of memory: the requests of all plans in flight are computed again."""
+        self.has_run_out_of_memory = True
+        self.scheduler.ran_out_of_memory()
+        self.in_flight.clear()
+        self.executor.fail()
+        self.scheduler.compute_again()
 
     def _take(self, output: SequenceOutput) -> None:
         name = output.request_id
@@ -215,7 +224,8 @@ class Driver:
         """After the last request: nothing is referenced, everything is cache or free, outcomes add up."""
         assert not self.scheduler.has_work
         assert not self.scheduler.admission.in_flight_prefixes.producer_by_digest
-        self.check_work()
+        if not self.has_run_out_of_memory:  # the model takes what a failed step was to compute as computed
+            self.check_work()
         assert all(group.active_blocks == 0 for group in self.scheduler.stats().groups)
         self.scheduler.cache.evict_all()
         assert self.scheduler.stats().free_pages == self.scheduler.stats().num_pages

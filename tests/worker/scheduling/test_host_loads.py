@@ -68,15 +68,49 @@ def test_loads_of_forgotten_plans_are_sent_again() -> None:
     plan = driver.schedule()
     assert plan is not None
     assert not plan.seq_ids
-    assert driver.scheduler.ran_out_of_memory() is None  # no row asked for memory
-    driver.in_flight.clear()
-    driver.executor.fail()
-    driver.scheduler.compute_again()
+    driver.run_out_of_memory()
     driver.check()
     sent = driver.schedule()
     assert sent is not None
     assert loads(sent) == loads(plan) != []
     assert max(sent.copy_ticket) > max(plan.copy_ticket)
+    driver.run()
+    driver.check_idle()
+
+
+def test_a_request_whose_first_step_runs_out_of_memory_is_not_swapped() -> None:
+    """It has computed nothing: a load without copies would never end."""
+    driver = Driver(layout(["full"], num_pages=5), host_pages=60, preemption_mode="swap")
+    driver.add(request("first", [7] * 10, 2))
+    driver.schedule()
+    driver.run_out_of_memory()
+    assert driver.scheduler.preemptions == {"recompute": 1, "swap": 0}
+    driver.run(max_steps=100)
+    driver.check_idle()
+
+
+def test_what_a_load_brings_is_not_found_if_the_tiers_were_emptied_meanwhile() -> None:
+    """The copies to the host may have been in a plan that failed. The loading request computes its whole prompt."""
+    driver = spilled_driver()
+    load_beside_another(driver)
+    driver.scheduler.admission.preempt_all()
+    driver.abort("other")
+    sequence = driver.scheduler.by_request["again"]
+    while sequence.status is not SequenceStatus.RUNNING:
+        driver.step()
+    assert sequence.num_found_at_admission == 0
+    driver.run()
+    driver.check_idle()
+
+
+def test_what_is_in_use_when_the_tiers_are_emptied_is_not_found() -> None:
+    driver = spilled_driver()
+    driver.add(request("other", [7] * 30, 20))
+    driver.step()
+    assert any(driver.scheduler.cache.index.groups)
+    driver.scheduler.cache.evict_all()
+    assert not any(driver.scheduler.cache.index.groups)
+    driver.check()
     driver.run()
     driver.check_idle()
 

@@ -25,8 +25,9 @@ def random_run(
     equal: float = 0.0,
     pace: PromptPace | None = None,
     has_host: bool = False,
+    out_of_memory: float = 0.0,
 ) -> Driver:
-    """`equal`: how often a prompt is that of the request before."""
+    """`equal`: how often a prompt is that of the request before; `out_of_memory`: how often steps run out of memory."""
     rng = random.Random(seed)
     least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).capacity.worst_case_pages(80)
     driver = Driver(
@@ -69,6 +70,8 @@ def random_run(
             driver.abort(rng.choice(sorted(driver.requests)))
         if rng.random() < 0.01:
             driver.fail()
+        if out_of_memory and driver.in_flight and rng.random() < out_of_memory:
+            driver.run_out_of_memory()
         if rng.random() < 0.05:
             lose_windows(driver.scheduler.cache)
         if rng.random() < 0.5:
@@ -110,6 +113,12 @@ def test_random_requests_on_two_tiers(mix: tuple[str, ...]) -> None:
     ]
     assert sum(driver.executor.num_loaded for driver in drivers) > 0
     assert sum(driver.scheduler.preemptions["swap"] for driver in drivers) > 0
+
+
+@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
+def test_random_requests_on_two_tiers_whose_steps_run_out_of_memory(mix: tuple[str, ...]) -> None:
+    for seed in range(num_examples(daily=2, exhaustive=16)):
+        random_run(mix, seed, steps_in_flight=1 + seed % 2, has_host=True, num_requests=8, out_of_memory=0.03)
 
 
 def test_what_a_failed_step_may_not_have_copied_is_not_swapped_again() -> None:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from transom_worker.kvcache.block_copies import CopyQueue
 from transom_worker.kvcache.block_registry import BlockRegistry
 from transom_worker.kvcache.host_tier import HostTier
-from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.prefix_index import PrefixIndex
 from transom_worker.kvcache.prefix_search import PrefixHit, shared_digests
 from transom_worker.kvcache.retention_set import RetentionSet
@@ -48,7 +47,6 @@ class Exports:
         retentions: RetentionSet,
         index: PrefixIndex,
         registry: BlockRegistry,
-        pools: Sequence[GroupPool],
         host: HostTier | None,
         copies: CopyQueue,
         *,
@@ -57,7 +55,6 @@ class Exports:
         self._retentions = retentions
         self._index = index
         self._registry = registry
-        self._pools = pools
         self._host = host
         self._copies = copies
         self._block_size = block_size
@@ -97,13 +94,9 @@ class Exports:
                     yield one.group, one.block
 
     def make_void(self) -> None:
-        """Note that the cache is emptied: what the present exports would read is not what they promised, and what they reference
-        on the device must not be found any more."""
+        """Note that the cache is emptied: what the present exports would read is not what they promised."""
         for opened in self._open:
             opened.is_void = True
-        for group, block in set(self.on_device()):
-            if block in self._pools[group].published:
-                self._registry.withdraw(group, [block])
 
     def _blocks_of(self, group: int, chain: Sequence[bytes], hit: PrefixHit) -> Iterable[ExportedBlock]:
         retention = self._retentions[group]

@@ -132,7 +132,7 @@ class KvCache:
             self.arena, self.pools, self.registry, self.running, self.copies, self._fixed_blocks
         )
         self.exports = Exports(
-            self.retentions, self.index, self.registry, self.pools, self.host, self.copies, block_size=block_size
+            self.retentions, self.index, self.registry, self.host, self.copies, block_size=block_size
         )
         self.capacity = Capacity(self.retentions, self.arena, self.allocator)
         self.outcomes = OutcomeCounts(self.index, block_size=block_size)
@@ -408,9 +408,13 @@ class KvCache:
     # State of the cache
 
     def evict_all(self) -> None:
-        """Evict every cached block of both tiers. What loads bring is not published."""
+        """Evict every cached block of both tiers, and let none that is in use be found any more. What loads bring is not
+        published.
+        """
         self.eviction.drop_all()
         self._evict_unpinned("reset")
+        for pool in self.pools:
+            self.registry.withdraw(pool.group, list(pool.published))
         self.exports.make_void()
         if self.host is not None and self.loads is not None:
             self.loads.make_void()

@@ -113,11 +113,13 @@ class Publishing:
             self._place(blocks, boundary, kind)
 
     def place_last(self, blocks: SequenceBlocks, kind: CheckpointKind) -> None:
-        """Place a checkpoint behind the last whole hash block of a sequence that ends, if everything up to there was published."""
+        """Place a checkpoint behind the last whole hash block of a sequence that ends, if everything up to there was published,
+        and what its load has brought is known.
+        """
         boundary = blocks.processed // self._block_size
         complete = (
             self._is_on
-            and not blocks.is_private
+            and not (blocks.is_private or blocks.lost_contents)
             and blocks.processed >= blocks.repair_until
             and boundary <= blocks.num_published
         )

@@ -28,12 +28,13 @@ class Swapping:
         self._make_room = make_room
 
     def save(self, blocks: SequenceBlocks) -> bool:
-        """Queue copies of a sequence's live blocks to the host; return False, with nothing changed, if there is no room.
+        """Queue copies of a sequence's live blocks to the host; return False, with nothing changed, if there is no room, or if it
+        has none: a load without copies would never be reported.
 
         The caller releases the blocks on the device afterwards.
         """
         live = [_live_blocks(blocks, group) for group in range(len(blocks.tables))]
-        if not self._make_room(lambda: [len(of_group) for of_group in live]):
+        if not any(live) or not self._make_room(lambda: [len(of_group) for of_group in live]):
             return False
         blocks.to_load = self._host.take([len(of_group) for of_group in live])
         for group, (sources, targets) in enumerate(zip(live, blocks.to_load, strict=True)):
