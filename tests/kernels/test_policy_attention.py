@@ -102,6 +102,10 @@ def test_a_table_without_gaps_gives_the_bits_of_paged_attention(dtype):
     inputs = (case.q, case.k_cache, case.v_cache)
     expected = paged_attention(*inputs, case.batch, scale=0.3)
     assert torch.equal(policy_attention(*inputs, compact(case, 0, 0), scale=0.3), expected)
+    prompts = make_case([Sequence(start=0, count=77), Sequence(start=700, count=140)], replace(SHAPE, dtype=dtype))
+    inputs = (prompts.q, prompts.k_cache, prompts.v_cache)
+    expected = paged_attention(*inputs, prompts.batch, scale=0.3)
+    assert torch.equal(policy_attention(*inputs, compact(prompts, 0, 0), scale=0.3), expected)
     slid = [Sequence(start=900, count=1, first_key=601), Sequence(start=300, count=1, first_key=1)]
     case = make_case(slid, replace(SHAPE, dtype=dtype, num_sink_blocks=2))
     inputs = (case.q, case.k_cache, case.v_cache)
@@ -109,12 +113,13 @@ def test_a_table_without_gaps_gives_the_bits_of_paged_attention(dtype):
     assert torch.equal(policy_attention(*inputs, compact(case, 300, 20), scale=0.3), expected)
 
 
-def test_blocks_that_leave_outside_of_the_mask_change_no_bit():
+@pytest.mark.parametrize("count", [1, 40])
+def test_blocks_that_leave_outside_of_the_mask_change_no_bit(count):
     """A step may still have the blocks of the step before; the row's result does not show it."""
-    sequence = PolicySequence(start=700, window=300, sinks=20)
+    sequence = PolicySequence(start=700, count=count, window=300, sinks=20)
     whole = make_policy_case([sequence], SHAPE)
     expected = policy_attention(whole.q, whole.k_cache, whole.v_cache, whole.batch, scale=0.3)
-    columns = [column for column in range(44) if column not in range(2, 25)]
+    columns = [column for column in range(whole.batch.block_table.shape[1] - 1) if column not in range(2, 25)]
     batch = replace(
         whole.batch,
         block_table=whole.batch.block_table[:, columns].contiguous(),
@@ -122,6 +127,38 @@ def test_blocks_that_leave_outside_of_the_mask_change_no_bit():
         num_columns=torch.tensor([len(columns)], dtype=torch.int32),
     )
     assert torch.equal(policy_attention(whole.q, whole.k_cache, whole.v_cache, batch, scale=0.3), expected)
+
+
+@pytest.mark.parametrize("with_sink_query", [False, True])
+@pytest.mark.parametrize("sequence", [SEQUENCES[1], PolicySequence(start=0, count=300, window=90, sinks=20)], ids=str)
+def test_a_prompt_has_the_same_bits_however_it_is_cut_into_chunks(sequence, with_sink_query):
+    """And alone as beside other sequences; chunks have more than 8 tokens."""
+    case = make_policy_case([PolicySequence(start=5, count=30), sequence], SHAPE)
+    expected, _ = check(case, with_sink_query=with_sink_query)
+    begin, end = 30, 30 + sequence.count
+    for first, last in ((begin, begin + 9), (begin + 9, end - 11), (end - 11, end)):
+        count = last - first
+        batch = replace(
+            case.batch,
+            **{
+                name: getattr(case.batch, name)[1:].contiguous()
+                for name in ("block_table", "key_blocks", "num_columns", "window", "sinks")
+            },
+            start=torch.tensor([sequence.start + first - begin], dtype=torch.int32),
+            query_offset=torch.tensor([0, count], dtype=torch.int32),
+            row_sequence=torch.zeros(count, dtype=torch.int32),
+            count_host=[count],
+            scratch={},
+        )
+        out = policy_attention(
+            case.q[first:last],
+            case.k_cache,
+            case.v_cache,
+            batch,
+            scale=0.3,
+            sink_q=case.sink_q[first:last] if with_sink_query else None,
+        )
+        assert torch.equal(out, expected[first:last])
 
 
 def test_a_row_has_the_same_bits_for_any_number_of_threads():

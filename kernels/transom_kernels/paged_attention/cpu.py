@@ -18,11 +18,16 @@ from transom_kernels.cpu.pool import pool
 from transom_kernels.cpu.recording import Argument
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.paged_attention.block_lookup import physical_blocks
-from transom_kernels.paged_attention.cpu_layout import UNIT_KEYS, DecodeLayout, PromptLayout, partial_floats
+from transom_kernels.paged_attention.cpu_layout import (
+    MAX_DECODING_ROWS,
+    UNIT_KEYS,
+    DecodeLayout,
+    PromptLayout,
+    partial_floats,
+)
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.quantised_kv import STORED, head_width
 
-MAX_DECODING_ROWS = 8  # a sequence with more new tokens is computed in tiles
 _ITEMS_PER_THREAD = 4  # slots share decoding rows until there are so many items
 _MAX_PARTIAL_BYTES = 64 << 20
 

@@ -63,7 +63,7 @@ def table_block(table, logical, shift, num_sink_blocks, columns):
 
 
 @njit
-def write_addresses(arguments, sequence, kv_head, begin, end, keys, values):
+def write_addresses(arguments, scratch, sequence, kv_head, begin, end, keys, values):
     """Write the addresses of the keys and values of tokens [begin, end) into two arrays."""
     size, columns = argument(arguments, BLOCK_SIZE), argument(arguments, COLUMNS)
     num_sink_blocks = argument(arguments, NUM_SINK_BLOCKS)

@@ -3,7 +3,7 @@
 - word: 32 bits of a vector's lane: one float32, or a pair of bfloat16 where the processor multiplies pairs (`Words.pairs`). Other
   bfloat16 and float16 numbers become float32 when they are loaded.
 - unit: the keys between two multiples of UNIT_KEYS, which a decoding row attends to at once (`cpu_decode.py`).
-- tile: some query tokens of a prompt with all query heads of a KV head, or KEY_TILE keys (`cpu_prompt.py`).
+- tile: some query tokens of a prompt with all query heads of a KV head, or KEY_TILE keys (`cpu_tile.py`).
 
 Legend: G query heads per KV head, D key width, Dv value width.
 """
@@ -17,6 +17,7 @@ from transom_kernels.cpu.target import cpu_target
 UNIT_KEYS = 256
 KEY_TILE = 128
 SUB_ROWS = 32  # rows of a prompt's tile that are computed together
+MAX_DECODING_ROWS = 8  # a sequence with more new tokens is computed in tiles
 TILE_ROWS = 192  # rows of a prompt's tile, about: they share the packing of keys
 
 _LANES = 16
@@ -131,6 +132,8 @@ class PromptLayout:
         self.value_addresses = memory.take(KEY_TILE * 8)
         self.key_scales = memory.take(4 * KEY_TILE)  # of quantised caches
         self.value_scales = memory.take(4 * KEY_TILE)
+        self.low_keys = memory.take(8 * self.tokens)  # of each token, the keys between which it sees
+        self.high_keys = memory.take(8 * self.tokens)
         self.zeros = memory.take(self.zeros_bytes)
         self.key_panel = words.vectors(width) * _LANES * VECTOR_BYTES  # bytes of 16 packed keys
         self.keys = memory.take(KEY_TILE // _LANES * self.key_panel)

@@ -6,6 +6,8 @@ steps can be recorded.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from transom_kernels.cpu.kernel import cpu_kernel
@@ -13,13 +15,19 @@ from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.pool import pool
 from transom_kernels.cpu.recording import Argument
 from transom_kernels.paged_attention import cpu_arguments as shared
-from transom_kernels.paged_attention.cpu_layout import UNIT_KEYS, DecodeLayout, partial_floats
+from transom_kernels.paged_attention.cpu_layout import (
+    MAX_DECODING_ROWS,
+    UNIT_KEYS,
+    DecodeLayout,
+    PromptLayout,
+    partial_floats,
+)
 from transom_kernels.policy_attention import cpu_arguments as own
 from transom_kernels.policy_attention.batch import PolicyBatch
 from transom_kernels.quantised_kv import STORED, head_width
 
 _MODULE = "transom_kernels.policy_attention.cpu_kernel"
-_ITEMS_PER_THREAD = 4  # slots share rows until there are so many items
+_ITEMS_PER_THREAD = 4  # slots share decoding rows until there are so many items
 _MAX_PARTIAL_BYTES = 64 << 20
 _EXTRA_BYTES = 64 + 4 * UNIT_KEYS  # `cpu_kernel.EXTRA_BYTES`, which is imported for compiling alone
 
@@ -55,8 +63,10 @@ def policy_attention_cpu(
         return out
     dtype, group = DTYPES[q.dtype], heads // kv_heads
     floats = partial_floats(dtype, group, value_width)
+    prompt = PromptLayout(dtype, group, width, value_width)
+    plan = _plan_of(batch, prompt.tokens)
     max_units = batch.block_table.shape[1] * batch.block_size // UNIT_KEYS + 3
-    num_slots = _num_slots(rows * kv_heads, max_units, 4 * rows * kv_heads * floats)
+    num_slots = _num_slots(plan.num_decoding * kv_heads, max_units, 4 * rows * kv_heads * floats)
     partials = empty((rows * kv_heads * max_units * floats,), torch.float32) if num_slots > 1 else None
     arguments = _arguments(q, k_cache, v_cache, batch, scale, soft_cap, sink_q, statistics, (k_scale, v_scale))
     for at, value in (
@@ -64,6 +74,9 @@ def policy_attention_cpu(
         (shared.PARTIALS, partials),
         (shared.SINK_LOGITS, sink_logits),
         (shared.SINK_STRIDE, 0 if sink_logits is None else sink_logits.stride(0) * sink_logits.element_size()),
+        (shared.TILES, plan.tiles),
+        (shared.NUM_TILE_ITEMS, plan.num_tiles * kv_heads),
+        (shared.DECODING, plan.decoding),
         (shared.NUM_SLOTS, num_slots),
         (shared.MAX_UNITS, max_units),
     ):
@@ -82,11 +95,49 @@ def policy_attention_cpu(
         )
         for maker in ("make_attend", "make_combine")
     )
-    scratch_bytes = DecodeLayout(dtype, group, width, value_width).num_bytes + _EXTRA_BYTES
-    launch(attend, rows * kv_heads * num_slots, arguments, scratch_bytes=scratch_bytes)
+    scratch_bytes = max(DecodeLayout(dtype, group, width, value_width).num_bytes, prompt.num_bytes) + _EXTRA_BYTES
+    num_items = (plan.num_tiles + plan.num_decoding * num_slots) * kv_heads
+    launch(attend, num_items, arguments, scratch_bytes=scratch_bytes)
     if num_slots > 1:
-        launch(combine, rows * kv_heads, arguments)
+        launch(combine, plan.num_decoding * kv_heads, arguments)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Which sequences are computed in tiles, and which query rows one by one."""
+
+    tiles: torch.Tensor | None  # [num_tiles, 2] int32: sequence and first token
+    num_tiles: int
+    decoding: torch.Tensor | None  # [num_decoding] int32: rows; None: all
+    num_decoding: int
+
+
+def _plan_of(batch: PolicyBatch, tile_tokens: int) -> _Plan:
+    """The step's plan. The first layer makes it; the batch keeps it for the others."""
+    key = ("policy_attention_cpu", tile_tokens)
+    if key not in batch.scratch:
+        batch.scratch[key] = _plan(batch, tile_tokens)
+    plan: _Plan = batch.scratch[key]
+    return plan
+
+
+def _plan(batch: PolicyBatch, tile_tokens: int) -> _Plan:
+    """Cut prompts into tiles, those with the most keys first, so that no thread begins a long one last."""
+    prompts = [b for b, count in enumerate(batch.count_host) if count > MAX_DECODING_ROWS]
+    if not prompts:
+        return _Plan(tiles=None, num_tiles=0, decoding=None, num_decoding=batch.row_sequence.shape[0])
+    tiles = [(b, token) for b in prompts for token in range(0, batch.count_host[b], tile_tokens)]
+    starts = batch.start.tolist()
+    tiles.sort(key=lambda tile: -starts[tile[0]] - tile[1])
+    in_prompt = torch.isin(batch.row_sequence, torch.tensor(prompts, dtype=torch.int32))
+    decoding = (~in_prompt).nonzero().flatten().int()
+    return _Plan(
+        tiles=torch.tensor(tiles, dtype=torch.int32),
+        num_tiles=len(tiles),
+        decoding=decoding,
+        num_decoding=len(decoding),
+    )
 
 
 def add_block_mass_cpu(
@@ -169,7 +220,7 @@ def _arguments(
 
 
 def _num_slots(items: int, max_units: int, partial_bytes: int) -> int:
-    """How many items share a row."""
+    """How many items share a decoding row."""
     wanted = -(-_ITEMS_PER_THREAD * pool().num_threads // max(1, items))
     slots = min(wanted, max_units - 2)
-    return slots if slots > 1 and max_units * partial_bytes <= _MAX_PARTIAL_BYTES else 1
+    return slots if items and slots > 1 and max_units * partial_bytes <= _MAX_PARTIAL_BYTES else 1

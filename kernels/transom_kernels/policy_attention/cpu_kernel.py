@@ -1,10 +1,11 @@
 """The CPU kernels of `policy_attention`: `attend`, `combine` and `add_mass`. `cpu.py` launches them.
 
-Every query row is computed like a decoding row of `paged_attention`: units of 256 keys with a partial result each, merged in the
-order of the keys; slots share a row. Units begin at multiples of 256 of the aligned index (`cpu_table.py`).
+Prompts are computed in tiles (`cpu_prompt.py`), other rows like decoding rows of `paged_attention`: units of 256 keys with a
+partial result each, merged in the order of the keys; slots share a row. Units begin at multiples of 256 of the aligned index
+(`cpu_table.py`).
 
-Items of `attend`: slots times KV heads times query rows. Items of `combine`: KV heads times query rows. Items of `add_mass`: units
-of the table times sequences.
+Items of `attend`: tiles of prompts times KV heads, then slots times KV heads times decoding rows. Items of `combine`: KV heads
+times decoding rows. Items of `add_mass`: units of the table times sequences.
 
 Legend: G query heads per KV head, D key width, Dv value width.
 """
@@ -17,7 +18,6 @@ import numpy as np
 from numba import njit
 
 from transom_kernels.cpu.simd import (
-    LOAD_SCALAR,
     LOG2_E,
     exp2,
     float_of_bits,
@@ -34,23 +34,22 @@ from transom_kernels.cpu.work import argument, claim, finish, scratch
 from transom_kernels.paged_attention.cpu_arguments import (
     BLOCK_SIZE,
     COLUMNS,
+    DECODING,
     KV_HEADS,
     MAX_UNITS,
     NUM_SLOTS,
+    NUM_TILE_ITEMS,
     PARTIALS,
     Q_HEAD,
     Q_ROW,
     QUERY_OFFSET,
     SCALE,
-    SINK_LOGITS,
-    SINK_STRIDE,
     SOFT_CAP,
-    START,
+    TILES,
     Q,
 )
 from transom_kernels.paged_attention.cpu_decode import make_results, make_units
 from transom_kernels.paged_attention.cpu_inner_loops import (
-    first_lane,
     keep_visible,
     make_copy_row,
     make_group_scores,
@@ -65,16 +64,11 @@ from transom_kernels.policy_attention.cpu_arguments import (
     SINK_Q,
     STATISTICS,
 )
-from transom_kernels.policy_attention.cpu_table import make_find_groups, make_write_scales, visible_ranges
+from transom_kernels.policy_attention.cpu_prompt import make_prompt
+from transom_kernels.policy_attention.cpu_statistics import make_store_statistics
+from transom_kernels.policy_attention.cpu_table import make_find_groups, make_write_scales, row_position, visible_ranges
 
 EXTRA_BYTES = 64 + 4 * UNIT_KEYS  # of a thread's memory behind `DecodeLayout`: the shift, and the sums of `add_mass`
-
-
-@njit
-def row_position(arguments, sequence, row):
-    """The position of a query row."""
-    start = load_i32(argument(arguments, START) + 4 * sequence)
-    return start + row - load_i32(argument(arguments, QUERY_OFFSET) + 4 * sequence)
 
 
 @njit
@@ -100,33 +94,23 @@ def make_load_queries(dtype: str, group: int, width: int, value_width: int) -> A
     return load_queries
 
 
-def make_store_statistics(dtype: str, group: int, value_width: int, sink_dtype: str | None) -> Any:
-    """store_statistics(arguments, row, kv_head, total): the maximum and the sum of each query head, if they are wanted."""
+def make_store_row(group: int, value_width: int, dtype: str, sink_dtype: str | None, store_result: Any) -> Any:
+    """store_row(arguments, row, kv_head, total): the result of a row's query heads, and their statistics."""
     layout = DecodeLayout(dtype, group, 1, value_width)
     partial_stride, statistics = layout.partial_stride, layout.statistics
-    has_sink, load_sink = sink_dtype is not None, LOAD_SCALAR[sink_dtype or "f32"]
-    log2_e = np.float32(LOG2_E)
+    store_statistics = make_store_statistics(sink_dtype)
 
     @njit
-    def store_statistics(arguments, row, kv_head, total):
-        out = argument(arguments, STATISTICS)
-        if out == 0:
-            return
-        head = kv_head * group
-        out += 8 * (row * argument(arguments, KV_HEADS) * group + head)
+    def store_row(arguments, row, kv_head, total):
+        store_result(arguments, row, kv_head, total)
         for g in range(group):
             of = total + g * partial_stride + statistics
             top, weight_sum = load_scalar_f32(of), load_scalar_f32(of + 4)
-            if has_sink:
-                at = argument(arguments, SINK_LOGITS) + (head + g) * argument(arguments, SINK_STRIDE)
-                sink = load_sink(at) * log2_e
-                joint = max(top, sink)
-                weight_sum = weight_sum * first_lane(exp2(splat(top - joint))) + first_lane(exp2(splat(sink - joint)))
-                top = joint
-            store_scalar_f32(out + 8 * g, top)
-            store_scalar_f32(out + 8 * g + 4, weight_sum)
+            store_statistics(
+                arguments, row, kv_head * group + g, top, weight_sum, argument(arguments, KV_HEADS) * group
+            )
 
-    return store_statistics
+    return store_row
 
 
 def make_attend(
@@ -147,7 +131,8 @@ def make_attend(
     attend_unit = make_units(group, width, value_width, dtype, has_soft_cap, find_groups, stored, write_scales)
     merge, clear, store_result = make_results(group, value_width, dtype, sink_dtype)
     load_queries = make_load_queries(dtype, group, width, value_width)
-    store_statistics = make_store_statistics(dtype, group, value_width, sink_dtype)
+    store_row = make_store_row(group, value_width, dtype, sink_dtype, store_result)
+    attend_tile = make_prompt(group, width, value_width, dtype, has_soft_cap, sink_dtype, stored)
 
     @njit
     def attend_row(arguments, memory, row, kv_head, slot):
@@ -185,15 +170,22 @@ def make_attend(
             if not shared and unit > 0:
                 merge(total, partial)
         if not shared:
-            store_result(arguments, row, kv_head, total)
-            store_statistics(arguments, row, kv_head, total)
+            store_row(arguments, row, kv_head, total)
 
     def attend(arguments, thread):
         item = claim(thread)
         while item >= 0:
             kv_heads, num_slots = argument(arguments, KV_HEADS), argument(arguments, NUM_SLOTS)
-            slot, rest = item % num_slots, item // num_slots
-            attend_row(arguments, scratch(thread), rest // kv_heads, rest % kv_heads, slot)
+            num_tile_items, decoding = argument(arguments, NUM_TILE_ITEMS), argument(arguments, DECODING)
+            if item < num_tile_items:
+                tile = argument(arguments, TILES) + 8 * (item // kv_heads)
+                attend_tile(arguments, scratch(thread), load_i32(tile), load_i32(tile + 4), item % kv_heads)
+            else:
+                slot, rest = (item - num_tile_items) % num_slots, (item - num_tile_items) // num_slots
+                row = rest // kv_heads
+                if decoding:
+                    row = load_i32(decoding + 4 * row)
+                attend_row(arguments, scratch(thread), row, rest % kv_heads, slot)
             finish(thread)
             item = claim(thread)
 
@@ -212,7 +204,7 @@ def make_combine(
     """Merges the partial results of rows that slots shared. Arguments: see `cpu_arguments`."""
     partial_bytes = DecodeLayout(dtype, group, width, value_width).partial_bytes
     merge, _, store_result = make_results(group, value_width, dtype, sink_dtype)
-    store_statistics = make_store_statistics(dtype, group, value_width, sink_dtype)
+    store_row = make_store_row(group, value_width, dtype, sink_dtype, store_result)
 
     @njit
     def combine_row(arguments, row, kv_head):
@@ -225,14 +217,16 @@ def make_combine(
             partials += (row * argument(arguments, KV_HEADS) + kv_head) * argument(arguments, MAX_UNITS) * partial_bytes
             for unit in range(1, num_sink_units + num_run_units):
                 merge(partials, partials + unit * partial_bytes)
-            store_result(arguments, row, kv_head, partials)
-            store_statistics(arguments, row, kv_head, partials)
+            store_row(arguments, row, kv_head, partials)
 
     def combine(arguments, thread):
         item = claim(thread)
         while item >= 0:
-            kv_heads = argument(arguments, KV_HEADS)
-            combine_row(arguments, item // kv_heads, item % kv_heads)
+            kv_heads, decoding = argument(arguments, KV_HEADS), argument(arguments, DECODING)
+            row = item // kv_heads
+            if decoding:
+                row = load_i32(decoding + 4 * row)
+            combine_row(arguments, row, item % kv_heads)
             finish(thread)
             item = claim(thread)
 

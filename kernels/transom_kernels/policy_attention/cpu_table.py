@@ -26,6 +26,8 @@ from transom_kernels.paged_attention.cpu_arguments import (
     KS_BLOCK,
     KS_HEAD,
     KS_TOKEN,
+    QUERY_OFFSET,
+    START,
     V_BLOCK,
     V_CACHE,
     V_HEAD,
@@ -39,6 +41,13 @@ from transom_kernels.paged_attention.cpu_inner_loops import make_move_row
 from transom_kernels.paged_attention.cpu_keys import copy_floats
 from transom_kernels.policy_attention.cpu_arguments import KEY_BLOCKS, NUM_COLUMNS, SINK_Q, SINKS, WINDOWS
 from transom_kernels.quantised_kv.cpu_rows import row_bytes
+
+
+@njit
+def row_position(arguments, sequence, row):
+    """The position of a query row."""
+    start = load_i32(argument(arguments, START) + 4 * sequence)
+    return start + row - load_i32(argument(arguments, QUERY_OFFSET) + 4 * sequence)
 
 
 @njit
@@ -121,6 +130,34 @@ def make_find_groups(
             keys, values = keys + 8, values + 8
 
     return find_groups
+
+
+def make_write_addresses(shift_at: int) -> Any:
+    """write_addresses(arguments, memory, sequence, kv_head, begin, end, keys, values), as in `paged_attention.cpu_keys`.
+
+    The keys [begin, end) are counted by aligned index, as `make_find_groups` counts them.
+    """
+
+    @njit
+    def write_addresses(arguments, memory, sequence, kv_head, begin, end, keys, values):
+        size, shift = argument(arguments, BLOCK_SIZE), load_i64(memory + shift_at)
+        table = argument(arguments, BLOCK_TABLE) + 4 * sequence * argument(arguments, COLUMNS)
+        k_base = argument(arguments, K_CACHE) + kv_head * argument(arguments, K_HEAD)
+        v_base = argument(arguments, V_CACHE) + kv_head * argument(arguments, V_HEAD)
+        k_token, v_token = argument(arguments, K_TOKEN), argument(arguments, V_TOKEN)
+        index = begin - shift
+        while index < end - shift:
+            offset = index % size
+            block, count = load_i32(table + 4 * (index // size)), min(size - offset, end - shift - index)
+            k = k_base + block * argument(arguments, K_BLOCK) + offset * k_token
+            v = v_base + block * argument(arguments, V_BLOCK) + offset * v_token
+            for i in range(count):
+                store_i64(keys + 8 * i, k + i * k_token)
+                store_i64(values + 8 * i, v + i * v_token)
+            keys, values = keys + 8 * count, values + 8 * count
+            index += count
+
+    return write_addresses
 
 
 def make_write_scales(shift_at: int) -> Any:
