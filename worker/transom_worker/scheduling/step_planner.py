@@ -119,7 +119,7 @@ class StepPlanner:
         self, builder: PlanBuilder, budget: StepBudget, shares: Mapping[Sequence, int] | None, *, steps_in_flight: int
     ) -> bool:
         """Add rows for running sequences, in order; return whether one was preempted."""
-        before = self._work.num_preemptions
+        before = self._work.num_preempted
         num_after = len(self._admission.running)
         for sequence in list(self._admission.running):
             num_after -= 1
@@ -153,7 +153,7 @@ class StepPlanner:
             if not sequence.num_tokens_on_ranks:  # its blocks were loaded
                 builder.introduce(sequence)
             builder.add_row(sequence, blocks, count)
-        return self._work.num_preemptions > before
+        return self._work.num_preempted > before
 
     def _before_decision(self, sequence: Sequence, history: AttentionHistory) -> int:
         """Return how many tokens of a sequence can be computed before its KV policy's next decision.

@@ -45,6 +45,11 @@ class WorkCounts:
         """Computed tokens that are neither prefill, repair nor recompute."""
         return self.num_tokens - self.prefill_tokens - self.repair_tokens - self.recompute_tokens
 
+    @property
+    def num_preempted(self) -> int:
+        """Preemptions by recompute and by swap."""
+        return self.num_preemptions + self.num_swaps
+
     def copy(self) -> WorkCounts:
         """Return a copy of the counts."""
         return replace(self)
