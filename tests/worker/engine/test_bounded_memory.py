@@ -7,6 +7,7 @@ ended requests on purpose has a bound, which the test lowers so that it is reach
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from tests.container_sizes import container_sizes, growth
 from tests.engine_driver import make_engine, make_request
 from tests.how_many import num_examples
 from transom_worker.engine.engine import Engine
-from transom_worker.kvcache import block_registry, eviction
+from transom_worker.kvcache import eviction, manager
 from transom_worker.kvcache.ghosts import Ghosts
+from transom_worker.kvcache.prefix_index import PrefixIndex
 from transom_worker.kvcache.return_times import ReturnTimes
 from transom_worker.kvcache.watch_ring import WatchRing
 from transom_worker.telemetry import request_timelines
@@ -48,7 +50,7 @@ def serve(engine: Engine, begin: int, end: int) -> None:
 
 @pytest.fixture
 def low_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_registry, "REMEMBERED_EVICTIONS", 200)
+    monkeypatch.setattr(manager, "PrefixIndex", partial(PrefixIndex, remembered=200))
     monkeypatch.setattr(eviction, "ReturnTimes", lambda: ReturnTimes(WatchRing(capacity=256)))
     monkeypatch.setattr(eviction, "Ghosts", lambda: Ghosts(capacity=256))
     init = request_timelines.TimelineStore.__init__

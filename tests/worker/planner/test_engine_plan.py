@@ -49,7 +49,7 @@ def test_engine_and_command_agree_on_every_integer(model: Path, steps_in_flight:
     engine = build_engine(settings.engine_config())
     try:
         plan = engine.info.plan
-        assert {"model": str(model), **plan.as_json()} == planned
+        assert {"model": str(model), "kv_policy": None, **plan.as_json()} == planned
         assert len(plan.groups) == (2 if "hybrid" in str(model) else 1)
         assert [group.num_layers for group in plan.groups] in ([4], [1, 3])
         stats = engine.scheduler.stats()
@@ -69,7 +69,7 @@ def test_several_ranks_and_command_agree_too(model: Path) -> None:
     planned = json.loads(CliRunner().invoke(app, ["plan", str(model), *flags]).stdout)
     engine, ranks = make_sharded_engine(str(model), 2, device="cpu")
     try:
-        assert {"model": str(model), **engine.info.plan.as_json()} == planned
+        assert {"model": str(model), "kv_policy": None, **engine.info.plan.as_json()} == planned
         assert [rank["heads"][0]["kv_heads"] for rank in planned["ranks"]] == [[0, 1], [1, 2]]
         assert [runner._layout.groups[0].block_bytes for runner in ranks.runners] == [
             planned["groups"][0]["block_bytes"]
@@ -83,5 +83,5 @@ def test_llm_without_hybrid_keeps_every_layer_at_full_length(model: Path) -> Non
     with LLM(str(model), device="cpu", **options) as llm:
         plan = llm.engine.info.plan
     result = CliRunner().invoke(app, ["plan", str(model), "--memory", "4MiB", "--no-hybrid-kv-cache", "--json"])
-    assert {"model": str(model), **plan.as_json()} == json.loads(result.stdout)
+    assert {"model": str(model), "kv_policy": None, **plan.as_json()} == json.loads(result.stdout)
     assert [(group.name, group.num_layers) for group in plan.groups] == [("full", 4)]
