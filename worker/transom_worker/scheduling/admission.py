@@ -8,7 +8,7 @@ Terms:
     hit              the cached prefix of a sequence's tokens, which need no computing
     admit            move a sequence from the queue to the running ones: it starts at its hit and gets its first blocks
     preempt          release a running sequence's blocks and return it to the queue; it is computed again later ("recompute"), or
-                     its blocks go to the host tier and come back ("swap")
+                     its blocks go to the host tier and come back ("swap", `sequence_moves`)
     producer         a running sequence that computes a prefix which a waiting sequence needs too (`in_flight_prefixes`)
     waiter           a sequence that waits for a producer's prefix, outside of the queue
     reserved tokens  tokens of a step that a running sequence leaves to former waiters that stand before it in order
@@ -19,12 +19,10 @@ Terms:
 Three rules:
 
 - The first running sequence in order always makes progress. Blocks that it lacks are taken from the last running sequence,
-which is
-  preempted. Alone it always fits: requests that could not are refused (`request_validation.length_limit`), and where its blocks
-  would lie scattered, the cache moves blocks together.
+  which is preempted. Alone it always fits: requests that could not are refused (`request_validation.length_limit`), and where
+  its blocks would lie scattered, the cache moves blocks together.
 - If the first sequence of the queue lacks blocks, no sequence behind it is admitted, so the order is kept. A waiter is not in
-the
-  queue, so sequences behind it are admitted.
+  the queue, so sequences behind it are admitted.
 - The blocks of a sequence that a step in flight computes are released only when that step has answered.
 
 Example of the last rule, with two steps in flight: step 7 computes sequence B. While step 7 is unanswered, A needs a block and
@@ -42,7 +40,6 @@ from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.prefix_search import PrefixHit
 from transom_worker.kvcache.sequence import SequenceBlocks
-from transom_worker.kvcache.swapping import num_live_blocks
 from transom_worker.kvcache.tree import CheckpointKind
 from transom_worker.scheduling.attention_history import AttentionHistory
 from transom_worker.scheduling.in_flight_prefixes import InFlightPrefixes
@@ -50,6 +47,7 @@ from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.policy_counts import PolicyCounts
 from transom_worker.scheduling.queue import OrderedQueue
 from transom_worker.scheduling.sequence import Sequence, SequenceStatus
+from transom_worker.scheduling.sequence_moves import SequenceMoves
 from transom_worker.scheduling.work_counts import WorkCounts
 
 
@@ -58,10 +56,7 @@ class AdmissionControl:
 
     def __init__(self, cache: KvCache, work: WorkCounts, *, preemption_mode: PreemptionMode = "auto") -> None:
         self.cache = cache
-        self._preemption_mode = preemption_mode
-        self._loading: dict[
-            int, Sequence
-        ] = {}  # by id() of the blocks: sequences whose load the ranks have not reported
+        self.moves = SequenceMoves(cache, work, mode=preemption_mode)
         self._work = work
         self.running = OrderedQueue()
         self.waiting = OrderedQueue()  # "the queue" of the module's docstring: without waiters
@@ -120,7 +115,7 @@ class AdmissionControl:
                 self.held.remove(sequence)
             elif not self.in_flight_prefixes.stop_waiting(sequence):
                 self.waiting.remove(sequence)
-            self.drop_swapped(sequence)
+            self.moves.drop_swapped(sequence)
         else:
             self._requeue(self.in_flight_prefixes.stopped_running(sequence))
             if sequence.num_in_flight and sequence.status is not SequenceStatus.PREEMPTING:
@@ -169,79 +164,39 @@ class AdmissionControl:
         """
         blocks = sequence.blocks
         assert blocks is not None
-        if may_swap and self._prefers_swap(sequence, blocks) and self.cache.swap_out(blocks):
-            self._preempted_by_swap(sequence, blocks)
-            return
-        self._work.preempted(sequence, blocks)
+        is_swapped = may_swap and self.moves.swap_out(sequence, blocks)
+        if not is_swapped:
+            self._work.preempted(sequence, blocks)
         for listener in self.listeners:
-            listener.preempted(sequence, mode="recompute")
+            listener.preempted(sequence, mode="swap" if is_swapped else "recompute")
         self.running.remove(sequence)
         self._requeue(self.in_flight_prefixes.stopped_running(sequence))
-        self._release(sequence, CheckpointKind.PREEMPTED)
-        sequence.reset_computed()
+        if is_swapped:
+            self._left_device(sequence, blocks)
+            sequence.keep_swapped(blocks)
+        else:
+            self._release(sequence, CheckpointKind.PREEMPTED)
+            sequence.reset_computed()
         self.waiting.add(sequence)
-
-    def _prefers_swap(self, sequence: Sequence, blocks: SequenceBlocks) -> bool:
-        """Return whether to swap a sequence, if there is room.
-
-        With "auto" that is so if copying its blocks twice takes no longer than computing its tokens again, and always if its KV
-        policy depends on its history: computed again in other steps, sums of attention are rounded otherwise.
-        """
-        rates = self.cache.changes.rates
-        never_ran = not (sequence.num_tokens_on_ranks or blocks.was_swapped)
-        if self._preemption_mode == "recompute" or rates is None or never_ran or not self.cache.can_swap(blocks):
-            return False
-        if self._preemption_mode == "swap" or blocks.is_private:
-            return True
-        return 2 * rates.load_ns(num_live_blocks(blocks)) <= blocks.processed * rates.token_ns
-
-    def _preempted_by_swap(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
-        """Return a sequence to the queue whose blocks went to the host tier."""
-        self._work.swapped(blocks)
-        self.policy_counts.left(sequence.request, blocks)
-        for listener in self.listeners:
-            listener.preempted(sequence, mode="swap")
-        self.running.remove(sequence)
-        self._requeue(self.in_flight_prefixes.stopped_running(sequence))
-        self._have_ranks_forget(sequence)
-        self.blocked = None
-        sequence.keep_swapped(blocks)
-        self.waiting.add(sequence)
-
-    def drop_swapped(self, sequence: Sequence) -> None:
-        """Release what a waiting sequence has in the host tier, if anything; it is computed again."""
-        if sequence.swapped is not None:
-            self.cache.drop_swapped(sequence.swapped)
-            sequence.swapped = sequence.history = sequence.prompt_logprobs = None
 
     @property
     def is_loading(self) -> bool:
         """Whether a load was not reported by the ranks yet."""
-        return bool(self._loading)
+        return self.moves.is_loading
 
     def loaded(self, ticket: int) -> None:
         """Let the sequence run whose load the ranks have reported, or release it if it was preempted or finished meanwhile."""
-        blocks = self.cache.finish_load(ticket)
-        if blocks is None:
+        sequence = self.moves.end_load(ticket)
+        if sequence is None:
             return
-        sequence = self._loading.pop(id(blocks))
-        sequence.num_in_flight -= 1
-        if sequence.status is SequenceStatus.LOADING:
-            sequence.status = SequenceStatus.RUNNING
+        if sequence.status is SequenceStatus.RUNNING:
             self.published(sequence)
         elif not sequence.num_in_flight:
             self.release_after_step(sequence)
 
     def abandon_loads(self) -> None:
         """Forget all loads, since the ranks were restarted."""
-        for sequence in self._loading.values():
-            sequence.num_in_flight -= 1
-            if sequence.status is SequenceStatus.LOADING:
-                sequence.status = SequenceStatus.RUNNING
-        ended = [one for one in self._loading.values() if one.status is not SequenceStatus.RUNNING]
-        self._loading.clear()
-        self.cache.abandon_loads()
-        for sequence in ended:
+        for sequence in self.moves.abandon_loads():
             self.release_after_step(sequence)
 
     def preempt_all(self) -> None:
@@ -254,10 +209,7 @@ class AdmissionControl:
                 self._preempt_after_step(sequence)
             elif sequence.status is SequenceStatus.RUNNING:
                 self.preempt(sequence, may_swap=False)
-        for sequence in self.all_waiting:
-            if sequence.swapped is not None:
-                self._work.swap_lost(sequence, sequence.swapped)
-                self.drop_swapped(sequence)
+        self.moves.lose_swapped(self.all_waiting)
         self.cache.evict_all()
 
     def _preempt_after_step(self, sequence: Sequence) -> None:
@@ -368,7 +320,7 @@ class AdmissionControl:
         index_version = self.cache.index_version
         sequence.reserved_tokens = 0
         if sequence.swapped is not None:
-            return 0 if self._swap_in(sequence, sequence.swapped, busy) else None
+            return 0 if self._resume(sequence, sequence.swapped, busy) else None
         # Reference the hit's blocks, and allocate blocks for the first tokens.
         blocks = self.cache.begin(
             sequence.chain,
@@ -398,38 +350,32 @@ class AdmissionControl:
         self.cache.plan_checkpoints(
             blocks, self._checkpoint_boundaries(sequence, hit), is_new=not sequence.was_admitted
         )
-        tokens = self._count_outcome(sequence, hit, index_version)
-        self._work.admitted(sequence, blocks)
-        self._starts(sequence, blocks)
-        for listener in self.listeners:
-            listener.admitted(sequence, tokens=tokens)
+        self._starts(sequence, blocks, tokens=self._count_outcome(sequence, hit, index_version))
         return count
 
-    def _swap_in(self, sequence: Sequence, blocks: SequenceBlocks, busy: bool) -> bool:
-        """Begin to load a swapped sequence and move it to the running ones; return False if it does not fit."""
-        if not self.cache.swap_in(blocks, reserve=len(self.running), compact=not busy):
+    def _resume(self, sequence: Sequence, blocks: SequenceBlocks, busy: bool) -> bool:
+        """Move a swapped sequence to the running ones; it loads its blocks first. False: it does not fit."""
+        if not self.moves.swap_in(sequence, blocks, reserve=len(self.running), compact=not busy):
             return False
-        sequence.blocks, sequence.swapped = blocks, None
-        sequence.scheduled = blocks.processed
-        self._work.admitted(sequence, blocks)
-        self._starts(sequence, blocks)
-        tokens = {"hit": 0, "hit_host": blocks.processed}
-        for listener in self.listeners:
-            listener.admitted(sequence, tokens=tokens)
+        self._starts(sequence, blocks, tokens={"hit": 0, "hit_host": blocks.processed})
         return True
 
-    def _starts(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
-        """Move an admitted sequence from the queue to the running ones; it is LOADING first if it has a load."""
+    def _starts(self, sequence: Sequence, blocks: SequenceBlocks, *, tokens: Mapping[str, int]) -> None:
+        """Move an admitted sequence from the queue to the running ones; it is LOADING first if it has a load.
+
+        `tokens` are its tokens by outcome of the hit search, for the listeners.
+        """
+        self._work.admitted(sequence, blocks)
         self.waiting.remove(sequence)
         self.running.add(sequence)
         sequence.status = SequenceStatus.RUNNING
         if blocks.load_ticket:
-            sequence.status = SequenceStatus.LOADING
-            sequence.num_in_flight += 1
-            self._loading[id(blocks)] = sequence
+            self.moves.begin_load(sequence, blocks)
         sequence.seq_id = self._next_seq_id
         self._next_seq_id += 1
         self.in_flight_prefixes.register(sequence)
+        for listener in self.listeners:
+            listener.admitted(sequence, tokens=tokens)
 
     def _checkpoint_boundaries(self, sequence: Sequence, hit: PrefixHit | None) -> list[tuple[int, CheckpointKind]]:
         """Return where to place checkpoints behind the hit, as (boundary in hash blocks, kind).
@@ -496,13 +442,16 @@ class AdmissionControl:
     def _release(self, sequence: Sequence, kind: CheckpointKind | None) -> None:
         """Release a sequence's blocks, place a checkpoint of this kind at its end (None: none), and have the ranks forget it."""
         assert sequence.blocks is not None
-        self.policy_counts.left(sequence.request, sequence.blocks)
         self.cache.release(sequence.blocks, kind=kind)
-        self.blocked = None
+        self._left_device(sequence, sequence.blocks)
         sequence.blocks = None
-        self._have_ranks_forget(sequence)
 
-    def _have_ranks_forget(self, sequence: Sequence) -> None:
-        """Name a released sequence in the next plan as finished, if the ranks know it: not if it was only loading."""
+    def _left_device(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
+        """Note that a sequence's blocks on the device were released.
+
+        The next plan names it as finished, if the ranks know it: not if it was only loading.
+        """
+        self.policy_counts.left(sequence.request, blocks)
+        self.blocked = None
         if sequence.num_tokens_on_ranks:
             self._finished_ids.append(sequence.seq_id)

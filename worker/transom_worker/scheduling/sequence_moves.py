@@ -1,0 +1,118 @@
+"""`SequenceMoves`: moves sequences between the device and the host tier. It swaps preempted ones, and knows which ones load.
+
+Terms:
+
+    swap out   copy a preempted sequence's blocks to the host tier, in place of computing them again later
+    swap in    load them back
+    load       copies from the host tier to the device; the ranks make them beside the steps and report the load's *ticket*
+
+A sequence whose load the ranks have not reported is LOADING: it holds its blocks on the device and computes nothing. If it is
+preempted or ended meanwhile, its blocks are released when the load is reported, as if a step in flight computed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from transom_worker.config import PreemptionMode
+from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.sequence import SequenceBlocks
+from transom_worker.kvcache.swapping import num_live_blocks
+from transom_worker.scheduling.sequence import Sequence, SequenceStatus
+from transom_worker.scheduling.work_counts import WorkCounts
+
+
+class SequenceMoves:
+    """Swapped and loading sequences of one worker; `mode` says which preempted ones are swapped."""
+
+    def __init__(self, cache: KvCache, work: WorkCounts, *, mode: PreemptionMode) -> None:
+        self._cache = cache
+        self._work = work
+        self._mode = mode
+        self._loading: dict[int, Sequence] = {}  # by id() of the blocks: those whose load the ranks have not reported
+
+    # Loads
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load was not reported by the ranks yet."""
+        return bool(self._loading)
+
+    def begin_load(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
+        """Make an admitted sequence LOADING, whose load the next plan brings to the ranks."""
+        sequence.status = SequenceStatus.LOADING
+        sequence.num_in_flight += 1
+        self._loading[id(blocks)] = sequence
+
+    def end_load(self, ticket: int) -> Sequence | None:
+        """Note that the ranks have done a load; return its sequence, None for a ticket that is not known any more.
+
+        The sequence is RUNNING then, unless it was preempted or has ended meanwhile.
+        """
+        blocks = self._cache.finish_load(ticket)
+        if blocks is None:
+            return None
+        sequence = self._loading.pop(id(blocks))
+        _stop_loading(sequence)
+        return sequence
+
+    def abandon_loads(self) -> list[Sequence]:
+        """Forget all loads, since the ranks were restarted; return the sequences that were preempted or have ended meanwhile."""
+        sequences = list(self._loading.values())
+        self._loading.clear()
+        self._cache.abandon_loads()
+        for sequence in sequences:
+            _stop_loading(sequence)
+        return [sequence for sequence in sequences if sequence.status is not SequenceStatus.RUNNING]
+
+    # Swaps
+
+    def swap_out(self, sequence: Sequence, blocks: SequenceBlocks) -> bool:
+        """Move a preempted sequence's blocks to the host tier, if that is to be preferred to computing it again and there is room;
+        return whether they moved.
+        """
+        if not (self._prefers_swap(sequence, blocks) and self._cache.swap_out(blocks)):
+            return False
+        self._work.swapped(blocks)
+        return True
+
+    def swap_in(self, sequence: Sequence, blocks: SequenceBlocks, *, reserve: int, compact: bool) -> bool:
+        """Begin to load a swapped sequence; return False if it does not fit. Arguments are as in `KvCache.extend`."""
+        if not self._cache.swap_in(blocks, reserve=reserve, compact=compact):
+            return False
+        sequence.blocks, sequence.swapped = blocks, None
+        sequence.scheduled = blocks.processed
+        return True
+
+    def drop_swapped(self, sequence: Sequence) -> None:
+        """Release what a waiting sequence has in the host tier, if anything; it is computed again."""
+        if sequence.swapped is not None:
+            self._cache.drop_swapped(sequence.swapped)
+            sequence.swapped = sequence.history = sequence.prompt_logprobs = None
+
+    def lose_swapped(self, sequences: Iterable[Sequence]) -> None:
+        """Have waiting sequences that were swapped computed again, since the host tier's contents are not known any more."""
+        for sequence in sequences:
+            if sequence.swapped is not None:
+                self._work.swap_lost(sequence, sequence.swapped)
+                self.drop_swapped(sequence)
+
+    def _prefers_swap(self, sequence: Sequence, blocks: SequenceBlocks) -> bool:
+        """Return whether to swap a sequence, if there is room.
+
+        With "auto" that is so if copying its blocks twice takes no longer than computing its tokens again, and always if its KV
+        policy depends on its history: computed again in other steps, sums of attention are rounded otherwise.
+        """
+        rates = self._cache.changes.rates
+        never_ran = not (sequence.num_tokens_on_ranks or blocks.was_swapped)
+        if self._mode == "recompute" or rates is None or never_ran or not self._cache.can_swap(blocks):
+            return False
+        if self._mode == "swap" or blocks.is_private:
+            return True
+        return 2 * rates.load_ns(num_live_blocks(blocks)) <= blocks.processed * rates.token_ns
+
+
+def _stop_loading(sequence: Sequence) -> None:
+    sequence.num_in_flight -= 1
+    if sequence.status is SequenceStatus.LOADING:
+        sequence.status = SequenceStatus.RUNNING
