@@ -44,6 +44,16 @@ def test_two_steps_in_flight_on_gpus_and_with_several_ranks() -> None:
         ({"disk_cache": "/x", "enable_prefix_caching": False}, "--disk-cache keeps cached prefixes"),
         ({"disk_space": "much"}, "disk_space is 'much'"),
         ({"disk_space": 0}, "disk_space is 0"),
+        ({"disk_cache": ""}, "--disk-cache is empty"),
+        ({"swap_space": "inf"}, "swap_space is inf"),
+        ({"swap_space": "9e400"}, "swap_space is inf"),
+        ({"swap_space": -1}, "swap_space is -1"),
+        ({"preemption_mode": "swap"}, "there is none; give --swap-space"),
+        ({"swap_space": 1, "worker_group": ["preemption_mode=swap"]}, "preemption_mode is not a setting"),
+        ({"kv_policy": '{"type": ["window"]}'}, "its type must be one of full, window, adaptive, heavy"),
+        ({"kv_policy": '["window"]'}, "its type must be one of full, window, adaptive, heavy"),
+        ({"kv_policy": "window"}, "--kv-policy is not JSON"),
+        ({"kv_policy": '{"type": "window", "window": 8, "sink": 4}'}, "unexpected keyword argument 'sink'"),
     ],
 )
 def test_wrong_settings_name_themselves(values: dict[str, object], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from transom_worker.errors import ConfigError
 
@@ -17,4 +18,4 @@ def parse_bytes(text: str, *, name: str) -> int:
     if not match:
         raise ConfigError(f"{name} is {text!r}; give bytes, or a size such as 512MiB or 4GiB.")
     number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+    return int(Decimal(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))

@@ -259,6 +259,7 @@ class Settings(BaseModel):
     swap_space: float = Field(
         0.0,
         ge=0,
+        allow_inf_nan=False,
         description="Memory of each rank's host tier, in GiB or with a unit such as 512MiB: KV blocks that are evicted from the "
         "KV pool go there, and come back when a prompt hits them; 0: no host tier. See docs/kv_cache.md.",
     )
@@ -276,7 +277,7 @@ class Settings(BaseModel):
     preemption_mode: PreemptionMode = Field(
         "auto",
         description="What happens to the KV of a request that is preempted: swap moves it to the host tier, recompute drops it; "
-        "auto chooses what takes less time. Without a host tier always recompute.",
+        "auto chooses what takes less time, and without a host tier recompute.",
     )
     tool_call_parser: str | None = Field(
         None,
@@ -384,8 +385,11 @@ class Settings(BaseModel):
         self._check_pattern()
         self._check_replicas()
         self.groups()
-        if self.disk_cache is not None and not self.enable_prefix_caching:
-            raise ConfigError("--disk-cache keeps cached prefixes; it needs --enable-prefix-caching.")
+        self._check_disk()
+        if self.preemption_mode == "swap" and not self._swap_space_bytes():
+            raise ConfigError(
+                "--preemption-mode swap moves requests to the host tier, and there is none; give --swap-space, or leave it out."
+            )
         if self.kv_policy is not None:
             kv_policy_from_json(self.kv_policy)
         self._check_parsers()
@@ -395,6 +399,14 @@ class Settings(BaseModel):
                 f"--otlp-traces-endpoint is {endpoint!r}; give the http:// or https:// URL of an OTLP receiver, such as "
                 "http://127.0.0.1:4318/v1/traces."
             )
+
+    def _check_disk(self) -> None:
+        if self.disk_cache is None:
+            return
+        if not self.disk_cache.strip():
+            raise ConfigError("--disk-cache is empty; give a directory, or leave it out for no disk tier.")
+        if not self.enable_prefix_caching:
+            raise ConfigError("--disk-cache keeps cached prefixes; it needs --enable-prefix-caching.")
 
     def _check_parsers(self) -> None:
         given = [None if one == NO_PARSER else one for one in (self.tool_call_parser, self.reasoning_parser)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transom_cluster.http.api_keys import ADMIN_FLAG, KEY_VARIABLES, check_key_variables, read_key_file
 from transom_cluster.serve.worker_resources import check_gpus, count_visible_gpus
@@ -12,6 +13,9 @@ from transom_worker.contract import check_kv_policy
 from transom_worker.contract.kv_policy import kv_policy_from_json
 from transom_worker.errors import ConfigError, RequestError
 from transom_worker.settings import Settings
+
+if TYPE_CHECKING:
+    from transom_worker.model_config.architecture import Architecture
 
 
 def check_start(settings: Settings) -> None:
@@ -22,9 +26,8 @@ def check_start(settings: Settings) -> None:
         ModelError: the model is missing, incomplete, or not supported.
     """
     from transom_cluster.openai.answer_markup import AnswerMarkup
-    from transom_worker.model_config.architecture import choose_max_model_len, read_architecture, runnable
+    from transom_worker.model_config.architecture import choose_max_model_len, read_architecture, runnable, with_windows
     from transom_worker.model_config.kv_policy_obstacle import kv_policy_obstacle
-    from transom_worker.model_config.sharding import check_size
     from transom_worker.model_files.resolve import check_weights, resolve_text_files
     from transom_worker.telemetry.tracing import check_tracing
     from transom_worker.text.tokenizer import Tokenizer
@@ -44,14 +47,43 @@ def check_start(settings: Settings) -> None:
     files = resolve_text_files(settings.model)
     if Path(settings.model).expanduser().is_dir():
         check_weights(files.path)
-    architecture = runnable(read_architecture(files.config))
-    check_size(architecture, settings.tensor_parallel_size)
+    architecture = with_windows(
+        runnable(read_architecture(files.config)),
+        window=settings.window,
+        sinks=settings.sinks,
+        chunk=settings.chunk,
+        pattern=settings.window_pattern,
+    )
+    for workers in (settings, *settings.groups()):
+        check_shards(workers, architecture)
     max_model_len = choose_max_model_len(settings.max_model_len, architecture)
     check_default_policy(settings, max_model_len, kv_policy_obstacle(architecture))
     tokenizer = Tokenizer.load(files)
     tokenizer.check_chat_template()
     config = settings.server_config()
     AnswerMarkup.choose(tokenizer, tool_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser)
+
+
+def check_shards(settings: Settings, architecture: Architecture) -> None:
+    """Check that the model can be split over a worker's ranks, and that its KV groups can have the number formats asked for.
+
+    Raises:
+        ConfigError: there are too many ranks, or a group of `--kv-cache-dtype` is not the model's or cannot have its format.
+    """
+    from transom_worker.model_config.sharding import check_size
+    from transom_worker.planner import cache_groups, check_runs
+
+    check_size(architecture, settings.tensor_parallel_size)
+    dtype = architecture.served_dtype if settings.dtype == "auto" else settings.dtype
+    groups = cache_groups(
+        architecture,
+        block_size=settings.block_size,
+        dtype=dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        hybrid=settings.hybrid_kv_cache,
+    )
+    check_runs(groups, dtype)
 
 
 def check_default_policy(settings: Settings, max_model_len: int, obstacle: str) -> None:

@@ -16,7 +16,7 @@ from tests.worker.engine.test_engine_restart import Fragile
 from transom_worker.contract import KvPolicy, WindowPolicy
 from transom_worker.engine.disk_imports import DiskImports
 from transom_worker.engine.engine import Engine
-from transom_worker.errors import EngineDead, Overloaded
+from transom_worker.errors import ConfigError, EngineDead, Overloaded
 from transom_worker.execution.executor import DiskUsage
 
 SETTINGS: dict[str, Any] = {
@@ -107,6 +107,12 @@ def test_within_one_engine_and_beside_other_requests(tiny_model: Path, tmp_path:
     assert not engine._disk.is_busy
     assert not engine.scheduler.cache.imports.opened  # type: ignore[union-attr]
     engine.shutdown()
+
+
+def test_a_space_under_one_block_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--disk-space is 6000 bytes; .* up to 8308"):
+        engine_on(tiny_model, tmp_path, disk_space=6000)
+    engine_on(tiny_model, tmp_path, disk_space=8308).shutdown()
 
 
 def cut(path: Path) -> None:

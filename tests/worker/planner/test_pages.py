@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.model_config.architecture import read_architecture
 from transom_worker.planner.blocks import cache_groups
-from transom_worker.planner.pages import MAX_PAGES, choose_pages, group_waste, make_layout
+from transom_worker.planner.pages import MAX_PAGES, choose_pages, group_waste, make_host_layout, make_layout
 
 SIZES = st.lists(st.integers(1, 400 * 256), min_size=1, max_size=4)
 
@@ -92,3 +93,11 @@ def test_a_pool_of_one_page_per_group_is_enough_and_less_is_refused_with_numbers
     assert choose_pages([8192, 4000], 16384).page_bytes == 8192
     with pytest.raises(ConfigError, match=r"16383 bytes .* each of 2 cache group\(s\), which take 8192, 4096 bytes"):
         choose_pages([8192, 4000], 16383)
+
+
+def test_a_host_tier_under_a_page_for_each_group_is_refused_with_a_size_that_is_enough() -> None:
+    layout = layout_of([2560, 2560], 10**6)
+    with pytest.raises(ConfigError, match=r"--swap-space at least (\d+)KiB") as refused:
+        make_host_layout(layout, 100)
+    least_kib = int(re.findall(r"(\d+)KiB", str(refused.value))[0])
+    assert make_host_layout(layout, least_kib << 10).num_pages == 2

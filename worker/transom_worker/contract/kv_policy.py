@@ -197,7 +197,7 @@ def kv_policy_from_json(text: str) -> KvPolicy | None:
     name = given.pop("type", None) if isinstance(given, dict) else None
     if name == "full" and not given:
         return None
-    if name not in kinds:
+    if not isinstance(name, str) or name not in kinds:
         raise ConfigError(f"--kv-policy is {text}; its type must be one of full, {', '.join(kinds)}. {_EXAMPLE}")
     try:
         return kinds[name](**given)

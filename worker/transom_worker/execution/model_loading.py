@@ -106,11 +106,12 @@ def _warn_about_unread(unread: Sequence[str], path: Path) -> None:
 
 def model_architecture(files: ModelFiles, config: ModelConfig) -> Architecture:
     """Return the checkpoint's architecture, with the attention windows and chunks that the settings ask for."""
-    architecture = runnable(read_architecture(files.config))
-    if config.window is None and config.chunk is None:
-        return architecture
     return with_windows(
-        architecture, window=config.window, sinks=config.sinks, chunk=config.chunk, pattern=config.window_pattern
+        runnable(read_architecture(files.config)),
+        window=config.window,
+        sinks=config.sinks,
+        chunk=config.chunk,
+        pattern=config.window_pattern,
     )
 
 

@@ -23,6 +23,7 @@ from transom_kernels.launch import compile_seconds, kernels_on
 from transom_worker.block_format import KvShares
 from transom_worker.config import EngineConfig
 from transom_worker.contract import SamplingParams
+from transom_worker.disk_cache.block_file import HEADER_BYTES
 from transom_worker.disk_cache.fingerprint import fingerprint
 from transom_worker.disk_cache.folder import BlockFolder
 from transom_worker.errors import ConfigError, OutOfMemory, StepFailed, TransomError
@@ -390,11 +391,17 @@ class ModelRunner:
         """Return the files of this rank's blocks; None without a disk tier.
 
         Raises:
-            ConfigError: the directory cannot be used.
+            ConfigError: the directory cannot be used, or its space is smaller than a block.
         """
         cache = self._config.cache
         if cache.disk_cache is None:
             return None
+        least = HEADER_BYTES + max(group.block_bytes for group in self._layout.groups)
+        if cache.disk_space_bytes < least:
+            raise ConfigError(
+                f"--disk-space is {cache.disk_space_bytes} bytes; the file of one KV block of this model takes up to {least}. Give "
+                "at least that, or leave out --disk-cache."
+            )
         return BlockFolder(Path(cache.disk_cache), self._disk_fingerprint(), space_bytes=cache.disk_space_bytes)
 
     def _disk_fingerprint(self, rank: int | None = None) -> bytes:

@@ -206,13 +206,16 @@ def choose_max_model_len(setting: int | None, architecture: Architecture) -> int
 def with_windows(
     architecture: Architecture, *, window: int | None, sinks: int = 0, pattern: str, chunk: int | None = None
 ) -> Architecture:
-    """Return the model with other attention in the layers that `pattern`, repeated over all layers, marks.
+    """Return the model with other attention in the layers that `pattern`, repeated over all layers, marks; as it is where neither
+    `window` nor `chunk` is set.
 
     S: a sliding window and sinks, C: chunks, F: unchanged. Example: "SSF" changes layers 0, 1, 3, 4, 6 ...
 
     Raises:
         ConfigError: the model has layers that share a cache, for which their windows would have to agree.
     """
+    if window is None and chunk is None:
+        return architecture
     if any(layer.reads_cache_of is not None for layer in architecture.layers):
         raise ConfigError("--window and --chunk do not fit a model whose layers share caches; leave them out.")
 

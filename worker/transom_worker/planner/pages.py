@@ -74,7 +74,7 @@ def make_host_layout(layout: ArenaLayout, host_bytes: int) -> ArenaLayout:
     if num_pages < least:
         raise ConfigError(
             f"A host tier of {host_bytes} bytes holds {num_pages} pages of {layout.page_bytes} bytes, and {least} KV cache "
-            f"group(s) need one each; give --swap-space at least {least * layout.page_bytes / 2**20:.1f}MiB, or 0 for none."
+            f"group(s) need one each; give --swap-space at least {-(-least * layout.page_bytes // 1024)}KiB, or 0 for none."
         )
     return replace(layout, num_pages=num_pages)
 

@@ -1,0 +1,44 @@
+"""A wrong setting is refused before Ray and the weights are loaded, with what was given and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transom_cluster.serve.start_checks import check_start
+from transom_worker.errors import ConfigError
+from transom_worker.settings import Settings
+
+WINDOW = '{"type": "window", "window": 64}'
+HYBRID: dict[str, Any] = {"window": 64, "window_pattern": "SF"}
+
+
+def check(model: Path, **settings: object) -> None:
+    check_start(Settings.parse(model=str(model), port=0, **settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_policy": '{"type": "window", "window": 4096}'}, "kv_policy.window is 4096 .* up to 2048 tokens"),
+        ({"kv_policy": '{"type": "heavy", "budget": 32}'}, "kv_policy.budget is 32; .* at least 64"),
+        ({"kv_policy": WINDOW, **HYBRID}, "2 of its 4 layers have sliding windows"),
+        ({"kv_policy": WINDOW, "chunk": 32, "window_pattern": "CF"}, "2 of its 4 layers have chunked attention"),
+        ({"kv_cache_dtype": "window=int8"}, "names window, and the KV groups of this model are full"),
+        ({"kv_cache_dtype": "chunk=int8", **HYBRID}, r"names chunk, .* window_64 \(kind window\)"),
+        ({"kv_cache_dtype": "full=bfloat16", "dtype": "float32"}, "asks for bfloat16 in KV group full, .* float32"),
+        ({"tensor_parallel_size": 99}, "99"),
+        ({"worker_group": ["role=prefill,tensor_parallel_size=99"]}, "99"),
+    ],
+)
+def test_what_the_model_cannot_take_is_refused(tiny_model: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(tiny_model, **settings)
+
+
+def test_what_the_model_can_take_is_not_refused(tiny_model: Path) -> None:
+    check(tiny_model, kv_policy=WINDOW, kv_cache_dtype="full=int8")
+    check(tiny_model, kv_cache_dtype="window=int4,full=fp8", **HYBRID)
+    check(tiny_model, tensor_parallel_size=3, worker_group=["role=prefill,tensor_parallel_size=2"])
