@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from transom_worker.config import CacheConfig
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.layout import GroupLayout, LayerTensors
@@ -32,9 +33,10 @@ def test_report_says_where_memory_went_and_what_fits() -> None:
         eos_token_ids=(),
         memory=MemoryReport(device="cpu", weight_bytes=2**20, activation_bytes=2**21, kv_bytes=2**20),
     )
-    report = startup_report(info, model="m")
+    report = startup_report(info, model="m", cache=CacheConfig())
+    assert " tier " not in report
     assert "operators run as torch's own" in report.splitlines()
-    compiled = startup_report(replace(info, kernels="cpu", compile_s=9.04), model="m")
+    compiled = startup_report(replace(info, kernels="cpu", compile_s=9.04), model="m", cache=CacheConfig())
     assert "operators run as kernels compiled for this CPU (compiling them took 9.0 s, once)" in compiled.splitlines()
     assert "weights 1 MiB, activations 2 MiB, KV pool 1 MiB (1,024 pages of 1,024 bytes, 2.3% waste)" in report
     rows = [line.split("  ") for line in report.splitlines() if line.startswith("  ")]
@@ -61,3 +63,25 @@ def test_report_says_where_memory_went_and_what_fits() -> None:
     assert "at once run 7 of 1,024, 1 of 4,096" in report
     assert f"a step of 512 tokens takes {1024 * 2 * 32:,} bytes more" in report
     assert "restored by computing 62 tokens" in report
+
+
+def test_report_names_the_tiers_below_the_device() -> None:
+    plan = plan_cache(
+        [group(GroupKind.FULL)],
+        memory_bytes=2**20,
+        block_size=16,
+        max_model_len=4096,
+        max_num_batched_tokens=512,
+        tensor_parallel_size=2,
+        host_bytes=3 << 20,
+    )
+    info = ExecutorInfo(
+        plan=plan,
+        max_model_len=4096,
+        vocab_size=10,
+        eos_token_ids=(),
+        memory=MemoryReport(device="cpu", weight_bytes=0, activation_bytes=0, kv_bytes=0),
+    )
+    lines = startup_report(info, model="m", cache=CacheConfig(disk_cache="/d", disk_space_bytes=5 << 30)).splitlines()
+    assert "host tier 3 MiB on each rank (3,072 pages) for evicted prefixes and preempted sequences" in lines
+    assert "disk tier in /d, up to 5,120 MiB for all processes that use it" in lines

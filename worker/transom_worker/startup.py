@@ -43,7 +43,7 @@ def build_engine(
     tokenizer, executor = Tokenizer.load(files), executor or create_executor(config)
     try:
         engine = Engine(config, executor, tokenizer, metrics, worker, clock=clock)
-        engine.report = startup_report(engine.info, model=model_name or files.name)
+        engine.report = startup_report(engine.info, model=model_name or files.name, cache=config.cache)
         engine.timelines.exporter = timeline_exporter(config, worker, tracing)
     except BaseException:
         executor.shutdown()

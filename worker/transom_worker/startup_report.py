@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from transom_worker.config import CacheConfig
 from transom_worker.execution.executor import ExecutorInfo
 from transom_worker.kvcache.groups import GroupSpec
 from transom_worker.model_config.rank_shares import rank_lines
@@ -25,8 +26,9 @@ _COLUMNS = (
 )
 
 
-def startup_report(info: ExecutorInfo, *, model: str) -> str:
-    """The report's lines: memory by purpose, a table of the cache groups, and how many sequences fit the pool at once."""
+def startup_report(info: ExecutorInfo, *, model: str, cache: CacheConfig) -> str:
+    """The report's lines: memory by purpose, a table of the cache groups, how many sequences fit the pool at once, and the tiers
+    below it."""
     memory, plan = info.memory, info.plan
     pool_bytes = plan.page_bytes * plan.num_pages
     each = " on each rank" if info.ranks else ""
@@ -36,6 +38,7 @@ def startup_report(info: ExecutorInfo, *, model: str) -> str:
         *_rank_lines(info),
         *_group_table(plan),
         f"one sequence of {plan.max_model_len:,} tokens takes {plan.request_bytes:,} bytes; at once run {_concurrency(plan)}",
+        *_tier_lines(plan, cache),
     ]
     if memory.device == "cpu":
         compiled = f" (compiling them took {info.compile_s:.1f} s, once)" if info.compile_s else ""
@@ -63,6 +66,22 @@ def _rank_lines(info: ExecutorInfo) -> list[str]:
         for held, rank in zip(rank_lines(info.plan.ranks), info.ranks, strict=True)
     ]
     return [*lines, f"on several ranks: {', '.join(info.plan.replicated)}"]
+
+
+def _tier_lines(plan: CachePlan, cache: CacheConfig) -> list[str]:
+    """One line for the host tier and one for the disk tier, where there are any."""
+    lines = []
+    if plan.host_layout is not None:
+        each = " on each rank" if plan.tensor_parallel_size > 1 else ""
+        lines.append(
+            f"host tier {_mib(plan.host_layout.pool_bytes)}{each} ({plan.host_layout.num_pages:,} pages) for evicted prefixes and "
+            "preempted sequences"
+        )
+    if cache.disk_cache is not None:
+        lines.append(
+            f"disk tier in {cache.disk_cache}, up to {_mib(cache.disk_space_bytes)} for all processes that use it"
+        )
+    return lines
 
 
 def _group_table(plan: CachePlan) -> list[str]:

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.cluster.conftest import running_api
+from tests.cluster.conftest import Api, running_api
 from tests.cluster.stub_worker import MAX_MODEL_LEN, StubWorker
 from transom_worker.contract import (
     AdaptivePolicy,
@@ -91,28 +91,32 @@ async def test_a_window_may_run_past_the_model_s_length() -> None:
         assert str(MAX_STREAM_TOKENS) in error["message"]
 
 
+async def push_quality(api: Api, *qualities: KvQuality) -> None:
+    """End the requests at the worker, each with its quality."""
+    await api.worker.until(lambda: len(api.worker.submitted) == len(qualities))
+    for request, quality in zip(api.worker.submitted, qualities, strict=True):
+        assert request.kv_quality
+        usage = Usage(num_prompt_tokens=2, num_output_tokens=1, num_cached_tokens=0, kv_quality=quality)
+        api.worker.push(
+            OutputEvent(
+                request_id=request.request_id,
+                position=0,
+                token_ids=(97,),
+                text="a",
+                finish_reason="length",
+                usage=usage,
+            )
+        )
+
+
 async def test_usage_has_the_quality_of_all_choices() -> None:
     async with running_api(StubWorker(max_events=0)) as api:
-        call = api.complete(kv_policy=WINDOW, kv_quality=True, n=2, max_tokens=1)
-        answer = asyncio.create_task(call)
-        await api.worker.until(lambda: len(api.worker.submitted) == 2)
-        assert all(request.kv_quality for request in api.worker.submitted)
-        qualities = (
+        answer = asyncio.create_task(api.complete(kv_policy=WINDOW, kv_quality=True, n=2, max_tokens=1))
+        await push_quality(
+            api,
             KvQuality(num_tokens=3, kl=0.3, max_kl=0.2, num_agreeing=3, dropped_mass=0.6),
             KvQuality(num_tokens=1, kl=0.5, max_kl=0.5, num_agreeing=0, dropped_mass=0.2),
         )
-        for request, quality in zip(api.worker.submitted, qualities, strict=True):
-            usage = Usage(num_prompt_tokens=2, num_output_tokens=1, num_cached_tokens=0, kv_quality=quality)
-            api.worker.push(
-                OutputEvent(
-                    request_id=request.request_id,
-                    position=0,
-                    token_ids=(97,),
-                    text="a",
-                    finish_reason="length",
-                    usage=usage,
-                )
-            )
         body = (await answer).json()
         assert body["usage"]["kv_quality"] == {
             "compared_tokens": 4,
@@ -121,6 +125,25 @@ async def test_usage_has_the_quality_of_all_choices() -> None:
             "top_token_agreement": 0.75,
             "dropped_attention": pytest.approx(0.2),
         }
+
+
+async def test_responses_have_it_in_their_usage() -> None:
+    async with running_api(StubWorker(max_events=0)) as api:
+        body = {"input": "hi", "max_output_tokens": 1, "kv_policy": WINDOW, "kv_quality": True}
+        answer = asyncio.create_task(api.client.post("/v1/responses", json=body))
+        await push_quality(api, KvQuality(num_tokens=2, kl=0.3, max_kl=0.2, num_agreeing=1, dropped_mass=0.6))
+        quality = (await answer).json()["usage"]["kv_quality"]
+        assert (quality["compared_tokens"], quality["top_token_agreement"]) == (2, 0.5)
+
+
+async def test_a_budget_has_its_sinks_inside() -> None:
+    async with running_api() as api:
+        limit = MAX_MODEL_LEN
+        assert (await api.complete(kv_policy={"type": "heavy", "budget": limit})).status_code == 200
+        error = (await api.complete(kv_policy={"type": "heavy", "budget": limit + 1})).json()["error"]
+        assert error["message"] == (
+            f"kv_policy.budget is {limit + 1}; it may have up to {limit} tokens, the model's length."
+        )
 
 
 @pytest.mark.parametrize(

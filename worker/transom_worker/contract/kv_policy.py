@@ -157,7 +157,13 @@ def check_kv_policy(
             param="kv_policy",
         )
     name, kept = _largest(policy)
-    if kept + (0 if isinstance(policy, HeavyPolicy) else policy.sinks) > max_model_len:
+    if isinstance(policy, HeavyPolicy):
+        if kept > max_model_len:
+            raise RequestError(
+                f"kv_policy.{name} is {kept}; it may have up to {max_model_len} tokens, the model's length.",
+                param=f"kv_policy.{name}",
+            )
+    elif kept + policy.sinks > max_model_len:
         raise RequestError(
             f"kv_policy.{name} is {kept} and kv_policy.sinks {policy.sinks}; together they may have up to "
             f"{max_model_len} tokens, the model's length.",

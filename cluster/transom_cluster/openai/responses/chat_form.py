@@ -39,6 +39,7 @@ _SAME_NAME = (
     "priority",
     "cache_salt",
     "kv_policy",
+    "kv_quality",
     "chat_template_kwargs",
 )
 _RESPONSES_NAMES = {  # of the chat's fields

@@ -11,7 +11,7 @@ from typing import (
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from transom_cluster.openai.response_types import ChosenToken
+from transom_cluster.openai.response_types import ChosenToken, KvQualityObject
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -105,13 +105,14 @@ class OutputTokensDetails(TypedDict):
 
 @_exact
 class ResponseUsage(TypedDict):
-    """Token counts of the request."""
+    """Token counts of the request, and `kv_quality` if the request has asked for it."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
+    kv_quality: NotRequired[KvQualityObject]
 
 
 @_exact

@@ -131,6 +131,7 @@ class ResponsesRequest(WireModel, frozen=True, kw_only=True):
     priority: int | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     kv_policy: KvPolicyField | None = None
+    kv_quality: bool | None = None
     chat_template_kwargs: Annotated[Raw, Meta(extra_json_schema=TEMPLATE_VARIABLES.schema)] = any_json()
 
     @property

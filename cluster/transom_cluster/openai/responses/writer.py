@@ -117,7 +117,7 @@ class ResponsesWriter(ResponseWriter):
     @property
     def _usage(self) -> ResponseUsage:
         usage = self.usage.body
-        return {
+        body: ResponseUsage = {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {
                 "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
@@ -127,3 +127,6 @@ class ResponsesWriter(ResponseWriter):
             "output_tokens_details": {"reasoning_tokens": self._answer.reader.num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
+        if "kv_quality" in usage:
+            body["kv_quality"] = usage["kv_quality"]
+        return body
