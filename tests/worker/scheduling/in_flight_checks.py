@@ -1,14 +1,17 @@
-"""Checks what must hold of sequences that wait for a prefix which a running sequence computes, after any event."""
+"""Checks what must hold of sequences that wait for a prefix which a running sequence computes or a load brings, after any event."""
 
 from __future__ import annotations
 
 from tests.worker.kvcache.cache_model import BLOCK
+from transom_worker.kvcache.loads import Load
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.sequence import SequenceStatus
 
 
 def check_waiters(scheduler: Scheduler) -> int:
-    """Check that every waiter has a running producer that will publish what it waits for; return the number of waiters."""
+    """Check that every waiter has a running producer that will publish what it waits for, or a load that the ranks have not
+    reported; return the number of waiters.
+    """
     admission = scheduler.admission
     prefixes, running = admission.in_flight_prefixes, list(admission.running)
     waiters = list(prefixes.waiters)
@@ -17,23 +20,28 @@ def check_waiters(scheduler: Scheduler) -> int:
     assert not set(waiters) & set(admission.waiting)
     for waiter in waiters:
         producer = prefixes.producers[waiter]
-        num_needed = prefixes.ranges[producer].waiters[waiter]
+        num_needed = prefixes.waiters_of[producer][waiter]
+        assert waiter.status is SequenceStatus.WAITING
+        assert waiter.blocks is None
+        assert num_needed * BLOCK < len(waiter.token_ids)
+        if isinstance(producer, Load):
+            assert producer in scheduler.cache.unfinished_loads
+            assert producer.blocks.chain[0] == waiter.chain[0]
+            continue
         assert producer in running
         assert producer.status in (SequenceStatus.RUNNING, SequenceStatus.LOADING)
         assert producer.num_in_flight or producer.num_ready > 0
         assert producer.order_key < waiter.order_key
-        assert waiter.status is SequenceStatus.WAITING
-        assert waiter.blocks is None
         assert producer.blocks is not None
         assert producer.blocks.processed // BLOCK < num_needed <= len(producer.token_ids) // BLOCK
-        assert num_needed * BLOCK < len(waiter.token_ids)
         assert waiter.chain[:num_needed] == producer.chain[:num_needed]
+    assert sum(map(len, prefixes.waiters_of.values())) == len(waiters)
+    assert all(prefixes.waiters_of.values())
     for sequence, pending in prefixes.ranges.items():
         assert sequence in running
         assert sequence.status in (SequenceStatus.RUNNING, SequenceStatus.LOADING)
         assert sequence.blocks is not None
         assert pending.begin == max(pending.begin, sequence.blocks.processed // BLOCK) < pending.end
-        assert len(pending.waiters) == sum(producer is sequence for producer in prefixes.producers.values())
     for digest, sequence in prefixes.producer_by_digest.items():
         pending = prefixes.ranges[sequence]
         assert digest in sequence.chain[pending.begin : pending.end]

@@ -116,6 +116,13 @@ def test_random_requests_on_two_tiers(mix: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
+def test_random_requests_with_equal_prompts_on_two_tiers(mix: tuple[str, ...]) -> None:
+    """Requests wait for what others load; these are preempted, aborted and fail meanwhile."""
+    for seed in range(num_examples(daily=2, exhaustive=16)):
+        random_run(mix, seed, steps_in_flight=1 + seed % 2, has_host=True, equal=0.8, out_of_memory=0.01)
+
+
+@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
 def test_random_requests_on_two_tiers_whose_steps_run_out_of_memory(mix: tuple[str, ...]) -> None:
     for seed in range(num_examples(daily=2, exhaustive=16)):
         random_run(mix, seed, steps_in_flight=1 + seed % 2, has_host=True, num_requests=8, out_of_memory=0.03)

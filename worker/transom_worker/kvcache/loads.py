@@ -10,10 +10,13 @@ Terms:
     start              a block on the device is allocated for each hole, and the copies are queued
     (the ranks copy)   nothing may move, read or write these blocks
     finish             the ranks have reported the ticket: the blocks are published on the device, and the host's released
+
+What a load brings is known by its digests meanwhile, so that another sequence can wait for it in place of loading it again.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +27,7 @@ from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.kvcache.tiers import DEVICE, HOST
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Load:
     """One sequence's load. `is_void`: the cache was emptied meanwhile, so that the blocks' contents are not to be published."""
 
@@ -38,6 +41,7 @@ class Loads:
 
     def __init__(self, registry: BlockRegistry, host: HostTier, copies: CopyQueue) -> None:
         self.by_ticket: dict[int, Load] = {}
+        self.by_digest: list[dict[bytes, Load]] = [{} for _ in host.pools]  # by group: which load brings a block
         self.num_loaded = [0] * len(host.pools)  # blocks by group, since start
         self._registry = registry
         self._host = host
@@ -52,21 +56,39 @@ class Loads:
                 BlockCopy(group, source, target, HOST, DEVICE) for source, target in zip(sources, of_group, strict=True)
             ]
         blocks.load_ticket = self._copies.add_load(copies)
-        self.by_ticket[blocks.load_ticket] = Load(blocks, copies)
+        load = self.by_ticket[blocks.load_ticket] = Load(blocks, copies)
+        for copy in copies:
+            if (digest := self._digest(copy)) is not None:
+                self.by_digest[copy.group].setdefault(digest, load)
 
-    def finish(self, ticket: int) -> SequenceBlocks | None:
-        """Publish what a load has brought and release the host's blocks; return whose load it was, None for an unknown ticket."""
+    def bringing_most(self, lacking: Sequence[Iterable[bytes]]) -> tuple[Load, list[int]] | None:
+        """Return the load that brings most of the blocks that a sequence lacks, by group, and how many of each group it brings.
+
+        None: no load brings any.
+        """
+        brought = [
+            Counter(by_digest[digest] for digest in digests if digest in by_digest)
+            for by_digest, digests in zip(self.by_digest, lacking, strict=True)
+        ]
+        in_all = sum(brought, Counter[Load]())
+        if not in_all:
+            return None
+        load = max(in_all, key=in_all.__getitem__)
+        return load, [of_group[load] for of_group in brought]
+
+    def finish(self, ticket: int) -> Load | None:
+        """Publish what a load has brought and release the host's blocks; return the load, None for an unknown ticket."""
         load = self.by_ticket.pop(ticket, None)
         if load is None:
             return None
-        blocks = load.blocks
         for copy in load.copies:
             self.num_loaded[copy.group] += 1
             name = self._host.pools[copy.group].published.get(copy.source)
             if name is not None and not load.is_void and not self._registry.has(copy.group, name[0]):
                 self._registry.enter(copy.group, [copy.target], [name])
-        self.release(blocks)
-        return blocks
+        self._brings_nothing_more(load)
+        self.release(load.blocks)
+        return load
 
     def release(self, blocks: SequenceBlocks) -> None:
         """Release the host's blocks that a sequence needs for its holes."""
@@ -86,15 +108,33 @@ class Loads:
         """Publish nothing of the present loads when they finish."""
         for load in self.by_ticket.values():
             load.is_void = load.blocks.lost_contents = True
+        self._forget_digests()
 
     def abandon(self) -> None:
         """Forget all loads, since the ranks were restarted; their sequences hold their blocks until they are released."""
         for load in list(self.by_ticket.values()):
             self.release(load.blocks)
         self.by_ticket.clear()
+        self._forget_digests()
 
     def targets(self) -> Iterable[tuple[int, int]]:
         """Yield (group, block) of every block on the device that a load writes."""
         for load in self.by_ticket.values():
             for copy in load.copies:
                 yield copy.group, copy.target
+
+    def _digest(self, copy: BlockCopy) -> bytes | None:
+        """Return the digest of the block that a copy brings; None if it is not in the index, as that of a swapped sequence."""
+        name = self._host.pools[copy.group].published.get(copy.source)
+        return None if name is None else name[0]
+
+    def _brings_nothing_more(self, load: Load) -> None:
+        """Forget what a load brings, which has ended."""
+        for copy in load.copies:
+            digest = self._digest(copy)
+            if digest is not None and self.by_digest[copy.group].get(digest) is load:
+                del self.by_digest[copy.group][digest]
+
+    def _forget_digests(self) -> None:
+        for by_digest in self.by_digest:
+            by_digest.clear()

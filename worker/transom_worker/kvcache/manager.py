@@ -50,7 +50,7 @@ from transom_worker.kvcache.loads import Load, Loads
 from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.prefix_index import PrefixIndex
 from transom_worker.kvcache.prefix_outcome import OutcomeCounts
-from transom_worker.kvcache.prefix_search import PrefixHit, find_hit, find_in_tiers, hit_limit
+from transom_worker.kvcache.prefix_search import PrefixHit, find_hit, find_in_tiers, hit_limit, shared_digests
 from transom_worker.kvcache.publishing import Publishing
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.retention_set import RetentionSet
@@ -214,14 +214,33 @@ class KvCache:
         self.loads.start(blocks, targets)
         return True
 
-    def finish_load(self, ticket: int) -> SequenceBlocks | None:
-        """Note that the ranks have done a load: its blocks are found on the device now. Returns the sequence's blocks; None for a
-        ticket that is not known any more.
+    def finish_load(self, ticket: int) -> Load | None:
+        """Note that the ranks have done a load: its blocks are found on the device now. Returns the load; None for a ticket that is
+        not known any more.
         """
-        blocks = self.loads.finish(ticket) if self.loads is not None else None
-        if blocks is not None and blocks.base_node is not None:
-            self.checkpoints.promote(blocks.base_node)
-        return blocks
+        load = self.loads.finish(ticket) if self.loads is not None else None
+        if load is not None and load.blocks.base_node is not None:
+            self.checkpoints.promote(load.blocks.base_node)
+        return load
+
+    def load_to_share(
+        self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
+    ) -> tuple[Load, list[int]] | None:
+        """Return the load under way that brings most of what a hit would load, and how many blocks of each group; None: none does.
+
+        `retentions` are as in `find`.
+        """
+        if self.loads is None or not hit.num_loaded or not any(self.loads.by_digest):
+            return None
+        lacking = [
+            [
+                digest
+                for digest in shared_digests(retention, chain, hit, block_size=self.block_size)
+                if digest not in on_device
+            ]
+            for retention, on_device in zip(retentions or self.retentions, self.index.groups, strict=True)
+        ]
+        return self.loads.bringing_most(lacking)
 
     def plan_checkpoints(
         self, blocks: SequenceBlocks, boundaries: Sequence[tuple[int, CheckpointKind]], *, is_new: bool = True

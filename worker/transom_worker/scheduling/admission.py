@@ -9,7 +9,8 @@ Terms:
     admit            move a sequence from the queue to the running ones: it starts at its hit and gets its first blocks
     preempt          release a running sequence's blocks and return it to the queue; it is computed again later ("recompute"), or
                      its blocks go to the host tier and come back ("swap", `sequence_moves`)
-    producer         a running sequence that computes a prefix which a waiting sequence needs too (`in_flight_prefixes`)
+    producer         a running sequence that computes, or a load that brings, a prefix which a waiting sequence needs too
+                     (`in_flight_prefixes`)
     waiter           a sequence that waits for a producer's prefix, outside of the queue
     reserved tokens  tokens of a step that a running sequence leaves to former waiters that stand before it in order
     held             said of a new sequence that stays outside of the queue while its prefix comes from another worker
@@ -37,6 +38,7 @@ from itertools import islice
 
 from transom_worker.config import PreemptionMode
 from transom_worker.kvcache.hashing import extend_chain
+from transom_worker.kvcache.loads import Load
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.prefix_search import PrefixHit
 from transom_worker.kvcache.sequence import SequenceBlocks
@@ -185,10 +187,15 @@ class AdmissionControl:
         return self.moves.is_loading
 
     def loaded(self, ticket: int) -> None:
-        """Let the sequence run whose load the ranks have reported, or release it if it was preempted or finished meanwhile."""
-        sequence = self.moves.end_load(ticket)
-        if sequence is None:
+        """Let the sequence run whose load the ranks have reported, or release it if it was preempted or finished meanwhile.
+
+        Sequences that waited for the load return to the queue in either case: what it has brought is found on the device.
+        """
+        ended = self.moves.end_load(ticket)
+        if ended is None:
             return
+        sequence, load = ended
+        self._requeue(self.in_flight_prefixes.load_ended(load))
         if sequence.status is SequenceStatus.RUNNING:
             self.published(sequence)
         elif not sequence.num_in_flight:
@@ -196,6 +203,8 @@ class AdmissionControl:
 
     def abandon_loads(self) -> None:
         """Forget all loads, since the ranks were restarted."""
+        for load in self.cache.unfinished_loads:
+            self._requeue(self.in_flight_prefixes.load_ended(load))
         for sequence in self.moves.abandon_loads():
             self.release_after_step(sequence)
 
@@ -289,17 +298,24 @@ class AdmissionControl:
         return self.blocked is sequence and self.cache.num_releases - self.blocked_at <= len(self.running)
 
     def _becomes_waiter(self, sequence: Sequence, hit: PrefixHit) -> bool:
-        """Make the sequence a waiter if a running sequence computes a prefix that it lacks; return whether it became one.
+        """Make the sequence a waiter if a running sequence computes a prefix that it lacks, or a load brings blocks that it would
+        load too; return whether it became one.
 
-        The producer places a checkpoint where the two prompts part, so that the sliding-window blocks which the waiter needs
-        are kept.
+        A running producer places a checkpoint where the two prompts part, so that the sliding-window blocks which the waiter
+        needs are kept.
         """
-        found = self.in_flight_prefixes.producer_for(sequence, hit)
-        if found is None:
+        producer: Sequence | Load
+        if (found := self.in_flight_prefixes.producer_for(sequence, hit)) is not None:
+            producer, num_hash_blocks = found
+            assert producer.blocks is not None
+            self.cache.plan_fork_checkpoint(producer.blocks, num_hash_blocks)
+        elif (shared := self.cache.load_to_share(sequence.chain, hit, sequence.retentions)) is not None:
+            producer, num_blocks = shared
+            if not self.in_flight_prefixes.is_worth_waiting(sequence, hit, num_blocks):
+                return False
+            num_hash_blocks = hit.start // self.cache.block_size
+        else:
             return False
-        producer, num_hash_blocks = found
-        assert producer.blocks is not None
-        self.cache.plan_fork_checkpoint(producer.blocks, num_hash_blocks)
         self.waiting.remove(sequence)
         self.in_flight_prefixes.wait_for(sequence, producer, num_hash_blocks)
         return True

@@ -1,4 +1,5 @@
-"""Lets a waiting sequence wait for a prefix that a running sequence computes now, in place of computing it a second time.
+"""Lets a waiting sequence wait for a prefix that a running sequence computes now, or that a load brings from the host tier, in
+place of computing or loading it a second time.
 
 Terms:
 
@@ -6,7 +7,8 @@ Terms:
     publish          put a computed hash block into the prefix cache, when the step that computed its last token has answered
     hit              the cached prefix of a sequence's tokens
     order            sequences are served in the order of their keys: by arrival or priority
-    producer         a running sequence that will publish hash blocks which are not in the prefix cache yet
+    load             copies of a loading sequence's blocks from the host tier to the device, which the ranks make now
+    producer         a running sequence that will publish hash blocks which are not in the prefix cache yet, or a load
     waiter           a waiting sequence that needs those hash blocks; it holds no KV blocks and keeps its running slot
     reserved tokens  tokens that a waiter will compute itself; sequences behind it leave it so many in a step's budget
 
@@ -24,14 +26,20 @@ hash blocks, rounded up to whole blocks, of reserved tokens: 64.
 The rule: a sequence waits only for a producer that stands before it in order, and that has been scheduled at least as far as
 the sequence's own hit reaches. Such a producer is served first in each step, so the sequence itself would publish these hash
 blocks later than the producer.
+
+A load is under way whatever becomes of the sequence that it is for, and the ranks make loads one behind the other: a second load
+of the same blocks would end later. So a sequence waits for a load of any other one, until the ranks have reported it, also if
+that sequence is preempted, aborted or fails meanwhile. It does so where the load brings all that it would load itself, which
+costs no time, or much of it; then it begins to load the rest a step or two later.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from transom_worker.kvcache.loads import Load
 from transom_worker.kvcache.prefix_search import PrefixHit
 from transom_worker.scheduling.queue import OrderedQueue
 from transom_worker.scheduling.sequence import Sequence
@@ -42,31 +50,29 @@ MIN_SHARED_TOKENS = 128
 
 @dataclass(slots=True)
 class UnpublishedRange:
-    """The hash blocks `[begin, end)` of its prompt that one producer has not published yet.
-
-    `waiters` maps each sequence that waits for this producer to the number of hash blocks, from the prompt's start, that it
-    needs.
-    """
+    """The hash blocks `[begin, end)` of its prompt that one running sequence has not published yet."""
 
     begin: int
     end: int
-    waiters: dict[Sequence, int] = field(default_factory=dict)
 
 
 class InFlightPrefixes:
     """Knows which running sequence produces which hash block, and which sequences wait for it.
 
     Where two running sequences compute the same hash block, the later one to be admitted becomes its producer if it has been
-    scheduled further or is first in order: a wait for it is shorter. Every waiter has a running producer; when that producer
-    stops running for any reason, its waiters return to the queue.
+    scheduled further or is first in order: a wait for it is shorter. Every waiter has a producer that runs, or a load that the
+    ranks have not reported; when that producer stops running for any reason, or the load has ended, its waiters return to the
+    queue.
     """
 
     def __init__(self, block_size: int) -> None:
         self.waiters = OrderedQueue()
         self.min_shared_tokens = MIN_SHARED_TOKENS
         self.producer_by_digest: dict[bytes, Sequence] = {}
-        self.ranges: dict[Sequence, UnpublishedRange] = {}  # by producer
-        self.producers: dict[Sequence, Sequence] = {}  # by waiter
+        self.ranges: dict[Sequence, UnpublishedRange] = {}  # by running producer
+        self.producers: dict[Sequence, Sequence | Load] = {}  # by waiter
+        # By producer: its waiters, each with the number of hash blocks, from the prompt's start, that it waits for.
+        self.waiters_of: dict[Sequence | Load, dict[Sequence, int]] = {}
         self._block_size = block_size
 
     def register(self, sequence: Sequence) -> None:
@@ -106,9 +112,19 @@ class InFlightPrefixes:
                 return producer, num_shared
         return None
 
-    def wait_for(self, sequence: Sequence, producer: Sequence, num_hash_blocks: int) -> None:
-        """Let a sequence wait until the producer has published the first `num_hash_blocks` hash blocks of its prompt."""
-        self.ranges[producer].waiters[sequence] = num_hash_blocks
+    def is_worth_waiting(self, sequence: Sequence, hit: PrefixHit, num_blocks: list[int]) -> bool:
+        """Return whether a sequence with this hit should wait for a load that brings so many of its blocks of each group."""
+        return tuple(num_blocks) == hit.num_loaded or any(
+            count * retention.block_size >= self.min_shared_tokens
+            for count, retention in zip(num_blocks, sequence.retentions, strict=True)
+        )
+
+    def wait_for(self, sequence: Sequence, producer: Sequence | Load, num_hash_blocks: int) -> None:
+        """Let a sequence wait until the producer has published the first `num_hash_blocks` hash blocks of its prompt.
+
+        It waits until the end of a load in any case; `num_hash_blocks` are those of its hit then.
+        """
+        self.waiters_of.setdefault(producer, {})[sequence] = num_hash_blocks
         self.producers[sequence] = producer
         # Rounded up to whole blocks, since a step's budget also counts the blocks of sliding windows.
         num_known_blocks = -(-len(sequence.token_ids) // self._block_size)
@@ -123,7 +139,8 @@ class InFlightPrefixes:
         assert sequence.blocks is not None
         num_published = sequence.blocks.processed // self._block_size
         self._remove_below(sequence, unpublished, num_published)
-        ready = [waiter for waiter, num_needed in unpublished.waiters.items() if num_needed <= num_published]
+        waiters = self.waiters_of.get(sequence, {})
+        ready = [waiter for waiter, num_needed in waiters.items() if num_needed <= num_published]
         for waiter in ready:
             self.stop_waiting(waiter)
         if unpublished.begin >= unpublished.end:
@@ -136,20 +153,31 @@ class InFlightPrefixes:
         if unpublished is None:
             return ()
         self._remove_below(sequence, unpublished, unpublished.end)
-        waiters = list(unpublished.waiters)
-        for waiter in waiters:
-            self.stop_waiting(waiter)
         del self.ranges[sequence]
-        return waiters
+        return self._end_waits_for(sequence)
+
+    def load_ended(self, load: Load) -> Iterable[Sequence]:
+        """Note that a load has ended; return the sequences that waited for it."""
+        return self._end_waits_for(load)
 
     def stop_waiting(self, sequence: Sequence) -> bool:
         """End a sequence's wait; return whether it waited for a producer."""
         producer = self.producers.pop(sequence, None)
         if producer is None:
             return False
-        del self.ranges[producer].waiters[sequence]
+        waiters = self.waiters_of[producer]
+        del waiters[sequence]
+        if not waiters:
+            del self.waiters_of[producer]
         self.waiters.remove(sequence)
         return True
+
+    def _end_waits_for(self, producer: Sequence | Load) -> list[Sequence]:
+        """End all waits for a producer; return the sequences that waited."""
+        waiters = list(self.waiters_of.get(producer, ()))
+        for waiter in waiters:
+            self.stop_waiting(waiter)
+        return waiters
 
     def _remove_below(self, producer: Sequence, unpublished: UnpublishedRange, end: int) -> None:
         """Remove the hash blocks below `end` from a producer's unpublished range."""

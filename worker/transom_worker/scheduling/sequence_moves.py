@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from transom_worker.config import PreemptionMode
+from transom_worker.kvcache.loads import Load
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.kvcache.swapping import num_live_blocks
@@ -44,17 +45,17 @@ class SequenceMoves:
         sequence.num_in_flight += 1
         self._loading[id(blocks)] = sequence
 
-    def end_load(self, ticket: int) -> Sequence | None:
-        """Note that the ranks have done a load; return its sequence, None for a ticket that is not known any more.
+    def end_load(self, ticket: int) -> tuple[Sequence, Load] | None:
+        """Note that the ranks have done a load; return its sequence and the load, None for a ticket that is not known any more.
 
         The sequence is RUNNING then, unless it was preempted or has ended meanwhile.
         """
-        blocks = self._cache.finish_load(ticket)
-        if blocks is None:
+        load = self._cache.finish_load(ticket)
+        if load is None:
             return None
-        sequence = self._loading.pop(id(blocks))
+        sequence = self._loading.pop(id(load.blocks))
         _stop_loading(sequence)
-        return sequence
+        return sequence, load
 
     def abandon_loads(self) -> list[Sequence]:
         """Forget all loads, since the ranks were restarted; return the sequences that were preempted or have ended meanwhile."""
