@@ -147,7 +147,7 @@ def _bind_app(settings: Mapping[str, Any], *, inherits_environment: bool) -> ser
     checked = Settings.parse(**settings)
     check_api_keys(checked)
     machines, groups = ClusterResources.now(), checked.groups()
-    names = tuple(WORKER if not number else f"{WORKER}-{number}" for number in range(1 + len(groups)))
+    names = worker_names(checked)
     workers = []
     for number, (name, own) in enumerate(zip(names, (checked, *groups), strict=True)):
         others = [one for one in (checked, *groups) if one is not own]
@@ -160,6 +160,11 @@ def _bind_app(settings: Mapping[str, Any], *, inherits_environment: bool) -> ser
         workers.append(worker_deployment(own, resources, name=name).bind(config, model_name, names))
     first, *further = workers
     return router_deployment(checked).bind(dict(settings), first, *([further] if further else []))
+
+
+def worker_names(settings: Settings) -> tuple[str, ...]:
+    """Return the names of the deployments of workers: one, and one for each further group."""
+    return tuple(WORKER if not number else f"{WORKER}-{number}" for number in range(1 + len(settings.worker_group)))
 
 
 def worker_engine_config(settings: Settings, resources: WorkerResources, *, first_worker: int = 0) -> EngineConfig:

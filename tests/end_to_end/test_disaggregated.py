@@ -64,10 +64,16 @@ def bodies(some: list[list[int]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
-    flags = [text for name, value in FLAGS.items() for text in ("--" + name.replace("_", "-"), str(value))]
-    server = start_server(str(tiny_model), tmp_path_factory.mktemp("disaggregated") / "log", *flags)
+    folder = tmp_path_factory.mktemp("disaggregated")
+    given = {**FLAGS, "disk_cache": folder / "disk"}
+    flags = [text for name, value in given.items() for text in ("--" + name.replace("_", "-"), str(value))]
+    server = start_server(str(tiny_model), folder / "log", *flags)
     yield server
+    assert list(folder.rglob("*.kv")) == []  # the host tiers have room for everything
     assert_ended_cleanly(server, stop_server(server, signal.SIGTERM))
+    ranks = [path for path in (folder / "disk" / "transom-kv").iterdir() if path.is_dir()]
+    assert len(ranks) == 3  # two of the prefill worker, one of the decode worker
+    assert all(any(rank.rglob("*.kv")) for rank in ranks)
 
 
 @pytest.fixture(scope="module")

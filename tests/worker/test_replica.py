@@ -227,6 +227,21 @@ async def test_a_cancelled_submission_leaves_nothing_behind(replica: WorkerRepli
     assert active_blocks(replica) == 0
 
 
+async def test_a_replica_that_stops_has_written_its_cache_to_the_disk_tier(tiny_model: Path, tmp_path: Path) -> None:
+    settings = Settings.parse(
+        model=str(tiny_model), kv_cache_memory_bytes="4MiB", swap_space="1MiB", disk_cache=str(tmp_path), device="cpu"
+    )
+    stopping = WorkerReplica(settings.engine_config(), "tiny")
+    stream = stopping.open_stream("r")
+    await anext(stream)
+    assert await stopping.submit("r", [request("kept", num_prompt=100)]) == [None]
+    await collect(stream, {"kept"})
+    await stream.aclose()
+    assert list(tmp_path.rglob("*.kv")) == []
+    await stopping.stop()
+    assert len(list(tmp_path.rglob("*.kv"))) == 6  # whole hash blocks of 107 computed tokens
+
+
 async def test_a_newer_stream_ends_the_older(replica: WorkerReplica) -> None:
     old = replica.open_stream("r")
     await anext(old)

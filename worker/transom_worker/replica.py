@@ -237,6 +237,10 @@ class WorkerReplica:
         if self._thread.dead is not None:
             raise self._thread.dead
 
+    async def stop(self) -> None:
+        """Do what `shutdown` does, and return when it is done: then a disk tier has what was cached, and the process may end."""
+        await asyncio.to_thread(self.shutdown)
+
     def shutdown(self) -> None:
         """End the engine's thread and the engine; requests that still run get an error event. Idempotent."""
         self._thread.shutdown()

@@ -41,6 +41,7 @@ POLL_S = 0.25  # each poll takes milliseconds of CPU, which the start itself nee
 WATCH_S = 1.0
 PROXY_TIMEOUT_S = 60.0
 DRAIN_S = 35.0  # a little more than `Router.stop` waits
+STOP_WORKERS_S = 15.0  # an engine writes its cache for 5 s, and its ranks what is queued for another 5 s
 SETTLE_S = 0.1  # time in which the proxy sends what routers wrote last
 
 _ENVIRONMENT = {
@@ -124,6 +125,15 @@ class LocalRay:
         except Exception as error:  # a dead router has no requests to wait for
             logger.warning("The server could not wait for running requests: %r", error)
         time.sleep(SETTLE_S)
+
+    def write_caches(self) -> None:
+        """Let the workers end and write what is cached to the disk tier; at once where there is none."""
+        if self._settings.disk_cache is None:
+            return
+        try:
+            asyncio.run(_stop_workers(self._settings))
+        except Exception as error:  # the cache is lost, and nothing else
+            logger.warning("What is cached could not be written to --disk-cache: %r", error)
 
     def stop(self) -> None:
         """End every process that this object started, within seconds. Idempotent."""
@@ -217,6 +227,16 @@ async def _drain_routers() -> None:
 
     handle = serve.get_app_handle(APP_NAME)  # with Serve's throughput settings handles work on an event loop only
     await handle.broadcast("drain").results_async(timeout_s=DRAIN_S)
+
+
+async def _stop_workers(settings: Settings) -> None:
+    from ray import serve
+
+    from transom_cluster.app import worker_names
+
+    handles = [serve.get_deployment_handle(name, APP_NAME) for name in worker_names(settings)]
+    stops = [handle.broadcast("stop").results_async(timeout_s=STOP_WORKERS_S) for handle in handles]
+    await asyncio.gather(*stops)
 
 
 def start_controller(*, http_options: dict[str, Any], logging_config: dict[str, Any]) -> list[Any]:

@@ -1,5 +1,5 @@
 """`transom serve`: starts a server on this machine, prints its address, and ends it: at once on Ctrl-C, after running requests on
-SIGTERM."""
+SIGTERM. With a disk tier the workers first write what is cached; another signal ends that, too."""
 
 from __future__ import annotations
 
@@ -52,9 +52,11 @@ def run_server(settings: Settings, given: dict[str, Any]) -> int:
         cluster.wait()
         typer.echo("transom: a process of Ray has ended unexpectedly; start the server again.", err=True)
     except KeyboardInterrupt as reason:
-        if is_serving and isinstance(reason, Terminated):
+        if is_serving:
             with contextlib.suppress(KeyboardInterrupt):
-                cluster.drain()
+                if isinstance(reason, Terminated):
+                    cluster.drain()
+                cluster.write_caches()
         return 0 if is_serving else INTERRUPTED
     except (TransomError, StartFailed) as error:
         typer.echo(f"transom: {error}", err=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
+from ray import serve
 from ray.serve._private import constants
 
-from transom_cluster.commands.local_ray import _ENVIRONMENT
+from transom_cluster.commands.local_ray import _ENVIRONMENT, LocalRay
+from transom_worker.settings import Settings
 
 
 def test_serve_reads_every_setting_of_serve() -> None:
@@ -16,3 +19,33 @@ def test_serve_reads_every_setting_of_serve() -> None:
 
 def test_serve_gives_a_proxy_on_a_busy_machine_longer_than_its_imports_take() -> None:
     assert float(_ENVIRONMENT["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"]) > constants.PROXY_READY_CHECK_TIMEOUT_S
+
+
+class Handle:
+    """Serve's handle of a deployment, which notes what is broadcast."""
+
+    def __init__(self, name: str, calls: list[tuple[str, str]]) -> None:
+        self._name, self._calls = name, calls
+
+    def broadcast(self, method: str) -> Handle:
+        self._calls.append((self._name, method))
+        return self
+
+    async def results_async(self, *, timeout_s: float) -> list[None]:
+        assert timeout_s > 10  # an engine's 5 s, and its ranks' 5 s
+        if self._name == "Worker-1":
+            raise RuntimeError("it is dead")
+        return [None]
+
+
+def test_a_server_that_ends_stops_the_workers_of_every_group_where_there_is_a_disk_tier(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[tuple[str, str]] = []
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda name, _app: Handle(name, calls))
+    groups = ["role=prefill", "role=decode"]
+    LocalRay(Settings.parse(model="m", worker_group=groups, swap_space=1)).write_caches()
+    assert calls == []
+    LocalRay(Settings.parse(model="m", worker_group=groups, disk_cache="/d")).write_caches()
+    assert calls == [("Worker", "stop"), ("Worker-1", "stop"), ("Worker-2", "stop")]
+    assert "could not be written to --disk-cache: RuntimeError('it is dead')" in caplog.text
