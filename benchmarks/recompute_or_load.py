@@ -55,18 +55,28 @@ class Scenario:
     load_time: LoadTime
 
 
+def jump(i: int, before: float, after: float) -> float:
+    """Return one value for the first half of the prompts, and another one for the second."""
+    return before if i < NUM_PROMPTS // 2 else after
+
+
 SCENARIOS = (
     Scenario("loads take 0.01", lambda i, rng: 0.01),
     Scenario("loads take 0.5", lambda i, rng: 0.5),
     Scenario("loads take 0.9", lambda i, rng: 0.9),
     Scenario("loads take 1.1", lambda i, rng: 1.1),
     Scenario("loads take 3", lambda i, rng: 3.0),
-    Scenario("0.2, and 4 from the middle on", lambda i, rng: 0.2 if i < NUM_PROMPTS // 2 else 4.0),
-    Scenario("4, and 0.2 from the middle on", lambda i, rng: 4.0 if i < NUM_PROMPTS // 2 else 0.2),
+    Scenario("0.2, and 4 from the middle on", lambda i, rng: jump(i, 0.2, 4.0)),
+    Scenario("4, and 0.2 from the middle on", lambda i, rng: jump(i, 4.0, 0.2)),
     Scenario("4 for 50 prompts, else 0.2, in turns", lambda i, rng: 4.0 if i // 50 % 4 == 3 else 0.2),
     Scenario("swings between 0.25 and 4", lambda i, rng: 4.0 ** math.sin(i / 100)),
     Scenario("0.5 with noise of a factor 2", lambda i, rng: 0.5 * 2.0 ** rng.gauss(0, 1)),
     Scenario("1 with noise of a factor 2", lambda i, rng: 2.0 ** rng.gauss(0, 1)),
+    Scenario("2 with noise of a factor 2", lambda i, rng: 2.0 * 2.0 ** rng.gauss(0, 1)),
+    Scenario("0.5 with noise of a factor 3", lambda i, rng: 0.5 * 3.0 ** rng.gauss(0, 1)),
+    Scenario("0.2, and 4 from the middle on, noise 2", lambda i, rng: jump(i, 0.2, 4.0) * 2.0 ** rng.gauss(0, 1)),
+    Scenario("4, and 0.2 from the middle on, noise 2", lambda i, rng: jump(i, 4.0, 0.2) * 2.0 ** rng.gauss(0, 1)),
+    Scenario("0.3, and each tenth one 6", lambda i, rng: 6.0 if rng.random() < 0.1 else 0.3),
 )
 
 
@@ -82,14 +92,16 @@ def compute_s(begin: int, end: int) -> float:
     return TOKEN_S * ((end - begin) + (end * end - begin * begin) / (2 * CONTEXT_TOKENS))
 
 
-def regrets(scenario: Scenario, seed: int) -> tuple[float, float, float, float]:
-    """Return the regret of the measured rates, of always loading and of always computing, and the share of prompts that load."""
+def regrets(scenario: Scenario, seed: int) -> tuple[float, float, float, float, int]:
+    """Return the regret of the measured rates, of always loading and of always computing, the share of prompts that load, and how
+    often the rates changed.
+    """
     rng = random.Random(seed)
     meter, rates = RateMeter([BLOCK_BYTES]), LoadRates.unmeasured([BLOCK_BYTES])
     retention = Retention(GroupSpec(name="full", kind=GroupKind.FULL, layers=(), block_size=BLOCK))
     chain = [index.to_bytes(32, "little") for index in range(max(LENGTHS) // BLOCK)]
     chosen = best = loading = computing = 0.0
-    num_loads = 0
+    num_loads = num_changes = 0
     for i, (num_blocks, in_host) in enumerate(prompts(rng)):
         host = set(chain[:in_host])
         hit = find_hit([retention], [()], chain[:num_blocks], num_blocks, window_repair=True, host=[host], rates=rates)
@@ -105,18 +117,22 @@ def regrets(scenario: Scenario, seed: int) -> tuple[float, float, float, float]:
             meter.stepped(plan, StepTimings(forward_s=compute_s(begin, end)))
         if loads:
             meter.loaded([in_host], load)
-        rates = meter.next_rates(rates) or rates
-    return chosen / best - 1, loading / best - 1, computing / best - 1, num_loads / NUM_PROMPTS
+        if (changed := meter.next_rates(rates)) is not None:
+            rates, num_changes = changed, num_changes + 1
+    return chosen / best - 1, loading / best - 1, computing / best - 1, num_loads / NUM_PROMPTS, num_changes
 
 
 def regret_table() -> None:
     """Print the regret of each scenario, the median of `SEEDS`."""
-    print("| a load's time in units of computing | regret of the rule | always load | always compute | loads |")
-    print("|---|---:|---:|---:|---:|")
+    print(
+        "| a load's time in units of computing | regret of the rule | always load | always compute | loads | changes |"
+    )
+    print("|---|---:|---:|---:|---:|---:|")
     for scenario in SCENARIOS:
         found = zip(*(regrets(scenario, seed) for seed in SEEDS), strict=True)
-        columns = [f"{100 * statistics.median(values):.1f} %" for values in found]
-        print(f"| {scenario.name} | " + " | ".join(columns) + " |", flush=True)
+        *shares, num_changes = (statistics.median(values) for values in found)
+        columns = [f"{100 * share:.1f} %" for share in shares]
+        print(f"| {scenario.name} | " + " | ".join(columns) + f" | {num_changes} |", flush=True)
 
 
 def cpu_seconds(engine: Engine, num_tokens: int) -> float:

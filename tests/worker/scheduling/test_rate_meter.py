@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
 from transom_worker.kvcache.load_rates import LoadRates
 from transom_worker.scheduling.rate_meter import STALE_STEPS, RateMeter
@@ -21,22 +25,28 @@ def test_rates_change_only_when_they_are_off_by_a_quarter() -> None:
     meter.stepped(prompt_step(20), StepTimings(forward_s=9.0))  # too few tokens
     meter.stepped(StepPlan(step_id=0, start=[5] * 99, count=[1] * 99), StepTimings(forward_s=9.0))  # decoding
     assert meter.next_rates(rates) is None
-    meter.loaded([2, 4], 4e-3)  # 4,000 bytes: 1 us a byte
-    assert meter.next_rates(rates) == LoadRates(1_000_000, (1_000_000, 500_000))
+    for _ in range(20):
+        meter.loaded([2, 4], 4e-3)  # 4,000 bytes: 1 us a byte
+    loaded = meter.next_rates(rates)
+    assert loaded is not None
+    assert loaded.token_ns == 1_000_000
+    assert loaded.block_ns == pytest.approx((1_000_000, 500_000), rel=0.03)
     for _ in range(50):
         meter.stepped(prompt_step(100), StepTimings(prepare_s=0.05, forward_s=0.15))
     changed = meter.next_rates(rates)
     assert changed is not None
-    assert 1_999_000 < changed.token_ns <= 2_000_000
+    assert changed.token_ns == pytest.approx(2_000_000, rel=0.03)
     assert meter.next_rates(changed) is None
 
 
 def test_loads_that_were_slow_are_tried_again() -> None:
     """While prompts are computed and none is loaded, the estimate decays; a measurement then counts for more."""
     meter = RateMeter([1000])
-    meter.loaded([1], 3e-3)
+    for _ in range(20):
+        meter.loaded([1], 3e-3)
     rates = meter.next_rates(LoadRates(1, (1,)))
-    assert rates == LoadRates(1, (3_000_000,))
+    assert rates is not None
+    assert rates.block_ns[0] == pytest.approx(3_000_000, rel=0.03)
     num_steps = 0
     while rates.block_ns[0] > 1_000_000:
         meter.stepped(prompt_step(100), StepTimings(forward_s=0.1))
@@ -45,11 +55,24 @@ def test_loads_that_were_slow_are_tried_again() -> None:
     assert 5 * STALE_STEPS <= num_steps <= 6 * STALE_STEPS
     meter.loaded([1], 3e-3)
     rates = meter.next_rates(rates) or rates
-    assert 2_300_000 < rates.block_ns[0] < 3_000_000
+    assert 2_300_000 < rates.block_ns[0] < 3_100_000
     for _ in range(100 * STALE_STEPS):
         meter.stepped(prompt_step(100), StepTimings(forward_s=0.1))
         rates = meter.next_rates(rates) or rates
     assert 100_000 < rates.block_ns[0] < 250_000  # it does not decay to nothing
+
+
+def test_one_slow_load_among_many_does_not_end_loads() -> None:
+    """Noise of a factor 2 around 0.6 ms; computing takes 1 ms. Rates change seldom all the while."""
+    rng = random.Random(0)
+    meter, rates, num_changes = RateMeter([1000]), LoadRates(1_000_000, (600_000,)), 0
+    for _ in range(1_000):
+        meter.stepped(prompt_step(100), StepTimings(forward_s=0.1))
+        meter.loaded([1], 6e-4 * 2.0 ** rng.gauss(0, 1))
+        if (changed := meter.next_rates(rates)) is not None:
+            rates, num_changes = changed, num_changes + 1
+        assert rates.block_ns[0] < rates.token_ns
+    assert num_changes < 60
 
 
 def test_a_slow_host_tier_is_not_read() -> None:
