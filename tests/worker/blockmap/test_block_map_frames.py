@@ -3,120 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
-from tests.block_map_decoder import ACTIVE, EMPTY, EVICTED, GONE, HELD, LOOSE, REPAIR, Block, Map, decode
+from tests.block_map_decoder import ACTIVE, EMPTY, EVICTED, HELD, LOOSE, REPAIR, Map
 from tests.lost_windows import lose_windows
+from tests.worker.blockmap.watch import Watch, check, plain
 from tests.worker.scheduling.scheduler_driver import BLOCK, ENTRY_MIXES, MIXES, Driver, layout, request
-from transom_worker.blockmap.encoder import Encoder, WorkerIdentity
-from transom_worker.blockmap.log import BlockMapLog
-from transom_worker.blockmap.snapshot import SnapshotTaker
 from transom_worker.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, WindowPolicy
 from transom_worker.kvcache.manager import KvCache
-from transom_worker.scheduling.scheduler import Scheduler
-
-
-class Watch:
-    """A watcher of a driver's scheduler, without threads."""
-
-    def __init__(self, scheduler: Scheduler, between: Callable[[], object] = lambda: None) -> None:
-        self.scheduler = scheduler
-        self.log = BlockMapLog()
-        scheduler.listen(self.log)
-        self.snapshots = SnapshotTaker(scheduler, self.log.events)
-        self.encoder = Encoder(WorkerIdentity("w", "m"), scheduler.cache.layout, self.log.history)
-        self.map = Map()
-        self.number = 0
-        self.snapshots.begin()
-        for group in range(len(scheduler.cache.layout.groups)):
-            self.encoder.start(group, self.snapshots.copy(group))
-            between()  # the engine runs meanwhile
-        self.states: set[int] = set()  # ever shown
-
-    def look(self) -> Map:
-        first = not self.number
-        frame = self.encoder.update(self.snapshots.take())
-        if first:  # what happened before is in the totals alone
-            self.before = dict(decode(frame.numbered(0)).header["totals"])
-            frame = self.encoder.whole(0.0)
-        self.map.take(frame.numbered(self.number))
-        self.states |= {block.state for block in self.map.blocks.values()}
-        self.number += 1
-        return self.map
-
-    def settle(self) -> Map:
-        self.map.take(self.encoder.again(0.0).numbered(self.number))
-        self.number += 1
-        return self.map
-
-
-def plain(scheduler: Scheduler) -> dict[tuple[int, int], Block]:
-    """What a map without evictions must show, asked block by block."""
-    cache = scheduler.cache
-    logical: dict[tuple[int, int], int] = {}
-    repaired = set()
-    for sequence in scheduler.sequences_with_blocks():
-        blocks = sequence.blocks
-        assert blocks is not None
-        for group, table in enumerate(blocks.tables):
-            for index in range(table.end_block):
-                if (block := table.at(index)) is not None:
-                    assert logical.setdefault((group, block), index) == index
-            logical |= {(group, block): index for index, block in table.aside.items()}
-            if blocks.processed < blocks.repair_until and not cache.retentions[group].keeps_everything:
-                repaired |= {(group, block) for block in table.run}
-    shown = {}
-    for page, owner in enumerate(cache.arena.owner):
-        for block in cache.arena.blocks(page, owner) if owner >= 0 else ():
-            pool = cache.pools[owner]
-            name = pool.published.get(block)
-            if pool.refs[block]:
-                state = REPAIR if (owner, block) in repaired else ACTIVE
-            else:
-                state = HELD if pool.pins[block] else LOOSE if name else EMPTY
-            digest = int.from_bytes(name[0][:4], "big") if name else 0
-            at = logical.get((owner, block), name[1] if name else None)
-            shown[owner, block] = Block(state, pool.refs[block], at, digest, None)
-    return shown
-
-
-def check(watch: Watch) -> None:
-    """The map, but for blocks that it shows as evicted, is what is there."""
-    scheduler, seen = watch.scheduler, watch.map
-    expected, shown = plain(scheduler), seen.shown
-    for key, block in shown.items():
-        if block.state == EVICTED:
-            there = expected.get(key, Block(GONE, 0, None, 0, None))
-            assert block == there._replace(state=EVICTED)
-    evicted = {key for key, block in shown.items() if block.state == EVICTED}
-    assert {key: b for key, b in shown.items() if key not in evicted} == {
-        key: b for key, b in expected.items() if key not in evicted
-    }
-    arena = scheduler.cache.arena
-    assert seen.owners == {page: owner + 1 for page, owner in enumerate(arena.owner)}
-    assert seen.header["free_pages"] == arena.num_free
-    assert set(seen.sequences) == {sequence.seq_id for sequence in scheduler.sequences_with_blocks()}
-    for sequence in scheduler.sequences_with_blocks():
-        check_sequence(seen, sequence)
-    for group, counts in enumerate(seen.header["counts"]):
-        states = [block.state for (of, _), block in expected.items() if of == group]
-        assert counts["active"] == states.count(ACTIVE) + states.count(REPAIR)
-        assert (counts["held"], counts["loose"], counts["empty"]) == tuple(map(states.count, (HELD, LOOSE, EMPTY)))
-
-
-def check_sequence(seen: Map, sequence: Any) -> None:
-    told = seen.sequences[sequence.seq_id]
-    blocks = sequence.blocks
-    assert told["request"] == sequence.request.request_id
-    assert told["processed"] == blocks.processed
-    assert told["num_tokens"] == len(sequence.token_ids)
-    assert (told["phase"] == "repair") <= (told["repair"] == [blocks.repair_from, blocks.repair_until])
-    for table, runs in zip(blocks.tables, told["runs"], strict=True):
-        flat = {first + k: block + k for first, block, count in runs for k in range(count)}
-        assert flat == {index: table.at(index) for index in range(table.end_block) if table.at(index) is not None}
 
 
 def random_lives(

@@ -179,6 +179,7 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
             for block in (*table.sink_blocks, *table.run, *table.aside.values())
             if block != HOLE
         )
+        references.update(exported(cache, DEVICE, group))
         assert {b: n for b, n in enumerate(pool.refs) if n} == dict(references)
         pinned = [block for block, count in enumerate(pool.pins) if count and not pool.refs[block]]
         cached = [*pinned, *pool.evictable]
@@ -225,6 +226,7 @@ def check_host(cache: KvCache, sequences: Sequence[SequenceBlocks]) -> None:
         needs.update(block for sequence in sequences if sequence.to_load for block in sequence.to_load[group])
         opened = cache.imports.opened if cache.imports is not None else []
         needs.update(one.block for each in opened for one in each.blocks if one.group == group)
+        needs.update(exported(cache, HOST, group))
         assert {b: n for b, n in enumerate(pool.refs) if n} == dict(needs)
         assert not any(pool.pins)
         pages = [page for page, owner in enumerate(host.arena.owner) if owner == group]
@@ -237,6 +239,12 @@ def check_host(cache: KvCache, sequences: Sequence[SequenceBlocks]) -> None:
         # In both tiers lies only what nodes of both need, or what a load has not brought yet.
         assert not [digest for digest in found if digest in on_device and not pool.refs[found[digest]]]
     assert host.arena.num_free == host.arena.owner.count(FREE)
+
+
+def exported(cache: KvCache, tier: int, group: int) -> list[int]:
+    """A tier's blocks of a group that exports need, once for each export."""
+    lent = [one for opened in cache.exports.opened for one in opened.blocks]
+    return [one.block for one in lent if (one.tier, one.group) == (tier, group)]
 
 
 def held_digests(cache: KvCache) -> list[list[Counter[bytes]]]:

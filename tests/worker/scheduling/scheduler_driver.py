@@ -167,7 +167,8 @@ class Driver:
         """One turn of an engine: fill the pipeline, then take a result."""
         while self.schedule() is not None:
             self.check()
-        assert self.in_flight or not self.scheduler.has_work, "work, but nothing in flight and nothing to do"
+        waits_for_others = self.scheduler.cache.is_read_by_others
+        assert self.in_flight or waits_for_others or not self.scheduler.has_work, "work, but nothing to do"
         if self.in_flight:
             self.receive()
             self.check()

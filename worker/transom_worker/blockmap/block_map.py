@@ -124,7 +124,8 @@ class BlockMap:
         try:
             frames = FrameMaker(self._log, snapshots, self._on_engine, heartbeat_s=self._heartbeat_s)
             layout, history = self._scheduler.cache.layout, self._log.history
-            frames.encoder = await asyncio.to_thread(Encoder, self._identity, layout, history)
+            host_layout = None if snapshots.host is None else snapshots.host.layout
+            frames.encoder = await asyncio.to_thread(Encoder, self._identity, layout, history, host_layout)
             await frames.begin(len(layout.groups))
             while self._watchers:
                 self._came.clear()
@@ -155,11 +156,15 @@ class FrameMaker:
         self._sent_s = 0.0  # time of the last frame
 
     async def begin(self, num_groups: int) -> None:
-        """Copy all blocks, a group at a time: steps can run in between."""
+        """Copy all blocks, a group or a piece of the host tier at a time: steps can run in between."""
         await self._on_engine(self._snapshots.begin)
         for group in range(num_groups):
             copy = await self._on_engine(functools.partial(self._snapshots.copy, group))
             await asyncio.to_thread(self.encoder.start, group, copy)
+        if (host := self._snapshots.host) is not None:
+            for pages in host.pieces:
+                piece = await self._on_engine(functools.partial(host.copy, pages))
+                await asyncio.to_thread(self.encoder.start_host, piece)
 
     async def make(self, watchers: set[Watcher], period_s: float) -> None:
         """Make a frame of changes, if it is due and anything changed, and a whole frame for the watchers that need one."""

@@ -61,6 +61,7 @@ class BlockRecords:
         self._is_first = True
         self._in_repair = _indices([])
         self._evicted = _indices([])
+        self._spilled = _indices([])  # those of `_evicted` whose contents the host tier has
         self._maybe_changed = _indices([])
 
     @property
@@ -103,12 +104,14 @@ class BlockRecords:
             self._since_s[at[(plain != before) | evicted]] = time_s
         self._plain[at], self._is_first = plain, False
         self._evicted = at[evicted]
+        spilled = [_indices(one.moved) + begin for one, begin in zip(snapshot.groups, self._offsets, strict=True)]
+        self._spilled = np.intersect1d(self._evicted, np.concatenate(spilled))
         self._show(at, np.where(evicted, np.uint8(EVICTED), plain))
         return pages
 
     def settle(self) -> None:
         """Give blocks that are shown as just evicted their plain state; nothing else has changed."""
-        at, self._evicted = self._evicted, _indices([])
+        at, self._evicted, self._spilled = self._evicted, _indices([]), _indices([])
         self._show(at, self._plain[at])
 
     def take_changed(self, time_s: float) -> Words:
@@ -121,6 +124,13 @@ class BlockRecords:
         for sent, values in zip(self._sent, now, strict=True):
             sent[at] = values[at]
         return self._records(at, time_s)
+
+    @property
+    def spilled(self) -> Words:
+        """Pairs (group, block), flat, of the blocks shown as just evicted whose contents the host tier has."""
+        groups = self._group[self._spilled]
+        blocks = self._spilled - np.array(self._offsets, np.int64)[groups]
+        return np.stack([groups, blocks.astype(np.uint32)], axis=1).reshape(-1)
 
     def present(self, time_s: float) -> Words:
         """Records of all blocks in leased pages, as the last frames have them."""

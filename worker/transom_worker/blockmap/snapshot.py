@@ -4,20 +4,28 @@ newest events.
 A snapshot has only the blocks that were appended to a block table since the snapshot before: a table grows at its end and
 shrinks at its front. When compaction has moved blocks, which changes a table in its middle, the next snapshot has the whole
 tables. Tables with gaps, from which KV policies remove blocks anywhere, are short and always whole.
+
+With a host tier there are also the sequences that are *swapped*: they wait for their return with all their blocks in the host tier.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from transom_worker.blockmap.events import EventLog, MapEvent
 from transom_worker.kvcache.block_table import BlockTable, GappedBlockTable
 from transom_worker.kvcache.cache_snapshot import CacheSnapshot, GroupCopy
+from transom_worker.kvcache.host_snapshot import HostSnapshots
 from transom_worker.kvcache.prefix_outcome import HIT, REPAIRED
+from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.scheduling.scheduler import Scheduler
-from transom_worker.scheduling.sequence import Sequence, SequenceStatus
+from transom_worker.scheduling.sequence import Sequence as ScheduledSequence
+from transom_worker.scheduling.sequence import SequenceStatus
+
+SWAPPED_PHASE = "swapped"
 
 
 class TablePieces(NamedTuple):
@@ -31,7 +39,11 @@ class TablePieces(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSnapshot:
-    """One sequence with blocks. `replay` is the token range that its window repair computes, while it runs."""
+    """One sequence with blocks. `replay` is the token range that its window repair computes, while it runs.
+
+    `in_host` are the blocks of the host tier, by group, from which it is being loaded or, where it is swapped, will be; the list
+    is never changed.
+    """
 
     seq_id: int
     request_id: str
@@ -42,6 +54,7 @@ class SequenceSnapshot:
     num_cached_tokens: int
     replay: tuple[int, int] | None
     tables: list[TablePieces]
+    in_host: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +94,11 @@ class SnapshotTaker:
         """Copy all blocks of one group. The next `take` has what changes from now on."""
         return self._scheduler.cache.snapshots.copy(group)
 
+    @property
+    def host(self) -> HostSnapshots | None:
+        """What copies the host tier, between `begin` and the first `take`; None without one."""
+        return self._scheduler.cache.snapshots.host
+
     def take(self) -> Snapshot:
         """Take a snapshot."""
         scheduler = self._scheduler
@@ -88,6 +106,10 @@ class SnapshotTaker:
         if cache.num_compacted != self._num_compacted:
             self._ends, self._num_compacted = {}, cache.num_compacted
         sequences = [self._sequence(sequence) for sequence in scheduler.sequences_with_blocks()]
+        if cache.host is not None:
+            sequences += [
+                _swapped(one, one.swapped) for one in scheduler.by_request.values() if one.swapped is not None
+            ]
         present = {sequence.seq_id for sequence in sequences}
         self._ends = {seq_id: ends for seq_id, ends in self._ends.items() if seq_id in present}
         events, num_dropped = self._events.take()
@@ -107,7 +129,7 @@ class SnapshotTaker:
         self._scheduler.cache.snapshots.end()
         self._events.end()
 
-    def _sequence(self, sequence: Sequence) -> SequenceSnapshot:
+    def _sequence(self, sequence: ScheduledSequence) -> SequenceSnapshot:
         blocks = sequence.blocks
         assert blocks is not None
         replays = blocks.processed < blocks.repair_until
@@ -129,12 +151,15 @@ class SnapshotTaker:
             num_cached_tokens=sequence.num_cached_tokens,
             replay=(blocks.repair_from, blocks.repair_until) if replays else None,
             tables=tables,
+            in_host=blocks.to_load,
         )
 
     def _totals(self, cache: CacheSnapshot) -> dict[str, int]:
         scheduler = self._scheduler
         tokens = cache.outcome_tokens
-        return {
+        host = {} if cache.host is None else cache.host.moves
+        moves = {f"{name}_blocks": sum(counts) for name, counts in host.items()}
+        return moves | {
             "hit_tokens": tokens.get(HIT, 0),
             "repaired_tokens": tokens.get(REPAIRED, 0),
             "missed_tokens": sum(count for name, count in tokens.items() if name not in (HIT, REPAIRED)),
@@ -144,7 +169,25 @@ class SnapshotTaker:
         }
 
 
-def _phase(sequence: Sequence, processed: int, *, replays: bool) -> str:
+def _swapped(sequence: ScheduledSequence, blocks: SequenceBlocks) -> SequenceSnapshot:
+    nothing = [TablePieces(True, 0, 0, []) for _ in blocks.tables]
+    return SequenceSnapshot(
+        seq_id=sequence.seq_id,
+        request_id=sequence.request.request_id,
+        phase=SWAPPED_PHASE,
+        processed=blocks.processed,
+        num_tokens=len(sequence.token_ids),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_cached_tokens=sequence.num_cached_tokens,
+        replay=None,
+        tables=nothing,
+        in_host=blocks.to_load,
+    )
+
+
+def _phase(sequence: ScheduledSequence, processed: int, *, replays: bool) -> str:
+    if sequence.status is SequenceStatus.LOADING:
+        return "loading"
     if sequence.status is not SequenceStatus.RUNNING:
         return "leaving"
     if replays:

@@ -8,6 +8,7 @@ Terms:
     pin         a checkpoint keeps the block from being evicted (`checkpoints`)
     evict       remove an unreferenced, unpinned block from the index; it becomes free
     touched     a block whose state changed since the block map's last snapshot (`cache_snapshot`)
+    moved       a touched block that the other tier has in place of this one
 
 Every change goes through here, so that index, pools, events for routers, times and counts agree.
 """
@@ -53,6 +54,7 @@ class BlockRegistry:
         self._evicted: tuple[Counter[str], ...] = tuple(Counter() for _ in layout.groups)
         self._changes = changes
         self._touched: tuple[set[int], ...] | None = None  # by group; None while no block map is watched
+        self._moved: tuple[set[int], ...] = self._none()
 
     def has(self, group: int, digest: bytes) -> bool:
         """Return whether the index has a block of the group under the digest."""
@@ -112,6 +114,7 @@ class BlockRegistry:
         self._changes.add("removed", self._tier, group, digests)
         if self._touched is not None:
             self._touched[group].update(blocks)
+            self._moved[group].update(blocks)
 
     def moved(self, group: int, source: int, target: int) -> None:
         """Note that compaction (moving blocks together to clear a page) moved a block, published or not, to another id."""
@@ -166,14 +169,18 @@ class BlockRegistry:
 
     def watch_changes(self, is_on: bool) -> None:
         """Begin to record which blocks change in any way, or stop recording it."""
-        self._touched = tuple(set() for _ in self._layout.groups) if is_on else None
+        self._touched = self._none() if is_on else None
+        self._moved = self._none()
 
-    def take_touched(self) -> tuple[set[int], ...]:
-        """Return, by group, the blocks that changed since the last call; empty sets unless changes are recorded."""
-        touched = self._touched or tuple(set() for _ in self._layout.groups)
+    def take_touched(self) -> tuple[tuple[set[int], ...], tuple[set[int], ...]]:
+        """Return, by group, the blocks that changed since the last call, and those of them that the other tier has in place of
+        this one; empty sets unless changes are recorded.
+        """
+        touched, moved = self._touched or self._none(), self._moved
+        self._moved = self._none()
         if self._touched is not None:
-            self._touched = tuple(set() for _ in self._layout.groups)
-        return touched
+            self._touched = self._none()
+        return touched, moved
 
     def cached_since_s(self, group: int) -> list[float]:
         """Return a list by block: when its last reference was removed, in seconds of the cache's clock; 0 if that never
@@ -207,6 +214,10 @@ class BlockRegistry:
                 self._layout.groups, self._pools, self._evicted, self._times, strict=True
             )
         )
+
+    def _none(self) -> tuple[set[int], ...]:
+        """Return an empty set for each group."""
+        return tuple(set() for _ in self._layout.groups)
 
     def _blocks(self, group: int, digests: Iterable[bytes]) -> Iterable[int]:
         """Return the block ids under these digests, and record them as changed."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from transom_worker.kvcache.arena import Arena
 from transom_worker.kvcache.block_registry import BlockRegistry
 from transom_worker.kvcache.compaction import Compaction
+from transom_worker.kvcache.host_snapshot import HostSnapshot, HostSnapshots
 from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.prefix_outcome import OutcomeCounts
 
@@ -40,6 +41,7 @@ class GroupSnapshot:
     refs: list[int]
     pins: list[int]
     names: list[Name | None]
+    moved: list[int]  # those of `blocks` whose contents the host tier took since the last snapshot
     num_evicted: dict[str, int]  # since start, by reason
     num_active: int
     num_pinned: int
@@ -59,6 +61,7 @@ class CacheSnapshot:
     num_repairs: int  # window repairs since start
     outcome_tokens: dict[str, int]  # prompt tokens since start: "hit", "repaired" or "missed_<reason>"
     groups: tuple[GroupSnapshot, ...]
+    host: HostSnapshot | None  # None without a host tier
 
 
 class CacheSnapshots:
@@ -74,6 +77,7 @@ class CacheSnapshots:
         registry: BlockRegistry,
         compaction: Compaction,
         outcomes: OutcomeCounts,
+        host: HostSnapshots | None,
         *,
         clock: Callable[[], float],
     ) -> None:
@@ -82,15 +86,20 @@ class CacheSnapshots:
         self._registry = registry
         self._compaction = compaction
         self._outcomes = outcomes
+        self.host = host
         self._clock = clock
 
     def begin(self) -> None:
         """Begin to record which blocks change."""
         self._registry.watch_changes(True)
+        if self.host is not None:
+            self.host.begin()
 
     def end(self) -> None:
         """Stop recording which blocks change."""
         self._registry.watch_changes(False)
+        if self.host is not None:
+            self.host.end()
 
     def copy(self, group: int) -> GroupCopy:
         """Return a copy of all blocks of a group."""
@@ -112,16 +121,18 @@ class CacheSnapshots:
             num_repairs=self._outcomes.num_repairs,
             outcome_tokens=dict(self._outcomes.tokens),
             groups=self._take_groups(),
+            host=None if self.host is None else self.host.take(),
         )
 
     def _take_groups(self) -> tuple[GroupSnapshot, ...]:
-        touched, evicted = self._registry.take_touched(), self._registry.num_evicted()
+        (touched, moved), evicted = self._registry.take_touched(), self._registry.num_evicted()
         return tuple(
             GroupSnapshot(
                 blocks=(blocks := list(touched[group])),
                 refs=list(map(pool.refs.__getitem__, blocks)),
                 pins=list(map(pool.pins.__getitem__, blocks)),
                 names=list(map(pool.published.get, blocks)),
+                moved=list(moved[group]),
                 num_evicted=evicted[group],
                 num_active=pool.num_active,
                 num_pinned=pool.num_pinned,

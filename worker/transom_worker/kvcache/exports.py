@@ -58,7 +58,7 @@ class Exports:
         self._host = host
         self._copies = copies
         self._block_size = block_size
-        self._open: list[BlockExport] = []
+        self.opened: list[BlockExport] = []
 
     def begin(self, chain: Sequence[bytes], hit: PrefixHit) -> BlockExport | None:
         """Reference the blocks that a hit gives; None if some of them are still to be copied by a plan that was not made yet."""
@@ -73,12 +73,12 @@ class Exports:
             else:
                 assert self._host is not None
                 self._host.need(one.group, [one.block])
-        self._open.append(opened)
+        self.opened.append(opened)
         return opened
 
     def end(self, opened: BlockExport) -> None:
         """Give the references back."""
-        self._open.remove(opened)
+        self.opened.remove(opened)
         for one in opened.blocks:
             if one.tier == DEVICE:
                 self._registry.unref(one.group, [one.block])
@@ -88,14 +88,14 @@ class Exports:
 
     def on_device(self) -> Iterable[tuple[int, int]]:
         """Yield (group, block) of every block on the device that an export reads."""
-        for opened in self._open:
+        for opened in self.opened:
             for one in opened.blocks:
                 if one.tier == DEVICE:
                     yield one.group, one.block
 
     def make_void(self) -> None:
         """Note that the cache is emptied: what the present exports would read is not what they promised."""
-        for opened in self._open:
+        for opened in self.opened:
             opened.is_void = True
 
     def _blocks_of(self, group: int, chain: Sequence[bytes], hit: PrefixHit) -> Iterable[ExportedBlock]:

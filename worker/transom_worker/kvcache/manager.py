@@ -42,6 +42,7 @@ from transom_worker.kvcache.disk_stores import DiskStores
 from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.eviction import EvictionPolicy, ReturnTimePolicy
 from transom_worker.kvcache.exports import BlockExport, Exports
+from transom_worker.kvcache.host_snapshot import HostSnapshots
 from transom_worker.kvcache.host_tier import HostTier
 from transom_worker.kvcache.imports import BlockImport, Imports
 from transom_worker.kvcache.layout import ArenaLayout, check_block_sizes
@@ -137,7 +138,7 @@ class KvCache:
         self.capacity = Capacity(self.retentions, self.arena, self.allocator)
         self.outcomes = OutcomeCounts(self.index, block_size=block_size)
         self.snapshots = CacheSnapshots(
-            self.arena, self.pools, self.registry, self.compaction, self.outcomes, clock=clock
+            self.arena, self.pools, self.registry, self.compaction, self.outcomes, self._host_snapshots(), clock=clock
         )
 
     # Searching
@@ -507,6 +508,13 @@ class KvCache:
             host_groups=tuple(self._host_stats(group) for group in range(len(self.pools))),
             host_tokens=self.outcomes.host_tokens,
         )
+
+    def _host_snapshots(self) -> HostSnapshots | None:
+        """Return what takes snapshots of the host tier; None without one."""
+        moves = self.eviction.moves
+        if self.host is None or moves is None or self.loads is None or self.swapping is None or self.imports is None:
+            return None
+        return HostSnapshots(self.host, moves, self.loads, self.swapping, self.imports, self.exports)
 
     def _host_stats(self, group: int) -> HostGroupStats:
         """Return what a group has in the host tier, and what has moved."""

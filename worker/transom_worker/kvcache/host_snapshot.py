@@ -1,0 +1,134 @@
+"""`HostSnapshots`: cheap copies of the host tier's state for the block map, as `cache_snapshot` makes them of the device's.
+
+A host tier may have a hundred times as many blocks as the device. So the first copy is made in pieces of some pages, between which
+steps can run, and of what a block holds it has two numbers. Afterwards a snapshot has only the blocks that changed. What loads,
+imports and exports hold is not copied: their lists never change, so a snapshot refers to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transom_worker.kvcache.block_copies import BlockCopy
+from transom_worker.kvcache.exports import ExportedBlock, Exports
+from transom_worker.kvcache.host_tier import HostTier
+from transom_worker.kvcache.imports import ImportedBlock, Imports
+from transom_worker.kvcache.loads import Loads
+from transom_worker.kvcache.swapping import Swapping
+from transom_worker.kvcache.tier_moves import TierMoves
+
+BLOCKS_PER_COPY = 2**16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCopy:
+    """All blocks in some pages, by group: from the first block of `first_page` on."""
+
+    first_page: int
+    owners: list[int]  # by page: the group that leases it, or arena.FREE
+    needs: list[list[int]]  # by group and block: how often the block is needed (`host_tier`)
+    free: list[bytes]  # by group and block: 1 if it has no content and lies in a leased page
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostGroupChanges:
+    """One group's blocks that may have changed since the last snapshot."""
+
+    blocks: list[int]  # ids, in the order of `needs` and `leftover`
+    needs: list[int]
+    leftover: list[bool]  # in the index, and not needed
+    moved: list[int]  # those of `blocks` that the device has in place of the host since the last snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSnapshot:
+    """The host tier at one moment, and what holds blocks of it besides nodes of the prefix tree and swapped sequences."""
+
+    free_pages: int
+    groups: tuple[HostGroupChanges, ...]
+    loads: list[Sequence[BlockCopy]]  # into the device, not yet reported by the ranks
+    imports: list[Sequence[ImportedBlock]]
+    exports: list[Sequence[ExportedBlock]]
+    moves: dict[
+        str, list[int]
+    ]  # blocks since start, by kind and group: spilled, loaded, swapped, imported, and dropped (evicted)
+
+
+class HostSnapshots:
+    """Takes snapshots of one host tier: call `begin`, `copy` for every piece of its pages, then `take` as often as needed, then
+    `end`.
+
+    All calls are made on the engine's thread.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        moves: TierMoves,
+        loads: Loads,
+        swapping: Swapping,
+        imports: Imports,
+        exports: Exports,
+    ) -> None:
+        self.layout = host.layout
+        self._host = host
+        self._moves = moves
+        self._swapping = swapping
+        self._loads = loads
+        self._imports = imports
+        self._exports = exports
+
+    @property
+    def pieces(self) -> list[range]:
+        """The pages in pieces of about `BLOCKS_PER_COPY` blocks."""
+        layout = self.layout
+        step = max(1, BLOCKS_PER_COPY // sum(map(layout.blocks_per_page, range(len(layout.groups)))))
+        return [range(first, min(first + step, layout.num_pages)) for first in range(0, layout.num_pages, step)]
+
+    def begin(self) -> None:
+        """Begin to record which blocks change."""
+        self._host.registry.watch_changes(True)
+
+    def end(self) -> None:
+        """Stop recording which blocks change."""
+        self._host.registry.watch_changes(False)
+
+    def copy(self, pages: range) -> HostCopy:
+        """Return a copy of all blocks in these pages."""
+        spans = [
+            (self.layout.first_block(pages.start, group), self.layout.end_block(pages.stop - 1, group))
+            for group in range(len(self._host.pools))
+        ]
+        return HostCopy(
+            first_page=pages.start,
+            owners=self._host.arena.owner[pages.start : pages.stop],
+            needs=[pool.refs[begin:end] for pool, (begin, end) in zip(self._host.pools, spans, strict=True)],
+            free=[pool.free_flags(begin, end) for pool, (begin, end) in zip(self._host.pools, spans, strict=True)],
+        )
+
+    def take(self) -> HostSnapshot:
+        """Return what changed since the last call, or since `begin`."""
+        touched, moved = self._host.registry.take_touched()
+        return HostSnapshot(
+            free_pages=self._host.arena.num_free,
+            groups=tuple(
+                HostGroupChanges(
+                    blocks=(blocks := list(touched[group])),
+                    needs=list(map(pool.refs.__getitem__, blocks)),
+                    leftover=list(map(pool.evictable.__contains__, blocks)),
+                    moved=list(moved[group]),
+                )
+                for group, pool in enumerate(self._host.pools)
+            ),
+            loads=[load.copies for load in self._loads.by_ticket.values()],
+            imports=[opened.blocks for opened in self._imports.opened],
+            exports=[opened.blocks for opened in self._exports.opened],
+            moves={
+                "spilled": self._moves.num_spilled.copy(),
+                "loaded": self._loads.num_loaded.copy(),
+                "swapped": self._swapping.num_swapped_out.copy(),
+                "imported": self._imports.num_imported.copy(),
+                "dropped": [sum(reasons.values()) for reasons in self._host.registry.num_evicted()],
+            },
+        )
