@@ -160,3 +160,15 @@ def test_a_restart_forgets_loads_and_swapped_requests() -> None:
     assert not scheduler.has_work
     stats = scheduler.stats()
     assert (stats.free_pages, stats.host_free_pages) == (stats.num_pages, stats.host_pages)
+
+
+def test_a_small_device_moves_no_more_to_the_host_than_it_must() -> None:
+    """The pool has 320 blocks; what is demoted beyond the need would stay empty."""
+    driver = Driver(layout(["full"], num_pages=80), host_pages=160, max_model_len=1_300, max_num_batched_tokens=64)
+    driver.add(request("long", [number % 50 for number in range(1_200)], 2))
+    driver.run()
+    driver.add(request("short", [7] * 100, 2))
+    driver.run()
+    stats = driver.scheduler.stats()
+    assert 25 + 300 - 320 <= stats.host_groups[0].spilled_blocks <= 2 * 16
+    driver.check_idle()

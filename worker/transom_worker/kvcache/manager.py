@@ -119,7 +119,7 @@ class KvCache:
         self.swapping: Swapping | None = None
         if self.host is not None:
             self.eviction.moves = TierMoves(
-                self.checkpoints.tree, self.index, self.registry, self.pools, self.host, self.copies
+                self.checkpoints.tree, self.index, self.registry, self.pools, self.host, self.copies, layout=layout
             )
             self.loads = Loads(self.registry, self.host, self.copies)
             self.imports = Imports(self.retentions, self.index, self.host, self.checkpoints, block_size=block_size)

@@ -25,7 +25,7 @@ from transom_worker.kvcache.checkpoint_counts import CheckpointCounts
 from transom_worker.kvcache.disk_stores import DiskStores
 from transom_worker.kvcache.eviction import Candidates, EvictionPolicy
 from transom_worker.kvcache.eviction_costs import EvictionCosts
-from transom_worker.kvcache.tier_moves import SPILLED_HASH_BLOCKS, TierMoves
+from transom_worker.kvcache.tier_moves import TierMoves
 from transom_worker.kvcache.tiers import DEVICE, HOST
 from transom_worker.kvcache.tree import Node, PrefixTree
 
@@ -151,8 +151,8 @@ class NodeEviction:
         if not with_segment:
             moves.demote_windows(node)
         else:
-            if len(node.segment) > SPILLED_HASH_BLOCKS:
-                self.add(self._tree.split_off(node, SPILLED_HASH_BLOCKS))
+            if len(node.segment) > moves.piece:
+                self.add(self._tree.split_off(node, moves.piece))
             moves.demote(node)
         self.add(node)
         self.tidy(node)

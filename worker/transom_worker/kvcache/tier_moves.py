@@ -5,6 +5,8 @@ Terms:
     node       a boundary in the prefix tree; it pins a *segment* of a chain and, at a checkpoint, *windows* (`tree`)
     demote     move a node's blocks from the device to the host: copies are queued, the index follows at once
     promote    let a node in the host tier pin the device's blocks in place of the host's; loads or new computing brought them there
+    piece      so many hash blocks of a segment, at most, are demoted at once; the rest becomes a node above. What a demotion frees
+               beyond what is needed stays empty for a while, so a piece is a small part of what the device holds
 
 A segment's blocks are in one tier. A window block may be in both, where checkpoints of both tiers need it. What a running sequence
 still references stays on the device until it is released, without being found there.
@@ -17,16 +19,19 @@ from collections.abc import Iterable, Sequence
 from transom_worker.kvcache.block_copies import CopyQueue
 from transom_worker.kvcache.block_registry import BlockRegistry
 from transom_worker.kvcache.host_tier import HostTier
+from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.prefix_index import PrefixIndex
 from transom_worker.kvcache.tiers import DEVICE, HOST
 from transom_worker.kvcache.tree import Node, PrefixTree
 
-SPILLED_HASH_BLOCKS = 256  # of a segment, at most, are demoted at once
+MOST_IN_PIECE = 256  # hash blocks
+LEAST_IN_PIECE = 16
+PIECES_ON_DEVICE = 32  # a device whose pool has room for fewer than `MOST_IN_PIECE` times as many has smaller pieces
 
 
 class TierMoves:
-    """Moves nodes of `tree` between the pools of the device and `host`."""
+    """Moves nodes of `tree` between the device, of this `layout`, and `host`."""
 
     def __init__(
         self,
@@ -36,8 +41,11 @@ class TierMoves:
         pools: Sequence[GroupPool],
         host: HostTier,
         copies: CopyQueue,
+        *,
+        layout: ArenaLayout,
     ) -> None:
         self.host = host
+        self.piece = _piece(layout)  # in hash blocks
         self.num_spilled = [0] * len(pools)  # blocks by group, since start
         self._tree = tree
         self._on_device = index.tiers[DEVICE]
@@ -49,7 +57,7 @@ class TierMoves:
         """Return the most host blocks, by group, that a node's windows take, and its segment's end `with_segment`."""
         needs = [0] * len(self._pools)
         if with_segment:
-            num_blocks = min(len(node.segment), SPILLED_HASH_BLOCKS)
+            num_blocks = min(len(node.segment), self.piece)
             for group, hash_blocks_per_block in node.retentions.full_groups:
                 needs[group] += -(-num_blocks // hash_blocks_per_block)
             begin = node.boundary - num_blocks
@@ -61,7 +69,7 @@ class TierMoves:
         return needs
 
     def demote(self, node: Node) -> None:
-        """Move a node's segment and windows to the host, which has room. Its segment has at most `SPILLED_HASH_BLOCKS`."""
+        """Move a node's segment and windows to the host, which has room. Its segment is one piece at most."""
         digests: list[list[bytes]] = [[] for _ in self._pools]
         self._tree.for_each_block(node, lambda group, some: digests[group].extend(some))
         if node.windows_tier == DEVICE:
@@ -155,3 +163,13 @@ class TierMoves:
         blocks = [found[digest] for digest in digests]
         self._registry.forget(group, [block for block in blocks if block in pool.evictable])
         self._registry.withdraw(group, [block for block in blocks if pool.refs[block] and not pool.pins[block]])
+
+
+def _piece(layout: ArenaLayout) -> int:
+    """Return how many hash blocks of a segment are demoted at once, by how many the device has room for."""
+    kept = [group for group in layout.groups if group.spec.keeps_everything]
+    block_size = min(group.spec.block_size for group in layout.groups)
+    hash_block_bytes = sum(group.stride_bytes * block_size // group.spec.block_size for group in kept)
+    if not hash_block_bytes:
+        return MOST_IN_PIECE
+    return max(LEAST_IN_PIECE, min(MOST_IN_PIECE, layout.pool_bytes // hash_block_bytes // PIECES_ON_DEVICE))

@@ -69,7 +69,7 @@ class RateMeter:
             byte_ns = self._byte_s.mean(optimism=OPTIMISM) * DECAY**self._num_decays * 1e9
             pairs = zip(block_ns, self._block_bytes, strict=True)
             block_ns = tuple(_stepwise(ns, byte_ns * size) for ns, size in pairs)
-        rates = LoadRates(token_ns, block_ns)
+        rates = present._replace(token_ns=token_ns, block_ns=block_ns)
         return None if rates == present else rates
 
 
