@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,7 +17,7 @@ from transom_worker.config import EngineConfig
 from transom_worker.engine.engine import Engine
 from transom_worker.errors import RankLost, StepFailed
 from transom_worker.execution.batch.sequences import SequenceStore
-from transom_worker.execution.executor import Executor, ExecutorInfo
+from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport
 from transom_worker.execution.forward_pass import ForwardPass
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.step_logits import StepLogits
@@ -167,6 +169,7 @@ class ThreadRanks(Executor):
 
     def __init__(self, config: EngineConfig, size: int) -> None:
         self._config, self._plans = config, deque[StepPlan]()
+        self._done = deque[StepResult | StepFailed]()  # of plans that were executed before their results were asked for
         self.threads = RankThreads(size)
         self.runners: list[ModelRunner] = []
         self._kept: list[KeptLogits] = []
@@ -193,29 +196,60 @@ class ThreadRanks(Executor):
         self._plans.append(plan)
 
     def receive(self) -> StepResult:
+        if not self._done:
+            self._execute_oldest()
+        done = self._done.popleft()
+        if isinstance(done, StepFailed):
+            raise done
+        return self._loads.deliver(done)
+
+    def _execute_oldest(self) -> None:
         plan = self._plans.popleft()
         try:
             results = self.threads.on_each(lambda parallel: self.runners[parallel.rank].execute(plan))
         except Exception as error:
-            self.drop_in_flight()
-            raise StepFailed(f"Step {plan.step_id} failed: {error}") from error
+            self._abandon_plans()
+            failed = StepFailed(f"Step {plan.step_id} failed: {error}")
+            failed.__cause__ = error
+            self._done.append(failed)
+            return
         assert all(result.sampled_ids == results[0].sampled_ids for result in results)
         for result in results:
             self._loads.add(result.loaded, result.load_s, result.failed)
-        return self._loads.deliver(results[0])
+        self._done.append(results[0])
 
     def drop_in_flight(self) -> None:
+        self._done.clear()
+        self._abandon_plans()
+
+    def _abandon_plans(self) -> None:
         for plan in self._plans:
             for runner in self.runners:
                 runner.abandon(plan)
         self._plans.clear()
 
+    def _execute_all(self) -> None:
+        """Blocks are read and written behind the plans that were submitted before."""
+        while self._plans:
+            self._execute_oldest()
+
     def read_blocks(self, tier: int, group: int, blocks: Sequence[int]) -> list[bytes]:
+        self._execute_all()
         return [runner.read_blocks(tier, group, blocks) for runner in self.runners]
 
     def write_blocks(self, tier: int, group: int, blocks: Sequence[int], data: Sequence[bytes]) -> None:
+        self._execute_all()
         for runner, part in zip(self.runners, data, strict=True):
             runner.write_blocks(tier, group, blocks, part)
+
+    def rank_reports(self) -> tuple[RankReport, ...]:
+        return tuple(
+            RankReport(
+                info=RankInfo(process_id=os.getpid(), ip=platform.node(), memory=runner.memory_report),
+                usage=runner.usage,
+            )
+            for runner in self.runners
+        )
 
     @property
     def lost(self) -> bool:
@@ -229,6 +263,7 @@ class ThreadRanks(Executor):
 
     def shutdown(self) -> None:
         self._plans.clear()
+        self._done.clear()
         for runner in self.runners:
             runner.close()
         self.runners, self._kept = [], []

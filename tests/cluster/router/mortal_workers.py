@@ -82,12 +82,14 @@ class Workers:
 
 @contextlib.asynccontextmanager
 async def routed(model: Path, *workers: Mortal, **config: Any) -> AsyncIterator[Router]:
-    """A router of these workers, which places requests in turn; `config` are further fields of its ServerConfig."""
+    """A router of these workers, which places requests in turn unless `config`, fields of its ServerConfig, says otherwise."""
     router = Router(
         workers=Workers(*workers),
         tokenizer=Tokenizer.load(resolve_model(str(model))),
         config=ServerConfig(
-            served_model_name="tiny", routing_policy="round_robin", failover=FailoverConfig(wait_s=120.0), **config
+            served_model_name="tiny",
+            failover=FailoverConfig(wait_s=120.0),
+            **{"routing_policy": "round_robin", **config},
         ),
         router_id="r",
         timings=RouterTimings(drain_s=0.0),
