@@ -211,9 +211,10 @@ PREDICTION = Section(
         lines(
             About(
                 title="Predicted and actual hits by tier",
-                shows="The same by where the tokens' KV was: on the device, in the worker's host tier, or at a peer from which the "
-                "worker fetched it.",
-                act="`peer` predicted and not there: transfers fail, see *KV cache*, transfers by outcome.",
+                shows="The same by where the tokens' KV was: on the device, in the worker's host tier, on its disk, or at a peer "
+                "from which the worker fetched it.",
+                act="`disk` predicted and not there: files were removed or broken since the worker listed them. "
+                "`peer` predicted and not there: transfers fail, see *KV cache*, transfers by outcome.",
             ),
             [
                 Query(

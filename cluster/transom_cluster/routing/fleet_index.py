@@ -43,22 +43,42 @@ MAX_WINDOW_RULES = 64  # window policies whose tables are kept, since clients ma
 class Hits:
     """For each of some workers the first token that it must compute.
 
-    `device_start` is where it would start without its host tier, and `load_s` are the seconds to load what lies between.
+    `device_start` is where it would start with its device alone, `memory_start` without its disk tier. `load_s` are the seconds to
+    read and load what lies between `device_start` and `start`.
     """
 
     start: Integers
+    memory_start: Integers
     device_start: Integers
     load_s: npt.NDArray[np.float64]
 
     @classmethod
+    def of_device(cls, start: Integers) -> Hits:
+        """Hits on the workers' devices alone."""
+        return cls(start.copy(), start.copy(), start, np.zeros(len(start)))
+
+    @classmethod
     def none(cls, num_workers: int) -> Hits:
         """No worker has anything."""
-        return cls(np.zeros(num_workers, np.int64), np.zeros(num_workers, np.int64), np.zeros(num_workers))
+        return cls.of_device(np.zeros(num_workers, np.int64))
 
     def put(self, positions: Integers, hits: Hits) -> None:
         """Write the hits of the workers at these positions."""
-        self.start[positions], self.device_start[positions] = hits.start, hits.device_start
-        self.load_s[positions] = hits.load_s
+        self.start[positions], self.memory_start[positions] = hits.start, hits.memory_start
+        self.device_start[positions], self.load_s[positions] = hits.device_start, hits.load_s
+
+
+@dataclass(frozen=True, slots=True)
+class _LongerHits:
+    """Hits on several tiers of the workers at `positions`, which are longer than those found before; by worker.
+
+    `num_loaded` and `num_read` [groups, workers] are the blocks to load from the host's memory, and to read from the disk before.
+    """
+
+    positions: list[int]
+    start: list[int]  # tokens
+    num_loaded: Integers
+    num_read: Integers
 
 
 class Found(NamedTuple):
@@ -80,7 +100,8 @@ class PrefixIndexMirror:
         self.version = 0
         self.num_blocks = 0  # that can be found, in all groups
         self.rules = rules
-        self.holder = index.new_holder()  # of the device; that of the host tier is the next number
+        self.num_holders = 4 if rules.shape.has_disk_tier else 2  # one for each tier, and one that is not used
+        self.holder = index.new_holder(self.num_holders)  # of the device; those of the other tiers are the next numbers
         self.rates: LoadRates | None = None
         self._index = index
         self._is_whole = False
@@ -105,12 +126,12 @@ class PrefixIndexMirror:
 
     def leave(self) -> None:
         """Forget the worker. It cannot be used any more."""
-        self._index.free_holder(self.holder, is_named=self.num_blocks > 0)
+        self._index.free_holder(self.holder, self.num_holders, is_named=self.num_blocks > 0)
 
     def _forget(self) -> None:
         if self.num_blocks:
-            self._index.free_holder(self.holder, is_named=True)
-            self.holder = self._index.new_holder()
+            self._index.free_holder(self.holder, self.num_holders, is_named=True)
+            self.holder = self._index.new_holder(self.num_holders)
         self.version = self.num_blocks = 0
         self.rates = None
         self._is_whole = False
@@ -129,8 +150,10 @@ class FleetPrefixIndex:
         self._rules: dict[CacheShape, HitRules] = {}
         self._by_window: OrderedDict[tuple[CacheShape, WindowPolicy], HitRules] = OrderedDict()
         self._num_holders = 0
-        self._free_holders: list[int] = []
-        self._left: dict[int, int] = {}  # by holder that has left: parts that may still name it
+        self._free_holders: dict[int, list[int]] = {2: [], 4: []}  # by how many numbers a worker has: the first of them
+        self._left: dict[
+            tuple[int, int], int
+        ] = {}  # by holder that has left, and its numbers: parts that may still name it
         self._next_part = 0  # to be cleared
 
     @property
@@ -160,49 +183,80 @@ class FleetPrefixIndex:
         """Return for each worker what of `num_tokens` tokens it need not compute. The mirrors are of one shape.
 
         `prompt` has the digests of the tokens, and `window` is the request's KV policy, if it has one. At equal versions
-        `start` and `device_start` are those of the worker's own `find_hit`.
+        `start`, `memory_start` and `device_start` are those of the worker's own `find_hit`.
         """
         rules = mirrors[0].rules if window is None else self._window_rules(mirrors[0].rules.shape, window)
         limit = min(hit_limit(num_tokens, rules.shape.block_size), prompt.num_blocks)
-        device = self._search(rules, prompt, limit, _holders(mirrors), either_tier=False)
-        device_start = device.start * rules.shape.block_size
-        hits = Hits(device_start.copy(), device_start, np.zeros(len(mirrors)))
+        device = self._search(rules, prompt, limit, _holders(mirrors), tiers=1)
+        hits = Hits.of_device(device.start * rules.shape.block_size)
         if rules.shape.has_host_tier:
             self._add_host_hits(hits, rules, mirrors, prompt, limit)
+        if rules.shape.has_disk_tier:
+            self._add_disk_hits(hits, rules, mirrors, prompt, limit)
         return hits
 
     def _add_host_hits(
         self, hits: Hits, rules: HitRules, mirrors: Sequence[PrefixIndexMirror], prompt: PromptChain, limit: int
     ) -> None:
-        """Take for each worker the hit on the blocks of both tiers, where loading takes no longer than the computing that it
+        """Take for each worker the hit on the blocks of device and host, where loading takes no longer than the computing that it
         spares."""
+        longer = self._longer_hits(hits.start, rules, mirrors, prompt, limit, tiers=2)
+        for k, (i, start) in enumerate(zip(longer.positions, longer.start, strict=True)):
+            rates = mirrors[i].rates
+            assert rates is not None
+            load_ns = rates.load_ns(longer.num_loaded[:, k].tolist())
+            if (start - int(hits.start[i])) * rates.token_ns >= load_ns:
+                hits.start[i], hits.memory_start[i], hits.load_s[i] = start, start, load_ns * 1e-9
+
+    def _add_disk_hits(
+        self, hits: Hits, rules: HitRules, mirrors: Sequence[PrefixIndexMirror], prompt: PromptChain, limit: int
+    ) -> None:
+        """Take for each worker the hit on the blocks of all tiers, where reading is worth its time."""
+        longer = self._longer_hits(hits.start, rules, mirrors, prompt, limit, tiers=3)
+        for k, (i, start) in enumerate(zip(longer.positions, longer.start, strict=True)):
+            rates = mirrors[i].rates
+            assert rates is not None
+            load_ns = rates.load_ns(longer.num_loaded[:, k].tolist()) + rates.reading_ns(longer.num_read[:, k].tolist())
+            more_ns = load_ns - round(float(hits.load_s[i]) * 1e9)
+            if rates.are_worth_reading(start - int(hits.start[i]), more_ns=more_ns):
+                hits.start[i], hits.load_s[i] = start, load_ns * 1e-9
+
+    def _longer_hits(
+        self,
+        found: Integers,
+        rules: HitRules,
+        mirrors: Sequence[PrefixIndexMirror],
+        prompt: PromptChain,
+        limit: int,
+        *,
+        tiers: int,
+    ) -> _LongerHits:
+        """Return the hits on the first `tiers` tiers of the workers that start behind the tokens `found`."""
         block_size = rules.shape.block_size
-        may_load = [i for i, mirror in enumerate(mirrors) if mirror.rates and hits.start[i] < limit * block_size]
+        num_groups = len(rules.shape.groups)
+        none = np.zeros((num_groups, 0), np.int64)
+        may_load = [i for i, mirror in enumerate(mirrors) if mirror.rates and found[i] < limit * block_size]
         if not may_load:
-            return
-        either = self._search(rules, prompt, limit, _holders([mirrors[i] for i in may_load]), either_tier=True)
-        is_longer = either.start * block_size > hits.start[may_load]
+            return _LongerHits([], [], none, none)
+        either = self._search(rules, prompt, limit, _holders([mirrors[i] for i in may_load]), tiers=tiers)
+        is_longer = either.start * block_size > found[may_load]
         longer = [i for i, has_more in zip(may_load, is_longer.tolist(), strict=True) if has_more]
         if not longer:
-            return
-        found = [mirrors[i] for i in longer]
+            return _LongerHits([], [], none, none)
+        holders = _holders([mirrors[i] for i in longer])
         start, boundary = either.start[is_longer], either.boundary[is_longer]
-        counts = np.zeros((len(rules.shape.groups), len(found)), np.int64)
+        num_loaded, num_read = np.zeros((2, num_groups, len(longer)), np.int64)
         digests = prompt.hashed(int(boundary.max()))
         for group, step, begin, end in rules.shared_ranges(boundary, start < boundary):
-            self._table.count_missing(digests, group, step, _holders(found), begin, end, counts[group])
-        for k, (i, mirror) in enumerate(zip(longer, found, strict=True)):
-            assert mirror.rates is not None
-            load_ns = mirror.rates.load_ns(counts[:, k].tolist())
-            if int(start[k] * block_size - hits.start[i]) * mirror.rates.token_ns >= load_ns:
-                hits.start[i], hits.load_s[i] = start[k] * block_size, load_ns * 1e-9
+            self._table.count_missing(digests, group, step, holders, begin, end, num_loaded[group], tiers=1)
+            if tiers > 2:
+                self._table.count_missing(digests, group, step, holders, begin, end, num_read[group], tiers=2)
+        return _LongerHits(longer, (start * block_size).tolist(), num_loaded, num_read)
 
-    def _search(
-        self, rules: HitRules, prompt: PromptChain, limit: int, holders: Integers, *, either_tier: bool
-    ) -> Found:
-        """Find for each worker (the numbers of their devices) its hit on its device, or on both of its tiers."""
+    def _search(self, rules: HitRules, prompt: PromptChain, limit: int, holders: Integers, *, tiers: int) -> Found:
+        """Find for each worker (the numbers of their devices) its hit on its first `tiers` tiers."""
         reach = np.full(WORD_BITS * self._table.num_words, limit)
-        digests = self._follow(rules, prompt, limit, holders, reach, either_tier=either_tier)
+        digests = self._follow(rules, prompt, limit, holders, reach, tiers=tiers)
         if not len(rules.sliding_groups):
             return Found(reach[holders], reach[holders])
         found = reach[holders]
@@ -212,7 +266,7 @@ class FleetPrefixIndex:
         order = holders[np.argsort(-found)]
         first_live = rules.first_live(limit)
         self._table.largest_boundaries(
-            digests, rules.sliding_groups, first_live, order, reach, floor, start, either_tier=either_tier
+            digests, rules.sliding_groups, first_live, order, reach, floor, start, tiers=tiers
         )
         is_repaired = (start[holders] == repaired_from) & (repaired_from > 0)
         return Found(start[holders], np.where(is_repaired, found, start[holders]))
@@ -233,23 +287,27 @@ class FleetPrefixIndex:
         self._clear_some_parts()
         return self._table.apply(holder, update.runs)
 
-    def new_holder(self) -> int:
-        """An even number that no block names, for a worker's device, and the next one for its host tier."""
-        if self._free_holders:
-            return self._free_holders.pop()
-        self._num_holders += 2
+    def new_holder(self, num_holders: int) -> int:
+        """The first of 2 or 4 numbers that no block names, a multiple of how many they are."""
+        free = self._free_holders[num_holders]
+        if free:
+            return free.pop()
+        if self._num_holders % num_holders:
+            self._free_holders[2].append(self._num_holders)
+            self._num_holders += 2
+        self._num_holders += num_holders
         self._table.fit_holders(self._num_holders)
-        return self._num_holders - 2
+        return self._num_holders - num_holders
 
-    def free_holder(self, holder: int, *, is_named: bool) -> None:
+    def free_holder(self, holder: int, num_holders: int, *, is_named: bool) -> None:
         """Use a worker's numbers again, as soon as no block names them any more."""
         if is_named:
-            self._left[holder] = NUM_PARTS
+            self._left[holder, num_holders] = NUM_PARTS
         else:
-            self._free_holders.append(holder)
+            self._free_holders[num_holders].append(holder)
 
     def _follow(
-        self, rules: HitRules, prompt: PromptChain, limit: int, holders: Integers, reach: Integers, *, either_tier: bool
+        self, rules: HitRules, prompt: PromptChain, limit: int, holders: Integers, reach: Integers, *, tiers: int
     ) -> Words:
         """Lower every holder's `reach` to where its leading blocks end; hash the prompt no further than the last one needs."""
         leading, alive = rules.leading.copy(), np.zeros((len(rules.leading), self._table.num_words), np.uint64)
@@ -257,7 +315,7 @@ class FleetPrefixIndex:
         end = 0
         while end < limit:
             end = min(limit, max(FIRST_BLOCKS, 2 * end))
-            if not self._table.follow(prompt.hashed(end), end, leading, alive, reach, either_tier=either_tier):
+            if not self._table.follow(prompt.hashed(end), end, leading, alive, reach, tiers=tiers):
                 break
         return prompt.hashed(end)
 
@@ -269,15 +327,16 @@ class FleetPrefixIndex:
     def _clear_some_parts(self) -> None:
         num_parts = num_slots = 0
         while self._left and num_parts < CLEARED_PARTS and num_slots < CLEARED_SLOTS:
-            left = [number for holder in self._left for number in (holder, holder + 1)]
+            left = [number for holder, count in self._left for number in range(holder, holder + count)]
             num_slots += self._table.clear(self._next_part, self._bits(left))
             num_parts += 1
             self._next_part = (self._next_part + 1) % NUM_PARTS
-            for holder in list(self._left):
-                self._left[holder] -= 1
-                if not self._left[holder]:
-                    del self._left[holder]
-                    self._free_holders.append(holder)
+            for numbers in list(self._left):
+                self._left[numbers] -= 1
+                if not self._left[numbers]:
+                    del self._left[numbers]
+                    holder, count = numbers
+                    self._free_holders[count].append(holder)
 
 
 def _holders(mirrors: Sequence[PrefixIndexMirror]) -> Integers:
@@ -295,7 +354,7 @@ def _compile() -> None:
     numbers = np.zeros(1, np.int64)
     alive = np.ones((1, 1), np.uint64)
     rules, first_live = np.array([(0, 1, 4, 0)]), np.zeros((1, 5), np.int64)
-    table.follow(digests, 4, rules, alive, np.full(WORD_BITS, 4), either_tier=False)
-    table.largest_boundaries(digests, numbers, first_live, numbers, numbers + 4, numbers, numbers, either_tier=False)
-    table.count_missing(digests, 0, 1, numbers, numbers, numbers + 4, numbers)
+    table.follow(digests, 4, rules, alive, np.full(WORD_BITS, 4), tiers=1)
+    table.largest_boundaries(digests, numbers, first_live, numbers, numbers + 4, numbers, numbers, tiers=1)
+    table.count_missing(digests, 0, 1, numbers, numbers, numbers + 4, numbers, tiers=1)
     table.clear(0, alive[0])

@@ -6,8 +6,11 @@ Terms:
               blocks two have equal keys with a chance of 1 in 20,000; a search may then promise a block that is not there, and the
               worker, which compares whole digests, computes it
     holder    a number for one tier of one worker's copy of its index. A worker has two: an even number for its device, and the next
-              one for its host tier; so what a worker has in either tier are its two bits, moved together. It may have two more that
-              are being cleared
+              one for its host tier; so what a worker has in either tier are its two bits, moved together. One with a disk tier has
+              four: a multiple of four for its device, the next one for its host tier, the next one for its disk tier, and one that
+              is not used. A worker may have as many more that are being cleared
+    tiers     how many of a worker's tiers count in a search: 1, the device; 2, device or host; 3, any. With 3, all workers that are
+              searched have a disk tier
     entry     a key and its value in the hash table. The value says which holders have the block:
                    0   no entry        -h - 1   holder h alone        s > 0   the holders in set number s
     set       two holders or more, as a row of bits. Equal sets are stored once and counted; a prompt's blocks mostly have few
@@ -49,8 +52,8 @@ _PART_SHIFT = np.uint64(54)
 _SLOT_SHIFT = np.uint64(22)
 _LOW_32 = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
+_TWO = np.uint64(2)
 _NONE = np.uint64(0)
-_EVEN = np.uint64(0x5555555555555555)  # the bits of devices
 _BIT_FACTOR = np.uint64(0x03F79D71B4CB0A89)  # times 2**i has other top bits for every i
 _BIT_INDEX = np.zeros(64, np.int64)
 for _bit in range(64):
@@ -383,10 +386,11 @@ def clear_holders(
 
 
 @inner
-def _keep(value, sets, bits, either_tier):
+def _keep(value, sets, bits, tiers):
     """Take the devices that an entry's value does not name out of `bits`; whether there were any.
 
-    Where `either_tier`, a device stays if its worker's host tier is named.
+    A device stays if any of the first `tiers` tiers of its worker is named. No bits but those of devices are in `bits`, so it does
+    not matter what bits the tiers of other workers are moved to.
     """
     is_changed = False
     only = np.int64(-value - 1)
@@ -397,8 +401,10 @@ def _keep(value, sets, bits, either_tier):
             word = _ONE << np.uint64(only & 63)
         else:
             word = _NONE
-        if either_tier:
-            word = (word | word >> _ONE) & _EVEN
+        if tiers == 2:
+            word |= word >> _ONE
+        elif tiers == 3:
+            word |= word >> _ONE | word >> _TWO
         is_changed |= bits[i] & ~word != _NONE
         bits[i] &= word
     return is_changed
@@ -413,11 +419,11 @@ def follow(
     rules: Integers,
     alive: Words,
     reach: Integers,
-    either_tier: bool,
+    tiers: int,
 ) -> bool:
     """Follow a chain up to hash block `end` through what a hit needs from the start on; whether some worker has all of it.
 
-    Workers stand by the number of their device. With `either_tier` a block counts that is in their host tier.
+    Workers stand by the number of their device. A block counts that is in any of their first `tiers` tiers.
 
     Each row of `rules` [rules, 4] is: a group, hash blocks per block, the number of blocks that are needed, blocks followed so far.
     `alive` [rules, words] are the holders that had all blocks of the rule so far. `reach` by holder is lowered to the largest
@@ -433,7 +439,7 @@ def follow(
             if value == 0 or value != last:
                 for word in range(len(bits)):
                     before[word] = bits[word]
-                if _keep(value, sets, bits, either_tier):
+                if _keep(value, sets, bits, tiers):
                     for word in range(len(bits)):
                         gone = before[word] & ~bits[word]
                         while gone:
@@ -463,7 +469,7 @@ def largest_boundaries(
     reach: Integers,
     floor: Integers,
     start: Integers,
-    either_tier: bool,
+    tiers: int,
 ) -> None:
     """Find for every holder the largest boundary in (floor, reach] at which all sliding groups have their live blocks.
 
@@ -502,7 +508,7 @@ def largest_boundaries(
                         known[i, block] = _value(parts, _key(digests[block, 0], groups[i]))
                         is_known[i, block] = True
                     value = known[i, block]
-                    if (value == 0 or value != last) and _keep(value, sets, bits, either_tier):
+                    if (value == 0 or value != last) and _keep(value, sets, bits, tiers):
                         failed_at = max(failed_at, block)
                         if _is_empty(bits):
                             break
@@ -522,9 +528,11 @@ def largest_boundaries(
 
 
 @inner
-def _names(value, sets, holder):
-    """Whether an entry's value names a holder."""
-    return value == -holder - 1 if value < 0 else value > 0 and _has(sets[value], holder)
+def _names(value, sets, holder, tiers):
+    """Whether an entry's value names one of the first `tiers` tiers of a worker."""
+    if value <= 0:
+        return -value - 1 >= holder and -value - 1 < holder + tiers
+    return (sets[value][holder >> 6] >> np.uint64(holder & 63)) & ((_ONE << np.uint64(tiers)) - _ONE) != _NONE
 
 
 @compiled
@@ -538,8 +546,9 @@ def count_missing(
     begin: Integers,
     end: Integers,
     counts: Integers,
+    tiers: int,
 ) -> None:
-    """Count for each holder the blocks in [begin, end) of one group that it does not have; `counts` is added to.
+    """Count for each worker the blocks in [begin, end) of one group that its first `tiers` tiers do not have; `counts` is added to.
 
     Block `i` has the digest of its last hash block, `(i + 1) * step - 1`. Blocks one after the other mostly have equal values: each
     run of them is counted at once.
@@ -550,7 +559,7 @@ def count_missing(
         value = _value(parts, _key(digests[(block + 1) * step - 1, 0], group)) if block < stop else np.int32(0)
         if block > run_begin and (block == stop or value != last):
             for i in range(len(holders)):
-                if not _names(last, sets, holders[i]):
+                if not _names(last, sets, holders[i], tiers):
                     counts[i] += max(0, min(block, end[i]) - max(run_begin, begin[i]))
             run_begin = block
         last = value

@@ -38,17 +38,22 @@ from transom_worker.kvcache.events import CacheShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementDecision:
-    """The worker for a request, the reason for it, and the predicted hit in tokens at this version of the worker's prefix index.
+    """The worker for a request, the reason for it, and the predicted hit at this version of the worker's prefix index.
 
     The hit counts what the worker fetches from `source`. With `is_prefill_only` another worker continues after the first token.
     """
 
     worker_id: str
     reason: Reason
-    predicted_tokens: int
+    predicted: HitTokens
     index_version: int
     source: PrefixSource | None = None
     is_prefill_only: bool = False
+
+    @property
+    def predicted_tokens(self) -> int:
+        """The predicted hit in all tiers together."""
+        return self.predicted.total
 
 
 class Placer:
@@ -145,7 +150,8 @@ class Placer:
             predicted=HitTokens.up_to(
                 request.num_prompt_tokens,
                 device=int(hits.device_start[chosen]),
-                host=int(hits.start[chosen]),
+                host=int(hits.memory_start[chosen]),
+                disk=int((hits.memory_start if fetches.pays[chosen] else hits.start)[chosen]),
                 peer=int(start[chosen]),
             ),
         )
@@ -157,7 +163,7 @@ class Placer:
         return PlacementDecision(
             worker_id=worker.worker_id,
             reason=reason,
-            predicted_tokens=placed.predicted.total,
+            predicted=placed.predicted,
             index_version=worker.mirror.version,
             source=fetches.source_of(chosen),
             is_prefill_only=split.is_prefill_only,
@@ -175,7 +181,8 @@ class Placer:
         self._table.changed(self.workers[placed.worker_id])
         actual = HitTokens(
             usage.num_cached_tokens - usage.num_host_tokens,
-            usage.num_host_tokens - usage.num_fetched_tokens,
+            usage.num_host_tokens - usage.num_disk_tokens - usage.num_fetched_tokens,
+            usage.num_disk_tokens,
             usage.num_fetched_tokens,
         )
         self._observer.hit_measured(predicted=placed.predicted, actual=actual)

@@ -1,6 +1,6 @@
 """Decides whether a worker should fetch a cached prefix from another worker or compute it. Pure; docs/kv_transfer.md has figures.
 
-- **source**: the worker with the longest hit among those that may be asked.
+- **source**: the worker with the longest hit in its memory among those that may be asked. What only its disk has it does not offer.
 - **target**: the worker that would run the request. What it has itself need not be fetched.
 - **live blocks**: what a sequence needs to continue behind the prefix: all blocks of full groups, of windows the last ones. So the
   bytes are `fixed_bytes` for the windows, and `token_bytes` for each token that the target lacks.
@@ -79,17 +79,17 @@ def find_fetches(
     positions = [one for one in positions if selection.can_fetch[one]]
     if not positions:
         return Fetches.none(selection)
-    found = hits.start[positions]
+    found = hits.memory_start[positions]
     best = [one for one, start in zip(positions, found, strict=True) if start == found.max()]
     at = min(best) if len(best) == 1 else sorted(best)[turn % len(best)]
-    source, start = selection.workers[at], int(hits.start[at])
-    lacking = start - hits.start
+    source, start = selection.workers[at], int(hits.memory_start[at])
+    lacking = start - hits.memory_start
     equal = np.array([has_equal_blocks(worker, source) for worker in selection.workers])
     was_asked = selection.can_fetch & equal & (lacking > 0)
     if not was_asked.any():
         return Fetches.none(selection)
     seconds = fetch_times_s(source, start, lacking, candidates.facts[FETCH_RATE])
-    spared_s = lacking / prefill_rates(candidates.facts[PREFILL_RATE]) + candidates.extra_s
+    spared_s = (start - hits.start) / prefill_rates(candidates.facts[PREFILL_RATE]) + candidates.extra_s
     fetched_last = np.array([worker.fetched_last for worker in selection.workers])
     return Fetches(
         source=source,

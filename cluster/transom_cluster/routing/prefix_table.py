@@ -59,7 +59,7 @@ class PrefixTable:
     def apply(self, holder: int, runs: Sequence[KvRun]) -> int:
         """Apply changes of a worker's blocks in their order; return how many more blocks it has (fewer: negative).
 
-        `holder` is the worker's device, and the next number its host tier.
+        `holder` is the worker's device, and the next numbers are its other tiers.
         """
         digests = np.frombuffer(b"".join([b"".join(run.digests) for run in runs]), dtype=np.uint64)
         lengths = array("q")
@@ -85,11 +85,9 @@ class PrefixTable:
             self._resize_part(part, max(LEAST_SLOTS, int(count) * 4 // 3 + 1))
         return int(capacity)
 
-    def follow(
-        self, digests: Words, end: int, rules: Integers, alive: Words, reach: Integers, *, either_tier: bool
-    ) -> bool:
+    def follow(self, digests: Words, end: int, rules: Integers, alive: Words, reach: Integers, *, tiers: int) -> bool:
         """See `index_code.follow`."""
-        return bool(code.follow(self.parts, self.sets, digests, end, rules, alive, reach, either_tier))
+        return bool(code.follow(self.parts, self.sets, digests, end, rules, alive, reach, tiers))
 
     def count_missing(
         self,
@@ -100,9 +98,11 @@ class PrefixTable:
         begin: Integers,
         end: Integers,
         counts: Integers,
+        *,
+        tiers: int,
     ) -> None:
         """See `index_code.count_missing`."""
-        code.count_missing(self.parts, self.sets, digests, group, step, holders, begin, end, counts)
+        code.count_missing(self.parts, self.sets, digests, group, step, holders, begin, end, counts, tiers)
 
     def largest_boundaries(
         self,
@@ -114,12 +114,10 @@ class PrefixTable:
         floor: Integers,
         start: Integers,
         *,
-        either_tier: bool,
+        tiers: int,
     ) -> None:
         """See `index_code.largest_boundaries`."""
-        code.largest_boundaries(
-            self.parts, self.sets, digests, groups, first_live, order, reach, floor, start, either_tier
-        )
+        code.largest_boundaries(self.parts, self.sets, digests, groups, first_live, order, reach, floor, start, tiers)
 
     def _make_sets(self, num_sets: int, num_words: int) -> None:
         """Make arrays for this many sets (a power of two) of this many words; sets in use stay."""

@@ -22,18 +22,19 @@ class HitTokens(NamedTuple):
 
     device: int  # the worker's KV pool
     host: int = 0  # its host tier
+    disk: int = 0  # its disk tier
     peer: int = 0  # another worker
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.device + self.host + self.peer
+        return sum(self)
 
     @classmethod
-    def up_to(cls, num_prompt_tokens: int, *, device: int, host: int, peer: int) -> HitTokens:
+    def up_to(cls, num_prompt_tokens: int, *, device: int, host: int, disk: int, peer: int) -> HitTokens:
         """Where the tokens of a prompt come from, by the ends of what each place has; resumed output does not count."""
-        device, host, peer = (min(end, num_prompt_tokens) for end in (device, host, peer))
-        return cls(device, host - device, peer - host)
+        device, host, disk, peer = (min(end, num_prompt_tokens) for end in (device, host, disk, peer))
+        return cls(device, host - device, disk - host, peer - disk)
 
 
 @dataclass(slots=True, kw_only=True)

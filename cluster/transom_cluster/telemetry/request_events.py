@@ -81,6 +81,9 @@ class Queued(ChoiceEvent):
 class Placed(ChoiceEvent):
     """The routing policy chose a worker: an attempt begins. `resumed_tokens`: output of earlier attempts, None without any.
 
+    Of the predicted hit, `predicted_host_tokens` are in the worker's host tier, `predicted_disk_tokens` on its disk, and
+    `predicted_peer_tokens` at the worker from which it fetches them; None: no tokens. The others are on its device.
+
     The worker fetches the first `fetched_tokens` tokens' KV from the worker `fetches_from`; with `prefill_only` it computes the
     prompt and the first token alone. None: it does not.
     """
@@ -90,6 +93,9 @@ class Placed(ChoiceEvent):
     policy: str
     reason: str
     predicted_hit_tokens: int
+    predicted_host_tokens: int | None = None
+    predicted_disk_tokens: int | None = None
+    predicted_peer_tokens: int | None = None
     resumed_tokens: int | None = None
     fetches_from: str | None = None
     fetched_tokens: int | None = None

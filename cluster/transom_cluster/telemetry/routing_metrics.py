@@ -35,13 +35,13 @@ class RoutingMetrics(PlacementObserver):
         self._predicted_tokens = families.counter(
             "transom_router_predicted_hit_tokens",
             "Prompt tokens predicted to be cached by the router's index mirrors, of requests whose output has begun, by where: "
-            "the worker's device (its KV pool), its host tier, or a peer from which it fetches them.",
+            "the worker's device (its KV pool), its host tier, its disk tier, or a peer from which it fetches them.",
             "tier",
         )
         self._actual_tokens = families.counter(
             "transom_router_actual_hit_tokens",
             "Prompt tokens that the workers found cached, of requests whose output has begun, by where: the device's KV pool, the "
-            "host tier, or a peer from which they came.",
+            "host tier, the disk tier, or a peer from which they came.",
             "tier",
         )
         for tier in HitTokens._fields:
@@ -58,7 +58,9 @@ class RoutingMetrics(PlacementObserver):
             "worker",
         )
         self._mirror_blocks = families.gauge(
-            "transom_router_mirror_blocks", "Blocks in the router's mirror of a worker's prefix index.", "worker"
+            "transom_router_mirror_blocks",
+            "Blocks in the router's mirror of a worker's prefix index, those on its disk included.",
+            "worker",
         )
         self._mirror_version = families.gauge(
             "transom_router_mirror_version", "Version of the router's mirror of a worker's prefix index.", "worker"

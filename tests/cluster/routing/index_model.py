@@ -14,7 +14,6 @@ from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.load_rates import LoadRates
 from transom_worker.kvcache.prefix_search import PrefixHit, find_hit, hit_limit
 from transom_worker.kvcache.retention import Retention
-from transom_worker.kvcache.tiers import TIER_NAMES
 
 GROUP_STEP = 0x9E3779B97F4A7C15
 
@@ -50,33 +49,44 @@ class MirrorModel:
 
     def forget(self) -> None:
         self.rates = None
-        self.tiers: list[list[set[bytes]]] = [[set() for _ in self.shape.groups] for _ in TIER_NAMES]
+        self.tiers: list[list[set[bytes]]] = [
+            [set() for _ in self.shape.groups] for _ in range(1 + self.shape.has_host_tier + self.shape.has_disk_tier)
+        ]
 
     def find(self, digests: Sequence[bytes], num_tokens: int) -> PrefixHit:
         limit = hit_limit(num_tokens, self.shape.block_size)
         repair = self.shape.window_repair
-        device, host = self.tiers
-        in_host = host if self.shape.has_host_tier else None
-        return find_hit(self._retentions, device, digests, limit, window_repair=repair, host=in_host, rates=self.rates)
+        host, disk, *_ = [*self.tiers[1:], None, None]
+        return find_hit(
+            self._retentions,
+            self.tiers[0],
+            digests,
+            limit,
+            window_repair=repair,
+            host=host,
+            disk=disk,
+            rates=self.rates,
+        )
 
 
 def find(
     index: FleetPrefixIndex, mirrors: Sequence[PrefixIndexMirror], digests: Sequence[bytes], num: int
 ) -> list[int]:
     """Of each worker the first token to compute; the mirrors may be of several shapes."""
-    return [start for start, _, _ in find_by_tier(index, mirrors, digests, num)]
+    return [start for start, *_ in find_by_tier(index, mirrors, digests, num)]
 
 
 def find_by_tier(
     index: FleetPrefixIndex, mirrors: Sequence[PrefixIndexMirror], digests: Sequence[bytes], num: int
-) -> list[tuple[int, int, int]]:
-    """Of each worker the first token to compute, the same without its host tier, and the nanoseconds that loading takes."""
+) -> list[tuple[int, int, int, int]]:
+    """Of each worker the first token to compute, the same without its disk tier, the same on its device alone, and the nanoseconds
+    that reading and loading take."""
     found = {}
     for shape in {mirror.shape for mirror in mirrors}:
         same = [mirror for mirror in mirrors if mirror.shape == shape]
         hits = index.find_hits(same, KnownChain(digests, shape.block_size), num)
         load_ns = np.rint(hits.load_s * 1e9).astype(int)
-        columns = (hits.start.tolist(), hits.device_start.tolist(), load_ns.tolist())
+        columns = (hits.start.tolist(), hits.memory_start.tolist(), hits.device_start.tolist(), load_ns.tolist())
         found.update(zip(same, zip(*columns, strict=True), strict=True))
     return [found[mirror] for mirror in mirrors]
 

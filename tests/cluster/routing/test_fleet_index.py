@@ -12,6 +12,7 @@ from tests.how_many import num_examples
 from tests.worker.kvcache.cache_model import ENTRY_MIXES, MIXES, spec
 from transom_cluster.routing.fleet_index import FleetPrefixIndex, PrefixIndexMirror
 from transom_cluster.routing.index_code import NUM_PARTS
+from transom_worker.kvcache import load_rates
 from transom_worker.kvcache.change_log import ChangeLog
 from transom_worker.kvcache.events import CacheShape, KvRun, KvUpdate
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
@@ -129,15 +130,20 @@ def test_two_mirrors_agree_with_the_index_however_late_they_hear(seed: int) -> N
             assert all(keys_of_mirror(index, mirror) == expected for mirror in mirrors)
 
 
-def shape(mix: tuple[str, ...], *, window_repair: bool, has_host_tier: bool = False) -> CacheShape:
+def shape(mix: tuple[str, ...], *, window_repair: bool, num_tiers: int = 1) -> CacheShape:
     groups = tuple(spec(name, layers=(i, len(mix) + i)) for i, name in enumerate(mix))
     return CacheShape(
         groups=groups,
         block_size=BLOCK,
         window_repair=window_repair,
         enable_prefix_caching=True,
-        has_host_tier=has_host_tier,
+        has_host_tier=num_tiers > 1,
+        has_disk_tier=num_tiers > 2,
     )
+
+
+def num_tiers(of: CacheShape) -> int:
+    return 1 + of.has_host_tier + of.has_disk_tier
 
 
 class RandomFleet:
@@ -148,6 +154,7 @@ class RandomFleet:
         self.index = FleetPrefixIndex()
         self.models: dict[PrefixIndexMirror, MirrorModel] = {}
         self.num_loads = 0  # hits for which blocks are loaded
+        self.num_reads = 0  # hits for which blocks are read from a disk
         self._shapes = shapes
         self._num_workers = num_workers
         digest = self.rng.randbytes
@@ -179,7 +186,7 @@ class RandomFleet:
         stored = stored_keys(self.index)
         for mirror, model in self.models.items():
             keys = [keys_of(groups) for groups in model.tiers]
-            assert [stored.get(mirror.holder + tier, set()) for tier in range(2)] == keys
+            assert [stored.get(mirror.holder + tier, set()) for tier in range(num_tiers(mirror.shape))] == keys
             assert mirror.num_blocks == sum(map(len, keys))
         for _ in range(3):
             chain = self.rng.choice(self.chains)[: self.rng.randrange(41)]
@@ -190,8 +197,10 @@ class RandomFleet:
                 hit, rates = self.models[mirror].find(chain, num_tokens), self.models[mirror].rates
                 is_loaded = rates is not None and hit.start > hit.device_start and bool(hit.num_loaded)
                 load_ns = rates.load_ns(hit.num_loaded) if rates is not None and is_loaded else 0
+                load_ns += rates.reading_ns(hit.num_read) if rates is not None and hit.num_read else 0
                 self.num_loads += is_loaded
-                expected.append((hit.start, hit.device_start, load_ns))
+                self.num_reads += bool(hit.num_read)
+                expected.append((hit.start, hit.memory_start, hit.device_start, load_ns))
             assert find_by_tier(self.index, asked, chain, num_tokens) == expected
 
     def _join(self) -> None:
@@ -206,8 +215,9 @@ class RandomFleet:
         version = 1 + after + sum(len(run.digests) for run in runs)
         rates = None
         if mirror.shape.has_host_tier and (whole or self.rng.random() < 0.1):
-            block_ns = tuple(self.rng.choice((0, 500, 5_000)) for _ in mirror.shape.groups)
-            rates = LoadRates(self.rng.choice((100, 1_000)), block_ns)
+            block_ns, read_ns = (tuple(self.rng.choice((0, 500, 5_000)) for _ in mirror.shape.groups) for _ in range(2))
+            has_disk = mirror.shape.has_disk_tier
+            rates = LoadRates(self.rng.choice((100, 1_000)), block_ns, read_ns if has_disk else ())
         change = KvUpdate(after=version if whole else after, version=version, runs=runs, whole=whole, rates=rates)
         assert mirror.apply(change)
         model.apply(change)
@@ -219,27 +229,31 @@ class RandomFleet:
         begin, end = sorted((rng.choice([0, 0, rng.randrange(41)]), rng.randrange(41)))
         is_added = whole or rng.random() < 0.7
         digests = chain[begin:end] if is_added else chain[begin : begin + rng.randrange(6)]
-        tier = rng.randrange(2) if mirror.shape.has_host_tier else DEVICE
+        tier = rng.randrange(num_tiers(mirror.shape))
         return KvRun("added" if is_added else "removed", rng.randrange(len(mirror.shape.groups)), tuple(digests), tier)
 
 
 @pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
 @pytest.mark.parametrize("window_repair", [False, True], ids=["no_repair", "repair"])
-@pytest.mark.parametrize("has_host_tier", [False, True], ids=["device", "tiers"])
+@pytest.mark.parametrize("of_tiers", [1, 2, 3], ids=["device", "host", "disk"])
 def test_every_worker_is_searched_as_if_alone(
-    mix: tuple[str, ...], *, window_repair: bool, has_host_tier: bool
+    mix: tuple[str, ...], *, window_repair: bool, of_tiers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_all = shape(mix, window_repair=window_repair, has_host_tier=has_host_tier)
+    monkeypatch.setattr(load_rates, "LEAST_READ_TOKENS", 2 * BLOCK)
+    of_all = shape(mix, window_repair=window_repair, num_tiers=of_tiers)
     fleet = RandomFleet([of_all], seed=len(mix), num_workers=7)
     for _ in range(NUM_CHANGES):
         fleet.step()
         fleet.check()
-    assert bool(fleet.num_loads) == has_host_tier
+    assert bool(fleet.num_loads) == (of_tiers > 1)
+    assert bool(fleet.num_reads) == (of_tiers > 2)
 
 
-def test_more_workers_than_a_word_has_bits_of_several_shapes_come_and_go() -> None:
+def test_more_workers_than_a_word_has_bits_of_several_shapes_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_rates, "LEAST_READ_TOKENS", 2 * BLOCK)
     shapes = [
-        shape(("full", "window"), window_repair=True, has_host_tier=True),
+        shape(("full", "window"), window_repair=True, num_tiers=3),
+        shape(("full", "window"), window_repair=True, num_tiers=2),
         shape(("full",), window_repair=True),
     ]
     fleet = RandomFleet(shapes, seed=3, num_workers=150)

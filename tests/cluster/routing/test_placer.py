@@ -13,6 +13,7 @@ from transom_cluster.routing import chain_code
 from transom_cluster.routing.chain_code import Tokens, Words
 from transom_cluster.routing.placer import PlacementDecision, Placer
 from transom_cluster.routing.policy import Candidates
+from transom_cluster.routing.worker_view import HitTokens
 from transom_cluster.telemetry.metric_families import RouterFamilies
 from transom_cluster.telemetry.routing_metrics import RoutingMetrics
 from transom_worker.contract import Request, SamplingParams, Usage, WorkerInfo, WorkerLoad, WorkerMessage
@@ -82,7 +83,7 @@ def others(count: int) -> list[tuple[int, ...]]:
 def test_a_request_goes_where_its_prompt_is_cached_and_is_told_what_will_be_found() -> None:
     made = placer(cached={"b": whole(PROMPT, version=7)})
     assert made.place(request("r"), WORKERS) == PlacementDecision(
-        worker_id="b", reason="longest_hit", predicted_tokens=HIT, index_version=7
+        worker_id="b", reason="longest_hit", predicted=HitTokens(HIT), index_version=7
     )
     assert made.first_event("r", usage(HIT - 64)) == 64
     assert made.first_event("r", usage(HIT)) is None  # once
@@ -260,7 +261,7 @@ def test_a_gap_asks_for_a_resync() -> None:
     made = placer(cached={"a": whole(PROMPT)}, observer=RoutingMetrics(families))
     assert not made.update("a", WorkerMessage(kv=KvUpdate(after=5, version=6, runs=())))
     assert made.place(request("r"), ("a",)) == PlacementDecision(
-        worker_id="a", reason="only_one", predicted_tokens=0, index_version=0
+        worker_id="a", reason="only_one", predicted=HitTokens(0), index_version=0
     )
     assert made.update("a", WorkerMessage(kv=whole(PROMPT, version=6)))
     assert made.place(request("r"), ("a",)).predicted_tokens == HIT

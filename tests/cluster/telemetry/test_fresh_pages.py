@@ -86,8 +86,8 @@ OF_ROUTERS: dict[str, Values] = {
     "transom_router_resyncs": one("w"),
     "transom_router_tool_calls": set(product(("hermes",), ("parsed", "malformed", "incomplete"))),
     "transom_router_degraded_answers": one("hermes"),
-    "transom_router_predicted_hit_tokens": one("device", "host", "peer"),
-    "transom_router_actual_hit_tokens": one("device", "host", "peer"),
+    "transom_router_predicted_hit_tokens": one("device", "host", "disk", "peer"),
+    "transom_router_actual_hit_tokens": one("device", "host", "disk", "peer"),
 }
 STATUSES = "transom_router_requests"  # by endpoint: see test_request_outcome.py
 

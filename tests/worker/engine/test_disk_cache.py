@@ -14,10 +14,13 @@ import pytest
 from tests.engine_driver import make_engine, make_request, run
 from tests.worker.engine.test_engine_restart import Fragile
 from transom_worker.contract import KvPolicy, WindowPolicy
-from transom_worker.engine.disk_imports import DiskImports
+from transom_worker.disk_cache.listing import ListedChanges
 from transom_worker.engine.engine import Engine
 from transom_worker.errors import ConfigError, EngineDead, Overloaded
 from transom_worker.execution.executor import DiskUsage
+from transom_worker.kvcache import load_rates
+from transom_worker.kvcache.hashing import chain_root, extend_chain
+from transom_worker.scheduling.read_meter import ReadMeter
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -57,9 +60,9 @@ def usage(engine: Engine) -> DiskUsage:
 
 @pytest.fixture
 def no_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computing is slow by decree, so that every import is worth its time."""
-    monkeypatch.setattr("transom_worker.engine.disk_imports.NS_PER_BYTE", 0.0)
-    monkeypatch.setattr(DiskImports, "_measure", lambda *_: None)
+    """Computing is slow and reading fast by decree, so that every import is worth its time."""
+    monkeypatch.setattr(load_rates, "UNMEASURED_READ_BYTES_PER_S", 1 << 62)
+    monkeypatch.setattr(ReadMeter, "read", lambda *_: None)
 
 
 @pytest.mark.parametrize("layers", [{}, WINDOWS], ids=["full", "windows"])
@@ -98,12 +101,13 @@ def test_within_one_engine_and_beside_other_requests(tiny_model: Path, tmp_path:
     disk = engine.executor._runner._copies._disk  # type: ignore[attr-defined]
     while disk._queued_bytes:
         os.sched_yield()
+    assert engine._disk is not None
+    engine._disk.watch.look()
     requests = [make_request(f"again {number}", prompt, max_tokens=6) for number, prompt in enumerate(prompts(8)[:4])]
     requests += [make_request(f"twin {number}", prompt, max_tokens=6) for number, prompt in enumerate(prompts(8)[:4])]
     wholes = run(engine, requests)
     assert [whole.token_ids for whole in wholes] == [tokens for tokens, _ in expected[:4]] * 2
     assert usage(engine).num_read > 0
-    assert engine._disk is not None
     assert not engine._disk.is_busy
     assert not engine.scheduler.cache.imports.opened  # type: ignore[union-attr]
     engine.shutdown()
@@ -137,8 +141,6 @@ def test_broken_files_are_computed_again(
     second = engine_on(tiny_model, tmp_path)
     for path in files[::3]:
         damage(path)
-    if damage is Path.unlink:  # the file goes between the search and the load
-        second._disk._lookups._folder.has = lambda *_: True  # type: ignore[union-attr, method-assign]
     assert [tokens for tokens, _ in answers(second, prompts(6))] == [tokens for tokens, _ in expected]
     assert usage(second).num_missing + usage(second).num_broken > 0
     assert (usage(second).num_broken > 0) == (damage is not Path.unlink)
@@ -183,8 +185,6 @@ def test_a_held_request_that_is_aborted_leaves_nothing(tiny_model: Path, tmp_pat
     assert imports is not None
     engine.add(make_request("held", prompts(1)[0], max_tokens=6))
     engine.add(make_request("twin", prompts(1)[0], max_tokens=6))
-    while not imports.opened or engine._disk._lookups.is_busy:
-        engine._disk.take_found(wait=True)
     assert engine.scheduler.num_held == 2
     assert len(imports.opened) == 1
     assert engine.has_work  # although no request can run
@@ -208,8 +208,7 @@ def test_a_restart_of_the_ranks_ends_imports(tiny_model: Path, tmp_path: Path, n
     assert isinstance(executor, Fragile)
     engine.add(make_request("held", prompts(1)[0], max_tokens=6))
     assert engine._disk is not None
-    while not engine.scheduler.cache.is_fetching:
-        engine._disk.take_found(wait=True)
+    assert engine.scheduler.cache.is_fetching
     assert engine.scheduler.num_held == 1
     executor.is_lost = True
     (event,) = engine.step()
@@ -259,26 +258,33 @@ def test_a_refused_request_begins_no_import(tiny_model: Path, tmp_path: Path, no
     digest = engine.scheduler.cache.imports
     assert digest is not None
     assert not digest.opened
-    assert "refused" not in engine._disk._requests  # type: ignore[union-attr]
     engine.shutdown()
 
 
-def test_a_slow_disk_does_not_stop_other_requests(tiny_model: Path, tmp_path: Path, no_threshold: None) -> None:
-    """A look-up waits for its files on a thread of its own; a request whose prefix is in memory is answered meanwhile."""
+def test_a_slow_disk_does_not_stop_other_requests(
+    tiny_model: Path, tmp_path: Path, no_threshold: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread of the rank reads files, and one of the engine lists them; other prompts are answered meanwhile."""
     first = engine_on(tiny_model, tmp_path)
     answers(first, prompts(8))
     first.shutdown()
     engine = engine_on(tiny_model, tmp_path)
     assert engine._disk is not None
-    folder = engine._disk._lookups._folder
-    goes_on, plain = threading.Event(), folder.has
+    tier = engine.executor._runner._copies._disk  # type: ignore[attr-defined]
+    goes_on, read = threading.Event(), tier._folder.read
 
-    def slow(group: int, digest: bytes) -> bool:
-        if threading.current_thread() is not threading.main_thread():
-            goes_on.wait()
-        return plain(group, digest)
+    def wait_and_read(group: int, digest: bytes, num_bytes: int) -> bytes | None:
+        goes_on.wait()
+        return read(group, digest, num_bytes)
 
-    folder.has = slow  # type: ignore[method-assign]
+    def wait_and_list() -> ListedChanges:
+        goes_on.wait()
+        return ListedChanges([], [])
+
+    tier._folder.read = wait_and_read
+    monkeypatch.setattr(engine._disk.watch._listing, "look_at_all", wait_and_list)
+    lister = threading.Thread(target=engine._disk.watch.look)
+    lister.start()
     engine.add(make_request("slow", prompts(1)[0], max_tokens=6))
     assert engine.scheduler.num_held == 1
     events = []
@@ -287,12 +293,38 @@ def test_a_slow_disk_does_not_stop_other_requests(tiny_model: Path, tmp_path: Pa
         events += engine.step()
     assert engine.scheduler.num_held == 1
     goes_on.set()
+    lister.join()
     while engine.has_work:
         events += engine.step()
-    found = [
-        event.usage.num_cached_tokens for event in events if event.request_id == "slow" and event.usage is not None
-    ]
-    assert found[0] >= 200
+    found = [event.usage for event in events if event.request_id == "slow" and event.usage is not None]
+    assert found[0].num_cached_tokens >= found[0].num_disk_tokens >= 200
+    engine.shutdown()
+
+
+def test_a_missing_file_is_tried_once(tiny_model: Path, tmp_path: Path, no_threshold: None) -> None:
+    """The index learns of it from the failed read, without a listing, and of the other blocks' files by the next listing."""
+    first = engine_on(tiny_model, tmp_path)
+    answers(first, prompts(8))
+    first.shutdown()
+    engine = engine_on(tiny_model, tmp_path)
+    assert engine._disk is not None
+    (engine._disk.watch._ended).set()  # no listing but those of the test
+    index = engine.scheduler.cache.disk
+    assert index is not None
+    num_files = index.num_blocks
+    assert num_files == len(list(tmp_path.rglob("*.kv")))
+    chain: list[bytes] = []
+    extend_chain(chain, chain_root(8), prompts(1)[0], 8)
+    (path,) = tmp_path.rglob(f"{chain[4].hex()}-0.kv")
+    path.unlink()
+    requests = [make_request(f"again {number}", prompts(1)[0], max_tokens=6) for number in range(3)]
+    wholes = run(engine, requests)
+    assert usage(engine).num_missing == 1
+    assert [whole.num_cached_tokens for whole in wholes if whole.num_cached_tokens < 200]
+    assert index.num_blocks < num_files - 16
+    engine._disk.watch.look()
+    engine._disk.take_news()
+    assert index.num_blocks >= num_files - 1
     engine.shutdown()
 
 
@@ -325,6 +357,6 @@ def test_the_end_does_not_wait_long_for_a_slow_disk(
 ) -> None:
     first = engine_on(tiny_model, tmp_path)
     answers(first, prompts(2))
-    monkeypatch.setattr("transom_worker.engine.engine.FLUSH_S", 0.0)
+    monkeypatch.setattr("transom_worker.engine.disk_tier.FLUSH_S", 0.0)
     first.shutdown()
     assert not list(tmp_path.rglob("*.kv"))

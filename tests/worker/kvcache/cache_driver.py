@@ -18,6 +18,7 @@ from transom_worker.kvcache.hashing import chain_root, extend_chain
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.prefix_search import PrefixHit, find_hit, hit_limit
 from transom_worker.kvcache.sequence import SequenceBlocks
+from transom_worker.kvcache.tiers import DISK
 from transom_worker.kvcache.tree import CheckpointKind
 
 ROOT = chain_root(BLOCK)
@@ -339,6 +340,8 @@ class CacheDriver:
         assert self.mirror.tiers[: len(self.cache.index.tiers)] == [
             [set(group) for group in groups] for groups in self.cache.index.tiers
         ]
+        if self.cache.disk is not None:
+            assert self.mirror.tiers[DISK] == [set(group) for group in self.cache.disk.groups]
         stats = self.cache.stats()
         assert sum(stats.outcome_tokens.values()) == self.num_prompt_tokens
         for group in stats.groups:

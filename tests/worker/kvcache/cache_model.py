@@ -132,7 +132,7 @@ class Mirror:
     """A router's mirror of the index, from updates alone."""
 
     def __init__(self, num_groups: int) -> None:
-        self.tiers: list[list[set[bytes]]] = [[set() for _ in range(num_groups)] for _ in range(2)]
+        self.tiers: list[list[set[bytes]]] = [[set() for _ in range(num_groups)] for _ in range(3)]
         self.rates: LoadRates | None = None
         self.version = 0
 

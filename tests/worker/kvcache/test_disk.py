@@ -12,15 +12,20 @@ from tests.how_many import num_examples
 from tests.worker.kvcache.cache_driver import ROOT, CacheDriver
 from tests.worker.kvcache.cache_model import BLOCK, ENTRY_MIXES, MIXES
 from tests.worker.kvcache.rank_model import copy_blocks
+from transom_worker.kvcache import load_rates
 from transom_worker.kvcache.block_copies import BlockCopy
 from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.imports import BlockImport
-from transom_worker.kvcache.prefix_search import find_in_tiers, hit_limit
 from transom_worker.kvcache.tiers import DISK, HOST
 from transom_worker.kvcache.tree import CheckpointKind
 
 Contents = dict[int, Any]
 ALL_MIXES = (*MIXES, *ENTRY_MIXES)
+
+
+@pytest.fixture(autouse=True)
+def small_prompts_are_worth_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_rates, "LEAST_READ_TOKENS", 1)
 
 
 class DiskDriver(CacheDriver):
@@ -29,6 +34,10 @@ class DiskDriver(CacheDriver):
     def __init__(self, mix: Sequence[str], *, num_pages: int, host_pages: int = 0) -> None:
         super().__init__(mix, num_pages=num_pages, host_pages=host_pages)
         self.cache.store_on_disk()
+        if self.cache.changes.rates is not None:
+            self.cache.changes.set_rates(
+                self.cache.changes.rates._replace(token_ns=10**12)
+            )  # reading is worth its time
         self.disk: dict[tuple[int, bytes], Contents] = {}
         self.opened: dict[int, BlockImport] = {}  # by ticket
         self.num_imported = 0
@@ -61,19 +70,7 @@ class DiskDriver(CacheDriver):
         """Import what the disk has of a prompt beyond the memory."""
         chain: list[bytes] = []
         extend_chain(chain, ROOT, token_ids, BLOCK)
-        on_disk: list[set[bytes]] = [set() for _ in self.specs]
-        for group, digest in self.disk:
-            on_disk[group].add(digest)
-        tiers = [
-            (*(tier[group] for tier in self.cache.index.tiers), on_disk[group]) for group in range(len(self.specs))
-        ]
-        hit = find_in_tiers(
-            self.cache.retentions,
-            tiers,
-            chain,
-            hit_limit(len(token_ids), BLOCK),
-            window_repair=self.cache.window_repair,
-        )
+        hit = self.cache.find(chain, len(token_ids), with_disk=True)
         opened = self.cache.import_blocks(chain, hit)
         self._check()
         if opened is not None:
@@ -89,10 +86,16 @@ class DiskDriver(CacheDriver):
                 assert self.cache.host.blocks[one.group][one.digest] == one.block
         return opened
 
+    def note_file(self, group: int, digest: bytes) -> None:
+        """Have the cache know that a block has a file."""
+        if self.cache.disk is not None:
+            self.cache.disk.add(group, [digest])
+
     def _store(self, copy: BlockCopy) -> None:
         contents = self.slabs[copy.source_tier].contents(copy.group, copy.source)
         assert [content for _, content in sorted(contents.items())] == self.truth[copy.group, copy.digest]
         self.disk[copy.group, copy.digest] = contents
+        self.note_file(copy.group, copy.digest)
 
     def _fetch(self, copy: BlockCopy) -> None:
         self.slabs[HOST].put(copy.group, copy.target, dict(self.disk[copy.group, copy.digest]))
@@ -153,10 +156,10 @@ def test_a_reset_stores_nothing_and_voids_imports() -> None:
     assert run(driver, tokens(1, 60))
     driver.evict_all()
     assert not driver.cache.take_copies()
-    for number in range(8):
-        driver.disk[0, bytes([number]) * 32] = {}
     chain = [bytes([number]) * 32 for number in range(8)]
-    hit = find_in_tiers(driver.cache.retentions, [({}, {}, set(chain))], chain, 8, window_repair=True)
+    for digest in chain:
+        driver.note_file(0, digest)
+    hit = driver.cache.find(chain, 8 * BLOCK + 1, with_disk=True)
     opened = driver.cache.import_blocks(chain, hit)
     assert opened is not None
     assert len(opened.blocks) == 8
@@ -170,7 +173,9 @@ def test_a_reset_stores_nothing_and_voids_imports() -> None:
 def test_an_import_larger_than_the_host_tier_is_refused() -> None:
     driver = DiskDriver(("full",), num_pages=40, host_pages=1)
     chain = [bytes([number]) * 32 for number in range(100)]
-    hit = find_in_tiers(driver.cache.retentions, [({}, {}, set(chain))], chain, 100, window_repair=True)
+    for digest in chain:
+        driver.note_file(0, digest)
+    hit = driver.cache.find(chain, 100 * BLOCK + 1, with_disk=True)
     assert hit.num_hash_blocks == 100
     assert driver.cache.import_blocks(chain, hit) is None
     driver.finish()
@@ -191,8 +196,8 @@ def test_the_device_gives_up_what_lies_above_an_import() -> None:
     chain: list[bytes] = []
     extend_chain(chain, ROOT, first + tokens(2, 40), BLOCK)
     chain = [*chain[: lower.boundary], bytes(32)]
-    tiers = [(*(tier[0] for tier in cache.index.tiers), {bytes(32)})]
-    hit = find_in_tiers(cache.retentions, tiers, chain, len(chain), window_repair=True)
+    driver.note_file(0, bytes(32))
+    hit = cache.find(chain, len(chain) * BLOCK + 1, with_disk=True)
     opened = cache.import_blocks(chain, hit)
     assert opened is not None
     assert opened.locked is lower

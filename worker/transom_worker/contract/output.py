@@ -43,7 +43,7 @@ class Usage:
     """Token counts of one request. `num_cached_tokens` are prompt tokens whose KV was found in the prefix cache.
 
     Of these, `num_host_tokens` were found in the host tier, and `num_fetched_tokens` of these in turn had just come from another
-    worker (`Request.prefix_source`).
+    worker (`Request.prefix_source`), or `num_disk_tokens` from the disk tier.
 
     `index_version` is the version of the worker's prefix index when its scheduler searched it: a router's mirror of the index
     at that version predicts `num_cached_tokens` exactly. `kv_quality` is set with the request's `kv_quality`; it has the tokens
@@ -55,6 +55,7 @@ class Usage:
     num_cached_tokens: int
     num_host_tokens: int = 0
     num_fetched_tokens: int = 0
+    num_disk_tokens: int = 0
     index_version: int = 0
     kv_quality: KvQuality | None = None
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transom_worker.disk_cache.block_file import HEADER_BYTES, BlockName, BrokenFile, pack, read_block
+from transom_worker.disk_cache.listing import FolderListing
 from transom_worker.disk_cache.space import DiskSpace
 from transom_worker.errors import ConfigError
 
@@ -64,6 +65,10 @@ class BlockFolder:
     def has(self, group: int, digest: bytes) -> bool:
         """Return whether there is a file for the block; only reading it tells whether it is whole."""
         return os.path.exists(self._file(group, digest))
+
+    def new_listing(self) -> FolderListing:
+        """Return what finds out which blocks have files; it has found none yet."""
+        return FolderListing(self._path)
 
     def read(self, group: int, digest: bytes, num_bytes: int) -> bytes | None:
         """Return the contents of a block of `num_bytes`; None where there is no file, or a broken one, which is removed."""

@@ -1,14 +1,14 @@
 """`DiskImports`: brings the prefixes of new requests from the disk tier into the host tier, while other requests run.
 
-    begin        a new request's prefix may continue on the disk: it is *held*, outside of the queue, while a thread looks for its
-                 files (`disk_lookups`)
-    found        the files are there: host blocks are taken, and the ranks load the files into them
-    ended        the ranks have reported the load. Its blocks are published, and the request is admitted like any other: it finds
-                 a hit in the host tier, where `KeptImports` keeps the blocks for it. If a file was missing or broken, the
-                 blocks are freed, and the prefix is computed
+    begin      the hit search finds that a new request's prefix continues on the disk, and that reading it takes less time than
+               computing it (`kvcache.prefix_search`): host blocks are taken, and the ranks load the files into them. The request
+               is *held* outside of the queue
+    ended      the ranks have reported the load. Its blocks are published, and the request is admitted like any other: it finds
+               a hit in the host tier, where `KeptImports` keeps the blocks for it. If a file was missing or broken, the
+               blocks are freed, and the prefix is computed
 
-Requests with the same prefix wait for the same load. An import is worth its time where it spares `MIN_SPARED_TOKENS` tokens, and
-where reading their blocks takes less time than computing them, by what earlier loads took.
+Requests with the same prefix wait for the same load. How long reading takes is learned from earlier loads, and is part of the rates
+that routers know (`kvcache.load_rates`), whose prediction is the same hit.
 """
 
 from __future__ import annotations
@@ -17,142 +17,127 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from transom_worker.contract import Request
-from transom_worker.disk_cache.folder import BlockFolder
-from transom_worker.engine.disk_lookups import DiskLookups, Lookup
+from transom_worker.engine.disk_watch import DiskWatch
 from transom_worker.engine.kept_imports import KeptImports
-from transom_worker.kvcache.hashing import chain_root, extend_chain
+from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.imports import BlockImport
-from transom_worker.kvcache.prefix_search import PrefixHit, hit_limit
+from transom_worker.scheduling.read_meter import ReadMeter
 from transom_worker.scheduling.scheduler import Scheduler
-from transom_worker.scheduling.step import LOAD_WAIT_S, StepResult
+from transom_worker.scheduling.step import StepResult
 
-MIN_SPARED_TOKENS = 128
-NS_PER_BYTE = 1.0  # of loads from the disk, before any was measured
-NEWEST_SHARE = 0.3  # with which a measurement changes the estimate
+
+@dataclass(slots=True)
+class _Held:
+    """A request that waits for imports: without them it would start at token `memory_start`, with them at `start`."""
+
+    request: Request
+    memory_start: int
+    start: int
 
 
 @dataclass(slots=True)
 class _Import:
     blocks: BlockImport
-    num_bytes: int
-    requests: list[Request] = field(default_factory=list)
+    held: list[_Held] = field(default_factory=list)
 
 
 class DiskImports:
-    """The imports of one engine, whose requests `scheduler` holds meanwhile; `end_hold` lets one be admitted."""
+    """The imports of one engine, whose requests `scheduler` holds meanwhile.
+
+    `end_hold` lets a request be admitted, for which so many tokens of its prefix were imported. `watch` knows what the disk has.
+    """
 
     def __init__(
-        self, scheduler: Scheduler, folder: BlockFolder, kept: KeptImports, *, end_hold: Callable[[str], object]
+        self, scheduler: Scheduler, watch: DiskWatch, kept: KeptImports, *, end_hold: Callable[[str, int], object]
     ) -> None:
-        self._scheduler, self._cache, self._kept, self._end_hold = scheduler, scheduler.cache, kept, end_hold
-        self._lookups = DiskLookups(scheduler.cache, folder)
-        self._requests: dict[str, Request] = {}  # held ones, by id
+        self._scheduler, self._cache, self._watch, self._kept = scheduler, scheduler.cache, watch, kept
+        self._end_hold = end_hold
+        self._meter = ReadMeter([group.block_bytes for group in scheduler.cache.layout.groups])
         self._loading: dict[int, _Import] = {}  # by ticket
-        self._ns_per_byte = NS_PER_BYTE
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request waits for a look-up or a load."""
-        return bool(self._loading) or self._lookups.is_busy
+        """Whether a request waits for a load."""
+        return bool(self._loading)
 
     def begin(self, request: Request) -> bool:
-        """Look for the prefix of a new request on the disk; False if it need not be held."""
+        """Begin to import the prefix of a new request from the disk; False if it need not be held."""
         if not _reads_cache(request):
             return False
-        block_size = self._cache.block_size
-        tokens = [*request.prompt_token_ids, *request.resumed_output_ids]
-        policy = request.kv_policy
-        root = chain_root(block_size, cache_salt=request.cache_salt, kv_policy=None if policy is None else policy.text)
-        chain: list[bytes] = []
-        extend_chain(chain, root, tokens, block_size)
-        lookup = Lookup(request, chain, hit_limit(len(tokens), block_size))
-        if not self._lookups.begin(lookup, self._here(lookup)):
-            return False
-        self._requests[request.request_id] = request
-        return True
+        held = self._import(request)
+        if held is None:
+            self._meter.not_read()
+            self._set_rates()
+        return held is not None
 
-    def take_found(self, *, wait: bool = False) -> None:
-        """Begin the loads of what look-ups have found, or let their requests run; `wait` a moment for the oldest look-up."""
-        for lookup, there in self._lookups.take(LOAD_WAIT_S if wait else 0.0):
-            if not (self._waits(lookup.request) and self._import(lookup, there)):
-                self._let_run(lookup.request)
+    def _import(self, request: Request) -> _Held | None:
+        """Begin or join the import of a request's prefix; None where there is none to wait for."""
+        cache, sequence = self._cache, self._scheduler.by_request[request.request_id]
+        extend_chain(sequence.chain, sequence.root, sequence.token_ids, cache.block_size)
+        hit = cache.find(sequence.chain, len(sequence.token_ids), sequence.retentions, with_disk=True)
+        if not hit.num_read:
+            return None
+        under_way = self._bringing(sequence.chain[: hit.num_hash_blocks])
+        if under_way is None:
+            blocks = cache.import_blocks(sequence.chain, hit, sequence.retentions)
+            if blocks is None:
+                return None
+            under_way = self._loading[cache.fetch_import(blocks)] = _Import(blocks)
+        under_way.held.append(held := _Held(request, hit.memory_start, hit.start))
+        return held
 
     def step_done(self, result: StepResult) -> None:
         """Take note of the loads that have ended."""
         for ticket, seconds in zip(result.loaded, result.load_s, strict=True):
             if (ended := self._loading.pop(ticket, None)) is not None:
-                self._kept.publish(ended.blocks, [request.request_id for request in ended.requests])
-                self._measure(ended.num_bytes, seconds)
-                self._go_on(ended)
+                self._kept.publish(ended.blocks, [held.request.request_id for held in ended.held])
+                self._measure(ended.blocks, seconds)
+                self._go_on(ended, was_read=True)
         for ticket in result.failed:
             if (ended := self._loading.pop(ticket, None)) is not None:
                 self._cache.end_import(ended.blocks)
-                self._go_on(ended)
+                self._watch.forget([(one.group, one.digest) for one in ended.blocks.blocks])
+                self._go_on(ended, was_read=False)
 
     def forget(self) -> None:
-        """End all look-ups and loads, since the ranks were restarted, and none will be reported. All requests have ended."""
+        """End all loads, since the ranks were restarted, and none will be reported. All requests have ended."""
         for one in self._loading.values():
             self._cache.end_import(one.blocks)
-        self._loading, self._requests = {}, {}
-        self._lookups.forget()
-
-    def close(self) -> None:
-        """End the thread of the look-ups."""
-        self._lookups.close()
-
-    def _here(self, lookup: Lookup) -> PrefixHit:
-        """Return the hit of a prefix in the memory, whatever its tier."""
-        return self._cache.find_anywhere(
-            lookup.chain, lookup.limit, self._scheduler.retentions_of(lookup.request.kv_policy)
-        )
-
-    def _import(self, lookup: Lookup, there: PrefixHit) -> bool:
-        """Begin an import, or join the request to one; return whether there is one that the request waits for."""
-        spared_tokens = there.start - self._here(lookup).start
-        if spared_tokens < MIN_SPARED_TOKENS:
-            return False
-        if (under_way := self._bringing(lookup.chain[: there.num_hash_blocks])) is not None:
-            under_way.requests.append(lookup.request)
-            return True
-        return self._begin(lookup, there, spared_tokens=spared_tokens)
-
-    def _begin(self, lookup: Lookup, hit: PrefixHit, *, spared_tokens: int) -> bool:
-        cache = self._cache
-        blocks = cache.import_blocks(lookup.chain, hit, self._scheduler.retentions_of(lookup.request.kv_policy))
-        if blocks is None:
-            return False
-        num_bytes = sum(cache.layout.groups[one.group].block_bytes for one in blocks.blocks)
-        rates = cache.changes.rates
-        if rates is not None and num_bytes * self._ns_per_byte > spared_tokens * rates.token_ns:
-            cache.end_import(blocks)
-            return False
-        self._loading[cache.fetch_import(blocks)] = _Import(blocks, num_bytes, [lookup.request])
-        return True
+        self._loading = {}
 
     def _bringing(self, chain: Sequence[bytes]) -> _Import | None:
         """Return the import under way that brings a block of a chain."""
         wanted = set(chain)
         return next((one for one in self._loading.values() if one.blocks.blocks[-1].digest in wanted), None)
 
-    def _go_on(self, ended: _Import) -> None:
+    def _go_on(self, ended: _Import, *, was_read: bool) -> None:
         """Let the requests of an import that has ended be admitted, unless there is more for one to wait for."""
-        for request in ended.requests:
-            if request is ended.requests[0] or not (self._waits(request) and self.begin(request)):
-                self._let_run(request)
+        for held in ended.held:
+            if not self._waits(held.request):
+                continue
+            more = None if held is ended.held[0] else self._import(held.request)
+            if more is None:
+                self._end_hold(held.request.request_id, held.start - held.memory_start if was_read else 0)
+            else:
+                more.memory_start = min(more.memory_start, held.memory_start)
 
     def _waits(self, request: Request) -> bool:
         """Whether a request has not ended meanwhile; another one may have its id then."""
-        return self._requests.get(request.request_id) is request and self._scheduler.waits_for_admission(
-            request.request_id
-        )
+        sequence = self._scheduler.by_request.get(request.request_id)
+        return sequence is not None and sequence.request is request and not sequence.was_admitted
 
-    def _let_run(self, request: Request) -> None:
-        if self._requests.get(request.request_id) is request:
-            del self._requests[request.request_id]
-            self._end_hold(request.request_id)
+    def _measure(self, blocks: BlockImport, seconds: float) -> None:
+        """Learn what reading costs from a load of these blocks."""
+        num_blocks = [0] * len(self._cache.pools)
+        for one in blocks.blocks:
+            num_blocks[one.group] += 1
+        self._meter.read(num_blocks, seconds)
+        self._set_rates()
 
-    def _measure(self, num_bytes: int, seconds: float) -> None:
-        self._ns_per_byte += NEWEST_SHARE * (seconds * 1e9 / num_bytes - self._ns_per_byte)
+    def _set_rates(self) -> None:
+        present = self._cache.changes.rates
+        if present is not None and (rates := self._meter.next_rates(present)) is not None:
+            self._cache.changes.set_rates(rates)
 
 
 def _reads_cache(request: Request) -> bool:

@@ -13,16 +13,15 @@ from __future__ import annotations
 import heapq
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from transom_worker.blockmap.log import BlockMapLog
 from transom_worker.clock import steady_time_s
 from transom_worker.config import EngineConfig
 from transom_worker.contract import OutputEvent, Request, WorkerLoad
-from transom_worker.disk_cache.folder import BlockFolder
 from transom_worker.engine.answer_grammars import AnswerGrammars
-from transom_worker.engine.disk_imports import DiskImports
+from transom_worker.engine.disk_tier import EngineDiskTier
 from transom_worker.engine.kept_imports import KeptImports
 from transom_worker.engine.running_request import RunningRequest
 from transom_worker.engine.state_report import worker_load, worker_state
@@ -55,8 +54,6 @@ logger = logging.getLogger("transom.worker")
 PUBLISH_PERIOD_S = 0.25
 MAX_OUT_OF_MEMORY = 3  # steps in a row that may run out of memory; then the engine ends
 MAX_BLOCKED_S = 1.0
-FLUSH_S = 5.0  # for which an engine that is stopped writes what is cached to its disk tier
-FLUSH_PIECE_BYTES = 8 << 20  # of each rank, in one plan
 OUT_OF_MEMORY = (
     "The worker ran out of memory in a step, and this request asked for the most of it: {row.num_tokens} tokens computed, "
     "{row.num_logit_rows} positions with logits, {row.num_attended} tokens of context. Send a shorter prompt, ask for fewer "
@@ -125,7 +122,9 @@ class Engine:
         self.transfer_store: KvStore | None = None  # None: this worker takes no part in KV transfer
         if info.shares is not None and config.cache.enable_prefix_caching:
             self.transfer_store = TransferStore(self.scheduler, executor, info.shares, self._kept_imports)
-        self._disk = self._disk_imports(info)
+        self._disk = EngineDiskTier.open(
+            config.cache, info, self.scheduler, self._kept_imports, end_hold=self._end_disk_hold
+        )
         self._eos_token_ids = frozenset(info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
         self.grammars = AnswerGrammars(tokenizer, vocab_size=info.vocab_size, eos_token_ids=self._eos_token_ids)
         self._pipeline = StepPipeline(
@@ -158,6 +157,11 @@ class Engine:
             or self.is_restarting
             or self.executor.lost
         )
+
+    def on_disk_news(self, call: Callable[[], object]) -> None:
+        """Call this, on another thread, when files of the disk tier have come or gone, so that an idle engine takes note of it."""
+        if self._disk is not None:
+            self._disk.watch.on_news(call)
 
     @property
     def blocked_s(self) -> float:
@@ -235,6 +239,11 @@ class Engine:
         self._has_unpublished_abort = True
         return True
 
+    def _end_disk_hold(self, request_id: str, num_tokens: int) -> None:
+        """Let a request run for which so many tokens were imported from the disk."""
+        self.requests[request_id].num_disk_tokens = num_tokens
+        self._end_hold(request_id)
+
     def _end_hold(self, request_id: str) -> None:
         """Let a request run once nothing holds it any more; any other id is ignored."""
         running = self.requests.get(request_id)
@@ -247,15 +256,6 @@ class Engine:
         """Forget a request that has ended."""
         self.grammars.remove(request_id)
         return self.requests.pop(request_id)
-
-    def _disk_imports(self, info: ExecutorInfo) -> DiskImports | None:
-        """Return what brings prefixes from the disk tier; None without one."""
-        cache = self.config.cache
-        if cache.disk_cache is None:
-            return None
-        self.scheduler.cache.store_on_disk()
-        folder = BlockFolder(Path(cache.disk_cache), info.disk_fingerprint, space_bytes=cache.disk_space_bytes)
-        return DiskImports(self.scheduler, folder, self._kept_imports, end_hold=self._end_hold)
 
     # The step loop
 
@@ -292,11 +292,8 @@ class Engine:
         self.executor.check()
         self._take_grammars(events)
         if self._disk is not None:
-            self._disk.take_found()
+            self._disk.take_news()
         self._fill()
-        if self._disk is not None and not self._pipeline.is_busy:
-            self._disk.take_found(wait=True)
-            self._fill()
         self._kept_imports.end_admitted()
         if not self._pipeline.is_busy:
             self.publish()
@@ -452,7 +449,7 @@ class Engine:
             return events + self.fail(error)
         self._pipeline.forget()
         if self._disk is not None:
-            self._disk.forget()
+            self._disk.forget_loads()
         self._kept_imports.forget()
         self.scheduler.reset()
         lost = WorkerLost(f"The worker lost a rank: {error}", loss_cause=error.loss_cause)
@@ -482,32 +479,18 @@ class Engine:
         return running.error_event(error)
 
     def shutdown(self) -> None:
-        """Free the executor's memory and processes; idempotent. A disk tier gets what is cached, as far as it takes that within
-        `FLUSH_S`.
+        """Free the executor's memory and processes; idempotent. A disk tier gets what is cached, unless the engine ended otherwise
+        than by being stopped.
         """
         self.grammars.close()
         if self._disk is not None:
             self._disk.close()
-            self._flush()
+            was_stopped = isinstance(self.dead, EngineDead) and self.dead.loss_cause == "stopped"
+            if not self.is_restarting and (self.dead is None or was_stopped):
+                self._disk.flush(self.executor)
             self._disk = None
         self.executor.shutdown()
         self.events.close()
-
-    def _flush(self) -> None:
-        """Write what is cached to the disk tier, unless the engine ended otherwise than by being stopped."""
-        stopped = isinstance(self.dead, EngineDead) and self.dead.loss_cause == "stopped"
-        if self.is_restarting or not (self.dead is None or stopped):
-            return
-        until_s = time.perf_counter() + FLUSH_S
-        try:
-            self.executor.drop_in_flight()
-            for plan in self.scheduler.plans_to_store_all(piece_bytes=FLUSH_PIECE_BYTES):
-                if time.perf_counter() >= until_s:
-                    break
-                self.executor.submit(plan)
-                self.executor.receive()
-        except Exception as error:  # the end must come, whatever becomes of the cache
-            logger.warning("What is cached could not be written to the disk tier: %s", error)
 
     # What the events report
 

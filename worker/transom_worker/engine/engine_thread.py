@@ -60,6 +60,7 @@ class EngineThread:
         self._turns = new_turns(engine.config.ranks, lambda: engine.is_restarting)
         self._watchdog = Watchdog(self._turns, self._give_up, ends_process=ends_process)
         engine.executor.on_lost(self._wake.set)
+        engine.on_disk_news(self._wake.set)
         self._thread = threading.Thread(target=self._run, name="transom-engine", daemon=True)
         self._thread.start()
         self._watchdog.start()

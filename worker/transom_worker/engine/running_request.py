@@ -55,6 +55,7 @@ class RunningRequest:
         self._num_cached_tokens: int | None = None  # unknown until the first token
         self._num_host_tokens = 0
         self.num_fetched_tokens = 0  # of its prefix, from another worker, before it was admitted
+        self.num_disk_tokens = 0  # of its prefix, from the disk tier, before it was admitted
         self._index_version = 0
         self._kv_quality = KvQuality() if request.kv_quality else None
         self.deadline_s: float | None = None  # on the engine's clock
@@ -179,6 +180,7 @@ class RunningRequest:
             num_cached_tokens=self._num_cached_tokens or 0,
             num_host_tokens=self._num_host_tokens,
             num_fetched_tokens=min(self.num_fetched_tokens, self._num_host_tokens),
+            num_disk_tokens=min(self.num_disk_tokens, self._num_host_tokens),
             index_version=self._index_version,
             kv_quality=self._kv_quality,
         )

@@ -1,13 +1,13 @@
 """`ChangeLog`: records the changes of the prefix index, in order, until the engine takes them and sends them to routers.
 
-The prefix index maps each cached block's digest (a hash of its tokens and all tokens before them) to its block id, per tier and
-group. Its *version* is the number of changes since start: publishing 3 blocks and evicting 1 brings version 10 to version 14. New
-load rates are one change, since they change what a search finds.
+The prefix index has each cached block's digest (a hash of its tokens and all tokens before them), per tier and group. Its
+*version* is the number of changes since start: publishing 3 blocks and evicting 1 brings version 10 to version 14. New load rates
+are one change, since they change what a search finds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 from transom_worker.kvcache.events import KvRun, KvUpdate
@@ -19,19 +19,23 @@ MAX_UNREAD_CHANGES = 65_536
 class ChangeLog:
     """Counts every change of the index, and keeps the changes that were not taken yet, at most `max_unread` of them.
 
-    `tiers` is the index itself: per tier and group a block id by digest. When there are too many changes, `take` returns the whole
-    index. `rates` are the present load rates; None without a host tier.
+    `tiers` is the index itself: per tier and group the digests of its blocks. When there are too many changes, `take` returns
+    the whole index. `rates` are the present load rates; None without a host tier.
     """
 
-    def __init__(self, tiers: Sequence[Sequence[Mapping[bytes, int]]], rates: LoadRates | None = None) -> None:
+    def __init__(self, tiers: Sequence[Sequence[Collection[bytes]]], rates: LoadRates | None = None) -> None:
         self.version = 0
         self.rates = rates
-        self._tiers = tiers
+        self._tiers = list(tiers)
         self.max_unread = MAX_UNREAD_CHANGES
         self.unread_runs: list[KvRun] = []
         self._taken = 0  # version up to which changes were taken
         self._num_unread = 0
         self._has_new_rates = False
+
+    def add_tier(self, groups: Sequence[Collection[bytes]]) -> None:
+        """From now on the index has one more tier, which is empty."""
+        self._tiers.append(groups)
 
     def add(self, action: Literal["added", "removed"], tier: int, group: int, digests: Sequence[bytes]) -> None:
         """Record that blocks of one group were added to a tier's index or removed from it."""

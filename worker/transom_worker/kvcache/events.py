@@ -1,7 +1,8 @@
 """The messages by which a router keeps a mirror of a worker's prefix index, so that both search it with equal results.
 
 The prefix index maps the digest of each cached block (a hash of its tokens and all tokens before them) to the block, per KV cache
-group and tier (`tiers`). Its *version* is the number of changes since the worker's start.
+group and tier (`tiers`). Of the disk tier it has the digests of the blocks that have files (`disk_index`). Its *version* is the
+number of changes since the worker's start.
 """
 
 from __future__ import annotations
@@ -47,3 +48,4 @@ class CacheShape:
     window_repair: bool
     enable_prefix_caching: bool
     has_host_tier: bool = False
+    has_disk_tier: bool = False

@@ -38,6 +38,7 @@ from transom_worker.kvcache.capacity import Capacity
 from transom_worker.kvcache.change_log import ChangeLog
 from transom_worker.kvcache.checkpoints import Checkpoints
 from transom_worker.kvcache.compaction import Compaction
+from transom_worker.kvcache.disk_index import DiskIndex
 from transom_worker.kvcache.disk_stores import DiskStores
 from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.eviction import EvictionPolicy, ReturnTimePolicy
@@ -51,7 +52,7 @@ from transom_worker.kvcache.loads import Load, Loads
 from transom_worker.kvcache.pool import GroupPool
 from transom_worker.kvcache.prefix_index import PrefixIndex
 from transom_worker.kvcache.prefix_outcome import OutcomeCounts
-from transom_worker.kvcache.prefix_search import PrefixHit, find_hit, find_in_tiers, hit_limit, shared_digests
+from transom_worker.kvcache.prefix_search import PrefixHit, find_hit, hit_limit, shared_digests
 from transom_worker.kvcache.publishing import Publishing
 from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.retention_set import RetentionSet
@@ -102,6 +103,7 @@ class KvCache:
         self.host: HostTier | None = None
         if host_layout is not None:
             self.host = HostTier(host_layout, self.index, self.changes, block_size=block_size, clock=clock)
+        self.disk: DiskIndex | None = None  # None: nothing is read from a disk tier
         self.num_releases = 0  # grows whenever blocks may have become free
         self.checkpoints = Checkpoints(
             layout,
@@ -143,10 +145,18 @@ class KvCache:
 
     # Searching
 
-    def find(self, chain: Sequence[bytes], num_tokens: int, retentions: RetentionSet | None = None) -> PrefixHit:
+    def find(
+        self,
+        chain: Sequence[bytes],
+        num_tokens: int,
+        retentions: RetentionSet | None = None,
+        *,
+        with_disk: bool = False,
+    ) -> PrefixHit:
         """Return the longest reusable prefix of `num_tokens` known tokens; at least one token is left to compute.
 
-        `retentions` are those of a sequence with a KV policy.
+        `retentions` are those of a sequence with a KV policy. `with_disk`, the hit may need blocks from the disk tier, which
+        `import_blocks` takes host blocks for.
         """
         return find_hit(
             retentions or self.retentions,
@@ -155,13 +165,9 @@ class KvCache:
             hit_limit(num_tokens, self.block_size),
             window_repair=self.window_repair,
             host=self.host.blocks if self.host is not None else None,
+            disk=self.disk.groups if with_disk and self.disk is not None else None,
             rates=self.changes.rates,
         )
-
-    def find_anywhere(self, chain: Sequence[bytes], limit: int, retentions: RetentionSet | None = None) -> PrefixHit:
-        """Return the longest reusable prefix up to boundary `limit`, whatever loading it from the host tier costs."""
-        tiers = list(zip(*self.index.tiers, strict=True))
-        return find_in_tiers(retentions or self.retentions, tiers, chain, limit, window_repair=self.window_repair)
 
     # A sequence from its hit to its release
 
@@ -349,8 +355,14 @@ class KvCache:
     # What comes from elsewhere, and goes there
 
     def store_on_disk(self) -> None:
-        """From now on copy the blocks of nodes that leave the memory to the disk tier."""
+        """From now on copy the blocks of nodes that leave the memory to the disk tier. What `disk` names can be found from then on,
+        provided that there is a host tier, through which everything from the disk comes.
+        """
         self.eviction.stores = DiskStores(self.checkpoints.tree, self.index, self.copies)
+        if self.changes.rates is not None:
+            self.disk = DiskIndex(len(self.pools), self.changes)
+            strides = [group.stride_bytes for group in self.layout.groups]
+            self.changes.set_rates(self.changes.rates.with_unmeasured_reads(strides))
 
     def store_best_first(self, *, piece_bytes: int) -> Iterator[None]:
         """Queue copies of all nodes to the disk tier, most valuable ones first, and yield whenever about `piece_bytes` are queued,
@@ -371,8 +383,8 @@ class KvCache:
     def import_blocks(
         self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
     ) -> BlockImport | None:
-        """Take blocks of the host tier for what a hit that `find_in_tiers` found elsewhere lacks here. `retentions` are as in
-        `find`.
+        """Take blocks of the host tier for what a hit that was found elsewhere, on the disk or at another worker, lacks here.
+        `retentions` are as in `find`.
 
         None without a host tier, if nothing is missing, or if there is no room. Their contents must be written behind the copies
         that are queued now; then `commit_import` or `end_import` follows.
@@ -470,6 +482,7 @@ class KvCache:
             window_repair=self.window_repair,
             enable_prefix_caching=self.enable_prefix_caching,
             has_host_tier=self.host is not None,
+            has_disk_tier=self.disk is not None,
         )
 
     @property

@@ -50,7 +50,9 @@ class PrefixHit:
     full_groups_reach: int  # leading hash blocks that the full groups hold; at least `num_hash_blocks`
     limit: int  # largest boundary that the prompt's length allows
     device_start: int = 0  # where the sequence would start without the host tier; `start` if nothing is loaded
+    memory_start: int = 0  # where it would start without the disk tier; `start` if nothing is read
     num_loaded: tuple[int, ...] = ()  # by group: blocks to load from the host tier; empty if none
+    num_read: tuple[int, ...] = ()  # by group: blocks to read from the disk tier before; empty if none
 
     def needs_repair(self, block_size: int) -> bool:
         """Return whether windows must be repaired; `block_size` is the size of a hash block in tokens."""
@@ -70,45 +72,65 @@ def find_hit(
     *,
     window_repair: bool,
     host: Sequence[Collection[bytes]] | None = None,
+    disk: Sequence[Collection[bytes]] | None = None,
     rates: LoadRates | None = None,
 ) -> PrefixHit:
     """Return the hit that leaves fewest tokens to compute, at a boundary of at most `limit`.
 
-    `found[g]` has the digests of group `g`'s cached blocks on the device, `host[g]` those of its blocks in the host tier, if there
-    is one. Then two hits compete: one on the device's blocks alone, and one on the blocks of both tiers. The second is taken if
-    loading its blocks from the host takes no longer than computing the tokens that it spares, by `rates`.
+    `found[g]` has the digests of group `g`'s cached blocks on the device, `host[g]` those of its blocks in the host tier, and
+    `disk[g]` those in the disk tier, if there is one. Then hits compete: one on the device's blocks alone, and one on the blocks of
+    device and host. The second is taken if loading its blocks from the host takes no longer than computing the tokens that it
+    spares, by `rates`. The better one then competes in the same way with a hit on the blocks of all tiers, whose blocks are read
+    from the disk and then loaded (`LoadRates.are_worth_reading`).
 
     The smallest block of all groups is the hash block.
     """
-    present = [(group,) for group in found]
+    hit = _hit_in_memory(retentions, found, digests, limit, window_repair=window_repair, host=host, rates=rates)
+    block_size = min(retention.block_size for retention in retentions)
+    if host is None or disk is None or rates is None or hit.start == hit.limit * block_size or not any(disk):
+        return hit
+    tiers: list[Present] = list(zip(found, host, disk, strict=True))
+    with_reads = _hit_on(retentions, tiers, digests, limit, window_repair=window_repair)
+    spared_tokens = with_reads.start - hit.start
+    if not spared_tokens:
+        return hit
+    num_loaded = _num_outside([(group,) for group in found], retentions, digests, with_reads)
+    num_read = _num_outside([group[:2] for group in tiers], retentions, digests, with_reads)
+    more_ns = rates.load_ns(num_loaded) + rates.reading_ns(num_read)
+    more_ns -= rates.load_ns(hit.num_loaded) if hit.num_loaded else 0
+    if not rates.are_worth_reading(spared_tokens, more_ns=more_ns):
+        return hit
+    return replace(
+        with_reads,
+        device_start=hit.device_start,
+        memory_start=hit.start,
+        num_loaded=num_loaded,
+        num_read=num_read,
+    )
+
+
+def _hit_in_memory(
+    retentions: Sequence[Retention],
+    found: Sequence[Collection[bytes]],
+    digests: Sequence[bytes],
+    limit: int,
+    *,
+    window_repair: bool,
+    host: Sequence[Collection[bytes]] | None,
+    rates: LoadRates | None,
+) -> PrefixHit:
+    """Return the hit on the device's blocks or, where loads pay, on those of device and host."""
+    present: list[Present] = [(group,) for group in found]
     hit = _hit_on(retentions, present, digests, limit, window_repair=window_repair)
     block_size = min(retention.block_size for retention in retentions)
     if host is None or rates is None or hit.start == hit.limit * block_size or not any(host):
         return hit
     either = [(group, in_host) for group, in_host in zip(found, host, strict=True)]
     with_loads = _hit_on(retentions, either, digests, limit, window_repair=window_repair)
-    num_loaded = tuple(
-        sum(digest not in group for digest in shared_digests(retention, digests, with_loads, block_size=block_size))
-        for retention, group in zip(retentions, found, strict=True)
-    )
+    num_loaded = _num_outside(present, retentions, digests, with_loads)
     if (with_loads.start - hit.start) * rates.token_ns >= rates.load_ns(num_loaded):
         return replace(with_loads, device_start=hit.start, num_loaded=num_loaded if any(num_loaded) else ())
     return replace(hit, full_groups_reach=with_loads.full_groups_reach)
-
-
-def find_in_tiers(
-    retentions: Sequence[Retention],
-    tiers: Sequence[Present],
-    digests: Sequence[bytes],
-    limit: int,
-    *,
-    window_repair: bool,
-) -> PrefixHit:
-    """Return the hit that leaves fewest tokens to compute where a group's blocks may be in any of its tiers, whatever loads cost.
-
-    `tiers[g]` are the digests of group `g`'s blocks by tier.
-    """
-    return _hit_on(retentions, tiers, digests, limit, window_repair=window_repair)
 
 
 def shared_digests(
@@ -123,6 +145,17 @@ def shared_digests(
     if hit.needs_repair(block_size):
         return sinks
     return [*sinks, *digests[retention.first_live_block(hit.start) : boundary]]
+
+
+def _num_outside(
+    tiers: Sequence[Present], retentions: Sequence[Retention], digests: Sequence[bytes], hit: PrefixHit
+) -> tuple[int, ...]:
+    """Return, by group, how many blocks of a hit are in none of these tiers."""
+    block_size = min(retention.block_size for retention in retentions)
+    return tuple(
+        _presence(group, shared_digests(retention, digests, hit, block_size=block_size)).count(0)
+        for retention, group in zip(retentions, tiers, strict=True)
+    )
 
 
 def _hit_on(
@@ -172,6 +205,7 @@ def _hit_on(
         full_groups_reach=full_groups_reach,
         limit=limit,
         device_start=start * block_size,
+        memory_start=start * block_size,
     )
 
 

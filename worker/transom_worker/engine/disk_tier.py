@@ -1,0 +1,101 @@
+"""`EngineDiskTier`: what an engine does with its disk tier: it follows which files there are (`disk_watch`), imports the
+prefixes of requests from there (`disk_imports`), and writes what is cached when it is stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from transom_worker.config import CacheConfig
+from transom_worker.contract import Request
+from transom_worker.disk_cache.folder import BlockFolder
+from transom_worker.engine.disk_imports import DiskImports
+from transom_worker.engine.disk_watch import DiskWatch
+from transom_worker.engine.kept_imports import KeptImports
+from transom_worker.execution.executor import Executor, ExecutorInfo
+from transom_worker.scheduling.scheduler import Scheduler
+from transom_worker.scheduling.step import StepResult
+
+logger = logging.getLogger("transom.worker")
+
+FLUSH_S = 5.0  # for which an engine that is stopped writes what is cached
+FLUSH_PIECE_BYTES = 8 << 20  # of each rank, in one plan
+
+
+class EngineDiskTier:
+    """The disk tier of one engine, whose thread calls it.
+
+    `end_hold` lets a request be admitted for which so many tokens of its prefix were imported; `kept` keeps what was imported.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        folder: BlockFolder,
+        kept: KeptImports,
+        *,
+        end_hold: Callable[[str, int], object],
+    ) -> None:
+        self._scheduler = scheduler
+        scheduler.cache.store_on_disk()
+        assert scheduler.cache.disk is not None  # a worker with a disk tier has a host tier
+        self.watch = DiskWatch(folder, scheduler.cache.disk)
+        self._imports = DiskImports(scheduler, self.watch, kept, end_hold=end_hold)
+
+    @classmethod
+    def open(
+        cls,
+        config: CacheConfig,
+        info: ExecutorInfo,
+        scheduler: Scheduler,
+        kept: KeptImports,
+        *,
+        end_hold: Callable[[str, int], object],
+    ) -> EngineDiskTier | None:
+        """Return the disk tier that the settings say; None without one."""
+        if config.disk_cache is None:
+            return None
+        folder = BlockFolder(Path(config.disk_cache), info.disk_fingerprint, space_bytes=config.disk_space_bytes)
+        return cls(scheduler, folder, kept, end_hold=end_hold)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request waits for a load from the disk, or files were found to have come or gone."""
+        return self._imports.is_busy or self.watch.has_news
+
+    def begin(self, request: Request) -> bool:
+        """Begin to import the prefix of a new request; False if it need not be held."""
+        self.watch.take_news()
+        return self._imports.begin(request)
+
+    def take_news(self) -> None:
+        """Take note of the files that have come and gone."""
+        self.watch.take_news()
+
+    def step_done(self, result: StepResult) -> None:
+        """Take note of the loads that have ended."""
+        self._imports.step_done(result)
+
+    def forget_loads(self) -> None:
+        """End all imports, since the ranks were restarted. All requests have ended."""
+        self._imports.forget()
+
+    def close(self) -> None:
+        """End the thread that lists the files."""
+        self.watch.close()
+
+    def flush(self, executor: Executor) -> None:
+        """Write what is cached, the most valuable prefixes first, as far as it takes no longer than `FLUSH_S`."""
+        until_s = time.perf_counter() + FLUSH_S
+        try:
+            executor.drop_in_flight()
+            for plan in self._scheduler.plans_to_store_all(piece_bytes=FLUSH_PIECE_BYTES):
+                if time.perf_counter() >= until_s:
+                    break
+                executor.submit(plan)
+                executor.receive()
+        except Exception as error:  # the end must come, whatever becomes of the cache
+            logger.warning("What is cached could not be written to the disk tier: %s", error)

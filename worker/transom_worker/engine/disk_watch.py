@@ -1,0 +1,98 @@
+"""`DiskWatch`: keeps the cache's index of the disk tier (`kvcache.disk_index`) near what the folder has.
+
+Files come and go without the engine: the ranks write them behind the steps, every process that shares the space removes old ones,
+and other workers of the same model write theirs. So a thread lists the folder every `PERIOD_S`, at a bounded cost
+(`disk_cache.listing`), and the engine's thread takes over what it found. Where the index is late, a read fails, or a prefix is
+computed that could have been read.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from queue import SimpleQueue
+
+from transom_worker.disk_cache.folder import BlockFolder
+from transom_worker.disk_cache.listing import BlockKey, ListedChanges
+from transom_worker.kvcache.disk_index import DiskIndex
+
+logger = logging.getLogger("transom.worker")
+
+PERIOD_S = 1.0
+
+
+class DiskWatch:
+    """Lists the files of `folder` for `index`. The engine's thread calls it, unless a method says otherwise."""
+
+    def __init__(self, folder: BlockFolder, index: DiskIndex) -> None:
+        """List everything at once, and go on with a thread."""
+        self._index = index
+        self._listing = folder.new_listing()
+        self._lock = threading.Lock()  # guards the listing
+        self._found: SimpleQueue[ListedChanges] = SimpleQueue()
+        self._forgotten: SimpleQueue[Sequence[BlockKey]] = SimpleQueue()
+        self._ended = threading.Event()
+        self._on_news: Callable[[], object] = lambda: None
+        self._take_over(self._listing.look_at_all())
+        self._thread = threading.Thread(target=self._watch, name="transom-disk-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_news` has something to take over."""
+        return not self._found.empty()
+
+    def on_news(self, call: Callable[[], object]) -> None:
+        """Call this on the watch's thread when there is news."""
+        self._on_news = call
+
+    def take_news(self) -> None:
+        """Take over what the thread has found."""
+        while not self._found.empty():
+            self._take_over(self._found.get())
+
+    def look(self) -> None:
+        """List everything that has changed, in place of the thread, for `take_news`. Any thread may call it."""
+        self._report(all_changes=True)
+
+    def forget(self, blocks: Sequence[BlockKey]) -> None:
+        """Take these blocks out of the index, since reading failed; those whose files are there come back with a later listing."""
+        self.take_news()
+        self._take_over(ListedChanges([], list(blocks)))
+        self._forgotten.put(blocks)
+
+    def close(self) -> None:
+        """End the thread; it may still list for a moment."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(PERIOD_S):
+            try:
+                self._report()
+            except Exception:  # the index is late from now on, which fails no request
+                logger.exception("The disk cache's folder could not be listed.")
+
+    def _report(self, *, all_changes: bool = False) -> None:
+        with self._lock:
+            while not self._forgotten.empty():
+                self._listing.forget(self._forgotten.get())
+            changes = self._listing.look_at_all() if all_changes else self._listing.look()
+            if changes.added or changes.removed:
+                self._found.put(changes)
+        if self.has_news:
+            self._on_news()
+
+    def _take_over(self, changes: ListedChanges) -> None:
+        for group, digests in self._by_group(changes.removed):
+            self._index.remove(group, digests)
+        for group, digests in self._by_group(changes.added):
+            self._index.add(group, digests)
+
+    def _by_group(self, blocks: Iterable[BlockKey]) -> Iterable[tuple[int, list[bytes]]]:
+        """Return the digests of each group that the model has."""
+        by_group: list[list[bytes]] = [[] for _ in self._index.groups]
+        for group, digest in blocks:
+            if group < len(by_group):
+                by_group[group].append(digest)
+        return enumerate(by_group)
