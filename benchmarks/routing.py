@@ -21,6 +21,7 @@ import typer
 
 from ray_prefix_router import RayPrefixRouter, RayPrefixState
 from routing_costs import costs
+from routing_disk import disk_costs
 from routing_fleet import FleetSimulation, PlacerRouter, Router, Totals
 from routing_workers import BLOCK_SIZE, ScheduledWorker
 from routing_workloads import WORKLOADS
@@ -106,6 +107,13 @@ def costs_command(json_path: Annotated[Path | None, typer.Option("--json")] = No
         print_row(name, f"{value:,.3g}" if isinstance(value, float) else value)
     if json_path is not None:
         json_path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+@app.command("disk")
+def disk_command() -> None:
+    """What it costs that routers know what is on the workers' disks."""
+    for name, value in disk_costs().items():
+        print_row(name, f"{value:,.3g}")
 
 
 def run(

@@ -19,7 +19,7 @@ from transom_worker.kvcache.hashing import chain_root, extend_chain
 from transom_worker.kvcache.host_snapshot import HostGroupChanges, HostSnapshot
 from transom_worker.kvcache.imports import BlockImport
 from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.prefix_search import find_in_tiers, hit_limit
+from transom_worker.kvcache.prefix_search import find_hit, hit_limit
 
 ELSEWHERE = 1000  # the least token of prompts that only imports have, since no rank has their contents
 
@@ -39,17 +39,15 @@ class Others:
 
     def read(self, prefix: Sequence[int]) -> None:
         chain = chain_of(prefix)
-        hit = self.cache.find_anywhere(chain, hit_limit(len(prefix), BLOCK))
+        hit = self.cache.find(chain, len(prefix))
         opened = self.cache.export_blocks(chain, hit) if hit.start else None
         if opened is not None:
             self.exports.append(opened)
 
     def send(self, prefix: Sequence[int]) -> None:
         chain = chain_of([token + ELSEWHERE for token in prefix])
-        tiers = [
-            (*(tier[group] for tier in self.cache.index.tiers), set(chain)) for group in range(len(self.cache.pools))
-        ]
-        hit = find_in_tiers(self.cache.retentions, tiers, chain, hit_limit(len(prefix), BLOCK), window_repair=True)
+        found = [set(chain) for _ in self.cache.pools]
+        hit = find_hit(self.cache.retentions, found, chain, hit_limit(len(prefix), BLOCK), window_repair=True)
         opened = self.cache.import_blocks(chain, hit)
         if opened is not None:
             self.imports.append(opened)

@@ -226,6 +226,7 @@ def check_host(cache: KvCache, sequences: Sequence[SequenceBlocks]) -> None:
         needs.update(block for sequence in sequences if sequence.to_load for block in sequence.to_load[group])
         opened = cache.imports.opened if cache.imports is not None else []
         needs.update(one.block for each in opened for one in each.blocks if one.group == group)
+        needs.update(block for each in opened for of_group, block in each.in_host if of_group == group)
         needs.update(exported(cache, HOST, group))
         assert {b: n for b, n in enumerate(pool.refs) if n} == dict(needs)
         assert not any(pool.pins)

@@ -74,9 +74,9 @@ class FolderListing:
     def _look_into(self, name: str, changes: ListedChanges) -> int:
         """List a subfolder if it may have changed, and return how many names it has then."""
         known = self._subfolders.setdefault(name, _Subfolder())
-        path = self._path / name
+        path = f"{self._path}/{name}"
         try:
-            changed_ns = path.stat().st_mtime_ns
+            changed_ns = os.stat(path).st_mtime_ns
         except OSError:
             changed_ns = -1  # it is gone, or cannot be read: nothing in it can be
         if changed_ns == known.changed_ns and known.is_settled:
@@ -91,7 +91,7 @@ class FolderListing:
         return len(files)
 
 
-def _list(path: Path) -> list[str]:
+def _list(path: Path | str) -> list[str]:
     """Return the names in a folder; none where it cannot be read."""
     try:
         return os.listdir(path)

@@ -6,7 +6,8 @@
                them is admitted
     end        the import needs them no longer: published blocks can be evicted, others are free
 
-The nodes of the prefix that are in the cache already are locked meanwhile.
+What the cache has of the prefix already stays meanwhile: its nodes are locked, and its blocks in the host tier are needed by the
+import, those that no node pins included. Else the room for what is missing could be made of them.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ class ImportedBlock(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BlockImport:
-    """The blocks of one import. `is_void`: the cache was emptied, so that they are not to be published.
+    """The blocks of one import, and those that it goes on from in the host tier, `in_host`, as (group, block).
+
+    `is_void`: the cache was emptied, so that the blocks are not to be published.
 
     `ticket` is that of a load from the disk that writes them, or 0.
     """
 
     blocks: list[ImportedBlock]
     locked: Node | None
+    in_host: list[tuple[int, int]]
     is_void: bool = False
     ticket: int = 0
     is_published: bool = False
@@ -75,19 +79,29 @@ class Imports:
         Room is made at the cost of nodes in the host tier, except those of this prefix.
         """
         locked = self._checkpoints.lock(chain, hit.num_hash_blocks)
-        missing = [self._missing(*of_group, chain, hit) for of_group in enumerate(retentions or self._retentions)]
+        needed = [self._needed(*of_group, chain, hit) for of_group in enumerate(retentions or self._retentions)]
+        in_host = [
+            (group, block)
+            for group, names in enumerate(needed)
+            for digest, _ in names
+            if (block := self._host.blocks[group].get(digest)) is not None
+        ]
+        for group, block in in_host:
+            self._host.need(group, [block])
+        missing = [
+            [name for name in names if not self._index.has(group, name[0])] for group, names in enumerate(needed)
+        ]
         counts = [len(of_group) for of_group in missing]
         taken = self._take(counts) if any(counts) else None
         if taken is None:
-            if locked is not None:
-                self._checkpoints.unlock(locked)
+            self._let_go(in_host, locked)
             return None
         blocks = [
             ImportedBlock(group, logical, digest, block)
             for group, (names, of_group) in enumerate(zip(missing, taken, strict=True))
             for (digest, logical), block in zip(names, of_group, strict=True)
         ]
-        opened = BlockImport(blocks, locked)
+        opened = BlockImport(blocks, locked, in_host)
         self.opened.append(opened)
         return opened
 
@@ -106,8 +120,14 @@ class Imports:
         self.opened.remove(opened)
         for one in opened.blocks:
             self._host.release(one.group, [one.block])
-        if opened.locked is not None:
-            self._checkpoints.unlock(opened.locked)
+        self._let_go(opened.in_host, opened.locked)
+
+    def _let_go(self, in_host: Sequence[tuple[int, int]], locked: Node | None) -> None:
+        """Let what the cache had of a prefix be evicted again."""
+        for group, block in in_host:
+            self._host.release(group, [block])
+        if locked is not None:
+            self._checkpoints.unlock(locked)
 
     def num_held(self, group: int) -> int:
         """Return how many blocks of a group the present imports hold."""
@@ -118,18 +138,14 @@ class Imports:
         for opened in self.opened:
             opened.is_void = True
 
-    def _missing(
+    def _needed(
         self, group: int, retention: Retention, chain: Sequence[bytes], hit: PrefixHit
     ) -> list[tuple[bytes, int]]:
-        """Return (digest, logical index) of a group's blocks that a hit needs and neither tier has."""
+        """Return (digest, logical index) of a group's blocks that a hit needs."""
         step = retention.block_size // self._block_size
         logical_of = {digest: index // step for index, digest in enumerate(chain[: hit.num_hash_blocks])}
         digests = shared_digests(retention, chain, hit, block_size=self._block_size)
-        return [
-            (digest, logical_of[digest])
-            for digest in dict.fromkeys(digests)
-            if not any(digest in tier[group] for tier in self._index.tiers)
-        ]
+        return [(digest, logical_of[digest]) for digest in dict.fromkeys(digests)]
 
     def _take(self, counts: list[int]) -> list[list[int]] | None:
         eviction = self._checkpoints.eviction

@@ -1,0 +1,197 @@
+"""A router predicts by tier what real engines with a disk tier find: after a restart, and at any time.
+
+No other process changes the directory, and the engines list it before each request, so the prediction is exact.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine_driver import make_engine, make_request
+from tests.how_many import num_examples
+from transom_cluster.routing.placement_observer import PlacementObserver
+from transom_cluster.routing.placer import Placer
+from transom_cluster.routing.worker_view import HitTokens
+from transom_worker.contract import Request, Usage, WindowPolicy, WorkerInfo, WorkerMessage
+from transom_worker.engine.engine import Engine
+from transom_worker.kvcache import load_rates
+
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "block_size": 8,
+    "kv_cache_memory_bytes": 600 << 10,
+    "swap_space": "400KiB",
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "disk_space": "64MiB",
+}
+LAYERS: dict[str, dict[str, Any]] = {"full": {}, "windows": {"window": 40, "window_pattern": "SF"}}
+
+
+class Hits(PlacementObserver):
+    """Keeps what was predicted and what was found, in order."""
+
+    def __init__(self) -> None:
+        self.measured: list[tuple[HitTokens, HitTokens]] = []
+
+    def hit_measured(self, *, predicted: HitTokens, actual: HitTokens) -> None:
+        self.measured.append((predicted, actual))
+
+
+class Workers:
+    """Engines by name and one router of theirs, which hears of everything at once."""
+
+    def __init__(self, model: Path, folder: Path, **settings: Any) -> None:
+        self.hits = Hits()
+        self.placer = Placer("kv", observer=self.hits)
+        self.engines: dict[str, Engine] = {}
+        self._model, self._settings = model, {**SETTINGS, "disk_cache": str(folder), **settings}
+
+    def start(self, name: str, **settings: Any) -> Engine:
+        engine = self.engines[name] = make_engine(str(self._model), **{**self._settings, **settings})
+        info = WorkerInfo(worker=name, max_model_len=512, vocab_size=1000, cache=engine.scheduler.cache.shape)
+        self.placer.add_worker(name, info)
+        engine.scheduler.cache.take_update()
+        self.placer.update(name, WorkerMessage(kv=engine.scheduler.cache.whole_index(), load=engine.load()))
+        return engine
+
+    def stop(self, name: str) -> None:
+        self.engines.pop(name).shutdown()
+        self.placer.remove_worker(name)
+
+    def hear(self) -> None:
+        """Every engine lists its folder once all files are written, and the router learns of it."""
+        for name, engine in self.engines.items():
+            tier = engine.executor._runner._copies._disk  # type: ignore[attr-defined]
+            while tier is not None and tier._queued_bytes:
+                os.sched_yield()
+            if engine._disk is not None:
+                engine._disk.watch.look()
+                engine._disk.take_news()
+            self.placer.update(name, WorkerMessage(kv=engine.scheduler.cache.take_update(), load=engine.load()))
+
+    def serve(self, request: Request) -> tuple[str, Usage]:
+        """Place one request and run it to its end; return its worker and what that found."""
+        self.hear()
+        placed = self.placer.place(request, list(self.engines))
+        engine = self.engines[placed.worker_id]
+        engine.add(request)
+        first: Usage | None = None
+        while engine.has_work:
+            for event in engine.step():
+                assert event.error is None, event.error
+                if event.usage is not None and first is None:
+                    first = event.usage
+        assert first is not None
+        self.placer.first_event(request.request_id, first)
+        self.placer.ended(request.request_id)
+        return placed.worker_id, first
+
+    def check(self) -> None:
+        """Every prediction was exact, tier by tier."""
+        assert [one for one in self.hits.measured if one[0] != one[1]] == []
+
+
+def prompt(seed: int, length: int = 256) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(5, 900) for _ in range(length)]
+
+
+@pytest.fixture
+def fast_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading is fast by decree, and worth its time for short prompts."""
+    monkeypatch.setattr(load_rates, "UNMEASURED_READ_BYTES_PER_S", 1 << 62)
+    monkeypatch.setattr("transom_worker.scheduling.read_meter.ReadMeter.read", lambda *_: None)
+    monkeypatch.setattr(load_rates, "LEAST_READ_TOKENS", 24)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_after_a_restart_the_warm_directory_attracts_its_requests(
+    tiny_model: Path, tmp_path: Path, fast_reads: None, layers: str
+) -> None:
+    workers = Workers(tiny_model, tmp_path / "warm", **LAYERS[layers])
+    workers.start("a")
+    for number in range(6):
+        workers.serve(make_request(f"first {number}", prompt(number), max_tokens=4))
+    workers.stop("a")
+    workers.start("cold", disk_cache=str(tmp_path / "cold"))
+    workers.start("a again")
+    for number in range(6):
+        name, usage = workers.serve(make_request(f"second {number}", prompt(number), max_tokens=4))
+        assert name == "a again"
+        assert usage.num_disk_tokens >= 200
+        predicted, actual = workers.hits.measured[-1]
+        assert predicted == actual
+        assert actual.disk == usage.num_disk_tokens
+        assert actual.device + actual.host + actual.disk == usage.num_cached_tokens
+    workers.check()
+    for name in list(workers.engines):
+        workers.stop(name)
+
+
+def test_all_workers_of_a_host_count(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
+    workers = Workers(tiny_model, tmp_path)
+    workers.start("a")
+    for number in range(6):
+        workers.serve(make_request(f"first {number}", prompt(number), max_tokens=4))
+    workers.start("b")  # which finds what a has written so far
+    workers.stop("a")
+    workers.start("c")
+    workers.hear()
+    for name in ("b", "c"):
+        placed = workers.placer.place(make_request("ask", prompt(0), max_tokens=4), [name])
+        assert placed.predicted.disk >= 200
+        workers.placer.ended("ask")
+    for number in range(6):
+        workers.serve(make_request(f"second {number}", prompt(number), max_tokens=4))
+    workers.check()
+    assert any(actual.disk for _, actual in workers.hits.measured)
+    for name in list(workers.engines):
+        workers.stop(name)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_predictions_are_exact_by_tier_whatever_happens_to_the_disk(
+    tiny_model: Path, tmp_path: Path, fast_reads: None, layers: str
+) -> None:
+    """Sessions that go on, tenants, windows, restarts, evictions for want of space, and files that are removed or broken."""
+    rng = random.Random(layers)
+    workers = Workers(tiny_model, tmp_path, **LAYERS[layers], disk_space="1500KiB")
+    num_started = 0
+    sessions = [prompt(number, rng.randrange(40, 200)) for number in range(8)]
+    policies = (None, None, WindowPolicy(sinks=4, window=60)) if layers == "full" else (None,)
+    for number in range(num_examples(daily=60, exhaustive=400)):
+        if len(workers.engines) < 2:
+            num_started += 1
+            workers.start(f"w{num_started}")
+        elif rng.random() < 0.08:
+            workers.stop(rng.choice(sorted(workers.engines)))
+            continue
+        if rng.random() < 0.1:
+            files = sorted(tmp_path.rglob("*.kv"))
+            for path in rng.sample(files, min(len(files), 3)):
+                path.unlink()
+        session = rng.randrange(len(sessions))
+        if len(sessions[session]) > 400:
+            sessions[session] = prompt(1000 + number, rng.randrange(40, 200))
+        request = replace(
+            make_request(f"r{number}", sessions[session], max_tokens=4),
+            cache_salt=rng.choice([None, None, None, "tenant"]),
+            kv_policy=policies[session % len(policies)],
+        )
+        workers.serve(request)
+        sessions[session] = [*sessions[session], *prompt(2000 + number, rng.randrange(1, 60))]
+    workers.check()
+    found = [actual for _, actual in workers.hits.measured]
+    assert sum(bool(one.disk) for one in found) > 3
+    assert any(one.host for one in found)
+    assert any(one.device for one in found)
+    for name in list(workers.engines):
+        workers.stop(name)
