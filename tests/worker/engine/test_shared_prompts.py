@@ -12,6 +12,7 @@ import pytest
 from tests.engine_driver import make_engine, make_request, run
 from tests.tiny_checkpoints import HybridCase
 from transom_worker.contract import Request
+from transom_worker.engine.engine import Engine
 
 SHARED = [(17 * j) % 1900 + 40 for j in range(200)]
 SETTINGS: dict[str, Any] = {"block_size": 8, "max_model_len": 256}
@@ -90,3 +91,35 @@ def test_a_prompt_in_the_host_tier_is_loaded_once(tiny_model: Path, name: str) -
         num_loaded.append(sum(group.loaded_blocks for group in engine.scheduler.stats().host_groups))
         engine.shutdown()
     assert num_loaded[0] == num_loaded[1] == num_loaded[2] > 0
+
+
+def test_a_prompt_on_the_disk_is_read_and_loaded_once(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four choices wait for one import, and then for one load."""
+    monkeypatch.setattr("transom_worker.engine.disk_imports.NS_PER_BYTE", 0.0)  # reading is worth its time by decree
+    case = MODELS["SSF with sinks"][0]
+    want = alone(tiny_model, case)
+
+    def engine_on_disk() -> Engine:
+        disk: dict[str, Any] = {"disk_cache": str(tmp_path), "disk_space": "64MiB", "swap_space": "8MiB"}
+        return make_engine(
+            str(tiny_model), **case.settings(), **SETTINGS, **disk, kv_cache_memory_bytes=ROOMY_KIB << 10
+        )
+
+    first = engine_on_disk()
+    run(first, requests()[:1])
+    first.shutdown()  # which writes what is cached
+    moved = []
+    for count in (1, 4):
+        engine = engine_on_disk()
+        got = run(engine, requests()[:count])
+        assert [whole.token_ids for whole in got] == want[:count]
+        assert all(whole.num_cached_tokens == 192 for whole in got)
+        (report,) = engine.executor.rank_reports()
+        assert report.usage.disk is not None
+        loaded = sum(group.loaded_blocks for group in engine.scheduler.stats().host_groups)
+        moved.append((report.usage.disk.num_read, loaded))
+        engine.shutdown()
+    assert moved[0] == moved[1]
+    assert min(moved[0]) > 0

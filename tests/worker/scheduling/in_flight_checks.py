@@ -45,4 +45,23 @@ def check_waiters(scheduler: Scheduler) -> int:
     for digest, sequence in prefixes.producer_by_digest.items():
         pending = prefixes.ranges[sequence]
         assert digest in sequence.chain[pending.begin : pending.end]
+    check_loads(scheduler)
     return len(waiters)
+
+
+def check_loads(scheduler: Scheduler) -> None:
+    """Every block that a load is known to bring is needed in the host tier, and no other is known; void loads bring none."""
+    loads, host = scheduler.cache.loads, scheduler.cache.host
+    if loads is None or host is None:
+        return
+    known = [(group, digest, load) for group, found in enumerate(loads.by_digest) for digest, load in found.items()]
+    for group, digest, load in known:
+        assert load in loads.by_ticket.values()
+        assert host.blocks[group][digest] in {copy.source for copy in load.copies if copy.group == group}
+    brought = {
+        (copy.group, host.pools[copy.group].published[copy.source][0])
+        for load in loads.by_ticket.values()
+        for copy in load.copies
+        if not load.is_void and copy.source in host.pools[copy.group].published
+    }
+    assert {(group, digest) for group, digest, _ in known} == brought
