@@ -70,13 +70,12 @@ from transom_kernels.paged_attention.cpu_integers import integer_words, make_rou
 from transom_kernels.paged_attention.cpu_keys import (
     MASKED,
     NO_MAXIMUM,
-    clear_floats,
+    TABLE,
     first_key,
-    make_find_groups,
-    write_scales,
 )
 from transom_kernels.paged_attention.cpu_layout import UNIT_KEYS, DecodeLayout, is_quantised, words_of
 from transom_kernels.paged_attention.cpu_row_result import make_store_row
+from transom_kernels.paged_attention.cpu_walks import clear_floats, make_find_groups, make_write_scales
 
 _HEADS_AT_ONCE = 8  # query heads whose weighted values are summed together
 
@@ -89,12 +88,12 @@ def make_units(
     has_soft_cap: bool,
     find_groups: Any,
     stored: str | None = None,
-    write_scales: Any = write_scales,
+    write_scales: Any = None,
 ) -> Any:
     """attend_unit(arguments, scratch, sequence, kv_head, begin, end, partial) for the keys [begin, end) of a unit.
 
-    `find_groups` is what `cpu_keys.make_find_groups` makes, or a function like it. `stored` is how a quantised cache is stored, and
-    `write_scales` is `cpu_keys.write_scales`, or a function like it.
+    `find_groups` is what `cpu_walks.make_find_groups` makes, or a function like it. For quantised caches `stored` is how they are
+    stored, and `write_scales` what `cpu_walks.make_write_scales` makes.
     """
     integers, layout = integer_words(dtype, stored, width), DecodeLayout(dtype, group, width, value_width)
     words, has_integers = integers or words_of(dtype, stored), integers is not None
@@ -258,8 +257,9 @@ def make_decode(
     layout = DecodeLayout(dtype, group, width, value_width)
     queries_at, query_stride = layout.queries, layout.query_stride
     partial_at, total_at, partial_bytes = layout.partial, layout.total, layout.partial_bytes
-    find_groups = make_find_groups(layout.key_copies, layout.value_copies, stored or dtype, width, value_width)
-    attend_unit = make_units(group, width, value_width, dtype, has_soft_cap, find_groups, stored)
+    find_groups = make_find_groups(TABLE, layout.key_copies, layout.value_copies, stored or dtype, width, value_width)
+    write_scales = make_write_scales(TABLE)
+    attend_unit = make_units(group, width, value_width, dtype, has_soft_cap, find_groups, stored, write_scales)
     merge, clear, store_result = make_results(group, value_width, dtype, sink_dtype)
     copy_row = make_copy_row(words_of(dtype), width)
 

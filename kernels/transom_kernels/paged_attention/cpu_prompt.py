@@ -9,7 +9,7 @@ from numba import njit
 from transom_kernels.cpu.simd import load_i32, store_i64
 from transom_kernels.cpu.work import argument
 from transom_kernels.paged_attention.cpu_arguments import ATTEND_FROM, NUM_SINK_TOKENS, QUERY_OFFSET, START, Q
-from transom_kernels.paged_attention.cpu_keys import first_key, write_addresses, write_scales
+from transom_kernels.paged_attention.cpu_keys import TABLE, first_key
 from transom_kernels.paged_attention.cpu_layout import PromptLayout
 from transom_kernels.paged_attention.cpu_tile import make_tile
 
@@ -27,7 +27,7 @@ def make_prompt(
     layout = PromptLayout(dtype, group, width, value_width)
     tokens_of_tile, low_keys_at, high_keys_at = layout.tokens, layout.low_keys, layout.high_keys
     begin_tile, load_queries, attend_keys, store_rows = make_tile(
-        group, width, value_width, dtype, has_soft_cap, sink_dtype, stored, write_addresses, write_scales
+        group, width, value_width, dtype, has_soft_cap, sink_dtype, stored, TABLE
     )
 
     @njit

@@ -46,12 +46,7 @@ from transom_kernels.paged_attention.cpu_inner_loops import (
     make_pack_keys,
     make_pack_values,
 )
-from transom_kernels.paged_attention.cpu_keys import (
-    MASKED,
-    NO_MAXIMUM,
-    clear_floats,
-    fill_addresses,
-)
+from transom_kernels.paged_attention.cpu_keys import MASKED, NO_MAXIMUM
 from transom_kernels.paged_attention.cpu_layout import (
     KEY_TILE,
     SUB_ROWS,
@@ -62,6 +57,13 @@ from transom_kernels.paged_attention.cpu_layout import (
 )
 from transom_kernels.paged_attention.cpu_products import make_multiply_keys, make_multiply_values
 from transom_kernels.paged_attention.cpu_row_result import make_store_row
+from transom_kernels.paged_attention.cpu_walks import (
+    TableReader,
+    clear_floats,
+    fill_addresses,
+    make_write_addresses,
+    make_write_scales,
+)
 
 
 class TileLoops(NamedTuple):
@@ -90,10 +92,9 @@ def make_tile(
     has_soft_cap: bool,
     sink_dtype: str | None,
     stored: str | None,
-    write_addresses: Any,
-    write_scales: Any,
+    table: TableReader,
 ) -> TileLoops:
-    """The loops of a tile. `write_addresses` and `write_scales` are those of `cpu_keys`, or functions like them."""
+    """The loops of a tile. `table` reads the block table."""
     words, cached = words_of(dtype), words_of(dtype, stored)
     layout = PromptLayout(dtype, group, width, value_width)
     low_keys_at, high_keys_at = layout.low_keys, layout.high_keys
@@ -115,6 +116,7 @@ def make_tile(
     pack_values = make_pack_values(cached, value_width, value_panel)
     store_weights, weight_of = (store_bf16, weight_bf16) if words.pairs else (store_f32, weight_f32)
     store_row = make_store_row(value_width, dtype, sink_dtype)
+    write_addresses, write_scales = make_write_addresses(table), make_write_scales(table)
     masked, no_maximum, log2_e = np.float32(MASKED), np.float32(NO_MAXIMUM), np.float32(LOG2_E)
     zero = np.float32(0.0)
 

@@ -54,8 +54,9 @@ from transom_kernels.paged_attention.cpu_inner_loops import (
     make_copy_row,
     make_group_scores,
 )
-from transom_kernels.paged_attention.cpu_keys import MASKED, clear_floats
+from transom_kernels.paged_attention.cpu_keys import MASKED
 from transom_kernels.paged_attention.cpu_layout import UNIT_KEYS, DecodeLayout, is_quantised, words_of
+from transom_kernels.paged_attention.cpu_walks import clear_floats, make_find_groups, make_write_scales
 from transom_kernels.policy_attention.cpu_arguments import (
     MASS,
     MASS_UNITS,
@@ -66,7 +67,7 @@ from transom_kernels.policy_attention.cpu_arguments import (
 )
 from transom_kernels.policy_attention.cpu_prompt import make_prompt
 from transom_kernels.policy_attention.cpu_statistics import make_store_statistics
-from transom_kernels.policy_attention.cpu_table import make_find_groups, make_write_scales, row_position, visible_ranges
+from transom_kernels.policy_attention.cpu_table import make_table, row_position, visible_ranges
 
 EXTRA_BYTES = 64 + 4 * UNIT_KEYS  # of a thread's memory behind `DecodeLayout`: the shift, and the sums of `add_mass`
 
@@ -126,8 +127,9 @@ def make_attend(
     layout = DecodeLayout(dtype, group, width, value_width)
     shift_at = layout.num_bytes
     partial_at, total_at, partial_bytes = layout.partial, layout.total, layout.partial_bytes
-    find_groups = make_find_groups(shift_at, layout.key_copies, layout.value_copies, stored, width, value_width)
-    write_scales = make_write_scales(shift_at)
+    table = make_table(shift_at)
+    find_groups = make_find_groups(table, layout.key_copies, layout.value_copies, stored, width, value_width)
+    write_scales = make_write_scales(table)
     attend_unit = make_units(group, width, value_width, dtype, has_soft_cap, find_groups, stored, write_scales)
     merge, clear, store_result = make_results(group, value_width, dtype, sink_dtype)
     load_queries = make_load_queries(dtype, group, width, value_width)
@@ -240,8 +242,9 @@ def make_add_mass(dtype: str, stored: str, group: int, width: int, has_soft_cap:
     shift_at, sums_at = layout.num_bytes, layout.num_bytes + 64
     keys_at, values_at, scores_at = layout.key_groups, layout.value_groups, layout.scores
     queries_at, score_stride = layout.queries, layout.score_stride
-    find_groups = make_find_groups(shift_at, layout.key_copies, layout.value_copies, stored, width, width)
-    write_scales = make_write_scales(shift_at)
+    table = make_table(shift_at)
+    find_groups = make_find_groups(table, layout.key_copies, layout.value_copies, stored, width, width)
+    write_scales = make_write_scales(table)
     group_scores = make_group_scores(words, group, width, width, (layout.query_stride, score_stride))
     load_queries = make_load_queries(dtype, group, width, width)
     masked, log2_e, zero, one = np.float32(MASKED), np.float32(LOG2_E), np.float32(0.0), np.float32(1.0)

@@ -18,12 +18,7 @@ from transom_kernels.paged_attention.cpu_layout import PromptLayout
 from transom_kernels.paged_attention.cpu_tile import make_tile
 from transom_kernels.policy_attention.cpu_arguments import SINK_Q
 from transom_kernels.policy_attention.cpu_statistics import make_store_statistics
-from transom_kernels.policy_attention.cpu_table import (
-    make_write_addresses,
-    make_write_scales,
-    row_position,
-    visible_ranges,
-)
+from transom_kernels.policy_attention.cpu_table import make_table, row_position, visible_ranges
 
 
 def make_prompt(
@@ -47,8 +42,7 @@ def make_prompt(
         has_soft_cap,
         sink_dtype,
         stored,
-        make_write_addresses(shift_at),
-        make_write_scales(shift_at),
+        make_table(shift_at),
     )
     store_statistics = make_store_statistics(sink_dtype)
 

@@ -7,40 +7,13 @@ whose run has no gap is cut where `paged_attention` would cut it, however many b
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 from numba import njit
 
-from transom_kernels.cpu.simd import load_i32, load_i64, splat, store_f32, store_i64
+from transom_kernels.cpu.simd import load_i32, load_i64
 from transom_kernels.cpu.work import argument
-from transom_kernels.paged_attention.cpu_arguments import (
-    BLOCK_SIZE,
-    BLOCK_TABLE,
-    COLUMNS,
-    K_BLOCK,
-    K_CACHE,
-    K_HEAD,
-    K_SCALE,
-    K_TOKEN,
-    KS_BLOCK,
-    KS_HEAD,
-    KS_TOKEN,
-    QUERY_OFFSET,
-    START,
-    V_BLOCK,
-    V_CACHE,
-    V_HEAD,
-    V_SCALE,
-    V_TOKEN,
-    VS_BLOCK,
-    VS_HEAD,
-    VS_TOKEN,
-)
-from transom_kernels.paged_attention.cpu_inner_loops import make_move_row
-from transom_kernels.paged_attention.cpu_keys import copy_floats
+from transom_kernels.paged_attention.cpu_arguments import BLOCK_SIZE, BLOCK_TABLE, COLUMNS, QUERY_OFFSET, START
+from transom_kernels.paged_attention.cpu_walks import TableReader
 from transom_kernels.policy_attention.cpu_arguments import KEY_BLOCKS, NUM_COLUMNS, SINK_Q, SINKS, WINDOWS
-from transom_kernels.quantised_kv.cpu_rows import row_bytes
 
 
 @njit
@@ -84,102 +57,18 @@ def visible_ranges(arguments, sequence, position):
     return sinks_end, max(run_begin, sinks_end), run_end
 
 
-def make_find_groups(
-    shift_at: int, key_copies: int, value_copies: int, stored: str, width: int, value_width: int
-) -> Any:
-    """find_groups(arguments, memory, sequence, kv_head, begin, end, keys, values), as `paged_attention.cpu_keys` makes it.
+def make_table(shift_at: int) -> TableReader:
+    """How `paged_attention.cpu_walks` reads a compact table.
 
-    The keys [begin, end) are counted by aligned index; the shift lies at the offset `shift_at` of the thread's memory.
-    """
-    key_bytes, value_bytes = row_bytes(stored, width), row_bytes(stored, value_width)
-    move_key, move_value = make_move_row(stored, width), make_move_row(stored, value_width)
-
-    @njit
-    def clear(at, num_bytes):
-        for offset in range(0, num_bytes, 64):
-            store_f32(at + offset, splat(np.float32(0.0)))
-
-    @njit
-    def find_groups(arguments, memory, sequence, kv_head, begin, end, keys, values):
-        size, shift = argument(arguments, BLOCK_SIZE), load_i64(memory + shift_at)
-        table = argument(arguments, BLOCK_TABLE) + 4 * sequence * argument(arguments, COLUMNS)
-        k_base = argument(arguments, K_CACHE) + kv_head * argument(arguments, K_HEAD)
-        v_base = argument(arguments, V_CACHE) + kv_head * argument(arguments, V_HEAD)
-        k_block, v_block = argument(arguments, K_BLOCK), argument(arguments, V_BLOCK)
-        k_token, v_token = argument(arguments, K_TOKEN), argument(arguments, V_TOKEN)
-        is_dense = k_token == key_bytes and v_token == value_bytes
-        k_copy, v_copy = memory + key_copies, memory + value_copies
-        for first in range(begin // 16 * 16, end, 16):
-            index = first - shift
-            offset = index % size
-            if is_dense and first >= begin and first + 16 <= end and offset + 16 <= size:
-                block = load_i32(table + 4 * (index // size))
-                store_i64(keys, k_base + block * k_block + offset * k_token)
-                store_i64(values, v_base + block * v_block + offset * v_token)
-            else:
-                store_i64(keys, k_copy)
-                store_i64(values, v_copy)
-                clear(k_copy, 16 * key_bytes)
-                clear(v_copy, 16 * value_bytes)
-                for t in range(max(0, begin - first), min(16, end - first)):
-                    block, offset = load_i32(table + 4 * ((index + t) // size)), (index + t) % size
-                    move_key(k_base + block * k_block + offset * k_token, k_copy + t * key_bytes)
-                    move_value(v_base + block * v_block + offset * v_token, v_copy + t * value_bytes)
-                k_copy += 16 * key_bytes
-                v_copy += 16 * value_bytes
-            keys, values = keys + 8, values + 8
-
-    return find_groups
-
-
-def make_write_addresses(shift_at: int) -> Any:
-    """write_addresses(arguments, memory, sequence, kv_head, begin, end, keys, values), as in `paged_attention.cpu_keys`.
-
-    The keys [begin, end) are counted by aligned index, as `make_find_groups` counts them.
+    Keys are counted by aligned index; the shift lies at the offset `shift_at` of the thread's memory.
     """
 
     @njit
-    def write_addresses(arguments, memory, sequence, kv_head, begin, end, keys, values):
-        size, shift = argument(arguments, BLOCK_SIZE), load_i64(memory + shift_at)
-        table = argument(arguments, BLOCK_TABLE) + 4 * sequence * argument(arguments, COLUMNS)
-        k_base = argument(arguments, K_CACHE) + kv_head * argument(arguments, K_HEAD)
-        v_base = argument(arguments, V_CACHE) + kv_head * argument(arguments, V_HEAD)
-        k_token, v_token = argument(arguments, K_TOKEN), argument(arguments, V_TOKEN)
-        index = begin - shift
-        while index < end - shift:
-            offset = index % size
-            block, count = load_i32(table + 4 * (index // size)), min(size - offset, end - shift - index)
-            k = k_base + block * argument(arguments, K_BLOCK) + offset * k_token
-            v = v_base + block * argument(arguments, V_BLOCK) + offset * v_token
-            for i in range(count):
-                store_i64(keys + 8 * i, k + i * k_token)
-                store_i64(values + 8 * i, v + i * v_token)
-            keys, values = keys + 8 * count, values + 8 * count
-            index += count
-
-    return write_addresses
-
-
-def make_write_scales(shift_at: int) -> Any:
-    """write_scales(arguments, memory, sequence, kv_head, begin, end, keys, values), as in `paged_attention.cpu_keys`.
-
-    The keys [begin, end) are counted by aligned index, as `make_find_groups` counts them.
-    """
+    def index_of(memory, key):
+        return key - load_i64(memory + shift_at)
 
     @njit
-    def write_scales(arguments, memory, sequence, kv_head, begin, end, keys, values):
-        size, shift = argument(arguments, BLOCK_SIZE), load_i64(memory + shift_at)
-        table = argument(arguments, BLOCK_TABLE) + 4 * sequence * argument(arguments, COLUMNS)
-        k_base = argument(arguments, K_SCALE) + kv_head * argument(arguments, KS_HEAD)
-        v_base = argument(arguments, V_SCALE) + kv_head * argument(arguments, VS_HEAD)
-        k_token, v_token = argument(arguments, KS_TOKEN), argument(arguments, VS_TOKEN)
-        index = begin - shift
-        while index < end - shift:
-            offset = index % size
-            block, count = load_i32(table + 4 * (index // size)), min(size - offset, end - shift - index)
-            copy_floats(k_base + block * argument(arguments, KS_BLOCK) + offset * k_token, k_token, keys, count)
-            copy_floats(v_base + block * argument(arguments, VS_BLOCK) + offset * v_token, v_token, values, count)
-            keys, values = keys + 4 * count, values + 4 * count
-            index += count
+    def block_at(arguments, sequence, number):
+        return load_i32(argument(arguments, BLOCK_TABLE) + 4 * (sequence * argument(arguments, COLUMNS) + number))
 
-    return write_scales
+    return TableReader(index_of, block_at)
