@@ -23,7 +23,7 @@ from transom_kernels.paged_attention.combine import combine
 from transom_kernels.paged_attention.kernel import attend
 from transom_kernels.paged_attention.tuning import COMBINED_AT_ONCE, kernel_config, stages_on
 from transom_kernels.policy_attention import kernel as policy
-from transom_kernels.policy_attention.tuning import tile_config
+from transom_kernels.policy_attention.tuning import TileConfig, tile_config
 from transom_kernels.rms_norm.kernel import norm_heads, norm_rows
 from transom_kernels.rotary.kernel import rotate
 from transom_kernels.route import tuning as routes
@@ -141,37 +141,68 @@ def attention_cases() -> Iterator[Compilation]:
 
 
 def policy_cases() -> Iterator[Compilation]:
-    integers = ("block_table", "key_blocks", "num_columns", "window", "sinks", "start", "query_offset", "tiles")
-    floats = ("statistics", "sink_logits", "mass")
     for dtype, width in (("bf16", 64), ("bf16", 80), ("bf16", 128), ("bf16", 256), ("fp32", 64), ("fp32", 128)):
-        types = {
-            **dict.fromkeys(("q", "sink_q", "k_cache", "v_cache", "out"), f"*{dtype}"),
-            **dict.fromkeys(integers, "*i32"),
-            **dict.fromkeys(floats, "*fp32"),
-            **{"scale": "fp32", "soft_cap": "fp32", "k_stride_b": "i64", "v_stride_b": "i64"},
-            **{"ks_stride_b": "i64", "vs_stride_b": "i64"},
-        }
-        for decodes, flag in ((True, True), (True, False), (False, True)):
-            config = tile_config(group=8, widest=width, bytes_each=ELEMENT_BYTES[dtype], decodes=decodes)
-            what = f"{dtype} {width} decodes {decodes} flags {flag}"
-            block_d = next_power_of_two(width)
-            sizes = {"BLOCK_SIZE": 16, "GROUP": 8, "D": width, "HAS_SOFT_CAP": flag, "HAS_SINK_QUERY": flag,
-                     "UPCAST": False, "BLOCK_M": config.block_m, "BLOCK_D": block_d}  # fmt: skip
-            yield Compilation(
-                name=f"policy attend {what}", kernel=policy.attend_rows,
-                types={name: kind for name, kind in types.items() if name != "mass"},
-                constants={**sizes, "E": width, "HAS_SINK_LOGITS": flag, "WRITES_STATISTICS": flag,
-                           "BLOCK_N": config.block_n, "BLOCK_E": block_d},
-                num_warps=config.num_warps, num_stages=config.num_stages, unaligned=("num_kv_heads", "table_stride"),
-            )  # fmt: skip
-            if decodes:
-                others = ("v_cache", "out", "tiles", "sink_logits", "v_stride_b")
-                yield Compilation(
-                    name=f"policy mass {what}", kernel=policy.add_mass,
-                    types={name: kind for name, kind in types.items() if name not in others},
-                    constants={**sizes, "BLOCK_N": 16},
-                    num_warps=config.num_warps, num_stages=1, unaligned=("num_kv_heads", "table_stride"),
-                )  # fmt: skip
+        for flag in (True, False):
+            yield policy_attention(width, dtype=dtype, decodes=True, flag=flag)
+            yield policy_mass(width, dtype=dtype, flag=flag)
+        yield policy_attention(width, dtype=dtype, decodes=False, flag=True)
+    for cache in QUANTISED:
+        for width in (64, 80, 128, 256):
+            yield policy_attention(width, cache=cache, decodes=True, flag=True)
+            yield policy_attention(width, cache=cache, decodes=False, flag=True)
+            yield policy_mass(width, cache=cache, flag=True)
+
+
+def policy_attention(width: int, *, dtype: str = "bf16", cache: str = "", decodes: bool, flag: bool) -> Compilation:
+    """`flag` says whether all that a layer may add is there."""
+    config = policy_tile(width, dtype, cache, decodes=decodes)
+    return Compilation(
+        name=f"policy attend {dtype} {cache or dtype} {width} decodes {decodes} flags {flag}", kernel=policy.attend_rows,
+        types=policy_types(dtype, cache),
+        constants={**policy_constants(width, config, cache, flag=flag), "E": width, "HAS_SINK_LOGITS": flag,
+                   "WRITES_STATISTICS": flag, "BLOCK_N": config.block_n, "BLOCK_E": next_power_of_two(width)},
+        num_warps=config.num_warps, num_stages=config.num_stages, unaligned=("num_kv_heads", "table_stride"),
+    )  # fmt: skip
+
+
+def policy_mass(width: int, *, dtype: str = "bf16", cache: str = "", flag: bool) -> Compilation:
+    config = policy_tile(width, dtype, cache, decodes=True)
+    return Compilation(
+        name=f"policy mass {dtype} {cache or dtype} {width} flags {flag}", kernel=policy.add_mass,
+        types={name: kind for name, kind in policy_types(dtype, cache).items() if name in policy.add_mass.arg_names},
+        constants={**policy_constants(width, config, cache, flag=flag), "BLOCK_N": 16},
+        num_warps=config.num_warps, num_stages=1, unaligned=("num_kv_heads", "table_stride"),
+    )  # fmt: skip
+
+
+def policy_tile(width: int, dtype: str, cache: str, *, decodes: bool) -> TileConfig:
+    return tile_config(
+        group=8,
+        widest=width,
+        element_bytes=ELEMENT_BYTES[dtype],
+        cache_bytes=ELEMENT_BYTES[cache or dtype],
+        decodes=decodes,
+    )
+
+
+def policy_types(dtype: str, cache: str) -> dict[str, str]:
+    integers = ("block_table", "key_blocks", "num_columns", "window", "sinks", "start", "query_offset", "tiles")
+    return {
+        **dict.fromkeys(("q", "sink_q", "out"), f"*{dtype}"),
+        **dict.fromkeys(("k_cache", "v_cache"), f"*{cache or dtype}"),
+        **dict.fromkeys(integers, "*i32"),
+        **dict.fromkeys(("statistics", "sink_logits", "mass", "k_scale", "v_scale"), "*fp32"),
+        **dict.fromkeys(("scale", "soft_cap"), "fp32"),
+        **dict.fromkeys(("k_stride_b", "v_stride_b", "ks_stride_b", "vs_stride_b"), "i64"),
+    }
+
+
+def policy_constants(width: int, config: TileConfig, cache: str, *, flag: bool) -> dict[str, Any]:
+    return {
+        **{"BLOCK_SIZE": 16, "GROUP": 8, "D": width, "HAS_SOFT_CAP": flag, "HAS_SINK_QUERY": flag, "UPCAST": False},
+        **{"HAS_SCALES": cache in QUANTISED, "PACKED": cache == INT4},
+        **{"BLOCK_M": config.block_m, "BLOCK_D": next_power_of_two(width)},
+    }
 
 
 def small_cases() -> Iterator[Compilation]:

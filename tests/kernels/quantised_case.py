@@ -1,4 +1,4 @@
-"""Quantised caches of random paged batches: a slab of blocks with keys, values and their scales, poisoned where no token is."""
+"""Quantised caches of random batches: a slab of blocks with keys, values and their scales, poisoned where no token is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.kernels.paged_case import Case
+from tests.kernels.policy_case import PolicyCase
 from transom_kernels.quantised_kv import FORMATS, KvFormat, quantise_rows
 
 FORMATS_BY_NAME = {kv_format.name: kv_format for kv_format in FORMATS.values()}
@@ -65,7 +66,7 @@ def poisoned_caches(
     )
 
 
-def quantised(case: Case, kv_format: KvFormat, *, head_major: bool = True) -> QuantisedCaches:
+def quantised(case: Case | PolicyCase, kv_format: KvFormat, *, head_major: bool = True) -> QuantisedCaches:
     """The case's keys and values, quantised."""
     ids, block_size, kv_heads, width = case.k_cache.shape
     widths = (width, case.v_cache.shape[3])

@@ -10,6 +10,10 @@ import torch
 
 from tests.kernels.paged_case import Shape
 from tests.kernels.policy_case import PolicyCase, PolicySequence, make_policy_case
+from tests.kernels.quantised_case import FORMATS_BY_NAME, quantised
+from tests.matrices import matrix
+from transom_kernels.launch import prefer
+from transom_kernels.policy_attention import add_block_mass, policy_attention
 from transom_kernels.policy_attention.gpu import add_block_mass_triton, policy_attention_triton
 from transom_kernels.policy_attention.reference import add_block_mass_reference, policy_attention_reference
 
@@ -26,20 +30,30 @@ SEQUENCES = [
 
 
 def check(
-    case: PolicyCase, *, with_sink_query: bool = False, sink_logits: torch.Tensor | None = None, **options: Any
+    case: PolicyCase,
+    *,
+    kv_format: str | None = None,
+    with_sink_query: bool = False,
+    sink_logits: torch.Tensor | None = None,
+    **options: Any,
 ) -> None:
-    inputs = (case.q, case.k_cache, case.v_cache, case.batch)
-    asked = {"scale": 0.3, "sink_q": case.sink_q if with_sink_query else None, **options}
+    """Output, statistics and mass against the reference, over caches of `kv_format` if one is given."""
+    caches = None if kv_format is None else quantised(case, FORMATS_BY_NAME[kv_format])
+    k_cache, v_cache = (case.k_cache, case.v_cache) if caches is None else (caches.k, caches.v)
+    k_scale, v_scale = (None, None) if caches is None else caches.scales
+    inputs, scales = (case.q, k_cache, v_cache, case.batch), {"k_scale": k_scale, "v_scale": v_scale}
+    asked: dict[str, Any] = {"scale": 0.3, "sink_q": case.sink_q if with_sink_query else None, **options}
+    attended: dict[str, Any] = {**asked, **scales, "sink_logits": sink_logits}
     found, expected = (torch.full((*case.q.shape[:2], 2), float("nan")) for _ in range(2))
-    out = policy_attention_triton(*inputs, **asked, sink_logits=sink_logits, statistics=found)
-    right = policy_attention_reference(*inputs, **asked, sink_logits=sink_logits, statistics=expected)
+    out = policy_attention_triton(*inputs, **attended, statistics=found)
+    right = policy_attention_reference(*inputs, **attended, statistics=expected)
     limit = TOLERANCE[case.q.dtype]
     torch.testing.assert_close(out.float(), right.float(), atol=limit, rtol=limit)
-    plain = policy_attention_triton(*inputs, **asked, sink_logits=sink_logits)
+    plain = policy_attention_triton(*inputs, **attended)
     assert torch.equal(plain, out)
     mass, right_mass = (torch.full(case.batch.block_table.shape, 0.5) for _ in range(2))
-    add_block_mass_triton(mass, case.q, case.k_cache, case.batch, found, **asked)
-    add_block_mass_reference(right_mass, case.q, case.k_cache, case.batch, expected, **asked)
+    add_block_mass_triton(mass, case.q, k_cache, case.batch, found, **asked, k_scale=k_scale)
+    add_block_mass_reference(right_mass, case.q, k_cache, case.batch, expected, **asked, k_scale=k_scale)
     torch.testing.assert_close(mass, right_mass, atol=10 * limit, rtol=limit)
 
 
@@ -52,3 +66,58 @@ def test_soft_cap_sink_logits_and_odd_sizes() -> None:
     shape = Shape(heads=3, kv_heads=1, size=33, v_size=7, block_size=5)
     sink_logits = torch.tensor([40.0, float("-inf"), 1.0])
     check(make_policy_case(SEQUENCES[1:5], shape), soft_cap=3.0, sink_logits=sink_logits)
+
+
+def at_block_edges(window: int, sinks: int, *, size: int) -> list[PolicySequence]:
+    """Rows whose positions lie on both sides of a block's edge, alone and in chunks; blocks that none sees have left the table."""
+    found = []
+    for start, count in ((5 * size - 1, 1), (5 * size, 1), (4 * size + 3, size + 1)):
+        first_seen = max(0, start - window + 1) if window else 0
+        dropped = tuple(range(-(-sinks // size), first_seen // size))
+        found.append(PolicySequence(start=start, count=count, window=window, sinks=sinks, dropped=dropped))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "widths", "sinks", "window", "with_sink_query"),
+    matrix(
+        list(FORMATS_BY_NAME),
+        [(16, 16), (80, 48), (128, 128)],
+        [0, 3, 8, 11],
+        [0, 1, 7, 8, 9, 25],
+        [False, True],
+        strength=1,
+    ),
+)
+def test_quantised_caches(
+    kv_format: str, widths: tuple[int, int], sinks: int, window: int, with_sink_query: bool
+) -> None:
+    """With a second query, as beyond the trained length, and with slots that must not be read poisoned."""
+    shape = Shape(heads=3, kv_heads=1, size=widths[0], v_size=widths[1], block_size=8)
+    case = make_policy_case(at_block_edges(window, sinks, size=8), shape)
+    check(case, kv_format=kv_format, with_sink_query=with_sink_query)
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "dtype"), matrix(list(FORMATS_BY_NAME), [torch.bfloat16, torch.float16], strength=1)
+)
+def test_quantised_caches_under_queries_of_16_bits(kv_format: str, dtype: torch.dtype) -> None:
+    shape = Shape(heads=3, kv_heads=1, size=24, block_size=8, dtype=dtype)
+    sink_logits = torch.tensor([40.0, float("-inf"), 1.0])
+    case = make_policy_case(at_block_edges(9, 3, size=8), shape)
+    check(case, kv_format=kv_format, soft_cap=3.0, sink_logits=sink_logits, with_sink_query=True)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS_BY_NAME)
+def test_the_operators_give_quantised_caches_to_triton(kv_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch, which gathers every table, is not asked."""
+    for name in ("policy_attention_reference", "add_block_mass_reference"):
+        monkeypatch.delattr(f"transom_kernels.policy_attention.op.{name}")
+    case = make_policy_case(SEQUENCES[:1], SHAPE)
+    caches, statistics = quantised(case, FORMATS_BY_NAME[kv_format]), torch.empty(1, SHAPE.heads, 2)
+    with prefer("interpreted"):
+        inputs: dict[str, Any] = {"batch": case.batch, "scale": 0.3, "statistics": statistics, **caches.arguments}
+        policy_attention(case.q, **inputs)
+        mass = torch.zeros(case.batch.block_table.shape)
+        add_block_mass(mass, case.q, caches.k, case.batch, statistics, scale=0.3, k_scale=caches.k_scale)
+    assert float(mass.sum()) == pytest.approx(SHAPE.heads, rel=1e-3)

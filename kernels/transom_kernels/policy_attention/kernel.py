@@ -5,7 +5,8 @@ over the table's keys, BLOCK_N table indices at a time, skips what none of its r
 `add_mass`: a program computes the attention probability of one column of one table, over all rows and heads of the sequence.
 
 A *table index* is a key's place in the compact table (column * P + offset); `key_blocks` gives its position. Heads of other widths
-than powers of two are padded.
+than powers of two are padded. Rows of quantised caches are multiplied as they are stored: a key's scale multiplies its scores, and
+a value's scale the weights, behind the softmax sum.
 
 Legend: T query tokens, H query heads, KVH KV heads, G query heads per KV head, M rows of a tile (tokens * G: row `m` is token
 `m // G` and query head `kv_head * G + m % G`), N keys of an iteration, D key width, E value width, P block size in tokens, B
@@ -17,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from transom_kernels.quantised_kv.triton_rows import load_numbers
 from transom_kernels.triton_math import LOG2_E, tanh
 
 
@@ -36,24 +38,33 @@ def _load_window(window, b):
 
 @triton.jit
 def _scores(
-    queries, sink_queries, keys, key, sinks, scale, soft_cap,
-    HAS_SOFT_CAP: tl.constexpr, HAS_SINK_QUERY: tl.constexpr,
+    queries, sink_queries, keys, key_scales, key, sinks, scale, soft_cap,
+    HAS_SOFT_CAP: tl.constexpr, HAS_SINK_QUERY: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Scores [M, N] in base 2 of queries [M, D] and keys [N, D]; keys below `sinks` are multiplied with `sink_queries`."""
+    """Scores [M, N] in base 2 of queries [M, D] and keys [N, D]; keys below `sinks` are multiplied with `sink_queries`.
+
+    Keys of a quantised cache have scales [N].
+    """
     score = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if HAS_SINK_QUERY:
         sink_score = tl.dot(sink_queries, tl.trans(keys), input_precision="ieee")
         score = tl.where((key < sinks)[None, :], sink_score, score)
     score *= scale
+    if HAS_SCALES:
+        score *= key_scales[None, :]
     if HAS_SOFT_CAP:
         score = soft_cap * tanh(score / soft_cap)
     return score * LOG2_E
 
 
 @triton.jit
-def _load_rows(base, rows, columns, width: tl.constexpr, kept):
-    """Elements [rows, columns] at `base + rows`; zeros in rows that are not `kept` and from `width` on."""
-    return tl.load(base + rows[:, None] + columns[None, :], mask=kept[:, None] & (columns < width)[None, :], other=0.0)
+def _load_queries(base, rows, columns, width: tl.constexpr, kept, UPCAST: tl.constexpr):
+    """Queries [rows, columns] at `base + rows`; zeros in rows that are not `kept` and from `width` on."""
+    inside = kept[:, None] & (columns < width)[None, :]
+    queries = tl.load(base + rows[:, None] + columns[None, :], mask=inside, other=0.0)
+    if UPCAST:
+        queries = queries.to(tl.float32)
+    return queries
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_kv_heads"])
@@ -73,6 +84,8 @@ def attend_rows(
     start,  # [B] int32
     query_offset,  # [B + 1] int32
     sink_logits,  # [H] float32; or unused
+    k_scale,  # [ids, P, KVH] float32: scales of quantised keys; or unused
+    v_scale,  # [ids, P, KVH] float32: scales of quantised values; or unused
     scale,
     soft_cap,
     q_stride_t,
@@ -83,6 +96,12 @@ def attend_rows(
     v_stride_b,
     v_stride_p,
     v_stride_h,
+    ks_stride_b,
+    ks_stride_p,
+    ks_stride_h,
+    vs_stride_b,
+    vs_stride_p,
+    vs_stride_h,
     table_stride,
     num_kv_heads,
     BLOCK_SIZE: tl.constexpr,  # P
@@ -92,6 +111,8 @@ def attend_rows(
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINK_LOGITS: tl.constexpr,
     HAS_SINK_QUERY: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    PACKED: tl.constexpr,  # caches of int4
     WRITES_STATISTICS: tl.constexpr,
     UPCAST: tl.constexpr,  # products in float32: for the interpreter, which cannot compute in bfloat16
     BLOCK_M: tl.constexpr,
@@ -113,13 +134,10 @@ def attend_rows(
     last = tl.load(start + b) + first_row - tl.load(query_offset + b) + num_tokens - 1
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     q_rows = (first_row + token).to(tl.int64) * q_stride_t + head * q_stride_h
-    queries = _load_rows(q, q_rows, d, D, is_row)  # [BLOCK_M, BLOCK_D]
+    queries = _load_queries(q, q_rows, d, D, is_row, UPCAST)  # [BLOCK_M, BLOCK_D]
     sink_queries = queries
     if HAS_SINK_QUERY:
-        sink_queries = _load_rows(sink_q, q_rows, d, D, is_row)
-    if UPCAST:
-        queries = queries.to(tl.float32)
-        sink_queries = sink_queries.to(tl.float32)
+        sink_queries = _load_queries(sink_q, q_rows, d, D, is_row, UPCAST)
 
     # --- loop over the table ---
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
@@ -135,11 +153,19 @@ def attend_rows(
         readable = (index < num_indices) & (key <= last) & seen_by_first  # some row of the tile may see the key
         if tl.max(readable.to(tl.int32)) > 0:
             block = tl.load(table + column, mask=readable, other=0).to(tl.int64)
-            k_rows = block * k_stride_b + (index % BLOCK_SIZE) * k_stride_p + kv_head * k_stride_h
-            keys = _load_rows(k_cache, k_rows, d, D, readable)  # [BLOCK_N, BLOCK_D]
-            if UPCAST:
-                keys = keys.to(tl.float32)
-            score = _scores(queries, sink_queries, keys, key, sinks_b, scale, soft_cap, HAS_SOFT_CAP, HAS_SINK_QUERY)
+            place = index % BLOCK_SIZE
+            k_rows = block * k_stride_b + place * k_stride_p + kv_head * k_stride_h
+            keys = load_numbers(k_cache, k_rows, 0, BLOCK_D, D, readable, PACKED).to(
+                queries.dtype
+            )  # [BLOCK_N, BLOCK_D]
+            key_scales = scale
+            if HAS_SCALES:
+                ks = block * ks_stride_b + place * ks_stride_p + kv_head * ks_stride_h
+                key_scales = tl.load(k_scale + ks, mask=readable, other=0.0)  # [BLOCK_N]
+            score = _scores(
+                queries, sink_queries, keys, key_scales, key, sinks_b, scale, soft_cap,
+                HAS_SOFT_CAP, HAS_SINK_QUERY, HAS_SCALES,
+            )  # fmt: skip
             visible = _sees(key, position, window_b, sinks_b) & readable[None, :] & is_row[:, None]
             score = tl.where(visible, score, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(score, 1))
@@ -148,10 +174,13 @@ def attend_rows(
             rescale = tl.exp2(row_max - finite_max)
             row_sum = row_sum * rescale + tl.sum(weight, 1)
             row_max = new_max
-            v_rows = block * v_stride_b + (index % BLOCK_SIZE) * v_stride_p + kv_head * v_stride_h
-            values = _load_rows(v_cache, v_rows, e, E, readable)  # [BLOCK_N, BLOCK_E]
-            if UPCAST:
-                values = values.to(tl.float32)
+            v_rows = block * v_stride_b + place * v_stride_p + kv_head * v_stride_h
+            values = load_numbers(v_cache, v_rows, 0, BLOCK_E, E, readable, PACKED).to(
+                queries.dtype
+            )  # [BLOCK_N, BLOCK_E]
+            if HAS_SCALES:
+                vs = block * vs_stride_b + place * vs_stride_p + kv_head * vs_stride_h
+                weight *= tl.load(v_scale + vs, mask=readable, other=0.0)[None, :]
             acc = tl.dot(weight.to(values.dtype), values, acc * rescale[:, None], input_precision="ieee")
 
     # --- add the sink logit to the softmax sum, divide, store ---
@@ -185,6 +214,7 @@ def add_mass(
     sinks,  # [B] int32
     start,  # [B] int32
     query_offset,  # [B + 1] int32
+    k_scale,  # [ids, P, KVH] float32: scales of quantised keys; or unused
     scale,
     soft_cap,
     q_stride_t,
@@ -192,6 +222,9 @@ def add_mass(
     k_stride_b,
     k_stride_p,
     k_stride_h,
+    ks_stride_b,
+    ks_stride_p,
+    ks_stride_h,
     table_stride,
     num_kv_heads,
     BLOCK_SIZE: tl.constexpr,  # P
@@ -199,6 +232,8 @@ def add_mass(
     D: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINK_QUERY: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    PACKED: tl.constexpr,  # caches of int4
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # P, padded
@@ -219,24 +254,27 @@ def add_mass(
     readable = (offset < BLOCK_SIZE) & (key <= last)  # keys behind the last row may be anything
     total = tl.zeros([BLOCK_N], tl.float32)
     TOKENS: tl.constexpr = BLOCK_M // GROUP
+    KEY_TYPE: tl.constexpr = tl.float32 if UPCAST else q.dtype.element_ty
     for kv_head in range(0, num_kv_heads):
         k_rows = block * k_stride_b + offset * k_stride_p + kv_head * k_stride_h
-        keys = _load_rows(k_cache, k_rows, d, D, readable)  # [BLOCK_N, BLOCK_D]
-        if UPCAST:
-            keys = keys.to(tl.float32)
+        keys = load_numbers(k_cache, k_rows, 0, BLOCK_D, D, readable, PACKED).to(KEY_TYPE)  # [BLOCK_N, BLOCK_D]
+        key_scales = scale
+        if HAS_SCALES:
+            ks = block * ks_stride_b + offset * ks_stride_p + kv_head * ks_stride_h
+            key_scales = tl.load(k_scale + ks, mask=readable, other=0.0)  # [BLOCK_N]
         for tile_row in range(first_row, end_row, TOKENS):
             row = tile_row + m // GROUP  # [BLOCK_M]
             is_row = (row < end_row) & (m < TOKENS * GROUP)
             head = kv_head * GROUP + m % GROUP
             q_rows = row.to(tl.int64) * q_stride_t + head * q_stride_h
-            queries = _load_rows(q, q_rows, d, D, is_row)
+            queries = _load_queries(q, q_rows, d, D, is_row, UPCAST)
             sink_queries = queries
             if HAS_SINK_QUERY:
-                sink_queries = _load_rows(sink_q, q_rows, d, D, is_row)
-            if UPCAST:
-                queries = queries.to(tl.float32)
-                sink_queries = sink_queries.to(tl.float32)
-            score = _scores(queries, sink_queries, keys, key, sinks_b, scale, soft_cap, HAS_SOFT_CAP, HAS_SINK_QUERY)
+                sink_queries = _load_queries(sink_q, q_rows, d, D, is_row, UPCAST)
+            score = _scores(
+                queries, sink_queries, keys, key_scales, key, sinks_b, scale, soft_cap,
+                HAS_SOFT_CAP, HAS_SINK_QUERY, HAS_SCALES,
+            )  # fmt: skip
             position = tl.load(start + b) + row - first_row
             visible = _sees(key, position, window_b, sinks_b) & readable[None, :] & is_row[:, None]
             at = statistics + (row.to(tl.int64) * (num_kv_heads * GROUP) + head) * 2

@@ -67,10 +67,10 @@ def policy_attention(
         "sink_q": sink_q,
         "statistics": statistics,
     }
-    if uses_triton(q) and k_scale is None:
+    if uses_triton(q):
         from transom_kernels.policy_attention.gpu import policy_attention_triton
 
-        return policy_attention_triton(q, k_cache, v_cache, batch, **options)
+        return policy_attention_triton(q, k_cache, v_cache, batch, **options, k_scale=k_scale, v_scale=v_scale)
     if uses_cpu_kernels(q):
         from transom_kernels.policy_attention.cpu import fits_cpu_kernel, policy_attention_cpu
 
@@ -113,10 +113,10 @@ def add_block_mass(
             f"mass is {mass.dtype} {tuple(mass.shape)}; it must be contiguous float32 {tuple(batch.block_table.shape)}."
         )
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "sink_q": sink_q}
-    if uses_triton(q) and k_scale is None:
+    if uses_triton(q):
         from transom_kernels.policy_attention.gpu import add_block_mass_triton
 
-        add_block_mass_triton(mass, q, k_cache, batch, statistics, **options)
+        add_block_mass_triton(mass, q, k_cache, batch, statistics, **options, k_scale=k_scale)
         return
     if uses_cpu_kernels(q):
         from transom_kernels.policy_attention.cpu import add_block_mass_cpu, fits_cpu_kernel

@@ -23,17 +23,21 @@ class TileConfig:
     num_stages: int
 
 
-def tile_config(*, group: int, widest: int, bytes_each: int, decodes: bool) -> TileConfig:
-    """The configuration for `group` query heads per KV head, of at most `widest` elements of `bytes_each` bytes."""
-    wanted = group if decodes else max(group, PROMPT_ROWS if bytes_each <= 2 and widest <= 128 else MIN_DOT_ROWS)
+def tile_config(*, group: int, widest: int, element_bytes: int, cache_bytes: int, decodes: bool) -> TileConfig:
+    """The configuration for `group` query heads per KV head, of at most `widest` numbers.
+
+    Queries have `element_bytes` bytes each, elements of the cache `cache_bytes`.
+    """
+    wanted = group if decodes else max(group, PROMPT_ROWS if element_bytes <= 2 and widest <= 128 else MIN_DOT_ROWS)
     block_m = MIN_DOT_ROWS
     while block_m < wanted:
         block_m *= 2
-    block_n = 16 if bytes_each > 2 else 64 if widest <= 128 else 32
+    is_widened = cache_bytes < element_bytes  # rows of quantised caches take registers twice, as stored and widened
+    block_n = 16 if element_bytes > 2 else 64 if widest <= (64 if is_widened else 128) else 32
     return TileConfig(
         tokens=1 if decodes else block_m // group,
         block_m=block_m,
         block_n=block_n,
-        num_warps=8 if widest * bytes_each > 512 else 4,
-        num_stages=1 if bytes_each > 2 else 2,
+        num_warps=8 if widest * element_bytes > 512 else 4,
+        num_stages=1 if element_bytes > 2 else 2,
     )
