@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from tests.kernels.paged_case import Shape, empty_caches
 from tests.kernels.quantised_case import FORMATS_BY_NAME, poisoned_caches
 from tests.matrices import matrix
+from transom_kernels.block_copy import gpu as block_copy_gpu
 from transom_kernels.block_copy.gpu import copy_blocks_triton
 from transom_kernels.gated_mlp.gpu import gated_activation_triton
 from transom_kernels.gated_mlp.reference import gated_gelu_tanh_reference, gated_silu_reference
@@ -116,6 +118,22 @@ def test_blocks_go_between_two_places() -> None:
     copy_blocks_triton(slab, staging, [(3, 0), (3, 4), (1, 5)])
     assert staging.equal(wanted)
     copy_blocks_triton(slab, staging, [])
+
+
+@pytest.mark.parametrize("to_host", [False, True])
+def test_numbers_of_blocks_are_where_the_kernel_runs(to_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where blocks go to pinned host memory; a tensor without data stands for the GPU's."""
+    seen: list[torch.Tensor] = []
+
+    class TakesNote:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *arguments, **constants: seen.extend(arguments[2:4])
+
+    monkeypatch.setattr(block_copy_gpu, "copy_words", TakesNote())
+    host, device = torch.empty(4, 64, dtype=torch.uint8), torch.empty(4, 64, dtype=torch.uint8, device="meta")
+    copy = block_copy_gpu.copy_blocks_triton
+    copy(*((device, host) if to_host else (host, device)), [(0, 1), (2, 3)])
+    assert [(ids.shape, ids.device.type) for ids in seen] == [((2,), "meta")] * 2
 
 
 PREPARATIONS = {

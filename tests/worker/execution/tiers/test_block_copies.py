@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from transom_worker.errors import StepFailed
 from transom_worker.execution.batch.slab import block_rows
 from transom_worker.execution.executor import PIECE_BYTES
+from transom_worker.execution.tiers import block_copies as block_copies_module
 from transom_worker.execution.tiers.block_copies import BlockCopies, TierMemory
 from transom_worker.execution.tiers.loads import LoadBoard, RowCopies, ThreadLoads
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
@@ -102,6 +104,34 @@ def take(made: BlockCopies, ticket: int) -> None:
             assert (len(ended.load_s), ended.failed) == (1, [])
             return
     raise AssertionError("the load did not end")
+
+
+def test_copies_inside_the_host_tier_wait_for_spills_that_a_gpu_still_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, calls = block_copies(slabs()), []
+    stream = SimpleNamespace(synchronize=lambda: calls.append("waited"))
+    monkeypatch.setattr(made, "_device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(block_copies_module, "block_copy_between", lambda *_: calls.append("spilled"))
+    monkeypatch.setattr(block_copies_module, "block_copy", lambda *_: calls.append("copied"))
+    made.run(plan_of([(1, 0, 2, 0, 3), (1, 0, 2, 1, 7), (1, 1, 7, 1, 8)]))
+    assert calls == ["copied", "spilled", "waited", "copied"]
+    made.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_spills_and_loads_of_a_gpu_arrive() -> None:
+    """Loads run on a stream of their own, behind the spills that the plan before launched."""
+    device, host = slabs()
+    memory = [device.cuda(), host.pin_memory()]
+    made, wanted = block_copies(memory), [rows(memory, 0, group)[1].cpu() for group in range(3)]
+    made.run(plan_of([(group, 0, 1, 1, 2) for group in range(3)]))
+    made.run(plan_of([(group, 1, 2, 0, 0) for group in range(3)], ticket=5, step_id=1))
+    take(made, 5)
+    for group in range(3):
+        assert torch.equal(rows(memory, 1, group)[2], wanted[group])
+        assert torch.equal(rows(memory, 0, group)[0].cpu(), wanted[group])
+    made.close()
 
 
 def test_a_spill_and_a_load_into_the_same_blocks_in_one_plan() -> None:

@@ -141,6 +141,8 @@ class BlockCopies:
             if target_tier == TIER_DISK:
                 self._store(source_tier, group, [(block, digests[index]) for block, index in pairs])
             elif source_tier == target_tier:
+                if source_tier != TIER_DEVICE:
+                    self._finish_spills()  # the host copies, and a GPU may still write what it reads
                 block_copy(self._rows(source_tier, group), pairs)
             else:
                 block_copy_between(self._rows(source_tier, group), self._rows(target_tier, group), pairs)
