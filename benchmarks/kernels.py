@@ -47,11 +47,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def all_cases(options: argparse.Namespace) -> dict[str, Case]:
     """The cases of all operators by name, at the scale that the options say."""
-    from kernel_cases import attention, cache_writes, experts, hyper_connections, latent, routers, rows, sampling
+    from kernel_cases import (
+        attention,
+        cache_writes,
+        experts,
+        hyper_connections,
+        latent,
+        policies,
+        routers,
+        rows,
+        sampling,
+    )
     from kernel_cases.case import Scale
 
     scale = Scale("tiny" if options.tiny else "quick" if options.quick else "full")
-    parts = (attention, rows, cache_writes, sampling, experts, routers, latent, hyper_connections)
+    parts = (attention, policies, rows, cache_writes, sampling, experts, routers, latent, hyper_connections)
     return {case.name: case for part in parts for case in part.cases(scale)}
 
 

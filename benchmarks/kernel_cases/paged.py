@@ -50,7 +50,7 @@ def make_paged(
     """Sequences with `starts[b]` tokens in the cache and `counts[b]` new ones; with a window only its blocks are kept."""
     firsts = [0 if window is None else max(0, start - window + 1) // BLOCK for start in starts]
     lengths = [-(-(start + count) // BLOCK) - first for start, count, first in zip(starts, counts, firsts, strict=True)]
-    k_cache, v_cache = _caches(heads, sum(lengths), device)
+    k_cache, v_cache = random_caches(heads, sum(lengths), device)
     order = torch.randperm(len(k_cache), generator=torch.Generator().manual_seed(1))[: sum(lengths)].tolist()
     tables, used = [], 0
     for length in lengths:
@@ -63,7 +63,7 @@ def make_paged(
 
 def quantise(paged: Paged, kv_format: KvFormat) -> Paged:
     """The same batch over quantised caches, in which a head's tokens lie together, too."""
-    k, v = (_quantised(cache, kv_format) for cache in (paged.k_cache, paged.v_cache))
+    k, v = (quantised(cache, kv_format) for cache in (paged.k_cache, paged.v_cache))
     return replace(paged, k_cache=k[0], v_cache=v[0], scales=(k[1], v[1]))
 
 
@@ -140,7 +140,7 @@ def _expected_row(paged: Paged, row: int, window: int | None, sink_logits: torch
     table = torch.tensor(batch.block_table_host[b], device=paged.q.device)
     blocks = table[keys // BLOCK - batch.first_block_host[b]]
     caches, scales = (paged.k_cache, paged.v_cache), paged.scales or (None, None)
-    k, v = (_rows(cache, scale, blocks, keys % BLOCK) for cache, scale in zip(caches, scales, strict=True))
+    k, v = (cached_rows(cache, scale, blocks, keys % BLOCK) for cache, scale in zip(caches, scales, strict=True))
     group = paged.q.shape[1] // k.shape[1]
     q = paged.q[row].double().view(k.shape[1], group, -1)
     scores = torch.einsum("kgd,lkd->kgl", q, k) * paged.q.shape[2] ** -0.5
@@ -150,13 +150,16 @@ def _expected_row(paged: Paged, row: int, window: int | None, sink_logits: torch
     return torch.einsum("kgl,lkd->kgd", weights, v).flatten(0, 1)
 
 
-def _rows(cache: torch.Tensor, scale: torch.Tensor | None, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Keys or values in float64."""
+def cached_rows(
+    cache: torch.Tensor, scale: torch.Tensor | None, blocks: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Keys or values at places of a cache, in float64."""
     elements = cache[blocks, offsets]
     return (elements if scale is None else dequantise_rows(elements, scale[blocks, offsets])).double()
 
 
-def _quantised(cache: torch.Tensor, kv_format: KvFormat) -> tuple[torch.Tensor, torch.Tensor]:
+def quantised(cache: torch.Tensor, kv_format: KvFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache in a format, and its scales."""
     ids, tokens, kv_heads, size = cache.shape
     shape = (ids, kv_heads, tokens, size // kv_format.numbers_per_element)
     elements = torch.empty(shape, dtype=kv_format.dtype, device=cache.device).transpose(1, 2)
@@ -183,7 +186,12 @@ def _slab(elements: int, device: torch.device) -> torch.Tensor:
     return slab
 
 
-def _caches(heads: Heads, num_blocks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def random_caches(heads: Heads, num_blocks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Caches of random keys and values.
+
+    Raises:
+        MemoryError: see `_slab`.
+    """
     part = BLOCK * heads.kv * heads.size
     slab = _slab(num_blocks * 2 * part, device)
     shape, strides = (num_blocks, BLOCK, heads.kv, heads.size), (2 * part, heads.size, BLOCK * heads.size, 1)

@@ -20,7 +20,7 @@ import kernel_cases.measure
 import kernels
 from gpu_device import Ceilings, describe
 from gpu_timing import Timer
-from kernel_cases import attention, cache_writes, experts, routers, rows
+from kernel_cases import attention, cache_writes, experts, policies, routers, rows
 from kernel_cases.attention import TINY
 from kernel_cases.case import Case, Check, Prepared, Scale, Target
 from kernel_cases.measure import _writes_much, measure
@@ -46,7 +46,7 @@ def test_every_case_is_correct_at_tiny_sizes(tmp_path: Path) -> None:
     code, written = run(tmp_path, "--check")
     assert code == 0
     assert {result["status"] for result in written["results"]} == {"passed"}
-    assert len(written["results"]) >= 31
+    assert len(written["results"]) >= 48
     jsonschema.validate(written, json.loads(SCHEMA.read_text()))
 
 
@@ -59,6 +59,12 @@ def test_every_case_is_correct_at_tiny_sizes(tmp_path: Path) -> None:
         "streams collapse tokens 3",
         "decode int8 batch 2 context 40",
         "prompt int4 head 16 tokens 40",
+        "policy decode int4 window 20 batch 2 tokens 1",
+        "policy prompt bf16 window 20 batch 1 tokens 20",
+        "policy mass int8 window 20 batch 2",
+        "kv_write int4 tokens 6",
+        "host tier spills blocks of 256",
+        "host tier loads blocks of 256",
     ],
 )
 def test_a_case_of_a_kind_is_correct(name: str) -> None:
@@ -84,7 +90,7 @@ def test_cases_run_in_a_child_process(tmp_path: Path, capfd: pytest.CaptureFixtu
 
 def test_cases_of_all_scales_have_names_of_their_own() -> None:
     for scale in ("full", "quick"):
-        found = [case for part in (attention, rows) for case in part.cases(Scale(scale))]
+        found = [case for part in (attention, policies, rows, cache_writes) for case in part.cases(Scale(scale))]
         assert len({case.name for case in found}) == len(found)
         flat = {case.flat_with for case in found} - {None}
         assert flat <= {case.name for case in found}
