@@ -11,7 +11,7 @@ from numba import types
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 
-from transom_kernels.cpu.simd import (
+from transom_kernels.cpu.vector_code import (
     F32_16,
     LANES,
     Loop,

@@ -18,7 +18,7 @@ from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 
 from transom_kernels.cpu.bounds import checked_address
-from transom_kernels.cpu.simd import I8, I32, Loop, function, int32, int64, store
+from transom_kernels.cpu.vector_code import I8, I32, Loop, function, int32, int64, store
 
 CONFIG_BYTES = 64  # of scratch, for `configure_tiles`
 STEP_BYTES = 1024  # of a panel's weights

@@ -13,7 +13,6 @@ from numba import njit
 
 from transom_kernels.cpu.row_products import make_row_products
 from transom_kernels.cpu.simd import (
-    LANES,
     LOAD,
     LOAD_PART,
     NUM_BYTES,
@@ -37,6 +36,7 @@ from transom_kernels.cpu.simd import (
     store_part_f32,
     store_scalar_f32,
 )
+from transom_kernels.cpu.vector_code import LANES
 from transom_kernels.cpu.work import argument, claim, finish, scratch
 
 _ROW = 4 * LANES  # bytes of a row of coefficients in scratch

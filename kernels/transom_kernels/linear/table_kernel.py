@@ -13,25 +13,21 @@ from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 
 from transom_kernels.cpu.simd import (
-    I32_16,
     LOAD,
     LOAD_PART,
     NUM_BYTES,
     STORE,
     STORE_PART,
     float_of_bits,
-    int64,
-    load,
     load_i32,
     load_i64,
     load_u8,
-    shuffle,
     splat,
-    store,
     store_i32,
     store_i64,
     store_u8,
 )
+from transom_kernels.cpu.vector_code import I32_16, int64, load, shuffle, store
 from transom_kernels.cpu.work import argument, claim, finish, scratch
 from transom_kernels.linear.layout import LINE, OUTPUTS, WORD
 

@@ -13,7 +13,7 @@ from numba import types
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 
-from transom_kernels.cpu.simd import (
+from transom_kernels.cpu.vector_code import (
     F16,
     F32,
     F32_16,

@@ -19,7 +19,6 @@ from typing import Any
 from numba import njit
 
 from transom_kernels.cpu.simd import (
-    LANES,
     LOAD,
     LOAD_PART,
     NUM_BYTES,
@@ -38,6 +37,7 @@ from transom_kernels.cpu.simd import (
     vector_max,
     vector_min,
 )
+from transom_kernels.cpu.vector_code import LANES
 from transom_kernels.cpu.work import argument, claim, finish, scratch
 from transom_kernels.moe.cpu_product import PANEL_BYTES, make_multiply
 

@@ -17,7 +17,9 @@ from numba import njit, types
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 
-from transom_kernels.cpu.simd import (
+from transom_kernels.cpu.target import cpu_target
+from transom_kernels.cpu.tiles import configure_tiles, make_tile_product, release_tiles
+from transom_kernels.cpu.vector_code import (
     F32,
     F32_16,
     I8,
@@ -37,8 +39,6 @@ from transom_kernels.cpu.simd import (
     pair_low,
     store,
 )
-from transom_kernels.cpu.target import cpu_target
-from transom_kernels.cpu.tiles import configure_tiles, make_tile_product, release_tiles
 
 PANEL_BYTES = 4 * 64  # of the sums of one row
 GROUP_UNITS = 16  # of MXFP4

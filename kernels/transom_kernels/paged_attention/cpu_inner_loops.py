@@ -14,7 +14,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from transom_kernels.cpu.simd import (
+from transom_kernels.cpu.simd import NUM_BYTES, f32x16
+from transom_kernels.cpu.target import cpu_target
+from transom_kernels.cpu.vector_code import (
     F32,
     F32_16,
     I8,
@@ -23,14 +25,12 @@ from transom_kernels.cpu.simd import (
     I32_16,
     I64,
     LANES,
-    NUM_BYTES,
     Loop,
     broadcast,
     constant,
     dot_halves,
     dot_pairs,
     emit_prefetch,
-    f32x16,
     int32,
     int64,
     load,
@@ -38,7 +38,6 @@ from transom_kernels.cpu.simd import (
     shuffle,
     store,
 )
-from transom_kernels.cpu.target import cpu_target
 from transom_kernels.paged_attention.cpu_layout import VECTOR_BYTES, Words
 from transom_kernels.quantised_kv.cpu_rows import (
     emit_halves,

@@ -16,7 +16,9 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from transom_kernels.cpu.simd import (
+from transom_kernels.cpu.simd import f32x16, lane_max, lane_sum, load_f32, splat, store_scalar_f32, vector_max
+from transom_kernels.cpu.target import cpu_target
+from transom_kernels.cpu.vector_code import (
     F32,
     F32_16,
     I16,
@@ -24,23 +26,15 @@ from transom_kernels.cpu.simd import (
     LANES,
     broadcast,
     constant,
-    f32x16,
     float32_constant,
     function,
     int64,
-    lane_max,
-    lane_sum,
-    load_f32,
     pair_high,
     pair_low,
     shuffle,
-    splat,
     store,
-    store_scalar_f32,
-    vector_max,
 )
-from transom_kernels.cpu.simd import load as load_vector
-from transom_kernels.cpu.target import cpu_target
+from transom_kernels.cpu.vector_code import load as load_vector
 from transom_kernels.paged_attention.cpu_layout import VECTOR_BYTES, Words, words_of
 
 LARGEST = 32767.0

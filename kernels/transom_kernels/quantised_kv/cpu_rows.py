@@ -17,6 +17,19 @@ from numba.extending import intrinsic
 
 from transom_kernels.cpu.bounds import checked_address
 from transom_kernels.cpu.simd import (
+    NUM_BYTES,
+    f32x16,
+    keep_part,
+    lane_max,
+    lane_sum,
+    load_f32,
+    splat,
+    store_f32,
+    store_scalar_f32,
+    vector_abs,
+    vector_max,
+)
+from transom_kernels.cpu.vector_code import (
     F32,
     F32_16,
     I1,
@@ -25,28 +38,17 @@ from transom_kernels.cpu.simd import (
     I32,
     I32_16,
     LANES,
-    NUM_BYTES,
     bf16_pairs,
     broadcast,
     constant,
-    f32x16,
     function,
     half_to_float,
     int32,
     int64,
-    keep_part,
-    lane_max,
-    lane_sum,
     load,
-    load_f32,
     look_up_halves,
     shuffle,
-    splat,
     store,
-    store_f32,
-    store_scalar_f32,
-    vector_abs,
-    vector_max,
 )
 
 LARGEST = {"i8": 127.0, "e4m3": 448.0, "i4": 7.0}

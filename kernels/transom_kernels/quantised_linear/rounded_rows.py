@@ -21,25 +21,22 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from transom_kernels.cpu.simd import (
+from transom_kernels.cpu.simd import LOAD, LOAD_PART, NUM_BYTES, f32x16
+from transom_kernels.cpu.target import cpu_target
+from transom_kernels.cpu.vector_code import (
     F32,
     F32_16,
     I32,
     I32_16,
-    LOAD,
-    LOAD_PART,
-    NUM_BYTES,
     WIDE_LARGEST,
     broadcast,
     constant,
-    f32x16,
     float32_constant,
     function,
     int64,
     store,
     store_wide,
 )
-from transom_kernels.cpu.target import cpu_target
 from transom_kernels.quantised_linear.layout import GROUP, RECORD
 
 START, SCALE, SCALED_SUM = 64, 68, 72  # where they lie in a record

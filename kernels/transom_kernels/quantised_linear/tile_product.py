@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from transom_kernels.cpu.simd import (
+from transom_kernels.cpu.vector_code import (
     F32_16,
     I16,
     I32_16,

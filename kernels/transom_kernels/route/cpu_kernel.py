@@ -16,24 +16,14 @@ from numba.extending import intrinsic
 
 from transom_kernels.cpu.row_products import make_row_products
 from transom_kernels.cpu.simd import (
-    F32_16,
-    I32,
-    I32_16,
-    LANES,
-    Loop,
-    broadcast,
-    constant,
     exp,
     f32x16,
     float_of_bits,
-    function,
     i32x16,
-    int64,
     keep_nan,
     keep_part,
     lane_max,
     lane_sum,
-    load,
     load_f32,
     load_i64,
     load_part_f32,
@@ -50,6 +40,7 @@ from transom_kernels.cpu.simd import (
     vector_max,
     vector_sqrt,
 )
+from transom_kernels.cpu.vector_code import F32_16, I32, I32_16, LANES, Loop, broadcast, constant, function, int64, load
 from transom_kernels.cpu.work import argument, claim, finish, scratch
 
 _NEVER = -(2**31)  # below every key: experts that do not exist or are chosen already

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from transom_kernels.cpu.simd import F64, I64, function, store
+from transom_kernels.cpu.vector_code import F64, I64, function, store
 from transom_kernels.sample.params import NOISE_BLOCK
 from transom_kernels.sample.reference import GOLDEN, MIX_1, MIX_2
 

@@ -1,0 +1,503 @@
+"""LLVM code of vectors of 16 lanes, for the intrinsics of `simd.py` and for kernels that build their inner loops themselves.
+
+Each function appends instructions to an LLVM builder and returns the value that they compute. On processors with narrower
+registers LLVM splits a vector. Where a processor has an instruction of its own (bfloat16 pairs, 8-bit quads), this module alone
+chooses it.
+
+- part: the first `count` of 16 lanes, for widths that are no multiple of 16; the other lanes are 0 and are not stored.
+- pair: two bfloat16 numbers in the 32 bits of one lane; the first is in the low half.
+- quad: four 8-bit integers in the 32 bits of one lane.
+
+With TRANSOM_CHECKED_KERNELS=1 each access is compared with the memory that the launch named (`bounds.py`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+from llvmlite import ir
+
+from transom_kernels.cpu.bounds import checked_address
+from transom_kernels.cpu.target import cpu_target
+
+LANES = 16
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F32, F64 = ir.FloatType(), ir.DoubleType()
+F16 = ir.HalfType()
+F32_16, I32_16 = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite does not know."""
+
+    intrinsic_name = "bf16"
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+BF16 = _BFloat()
+
+# --- functions, constants, memory
+
+
+def function(b: ir.IRBuilder, name: str, result: ir.Type, arguments: list[ir.Type]) -> ir.Function:
+    """Declare an LLVM function (an intrinsic) in the builder's module, once."""
+    found = b.module.globals.get(name)
+    return found if found is not None else ir.Function(b.module, ir.FunctionType(result, arguments), name)
+
+
+def int64(value: int) -> ir.Constant:
+    """A constant of 64 bits."""
+    return ir.Constant(I64, value)
+
+
+def int32(value: int) -> ir.Constant:
+    """A constant of 32 bits."""
+    return ir.Constant(I32, value)
+
+
+def constant(vector: ir.VectorType, value: float) -> ir.Constant:
+    """A vector with `value` in every lane."""
+    return ir.Constant(vector, [value] * vector.count)
+
+
+def float32_constant(number: float) -> ir.Constant:
+    """The nearest float32: LLVM takes no other constants of that type."""
+    return ir.Constant(F32, struct.unpack("<f", struct.pack("<f", number))[0])
+
+
+def load(b: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int = 1) -> ir.Value:
+    """Load a value of `kind` at an address."""
+    address = checked_address(b, address, num_bytes(kind))
+    return b.load(b.inttoptr(address, ir.PointerType(kind)), align=align)
+
+
+def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, align: int = 1) -> None:
+    """Store a value at an address."""
+    address = checked_address(b, address, num_bytes(value.type))
+    b.store(value, b.inttoptr(address, ir.PointerType(value.type)), align=align)
+
+
+def num_bytes(kind: ir.Type) -> int:
+    """The bytes of a value in memory."""
+    if isinstance(kind, ir.VectorType):
+        return int(kind.count) * num_bytes(kind.element)
+    if isinstance(kind, ir.IntType):
+        return max(1, int(kind.width) // 8)
+    return {"float": 4, "half": 2, "bfloat": 2, "double": 8}[str(kind)]
+
+
+def emit_prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
+    """Ask for a cache line that is read soon; any address is allowed."""
+    byte = ir.PointerType(I8)
+    fetch = function(b, "llvm.prefetch.p0", ir.VoidType(), [byte, I32, I32, I32])
+    b.call(fetch, [b.inttoptr(address, byte), int32(0), int32(3), int32(1)])
+
+
+# --- vectors from and to memory
+
+
+def emit_load(b: ir.IRBuilder, address: ir.Value, dtype: str) -> ir.Value:
+    """16 numbers of a dtype, in float32."""
+    if dtype == "f32":
+        return load(b, address, F32_16, 4)
+    if dtype == "f16":
+        return b.fpext(load(b, address, ir.VectorType(F16, LANES), 2), F32_16)
+    bits = b.zext(load(b, address, ir.VectorType(I16, LANES), 2), I32_16)
+    return b.bitcast(b.shl(bits, constant(I32_16, 16)), F32_16)
+
+
+def emit_load_part(b: ir.IRBuilder, address: ir.Value, count: ir.Value, dtype: str) -> ir.Value:
+    """The first `count` of 16 numbers of a dtype, in float32."""
+    if dtype == "f32":
+        return _load_part(b, address, count, F32, "f32")
+    bits = _load_part(b, address, count, I16, "i16")
+    if dtype == "f16":
+        return b.fpext(b.bitcast(bits, ir.VectorType(F16, LANES)), F32_16)
+    return b.bitcast(b.shl(b.zext(bits, I32_16), constant(I32_16, 16)), F32_16)
+
+
+def emit_store_part(b: ir.IRBuilder, address: ir.Value, value: ir.Value, count: ir.Value, name: str) -> None:
+    """Store the first `count` lanes of a vector whose elements LLVM calls `name`."""
+    vector, masks = value.type, ir.VectorType(I1, LANES)
+    address = checked_address(b, address, b.mul(count, int64(num_bytes(vector.element))))
+    pointer = b.inttoptr(address, ir.PointerType(vector))
+    masked = function(b, f"llvm.masked.store.v{LANES}{name}.p0", ir.VoidType(), [vector, pointer.type, I32, masks])
+    b.call(masked, [value, pointer, int32(num_bytes(vector.element)), lane_mask(b, count)])
+
+
+def _load_part(b: ir.IRBuilder, address: ir.Value, count: ir.Value, element: ir.Type, name: str) -> ir.Value:
+    vector, masks = ir.VectorType(element, LANES), ir.VectorType(I1, LANES)
+    address = checked_address(b, address, b.mul(count, int64(num_bytes(element))))
+    pointer = b.inttoptr(address, ir.PointerType(vector))
+    masked = function(b, f"llvm.masked.load.v{LANES}{name}.p0", vector, [pointer.type, I32, masks, vector])
+    zero = ir.Constant(vector, [0] * LANES)
+    return b.call(masked, [pointer, int32(num_bytes(element)), lane_mask(b, count), zero])
+
+
+def lane_mask(b: ir.IRBuilder, count: ir.Value) -> ir.Value:
+    """Which of 16 lanes are below `count`."""
+    lanes = ir.Constant(I32_16, list(range(LANES)))
+    return b.icmp_signed("<", lanes, broadcast(b, b.trunc(count, I32), I32_16))
+
+
+# --- lanes
+
+
+def broadcast(b: ir.IRBuilder, scalar: ir.Value, vector: ir.VectorType) -> ir.Value:
+    """A vector with `scalar` in every lane."""
+    one = b.insert_element(ir.Constant(vector, ir.Undefined), scalar, int32(0))
+    lanes = ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count)
+    return b.shuffle_vector(one, ir.Constant(vector, ir.Undefined), lanes)
+
+
+def shuffle(b: ir.IRBuilder, first: ir.Value, second: ir.Value, lanes: list[int]) -> ir.Value:
+    """The lanes of two vectors, numbered through, in a new order."""
+    return b.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+
+def horizontal_sum(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """The sum of the lanes, added in halves, so that the order is fixed."""
+    for half in (8, 4, 2, 1):
+        lanes = list(range(LANES))
+        x = b.fadd(x, shuffle(b, x, x, [(lane + half) % LANES for lane in lanes]))
+    return b.extract_element(x, int32(0))
+
+
+# --- products of float32 and of pairs
+
+
+def multiply_add(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    """x * y + z, rounded once."""
+    return b.call(function(b, f"llvm.fma.v{LANES}f32", F32_16, [F32_16] * 3), [x, y, z])
+
+
+def dot_pairs(b: ir.IRBuilder, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
+    """total + x.low * y.low + x.high * y.high in float32, lane by lane; x and y are pairs."""
+    if cpu_target().bf16:
+        pairs = ir.VectorType(BF16, 2 * LANES)
+        product = function(b, "llvm.x86.avx512bf16.dpbf16ps.512", F32_16, [F32_16, pairs, pairs])
+        return b.call(product, [total, b.bitcast(x, pairs), b.bitcast(y, pairs)])
+    for widen in (pair_low, pair_high):
+        total = multiply_add(b, widen(b, x), widen(b, y), total)
+    return total
+
+
+def pair_low(b: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
+    """The first number of each pair, in float32."""
+    return b.bitcast(b.shl(pairs, constant(I32_16, 16)), F32_16)
+
+
+def pair_high(b: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
+    """The second number of each pair, in float32."""
+    return b.bitcast(b.and_(pairs, constant(I32_16, 0xFFFF0000)), F32_16)
+
+
+# --- products of integers
+WIDE_LARGEST = 127 * 256  # magnitude of the integers that `store_wide` takes
+WIDE_BYTES = 64  # of 32 integers
+
+
+def store_wide(b: ir.IRBuilder, parts: list[ir.Value], address: ir.Value) -> None:
+    """Store 32 integers, two vectors of int32, as 8 quads of 16-bit integers for `dot_wide`, in 64 bytes.
+
+    With VNNI they lie there as 32 high bytes and 32 low bytes, integer = 256 * high + low; both are signed. Otherwise each quad has
+    8 bytes: the first and third, then the second and fourth integer.
+    """
+    for index, part in enumerate(parts):
+        if _has_vnni():
+            eight, bytes_ = constant(I32_16, 8), ir.VectorType(I8, LANES)
+            high = b.ashr(b.add(part, constant(I32_16, 128)), eight)
+            store(b, b.trunc(high, bytes_), b.add(address, int64(16 * index)), 16)
+            store(b, b.trunc(part, bytes_), b.add(address, int64(32 + 16 * index)), 16)
+        else:
+            halves = b.trunc(part, ir.VectorType(I16, LANES))
+            order = [4 * quad + lane for quad in range(4) for lane in (0, 2, 1, 3)]
+            store(b, shuffle(b, halves, halves, order), b.add(address, int64(32 * index)), 16)
+
+
+def dot_wide(
+    b: ir.IRBuilder, totals: tuple[ir.Value, ir.Value], unsigned: ir.Value, address: ir.Value, quad: int
+) -> tuple[ir.Value, ir.Value]:
+    """Add the four products of unsigned 8-bit integers of each lane and one stored quad to a pair of totals (`wide_total`)."""
+    if _has_vnni():
+        high, low = (broadcast(b, load(b, b.add(address, int64(at + 4 * quad)), I32, 4), I32_16) for at in (0, 32))
+        return _dot_bytes(b, totals[0], unsigned, high), _dot_bytes(b, totals[1], unsigned, low)
+    at = b.add(address, int64(8 * quad))
+    parts = (broadcast(b, load(b, b.add(at, int64(offset)), I32, 4), I32_16) for offset in (0, 4))
+    products = [dot_halves(b, left, right) for left, right in zip(_even_and_odd(b, unsigned), parts, strict=True)]
+    return totals[0], b.add(totals[1], b.add(*products))
+
+
+def wide_total(b: ir.IRBuilder, totals: tuple[ir.Value, ir.Value]) -> ir.Value:
+    """The sum of the products that were added to a pair of totals, which begins with zeros; int32, exact."""
+    return b.add(b.shl(totals[0], constant(I32_16, 8)), totals[1]) if _has_vnni() else totals[1]
+
+
+def _has_vnni() -> bool:
+    return cpu_target().vnni or cpu_target().avx_vnni
+
+
+def _dot_bytes(b: ir.IRBuilder, total: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
+    lanes = 16 if cpu_target().vnni else 8
+    operands = [(total, I32), (unsigned, I8), (signed, I8)]
+    return _by_parts(b, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", lanes, operands, I32)
+
+
+def _even_and_odd(b: ir.IRBuilder, unsigned: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The first and third, and the second and fourth, unsigned 8-bit integers of each lane, as 16-bit integers."""
+    return b.and_(unsigned, constant(I32_16, 0x00FF00FF)), b.and_(
+        b.lshr(unsigned, constant(I32_16, 8)), constant(I32_16, 0x00FF00FF)
+    )
+
+
+def dot_halves(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """The two products of signed 16-bit integers of each lane, added in int32."""
+    target = cpu_target()
+    if target.x86:
+        name, lanes = ("avx512.pmaddw.d.512", 16) if target.avx512 else ("avx2.pmadd.wd", 8)
+        if not target.avx2:
+            name, lanes = "sse2.pmadd.wd", 4
+        return _by_parts(b, f"llvm.x86.{name}", lanes, [(x, I16), (y, I16)], I32)
+    half = constant(I32_16, 16)
+    low = [b.ashr(b.shl(lane, half), half) for lane in (x, y)]
+    high = [b.ashr(lane, half) for lane in (x, y)]
+    return b.add(b.mul(*low), b.mul(*high))
+
+
+def _by_parts(
+    b: ir.IRBuilder, name: str, lanes: int, operands: list[tuple[ir.Value, ir.Type]], result: ir.Type
+) -> ir.Value:
+    """Call an intrinsic that takes `lanes` lanes of 32 bits on each part of vectors of 16 such lanes.
+
+    Operands come with the type of the elements that the intrinsic takes; its own elements have the type `result`.
+    """
+    kinds = [ir.VectorType(element, lanes * 32 // element.width) for _, element in operands]
+    intrinsic_function = function(b, name, ir.VectorType(result, lanes * 32 // result.width), kinds)
+    if lanes == LANES:
+        values = [b.bitcast(value, kind) for (value, _), kind in zip(operands, kinds, strict=True)]
+        return b.bitcast(b.call(intrinsic_function, values), I32_16)
+    parts = []
+    for first in range(0, LANES, lanes):
+        chosen = list(range(first, first + lanes))
+        values = [
+            b.bitcast(shuffle(b, value, value, chosen), kind) for (value, _), kind in zip(operands, kinds, strict=True)
+        ]
+        parts.append(b.bitcast(b.call(intrinsic_function, values), ir.VectorType(I32, lanes)))
+    while len(parts) > 1:
+        both = list(range(2 * parts[0].type.count))
+        parts = [shuffle(b, parts[i], parts[i + 1], both) for i in range(0, len(parts), 2)]
+    return parts[0]
+
+
+# --- conversions
+_FP4 = (0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0)  # 0, 0.5, 1, 1.5, 2, 3, 4, 6 in bfloat16
+_FP4_SIGNED = (*_FP4, *(bits | 0x8000 for bits in _FP4))
+
+
+def look_up_halves(b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
+    """Entries of a table of 16 16-bit words, for the code in the low 4 bits of each 16-bit half of each lane.
+
+    The fifth bit of a half may be set, too. For processors that multiply pairs alone, which have the instruction.
+    """
+    half = ir.VectorType(I16, 2 * LANES)
+    look_up = function(b, "llvm.x86.avx512.permvar.hi.512", half, [half, half])
+    return b.bitcast(b.call(look_up, [ir.Constant(half, [*table, *table]), b.bitcast(codes, half)]), I32_16)
+
+
+def bf16_pairs(b: ir.IRBuilder, first: ir.Value, second: ir.Value) -> ir.Value:
+    """32 numbers, two vectors of float32, rounded to 16 pairs in their order. For processors that multiply pairs alone."""
+    kind = ir.VectorType(BF16, 2 * LANES)
+    convert = function(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind, [F32_16, F32_16])
+    return b.bitcast(b.call(convert, [second, first]), I32_16)
+
+
+def fp4_pairs(b: ir.IRBuilder, words: ir.Value, index: int) -> ir.Value:
+    """Pairs of the 4-bit numbers (e2m1: sign, two bits of exponent, one of fraction) at `index` (0 to 3) of each half of a word."""
+    shifted = b.lshr(words, constant(I32_16, 4 * index))
+    if cpu_target().bf16:  # the fifth bit of an index belongs to the next number
+        return look_up_halves(b, list(_FP4_SIGNED), shifted)
+    high = b.lshr(words, constant(I32_16, 16 + 4 * index))
+    if cpu_target().avx512:
+        low = _look_up(b, list(_FP4_SIGNED), shifted)
+        return b.or_(low, _look_up(b, [bits << 16 for bits in _FP4_SIGNED], high))
+    low, high = (_fp4_bits(b, b.and_(code, constant(I32_16, 15))) for code in (shifted, high))
+    return b.or_(low, b.shl(high, constant(I32_16, 16)))
+
+
+def _look_up(b: ir.IRBuilder, table: list[int], index: ir.Value) -> ir.Value:
+    """Entries of a table of 16 words; an index is the low 4 bits of its lane."""
+    words = ir.Constant(I32_16, table)
+    return b.call(function(b, "llvm.x86.avx512.permvar.si.512", I32_16, [I32_16] * 2), [words, index])
+
+
+def _fp4_bits(b: ir.IRBuilder, code: ir.Value) -> ir.Value:
+    """bfloat16 bits of 4-bit numbers. From 1.0 on, exponent and fraction are those of bfloat16, but for the exponent's bias."""
+    size = b.and_(code, constant(I32_16, 7))
+    normal = b.add(b.shl(size, constant(I32_16, 6)), constant(I32_16, 126 << 7))
+    half = b.and_(b.sub(constant(I32_16, 0), size), constant(I32_16, _FP4[1]))  # of 0 and of 1
+    bits = b.select(b.icmp_signed(">", size, constant(I32_16, 1)), normal, half)
+    return b.or_(bits, b.shl(b.and_(code, constant(I32_16, 8)), constant(I32_16, 12)))
+
+
+def half_to_float(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """16 finite float16 numbers, given as 16-bit integers, in float32. Exact on processors without such an instruction, too."""
+    target = cpu_target()
+    if target.avx2 or not target.x86:
+        return b.fpext(b.bitcast(bits, ir.VectorType(F16, LANES)), F32_16)
+    wide = b.zext(bits, I32_16)
+    magnitude = b.shl(b.and_(wide, constant(I32_16, 0x7FFF)), constant(I32_16, 13))
+    sign = b.shl(b.and_(wide, constant(I32_16, 0x8000)), constant(I32_16, 16))
+    value = b.fmul(b.bitcast(magnitude, F32_16), constant(F32_16, 2.0**112))  # the exponents' biases are 15 and 127
+    return b.bitcast(b.or_(b.bitcast(value, I32_16), sign), F32_16)
+
+
+def round_bf16(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """float32 rounded to bfloat16 (to nearest, ties to even), as 16-bit integers; NaN stays NaN."""
+    half = ir.VectorType(I16, LANES)
+    if cpu_target().bf16:
+        return b.bitcast(b.fptrunc(x, ir.VectorType(BF16, LANES)), half)
+    bits = b.bitcast(x, I32_16)
+    lowest = b.and_(b.lshr(bits, constant(I32_16, 16)), constant(I32_16, 1))
+    rounded = b.lshr(b.add(bits, b.add(lowest, constant(I32_16, 0x7FFF))), constant(I32_16, 16))
+    quiet = b.or_(b.lshr(bits, constant(I32_16, 16)), constant(I32_16, 0x40))
+    return b.trunc(b.select(b.fcmp_unordered("uno", x, x), quiet, rounded), half)
+
+
+# --- functions of float32
+# Taylor's series of 2 ** x around 0, from x ** 6 down
+_EXP2_FACTORS = (
+    1.5403530393381608e-4, 1.3333558146428443e-3, 9.618129107628477e-3, 5.550410866482158e-2, 0.2402265069591007,
+    0.6931471805599453, 1.0,
+)  # fmt: skip
+
+
+def emit_exp2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """2 ** x for x up to 127, within 3e-7 of its value; 0 for x below -126."""
+    low = b.fcmp_ordered("<", x, constant(F32_16, -126.0))
+    clamped = b.call(function(b, f"llvm.maxnum.v{LANES}f32", F32_16, [F32_16] * 2), [x, constant(F32_16, -126.0)])
+    whole = b.call(function(b, f"llvm.rint.v{LANES}f32", F32_16, [F32_16]), [clamped])
+    part = b.fsub(clamped, whole)
+    total = constant(F32_16, _EXP2_FACTORS[0])
+    for factor in _EXP2_FACTORS[1:]:
+        total = multiply_add(b, total, part, constant(F32_16, factor))
+    scaled = b.add(b.bitcast(total, I32_16), b.shl(b.fptosi(whole, I32_16), constant(I32_16, 23)))
+    return b.select(low, constant(F32_16, 0.0), b.bitcast(scaled, F32_16))
+
+
+# polynomials for 2 ** x in [-0.5, 0.5], by degree, without their last coefficient, which is 1
+_WEIGHT_FACTORS = {
+    3: (0.05500892922282219, 0.2422109693288803, 0.6932829022407532),
+    5: (0.001326472731307149, 0.009671512991189957, 0.05550733581185341, 0.24022242426872253, 0.6931470036506653),
+}
+
+
+def emit_weight(b: ir.IRBuilder, x: ir.Value, degree: int) -> ir.Value:
+    """2 ** x for x up to 0, the weights of a softmax; 0 far below 0. The error is 1e-4 with degree 3 and 1e-7 with degree 5."""
+    whole = b.call(function(b, f"llvm.rint.v{LANES}f32", F32_16, [F32_16]), [x])
+    part = b.fsub(x, whole)
+    total = constant(F32_16, _WEIGHT_FACTORS[degree][0])
+    for factor in (*_WEIGHT_FACTORS[degree][1:], 1.0):
+        total = multiply_add(b, total, part, constant(F32_16, factor))
+    if cpu_target().avx512:
+        scale = function(b, "llvm.x86.avx512.mask.scalef.ps.512", F32_16, [F32_16, F32_16, F32_16, I16, I32])
+        rounding_as_set, all_lanes = int32(4), ir.Constant(I16, 0xFFFF)
+        return b.call(scale, [total, whole, constant(F32_16, 0.0), all_lanes, rounding_as_set])
+    kept = b.fcmp_ordered(">=", x, constant(F32_16, -126.0))
+    whole = b.select(kept, whole, constant(F32_16, 0.0))
+    scaled = b.add(b.bitcast(total, I32_16), b.shl(b.fptosi(whole, I32_16), constant(I32_16, 23)))
+    return b.select(kept, b.bitcast(scaled, F32_16), constant(F32_16, 0.0))
+
+
+# pi / 2 as the sum of three numbers, the first two with so few bits that their products with a number of turns are exact
+_HALF_PI_PARTS = (1.5703125, 4.837512969970703e-4, 7.549789954891882e-8)
+_SINE_FACTORS = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)  # x ** 3 times these, from x ** 4 down
+_COSINE_FACTORS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)  # x ** 4 times these
+
+
+def emit_sine(b: ir.IRBuilder, x: ir.Value, quarters: int) -> ir.Value:
+    """sin(x + quarters * pi / 2) within 1e-7, for x up to some millions."""
+    rint = function(b, f"llvm.rint.v{LANES}f32", F32_16, [F32_16])
+    quarter = constant(I32_16, quarters)
+    for _ in range(2):  # the first number of quarter turns is one too high or too low for some large x
+        turns = b.call(rint, [b.fmul(x, constant(F32_16, 0.6366197723675814))])
+        negative = b.fsub(constant(F32_16, 0.0), turns)
+        for part in _HALF_PI_PARTS:
+            x = multiply_add(b, negative, constant(F32_16, part), x)
+        quarter = b.add(quarter, b.fptosi(turns, I32_16))
+    square = b.fmul(x, x)
+
+    def polynomial(factors: tuple[float, ...]) -> ir.Value:
+        total = constant(F32_16, factors[0])
+        for factor in factors[1:]:
+            total = multiply_add(b, total, square, constant(F32_16, factor))
+        return total
+
+    sine = multiply_add(b, b.fmul(square, x), polynomial(_SINE_FACTORS), x)
+    flat = multiply_add(b, square, constant(F32_16, -0.5), constant(F32_16, 1.0))
+    cosine = multiply_add(b, b.fmul(square, square), polynomial(_COSINE_FACTORS), flat)
+    is_odd = b.icmp_signed("!=", b.and_(quarter, constant(I32_16, 1)), constant(I32_16, 0))
+    result = b.bitcast(b.select(is_odd, cosine, sine), I32_16)
+    sign = b.shl(b.and_(quarter, constant(I32_16, 2)), constant(I32_16, 30))
+    return b.bitcast(b.xor(result, sign), F32_16)
+
+
+# --- loops
+
+
+class Loop:
+    """`for k in range(0, stop, step)` with carried values, in LLVM; `results` are the values after the last round.
+
+    The body runs at least once unless `may_be_empty`: otherwise callers give a `stop` above 0.
+    """
+
+    def __init__(
+        self,
+        b: ir.IRBuilder,
+        stop: ir.Value,
+        step: int,
+        carried: list[ir.Value],
+        body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]],
+        *,
+        may_be_empty: bool = False,
+    ) -> None:
+        before = b.block
+        head, end = b.append_basic_block("loop"), b.append_basic_block("end")
+        if may_be_empty:
+            b.cbranch(b.icmp_signed("<", int64(0), stop), head, end)
+        else:
+            b.branch(head)
+        b.position_at_end(head)
+        k = b.phi(I64)
+        values = [b.phi(value.type) for value in carried]
+        k.add_incoming(int64(0), before)
+        for value, initial in zip(values, carried, strict=True):
+            value.add_incoming(initial, before)
+        self.results = body(k, list(values))
+        following = b.add(k, int64(step))
+        last = b.block
+        k.add_incoming(following, last)
+        for value, result in zip(values, self.results, strict=True):
+            value.add_incoming(result, last)
+        b.cbranch(b.icmp_signed("<", following, stop), head, end)
+        b.position_at_end(end)
+        if may_be_empty:
+            self.results = [
+                _either(b, result, last, initial, before) for result, initial in zip(self.results, carried, strict=True)
+            ]
+
+
+def _either(b: ir.IRBuilder, value: ir.Value, block: ir.Block, other: ir.Value, other_block: ir.Block) -> ir.Value:
+    """The value that comes with the block that was left."""
+    merged = b.phi(value.type)
+    merged.add_incoming(value, block)
+    merged.add_incoming(other, other_block)
+    return merged
