@@ -16,12 +16,14 @@ from transom_cluster.routing.prefix_fetches import (
     MARGIN,
     prefix_bytes,
 )
-from transom_cluster.routing.worker_view import WorkerView
+from transom_cluster.routing.worker_view import HitTokens, WorkerView
 from transom_worker.config import WorkerRole
 from transom_worker.contract import PrefixSource, SamplingParams, WindowPolicy, WorkerInfo, WorkerMessage
 from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
+from transom_worker.kvcache.load_rates import LoadRates
 from transom_worker.kvcache.retention import Retention
+from transom_worker.kvcache.tiers import DISK
 
 HIT = 1984  # of PROMPT
 BLOCK_BYTES = 32_768
@@ -187,3 +189,44 @@ def test_every_policy_respects_roles() -> None:
         assert {made.place(request(f"n{i}"), names).worker_id for i in range(30)} <= {"p", "q"}
         resumed = [request(f"o{i}", resumed_output_ids=(1,)) for i in range(30)]
         assert {made.place(one, names).worker_id for one in resumed} <= {"d", "e"}
+
+
+def on_disk(update: KvUpdate, *, read_ns: int) -> KvUpdate:
+    """The same blocks, on a disk whose reads take so long for each."""
+    rates = LoadRates(200_000, (1_000,), (read_ns,))
+    return replace(update, runs=tuple(run._replace(tier=DISK) for run in update.runs), rates=rates)
+
+
+def with_disk(name: str) -> WorkerInfo:
+    return worker(name, cache=replace(info(name).cache, has_host_tier=True, has_disk_tier=True))
+
+
+def test_a_warm_disk_attracts_its_requests_and_slow_or_short_reads_do_not() -> None:
+    made = placer(with_disk("a"), with_disk("b"), cached={"b": on_disk(whole(PROMPT), read_ns=100_000)})
+    for number in range(4):
+        placed = made.place(request(f"r{number}"), ["a", "b"])
+        assert (placed.worker_id, placed.reason) == ("b", "longest_hit")
+        assert placed.predicted == HitTokens(device=0, host=0, disk=HIT)
+        made.ended(f"r{number}")
+    slow = placer(with_disk("a"), cached={"a": on_disk(whole(PROMPT), read_ns=10_000_000)})
+    assert slow.place(request("r"), ["a"]).predicted_tokens == 0
+    short = placer(with_disk("a"), cached={"a": on_disk(whole(PROMPT[:127]), read_ns=1)})
+    assert short.place(request("r"), ["a"]).predicted_tokens == 0
+
+
+def test_the_time_of_reading_counts_in_the_cost_of_a_placement() -> None:
+    """A worker that reads the prefix for longer than another one would compute it in is not taken for its hit."""
+    reads = on_disk(whole(PROMPT), read_ns=3_000_000)  # 0.37 s, where its own rate says that computing takes 0.4 s
+    fast = {"prefill_tokens_per_s": 20_000.0}
+    made = placer(with_disk("a"), with_disk("b"), cached={"b": reads}, loads={"a": fast, "b": fast})
+    assert made.place(request("r"), ["a", "b"]).worker_id == "a"
+
+
+def test_what_only_a_disk_has_is_no_source_and_a_read_is_weighed_against_a_fetch() -> None:
+    made = placer(with_disk("a"), with_disk("b"), cached={"a": on_disk(whole(PROMPT), read_ns=100_000)})
+    assert made.place(request("r"), ["b"], sources=["a", "b"]).source is None
+    for read_ns, fetches in ((1_000, False), (2_500_000, True)):
+        cached = {"a": whole(PROMPT), "b": on_disk(whole(PROMPT), read_ns=read_ns)}
+        placed = placer(with_disk("a"), with_disk("b"), cached=cached).place(request("r"), ["b"], sources=["a", "b"])
+        assert (placed.source is not None) == fetches
+        assert placed.predicted == (HitTokens(0, peer=HIT) if fetches else HitTokens(0, disk=HIT))

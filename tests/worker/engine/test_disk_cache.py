@@ -7,19 +7,22 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from tests.engine_driver import make_engine, make_request, run
 from tests.worker.engine.test_engine_restart import Fragile
-from transom_worker.contract import KvPolicy, WindowPolicy
+from transom_worker.contract import KvPolicy, WindowPolicy, WorkerMessage
 from transom_worker.disk_cache.listing import ListedChanges
 from transom_worker.engine.engine import Engine
+from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.errors import ConfigError, EngineDead, Overloaded
 from transom_worker.execution.executor import DiskUsage
 from transom_worker.kvcache import load_rates
 from transom_worker.kvcache.hashing import chain_root, extend_chain
+from transom_worker.kvcache.tiers import DISK
 from transom_worker.scheduling.read_meter import ReadMeter
 
 SETTINGS: dict[str, Any] = {
@@ -360,3 +363,22 @@ def test_the_end_does_not_wait_long_for_a_slow_disk(
     monkeypatch.setattr("transom_worker.engine.disk_tier.FLUSH_S", 0.0)
     first.shutdown()
     assert not list(tmp_path.rglob("*.kv"))
+
+
+def test_an_idle_engine_tells_routers_of_files_that_others_write(tiny_model: Path, tmp_path: Path) -> None:
+    engine = engine_on(tiny_model, tmp_path)
+    assert engine._disk is not None
+    delivered: SimpleQueue[WorkerMessage] = SimpleQueue()
+    thread = EngineThread(engine, delivered.put)
+    other = engine_on(tiny_model, tmp_path)
+    answers(other, prompts(2))
+    other.shutdown()
+    engine._disk.watch.look()  # as its thread does
+    added: set[bytes] = set()
+    while len(added) < len(list(tmp_path.rglob("*.kv"))):
+        update = delivered.get(timeout=60).kv
+        for change in () if update is None else update.runs:
+            assert (change.action, change.tier) == ("added", DISK)
+            added.update(change.digests)
+    assert added == {bytes.fromhex(path.name[:64]) for path in tmp_path.rglob("*.kv")}
+    thread.shutdown()

@@ -206,3 +206,31 @@ def test_the_device_gives_up_what_lies_above_an_import() -> None:
     assert not any(cache.pools[0].pins)
     cache.end_import(opened)
     driver.finish()
+
+
+def test_an_import_keeps_what_it_goes_on_from_in_the_host_tier() -> None:
+    """Blocks that were imported before are pinned by no node; room for the rest of the prefix is not made of them."""
+    driver = DiskDriver(("full",), num_pages=40, host_pages=4)
+    cache = driver.cache
+    assert cache.host is not None
+    chain = [bytes([number]) * 32 for number in range(200)]
+    most = sum(len(cache.host.arena.blocks(page, 0)) for page in range(cache.host.arena.num_pages))
+    begin, end = most // 2, most
+    for digest in chain[:begin]:
+        driver.note_file(0, digest)
+    first = cache.import_blocks(chain, cache.find(chain, begin * BLOCK + 1, with_disk=True))
+    assert first is not None
+    cache.commit_import(first)
+    cache.end_import(first)
+    for digest in chain[begin : end + 1]:
+        driver.note_file(0, digest)
+    longer = cache.find(chain, (end + 1) * BLOCK + 1, with_disk=True)
+    assert cache.import_blocks(chain, longer) is None  # one block too many: it would have to evict what it needs
+    assert all(digest in cache.host.blocks[0] for digest in chain[:begin])
+    fits = cache.find(chain, end * BLOCK + 1, with_disk=True)
+    second = cache.import_blocks(chain, fits)
+    assert second is not None
+    assert len(second.blocks) == end - begin
+    assert all(digest in cache.host.blocks[0] for digest in chain[:begin])
+    cache.end_import(second)
+    driver.finish()
