@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from transom_worker.kvcache.eviction import EvictionPolicy, ReturnTimePolicy
+from transom_worker.kvcache.eviction import EvictionPolicy
 from transom_worker.kvcache.tree import Node
 
 PROTECTED_SHARE = 0.8
@@ -206,8 +206,8 @@ class GreedyDualPolicy(LruPolicy):
         return node.policy_state.last_rank
 
 
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
-    "default": ReturnTimePolicy,
+POLICIES: dict[str, Callable[[], EvictionPolicy | None]] = {
+    "default": lambda: None,  # the cache's own policy
     "lru": LruPolicy,
     "slru": SegmentedLruPolicy,
     "s3fifo": S3FifoPolicy,

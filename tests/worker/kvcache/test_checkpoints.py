@@ -6,9 +6,9 @@ import pytest
 
 from tests.worker.kvcache.cache_model import BLOCK
 from tests.worker.kvcache.test_manager import ROOT, cache_of, run
+from transom_worker.kvcache.eviction import Watched
 from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.return_times import WatchedCheckpoint
 from transom_worker.kvcache.tree import Node
 
 TURN = 24  # tokens
@@ -50,8 +50,8 @@ def test_what_was_rendered_anew_is_evicted_first(mix: tuple[str, ...]) -> None:
     run(cache, other)
     stub, shared = owner(cache, first, len(first)), owner(cache, first, len(first) - 2 * BLOCK)
     assert shared is stub.parent
-    assert isinstance(shared.policy_state, WatchedCheckpoint)
-    assert shared.policy_state.watched_from > 0
+    assert isinstance(shared.policy_state, Watched)
+    assert shared.policy_state.own.watched_from > 0
     assert cache.eviction.evict_one()
     assert stub.parent is None
     for kept in (history, other):

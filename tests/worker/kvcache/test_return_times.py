@@ -5,13 +5,19 @@ from __future__ import annotations
 import gc
 import hashlib
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from tests.how_many import num_examples
-from transom_worker.kvcache.eviction import ReturnTimePolicy
+from transom_worker.kvcache import return_times
+from transom_worker.kvcache.eviction import GHOST_TOKENS, NEAR_TOKENS, ReturnTimePolicy
 from transom_worker.kvcache.ghosts import MAX_GHOSTS, PLACES, Ghost, Ghosts
 from transom_worker.kvcache.retention_set import RetentionSet
 from transom_worker.kvcache.return_times import (
     BUCKET_EDGES,
     LAST_BUCKET,
+    REFRESH_EVERY,
     CheckpointClass,
     ReturnTimes,
     WatchedCheckpoint,
@@ -91,7 +97,7 @@ def test_all_that_the_policy_remembers_is_bounded_by_16_mib() -> None:
 
 def test_requests_without_end_leave_no_objects_behind() -> None:
     """Neither for nodes that were placed, returned to and evicted, nor for requests that missed."""
-    policy, kinds = ReturnTimePolicy(), list(CheckpointKind)
+    policy, kinds = ReturnTimePolicy(16), list(CheckpointKind)
     gc.collect()
     before, num_bytes = len(gc.get_objects()), 0
     for number in range(NUM_REQUESTS):
@@ -152,27 +158,60 @@ def test_half_a_segment_counts_as_half_a_return() -> None:
     assert worths[0] > worths[1] > worths[2]
 
 
-def test_a_large_class_without_observations_learns_from_large_classes() -> None:
+def test_a_class_without_observations_learns_from_similar_classes() -> None:
     times = ReturnTimes()
     for _ in range(200):
-        small, large = (times.watch(CheckpointClass("prompt", False, 0, is_large)) for is_large in (False, True))
+        new, old = (times.watch(CheckpointClass("prompt", False, num_returns)) for num_returns in (0, 1))
         times.tick()
-        times.returned(large.number)
-        times.forget(small.number)
+        times.returned(old.number)
+        times.forget(new.number)
     for _ in range(100):
         times.tick()
-    unseen = [times.watch(CheckpointClass("system", False, 0, is_large)) for is_large in (False, True)]
-    small_worth, large_worth = map(times.worth, unseen)
-    assert small_worth < large_worth
+    unseen = [times.watch(CheckpointClass("system", False, num_returns)) for num_returns in (0, 2)]
+    new_worth, old_worth = map(times.worth, unseen)
+    assert new_worth < old_worth
+
+
+def test_checkpoints_that_are_still_in_a_bucket_count_in_its_hazard() -> None:
+    """Of 100 checkpoints that have just come into a bucket one is returned to: that is one of a hundred, not one of one."""
+    times = ReturnTimes()
+    watches = [times.watch(PROMPT) for _ in range(100)]
+    for _ in range(BUCKET_EDGES[10]):
+        times.tick()
+    before = times.worth(watches[0])
+    times.returned(watches[0].number)
+    for _ in range(REFRESH_EVERY):
+        times.tick()
+    assert times.worth(times.watch(PROMPT)) < 1.5 * before
+
+
+def test_watches_that_were_dropped_are_in_no_bucket() -> None:
+    times = ReturnTimes(WatchRing(capacity=8))
+    for _ in range(40):
+        times.tick()
+        times.watch(PROMPT)
+    assert sum(sum(table.inside) for table in times._tables) == 8
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=LAST_BUCKET + 1, max_size=LAST_BUCKET + 1))
+def test_the_worth_is_the_best_ratio_over_all_stopping_ages(hazards: list[float]) -> None:
+    for start, worth in enumerate(return_times._worths(hazards)):
+        still_waiting, expected_wait, expected_returns, best = 1.0, 0.0, 0.0, 0.0
+        for bucket in range(start, LAST_BUCKET + 1):
+            width = BUCKET_EDGES[bucket + 1] - BUCKET_EDGES[bucket]
+            expected_wait += still_waiting * width * (1 - hazards[bucket] / 2)
+            expected_returns += still_waiting * hazards[bucket]
+            still_waiting *= 1 - hazards[bucket]
+            best = max(best, expected_returns / expected_wait)
+        assert worth == pytest.approx(best)
 
 
 def test_missed_part_of_a_segment_counts_as_when_it_was_cached() -> None:
     """A request that shares a quarter of a long segment is a quarter of a return, whether the node is cached or evicted."""
     tables = []
     for evicted in (False, True):
-        policy = ReturnTimePolicy()
-        node = Node(400, digest(399), None, CheckpointKind.PROMPT, RetentionSet())
-        node.segment = [bytes([1]) + digest(at)[1:] for at in range(400)]  # every digest becomes a ghost
+        policy = ReturnTimePolicy(GHOST_TOKENS)  # every hash block becomes a ghost
+        node = evictable(400)
         policy.created(node)
         policy.admitted()
         if evicted:
@@ -185,3 +224,72 @@ def test_missed_part_of_a_segment_counts_as_when_it_was_cached() -> None:
         tables.append([table.returned for table in policy._times._tables])
     assert tables[0] == tables[1]
     assert sum(map(sum, tables[0])) == 0.25
+
+
+def evictable(boundary: int, *, parent: Node | None = None, kind: CheckpointKind = CheckpointKind.PROMPT) -> Node:
+    """A node at a boundary; hash block `at` of every chain has `digest(at)`."""
+    node = Node(boundary, digest(boundary - 1), parent, kind, RetentionSet())
+    node.segment = [digest(at) for at in range(parent.boundary if parent else 0, boundary)]
+    return node
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize(("num_tokens_before", "share"), [(NEAR_TOKENS, 1.0), (NEAR_TOKENS + 1_024, 0.875)])
+def test_what_is_near_is_counted_in_tokens(block_size: int, num_tokens_before: int, share: float) -> None:
+    policy, num_tokens = ReturnTimePolicy(block_size), 16_384
+    node = evictable(num_tokens // block_size)
+    policy.created(node)
+    policy.removed(node)
+    end = (num_tokens - num_tokens_before) // block_size
+    ghost = policy.missed([*node.segment[:end], digest(10_000)], 0, end + 1)
+    assert ghost is not None
+    assert ghost.num_blocks_before * block_size == num_tokens_before
+    assert sum(policy._times._tables[0].returned) == share
+
+
+@pytest.mark.parametrize("shared", [5, 16, 100, 335, 336, 399, 400])
+def test_every_part_of_an_evicted_segment_is_known_to_within_256_tokens(shared: int) -> None:
+    policy = ReturnTimePolicy(16)
+    above = evictable(3)
+    node = evictable(400, parent=above)
+    policy.created(node)
+    policy.removed(node)
+    ghost = policy.missed([*map(digest, range(shared)), *map(digest, range(10_000, 10_000 + shared))], 3, 2 * shared)
+    if shared < 16:
+        assert ghost is None
+    else:
+        assert ghost is not None
+        assert ghost.parts_at == (shared if shared > 400 - 64 else shared // 16 * 16)
+
+
+def test_a_long_prompt_that_misses_asks_for_few_of_its_hash_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, asked = ReturnTimePolicy(16), []
+    node = evictable(16)
+    policy.created(node)
+    policy.removed(node)
+    find = Ghosts._find
+    monkeypatch.setattr(Ghosts, "_find", lambda self, key, begin: asked.append(key) or find(self, key, begin))
+    assert policy.missed([digest(at) for at in range(10_000, 18_192)], 0, 8_192) is None
+    assert len(asked) <= 8_192 // 16 + 16
+
+
+def test_a_node_is_worth_no_less_than_what_was_evicted_below_it() -> None:
+    """Prompts are returned to, forks never; with the prompt evicted, who returns to it continues from the fork above."""
+    policy = ReturnTimePolicy(16)
+    for _ in range(300):
+        fork, prompt = evictable(10, kind=CheckpointKind.FORK), evictable(20)
+        policy.created(fork)
+        policy.created(prompt)
+        policy.admitted()
+        policy.returned(prompt)
+        policy._forget(prompt)
+    above = evictable(10, kind=CheckpointKind.FORK)
+    below = evictable(20, parent=above)
+    policy.created(above)
+    policy.created(below)
+    alone, worth = policy.rank(above, 100, 1), policy.rank(below, 100, 1)
+    assert alone < worth / 2
+    policy.removed(below)
+    assert policy.rank(above, 100, 1) == worth
+    policy.returned(above)
+    assert policy.rank(above, 100, 1) < worth / 2

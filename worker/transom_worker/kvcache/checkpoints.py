@@ -10,7 +10,7 @@ Terms:
     checkpoint      a node that also pins its windows, so that a request can continue there at once
     pin             exclude a cached block from eviction
     lock            a running sequence locks the node that it started from or passed last; a locked node keeps its segment
-    return          a request that continues a chain within `NEAR_BLOCKS` hash blocks before a checkpoint's boundary
+    return          a request that continues a chain within `eviction.NEAR_TOKENS` before a checkpoint's boundary
     tail            the hash blocks before a prompt's end whose windows are kept too
 
 Example of a return with a tail. A checkpoint stands at the end of a prompt of 100 hash blocks. The client's next request
@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from transom_worker.kvcache.checkpoint_counts import CheckpointCounts
-from transom_worker.kvcache.eviction import NEAR_BLOCKS, EvictionPolicy, GhostHit
+from transom_worker.kvcache.eviction import EvictionPolicy, GhostHit, near_blocks
 from transom_worker.kvcache.eviction_costs import EvictionCosts
 from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.kvcache.node_eviction import NodeEviction
@@ -73,6 +73,7 @@ class Checkpoints:
         unpin: PinBlocks,
     ) -> None:
         self._block_size = block_size
+        self._near_blocks = near_blocks(block_size)
         self._present = present
         self._policy = policy
         self.counts = CheckpointCounts()
@@ -151,7 +152,7 @@ class Checkpoints:
             return Continuation()
         owner = self.tree.owner[chain[reach - 1]]
         node, offset = self._returned_to(owner, reach)
-        if offset > NEAR_BLOCKS:
+        if offset > self._near_blocks:
             begin = owner.boundary - len(owner.segment)  # of the segment that `lock` may just have split
             self._policy.returned_inside(node, (reach - begin) / (node.boundary - begin))
             return Continuation()
@@ -255,7 +256,7 @@ class Checkpoints:
             num_returns = ghost.num_returns
         else:
             num_returns = self._count_return(ghost.kind, ghost.num_returns, ghost.num_blocks_before)
-        is_far = ghost.num_blocks_before > NEAR_BLOCKS
+        is_far = ghost.num_blocks_before > self._near_blocks
         return Continuation(num_returns, ghost.parts_at if is_far else None)
 
     def _nearly_returned_to(self, chain: Sequence[bytes], reach: int) -> Node | None:
@@ -264,7 +265,7 @@ class Checkpoints:
         The request shares `reach` hash blocks with the tree. None: it returns to a node's end, or to no such checkpoint.
         """
         node, offset = self._returned_to(self.tree.owner[chain[reach - 1]], reach)
-        return node if 0 < offset <= NEAR_BLOCKS and node.kind in CONVERSATION_KINDS else None
+        return node if 0 < offset <= self._near_blocks and node.kind in CONVERSATION_KINDS else None
 
     def _continue_before_end(self, node: Node, chain: Sequence[bytes], reach: int) -> Continuation:
         """Learn that a request returns to a checkpoint but parts from it a little before its end, and return what it continues.
@@ -284,7 +285,7 @@ class Checkpoints:
         `kind` and `num_returns` are those of the checkpoint, `offset` the hash blocks between where the request parts and the
         checkpoint.
         """
-        if kind not in CONVERSATION_KINDS or offset > NEAR_BLOCKS:
+        if kind not in CONVERSATION_KINDS or offset > self._near_blocks:
             return 0
         self._return_offsets.append(offset if kind is CheckpointKind.PROMPT else 0)
         return num_returns + 1

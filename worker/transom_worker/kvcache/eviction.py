@@ -33,12 +33,14 @@ from transom_worker.kvcache.return_times import CheckpointClass, ReturnTimes, Wa
 from transom_worker.kvcache.tree import CheckpointKind, Node
 
 SAMPLE_SIZE = 64  # nodes compared to find one to evict
-GHOST_BLOCKS = 64  # the last hash blocks of a segment, which all become ghosts; of the others 1 in 16 does
-NEAR_BLOCKS = 64  # a request whose chain parts at most so many hash blocks before a checkpoint has returned to it
+NEAR_TOKENS = 1_024  # a request whose chain parts at most so many tokens before a checkpoint has returned to it
+GHOST_TOKENS = 256  # of an evicted segment every hash block at such a distance from the chain's begin becomes a ghost
 MAX_RETURNS = 3  # classes do not tell higher numbers of returns apart
-LARGE_BLOCKS = (
-    1_024  # hash blocks of a segment from which it is large: 16,384 tokens; more classes of sizes learn too slowly
-)
+
+
+def near_blocks(block_size: int) -> int:
+    """Return `NEAR_TOKENS` in hash blocks of `block_size` tokens; at least one."""
+    return max(1, NEAR_TOKENS // block_size)
 
 
 class GhostHit(NamedTuple):
@@ -106,9 +108,11 @@ class ReturnTimePolicy:
     many prompts begin with would look as if nothing ever returned to it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
         self._times = ReturnTimes()
         self._ghosts = Ghosts()
+        self._near_blocks = near_blocks(block_size)
+        self._ghost_stride = max(1, GHOST_TOKENS // block_size)
 
     @property
     def num_bytes(self) -> int:
@@ -121,79 +125,115 @@ class ReturnTimePolicy:
 
     def created(self, node: Node) -> None:
         """Watch the node for its first return."""
-        node.policy_state = self._times.watch(_class(node, built_upon=False))
+        self._watch(node, built_upon=False)
 
     def built_upon(self, node: Node) -> None:
         """Watch the node from now on as one of the class of nodes that were built upon."""
         self._forget(node)
-        node.policy_state = self._times.watch(_class(node, built_upon=True))
+        self._watch(node, built_upon=True)
 
     def returned(self, node: Node) -> None:
         """Count the return, and watch the node for the next one; a node that was only made to split a segment from now on."""
-        watched = node.policy_state
-        if watched is None:
+        state = node.policy_state
+        if state is None:
             self.created(node)
-        elif isinstance(watched, WatchedCheckpoint):
-            self._times.returned(watched.number)
-            built_upon = self._times.class_of(watched.class_id).was_built_upon
-            node.policy_state = self._times.watch(_class(node, built_upon=built_upon))
+        elif isinstance(state, Watched):
+            self._times.returned(state.own.number)
+            self._watch(node, built_upon=self._times.class_of(state.own.class_id).was_built_upon)
 
     def continued(self, node: Node, upper: Node) -> None:
         """Count the return, and watch `upper` from now on. What is left of the node is not watched, so it is evicted first."""
-        if isinstance(node.policy_state, WatchedCheckpoint):
-            self._times.returned(node.policy_state.number)
+        if isinstance(node.policy_state, Watched):
+            self._times.returned(node.policy_state.own.number)
         node.policy_state = None
-        self._forget(upper)
-        upper.policy_state = self._times.watch(_class(upper, built_upon=True))
+        self.built_upon(upper)
 
     def returned_inside(self, node: Node, share: float) -> None:
         """Count the share of a return. What the request does not share keeps its age, and is not watched any more."""
-        if isinstance(node.policy_state, WatchedCheckpoint):
-            self._times.returned(node.policy_state.number, share)
+        if isinstance(node.policy_state, Watched):
+            self._times.returned(node.policy_state.own.number, share)
 
     def missed(self, chain: Sequence[bytes], begin: int, end: int) -> GhostHit | None:
         """Count a return to the evicted node that shares most of the chain, and describe it; None if no ghost shares any of it."""
-        ghosts = self._ghosts
-        for at in range(end - 1, begin - 1, -1):
-            ghost = ghosts.pop(chain[at])
-            if ghost is not None:
-                num_blocks_before = ghost.boundary - (at + 1)
-                is_near = num_blocks_before <= NEAR_BLOCKS
-                share = 1.0 if is_near else max(0.0, 1.0 - num_blocks_before / ghost.num_segment_blocks)
-                self._times.returned(ghost.watch, share)
-                evicted = self._times.class_of(ghost.class_id)
-                return GhostHit(CheckpointKind(evicted.kind), evicted.num_returns, num_blocks_before, at + 1)
-        return None
+        found = self._pop_last_ghost(chain, begin, end)
+        if found is None:
+            return None
+        ghost, parts_at = found
+        num_blocks_before = ghost.boundary - parts_at
+        is_near = num_blocks_before <= self._near_blocks
+        share = 1.0 if is_near else max(0.0, 1.0 - num_blocks_before / ghost.num_segment_blocks)
+        self._times.returned(ghost.watch, share)
+        evicted = self._times.class_of(ghost.class_id)
+        return GhostHit(CheckpointKind(evicted.kind), evicted.num_returns, num_blocks_before, parts_at)
 
     def windows_evicted(self, node: Node) -> None:
         """Remember the node as a ghost, under the digest of its last hash block."""
-        if isinstance(node.policy_state, WatchedCheckpoint):
-            watched = node.policy_state
-            self._ghosts.remember(node.digest, _ghost(watched, node))
+        if isinstance(node.policy_state, Watched):
+            self._ghosts.remember(node.digest, _ghost(node.policy_state, node))
 
     def removed(self, node: Node) -> None:
-        """Remember the node as a ghost, under the digests of the segment's last hash blocks and of a sample of the others."""
-        watched = node.policy_state
-        if not isinstance(watched, WatchedCheckpoint):
+        """Remember the node as a ghost, under the digests of the segment's last hash blocks and of some of the others."""
+        state = node.policy_state
+        if not isinstance(state, Watched):
             return
-        ghost = _ghost(watched, node)
-        first_of_last = len(node.segment) - GHOST_BLOCKS
-        for at, digest in enumerate(node.segment):
-            if at >= first_of_last or digest[0] < 16:  # the first byte of a digest is uniform: 16 of 256 values
-                self._ghosts.remember(digest, ghost)
+        ghost = _ghost(state, node)
+        near, stride = node.segment[-self._near_blocks :], self._ghost_stride
+        first = (
+            -(node.boundary - len(node.segment) + 1) % stride
+        )  # its boundary in the chain is a multiple of the stride
+        for digest in (*node.segment[first : -len(near) : stride], *near):
+            self._ghosts.remember(digest, ghost)
+        if node.parent is not None and isinstance(node.parent.policy_state, Watched):
+            above = node.parent.policy_state
+            evicted = [watched for watched in (state.own, state.below, above.below) if watched is not None]
+            node.parent.policy_state = above._replace(below=max(evicted, key=self._times.worth))
 
     def rank(self, node: Node, lost_tokens: int, freed_bytes: int) -> float:
         """Return the worth times the lost tokens over the freed bytes; 0 for a node that is not watched.
 
         A node that was only made to split a segment is not watched, nor is the end of one before which its conversation went on.
         """
-        if not isinstance(node.policy_state, WatchedCheckpoint):
+        state = node.policy_state
+        if not isinstance(state, Watched):
             return 0.0
-        return self._times.worth(node.policy_state) * lost_tokens / max(1, freed_bytes)
+        worth = self._times.worth(state.own)
+        if state.below is not None:
+            worth = max(worth, self._times.worth(state.below))
+        return worth * lost_tokens / max(1, freed_bytes)
+
+    def _pop_last_ghost(self, chain: Sequence[bytes], begin: int, end: int) -> tuple[Ghost, int] | None:
+        """Return the ghost of the last of the hash blocks `[begin, end)` that has one, with its boundary, and forget it.
+
+        Where a long segment was evicted, hash blocks at multiples of the stride have ghosts, so only these are looked at first.
+        """
+        ghosts, stride = self._ghosts, self._ghost_stride
+        sampled = end - end % stride
+        while sampled > begin and chain[sampled - 1] not in ghosts:
+            sampled -= stride
+        for boundary in range(min(end, sampled + stride - 1), max(begin, sampled - 1), -1):
+            ghost = ghosts.pop(chain[boundary - 1])
+            if ghost is not None:
+                return ghost, boundary
+        return None
+
+    def _watch(self, node: Node, *, built_upon: bool) -> None:
+        """Begin to watch a node. What was evicted below it counts no more: the node has just been used."""
+        its_class = CheckpointClass(node.kind.value, built_upon, min(node.num_returns, MAX_RETURNS))
+        node.policy_state = Watched(self._times.watch(its_class))
 
     def _forget(self, node: Node) -> None:
-        if isinstance(node.policy_state, WatchedCheckpoint):
-            self._times.forget(node.policy_state.number)
+        if isinstance(node.policy_state, Watched):
+            self._times.forget(node.policy_state.own.number)
+
+
+class Watched(NamedTuple):
+    """What the policy remembers of a node: its watch, and the watch of the evicted node below it that is worth most, if any.
+
+    A client that returns to the latter continues from this node, so this node is worth no less.
+    """
+
+    own: WatchedCheckpoint
+    below: WatchedCheckpoint | None = None
 
 
 class Candidates:
@@ -238,10 +278,5 @@ class Candidates:
         return [nodes[self._random.randrange(len(nodes))] for _ in range(SAMPLE_SIZE)]
 
 
-def _class(node: Node, *, built_upon: bool) -> CheckpointClass:
-    is_large = len(node.segment) >= LARGE_BLOCKS
-    return CheckpointClass(node.kind.value, built_upon, min(node.num_returns, MAX_RETURNS), is_large)
-
-
-def _ghost(watched: WatchedCheckpoint, node: Node) -> Ghost:
-    return Ghost(watched.number, watched.class_id, node.boundary, len(node.segment))
+def _ghost(watched: Watched, node: Node) -> Ghost:
+    return Ghost(watched.own.number, watched.own.class_id, node.boundary, len(node.segment))

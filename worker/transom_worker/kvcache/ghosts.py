@@ -50,6 +50,9 @@ class Ghosts:
     def __len__(self) -> int:
         return self._num_ghosts
 
+    def __contains__(self, digest: bytes) -> bool:
+        return bool(self._num_ghosts) and self._find(digest, self._set_of(digest)) is not None
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the arrays."""

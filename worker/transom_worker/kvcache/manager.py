@@ -108,7 +108,7 @@ class KvCache:
         self.checkpoints = Checkpoints(
             layout,
             self.retentions,
-            policy or ReturnTimePolicy(),
+            policy or ReturnTimePolicy(block_size),
             block_size=block_size,
             repair=window_repair,
             present=self.registry.has,

@@ -5,8 +5,7 @@ Terms:
     checkpoint  a cached prefix, such as a prompt with its answer, from whose end a later request can continue
     return      a later request that continues from the checkpoint
     built upon  a checkpoint from which another, longer one has been placed, such as a turn that the next turn continued
-    class       checkpoints of the same kind, large or not, built upon or not, with the same number of returns so far: they share
-                statistics
+    class       checkpoints of the same kind, built upon or not, with the same number of returns so far: they share statistics
     age         admitted requests since the checkpoint was placed or last returned to; the unit of time here
     bucket      a range of ages; their ends grow by 2/5: [0, 1), [1, 2), [2, 3), [3, 4), [4, 5), [5, 7), [7, 9), [9, 12), ...
     survive     reach the end of a bucket without a return in it
@@ -36,6 +35,8 @@ watches are held, in compact arrays (`watch_ring`); older checkpoints do not cou
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
+from operator import add
 from typing import NamedTuple
 
 from transom_worker.kvcache.watch_ring import WatchRing
@@ -47,7 +48,6 @@ class CheckpointClass(NamedTuple):
     kind: str  # `tree.CheckpointKind`, such as "prompt"
     was_built_upon: bool
     num_returns: int  # so far; `eviction.MAX_RETURNS` stands for more as well
-    is_large: bool = False  # the segment has `eviction.LARGE_BLOCKS` or more
 
 
 def _bucket_edges() -> list[int]:
@@ -60,10 +60,7 @@ def _bucket_edges() -> list[int]:
 BUCKET_EDGES = _bucket_edges()  # bucket b has the ages [BUCKET_EDGES[b], BUCKET_EDGES[b + 1])
 LAST_BUCKET = len(BUCKET_EDGES) - 2
 PRIOR_HAZARD = 0.05  # of a bucket without observations
-PRIOR_WEIGHT = 2.0  # observations that the prior counts as
-MERGED_WEIGHT = (
-    16.0  # observations that the hazard of similar classes together counts as, beside those of the class itself
-)
+LESS_SIMILAR_WEIGHT = 8.0  # checkpoints that the hazard of less similar classes, or the prior, counts as
 DECAY_EVERY = 1024  # requests, after which all counts are multiplied by `DECAY`
 DECAY = 0.5
 REFRESH_EVERY = 16  # requests, after which worths are computed anew
@@ -77,17 +74,35 @@ class WatchedCheckpoint(NamedTuple):
     watched_from: int  # `ReturnTimes.now` when its age was 0
 
 
-class _LifeTable:
-    """Two counts by bucket: checkpoints that were returned to at such an age, and checkpoints that survived the bucket.
+_Similarity = tuple[str | bool | int, ...]  # what classes have in common whose observations count together
 
-    Counts are fractions after a decay.
+
+class _Evidence(NamedTuple):
+    """What the classes of one similarity have shown, by bucket, smoothed."""
+
+    returned: list[float]
+    exposed: list[float]  # checkpoints that could have been returned to in the bucket
+
+
+class _LifeTable:
+    """Three counts by bucket: checkpoints that were returned to at such an age, that survived the bucket, and that are in it now.
+
+    The first two are fractions after a decay.
     """
 
-    __slots__ = ("returned", "survived")
+    __slots__ = ("inside", "returned", "survived")
 
     def __init__(self) -> None:
         self.returned = [0.0] * (LAST_BUCKET + 1)
         self.survived = [0.0] * (LAST_BUCKET + 1)
+        self.inside = [0] * (LAST_BUCKET + 1)
+
+    def exposed(self) -> list[float]:
+        """Return by bucket how many checkpoints a return was possible for; one that is in the bucket now counts half."""
+        return [
+            returned + survived + inside / 2
+            for returned, survived, inside in zip(self.returned, self.survived, self.inside, strict=True)
+        ]
 
     def decay(self) -> None:
         """Let old observations count less."""
@@ -104,10 +119,11 @@ class ReturnTimes:
         self._classes: list[CheckpointClass] = []  # by class id
         self._class_ids: dict[CheckpointClass, int] = {}
         self._tables: list[_LifeTable] = []  # by class id
-        self._merged_tables = [_LifeTable() for _ in range(8)]  # of similar classes together, by `_similar`
         # By bucket: the number of the first watch that has not left it yet. Ages are in order of the numbers.
         self._first_in_bucket = [0] * LAST_BUCKET
+        # Until the next refresh:
         self._worths: dict[int, list[float]] = {}  # by class id, then by bucket
+        self._evidence: dict[_Similarity, _Evidence] = {}
 
     @property
     def num_watched(self) -> int:
@@ -126,8 +142,9 @@ class ReturnTimes:
             self._first_in_bucket[bucket] = number
         if self.now % REFRESH_EVERY == 0:
             self._worths.clear()
+            self._evidence.clear()
         if self.now % DECAY_EVERY == 0:
-            for table in (*self._tables, *self._merged_tables):
+            for table in self._tables:
                 table.decay()
 
     def watch(self, checkpoint_class: CheckpointClass) -> WatchedCheckpoint:
@@ -137,6 +154,9 @@ class ReturnTimes:
             class_id = self._class_ids[checkpoint_class] = len(self._classes)
             self._classes.append(checkpoint_class)
             self._tables.append(_LifeTable())
+        if self.watches.is_full:
+            self.forget(self.watches.first)
+        self._tables[class_id].inside[0] += 1
         return WatchedCheckpoint(self.watches.begin(class_id, self.now), class_id, self.now)
 
     def class_of(self, class_id: int) -> CheckpointClass:
@@ -153,19 +173,20 @@ class ReturnTimes:
         if class_id is None:
             return
         bucket = self._bucket(watches.began_at(number))
-        self._tables[class_id].returned[bucket] += share
-        self._merged_tables[_similar(self._classes[class_id])].returned[bucket] += share
+        table = self._tables[class_id]
+        table.returned[bucket] += share
+        table.inside[bucket] -= 1
         watches.stop(number)
 
     def forget(self, number: int) -> None:
-        """End watching a checkpoint that has changed its class, and count nothing."""
-        self.watches.stop(number)
+        """End watching a checkpoint, and count nothing: it has changed its class, or nothing more is to be learned from it."""
+        self.returned(number, 0.0)
 
     def worth(self, watched: WatchedCheckpoint) -> float:
         """Return the expected returns per admitted request while the checkpoint is kept, for the best time to stop keeping it."""
         by_bucket = self._worths.get(watched.class_id)
         if by_bucket is None:
-            by_bucket = self._worths[watched.class_id] = self._compute_worths(watched.class_id)
+            by_bucket = self._worths[watched.class_id] = _worths(self._hazards(watched.class_id))
         return by_bucket[self._bucket(watched.watched_from)]
 
     def _bucket(self, watched_from: int) -> int:
@@ -175,48 +196,67 @@ class ReturnTimes:
     def _survive(self, class_id: int | None, bucket: int) -> None:
         """Count a checkpoint of this class that has survived a bucket; None: it is not watched any more."""
         if class_id is not None:
-            self._tables[class_id].survived[bucket] += 1
-            self._merged_tables[_similar(self._classes[class_id])].survived[bucket] += 1
+            table = self._tables[class_id]
+            table.survived[bucket] += 1
+            table.inside[bucket] -= 1
+            table.inside[bucket + 1] += 1
 
     def _hazards(self, class_id: int) -> list[float]:
-        """Return the hazard of each bucket: a weighted mean of the class's observations, those of similar classes and the prior.
+        """Return the hazard of each bucket, from what more and more similar classes have shown.
 
-        Example: 8 returns among 16 observations of the class, and a hazard of 0.1 in similar classes together: (8 + 16 * 0.1) /
-        (16 + 16) = 0.3.
+        Example: 8 returns among 16 checkpoints of the class, and a hazard of 0.1 in similar classes together: (8 + 16 * 0.1) /
+        (16 + 16) = 0.3, if the latter count as 16 checkpoints.
         """
-        own, merged = self._tables[class_id], self._merged_tables[_similar(self._classes[class_id])]
-        hazards = []
-        for returned, survived, all_returned, all_survived in zip(
-            *map(_smooth, (own.returned, own.survived, merged.returned, merged.survived)), strict=True
-        ):
-            merged_hazard = (all_returned + PRIOR_WEIGHT * PRIOR_HAZARD) / (all_returned + all_survived + PRIOR_WEIGHT)
-            hazards.append((returned + MERGED_WEIGHT * merged_hazard) / (returned + survived + MERGED_WEIGHT))
+        hazards = [PRIOR_HAZARD] * (LAST_BUCKET + 1)
+        for similarity in _similarities(self._classes[class_id]):
+            evidence = self._evidence.get(similarity)
+            if evidence is None:
+                evidence = self._evidence[similarity] = self._collect(similarity)
+            hazards = [
+                (returned + LESS_SIMILAR_WEIGHT * hazard) / (exposed + LESS_SIMILAR_WEIGHT)
+                for returned, exposed, hazard in zip(*evidence, hazards, strict=True)
+            ]
         return hazards
 
-    def _compute_worths(self, class_id: int) -> list[float]:
-        """Return the worth at the start of each bucket. Quadratic in the number of buckets."""
-        hazards = self._hazards(class_id)
-        worths = []
-        for start in range(LAST_BUCKET + 1):
-            # Move the stopping age on bucket by bucket. A return counts as one in the middle of its bucket.
-            still_waiting, expected_wait, expected_returns, best = 1.0, 0.0, 0.0, 0.0
-            for bucket in range(start, LAST_BUCKET + 1):
-                width = BUCKET_EDGES[bucket + 1] - BUCKET_EDGES[bucket]
-                hazard = hazards[bucket]
-                expected_wait += still_waiting * width * (1 - hazard / 2)
-                expected_returns += still_waiting * hazard
-                still_waiting *= 1 - hazard
-                best = max(best, expected_returns / expected_wait)
-            worths.append(best)
-        return worths
+    def _collect(self, similarity: _Similarity) -> _Evidence:
+        """Add up the tables of all classes with this similarity."""
+        returned, exposed = [0.0] * (LAST_BUCKET + 1), [0.0] * (LAST_BUCKET + 1)
+        for one, table in zip(self._classes, self._tables, strict=True):
+            if similarity in _similarities(one):
+                returned = list(map(add, returned, table.returned))
+                exposed = list(map(add, exposed, table.exposed()))
+        return _Evidence(_smooth(returned), _smooth(exposed))
 
 
-def _similar(of: CheckpointClass) -> int:
-    """Return the number of a class's merged table.
+def _worths(hazards: Sequence[float]) -> list[float]:
+    """Return the worth at the start of each bucket, from the hazard in each. A return counts as one in the middle of its bucket.
 
-    Classes are similar if both or neither were built upon, were returned to before, and are large.
+    From the last bucket to the first: waiting through a bucket is followed by waiting on for as long as that pays more than the
+    bucket itself. What is waited through in one piece is a stretch: its expected wait and returns, and the chance of neither
+    having returned at its end, all from its beginning on.
     """
-    return of.was_built_upon + 2 * (of.num_returns > 0) + 4 * of.is_large
+    worths: list[float] = []
+    stretches: list[
+        tuple[float, float, float]
+    ] = []  # the nearest last, each worth less than the one behind it in the list
+    for bucket in reversed(range(LAST_BUCKET + 1)):
+        hazard, width = hazards[bucket], BUCKET_EDGES[bucket + 1] - BUCKET_EDGES[bucket]
+        wait, returns, remains = width * (1 - hazard / 2), hazard, 1 - hazard
+        while stretches and stretches[-1][1] * wait >= returns * stretches[-1][0]:
+            next_wait, next_returns, next_remains = stretches.pop()
+            wait, returns, remains = (
+                wait + remains * next_wait,
+                returns + remains * next_returns,
+                remains * next_remains,
+            )
+        stretches.append((wait, returns, remains))
+        worths.append(returns / wait)
+    return worths[::-1]
+
+
+def _similarities(of: CheckpointClass) -> tuple[_Similarity, ...]:
+    """Return what a class has in common with more and more similar ones, and at last all that makes it."""
+    return (of.was_built_upon, of.num_returns > 0), of
 
 
 def _smooth(counts: list[float]) -> list[float]:

@@ -34,6 +34,11 @@ class WatchRing:
         """Bytes of the arrays."""
         return len(self._began) * (self._began.itemsize + self._class.itemsize)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the next watch takes the place of the oldest."""
+        return self.end - self.first == self._capacity
+
     def begin(self, class_id: int, now: int) -> int:
         """Begin a watch and return its number; the oldest one is dropped where the ring is full."""
         number = self.end
