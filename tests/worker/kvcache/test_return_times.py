@@ -185,6 +185,18 @@ def test_checkpoints_that_are_still_in_a_bucket_count_in_its_hazard() -> None:
     assert times.worth(times.watch(PROMPT)) < 1.5 * before
 
 
+def test_the_first_returns_count_at_once() -> None:
+    times = ReturnTimes()
+    times.tick()
+    worths = []
+    for _ in range(2):
+        watched = times.watch(PROMPT)
+        worths.append(times.worth(watched))
+        times.returned(watched.number)
+        times.tick()
+    assert worths[0] < worths[1]
+
+
 def test_watches_that_were_dropped_are_in_no_bucket() -> None:
     times = ReturnTimes(WatchRing(capacity=8))
     for _ in range(40):

@@ -63,7 +63,7 @@ PRIOR_HAZARD = 0.05  # of a bucket without observations
 LESS_SIMILAR_WEIGHT = 8.0  # checkpoints that the hazard of less similar classes, or the prior, counts as
 DECAY_EVERY = 1024  # requests, after which all counts are multiplied by `DECAY`
 DECAY = 0.5
-REFRESH_EVERY = 16  # requests, after which worths are computed anew
+REFRESH_EVERY = 16  # requests, after which worths are computed anew; fewer at first, when every return teaches much
 
 
 class WatchedCheckpoint(NamedTuple):
@@ -121,6 +121,7 @@ class ReturnTimes:
         self._tables: list[_LifeTable] = []  # by class id
         # By bucket: the number of the first watch that has not left it yet. Ages are in order of the numbers.
         self._first_in_bucket = [0] * LAST_BUCKET
+        self._refresh_at = 0
         # Until the next refresh:
         self._worths: dict[int, list[float]] = {}  # by class id, then by bucket
         self._evidence: dict[_Similarity, _Evidence] = {}
@@ -140,9 +141,10 @@ class ReturnTimes:
                 self._survive(watches.class_of_running(number), bucket)
                 number += 1
             self._first_in_bucket[bucket] = number
-        if self.now % REFRESH_EVERY == 0:
+        if self.now >= self._refresh_at:
             self._worths.clear()
             self._evidence.clear()
+            self._refresh_at = self.now + min(REFRESH_EVERY, 1 + self.now // (4 * REFRESH_EVERY))
         if self.now % DECAY_EVERY == 0:
             for table in self._tables:
                 table.decay()
