@@ -297,11 +297,9 @@ def check_tree(cache: KvCache) -> None:
         found = cache.index.groups[group]
         by_block = {found[digest]: count for digest, count in counts.items()}
         assert by_block == {block: count for block, count in enumerate(cache.pools[group].pins) if count}
-    locks = Counter(
-        id(blocks.base_node)
-        for blocks in cache.running.values()
-        if blocks.base_node is not None and blocks.base_node.parent is not None
-    )
+    locked = [blocks.base_node for blocks in cache.running.values()]
+    locked += [opened.locked for opened in (cache.imports.opened if cache.imports is not None else ())]
+    locks = Counter(id(node) for node in locked if node is not None and node.parent is not None)
     assert {id(node): node.locks for node in nodes if node.locks} == dict(locks)
     current = Counter(node.kind.value for node in nodes if node.windows is not None)
     assert +Counter(cache.stats().checkpoints.current) == current
