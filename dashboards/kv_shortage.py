@@ -9,6 +9,11 @@ from dashboards.queries import GROUP, WORKER, Query, each_of, rate, ratio, total
 
 COMPUTED = rate("transom_computed_tokens_total", WORKER)
 THROWN_AWAY = ratio(rate("transom_preempted_tokens_total", f'{WORKER},mode="recompute"'), COMPUTED)
+MOVED_BLOCKS = rate("transom_kv_host_moved_blocks_total", GROUP, "model", "worker", "group", "move")
+BLOCK_BYTES = ratio(
+    total("transom_kv_bytes", GROUP, "model", "worker", "group"),
+    total("transom_kv_blocks", GROUP, "model", "worker", "group"),
+)
 SHORTAGE = Section(
     title="Shortage and repairs",
     panels=[
@@ -65,21 +70,36 @@ SHORTAGE = Section(
                 act="Dropped and nothing loaded: the tier is too small for what returns; raise `--swap-space`.",
             ),
             [
-                Query(expr=rate("transom_kv_host_moved_blocks_total", WORKER, "move"), legend="{{move}}"),
-                Query(expr=rate("transom_kv_host_evicted_blocks_total", WORKER), legend="dropped"),
+                Query(expr=rate("transom_kv_host_moved_blocks_total", GROUP, "move"), legend="{{move}}"),
+                Query(expr=rate("transom_kv_host_evicted_blocks_total", GROUP), legend="dropped"),
             ],
             "ops",
         ),
         lines(
             About(
+                title="Host tier: bytes moved",
+                shows="Bytes a second that moved between device and host tier, padding between blocks not counted.",
+                act="Near what the link carries: requests wait for loads. Spilled and loaded alike for long: the runbook of "
+                "TransomHostTierThrashing.",
+            ),
+            [
+                Query(
+                    expr=f"sum by (move) ({MOVED_BLOCKS} * on (model, worker, group) group_left () ({BLOCK_BYTES}))",
+                    legend="{{move}}",
+                )
+            ],
+            "Bps",
+        ),
+        lines(
+            About(
                 title="Host tier: blocks and pages",
-                shows="Blocks in the host tier: cached (can be hit), other (of swapped requests and imports), empty, held by "
+                shows="Blocks of the host tier: cached (can be hit), other (of swapped requests and imports), empty, held by "
                 "imports until their requests are admitted; its leased pages.",
                 act="Other near cached: many requests are preempted; lower `--max-num-seqs` or add memory.",
             ),
             [
-                Query(expr=f"sum by (state) (transom_kv_host_blocks{{{WORKER}}})", legend="{{state}}"),
-                Query(expr=f"sum(transom_kv_host_import_blocks{{{WORKER}}})", legend="held by imports"),
+                Query(expr=f"sum by (group, state) (transom_kv_host_blocks{{{GROUP}}})", legend="{{group}} {{state}}"),
+                Query(expr=f"sum(transom_kv_host_import_blocks{{{GROUP}}})", legend="held by imports"),
                 Query(expr=f"sum(transom_kv_host_pages{{{WORKER},state='leased'}})", legend="leased pages"),
             ],
             "short",

@@ -10,15 +10,16 @@ from typing import Any
 
 UNLEASED, FREE, ACTIVE, EVICTABLE, PINNED, REPAIR, EVICTED = range(7)
 UNKNOWN = 0xFFFFFFFF
+HOST_COUNTS = {"empty": 1, "loose": 3, "held": 4, "loading": 10, "swapped": 11, "imported": 12, "exported": 13}
 TOTALS = ("hit_tokens", "repaired_tokens", "missed_tokens", "evicted_blocks", "preemptions", "repairs")
 BANDS = {"active": (ACTIVE, REPAIR), "held": (PINNED,), "loose": (EVICTABLE,), "empty": (FREE, EVICTED)}
 
 
-def encode(header: dict[str, Any], pages: list[int], blocks: list[int]) -> bytes:
+def encode(header: dict[str, Any], **arrays: list[int]) -> bytes:
     """One frame."""
-    text = json.dumps({**header, "arrays": [["pages", len(pages)], ["blocks", len(blocks)]]}).encode()
-    padding = bytes(-(4 + len(text)) % 4)
-    return struct.pack("<I", len(text)) + text + padding + struct.pack(f"<{len(pages) + len(blocks)}I", *pages, *blocks)
+    text = json.dumps({**header, "arrays": [[name, len(words)] for name, words in arrays.items()]}).encode()
+    words = [word for array in arrays.values() for word in array]
+    return struct.pack("<I", len(text)) + text + bytes(-(4 + len(text)) % 4) + struct.pack(f"<{len(words)}I", *words)
 
 
 @dataclass
@@ -34,6 +35,7 @@ class FakeWorker:
     history: list[list[Any]] = field(default_factory=list)
     running: int = 0
     waiting: int = 0
+    host_pages: int = 0
 
     def __post_init__(self) -> None:
         self.number = 0
@@ -41,6 +43,9 @@ class FakeWorker:
         self.records: dict[tuple[int, int], tuple[int, int, int, int, int]] = {}
         self.sequences: dict[int, dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
+        self.spilled: list[tuple[int, int]] = []  # in the next frame
+        self.host_states: dict[tuple[int, int], int] = {}
+        self._host_records: list[int] = []
         self._changed_pages: set[int] = set()
         self._changed: set[tuple[int, int]] = set()
         self._changed_sequences: set[int] = set()
@@ -83,6 +88,39 @@ class FakeWorker:
         self.records[group, block] = (state, references, logical, hash_prefix, age)
         self._changed.add((group, block))
 
+    def put_host(self, group: int, block: int, count: int, state: int) -> None:
+        """Set the state of a run of blocks of the host tier."""
+        self.host_states |= {(group, each): state for each in range(block, block + count)}
+        self._host_records += self._host_run(group, block, count, state)
+
+    def _host_run(self, group: int, block: int, count: int, state: int) -> list[int]:
+        return [block, group | state << 8 | (count - 1) << 16]
+
+    def _host_arrays(self, whole: bool) -> dict[str, list[int]]:
+        if not self.host_pages:
+            return {}
+        records, self._host_records = self._host_records, []
+        spilled, self.spilled = [word for pair in self.spilled for word in pair], []
+        if whole:
+            states = sorted(self.host_states.items())
+            records = [word for (group, block), state in states for word in self._host_run(group, block, 1, state)]
+        return {"spilled": spilled, "host_blocks": records}
+
+    def _host_header(self, whole: bool) -> dict[str, Any]:
+        counts = [
+            {
+                name: sum(state == wanted for (of, _), state in self.host_states.items() if of == group)
+                for name, wanted in HOST_COUNTS.items()
+            }
+            for group in range(len(self.strides))
+        ]
+        num_blocks = [self.page_bytes * self.host_pages // stride for stride in self.strides.values()]
+        return {
+            "free_pages": 0,
+            "counts": counts,
+            **({"num_pages": self.host_pages, "num_blocks": num_blocks} if whole else {}),
+        }
+
     def sequence(self, seq_id: int, request: str, runs: list[list[list[int]]], **values: Any) -> None:
         """Add or change a sequence."""
         plain = {"phase": "decode", "processed": 32, "num_tokens": 33, "num_prompt_tokens": 32, "num_cached_tokens": 0}
@@ -113,8 +151,9 @@ class FakeWorker:
         self._changed_pages, self._changed, self._changed_sequences = set(), set(), set()
         return encode(
             header,
-            [word for page in pages for word in (page, self.owners[page])],
-            [word for key in keys for word in self._record(*key)],
+            pages=[word for page in pages for word in (page, self.owners[page])],
+            blocks=[word for key in keys for word in self._record(*key)],
+            **self._host_arrays(whole),
         )
 
     def _record(self, group: int, block: int) -> tuple[int, ...]:
@@ -143,6 +182,8 @@ class FakeWorker:
             "totals": dict(self.totals),
             "events": self.events,
         }
+        if self.host_pages:
+            header["host"] = self._host_header(whole)
         if whole:
             header |= {"model": "demo", "page_bytes": self.page_bytes, "num_pages": self.num_pages}
             header |= {"groups": self._groups(), "history": self.history}

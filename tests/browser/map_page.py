@@ -86,7 +86,11 @@ class MapPage:
 
     def cell(self, group: int, block: int, worker: str = "w0") -> list[list[str]]:
         """A block's pixels, as #rrggbb."""
-        pixels: list[list[str]] = self.page.evaluate(PIXELS, self.rect(group, block, worker))
+        return self.pixels(self.rect(group, block, worker))
+
+    def pixels(self, rect: list[int]) -> list[list[str]]:
+        """The pixels of a rectangle of the canvas, as #rrggbb."""
+        pixels: list[list[str]] = self.page.evaluate(PIXELS, rect)
         return pixels
 
     def colours(self, group: int, block: int, worker: str = "w0") -> set[str]:

@@ -83,5 +83,13 @@ def test_report_names_the_tiers_below_the_device() -> None:
         memory=MemoryReport(device="cpu", weight_bytes=0, activation_bytes=0, kv_bytes=0),
     )
     lines = startup_report(info, model="m", cache=CacheConfig(disk_cache="/d", disk_space_bytes=5 << 30)).splitlines()
-    assert "host tier 3 MiB on each rank (3,072 pages) for evicted prefixes and preempted sequences" in lines
-    assert "disk tier in /d, up to 5,120 MiB for all processes that use it" in lines
+    (host,) = [line for line in lines if line.startswith("host tier")]
+    assert host.startswith("host tier 3 MiB on each rank (3,072 pages) for evicted prefixes and preempted sequences")
+    assert host.endswith(": the KV of 48 of 1,024, 12 of 4,096")
+    # each of the two ranks writes 64 or 256 blocks of 1,000 bytes, in 1,024
+    on_disk = [(5 << 30) // (2 * num_blocks * 1024) for num_blocks in (64, 256)]
+    assert (
+        "disk tier in /d, up to 5,120 MiB for all processes that use it: the KV of about "
+        f"{on_disk[0]:,} of 1,024, {on_disk[1]:,} of 4,096" in lines
+    )
+    assert plan.as_json()["host_concurrency"][1]["requests"] == 12

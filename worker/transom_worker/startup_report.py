@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from transom_worker.config import CacheConfig
 from transom_worker.execution.executor import ExecutorInfo
 from transom_worker.kvcache.groups import GroupSpec
 from transom_worker.model_config.rank_shares import rank_lines
-from transom_worker.planner import CachePlan, GroupPlan
+from transom_worker.planner import CachePlan, Concurrency, GroupPlan
 
 _KERNELS = {"cpu": "kernels compiled for this CPU", "torch": "torch's own", "triton": "Triton's kernels, interpreted"}
 _COLUMNS = (
@@ -75,11 +77,12 @@ def _tier_lines(plan: CachePlan, cache: CacheConfig) -> list[str]:
         each = " on each rank" if plan.tensor_parallel_size > 1 else ""
         lines.append(
             f"host tier {_mib(plan.host_layout.pool_bytes)}{each} ({plan.host_layout.num_pages:,} pages) for evicted prefixes and "
-            "preempted sequences"
+            f"preempted sequences: the KV of {_points(plan.host_concurrency)}"
         )
     if cache.disk_cache is not None:
         lines.append(
-            f"disk tier in {cache.disk_cache}, up to {_mib(cache.disk_space_bytes)} for all processes that use it"
+            f"disk tier in {cache.disk_cache}, up to {_mib(cache.disk_space_bytes)} for all processes that use it: the KV of about "
+            f"{_on_disk(plan, cache.disk_space_bytes)}"
         )
     return lines
 
@@ -117,7 +120,19 @@ def _kept(spec: GroupSpec) -> str:
 
 
 def _concurrency(plan: CachePlan) -> str:
-    return ", ".join(f"{point.requests:,} of {point.length:,}" for point in plan.concurrency)
+    return _points(plan.concurrency)
+
+
+def _points(points: Sequence[Concurrency]) -> str:
+    return ", ".join(f"{point.requests:,} of {point.length:,}" for point in points)
+
+
+def _on_disk(plan: CachePlan, space_bytes: int) -> str:
+    """How many prefixes of each length fit the disk, where each rank has files of its own share."""
+    ranks = plan.tensor_parallel_size
+    return ", ".join(
+        f"{space_bytes // (ranks * point.request_bytes):,} of {point.length:,}" for point in plan.concurrency
+    )
 
 
 def _mib(num_bytes: int) -> str:

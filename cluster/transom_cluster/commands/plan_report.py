@@ -44,6 +44,9 @@ def print_plan(plan: CachePlan, model: str, console: Console | None = None, *, k
     if plan.repair_tokens:
         console.print(f"Lost windows are restored exactly by computing {plan.repair_tokens:,} tokens again.")
     console.print(_concurrency(plan))
+    if plan.host_concurrency:
+        held = ", ".join(f"{point.requests:,} of {point.length:,}" for point in plan.host_concurrency)
+        console.print(f"The host tier holds the KV of {held} tokens.")
 
 
 def readable(num_bytes: int) -> str:

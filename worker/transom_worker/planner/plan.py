@@ -97,16 +97,18 @@ class CachePlan:
     concurrency: tuple[Concurrency, ...]
     layout: ArenaLayout
     host_layout: ArenaLayout | None = None  # of the host tier: the same blocks and pages, another number of them
+    host_concurrency: tuple[Concurrency, ...] = ()  # requests whose KV the host tier holds at once; empty without one
     ranks: tuple[RankShare, ...] = ()  # what each rank holds; empty with one rank, or before `with_rank_shares`
     replicated: tuple[str, ...] = ()  # what every rank holds in equal copies; empty in the same cases
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as JSON values, without the layouts."""
-        not_plain = ("layout", "host_layout", "groups", "concurrency", "ranks", "replicated")
+        not_plain = ("layout", "host_layout", "groups", "concurrency", "host_concurrency", "ranks", "replicated")
         values = {name: getattr(self, name) for name in self.__slots__ if name not in not_plain}
         return values | {
             "groups": [asdict(group) for group in self.groups],
             "concurrency": [asdict(point) for point in self.concurrency],
+            "host_concurrency": [asdict(point) for point in self.host_concurrency],
             "ranks": [share.as_json() for share in self.ranks],
             "replicated": list(self.replicated),
             "host_pages": self.host_layout.num_pages if self.host_layout else 0,
@@ -221,6 +223,12 @@ def plan_cache(
         ),
         layout=layout,
         host_layout=host_layout,
+        host_concurrency=tuple(
+            _concurrency(host_layout, retentions, length, block_size, 0, [0] * len(groups))
+            for length in _reported_lengths(max_model_len)
+        )
+        if host_layout
+        else (),
     )
 
 

@@ -60,9 +60,9 @@ export class App {
     return [problem, silence_s && `nothing for ${Math.floor(silence_s)} s`].filter(Boolean).join("; ");
   }
 
-  /** A function (record, group) that says whether a block is dimmed, or null if none is. */
-  dimmer(worker) {
-    return this.isJustGone(worker) ? () => true : this.filters.dimmer(worker);
+  /** A function (record, group) that says whether a block of a tier's state is dimmed, or null if none is. */
+  dimmer(worker, state) {
+    return this.isJustGone(worker) ? () => true : this.filters.dimmer(worker, state);
   }
 
   /** Why the map is empty. */

@@ -4,23 +4,29 @@
  */
 
 import { element, formatAge, formatBytes, formatCount, formatNoun, requestButton, setText } from "./text.js";
-import { ACTIVE, EVICTABLE, EVICTED, FREE, PINNED, REPAIR, UNKNOWN, UNLEASED } from "./worker_state.js";
+import { stateOf } from "./map_view.js";
+import {
+  ACTIVE, EVICTABLE, EVICTED, EXPORTED, FREE, IMPORTED, LOADING, MOVED, PINNED, REPAIR, SWAPPED, UNKNOWN, UNLEASED,
+} from "./worker_state.js";
 
 const STATE_NAMES = {
   [UNLEASED]: "not leased", [FREE]: "free", [ACTIVE]: "active", [EVICTABLE]: "cached, evictable",
   [PINNED]: "cached, pinned by a checkpoint", [REPAIR]: "active, in a window repair", [EVICTED]: "just evicted",
+  [LOADING]: "being copied to the device", [SWAPPED]: "of a swapped request", [IMPORTED]: "being imported",
+  [EXPORTED]: "another worker reads it", [MOVED]: "just moved to the other tier",
 };
 const ASK_AFTER_MS = 250; // the pointer stays on a block for so long before the server is asked
 const TOOLTIP_OFFSET_CSS_PX = 14;
 
 /** One line about a hit: what the tooltip and screen readers say. */
-export function lineOf({ worker, page, group, block }) {
-  const state = worker.shown;
+export function lineOf({ worker, tier, page, group, block }) {
+  const state = stateOf({ worker, tier });
   if (block === null) return pageLine(state, page);
   const [first, ...others] = state.sequencesOf(group, block).map(({ sequence }) => sequence.request);
   const requests = first === undefined ? "" : others.length ? `, ${first} and ${formatNoun(others.length, "other")}` : `, ${first}`;
   const { name } = state.geometry.groups[group];
-  return `${name} block ${formatCount(block)}: ${stateName(state, state.geometry.recordOf(group, block))}${requests}`;
+  const where = tier === "host" ? "host tier, " : "";
+  return `${where}${name} block ${formatCount(block)}: ${stateName(state, state.geometry.recordOf(group, block))}${requests}`;
 }
 
 /** A line of text beside the block at the cursor, inside `box`. */
@@ -57,10 +63,10 @@ export class Inspector {
 
   show(target) {
     const hasBlock = target !== null && target.block !== null;
-    const hint = target === null ? "Point at a block, or press an arrow key on the map." : pageLine(target.worker.shown, target.page);
+    const hint = target === null ? "Point at a block, or press an arrow key on the map." : pageLine(stateOf(target), target.page);
     setText(this.hint, hasBlock ? "" : hint);
     this.hint.hidden = hasBlock;
-    fillRows(this.rows, hasBlock ? blockRows(target.worker, target.group, target.block) : []);
+    fillRows(this.rows, hasBlock ? blockRows(target) : []);
     this.#showRequests(hasBlock ? target : null);
   }
 
@@ -70,9 +76,9 @@ export class Inspector {
   }
 
   #showRequests(target) {
-    const found = target === null ? [] : target.worker.shown.sequencesOf(target.group, target.block);
+    const found = target === null ? [] : stateOf(target).sequencesOf(target.group, target.block);
     const blockSize = target?.worker.shown.geometry.groups[target.group].block_size;
-    const lines = found.map(({ sequence, logical }) => [sequence, ` tokens ${tokenRange(logical, blockSize)}, ${sequence.phase}`]);
+    const lines = found.map(({ sequence, logical }) => [sequence, `${logical === null ? "" : ` tokens ${tokenRange(logical, blockSize)},`} ${sequence.phase}`]);
     const key = JSON.stringify(lines.map(([sequence, text]) => [sequence.id, sequence.request, text]));
     if (key === this.requestsKey) return; // a button that is replaced loses the focus
     this.requestsKey = key;
@@ -90,7 +96,7 @@ export class Describer {
 
   /** Ask about a block, or about nothing (null). */
   lookAt(target) {
-    const query = target === null || target.block === null ? "" : queryOf(target);
+    const query = target === null || target.block === null || target.tier === "host" ? "" : queryOf(target);
     if (query === this.requested) return;
     this.requested = query;
     clearTimeout(this.timer);
@@ -126,18 +132,22 @@ function pageLine(state, page) {
 }
 
 /** What the frames say about a block. */
-function blockRows(worker, group, block) {
-  const state = worker.shown;
+function blockRows({ worker, tier, group, block }) {
+  const state = stateOf({ worker, tier });
   const { geometry } = state;
   const record = geometry.recordOf(group, block);
   const { name, kind, block_size, block_bytes } = geometry.groups[group];
-  const hash = state.hashes[record].toString(16).padStart(8, "0");
-  return [
-    ["Worker", worker.id],
+  const known = [
+    ["Worker", tier === "host" ? `${worker.id}, host tier` : worker.id],
     ["Group", kind && kind !== name ? `${name} (${kind})` : name],
     ["Block", `${formatCount(block)}, ${formatBytes(block_bytes)}`],
     ["Page", formatCount(geometry.pageOf(group, block))],
     ["State", stateName(state, record)],
+  ];
+  if (tier === "host") return known;
+  const hash = state.hashes[record].toString(16).padStart(8, "0");
+  return [
+    ...known,
     ["For", formatAge(state.age_s(record))],
     ["References", formatCount(state.references[record])],
     ["Tokens", tokenRange(state.logical[record], block_size)],

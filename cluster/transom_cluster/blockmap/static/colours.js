@@ -9,7 +9,9 @@
  * Ground: the colour behind the cells. Ink: the colour of a mark on a cell.
  */
 
-import { ACTIVE, EVICTABLE, EVICTED, FREE, PINNED, REPAIR, SHARED } from "./worker_state.js";
+import {
+  ACTIVE, EVICTABLE, EVICTED, EXPORTED, FREE, IMPORTED, LOADING, MOVED, PINNED, REPAIR, SHARED, SWAPPED,
+} from "./worker_state.js";
 
 /**
  * Okabe and Ito's blue and vermillion, then the hues that differ most for all kinds of colour vision. All have a contrast of at least 3
@@ -83,8 +85,10 @@ export function bandColours(theme, hueIndex, ground) {
 function lookOf(kind, fade, hue, ground, text) {
   const faded = mix(ground, hue, FADED_MIX[Math.min(fade, 5)]);
   switch (kind) {
-    case ACTIVE: return { fill: hue, ink: hue };
-    case SHARED: case REPAIR: case REPAIR_SHARED: case EVICTED_IN_USE: return { fill: hue, ink: ground };
+    case SWAPPED: case ACTIVE: return { fill: hue, ink: hue };
+    case LOADING: case SHARED: case REPAIR: case REPAIR_SHARED: case EVICTED_IN_USE: return { fill: hue, ink: ground };
+    case IMPORTED: case EXPORTED: return { fill: faded, ink: hue };
+    case MOVED: return { fill: mix(text, hue, 0.4), ink: ground };
     case PINNED: return { fill: faded, ink: mix(ground, hue, FRAME_MIX[Math.min(fade, 5)]) };
     case EVICTABLE: return { fill: faded, ink: faded };
     case EVICTED: return { fill: text, ink: ground };

@@ -5,6 +5,8 @@
  * block, or else the chosen one. All are hits of the map (map_view.js).
  */
 
+import { stateOf } from "./map_view.js";
+
 const MAX_STEPS = 5000;
 
 /** `map` finds blocks, `outline` frames the target. `onChange(how)` is called with "pointer", "click" or "keyboard". */
@@ -53,10 +55,10 @@ export class Cursor {
   /** Move to the first block of the next (1) or previous (-1) leased page. */
   movePage(direction) {
     if (this.chosen === null) return this.move(0, 0);
-    const { worker } = this.chosen;
-    const { owners, geometry } = worker.shown;
+    const { worker, tier } = this.chosen;
+    const { owners, geometry } = stateOf(this.chosen);
     for (let page = this.chosen.page + direction; page >= 0 && page < geometry.numPages; page += direction) {
-      if (owners[page]) return this.#chooseByKey(firstBlockOf(worker, page));
+      if (owners[page]) return this.#chooseByKey(firstBlockOf(worker, tier, page));
     }
   }
 
@@ -64,9 +66,9 @@ export class Cursor {
   moveToEnd(isLast) {
     const target = this.chosen ?? this.#firstVisible();
     if (target === null) return;
-    const { owners } = target.worker.shown;
+    const { owners } = stateOf(target);
     const page = isLast ? owners.findLastIndex((owner) => owner > 0) : owners.findIndex((owner) => owner > 0);
-    if (page >= 0) this.#chooseByKey(firstBlockOf(target.worker, page));
+    if (page >= 0) this.#chooseByKey(firstBlockOf(target.worker, target.tier, page));
   }
 
   #chooseByKey(hit) {
@@ -91,12 +93,12 @@ export class Cursor {
   }
 
   #firstVisible() {
-    for (const { worker, bottom } of this.map.placed.sections) {
+    for (const { worker, tier, bottom } of this.map.placed.sections) {
       if (bottom < this.map.scrollPx) continue;
-      const { owners } = worker.shown;
+      const { owners } = stateOf({ worker, tier });
       for (let page = 0; page < owners.length; page++) {
-        const rect = owners[page] ? this.map.rectOf({ worker, page, group: null, block: null }) : null;
-        if (rect !== null && rect[1] + rect[3] > this.map.scrollPx) return firstBlockOf(worker, page);
+        const rect = owners[page] ? this.map.rectOf({ worker, tier, page, group: null, block: null }) : null;
+        if (rect !== null && rect[1] + rect[3] > this.map.scrollPx) return firstBlockOf(worker, tier, page);
       }
     }
     return null;
@@ -111,12 +113,12 @@ export class Cursor {
   }
 }
 
-function firstBlockOf(worker, page) {
-  const { geometry, owners } = worker.shown;
+function firstBlockOf(worker, tier, page) {
+  const { geometry, owners } = stateOf({ worker, tier });
   const group = owners[page] - 1;
-  return { worker, page, group, block: geometry.firstBlocks[group][page] };
+  return { worker, tier, page, group, block: geometry.firstBlocks[group][page] };
 }
 
 function isSame(a, b) {
-  return a.worker === b.worker && a.group === b.group && a.block === b.block;
+  return a.worker === b.worker && a.tier === b.tier && a.group === b.group && a.block === b.block;
 }

@@ -9,7 +9,7 @@ export class Filters {
     this.group = "";
     this.request = "";
     this.onChange = onChange;
-    this.chosen = new Map(); // worker id -> {state, time_s, request, records}
+    this.chosen = new Map(); // tier and worker id -> {state, time_s, request, records}
   }
 
   set(choice) {
@@ -25,22 +25,23 @@ export class Filters {
     return this.worker !== "" || this.group !== "" || this.request !== "";
   }
 
-  /** A function (record, group) that says whether a block is dimmed, or null if none is. */
-  dimmer(worker) {
+  /** A function (record, group) that says whether a block of a tier's state is dimmed, or null if none is. */
+  dimmer(worker, state) {
     const { group } = this;
-    const wanted = worker.shown.geometry.groups.findIndex(({ name }) => name === group);
-    const records = this.request === "" ? null : this.#recordsOf(worker);
+    const wanted = state.geometry.groups.findIndex(({ name }) => name === group);
+    const records = this.request === "" ? null : this.#recordsOf(worker, state);
     if (group === "" && records === null) return null;
     return (record, g) => (group !== "" && g !== wanted) || (records !== null && records[record] === 0);
   }
 
   /** The records that the request filter chooses, computed once for each state. */
-  #recordsOf(worker) {
-    const known = this.chosen.get(worker.id);
-    const state = worker.shown;
-    if (known?.state === state && known.time_s === state.time_s && known.request === this.request) return known.records;
+  #recordsOf(worker, state) {
+    const { time_s } = worker.shown;
+    const key = `${state === worker.shown ? "device" : "host"} ${worker.id}`;
+    const known = this.chosen.get(key);
+    if (known?.state === state && known.time_s === time_s && known.request === this.request) return known.records;
     const records = state.recordsOfRequests(this.request);
-    this.chosen.set(worker.id, { state, time_s: state.time_s, request: this.request, records });
+    this.chosen.set(key, { state, time_s, request: this.request, records });
     return records;
   }
 }

@@ -15,7 +15,8 @@ export function decodeFrame(bytes, shift_s = 0) {
     arrays[name] = u32View(bytes, offset, length, name);
     offset += 4 * length;
   }
-  return { header, pages: arrays.pages ?? new Uint32Array(), blocks: arrays.blocks ?? new Uint32Array() };
+  const { pages = new Uint32Array(), blocks = new Uint32Array(), spilled = new Uint32Array(), host_blocks: hostBlocks = new Uint32Array() } = arrays;
+  return { header, pages, blocks, spilled, hostBlocks };
 }
 
 /** Decode base64 text. */

@@ -3,7 +3,7 @@
  *
  * Page: a piece of the worker's KV memory of a fixed size, leased to one group at a time. Page p has those blocks of a group that
  * lie wholly inside it. Tile: a page on the canvas. All tiles of a worker are equal and in the order of memory, and the cells of
- * a group fill the tile, so that area is bytes. Section: a heading and the tiles of one worker; sections lie below each other.
+ * a group fill the tile, so that area is bytes. Section: a heading and the tiles of one tier of a worker; sections lie below each other.
  *
  * Lengths on the canvas are device pixels, but for those whose names say CSS pixels.
  */
@@ -144,35 +144,60 @@ export class Zoom {
   }
 }
 
-/** Place the workers below each other: {sections: [{worker, layout, top, pagesTop, bottom}], heightPx}. */
+/**
+ * Place the workers below each other, each with its host tier behind the device: {sections: [{worker, tier, layout, top, pagesTop,
+ * bottom}], heightPx}. Host tiers may be many times larger than devices: unless the user has zoomed, they have smaller cells, with
+ * which they take half of the window if they can.
+ */
 export function placeSections(workers, zoom, { widthPx, heightPx, pixelRatio }) {
-  const place = (level) => placeAt(workers, CELL_SIDES_CSS_PX[level], widthPx, pixelRatio);
+  const hostLevel = zoom.level ?? fittingHostLevel(workers, { widthPx, heightPx, pixelRatio });
+  const place = (level) => {
+    const hostSideCssPx = CELL_SIDES_CSS_PX[Math.min(level, hostLevel)];
+    return placeAt(workers, CELL_SIDES_CSS_PX[level], hostSideCssPx, widthPx, pixelRatio);
+  };
   if (zoom.level !== null) {
     const placed = place(zoom.level);
     return placed.heightPx <= MAX_MAP_CSS_PX * pixelRatio ? placed : place(SMALLEST_FIT);
   }
   for (let level = LARGEST_FIT; ; level--) {
     const placed = place(level);
-    if (placed.heightPx > heightPx && level > SMALLEST_FIT) continue;
+    if (Math.min(placed.heightPx, placed.heightPx - placed.hostPx + heightPx / 2) > heightPx && level > SMALLEST_FIT) continue;
     zoom.fitted = level;
     return placed;
   }
 }
 
-function placeAt(workers, sideCssPx, widthPx, pixelRatio) {
-  const cellPx = Math.max(1, Math.round(sideCssPx * pixelRatio));
+/** The largest cells with which all host tiers together take half of the window; the smallest if none do. */
+function fittingHostLevel(workers, { widthPx, heightPx, pixelRatio }) {
+  const hosts = workers.flatMap(({ shown }) => (shown.host ? [shown.host.geometry] : []));
+  for (let level = LARGEST_FIT; level > 0; level--) {
+    const cellPx = Math.max(1, Math.round(CELL_SIDES_CSS_PX[level] * pixelRatio));
+    const heights = hosts.map((geometry) => layoutPages(geometry, widthPx, cellPx).heightPx);
+    if (heights.reduce((sum, height) => sum + height, 0) <= heightPx / 2) return level;
+  }
+  return 0;
+}
+
+function placeAt(workers, sideCssPx, hostSideCssPx, widthPx, pixelRatio) {
+  const sidePx = (cssPx) => Math.max(1, Math.round(cssPx * pixelRatio));
   const headingPx = Math.round(HEADING_CSS_PX * pixelRatio);
   const marginPx = Math.round(MARGIN_CSS_PX * pixelRatio);
   const sections = [];
   let top = 0;
-  for (const worker of workers) {
-    const layout = layoutPages(worker.shown.geometry, widthPx, cellPx);
+  let hostPx = 0; // of `top`, what host tiers take
+  const add = (worker, tier, geometry, cellPx) => {
+    const layout = layoutPages(geometry, widthPx, cellPx);
     const pagesTop = top + headingPx;
     const bottom = pagesTop + layout.heightPx;
-    sections.push({ worker, layout, top, pagesTop, bottom });
+    sections.push({ worker, tier, layout, top, pagesTop, bottom });
+    if (tier === "host") hostPx += bottom + marginPx - top;
     top = bottom + marginPx;
+  };
+  for (const worker of workers) {
+    add(worker, "device", worker.shown.geometry, sidePx(sideCssPx));
+    if (worker.shown.host) add(worker, "host", worker.shown.host.geometry, sidePx(hostSideCssPx));
   }
-  return { sections, heightPx: top };
+  return { sections, heightPx: top, hostPx };
 }
 
 function offsetsOf(groups) {

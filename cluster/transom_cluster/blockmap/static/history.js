@@ -87,7 +87,7 @@ export class History {
 
   /** Key states cost memory, runs of diffs cost time: place a key when the diffs have half as many records as there are blocks. */
   #placeKey(entry, frame, state) {
-    this.recordsSinceKey += frame.blocks.length / RECORD_WORDS;
+    this.recordsSinceKey += frame.blocks.length / RECORD_WORDS + frame.hostBlocks.length / 2;
     this.diffsSinceKey += 1;
     const numBlocks = state.tally.reduce((sum, count) => sum + count, 0);
     const isLong = this.recordsSinceKey > Math.max(1000, numBlocks / 2) || this.diffsSinceKey > MAX_DIFFS_TO_KEY;

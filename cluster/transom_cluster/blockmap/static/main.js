@@ -7,8 +7,8 @@ import { Cursor } from "./cursor.js";
 import { FilterControls, Filters } from "./filters.js";
 import { ApiKeyStore, askForKey, Connection, replayTrace } from "./frame_sources.js";
 import { Keyboard } from "./keyboard.js";
-import { MapView } from "./map_view.js";
-import { Counters, EventLog, Legend, RequestsPanel } from "./panels.js";
+import { MapView, stateOf } from "./map_view.js";
+import { Counters, DEVICE_LOOKS, EventLog, HOST_LOOKS, Legend, RequestsPanel } from "./panels.js";
 import { Announcer, StatusLine } from "./status.js";
 import { Strip } from "./strip.js";
 import { setText } from "./text.js";
@@ -31,7 +31,7 @@ const chooseRequest = (request) => {
 const map = new MapView({
   scroller: find("map-scroller"), world: find("map-world"), canvas: find("map"),
   view: {
-    workers: () => app.visibleWorkers(), dimmer: (worker) => app.dimmer(worker), hues, noteOf: (worker) => app.noteOf(worker),
+    workers: () => app.visibleWorkers(), dimmer: (worker, state) => app.dimmer(worker, state), hues, noteOf: (worker) => app.noteOf(worker),
     isJustGone: (worker) => app.isJustGone(worker),
   },
 });
@@ -39,7 +39,8 @@ const inspector = new Inspector({ panel: find("inspector"), onRequest: chooseReq
 const describer = new Describer({ url: new URL("describe", ADDRESS), keys, onRows: (rows) => inspector.showDetails(rows) });
 const tooltip = new Tooltip({ tip: find("tooltip"), box: find("map-box") });
 const cursor = new Cursor({ map, outline: find("cursor"), onChange: showTarget });
-const legend = new Legend(find("legend"));
+const legend = new Legend(find("legend"), DEVICE_LOOKS);
+const hostLegend = new Legend(find("host-legend"), HOST_LOOKS);
 const counters = new Counters({ table: find("counters"), requests: find("request-counts") });
 const requestsPanel = new RequestsPanel({ list: find("requests"), suggestions: find("request-ids"), onRequest: chooseRequest });
 const eventLog = new EventLog({ list: find("events"), onRequest: chooseRequest });
@@ -69,7 +70,10 @@ function draw() {
   timeControls.update();
   filterControls.update([...app.workers.keys()], app.groupNames());
   counters.update(present);
-  legend.update(app.groupNames(), present, theme.styles, theme.version);
+  legend.update(app.groupNames(), present.map(({ shown }) => shown), theme.styles, theme.version);
+  const hosts = present.flatMap(({ shown }) => (shown.host ? [shown.host] : []));
+  find("host-panel").hidden = !hosts.length;
+  hostLegend.update(app.groupNames(), hosts, theme.styles, theme.version);
   requestsPanel.update(present, filters.request);
   eventLog.update(app.timeline.isLive ? Infinity : app.timeline.shown_s, filters);
   announcer.update(present, timeControls.describe(), Date.now() / 1000);
@@ -103,7 +107,7 @@ function rectOnScreen(target) {
 function chooseRequestOfTarget() {
   const { target } = cursor;
   if (target === null || target.block === null) return;
-  const [found] = target.worker.shown.sequencesOf(target.group, target.block);
+  const [found] = stateOf(target).sequencesOf(target.group, target.block);
   if (found) chooseRequest(found.sequence.request);
   else announcer.say("No request uses this block.");
 }

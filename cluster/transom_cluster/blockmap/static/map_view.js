@@ -2,8 +2,8 @@
  * The map: all workers' sections in an element that scrolls, and a canvas as large as the window, which stays in the window and
  * shows the visible part.
  *
- * World: the element as tall as all sections. Hit: what lies at a point, {worker, page, group, block}, where group and block are
- * null in a page that no group leases.
+ * World: the element as tall as all sections. Hit: what lies at a point, {worker, tier, page, group, block}, where group and block are
+ * null in a page that no group leases, and tier is "device" or "host".
  */
 
 import { blockAt, blockRect, pageAt, pageCorner, placeSections, Zoom } from "./geometry.js";
@@ -11,9 +11,14 @@ import { Painter } from "./painter.js";
 import { Pixels } from "./pixels.js";
 import { element, formatBytes, formatCount, formatNoun, setText } from "./text.js";
 
+/** The state of the blocks of a hit's tier at the moment on the screen; null where the worker has no such tier then. */
+export function stateOf({ worker, tier }) {
+  return tier === "host" ? worker.shown.host : worker.shown;
+}
+
 /**
  * The element `scroller` has `world`, which has the canvas. `view` is what to show:
- * {workers(), dimmer(worker), hues, noteOf(worker), isJustGone(worker)}.
+ * {workers(), dimmer(worker, state), hues, noteOf(worker), isJustGone(worker)}.
  */
 export class MapView {
   constructor({ scroller, world, canvas, view }) {
@@ -57,23 +62,23 @@ export class MapView {
   hitWorld(x, y) {
     const section = this.placed.sections.find((candidate) => y >= candidate.pagesTop && y < candidate.bottom);
     if (section === undefined) return null;
-    const { worker, layout, pagesTop } = section;
-    const { geometry, owners } = worker.shown;
+    const { worker, tier, layout, pagesTop } = section;
+    const { geometry, owners } = stateOf(section);
     const page = pageAt(layout, geometry.numPages, x, y - pagesTop);
     if (page < 0) return null;
     const group = owners[page] ? owners[page] - 1 : null;
     const block = group === null ? -1 : blockAt(layout, geometry, page, group, x, y - pagesTop);
-    return block < 0 ? { worker, page, group: null, block: null } : { worker, page, group, block };
+    return block < 0 ? { worker, tier, page, group: null, block: null } : { worker, tier, page, group, block };
   }
 
   /** The rectangle of a hit in the world (device pixels), null if its worker is not shown. */
-  rectOf({ worker, page, group, block }) {
-    const section = this.placed.sections.find((candidate) => candidate.worker === worker);
+  rectOf({ worker, tier = "device", page, group, block }) {
+    const section = this.placed.sections.find((candidate) => candidate.worker === worker && candidate.tier === tier);
     if (section === undefined) return null;
     const { layout, pagesTop } = section;
     const [x, y] = pageCorner(layout, page);
     const [left, top, w, h] =
-      block === null ? [x, y, layout.innerW, layout.innerH] : blockRect(layout, worker.shown.geometry, group, block);
+      block === null ? [x, y, layout.innerW, layout.innerH] : blockRect(layout, stateOf(section).geometry, group, block);
     return [left, top + pagesTop, w, h];
   }
 
@@ -102,7 +107,7 @@ export class MapView {
   #place() {
     const workers = this.view.workers();
     const { width: widthPx, height: heightPx } = this.pixels;
-    const parts = workers.map(({ id, shown }) => `${id}/${shown.geometry.key}`);
+    const parts = workers.map(({ id, shown }) => `${id}/${shown.geometry.key}/${shown.host?.geometry.key}`);
     const key = `${widthPx},${heightPx},${this.pixelRatio},${this.zoom.level},${parts.join()}`;
     if (key === this.placedKey) return;
     this.placedKey = key;
@@ -114,12 +119,13 @@ export class MapView {
   #visibleParts(scrollPx) {
     const { hues } = this.view;
     const visible = this.placed.sections.filter(({ top, bottom }) => bottom > scrollPx && top < scrollPx + this.pixels.height);
-    return visible.map(({ worker, layout, pagesTop }) => {
-      const { geometry } = worker.shown;
+    return visible.map(({ worker, tier, layout, pagesTop }) => {
+      const state = stateOf({ worker, tier });
+      const { geometry } = state;
       const firstRow = Math.max(0, Math.floor((scrollPx - pagesTop) / layout.pitchY));
       const endRow = Math.max(firstRow, Math.ceil((scrollPx + this.pixels.height - pagesTop) / layout.pitchY));
       return {
-        state: worker.shown, layout, hues: hues.of(geometry), isDimmed: this.view.dimmer(worker), x: 0, y: pagesTop - scrollPx,
+        state, layout, hues: hues.of(geometry), isDimmed: this.view.dimmer(worker, state), x: 0, y: pagesTop - scrollPx,
         firstPage: Math.min(firstRow * layout.columns, geometry.numPages),
         endPage: Math.min(endRow * layout.columns, geometry.numPages),
       };
@@ -136,32 +142,46 @@ class SectionHeadings {
   }
 
   update(sections, pixelRatio) {
-    const kept = new Set(sections.map(({ worker }) => worker.id));
+    const kept = new Set(sections.map(nameOf));
     for (const [id, heading] of this.headings) {
       if (!kept.has(id)) {
         heading.remove();
         this.headings.delete(id);
       }
     }
-    const hasNew = sections.some(({ worker }) => !this.headings.has(worker.id));
-    for (const { worker, top } of sections) {
-      const heading = this.#headingOf(worker);
+    const hasNew = sections.some((section) => !this.headings.has(nameOf(section)));
+    for (const section of sections) {
+      const { worker, tier, top } = section;
+      const heading = this.#headingOf(nameOf(section));
       if (hasNew) this.world.append(heading); // screen readers read the headings in the sections' order
       heading.style.top = `${top / pixelRatio}px`;
       heading.classList.toggle("just-gone", this.view.isJustGone(worker));
-      setText(heading.children[1], this.view.noteOf(worker));
-      setText(heading.children[2], summaryOf(worker));
+      setText(heading.children[1], tier === "host" ? "" : this.view.noteOf(worker));
+      setText(heading.children[2], tier === "host" ? hostSummaryOf(worker.shown) : summaryOf(worker));
     }
   }
 
-  #headingOf(worker) {
-    let heading = this.headings.get(worker.id);
+  #headingOf(name) {
+    let heading = this.headings.get(name);
     if (heading === undefined) {
-      heading = element("h2", { class: "worker-heading" }, element("b", {}, worker.id), element("em"), element("span"));
-      this.headings.set(worker.id, heading);
+      heading = element("h2", { class: "worker-heading" }, element("b", {}, name), element("em"), element("span"));
+      this.headings.set(name, heading);
     }
     return heading;
   }
+}
+
+function nameOf({ worker, tier }) {
+  return tier === "host" ? `${worker.id}, host tier` : worker.id;
+}
+
+function hostSummaryOf({ host, sequences }) {
+  const { geometry, freePages, counts } = host;
+  const pages = `${formatCount(freePages)} of ${formatNoun(geometry.numPages, "page")} free (${formatBytes(geometry.pageBytes)} each)`;
+  const of = (phase) => [...sequences.values()].filter((sequence) => sequence.phase === phase).length;
+  const used = (group) => Object.entries(counts[group]).reduce((sum, [name, count]) => sum + (name === "empty" ? 0 : count), 0);
+  const blocks = geometry.groups.map(({ name }, g) => `${name} ${formatCount(used(g))} of ${formatCount(geometry.numPages * geometry.maxBlocksPerPage[g])} blocks`);
+  return [pages, ...blocks, `${of("loading")} loading, ${of("swapped")} swapped`].join(" · ");
 }
 
 function summaryOf({ info, shown }) {

@@ -3,13 +3,15 @@
 import { styleNumber } from "./colours.js";
 import { Pixels } from "./pixels.js";
 import { element, formatCount, formatNoun, formatTime, requestButton, setText } from "./text.js";
-import { ACTIVE, EVICTABLE, EVICTED, FREE, PINNED, REPAIR, SHARED } from "./worker_state.js";
+import {
+  ACTIVE, EVICTABLE, EVICTED, EXPORTED, FREE, IMPORTED, LOADING, MOVED, PINNED, REPAIR, SHARED, SWAPPED,
+} from "./worker_state.js";
 
 const SWATCH_CSS_PX = 18;
 const MAX_REQUESTS = 40;
 const MAX_EVENTS_KEPT = 1000;
 const MAX_EVENTS_SHOWN = 60;
-const LOOKS = [
+export const DEVICE_LOOKS = [
   { column: ACTIVE, name: "Active", meaning: "a request uses it" },
   { column: SHARED, name: "Shared", meaning: "active: several requests use it" },
   { column: REPAIR, name: "In repair", meaning: "active: window recomputed" },
@@ -18,6 +20,16 @@ const LOOKS = [
   { column: FREE, name: "Free", meaning: "without content" },
   { column: EVICTED, name: "Just evicted", meaning: "cached until this frame" },
 ];
+export const HOST_LOOKS = [
+  { column: PINNED, name: "Cached, pinned", meaning: "a checkpoint needs it" },
+  { column: EVICTABLE, name: "Cached, evictable", meaning: "dropped first" },
+  { column: LOADING, name: "Loading", meaning: "copied to the device" },
+  { column: SWAPPED, name: "Swapped", meaning: "of a preempted request" },
+  { column: IMPORTED, name: "Importing", meaning: "from a worker or the disk" },
+  { column: EXPORTED, name: "Exporting", meaning: "another worker reads it" },
+  { column: FREE, name: "Free", meaning: "without content" },
+  { column: MOVED, name: "Just moved", meaning: "the other tier has it" },
+];
 const COUNTERS = [
   ["hit_tokens", "Hit tokens"],
   ["repaired_tokens", "Repaired tokens"],
@@ -25,31 +37,38 @@ const COUNTERS = [
   ["evicted_blocks", "Evicted blocks"],
   ["preemptions", "Preemptions"],
   ["repairs", "Repairs"],
+  ["spilled_blocks", "Spilled blocks"],
+  ["loaded_blocks", "Loaded blocks"],
+  ["swapped_blocks", "Swapped blocks"],
+  ["imported_blocks", "Imported blocks"],
+  ["dropped_blocks", "Blocks dropped by the host tier"],
 ];
+const EVENTS_OF_BLOCKS = new Set(["spilled", "loaded", "swapped", "imported", "dropped"]); // "dropped" of no group: events
 
 /** What each look means, and how many blocks have it: a row a look, a column a group. */
 export class Legend {
-  constructor(table) {
+  constructor(table, looks) {
     this.table = table;
+    this.looks = looks;
     this.key = "";
     this.cells = [];
   }
 
-  /** `groups` are names in the order of their hues. */
-  update(groups, workers, styles, stylesVersion) {
+  /** `groups` are names in the order of their hues, `states` those of one tier of the workers. */
+  update(groups, states, styles, stylesVersion) {
     const key = `${groups.join("\n")} ${stylesVersion}`;
     if (key !== this.key) this.#build(groups, styles);
     this.key = key;
-    LOOKS.forEach(({ column }, row) => {
-      groups.forEach((name, g) => setText(this.cells[row][g], formatCount(numBlocksOf(workers, name, column))));
+    this.looks.forEach(({ column }, row) => {
+      groups.forEach((name, g) => setText(this.cells[row][g], formatCount(numBlocksOf(states, name, column))));
     });
   }
 
   #build(groups, styles) {
     const names = groups.map((name) => element("th", { scope: "col" }, ...breakable(name)));
     const head = element("tr", {}, element("th", { scope: "col" }, "Block"), ...names);
-    this.cells = LOOKS.map(() => groups.map(() => element("span")));
-    const rows = LOOKS.map(({ column, name, meaning }, row) => {
+    this.cells = this.looks.map(() => groups.map(() => element("span")));
+    const rows = this.looks.map(({ column, name, meaning }, row) => {
       const title = element("th", { scope: "row" }, name, element("small", {}, meaning));
       const cells = groups.map((_, hue) => element("td", {}, swatch(hue, column, styles), this.cells[row][hue]));
       return element("tr", {}, title, ...cells);
@@ -77,6 +96,7 @@ export class Counters {
     for (const [name, [sinceOpened, total]] of this.cells) {
       setText(sinceOpened, formatCount(opened[name] ?? 0));
       setText(total, formatCount(totals[name] ?? 0));
+      total.parentElement.hidden = !(name in totals) && name.endsWith("_blocks"); // without a host tier
     }
     const { running = 0, waiting = 0 } = sumByName(workers.map(({ shown: { running, waiting } }) => ({ running, waiting })));
     setText(this.requests, `${formatCount(running)} running, ${formatCount(waiting)} waiting`);
@@ -172,11 +192,11 @@ export class EventLog {
   }
 }
 
-function numBlocksOf(workers, groupName, column) {
+function numBlocksOf(states, groupName, column) {
   let sum = 0;
-  for (const { shown } of workers) {
-    const group = shown.geometry.groups.findIndex(({ name }) => name === groupName);
-    if (group >= 0) sum += shown.numBlocks(group, column);
+  for (const state of states) {
+    const group = state.geometry.groups.findIndex(({ name }) => name === groupName);
+    if (group >= 0) sum += state.numBlocks(group, column);
   }
   return sum;
 }
@@ -211,6 +231,7 @@ function progressOf({ phase, processed, num_tokens, num_cached_tokens, repair })
 
 function eventText({ kind, count, groupName, detail }) {
   const where = groupName === null ? "" : ` of ${groupName}`;
+  if (EVENTS_OF_BLOCKS.has(kind) && groupName !== null) return `${formatNoun(count, "block")}${where}`;
   const what = {
     evicted: `${formatNoun(count, "block")}${where}`,
     hit: detail ? "" : formatNoun(count, "token"),

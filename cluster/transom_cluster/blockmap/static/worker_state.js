@@ -5,21 +5,16 @@
  * all groups lie one after the other in flat arrays. Birth: the time at which a block came into its state.
  */
 
+import { ACTIVE, EVICTABLE, EVICTED, FREE, MOVED, PINNED, REPAIR, SHARED, UNLEASED } from "./block_states.js";
 import { Geometry } from "./geometry.js";
+import { HostState } from "./host_state.js";
 
-export const UNLEASED = 0; // no group leases its page
-export const FREE = 1; // without content, in a leased page
-export const ACTIVE = 2; // sequences reference it
-export const EVICTABLE = 3; // cached, and no checkpoint needs it
-export const PINNED = 4; // cached, and a checkpoint needs it
-export const REPAIR = 5; // active, and its sequence recomputes its window
-export const EVICTED = 6; // cached in the frame before this one
-export const SHARED = 7; // a column of the tally, not a state: several sequences reference the block
+export * from "./block_states.js";
 
 export const UNKNOWN = 0xffffffff;
 const BORN_UNKNOWN = 0x7fffffff;
 const COUNT_NAMES = { [FREE]: "empty", [ACTIVE]: "active", [EVICTABLE]: "loose", [PINNED]: "held" }; // in a frame's `counts`
-const TALLY_COLUMNS = 8;
+const TALLY_COLUMNS = 16;
 const RECORD_WORDS = 5;
 
 /** All blocks, pages, sequences and numbers of a worker. */
@@ -43,6 +38,7 @@ export class WorkerState {
     state.#setNumbers(snapshot.numbers);
     state.evicted = snapshot.evicted;
     for (const sequence of snapshot.sequences) state.sequences.set(sequence.id, sequence);
+    state.host = snapshot.host && HostState.restore(snapshot.host, state.sequences);
     state.#putRecords(snapshot);
     return state;
   }
@@ -56,6 +52,9 @@ export class WorkerState {
     this.evicted = [];
     this.#applyPages(frame.pages);
     this.#applyBlocks(frame.blocks);
+    this.#applySpilled(frame.spilled);
+    if (header.whole) this.host = HostState.fromWhole(frame, this.sequences);
+    if (header.host) this.host?.apply(frame);
     for (const id of header.gone) this.sequences.delete(id);
     for (const sequence of header.sequences) this.sequences.set(sequence.id, sequence);
   }
@@ -115,7 +114,7 @@ export class WorkerState {
       epoch_s: this.epoch_s, geometry: this.geometry, numbers: this.numbers, owners: this.owners.slice(),
       used, states: Uint8Array.from(pick(this.states)), references: Uint16Array.from(pick(this.references)),
       logical: pick(this.logical), hashes: pick(this.hashes), born: Int32Array.from(pick(this.born)),
-      evicted: this.evicted, sequences: [...this.sequences.values()],
+      evicted: this.evicted, sequences: [...this.sequences.values()], host: this.host && this.host.snapshot(),
     };
   }
 
@@ -129,6 +128,7 @@ export class WorkerState {
     this.owners = new Uint8Array(numPages); // 0 free, else group + 1
     this.tally = new Int32Array(groups.length * TALLY_COLUMNS);
     this.sequences = new Map();
+    this.host = null; // a HostState, where the worker has a host tier
     this.evicted = []; // [group, block] of this frame's evictions: their pages may be free or another group's by now
   }
 
@@ -176,6 +176,19 @@ export class WorkerState {
     }
   }
 
+  /** Blocks that left the device for the host tier are moved, not evicted. */
+  #applySpilled(spilled) {
+    for (let i = 0; i < spilled.length; i += 2) {
+      const [group, block] = [spilled[i], spilled[i + 1]];
+      if (group >= this.geometry.groups.length || block >= this.geometry.groups[group].num_blocks) continue;
+      const record = this.geometry.recordOf(group, block);
+      if (this.states[record] !== EVICTED) continue;
+      this.#count(record, group, -1);
+      this.states[record] = MOVED;
+      this.#count(record, group, 1);
+    }
+  }
+
   #put(record, group, state, references, logical, hash, born) {
     this.#count(record, group, -1);
     this.states[record] = state;
@@ -213,7 +226,8 @@ export class WorkerState {
   }
 }
 
-/** The approximate memory of a snapshot: 19 bytes a record, and an estimate for sequences. */
+/** The approximate memory of a snapshot: 19 bytes a record, and an estimate for sequences and runs of the host tier. */
 export function snapshotBytes(snapshot) {
-  return snapshot.used.length * 19 + snapshot.owners.length + snapshot.sequences.length * 400 + 500;
+  const hostRuns = snapshot.host ? snapshot.host.runs.length : 0;
+  return snapshot.used.length * 19 + snapshot.owners.length + snapshot.sequences.length * 400 + hostRuns * 64 + 500;
 }

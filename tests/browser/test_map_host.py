@@ -1,0 +1,129 @@
+"""A worker with a host tier has a second section on the map: states, moves, requests that load or are swapped, and numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.browser.block_frames import ACTIVE, EVICTABLE, EVICTED, FREE, PINNED, UNLEASED, FakeWorker
+from tests.browser.map_page import MapPage
+
+LOADING, SWAPPED, IMPORTED, EXPORTED, MOVED = range(10, 15)
+
+pytestmark = pytest.mark.browser
+
+STATES = """(worker) => {
+  const host = transomBlockMap.workers.get(worker).shown.host;
+  return host === null ? null : [[...host.states], [...host.owners]];
+}"""
+SECTIONS = "() => transomBlockMap.map.placed.sections.map(({ worker, tier, top }) => [worker.id, tier, top])"
+HOST_RECT = """([group, block]) => {
+  const app = transomBlockMap, worker = app.workers.get("w0"), { geometry } = worker.shown.host;
+  const rect = app.map.rectOf({ worker, tier: "host", page: geometry.pageOf(group, block), group, block });
+  return [rect[0], rect[1] - app.map.scrollPx, rect[2], rect[3]];
+}"""
+PER_PAGE = 16  # blocks of group 0
+
+
+def worker_with_host(num_pages: int = 48) -> FakeWorker:
+    worker = FakeWorker(host_pages=num_pages)
+    worker.lease(0, 0)
+    return worker
+
+
+def test_both_tiers_are_drawn_and_numbered(block_map: MapPage) -> None:
+    worker = worker_with_host()
+    worker.put_host(0, 0, 8, PINNED)
+    worker.put_host(0, 8, 2, SWAPPED)
+    worker.put_host(0, 10, 6, FREE)
+    worker.totals["spilled_blocks"] = 10
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    assert [section[:2] for section in block_map.evaluate(SECTIONS)] == [["w0", "device"], ["w0", "host"]]
+    states, owners = block_map.evaluate(STATES, "w0")
+    assert states[:17] == [PINNED] * 8 + [SWAPPED] * 2 + [FREE] * 6 + [UNLEASED]
+    assert owners[:2] == [1, 0]
+    headings = block_map.text("#map-world")
+    assert "w0, host tier" in headings
+    assert f"full 10 of {48 * PER_PAGE} blocks" in headings
+    assert "Swapped" in block_map.text("#host-legend")
+    assert "Spilled blocks" in block_map.text("#counters")
+
+
+def test_a_spill_shows_in_both_tiers_and_then_settles(block_map: MapPage) -> None:
+    worker = worker_with_host()
+    worker.put(0, 3, EVICTABLE, hash_prefix=7)
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    worker.put(0, 3, EVICTED)
+    worker.spilled = [(0, 3)]
+    worker.put_host(0, 20, 1, PINNED)
+    worker.event("spilled", group=0)
+    block_map.send(worker.frame())
+    assert block_map.evaluate("() => transomBlockMap.workers.get('w0').shown.states[3]") == MOVED
+    assert block_map.evaluate(STATES, "w0")[1][1] == 1
+    assert "spilled1 block of full" in block_map.text("#events").replace("\n", "")
+    worker.put(0, 3, FREE)
+    worker.put_host(0, 20, 1, MOVED)
+    block_map.send(worker.frame())
+    assert block_map.evaluate("() => transomBlockMap.workers.get('w0').shown.states[3]") == FREE
+    worker.put_host(0, 20, 1, UNLEASED)
+    block_map.send(worker.frame())
+    assert block_map.evaluate(STATES, "w0")[1][1] == 0
+    block_map.page.locator("#back").click()
+    block_map.settle()
+    assert block_map.evaluate(STATES, "w0")[0][20] == MOVED  # the past has the host tier too
+
+
+def test_requests_that_load_or_are_swapped_name_their_host_blocks(block_map: MapPage) -> None:
+    worker = worker_with_host()
+    worker.put(0, 0, ACTIVE, references=1)
+    worker.put_host(0, 0, 4, LOADING)
+    worker.put_host(0, 4, 3, SWAPPED)
+    worker.sequence(1, "loads", [[[0, 0, 1]], []], phase="loading", host_runs=[[[0, 4]], []])
+    worker.sequence(2, "waits", [[], []], phase="swapped", host_runs=[[[4, 3]], []])
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    assert "swapped, 32 of 33 tokens" in block_map.text("#requests")
+    assert "1 loading, 1 swapped" in block_map.text("#map-world")
+    x, y, width, height = block_map.evaluate(HOST_RECT, [0, 5])
+    ratio = block_map.evaluate("devicePixelRatio")
+    block_map.page.locator("#map").hover(position={"x": (x + width / 2) / ratio, "y": (y + height / 2) / ratio})
+    assert block_map.text("#tooltip") == "host tier, full block 5: of a swapped request, waits"
+    assert block_map.rows("#inspector [data-rows]")["State"] == "of a swapped request"
+    assert not block_map.server.described
+
+
+def test_workers_without_a_host_tier_have_one_section(block_map: MapPage) -> None:
+    worker = FakeWorker()
+    worker.lease(0, 0)
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    assert [section[:2] for section in block_map.evaluate(SECTIONS)] == [["w0", "device"]]
+    assert block_map.page.locator("#host-panel").is_hidden()
+    assert "Spilled blocks" not in block_map.text("#counters")
+
+
+def test_every_state_has_its_own_look(block_map: MapPage) -> None:
+    worker = worker_with_host()
+    looks = [PINNED, EVICTABLE, FREE, EVICTED, LOADING, SWAPPED, IMPORTED, EXPORTED, MOVED]
+    for block, state in enumerate(looks):
+        worker.put_host(0, block, 1, state)
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    pixels = {str(block_map.pixels(block_map.evaluate(HOST_RECT, [0, block]))) for block in range(len(looks))}
+    assert len(pixels) == len(looks)
+
+
+def test_a_host_tier_of_a_million_blocks_leaves_the_device_large(block_map: MapPage) -> None:
+    worker = worker_with_host(num_pages=2**16)
+    worker.put_host(0, 0, 2**16, PINNED)
+    block_map.open()
+    block_map.send(worker.frame(whole=True))
+    ((_, _, top), (_, _, host_top)) = block_map.evaluate(SECTIONS)
+    height = block_map.page.locator("#map").bounding_box()["height"]
+    assert height * 0.3 < host_top - top <= height
+    for number in range(5):
+        worker.put_host(0, 1000 * number, 100, EVICTABLE)
+        block_map.send(worker.frame())
+    states, _ = block_map.evaluate(STATES, "w0")
+    assert (states[999], states[1000], states[1099], states[1100]) == (PINNED, EVICTABLE, EVICTABLE, PINNED)
