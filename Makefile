@@ -19,8 +19,9 @@ serve: $(RUNTIME) ## Serve the demo model (ARGS='--port 9000')
 
 setup: $(DEV) ## Install everything, tests and checks included
 
+# PYTHONDONTWRITEBYTECODE is emptied: where an environment sets it, each of the many processes that tests start would compile every module anew.
 test: $(DEV) ## Run the daily tests (ARGS='-k sampling')
-	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: $(DEV) ## Run every test, the exhaustive ones and all groups below too; those that cannot run here say why
 	@scripts/test_all $(ARGS)

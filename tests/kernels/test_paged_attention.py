@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.how_many import num_examples
 from tests.kernels.paged_case import Case, Sequence, Shape, make_case
 from transom_kernels.launch import prefer
 from transom_kernels.paged_attention import dense, paged_attention
@@ -26,29 +27,25 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def brute_force(case: Case, rule: MaskRule, scale, soft_cap=None, sink_logits=None) -> torch.Tensor:
-    """One query, one head, one key at a time, in Python floats over dense keys."""
+    """One query and one head at a time, over those of its dense keys that the rule names."""
     rows = []
     group = case.q.shape[1] // case.k_cache.shape[2]
     for b, count in enumerate(case.batch.count_host):
+        keys, values = case.keys[b].double(), case.values[b].double()
         for i in range(count):
             p = case.batch.start_host[b] + i
+            seen = []
+            for k in range(p + 1):
+                in_window = rule.window is None or p - k < rule.window
+                in_chunk = rule.chunk is None or k // rule.chunk == p // rule.chunk
+                if k < rule.num_sink_tokens or (in_window and in_chunk and k >= case.batch.attend_from_host[b]):
+                    seen.append(k)
             heads = []
             for h in range(case.q.shape[1]):
-                q = case.q[len(rows), h].double()
-                scores = {}
-                for k in range(p + 1):
-                    in_window = rule.window is None or p - k < rule.window
-                    in_chunk = rule.chunk is None or k // rule.chunk == p // rule.chunk
-                    if k < rule.num_sink_tokens or (in_window and in_chunk and k >= case.batch.attend_from_host[b]):
-                        s = float(q @ case.keys[b][k, h // group].double()) * scale
-                        scores[k] = soft_cap * math.tanh(s / soft_cap) if soft_cap else s
-                total = sum(math.exp(s) for s in scores.values())
-                if sink_logits is not None:
-                    total += math.exp(float(sink_logits[h]))
-                out = torch.zeros(case.v_cache.shape[-1], dtype=torch.float64)
-                for k, s in scores.items():
-                    out += math.exp(s) / total * case.values[b][k, h // group].double()
-                heads.append(out)
+                scores = keys[seen, h // group] @ case.q[len(rows), h].double() * scale
+                weights = torch.exp(soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores)
+                sink = 0.0 if sink_logits is None else math.exp(float(sink_logits[h]))
+                heads.append(weights / (weights.sum() + sink) @ values[seen, h // group])
             rows.append(torch.stack(heads))
     return torch.stack(rows)
 
@@ -189,7 +186,7 @@ def test_no_hybrid_cache_keeps_more_than_the_mask_reads():
     check(case, brute=True)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(daily=30, exhaustive=300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_random_shapes(implementation, data):
     draw = data.draw

@@ -73,14 +73,14 @@ class TokenizeRoutes:
         tokenizer = self._router.tokenizer
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("Send either prompt or messages.", param="prompt")
+        num_chars = body.num_variable_bytes  # with a prompt they have no effect, and are checked all the same
+        variables = await threads.run(body.template_variables, num_chars=num_chars, inline_chars=MAX_INLINE_CHARS)
         if body.messages is not None:
             if body.add_special_tokens:
                 raise RequestError(
                     "add_special_tokens is true; the chat template decides about special tokens of messages, leave it out.",
                     param="add_special_tokens",
                 )
-            num_chars = body.num_variable_bytes
-            variables = await threads.run(body.template_variables, num_chars=num_chars, inline_chars=MAX_INLINE_CHARS)
             return await chat_prompt(
                 tokenizer,
                 body.messages,

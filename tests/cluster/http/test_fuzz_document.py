@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, settings
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
 from tests.cluster.conftest import HttpServer, http_server, make_router, num_in_flight
+from tests.cluster.http.document_requests import check_all_operations
 from tests.cluster.stub_worker import StubWorker
 from tests.how_many import num_examples
 from transom_cluster.http.api import build_api
@@ -30,22 +30,15 @@ def guarded():
         yield running
 
 
-schema = schemathesis.openapi.from_dict(build_api(make_router(StubWorker(), api_keys=(KEY,))).openapi())
+def test_every_response_is_as_the_document_says(guarded: HttpServer, subtests: pytest.Subtests) -> None:
+    def check(case: Case) -> None:
+        assert case.meta is not None
+        if case.meta.generation.mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
+            case.body["model"] = "stub"  # any other one is 404
+        case.call_and_validate(
+            base_url=guarded.url, headers={"Authorization": f"Bearer {KEY}"}, checks=CHECKED, timeout=120
+        )
+        assert num_in_flight(guarded.router) == 0
 
-
-@schema.parametrize()
-@settings(
-    max_examples=num_examples(3, 15),
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-def test_every_response_is_as_the_document_says(case: Case, guarded: HttpServer) -> None:
-    assert case.meta is not None
-    if case.meta.generation.mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
-        case.body["model"] = "stub"  # any other one is 404
-    case.call_and_validate(
-        base_url=guarded.url, headers={"Authorization": f"Bearer {KEY}"}, checks=CHECKED, timeout=120
-    )
-    assert num_in_flight(guarded.router) == 0
+    schema = schemathesis.openapi.from_dict(build_api(make_router(StubWorker(), api_keys=(KEY,))).openapi())
+    check_all_operations(schema, check, subtests, max_examples=num_examples(3, 15))

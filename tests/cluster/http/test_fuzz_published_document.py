@@ -6,15 +6,16 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import httpx
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, settings
 from schemathesis import Case, GenerationMode
 
 from tests.cluster.conftest import HttpServer, http_server, num_in_flight
+from tests.cluster.http.document_requests import check_all_operations
 from tests.cluster.openai.published_document import check_event, check_published, published_document
 from tests.how_many import num_examples
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
@@ -47,17 +48,17 @@ def _names(schema: Any) -> Iterator[str]:
             yield from _names(one)
 
 
-KNOWN = frozenset(_names(published_document()["components"]["schemas"]))
-schema = schemathesis.openapi.from_dict(_served())
-schema.config.generation.update(modes=[GenerationMode.POSITIVE])
-schema.config.phases.coverage.enabled = False  # a thousand variants of fields that are refused by name
+@cache
+def _known() -> frozenset[str]:
+    """All names of properties in OpenAI's document."""
+    return frozenset(_names(published_document()["components"]["schemas"]))
 
 
 def _taken(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The body without the fields that this server refuses, and without names that OpenAI's document does not have: the document
     forbids no name, and this server forbids all."""
     refused = POST_ENDPOINTS[f"/v1{path}"][1].refused
-    known = {name: _with_known_names(value) for name, value in body.items() if name in KNOWN and name not in refused}
+    known = {name: _with_known_names(value) for name, value in body.items() if name in _known() and name not in refused}
     if not known.get("stream"):
         known.pop("stream_options", None)
     if path == "/responses":
@@ -72,7 +73,7 @@ def _with_known_names(value: Any) -> Any:
     if isinstance(value, list):
         return [_with_known_names(one) for one in value]
     if isinstance(value, dict):
-        return {name: _with_known_names(one) for name, one in value.items() if name in KNOWN}
+        return {name: _with_known_names(one) for name, one in value.items() if name in _known()}
     return value
 
 
@@ -97,23 +98,21 @@ def server():
         yield running
 
 
-@schema.parametrize()
-@settings(
-    max_examples=num_examples(15, 500),
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-def test_requests_of_the_published_document(case: Case, server: HttpServer) -> None:
-    method, response_schema = SERVED[case.path]
-    content = json.dumps(_taken(case.path, case.body)) if isinstance(case.body, dict) else None
-    response = httpx.request(method, f"{server.url}/v1{case.path}", content=content, timeout=120)
-    if response.status_code != 200:
-        assert response.status_code == 400, response.text
-        check_published("ErrorResponse", response.json())
-    elif response.headers["content-type"].startswith("text/event-stream"):
-        _check_stream(case.path, response.text)
-    else:
-        check_published(response_schema, response.json())
-    assert num_in_flight(server.router) == 0
+def test_requests_of_the_published_document(server: HttpServer, subtests: pytest.Subtests) -> None:
+    def check(case: Case) -> None:
+        method, response_schema = SERVED[case.path]
+        content = json.dumps(_taken(case.path, case.body)) if isinstance(case.body, dict) else None
+        response = httpx.request(method, f"{server.url}/v1{case.path}", content=content, timeout=120)
+        if response.status_code != 200:
+            assert response.status_code == 400, response.text
+            check_published("ErrorResponse", response.json())
+        elif response.headers["content-type"].startswith("text/event-stream"):
+            _check_stream(case.path, response.text)
+        else:
+            check_published(response_schema, response.json())
+        assert num_in_flight(server.router) == 0
+
+    schema = schemathesis.openapi.from_dict(_served())
+    schema.config.generation.update(modes=[GenerationMode.POSITIVE])
+    schema.config.phases.coverage.enabled = False  # a thousand variants of fields that are refused by name
+    check_all_operations(schema, check, subtests, max_examples=num_examples(15, 500))

@@ -22,7 +22,8 @@ async def test_tokenize_and_back(api):
     assert response.json() == {"prompt": "hé"}
     chat = {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}
     assert (await api.client.post("/tokenize", json=chat)).json()["count"] == len("user:x;")
-    for body in ({}, {"prompt": "x", "messages": chat["messages"]}, {**chat, "add_special_tokens": True}):
+    wrong_tools = {"prompt": "x", "tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}
+    for body in ({}, {"prompt": "x", "messages": chat["messages"]}, {**chat, "add_special_tokens": True}, wrong_tools):
         assert (await api.client.post("/tokenize", json=body)).status_code == 400
     assert (await api.client.post("/detokenize", json={"tokens": [9999]})).json()["error"]["param"] == "tokens"
 
