@@ -37,8 +37,8 @@ HAS_GPU = torch.cuda.is_available()
 
 
 def seed_torch(seed: int) -> None:
-    """Without a GPU the CPU's generator alone: `torch.manual_seed` also keeps a stack trace of every call for a GPU that never comes,
-    which takes hundreds of times as long."""
+    """Without a GPU the CPU's generator alone: `torch.manual_seed` also keeps a stack trace of every call, for a GPU that never
+    comes, which takes a hundred times as long."""
     if HAS_GPU:
         torch.manual_seed(seed)
     else:

@@ -78,10 +78,12 @@ def make_case(sequences: list[Sequence], shape: Shape, seed: int = 0) -> Case:
         low = s.first_key or 0
         first = max(low // size, num_sink_blocks)
         blocks = {block: free.pop() for block in range(-(-end // size)) if block < num_sink_blocks or block >= first}
-        for position in range(end):
-            if position // size in blocks and (position >= low or position < num_sink_blocks * size):
-                k_cache[blocks[position // size], position % size] = k[position]
-                v_cache[blocks[position // size], position % size] = v[position]
+        kept = [p for p in range(end) if p // size in blocks and (p >= low or p < num_sink_blocks * size)]
+        at = (
+            torch.tensor([blocks[p // size] for p in kept], dtype=torch.long),
+            torch.tensor(kept, dtype=torch.long) % size,
+        )
+        k_cache[at], v_cache[at] = k[kept], v[kept]
         tables.append([blocks[block] for block in sorted(blocks)])
         firsts.append(first)
         slots.extend(blocks[p // size] * size + p % size for p in range(s.start, end))

@@ -186,7 +186,11 @@ def test_no_hybrid_cache_keeps_more_than_the_mask_reads():
     check(case, brute=True)
 
 
-@settings(max_examples=num_examples(daily=30, exhaustive=300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=num_examples(daily=30, exhaustive=300),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.data())
 def test_random_shapes(implementation, data):
     draw = data.draw

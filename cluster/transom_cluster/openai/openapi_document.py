@@ -6,6 +6,7 @@ FastAPI knows only the routes' paths, since handlers parse bodies themselves and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -115,20 +116,35 @@ def _json(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _add(model: type[Any], schemas: dict[str, Any]) -> dict[str, Any]:
     """Add the schema of a response body, and the schemas that it refers to; returns a reference to it."""
-    schema = TypeAdapter(model).json_schema(ref_template="#/components/schemas/{model}")
-    schemas.update(schema.pop("$defs", {}))
-    schemas.setdefault(model.__name__, schema)
+    if model.__name__ not in schemas:
+        schema = dict(_schema(model))
+        schemas.update(schema.pop("$defs", {}))
+        schemas[model.__name__] = schema
     return {"$ref": f"#/components/schemas/{model.__name__}"}
+
+
+@cache
+def _schema(model: type[Any]) -> Mapping[str, Any]:
+    """JSON Schema of a response body, shared by all documents of this process: not to be changed."""
+    return TypeAdapter(model).json_schema(ref_template="#/components/schemas/{model}")
 
 
 def _add_body(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
     """Add a request body's schema, with ignored fields, and with refused fields and the values that they may have."""
     model, rules, _ = POST_ENDPOINTS[path]
-    (reference,), added = msgspec.json.schema_components([model], ref_template="#/components/schemas/{name}")
+    reference, added = _body_schemas(model)
+    properties = dict(added[model.__name__]["properties"])
     schemas.update(added)
-    properties = schemas[model.__name__]["properties"]
+    schemas[model.__name__] = {**added[model.__name__], "properties": properties}
     for name in sorted(rules.ignored):
         properties.setdefault(name, {"description": "Accepted without effect."})
     for name, neutral in sorted(rules.refused.items()):
         properties.setdefault(name, {"description": "Not supported yet.", "enum": [*neutral, None]})
     return reference
+
+
+@cache
+def _body_schemas(model: type[WireModel]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A reference to a request body's JSON Schema, and by name this one and those that it refers to: shared, as `_schema`'s are."""
+    (reference,), added = msgspec.json.schema_components([model], ref_template="#/components/schemas/{name}")
+    return reference, added

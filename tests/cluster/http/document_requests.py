@@ -1,7 +1,7 @@
 """Sends requests that an OpenAPI document allows, or forbids, while a test runs.
 
-schemathesis' own `parametrize` makes the requests of every operation while pytest collects, in each of its processes, whether or not the
-test is run there: seconds for each document.
+schemathesis' own `parametrize` makes the requests of every operation while pytest collects, in each of its processes, whether or
+not the test is run there: seconds for each document.
 """
 
 from __future__ import annotations

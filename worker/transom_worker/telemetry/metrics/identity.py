@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -103,7 +104,9 @@ class Identity(Collector):
         )
 
 
+@cache
 def _version(package: str) -> str:
+    """Of an installed package; "" of one that is not. Reading it takes milliseconds."""
     try:
         return version(package)
     except PackageNotFoundError:
