@@ -75,19 +75,27 @@ class Api:
 
 
 @contextlib.asynccontextmanager
+async def running(router: Router, num_workers: int) -> AsyncIterator[Router]:
+    """The router, once it has the streams of so many workers; stopped at the end."""
+    router.start()
+    try:
+        await until(lambda: sum(connection.is_open for connection in router.connections.values()) == num_workers)
+        yield router
+    finally:
+        await router.stop()
+
+
+@contextlib.asynccontextmanager
 async def running_api(*workers: StubWorker, **config: Any) -> AsyncIterator[Api]:
     workers = workers or (StubWorker(),)
     directory = StubDirectory(*workers)
     router = make_router(directory=directory, **config)
     transport = httpx.ASGITransport(app=build_api(router), raise_app_exceptions=False)
-    router.start()
-    try:
-        num_open = sum(worker.can_open for worker in workers)
-        await until(lambda: sum(connection.is_open for connection in router.connections.values()) == num_open)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            yield Api(workers, directory, router, client)
-    finally:
-        await router.stop()
+    async with (
+        running(router, sum(worker.can_open for worker in workers)),
+        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+    ):
+        yield Api(workers, directory, router, client)
 
 
 def num_in_flight(router: Router) -> int:

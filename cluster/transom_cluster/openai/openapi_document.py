@@ -117,7 +117,7 @@ def _json(schema: dict[str, Any]) -> dict[str, Any]:
 def _add(model: type[Any], schemas: dict[str, Any]) -> dict[str, Any]:
     """Add the schema of a response body, and the schemas that it refers to; returns a reference to it."""
     if model.__name__ not in schemas:
-        schema = dict(_schema(model))
+        schema = dict(_schema(model))  # type: ignore[arg-type] # mypy takes a class for unhashable
         schemas.update(schema.pop("$defs", {}))
         schemas[model.__name__] = schema
     return {"$ref": f"#/components/schemas/{model.__name__}"}

@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 
 CHECKED = os.environ.get("TRANSOM_CHECKED_KERNELS") == "1"
 
@@ -23,8 +23,12 @@ _I64 = ir.IntType(64)
 # words: number of faults, address and bytes of the last one, address of the spare page, number of ranges, then (begin, end) pairs
 _table = np.zeros(_RANGES + 2 * _MAX_RANGES, dtype=np.int64) if CHECKED else np.zeros(0, dtype=np.int64)
 _spare = np.zeros(_SPARE_BYTES if CHECKED else 0, dtype=np.uint8)
+_TABLE_SYMBOL = (
+    "transom_checked_ranges"  # by which code finds the table: kept code would not find this process's by its address
+)
 if CHECKED:
     _table[_SPARE] = _spare.ctypes.data
+    binding.add_symbol(_TABLE_SYMBOL, _table.ctypes.data)
 
 
 def set_ranges(ranges: list[tuple[int, int]]) -> None:
@@ -80,10 +84,11 @@ def _check_function(module: ir.Module) -> ir.Function:
         check.append_basic_block(label) for label in ("start", "head", "body", "following", "good", "bad")
     )
     b = ir.IRBuilder(start)
+    table = b.ptrtoint(ir.GlobalVariable(module, _I64, _TABLE_SYMBOL), _I64)
 
     def word(index: ir.Value | int) -> ir.Value:
         index = ir.Constant(_I64, index) if isinstance(index, int) else index
-        byte = b.add(ir.Constant(_I64, _table.ctypes.data), b.mul(index, ir.Constant(_I64, 8)))
+        byte = b.add(table, b.mul(index, ir.Constant(_I64, 8)))
         return b.inttoptr(byte, ir.PointerType(_I64))
 
     end = b.add(address, size)

@@ -211,8 +211,6 @@ def _symbol(kernel: CpuKernel) -> str:
 
 def _cached_code(kernel: CpuKernel) -> tuple[bytes, bool]:
     """The kernel's object code, and whether it was compiled now."""
-    if CHECKED:  # checked code holds the address of this process's table of ranges
-        return object_code(kernel), True
     path = cache_directory() / "kernels" / f"{_key(kernel)}.o"
     code = _read_code(path)
     if code is not None:
@@ -265,7 +263,7 @@ def _key(kernel: CpuKernel) -> str:
     packages = sorted(
         {"transom_kernels", kernel.module.partition(".")[0]}
     )  # a kernel of a test has a package of its own
-    parts = (repr(kernel), *map(_sources, packages), repr(target), repr(versions))
+    parts = (repr(kernel), repr(CHECKED), *map(_sources, packages), repr(target), repr(versions))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

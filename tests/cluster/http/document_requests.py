@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, settings
 from schemathesis import Case
+from schemathesis.core.result import Ok
 from schemathesis.pytest.lazy import get_all_tests
 from schemathesis.schemas import BaseSchema
 
@@ -28,6 +29,7 @@ def check_all_operations(
         suppress_health_check=list(HealthCheck),
     )
     for made in get_all_tests(schema=schema, test_func=check, settings=examples, given_kwargs={}):
+        assert isinstance(made, Ok), made
         operation, send_all = made.ok()
         with subtests.test(operation.label):
             send_all()

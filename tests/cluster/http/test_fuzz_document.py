@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import pytest
 import schemathesis
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
+from schemathesis.generation.meta import TestPhase
 
 from tests.cluster.conftest import HttpServer, http_server, make_router, num_in_flight
 from tests.cluster.http.document_requests import check_all_operations
 from tests.cluster.stub_worker import StubWorker
-from tests.how_many import num_examples
+from tests.how_many import ALL_TESTS, num_examples
 from transom_cluster.http.api import build_api
 
 KEY = "sesame"
@@ -30,9 +32,19 @@ def guarded():
         yield running
 
 
+def is_left_out(case: Case) -> bool:
+    """Four of five of the thousands of bodies that schemathesis makes of each field in turn: `make test-all` sends them too."""
+    assert case.meta is not None
+    if ALL_TESTS or case.method != "POST" or case.meta.phase.name is not TestPhase.COVERAGE:
+        return False
+    return zlib.crc32(repr((case.path, case.headers, case.query, case.body)).encode()) % 5 != 0
+
+
 def test_every_response_is_as_the_document_says(guarded: HttpServer, subtests: pytest.Subtests) -> None:
     def check(case: Case) -> None:
         assert case.meta is not None
+        if is_left_out(case):
+            return
         if case.meta.generation.mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
             case.body["model"] = "stub"  # any other one is 404
         case.call_and_validate(

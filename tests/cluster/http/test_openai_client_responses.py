@@ -6,17 +6,13 @@ The worker speaks what the test gives it, so what a model would do is known.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
-import pytest
 
-from tests.cluster.conftest import HttpServer, http_server
-from tests.cluster.http.test_openai_client_tools import ANSWER, CALL, AskWeather, Weather, last_request, says
+from tests.cluster.conftest import HttpServer
+from tests.cluster.http.speaking_server import ANSWER, CALL, AskWeather, Weather, last_request, says
 from tests.cluster.openai.published_document import check_event, check_published
-from tests.cluster.speaking_worker import SpeakingWorker
-from tests.cluster.stub_worker import ByteTokenizer
 
 INPUT = "Is it raining in Paris?"
 TOOLS: Any = [
@@ -36,22 +32,9 @@ TOOLS: Any = [
 PATCH: Any = {"type": "custom", "name": "patch"}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[HttpServer]:
-    worker = SpeakingWorker(tokenizer=ByteTokenizer(), per_event=3)  # type: ignore[arg-type]
-    with http_server(worker, tool_call_parser="hermes", reasoning_parser="qwen3") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: HttpServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120) as client:
-        yield client
-
-
-def test_a_whole_answer(server: HttpServer, client: Any) -> None:
-    says(server, ANSWER)
-    answer = client.responses.create(model="stub", input=INPUT, tools=TOOLS)
+def test_a_whole_answer(speaking_server: HttpServer, speaking_client: Any) -> None:
+    says(speaking_server, ANSWER)
+    answer = speaking_client.responses.create(model="stub", input=INPUT, tools=TOOLS)
     check_published("Response", answer.to_dict())
     reasoning, message, *calls = answer.output
     assert reasoning.content[0].text == "Rain?"
@@ -65,12 +48,12 @@ def test_a_whole_answer(server: HttpServer, client: Any) -> None:
     assert answer.usage.output_tokens_details.reasoning_tokens == len("\nRain?\n</think>") - 1
 
 
-def test_a_streamed_answer_is_the_whole_one(server: HttpServer, client: Any) -> None:
-    says(server, ANSWER)
-    with client.responses.stream(model="stub", input=INPUT, tools=TOOLS) as stream:
+def test_a_streamed_answer_is_the_whole_one(speaking_server: HttpServer, speaking_client: Any) -> None:
+    says(speaking_server, ANSWER)
+    with speaking_client.responses.stream(model="stub", input=INPUT, tools=TOOLS) as stream:
         events = list(stream)
         final = stream.get_final_response()
-    for event in client.responses.create(model="stub", input=INPUT, tools=TOOLS, stream=True):
+    for event in speaking_client.responses.create(model="stub", input=INPUT, tools=TOOLS, stream=True):
         check_event(event.to_dict())
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
     deltas: dict[str, str] = {}
@@ -82,24 +65,26 @@ def test_a_streamed_answer_is_the_whole_one(server: HttpServer, client: Any) -> 
     assert [json.loads(text) for text in list(deltas.values())[2:]] == [{"city": "Paris"}, {"city": "Rome"}]
 
 
-def test_parsed_answers_and_calls(server: HttpServer, client: Any) -> None:
-    says(server, '{"city": "Paris", "rain_mm": 2.5}')
-    parsed = client.responses.parse(model="stub", input=INPUT, text_format=Weather)
+def test_parsed_answers_and_calls(speaking_server: HttpServer, speaking_client: Any) -> None:
+    says(speaking_server, '{"city": "Paris", "rain_mm": 2.5}')
+    parsed = speaking_client.responses.parse(model="stub", input=INPUT, text_format=Weather)
     assert parsed.output_parsed == Weather(city="Paris", rain_mm=2.5)
-    assert last_request(server).grammar is not None
-    says(server, CALL)
+    assert last_request(speaking_server).grammar is not None
+    says(speaking_server, CALL)
     tool: Any = openai.pydantic_function_tool(AskWeather, name="weather")
-    called = client.responses.parse(model="stub", input=INPUT, tools=[tool])
+    called = speaking_client.responses.parse(model="stub", input=INPUT, tools=[tool])
     assert called.output[0].parsed_arguments == AskWeather(city="Paris")
 
 
-def test_the_output_sent_back_with_a_result_continues_the_chat(server: HttpServer, client: Any) -> None:
-    says(server, ANSWER)
-    first = client.responses.create(model="stub", input=INPUT, tools=TOOLS)
+def test_the_output_sent_back_with_a_result_continues_the_chat(
+    speaking_server: HttpServer, speaking_client: Any
+) -> None:
+    says(speaking_server, ANSWER)
+    first = speaking_client.responses.create(model="stub", input=INPUT, tools=TOOLS)
     ids = [item.call_id for item in first.output if item.type == "function_call"]
     assert len(set(ids)) == 2
-    says(server, "Yes.")
-    second = client.responses.create(
+    says(speaking_server, "Yes.")
+    second = speaking_client.responses.create(
         model="stub",
         tools=TOOLS,
         input=[
@@ -111,9 +96,9 @@ def test_the_output_sent_back_with_a_result_continues_the_chat(server: HttpServe
     assert second.output_text == "Yes."
 
 
-def test_a_custom_tool_gets_text(server: HttpServer, client: Any) -> None:
-    says(server, '<tool_call>\n{"name": "patch", "arguments": {"input": "a\\n\\"b\\""}}\n</tool_call>')
-    with client.responses.stream(model="stub", input=INPUT, tools=[PATCH]) as stream:
+def test_a_custom_tool_gets_text(speaking_server: HttpServer, speaking_client: Any) -> None:
+    says(speaking_server, '<tool_call>\n{"name": "patch", "arguments": {"input": "a\\n\\"b\\""}}\n</tool_call>')
+    with speaking_client.responses.stream(model="stub", input=INPUT, tools=[PATCH]) as stream:
         events = list(stream)
     (item,) = events[-1].response.output
     assert (item.type, item.name, item.input) == ("custom_tool_call", "patch", 'a\n"b"')
@@ -121,9 +106,9 @@ def test_a_custom_tool_gets_text(server: HttpServer, client: Any) -> None:
     assert "".join(deltas) == item.input
 
 
-def test_log_probabilities_are_those_of_the_message_alone(server: HttpServer, client: Any) -> None:
-    says(server, ANSWER)
-    answer = client.responses.create(
+def test_log_probabilities_are_those_of_the_message_alone(speaking_server: HttpServer, speaking_client: Any) -> None:
+    says(speaking_server, ANSWER)
+    answer = speaking_client.responses.create(
         model="stub", input=INPUT, tools=TOOLS, top_logprobs=1, include=["message.output_text.logprobs"]
     )
     part = answer.output[1].content[0]
@@ -131,16 +116,16 @@ def test_log_probabilities_are_those_of_the_message_alone(server: HttpServer, cl
     assert "<" not in "".join(entry.token for entry in part.logprobs)
 
 
-def test_only_one_call_where_calls_may_not_be_parallel(server: HttpServer, client: Any) -> None:
-    says(server, ANSWER)
-    answer = client.responses.create(model="stub", input=INPUT, tools=TOOLS, parallel_tool_calls=False)
+def test_only_one_call_where_calls_may_not_be_parallel(speaking_server: HttpServer, speaking_client: Any) -> None:
+    says(speaking_server, ANSWER)
+    answer = speaking_client.responses.create(model="stub", input=INPUT, tools=TOOLS, parallel_tool_calls=False)
     assert [item.type for item in answer.output].count("function_call") == 1
     assert answer.parallel_tool_calls is False
 
 
-def test_reasoning_is_sent_back_as_encrypted_content(server: HttpServer, client: Any) -> None:
-    says(server, "<think>\nRain?\n</think>\n\nYes.")
-    first = client.responses.create(model="stub", input=INPUT, include=["reasoning.encrypted_content"])
+def test_reasoning_is_sent_back_as_encrypted_content(speaking_server: HttpServer, speaking_client: Any) -> None:
+    says(speaking_server, "<think>\nRain?\n</think>\n\nYes.")
+    first = speaking_client.responses.create(model="stub", input=INPUT, include=["reasoning.encrypted_content"])
     sent = {"type": "reasoning", "summary": [], "encrypted_content": first.output[0].encrypted_content}
     assert sent["encrypted_content"]
-    assert client.responses.create(model="stub", input=[sent, {"role": "user", "content": "On."}])
+    assert speaking_client.responses.create(model="stub", input=[sent, {"role": "user", "content": "On."}])

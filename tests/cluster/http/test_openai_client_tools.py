@@ -6,18 +6,14 @@ The worker speaks what the test gives it, so what a model would do is known.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamEvent
-from pydantic import BaseModel
 
-from tests.cluster.conftest import HttpServer, http_server
-from tests.cluster.speaking_worker import SpeakingWorker
-from tests.cluster.stub_worker import ByteTokenizer
-from transom_worker.contract import Request
+from tests.cluster.conftest import HttpServer
+from tests.cluster.http.speaking_server import ANSWER, CALL, AskWeather, Weather, last_request, says
 
 MESSAGES: Any = [{"role": "user", "content": "Is it raining in Paris?"}]
 TOOLS: Any = [
@@ -35,50 +31,11 @@ TOOLS: Any = [
     }
     for name in ("weather", "time")
 ]
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-OTHER_CALL = '<tool_call>\n{"name": "time", "arguments": {"city": "Rome"}}\n</tool_call>'
-ANSWER = f"<think>\nRain?\n</think>\n\nLet me look.\n{CALL}\n{OTHER_CALL}"
 
 
-class Weather(BaseModel):
-    """What the model has to say."""
-
-    city: str
-    rain_mm: float
-
-
-class AskWeather(BaseModel):
-    """Arguments of a tool."""
-
-    city: str
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[HttpServer]:
-    worker = SpeakingWorker(tokenizer=ByteTokenizer(), per_event=3)  # type: ignore[arg-type]
-    with http_server(worker, tool_call_parser="hermes", reasoning_parser="qwen3") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: HttpServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120) as client:
-        yield client
-
-
-def says(server: HttpServer, *texts: str) -> None:
-    """Have the model answer this, choice by choice."""
-    assert isinstance(server.worker, SpeakingWorker)
-    server.worker.texts = texts
-
-
-def last_request(server: HttpServer) -> Request:
-    return server.worker.submitted[-1]
-
-
-def test_a_whole_answer(server: HttpServer, client: openai.OpenAI) -> None:
-    says(server, ANSWER)
-    answer = client.chat.completions.create(model="stub", messages=MESSAGES, tools=TOOLS)
+def test_a_whole_answer(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
+    says(speaking_server, ANSWER)
+    answer = speaking_client.chat.completions.create(model="stub", messages=MESSAGES, tools=TOOLS)
     choice = answer.choices[0]
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "Let me look."
@@ -90,9 +47,9 @@ def test_a_whole_answer(server: HttpServer, client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens_details.reasoning_tokens == len("\nRain?\n</think>") - 1
 
 
-def test_a_streamed_answer_is_the_whole_one(server: HttpServer, client: openai.OpenAI) -> None:
-    says(server, ANSWER)
-    stream = client.chat.completions.create(
+def test_a_streamed_answer_is_the_whole_one(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
+    says(speaking_server, ANSWER)
+    stream = speaking_client.chat.completions.create(
         model="stub", messages=MESSAGES, tools=TOOLS, stream=True, stream_options={"include_usage": True}
     )
     *chunks, last = stream
@@ -116,14 +73,14 @@ def test_a_streamed_answer_is_the_whole_one(server: HttpServer, client: openai.O
     assert last.usage.completion_tokens_details.reasoning_tokens
 
 
-def test_the_stream_helper_puts_calls_together(server: HttpServer, client: openai.OpenAI) -> None:
-    says(server, ANSWER)
+def test_the_stream_helper_puts_calls_together(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
+    says(speaking_server, ANSWER)
     events: list[ChatCompletionStreamEvent[Any]] = []
     strict: Any = [
         openai.pydantic_function_tool(AskWeather, name="weather"),
         openai.pydantic_function_tool(AskWeather, name="time"),
     ]
-    with client.chat.completions.stream(model="stub", messages=MESSAGES, tools=strict) as stream:
+    with speaking_client.chat.completions.stream(model="stub", messages=MESSAGES, tools=strict) as stream:
         events.extend(stream)
         completion = stream.get_final_completion()
     done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
@@ -137,25 +94,27 @@ def test_the_stream_helper_puts_calls_together(server: HttpServer, client: opena
         AskWeather(city="Paris"),
         AskWeather(city="Rome"),
     ]
-    assert last_request(server).grammar is not None  # the helper's tools are strict
+    assert last_request(speaking_server).grammar is not None  # the helper's tools are strict
 
 
-def test_a_call_alone_has_no_content(server: HttpServer, client: openai.OpenAI) -> None:
-    says(server, CALL)
-    message = client.chat.completions.create(model="stub", messages=MESSAGES, tools=TOOLS).choices[0].message
+def test_a_call_alone_has_no_content(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
+    says(speaking_server, CALL)
+    message = speaking_client.chat.completions.create(model="stub", messages=MESSAGES, tools=TOOLS).choices[0].message
     assert message.content is None
-    with client.chat.completions.stream(model="stub", messages=MESSAGES, tools=TOOLS) as stream:
+    with speaking_client.chat.completions.stream(model="stub", messages=MESSAGES, tools=TOOLS) as stream:
         assert stream.get_final_completion().choices[0].message.content is None
 
 
-def test_an_answer_goes_back_with_the_results_of_its_calls(server: HttpServer, client: openai.OpenAI) -> None:
-    says(server, CALL)
-    message = client.chat.completions.create(model="stub", messages=MESSAGES, tools=TOOLS).choices[0].message
+def test_an_answer_goes_back_with_the_results_of_its_calls(
+    speaking_server: HttpServer, speaking_client: openai.OpenAI
+) -> None:
+    says(speaking_server, CALL)
+    message = speaking_client.chat.completions.create(model="stub", messages=MESSAGES, tools=TOOLS).choices[0].message
     assert message.tool_calls is not None
-    says(server, "No rain.")
+    says(speaking_server, "No rain.")
     results = [{"role": "tool", "tool_call_id": call.id, "content": "0 mm"} for call in message.tool_calls]
     chat: Any = [*MESSAGES, message, *results]
-    answer = client.chat.completions.create(model="stub", messages=chat, tools=TOOLS)
+    answer = speaking_client.chat.completions.create(model="stub", messages=chat, tools=TOOLS)
     assert answer.choices[0].message.content == "No rain."
     assert answer.choices[0].finish_reason == "stop"
 
@@ -163,79 +122,87 @@ def test_an_answer_goes_back_with_the_results_of_its_calls(server: HttpServer, c
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=["required", "named"]
 )
-def test_a_demanded_call_ends_with_tool_calls(server: HttpServer, client: openai.OpenAI, choice: Any) -> None:
-    says(server, CALL)
-    answer = client.chat.completions.create(model="stub", messages=MESSAGES, tools=TOOLS, tool_choice=choice)
+def test_a_demanded_call_ends_with_tool_calls(
+    speaking_server: HttpServer, speaking_client: openai.OpenAI, choice: Any
+) -> None:
+    says(speaking_server, CALL)
+    answer = speaking_client.chat.completions.create(model="stub", messages=MESSAGES, tools=TOOLS, tool_choice=choice)
     assert answer.choices[0].finish_reason == "tool_calls"
-    assert last_request(server).grammar is not None
+    assert last_request(speaking_server).grammar is not None
 
 
-def test_parse_gives_the_model_its_pydantic_class(server: HttpServer, client: openai.OpenAI) -> None:
-    says(server, '<think>Hm</think>{"city": "Paris", "rain_mm": 1.5}')
-    answer = client.chat.completions.parse(model="stub", messages=MESSAGES, response_format=Weather)
+def test_parse_gives_the_model_its_pydantic_class(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
+    says(speaking_server, '<think>Hm</think>{"city": "Paris", "rain_mm": 1.5}')
+    answer = speaking_client.chat.completions.parse(model="stub", messages=MESSAGES, response_format=Weather)
     assert answer.choices[0].message.parsed == Weather(city="Paris", rain_mm=1.5)
-    assert last_request(server).grammar is not None
-    with client.chat.completions.stream(model="stub", messages=MESSAGES, response_format=Weather) as stream:
+    assert last_request(speaking_server).grammar is not None
+    with speaking_client.chat.completions.stream(model="stub", messages=MESSAGES, response_format=Weather) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == Weather(city="Paris", rain_mm=1.5)
 
 
-def test_parse_reads_strict_tools(server: HttpServer, client: openai.OpenAI) -> None:
-    says(server, CALL)
+def test_parse_reads_strict_tools(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
+    says(speaking_server, CALL)
     tools = [openai.pydantic_function_tool(AskWeather, name="weather")]
-    answer = client.chat.completions.parse(model="stub", messages=MESSAGES, tools=tools)
+    answer = speaking_client.chat.completions.parse(model="stub", messages=MESSAGES, tools=tools)
     assert answer.choices[0].message.tool_calls is not None
     (call,) = answer.choices[0].message.tool_calls
     assert call.function.parsed_arguments == AskWeather(city="Paris")
 
 
-def test_parse_says_that_a_length_cut_the_json(server: HttpServer, client: openai.OpenAI) -> None:
-    says(server, '{"city": "Paris", "rain_mm": 1.5}')
+def test_parse_says_that_a_length_cut_the_json(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
+    says(speaking_server, '{"city": "Paris", "rain_mm": 1.5}')
     with pytest.raises(openai.LengthFinishReasonError):
-        client.chat.completions.parse(model="stub", messages=MESSAGES, response_format=Weather, max_completion_tokens=9)
+        speaking_client.chat.completions.parse(
+            model="stub", messages=MESSAGES, response_format=Weather, max_completion_tokens=9
+        )
 
 
-def test_raw_responses(server: HttpServer, client: openai.OpenAI) -> None:
-    says(server, CALL)
-    raw = client.chat.completions.with_raw_response.create(model="stub", messages=MESSAGES, tools=TOOLS)
+def test_raw_responses(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
+    says(speaking_server, CALL)
+    raw = speaking_client.chat.completions.with_raw_response.create(model="stub", messages=MESSAGES, tools=TOOLS)
     answer = raw.parse()
     assert raw.headers["x-request-id"] == answer.id
     assert answer.choices[0].message.tool_calls
 
 
-def test_each_choice_has_calls_of_its_own(server: HttpServer, client: openai.OpenAI) -> None:
-    says(server, CALL, "No.", ANSWER)
-    answer = client.chat.completions.create(model="stub", messages=MESSAGES, tools=TOOLS, n=3)
+def test_each_choice_has_calls_of_its_own(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
+    says(speaking_server, CALL, "No.", ANSWER)
+    answer = speaking_client.chat.completions.create(model="stub", messages=MESSAGES, tools=TOOLS, n=3)
     assert [choice.finish_reason for choice in answer.choices] == ["tool_calls", "stop", "tool_calls"]
     ids = [call.id for choice in answer.choices for call in choice.message.tool_calls or ()]
     assert len(set(ids)) == 3
 
 
-def test_only_one_call_where_calls_may_not_be_parallel(server: HttpServer, client: openai.OpenAI) -> None:
-    says(server, ANSWER)  # as of a worker that does not hold the model to its grammar
-    answer = client.chat.completions.create(model="stub", messages=MESSAGES, tools=TOOLS, parallel_tool_calls=False)
+def test_only_one_call_where_calls_may_not_be_parallel(
+    speaking_server: HttpServer, speaking_client: openai.OpenAI
+) -> None:
+    says(speaking_server, ANSWER)  # as of a worker that does not hold the model to its grammar
+    answer = speaking_client.chat.completions.create(
+        model="stub", messages=MESSAGES, tools=TOOLS, parallel_tool_calls=False
+    )
     assert [call.function.name for call in answer.choices[0].message.tool_calls or ()] == ["weather"]  # type: ignore[union-attr]
 
 
-def test_reasoning_is_left_out_on_request(server: HttpServer, client: openai.OpenAI) -> None:
-    says(server, ANSWER)
+def test_reasoning_is_left_out_on_request(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
+    says(speaking_server, ANSWER)
     extra = {"include_reasoning": False}
-    answer = client.chat.completions.create(model="stub", messages=MESSAGES, tools=TOOLS, extra_body=extra)
+    answer = speaking_client.chat.completions.create(model="stub", messages=MESSAGES, tools=TOOLS, extra_body=extra)
     assert answer.choices[0].message.model_extra == {}
 
 
-def test_without_tools_their_markup_is_text(server: HttpServer, client: openai.OpenAI) -> None:
-    says(server, CALL)
+def test_without_tools_their_markup_is_text(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
+    says(speaking_server, CALL)
     for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-        answer = client.chat.completions.create(model="stub", messages=MESSAGES, **more)
+        answer = speaking_client.chat.completions.create(model="stub", messages=MESSAGES, **more)
         assert answer.choices[0].message.content == CALL
         assert answer.choices[0].finish_reason == "stop"
 
 
-def test_logprobs_beside_calls(server: HttpServer, client: openai.OpenAI) -> None:
+def test_logprobs_beside_calls(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
     """Every token has them, those of reasoning and markup too."""
-    says(server, ANSWER)
+    says(speaking_server, ANSWER)
     for stream in (False, True):
-        answer: Any = client.chat.completions.create(
+        answer: Any = speaking_client.chat.completions.create(
             model="stub", messages=MESSAGES, tools=TOOLS, logprobs=True, stream=stream
         )
         choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
@@ -243,11 +210,13 @@ def test_logprobs_beside_calls(server: HttpServer, client: openai.OpenAI) -> Non
         assert "".join(entry.token for entry in entries) == ANSWER
 
 
-async def test_the_async_client(server: HttpServer) -> None:
-    says(server, ANSWER)
+async def test_the_async_client(speaking_server: HttpServer) -> None:
+    says(speaking_server, ANSWER)
     async with (
-        openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120) as client,
-        client.chat.completions.stream(model="stub", messages=MESSAGES, tools=TOOLS) as stream,
+        openai.AsyncOpenAI(
+            base_url=f"{speaking_server.url}/v1", api_key="unused", max_retries=0, timeout=120
+        ) as speaking_client,
+        speaking_client.chat.completions.stream(model="stub", messages=MESSAGES, tools=TOOLS) as stream,
     ):
         completion = await stream.get_final_completion()
     assert [call.function.name for call in completion.choices[0].message.tool_calls or ()] == ["weather", "time"]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.conftest import until
+from tests.cluster.conftest import running
 from transom_cluster.router.router import Router
 from transom_cluster.router.timings import RouterTimings
 from transom_worker.config import FailoverConfig, ServerConfig
@@ -94,9 +94,5 @@ async def routed(model: Path, *workers: Mortal, **config: Any) -> AsyncIterator[
         router_id="r",
         timings=RouterTimings(drain_s=0.0),
     )
-    router.start()
-    await until(lambda: sum(connection.is_open for connection in router.connections.values()) == len(workers))
-    try:
+    async with running(router, len(workers)):
         yield router
-    finally:
-        await router.stop()

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from tests.cluster.conftest import timings, until
+from tests.cluster.conftest import running, timings
 from tests.cluster.speaking_worker import Fate, SpeakingWorker
 from tests.cluster.stub_worker import VOCAB_SIZE, ByteTokenizer, StubDirectory
 from tests.how_many import ALL_TESTS
@@ -109,12 +109,8 @@ async def routed(*workers: SpeakingWorker) -> AsyncIterator[Router]:
         router_id="r",
         timings=timings(),
     )
-    router.start()
-    await until(lambda: sum(connection.is_open for connection in router.connections.values()) == len(workers))
-    try:
+    async with running(router, len(workers)):
         yield router
-    finally:
-        await router.stop()
 
 
 async def answered(router: Router, case: Case) -> str:

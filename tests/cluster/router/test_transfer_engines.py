@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,12 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import until
-from tests.cluster.router.mortal_workers import Mortal, Workers
+from tests.cluster.router.mortal_workers import Mortal, routed
 from tests.cluster.router.test_failover_engines import Whole, answers_of
 from transom_cluster.router.router import Router
-from transom_cluster.router.timings import RouterTimings
-from transom_worker.config import FailoverConfig, ServerConfig
 from transom_worker.contract import PrefixSource, Request, SamplingParams
-from transom_worker.model_files.resolve import resolve_model
 from transom_worker.replica import WorkerReplica
 from transom_worker.settings import Settings
-from transom_worker.text.tokenizer import Tokenizer
 from transom_worker.transfer.messages import BlockRange, PrefixOffer, PrefixQuery
 from transom_worker.transfer.peers import Bytes
 
@@ -83,24 +80,9 @@ class Cluster:
             self.peers.workers[f"w{number}"] = replica
             self.replicas.append(replica)
 
-    @contextlib.asynccontextmanager
-    async def router(self, **config: Any) -> AsyncIterator[Router]:
+    def router(self, **config: Any) -> AbstractAsyncContextManager[Router]:
         workers = [Mortal(replica) for replica in self.replicas]
-        router = Router(
-            workers=Workers(*workers),
-            tokenizer=Tokenizer.load(resolve_model(str(self.model))),
-            config=ServerConfig(
-                served_model_name="tiny", failover=FailoverConfig(wait_s=120.0), **{"routing_policy": "kv", **config}
-            ),
-            router_id="r",
-            timings=RouterTimings(drain_s=0.0),
-        )
-        router.start()
-        await until(lambda: sum(one.is_open for one in router.connections.values()) == len(workers))
-        try:
-            yield router
-        finally:
-            await router.stop()
+        return routed(self.model, *workers, **{"routing_policy": "kv", **config})
 
     async def until_quiet(self) -> None:
         """Wait until no worker has anything of a request or a transfer."""

@@ -10,10 +10,11 @@ import pytest
 
 from tests.cluster.conftest import Api, make_router, num_in_flight, running_api, timings, until
 from tests.cluster.stub_worker import StubDirectory, StubWorker
+from tests.how_many import num_examples
 from transom_cluster.openai.prompt_field import MAX_CHOICES
+from transom_cluster.router import request_queue
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.output_stream import OutputStream
-from transom_cluster.router.request_queue import MAX_WAITING
 from transom_cluster.routing.placer import PlacementDecision, Placer
 from transom_worker.config import FailoverConfig, LimitsConfig, PriorityConfig, SchedulingPolicy
 from transom_worker.contract import ErrorInfo, Request, SamplingParams, Usage
@@ -64,19 +65,21 @@ async def test_a_router_that_never_had_a_worker_waits_no_longer_than_the_request
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
 
-async def test_only_so_many_wait_where_there_is_no_worker() -> None:
+async def test_only_so_many_wait_where_there_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, num_waiting = num_examples(16, MAX_CHOICES), num_examples(64, request_queue.MAX_WAITING)
+    monkeypatch.setattr(request_queue, "MAX_WAITING", num_waiting)
     async with running_api(*workers(1), **PATIENT) as api:
         api.directory.remove(api.worker)
         await until(lambda: not api.router.connections)
-        many = {"prompt": ["hi"] * 8, "n": MAX_CHOICES // 8, "max_tokens": 1}
-        waiting = [asyncio.create_task(api.complete(**many)) for _ in range(MAX_WAITING // MAX_CHOICES)]
-        await until(lambda: len(api.router.queue) == MAX_WAITING)
+        many = {"prompt": ["hi"] * 8, "n": at_once // 8, "max_tokens": 1}
+        waiting = [asyncio.create_task(api.complete(**many)) for _ in range(num_waiting // at_once)]
+        await until(lambda: len(api.router.queue) == num_waiting)
         refused = await api.complete(stream=True)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["code"] == "overloaded"
         api.directory.add(StubWorker(worker="w1"))
         for answer in waiting:
-            assert [choice["text"] for choice in (await answer).json()["choices"]] == ["a"] * MAX_CHOICES
+            assert [choice["text"] for choice in (await answer).json()["choices"]] == ["a"] * at_once
 
 
 async def test_no_request_waits_for_ever() -> None:

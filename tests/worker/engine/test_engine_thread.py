@@ -119,16 +119,21 @@ def test_a_load_names_the_requests_that_it_counts_first_and_comes_with_first_tok
     assert messages[-1].load.num_running == 0
 
 
-def test_an_engine_that_waits_for_an_export_sleeps_until_it_ends(tiny_model: Path) -> None:
-    """Another worker reads nearly all blocks of the device: the next request has no place until then, and no step is tried."""
-    engine = make_engine(
-        str(tiny_model),
+def small_engine_with_host_tier(model: Path) -> Engine:
+    """Its device's pool has place for one long prompt."""
+    return make_engine(
+        str(model),
         device="cpu",
         block_size=8,
         max_model_len=256,
         kv_cache_memory_bytes=300 << 10,
         swap_space="1MiB",
     )
+
+
+def test_an_engine_that_waits_for_an_export_sleeps_until_it_ends(tiny_model: Path) -> None:
+    """Another worker reads nearly all blocks of the device: the next request has no place until then, and no step is tried."""
+    engine = small_engine_with_host_tier(tiny_model)
     num_steps, asleep = [0], threading.Event()
     step, delivered = engine.step, SimpleQueue[WorkerMessage]()
 
@@ -170,14 +175,7 @@ def test_an_engine_that_waits_for_an_export_sleeps_until_it_ends(tiny_model: Pat
 
 
 def test_an_aborted_load_of_an_idle_engine_gives_its_blocks_back(tiny_model: Path) -> None:
-    engine = make_engine(
-        str(tiny_model),
-        device="cpu",
-        block_size=8,
-        max_model_len=256,
-        kv_cache_memory_bytes=300 << 10,
-        swap_space="1MiB",
-    )
+    engine = small_engine_with_host_tier(tiny_model)
     prompts = [[5 + (i * step) % 90 for i in range(200)] for step in (1, 7, 11)]
     for number, prompt in enumerate(prompts):
         run(engine, [make_request(f"r{number}", prompt, max_tokens=2)])

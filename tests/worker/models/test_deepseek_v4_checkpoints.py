@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import greedy, load_oracle, prompt
 from tests.engine_driver import make_engine, make_request, run
+from tests.how_many import ALL_TESTS
 from tests.worker.models.deepseek_v4_checkpoint import HEAVY, SPARSE, make_deepseek_v4
 from transom_worker.errors import ConfigError, ModelError
 from transom_worker.model_config.architecture import read_architecture, runnable
@@ -133,13 +134,15 @@ def test_a_missing_or_wrong_tensor_is_named(folder: Path, tmp_path: Path, publis
         changed = OneChanged(weights, name, tensor)
         build_model(architecture, changed, dtype=torch.float32, device="cpu")  # type: ignore[arg-type]
 
-    for name in weights.names:
-        if ".experts." in name and ".experts.1." not in name:
-            continue  # like the second one
+    names = [
+        name for name in weights.names if ".experts." not in name or ".experts.1." in name
+    ]  # others are like the second
+    for index, name in enumerate(names):
         with pytest.raises(ModelError, match=f"no {name}$"):
             build(name, None)
         tensor = weights(name)
-        for wrong in (torch.cat([tensor, tensor[:1]]), tensor[:-1], tensor[None], tensor.flatten()[0]):
+        wrongs = (torch.cat([tensor, tensor[:1]]), tensor[:-1], tensor[None], tensor.flatten()[0])
+        for wrong in wrongs if ALL_TESTS else (wrongs[index % 4],):
             with pytest.raises(ModelError, match=rf"there: tensor '{name}' has shape"):
                 build(name, wrong)
     table = next(name for name in weights.names if name.endswith("layers.1.ffn.gate.tid2eid"))

@@ -10,8 +10,9 @@ import pytest
 from llguidance import LLMatcher
 
 from tests.how_many import num_examples
-from tests.worker.text.markup.canitoolcall_fixtures import call_arguments, read_answer
+from tests.worker.text.markup.canitoolcall_fixtures import read_answer
 from tests.worker.text.markup.grammar_walks import WalkTokenizer, walk
+from tests.worker.text.markup.read_calls import check_calls, message_of
 from transom_worker.text.markup.answer_format import AnswerFormat
 from transom_worker.text.markup.context import (
     AnswerContext,
@@ -25,7 +26,7 @@ from transom_worker.text.markup.context import (
     ToolSpec,
 )
 from transom_worker.text.markup.formats import answer_format
-from transom_worker.text.markup.parts import AnswerPart, CallBegin, CallEnd, MalformedMarkup, MessageText
+from transom_worker.text.markup.parts import AnswerPart, CallBegin
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -108,21 +109,6 @@ def _walks(
     return [read_answer(form.parser(tokenizer, context), answer.tokens) for answer in complete]
 
 
-def _check_calls(parts: list[AnswerPart]) -> int:
-    """The number of calls, all of which are complete and valid."""
-    names = [part.name for part in parts if isinstance(part, CallBegin)]
-    assert [part.is_complete for part in parts if isinstance(part, CallEnd)] == [True] * len(names)
-    assert not [part for part in parts if isinstance(part, MalformedMarkup)]
-    for index, name in enumerate(names):
-        (tool,) = [tool for tool in TOOLS if tool.name == name]
-        jsonschema.validate(json.loads(call_arguments(parts, index)), tool.parameters)
-    return len(names)
-
-
-def _message(parts: list[AnswerPart]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, MessageText))
-
-
 def _ids(parsers: tuple[str, str | None]) -> str:
     return "-".join(map(str, parsers))
 
@@ -133,16 +119,16 @@ def _ids(parsers: tuple[str, str | None]) -> str:
 def test_required_calls_are_valid_and_nothing_else(parsers, ordinary, parallel) -> None:
     demand = ToolsDemand("required", tuple(tool.name for tool in TOOLS), parallel)
     for parts in _walks(parsers, ordinary=ordinary, message=FreeAnswer(), tools=demand):
-        num_calls = _check_calls(parts)
+        num_calls = check_calls(parts, TOOLS)
         assert num_calls >= 1 if parallel else num_calls == 1
-        assert not _message(parts)
+        assert not message_of(parts)
 
 
 @pytest.mark.parametrize("parsers", PARSERS, ids=_ids)
 def test_a_named_tool_is_called(parsers) -> None:
     for parts in _walks(parsers, ordinary=False, message=FreeAnswer(), tools=ToolsDemand("required", ("note",), False)):
         assert [part.name for part in parts if isinstance(part, CallBegin)] == ["note"]
-        _check_calls(parts)
+        check_calls(parts, TOOLS)
 
 
 @pytest.mark.parametrize("ordinary", [False, True], ids=["markers", "ordinary"])
@@ -150,7 +136,7 @@ def test_a_named_tool_is_called(parsers) -> None:
 def test_calls_in_a_free_message_are_valid(parsers, ordinary) -> None:
     demand = ToolsDemand("auto", tuple(tool.name for tool in TOOLS))
     answers = _walks(parsers, ordinary=ordinary, message=FreeAnswer(), tools=demand)
-    counts = [_check_calls(parts) for parts in answers]
+    counts = [check_calls(parts, TOOLS) for parts in answers]
     assert any(counts)
 
 
@@ -159,8 +145,8 @@ def test_calls_in_a_free_message_are_valid(parsers, ordinary) -> None:
 def test_a_message_is_json_or_a_call(parsers, prompt_end) -> None:
     demand = ToolsDemand("auto", tuple(tool.name for tool in TOOLS))
     for parts in _walks(parsers, ordinary=False, message=JsonAnswer(NOTE), tools=demand, prompt_end=prompt_end):
-        if not _check_calls(parts):
-            jsonschema.validate(json.loads(_message(parts)), NOTE)
+        if not check_calls(parts, TOOLS):
+            jsonschema.validate(json.loads(message_of(parts)), NOTE)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +163,7 @@ def test_a_message_is_json_or_a_call(parsers, prompt_end) -> None:
 @pytest.mark.parametrize("reasoning", [None, "qwen3", "deepseek_r1"])
 def test_a_message_is_what_it_has_to_be(message, is_valid, reasoning) -> None:
     for parts in _walks((None, reasoning), ordinary=False, message=message):
-        assert is_valid(_message(parts)), _message(parts)
+        assert is_valid(message_of(parts)), message_of(parts)
 
 
 @pytest.mark.parametrize(

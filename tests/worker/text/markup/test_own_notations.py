@@ -9,8 +9,9 @@ import jsonschema
 import pytest
 
 from tests.how_many import num_examples
-from tests.worker.text.markup.canitoolcall_fixtures import call_arguments, read_answer
+from tests.worker.text.markup.canitoolcall_fixtures import read_answer
 from tests.worker.text.markup.grammar_walks import Walk, WalkTokenizer, walk
+from tests.worker.text.markup.read_calls import check_calls, message_of
 from transom_worker.errors import RequestError
 from transom_worker.text.markup.context import (
     AnswerContext,
@@ -22,21 +23,11 @@ from transom_worker.text.markup.context import (
     ToolSpec,
 )
 from transom_worker.text.markup.formats import answer_format
-from transom_worker.text.markup.parts import AnswerPart, CallBegin, CallEnd, MalformedMarkup, MessageText
+from transom_worker.text.markup.parts import AnswerPart, CallBegin
 
 MARKERS = {
     "gemma4": ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
     "glm45": (
-        "<think>",
-        "</think>",
-        "<tool_call>",
-        "</tool_call>",
-        "<arg_key>",
-        "</arg_key>",
-        "<arg_value>",
-        "</arg_value>",
-    ),
-    "glm47": (
         "<think>",
         "</think>",
         "<tool_call>",
@@ -68,7 +59,7 @@ MARKERS = {
     "deepseek_v4": ("<think>", "</think>", "｜DSML｜"),
     "openai": ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
 }
-MARKERS |= {"deepseek_v31": MARKERS["deepseek_v3"]}
+MARKERS |= {"glm47": MARKERS["glm45"], "deepseek_v31": MARKERS["deepseek_v3"]}
 MARKERS |= {"deepseek_v32": MARKERS["deepseek_v4"], "deepseek_v41": MARKERS["deepseek_v4"]}
 REASONING = {
     "glm47": "glm45",
@@ -198,27 +189,12 @@ def _read(parser: Any, answer: Walk) -> list[AnswerPart]:
     return read_answer(parser, answer.tokens)
 
 
-def check_calls(parts: list[AnswerPart]) -> int:
-    """The number of calls, all of which are complete and valid."""
-    names = [part.name for part in parts if isinstance(part, CallBegin)]
-    assert [part.is_complete for part in parts if isinstance(part, CallEnd)] == [True] * len(names), parts
-    assert not [part for part in parts if isinstance(part, MalformedMarkup)], parts
-    for index, name in enumerate(names):
-        (tool,) = [tool for tool in TOOLS if tool.name == name]
-        jsonschema.validate(json.loads(call_arguments(parts, index)), tool.parameters)
-    return len(names)
-
-
-def message_of(parts: list[AnswerPart]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, MessageText))
-
-
 @pytest.mark.parametrize(
     ("parser", "ordinary"), [(name, False) for name in PARSERS] + [(name, True) for name in TEXT_PARSERS]
 )
 def test_required_calls_are_valid_and_nothing_else(parser: str, ordinary: bool) -> None:
     for parts in walks(parser, ordinary=ordinary, message=FreeAnswer(), tools=ToolsDemand("required", NAMES)):
-        assert check_calls(parts) >= 1
+        assert check_calls(parts, TOOLS) >= 1
         assert not message_of(parts).strip()
 
 
@@ -227,7 +203,7 @@ def test_required_calls_are_valid_and_nothing_else(parser: str, ordinary: bool) 
 def test_a_named_tool_is_called_once(parser: str, name: str) -> None:
     for parts in walks(parser, message=FreeAnswer(), tools=ToolsDemand("required", (name,), parallel=False)):
         assert [part.name for part in parts if isinstance(part, CallBegin)] == [name]
-        check_calls(parts)
+        check_calls(parts, TOOLS)
 
 
 @pytest.mark.parametrize(
@@ -236,16 +212,16 @@ def test_a_named_tool_is_called_once(parser: str, name: str) -> None:
 def test_calls_in_a_free_message_are_valid(parser: str, ordinary: bool) -> None:
     demand = ToolsDemand("auto", NAMES)
     for parts in walks(parser, ordinary=ordinary, message=FreeAnswer(), tools=demand):
-        check_calls(parts)
+        check_calls(parts, TOOLS)
     begin = BEGINNINGS.get(parser, "Let me see. ") + OPENERS[parser]
     for parts in walks(parser, ordinary=ordinary, message=FreeAnswer(), tools=demand, begin=begin):
-        assert check_calls(parts) >= 1
+        assert check_calls(parts, TOOLS) >= 1
 
 
 @pytest.mark.parametrize("parser", PARSERS)
 def test_a_message_is_json_or_a_call(parser: str) -> None:
     for parts in walks(parser, message=JsonAnswer(PLACE), tools=ToolsDemand("auto", NAMES)):
-        if not check_calls(parts):
+        if not check_calls(parts, TOOLS):
             jsonschema.validate(json.loads(message_of(parts)), PLACE)
 
 
