@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transom_kernels.cpu.kernel import cache_directory, statistics
-from transom_worker.contract import SamplingParams
+from transom_worker.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, SamplingParams, WindowPolicy
 from transom_worker.llm import LLM
 
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 40, 4  # a prompt and decode steps of one and of several sequences
@@ -25,6 +25,15 @@ _SAMPLING = (
     ),
 )
 
+_POLICIES: tuple[KvPolicy, ...] = (
+    WindowPolicy(window=16),
+    AdaptivePolicy(min_window=16, max_window=32, threshold=0.01),
+    HeavyPolicy(budget=64),
+)
+_POLICY_SAMPLING = SamplingParams(
+    temperature=0.0, max_tokens=20, ignore_eos=True
+)  # `kv_quality` looks at every 13th token
+
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
@@ -35,16 +44,28 @@ class Compiled:
     directory: Path
 
 
-def precompile(model: str, *, dtype: str = "auto", quantization: str = "none") -> Compiled:
-    """Load a model on the CPU and let it answer, so that every kernel is compiled that is not in the cache yet.
+def precompile(
+    model: str, *, dtype: str = "auto", quantization: str = "none", kv_cache_dtype: str = "auto"
+) -> Compiled:
+    """Load a model on the CPU and let it answer, also under KV policies if it can, so that every kernel is compiled that is not in
+    the cache yet.
 
     Raises:
         ConfigError, ModelError: settings or checkpoint are wrong.
     """
     before = (statistics.num_compiled, statistics.compile_s)
     with LLM(
-        model, dtype=dtype, quantization=quantization, device="cpu", kv_cache_memory_bytes="64MiB", max_model_len=256
+        model,
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        device="cpu",
+        kv_cache_memory_bytes="64MiB",
+        max_model_len=256,
     ) as llm:
         prompts = [{"prompt_token_ids": [1 + i % 7 for i in range(_PROMPT_TOKENS)]} for _ in _SAMPLING]
         llm.generate(prompts, _SAMPLING, use_tqdm=False)
+        if not llm.engine.scheduler.kv_policy_obstacle:
+            for policy in _POLICIES:
+                llm.generate(prompts, _POLICY_SAMPLING, use_tqdm=False, kv_policy=policy, kv_quality=True)
     return Compiled(statistics.num_compiled - before[0], statistics.compile_s - before[1], cache_directory())

@@ -11,6 +11,7 @@ def compile_kernels(
     model: Annotated[str, typer.Argument(help="As for `transom serve`.")] = "smollm2",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     quantization: Annotated[str, typer.Option(help="As for `transom serve`.")] = "none",
+    kv_cache_dtype: Annotated[str, typer.Option(help="As for `transom serve`.")] = "auto",
 ) -> None:
     """Compile the CPU kernels of a model and the router's prefix index now, so that the first start does not have to.
 
@@ -23,7 +24,7 @@ def compile_kernels(
 
     FleetPrefixIndex()  # its first one compiles it
     try:
-        compiled = precompile(model, dtype=dtype, quantization=quantization)
+        compiled = precompile(model, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
     except (ConfigError, ModelError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
