@@ -10,7 +10,8 @@ Terms:
     bucket      a range of ages; their ends grow by 2/5: [0, 1), [1, 2), [2, 3), [3, 4), [4, 5), [5, 7), [7, 9), [9, 12), ...
     survive     reach the end of a bucket without a return in it
     life table  per class and bucket: how many checkpoints were returned to at such an age, and how many survived the bucket
-    hazard      the chance of a return inside a bucket, given that there was none before: returned / (returned + survived)
+    exposed     checkpoints to which a client could return inside a bucket: returned + survived + half of those that are in it now
+    hazard      the chance of a return inside a bucket, given that there was none before: returned / exposed
     prior       the hazard that is assumed where nothing was observed yet
     worth       the checkpoint's Gittins index: expected returns per request of waiting, for the best time to stop waiting
 
