@@ -198,7 +198,7 @@ sequences = st.lists(
     st.booleans(),
 )
 @settings(
-    max_examples=num_examples(daily=12, exhaustive=25),
+    max_examples=num_examples(daily=6, exhaustive=40),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

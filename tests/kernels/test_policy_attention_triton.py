@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.how_many import ALL_TESTS
 from tests.kernels.paged_case import Shape
 from tests.kernels.policy_case import PolicyCase, PolicySequence, make_policy_case
 from tests.kernels.quantised_case import FORMATS_BY_NAME, quantised
@@ -59,7 +60,9 @@ def check(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_tables_with_gaps_windows_and_sinks(dtype: torch.dtype) -> None:
-    check(make_policy_case(SEQUENCES, replace(SHAPE, dtype=dtype)), with_sink_query=dtype is torch.float32)
+    """The other formats have a part of the sequences every day: which keys are read does not depend on the format."""
+    sequences = SEQUENCES if ALL_TESTS or dtype is torch.float32 else SEQUENCES[2:]
+    check(make_policy_case(sequences, replace(SHAPE, dtype=dtype)), with_sink_query=dtype is torch.float32)
 
 
 def test_soft_cap_sink_logits_and_odd_sizes() -> None:
