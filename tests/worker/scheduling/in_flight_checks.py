@@ -50,7 +50,7 @@ def check_waiters(scheduler: Scheduler) -> int:
 
 
 def check_loads(scheduler: Scheduler) -> None:
-    """Every block that a load is known to bring is needed in the host tier, and no other is known; void loads bring none."""
+    """Every block that a load is known to bring is needed in the host tier, and the load has not ended."""
     loads, host = scheduler.cache.loads, scheduler.cache.host
     if loads is None or host is None:
         return
@@ -64,4 +64,5 @@ def check_loads(scheduler: Scheduler) -> None:
         for copy in load.copies
         if not load.is_void and copy.source in host.pools[copy.group].published
     }
-    assert {(group, digest) for group, digest, _ in known} == brought
+    # Where two loads bring a block, it is known of the first alone, until that one has ended.
+    assert {(group, digest) for group, digest, _ in known} <= brought
