@@ -81,6 +81,7 @@ def test_requests_that_load_or_are_swapped_name_their_host_blocks(block_map: Map
     worker.put_host(0, 4, 3, SWAPPED)
     worker.sequence(1, "loads", [[[0, 0, 1]], []], phase="loading", host_runs=[[[0, 4]], []])
     worker.sequence(2, "waits", [[], []], phase="swapped", host_runs=[[[4, 3]], []])
+    block_map.server.description = {"first_byte": 1280, "hash": "ab" * 8}
     block_map.open()
     block_map.send(worker.frame(whole=True))
     assert "swapped, 32 of 33 tokens" in block_map.text("#requests")
@@ -90,7 +91,8 @@ def test_requests_that_load_or_are_swapped_name_their_host_blocks(block_map: Map
     block_map.page.locator("#map").hover(position={"x": (x + width / 2) / ratio, "y": (y + height / 2) / ratio})
     assert block_map.text("#tooltip") == "host tier, full block 5: of a swapped request, waits"
     assert block_map.rows("#inspector [data-rows]")["State"] == "of a swapped request"
-    assert not block_map.server.described
+    block_map.page.wait_for_function("() => document.querySelector('#inspector [data-details]').children.length > 0")
+    assert block_map.server.described == [{"worker": "w0", "group": "0", "block": "5", "tier": "host"}]
 
 
 def test_workers_without_a_host_tier_have_one_section(block_map: MapPage) -> None:

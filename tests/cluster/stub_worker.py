@@ -233,11 +233,13 @@ class StubWorker:
             self.watchers.remove(queue)
             self._notify()
 
-    async def describe_block(self, group: int, block: int) -> dict[str, Any]:
+    async def describe_block(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
         if self.is_dead:
             raise ConnectionError("no worker")
         return (
-            {"error": f"There is no group {group}."} if group else {"group": group, "block": block, "state": "active"}
+            {"error": f"There is no group {group}."}
+            if group
+            else {"group": group, "block": block, "state": "active", "tier": tier}
         )
 
     def push(self, *events: OutputEvent) -> None:

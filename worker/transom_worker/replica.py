@@ -228,9 +228,11 @@ class WorkerReplica:
             async for frame in frames:
                 yield frame
 
-    async def describe_block(self, group: int, block: int) -> dict[str, Any]:
-        """Describe one block as it is now, as JSON values; only `error` is set where there is no such block."""
-        return await self.block_map.describe(group, block)
+    async def describe_block(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
+        """Describe one block of a tier ("device" or "host") as it is now, as JSON values; only `error` is set where there is no
+        such block.
+        """
+        return await self.block_map.describe(group, block, tier)
 
     def check_health(self) -> None:
         """Raises when the step loop has ended, so that Serve replaces this replica."""

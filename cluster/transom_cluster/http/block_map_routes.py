@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
 from starlette.responses import HTMLResponse, Response
@@ -57,11 +57,13 @@ def _add_data_routes(api: FastAPI, router: Router) -> None:
         return BlockStream(router, worker=worker, period_s=period_s)
 
     @api.get("/blocks/describe", include_in_schema=False)
-    async def describe(worker: str, group: int, block: int) -> dict[str, Any]:
+    async def describe(
+        worker: str, group: int, block: int, tier: Literal["device", "host"] = "device"
+    ) -> dict[str, Any]:
         _check_worker(router, worker)
         try:
             async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
-                described = await router.connections[worker].client.describe_block(group, block)
+                described = await router.connections[worker].client.describe_block(group, block, tier)
         except Exception as error:
             raise WorkerLost(describe_error(error)) from error
         if "error" in described:

@@ -40,8 +40,8 @@ class WorkerClient(Protocol):
         """Frames of the live block map (docs/block_map.md), one each `period_s`: the first has all blocks, later ones the
         changes."""
 
-    async def describe_block(self, group: int, block: int) -> dict[str, Any]:
-        """The present content of one block as JSON values, for the page of the block map."""
+    async def describe_block(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
+        """The present content of one block of a tier ("device" or "host") as JSON values, for the page of the block map."""
 
     async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:
         """The events of a request at this worker as JSON values; empty where the worker does not know the request any more."""

@@ -70,9 +70,11 @@ class ServeWorkerClient:
         finally:
             response.cancel()
 
-    async def describe_block(self, group: int, block: int) -> dict[str, Any]:
+    async def describe_block(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
         """Call the worker's `describe_block`."""
-        description: dict[str, Any] = await self._handle.describe_block.remote(group, block)
+        description: dict[str, Any] = await self._handle.describe_block.remote(
+            group, block, *([tier] if tier != "device" else [])
+        )  # older workers have no tiers
         return description
 
     async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:

@@ -236,7 +236,10 @@ async def test_unknown_workers_are_not_found(api: Api):
 
 async def test_a_block_is_described(api: Api):
     response = await api.client.get("/blocks/describe?worker=w0&group=0&block=7")
-    assert response.json() == {"worker": "w0", "group": 0, "block": 7, "state": "active"}
+    assert response.json() == {"worker": "w0", "group": 0, "block": 7, "state": "active", "tier": "device"}
+    response = await api.client.get("/blocks/describe?worker=w0&group=0&block=7&tier=host")
+    assert response.json()["tier"] == "host"
+    assert (await api.client.get("/blocks/describe?worker=w0&group=0&block=7&tier=tape")).status_code == 400
     response = await api.client.get("/blocks/describe?worker=w0&group=3&block=7")
     assert (response.status_code, response.json()["error"]["message"]) == (404, "There is no group 3.")
     assert (await api.client.get("/blocks/describe?worker=w0&group=0")).status_code == 400

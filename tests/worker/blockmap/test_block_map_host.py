@@ -13,6 +13,7 @@ from tests.how_many import num_examples
 from tests.worker.blockmap.watch import Watch, check, check_host, in_host_tier, plain
 from tests.worker.scheduling.scheduler_driver import BLOCK, ENTRY_MIXES, MIXES, Driver, layout, request
 from transom_worker.blockmap import host_records
+from transom_worker.blockmap.describe import describe_block, describe_host_block
 from transom_worker.kvcache import host_snapshot
 from transom_worker.kvcache.exports import BlockExport
 from transom_worker.kvcache.hashing import chain_root, extend_chain
@@ -231,3 +232,26 @@ def test_a_large_host_tier_is_copied_in_pieces() -> None:
         copy = host.copy(pages)
         assert sum(map(len, copy.needs)) < 1.5 * host_snapshot.BLOCKS_PER_COPY
         assert [len(needs) for needs in copy.needs] == [len(free) for free in copy.free]
+
+
+def test_every_block_of_the_host_tier_can_be_described() -> None:
+    driver = Driver(layout(("full", "window"), num_pages=12), host_pages=60, max_num_batched_tokens=64)
+    for token in range(6):
+        driver.add(request(f"r{token}", [token] * 40, 2))
+        driver.run()
+    scheduler = driver.scheduler
+    host = scheduler.cache.host
+    assert host is not None
+    states = in_host_tier(scheduler)
+    assert HELD in states.values()
+    for (group, block), state in states.items():
+        described = describe_host_block(scheduler, group, block)
+        assert described["references"] == host.pools[group].refs[block] == len(described["checkpoints"])
+        assert (described["hash"] is not None) == (state == HELD)
+    for group, block in plain(scheduler):
+        on_device = describe_block(scheduler, group, block)
+        assert len(on_device["checkpoints"]) == scheduler.cache.pools[group].pins[block]
+    for group, block in [(-1, 0), (2, 0), (0, -1), (0, 10**9)]:
+        assert list(describe_host_block(scheduler, group, block)) == ["error"]
+    without = Driver(layout(("full",), num_pages=12)).scheduler
+    assert describe_host_block(without, 0, 0) == {"error": "This worker has no host tier."}

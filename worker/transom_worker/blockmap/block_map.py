@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
-from transom_worker.blockmap.describe import describe_block
+from transom_worker.blockmap.describe import describe_block, describe_host_block
 from transom_worker.blockmap.encoder import Encoder, WorkerIdentity
 from transom_worker.blockmap.log import BlockMapLog
 from transom_worker.blockmap.snapshot import Snapshot, SnapshotTaker
@@ -103,9 +103,10 @@ class BlockMap:
             self._watchers.discard(watcher)
             self._came.set()
 
-    async def describe(self, group: int, block: int) -> dict[str, Any]:
-        """Describe one block as it is now, as `describe_block` does."""
-        return await self._on_engine(lambda: describe_block(self._scheduler, group, block))
+    async def describe(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
+        """Describe one block as it is now, as `describe_block` and `describe_host_block` do; `tier` is "device" or "host"."""
+        describe = describe_host_block if tier == "host" else describe_block
+        return await self._on_engine(lambda: describe(self._scheduler, group, block))
 
     async def _make_frames(self) -> None:
         """Make frames while there are watchers. A watcher that comes while a round ends gets another round."""

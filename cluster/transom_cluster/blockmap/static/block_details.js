@@ -96,7 +96,7 @@ export class Describer {
 
   /** Ask about a block, or about nothing (null). */
   lookAt(target) {
-    const query = target === null || target.block === null || target.tier === "host" ? "" : queryOf(target);
+    const query = target === null || target.block === null ? "" : queryOf(target);
     if (query === this.requested) return;
     this.requested = query;
     clearTimeout(this.timer);
@@ -178,8 +178,10 @@ function checkpointText({ kind, boundary_tokens, turns, running, part }) {
   return parts.join("; ");
 }
 
-function queryOf({ worker, group, block }) {
-  return new URLSearchParams({ worker: worker.id, group, block }).toString();
+function queryOf({ worker, tier, group, block }) {
+  const query = new URLSearchParams({ worker: worker.id, group, block });
+  if (tier === "host") query.set("tier", tier);
+  return query.toString();
 }
 
 function fillRows(list, rows) {
