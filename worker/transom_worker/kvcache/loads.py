@@ -57,9 +57,7 @@ class Loads:
             ]
         blocks.load_ticket = self._copies.add_load(copies)
         load = self.by_ticket[blocks.load_ticket] = Load(blocks, copies)
-        for copy in copies:
-            if (digest := self._digest(copy)) is not None:
-                self.by_digest[copy.group].setdefault(digest, load)
+        self._brings(load)
 
     def bringing_most(self, lacking: Sequence[Iterable[bytes]]) -> tuple[Load, list[int]] | None:
         """Return the load that brings most of the blocks that a sequence lacks, by group, and how many of each group it brings.
@@ -128,12 +126,21 @@ class Loads:
         name = self._host.pools[copy.group].published.get(copy.source)
         return None if name is None else name[0]
 
+    def _brings(self, load: Load) -> None:
+        """Note what a load brings, as far as no earlier one brings it."""
+        for copy in load.copies:
+            if (digest := self._digest(copy)) is not None:
+                self.by_digest[copy.group].setdefault(digest, load)
+
     def _brings_nothing_more(self, load: Load) -> None:
         """Forget what a load brings, which has ended."""
         for copy in load.copies:
             digest = self._digest(copy)
             if digest is not None and self.by_digest[copy.group].get(digest) is load:
                 del self.by_digest[copy.group][digest]
+        for other in self.by_ticket.values():  # another one may bring some of the same blocks
+            if not other.is_void:
+                self._brings(other)
 
     def _forget_digests(self) -> None:
         for by_digest in self.by_digest:
