@@ -26,6 +26,7 @@ from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import StepPlan
 
 CPU = torch.device("cpu")
+EVERY_KIND = {"compiles": True, "compiles_by_rows": True, "takes_policies": False}
 SINGLE = Parallel(rank=0, size=1, comm=SINGLE_RANK)
 
 
@@ -56,7 +57,7 @@ def make(max_position: int) -> tuple[ModelRunner, ToyDecoder]:
 def test_warm_up_stays_within_the_limits(max_model_len: int) -> None:
     runner, model = make(100)
     builder = RecordingBuilder(runner)
-    logits = warm_up(model, builder, builder.groups, max_tokens=64, max_model_len=max_model_len, compiles=True)
+    logits = warm_up(model, builder, builder.groups, max_tokens=64, max_model_len=max_model_len, **EVERY_KIND)
     assert logits.shape[0] == 1
     steps = [(plan.start[0], plan.count[0]) for plan in builder.plans]
     assert all(start + count <= max_model_len and count <= 64 for start, count in steps)
@@ -65,15 +66,20 @@ def test_warm_up_stays_within_the_limits(max_model_len: int) -> None:
 
 
 def test_warm_up_tries_every_kind_of_step_where_kernels_are_compiled() -> None:
-    steps = prompt_steps(max_tokens=5000, max_model_len=10_000, compiles=True)
-    assert steps == [(0, 16), (0, 64), (0, 256), (0, 1024), (0, 4096), (2100, 3), (2100, 1)]
-    assert prompt_steps(max_tokens=5000, max_model_len=10_000, compiles=False) == [(0, 16)]
+    def steps(compiles: bool, compiles_by_rows: bool) -> list[tuple[int, int]]:
+        return prompt_steps(
+            max_tokens=5000, max_model_len=10_000, compiles=compiles, compiles_by_rows=compiles_by_rows
+        )
+
+    assert steps(True, True) == [(0, 16), (0, 64), (0, 256), (0, 1024), (0, 4096), (2100, 3), (2100, 1)]
+    assert steps(True, False) == [(0, 16), (2100, 3), (2100, 1)]
+    assert steps(False, False) == [(0, 16)]
 
 
 def test_warm_up_writes_to_dump_blocks_only() -> None:
     runner, model = make(100)
     builder = RecordingBuilder(runner)
-    warm_up(model, builder, builder.groups, max_tokens=64, max_model_len=100, compiles=True)
+    warm_up(model, builder, builder.groups, max_tokens=64, max_model_len=100, **EVERY_KIND)
     assert builder.slab.any()
     for group in range(len(builder.groups)):
         block_rows(builder.layout, builder.slab, group)[builder.layout.dump_block(group)] = 0

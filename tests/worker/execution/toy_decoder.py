@@ -12,6 +12,7 @@ import torch
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_worker.execution.model_loading import LoadedModel
 from transom_worker.layers.forward_batch import ForwardBatch, LayerCache
+from transom_worker.layers.policy_rows import MixedBatch
 from transom_worker.model_config.architecture import Architecture, LayerAttention
 
 VOCABULARY = 64
@@ -88,6 +89,9 @@ class ToyDecoder:
                     visible = _visible(spec, position, group.attend_from_host[b])
                     keys, values = _read(group, cache, b, visible)
                     rows.append(_attend(q[first + position - start], keys, values))
+            if isinstance(group, MixedBatch):  # of a warm-up: this model's rows with KV policies read nothing
+                assert not rows
+                continue
             x = x + torch.stack(rows) @ self.output[index].T
         return x[batch.logit_rows]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from transom_worker.contract import MAX_LOGPROBS, SamplingParams
+from transom_worker.contract import MAX_LOGPROBS, HeavyPolicy, KvPolicy, SamplingParams, WindowPolicy
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.forward_pass import ForwardPass
@@ -18,7 +18,7 @@ from transom_worker.execution.step_sampling import sample_step
 from transom_worker.kvcache.groups import GroupSpec
 from transom_worker.models.model import Model
 from transom_worker.sampling.sharded import ShardedSampler
-from transom_worker.scheduling.step import NewSequence, StepPlan, StepResult
+from transom_worker.scheduling.step import WHOLE_TABLE, NewSequence, StepPlan, StepResult
 
 # Everything that takes memory in proportion to a row's logits, its tokens or its log-probabilities.
 WORST_CASE_SAMPLING = SamplingParams(
@@ -37,6 +37,8 @@ WARM_UP_TOKENS = 16
 # The tiles of experts' kernels, and torch's choice of matrix products, depend on the number of rows.
 COMPILED_TOKENS = (64, 256, 1024, 4096)
 LONG_CONTEXT_TOKENS = 2100  # long enough that attention splits one token's keys into several work items
+# The first has a mask alone, the second wants its attention mass, too: all that kernels distinguish.
+WARM_UP_POLICIES: tuple[KvPolicy, ...] = (WindowPolicy(sinks=4, window=2**20), HeavyPolicy(sinks=4, budget=2**20))
 
 
 def warm_up(
@@ -47,22 +49,34 @@ def warm_up(
     max_tokens: int,
     max_model_len: int,
     compiles: bool,
+    compiles_by_rows: bool,
+    takes_policies: bool,
 ) -> torch.Tensor:
     """Run a few steps, so that operators choose and cache their algorithms for prompts and for decoding; return logits [1, V].
 
     Where kernels are compiled on their first launch (`compiles`), every kind of step runs, so that no request waits for a
-    compiler.
+    compiler: with `compiles_by_rows` prompts of several lengths, and with `takes_policies` rows with KV policies.
     """
-    for start, count in prompt_steps(max_tokens=max_tokens, max_model_len=max_model_len, compiles=compiles):
+    steps = prompt_steps(
+        max_tokens=max_tokens, max_model_len=max_model_len, compiles=compiles, compiles_by_rows=compiles_by_rows
+    )
+    for start, count in steps:
         dummy_run(model, builder, groups, [count], start=start)
+    if compiles and takes_policies:
+        for policy in WARM_UP_POLICIES:
+            for start, count in (steps[0], steps[-1]):
+                _dummy_policy_run(model, builder, groups, policy, count, start=start)
     return dummy_run(model, builder, groups, [1])
 
 
-def prompt_steps(*, max_tokens: int, max_model_len: int, compiles: bool) -> list[tuple[int, int]]:
+def prompt_steps(
+    *, max_tokens: int, max_model_len: int, compiles: bool, compiles_by_rows: bool
+) -> list[tuple[int, int]]:
     """Return the steps of a warm-up, each as (tokens before the new ones, new tokens), except the last one, which decodes."""
     steps = [(0, min(WARM_UP_TOKENS, max_tokens, max_model_len))]
-    if compiles:
+    if compiles_by_rows:
         steps += [(0, count) for count in COMPILED_TOKENS if count <= min(max_tokens, max_model_len)]
+    if compiles:
         context = min(LONG_CONTEXT_TOKENS, max_model_len - 3)
         steps += [(context, count) for count in (3, 1) if context > 0 and count <= max_tokens]
     return steps
@@ -81,6 +95,17 @@ def dummy_run(
         logits_BV = model.forward(builder.build(plan, store))
         logits_BV.max(-1).indices.tolist()
     return logits_BV
+
+
+def _dummy_policy_run(
+    model: Model, builder: BatchBuilder, groups: Sequence[GroupSpec], policy: KvPolicy, count: int, *, start: int
+) -> None:
+    """Run one forward pass over a sequence with a KV policy that has dropped nothing yet."""
+    plan, store = _dummy_step(groups, [count], start, SamplingParams(temperature=0.0), policy)
+    plan.row_window, plan.row_sinks, plan.measure = [WHOLE_TABLE], [policy.sinks], [0]
+    plan.wants_mass = [int(policy.depends_on_history)]
+    with torch.inference_mode():
+        ForwardPass(model, builder).prepare(plan, store)()
 
 
 def worst_case_step(
@@ -108,17 +133,24 @@ def worst_case_step(
 
 
 def _dummy_step(
-    groups: Sequence[GroupSpec], counts: Sequence[int], start: int, params: SamplingParams
+    groups: Sequence[GroupSpec],
+    counts: Sequence[int],
+    start: int,
+    params: SamplingParams,
+    policy: KvPolicy | None = None,
 ) -> tuple[StepPlan, SequenceStore]:
     """Return the plan and the sequences of a dummy run in which every sequence samples a token."""
     store = SequenceStore(groups, max_num_seqs=len(counts))
     starts = [start] + [0] * (len(counts) - 1)
     ends = [first + count for first, count in zip(starts, counts, strict=True)]
     for seq_id, end in enumerate(ends):
-        store.add(_blank_sequence(seq_id, end, params))
-        for tables in store.tables:
-            blocks = [0] * -(-end // tables.block_size)
-            tables.apply(store[seq_id].row, dropped=0, first_block=0, blocks=blocks)
+        store.add(_blank_sequence(seq_id, end, params, policy))
+        for group, tables in enumerate(store.tables):
+            blocks, compact = [0] * -(-end // tables.block_size), store[seq_id].compact
+            if compact is not None:
+                compact[group].apply(dropped=0, first_block=0, blocks=blocks)
+            else:
+                tables.apply(store[seq_id].row, dropped=0, first_block=0, blocks=blocks)
     plan = StepPlan(
         step_id=0,
         seq_ids=list(range(len(counts))),
@@ -156,7 +188,7 @@ def worst_case_start(groups: Sequence[GroupSpec], count: int, max_model_len: int
     return max(0, max_model_len - count) if any(group.ratio for group in groups) else 0
 
 
-def _blank_sequence(seq_id: int, count: int, params: SamplingParams) -> NewSequence:
+def _blank_sequence(seq_id: int, count: int, params: SamplingParams, policy: KvPolicy | None) -> NewSequence:
     return NewSequence(
         seq_id=seq_id,
         request_id="",
@@ -164,4 +196,5 @@ def _blank_sequence(seq_id: int, count: int, params: SamplingParams) -> NewSeque
         num_prompt_tokens=count,
         params=params,
         seed=0,
+        kv_policy=policy,
     )

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from transom_kernels.launch import compile_seconds, kernels_on
+from transom_kernels.launch import compile_seconds, kernels_on, uses_cpu_kernels
 from transom_worker.block_format import KvShares
 from transom_worker.config import EngineConfig
 from transom_worker.contract import SamplingParams
@@ -435,11 +435,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        scheduler, compiles = self._config.scheduler, self._loaded.device.type == "cuda"
+        scheduler, is_cuda = self._config.scheduler, self._loaded.device.type == "cuda"
         logits_1V = warm_up(
-            self._model, self._builder, self._groups,
-            max_tokens=scheduler.max_num_batched_tokens, max_model_len=self._max_model_len, compiles=compiles,
-        )  # fmt: skip
+            self._model,
+            self._builder,
+            self._groups,
+            max_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=self._max_model_len,
+            compiles=is_cuda or uses_cpu_kernels(self._slab),
+            compiles_by_rows=is_cuda,
+            takes_policies=not kv_policy_obstacle(self._loaded.architecture),
+        )
         warm_up_id = 0  # no sequence exists yet, so every id is free
         self._sampler.add(warm_up_id, token_ids=(0,), num_prompt_tokens=1, params=WARM_UP_SAMPLING, seed=0)
         self._sampler.sample(logits_1V, [warm_up_id])

@@ -73,7 +73,15 @@ def tables(figures: PolicyFigures) -> str:
 def _runs(title: str, runs: dict[str, Run]) -> str:
     return _table(
         title,
-        ("policy", "peak KV (MiB)", "running at once", "preemptions", "tokens computed again", "output tokens/s"),
+        (
+            "policy",
+            "peak KV (MiB)",
+            "running at once",
+            "preemptions",
+            "tokens computed again",
+            "output tokens/s",
+            "CPU ms an output token",
+        ),
         list(runs.items()),
         lambda row: (
             row[0],
@@ -82,6 +90,7 @@ def _runs(title: str, runs: dict[str, Run]) -> str:
             str(row[1].num_preemptions),
             f"{row[1].recomputed_tokens:,}",
             f"{row[1].tokens_per_s:.1f}",
+            f"{row[1].cpu_ms_per_token:.0f}",
         ),
     )
 
