@@ -124,6 +124,10 @@ class PrefixIndexMirror:
         self.version = update.version
         return True
 
+    def rules_under(self, window: WindowPolicy | None) -> HitRules:
+        """The rules of this cache for requests with a KV policy `window`; None: for those without one."""
+        return self.rules if window is None else self._index.window_rules(self.shape, window)
+
     def leave(self) -> None:
         """Forget the worker. It cannot be used any more."""
         self._index.free_holder(self.holder, self.num_holders, is_named=self.num_blocks > 0)
@@ -185,7 +189,7 @@ class FleetPrefixIndex:
         `prompt` has the digests of the tokens, and `window` is the request's KV policy, if it has one. At equal versions
         `start`, `memory_start` and `device_start` are those of the worker's own `find_hit`.
         """
-        rules = mirrors[0].rules if window is None else self._window_rules(mirrors[0].rules.shape, window)
+        rules = mirrors[0].rules_under(window)
         limit = min(hit_limit(num_tokens, rules.shape.block_size), prompt.num_blocks)
         device = self._search(rules, prompt, limit, _holders(mirrors), tiers=1)
         hits = Hits.of_device(device.start * rules.shape.block_size)
@@ -271,7 +275,7 @@ class FleetPrefixIndex:
         is_repaired = (start[holders] == repaired_from) & (repaired_from > 0)
         return Found(start[holders], np.where(is_repaired, found, start[holders]))
 
-    def _window_rules(self, shape: CacheShape, window: WindowPolicy) -> HitRules:
+    def window_rules(self, shape: CacheShape, window: WindowPolicy) -> HitRules:
         """The rules for sequences with a window policy in caches of a shape; those used last are remembered."""
         rules = self._by_window.pop((shape, window), None)
         if rules is None:

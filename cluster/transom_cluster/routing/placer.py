@@ -26,14 +26,13 @@ from transom_cluster.routing.cache_keys import CacheKeys, key_digest
 from transom_cluster.routing.fleet_index import FleetPrefixIndex, Hits
 from transom_cluster.routing.placement_observer import PlacementObserver
 from transom_cluster.routing.policy import Reason, TieBreak, choose
-from transom_cluster.routing.prefill_decode import Takers, choose_takers, may_move
-from transom_cluster.routing.prefix_fetches import Fetches, find_fetches
+from transom_cluster.routing.prefill_decode import Takers, choose_takers
+from transom_cluster.routing.prefix_fetches import Fetches, find_fetches, window_of
 from transom_cluster.routing.prompt_hashes import PromptHashes
 from transom_cluster.routing.worker_table import Selection, WorkerTable
 from transom_cluster.routing.worker_view import HitTokens, PlacedRequest, WorkerView
 from transom_worker.config import RoutingPolicy
-from transom_worker.contract import PrefixSource, Request, Usage, WindowPolicy, WorkerInfo, WorkerMessage
-from transom_worker.kvcache.events import CacheShape
+from transom_worker.contract import PrefixSource, Request, Usage, WorkerInfo, WorkerMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,16 +117,16 @@ class Placer:
         hits = self._hits(request, num_tokens, selection)
         alone = self._table.candidates(selection, num_tokens - hits.start, hits.load_s)
         fetches = Fetches.none(selection)
-        if may_move(request):
+        if request.reads_prefix_cache:
             fetches = find_fetches(
-                selection, hits, alone, sources=known if sources is None else sources, turn=self._turn
+                request, selection, hits, alone, sources=known if sources is None else sources, turn=self._turn
             )
         start = np.where(fetches.pays, fetches.start, hits.start)
         extra_s = np.where(fetches.pays, fetches.seconds, hits.load_s)
         allowed = np.array(sorted(selection.positions[worker_id] for worker_id in among))
         candidates = replace(alone, num_to_compute=num_tokens - start, extra_s=extra_s)
         split = Takers(allowed)
-        if selection.has_roles and may_move(request):
+        if selection.has_roles:
             split = choose_takers(request, selection, allowed, candidates)
         key = key_digest(request)
         home = self._home(request, int(hits.start.max()), selection.workers[0]) or key
@@ -201,15 +200,14 @@ class Placer:
         hits = Hits.none(len(selection.workers))
         for equal in selection.by_cache:
             shape = equal.mirrors[0].shape
-            if _reads_cache(request, shape):
+            if shape.enable_prefix_caching and request.reads_prefix_cache:
                 prompt = self._hashes.of(request, shape.block_size)
-                window = request.kv_policy if isinstance(request.kv_policy, WindowPolicy) else None
-                hits.put(equal.positions, self.index.find_hits(equal.mirrors, prompt, num_tokens, window))
+                hits.put(equal.positions, self.index.find_hits(equal.mirrors, prompt, num_tokens, window_of(request)))
         return hits
 
     def _home(self, request: Request, hit_tokens: int, worker: WorkerView) -> bytes:
         """The digest of the first hash block after the best hit, or of the last hash block; empty where the prompt has none."""
-        if not _reads_cache(request, worker.mirror.shape):
+        if not (worker.mirror.shape.enable_prefix_caching and request.reads_prefix_cache):
             return b""
         prompt = self._hashes.of(request, worker.mirror.shape.block_size)
         return prompt.digest(min(hit_tokens // prompt.block_size, prompt.num_blocks - 1)) if prompt.num_blocks else b""
@@ -229,10 +227,3 @@ class Placer:
             for request_id in worker.requests:
                 del self._requests[request_id]
         return worker is not None
-
-
-def _reads_cache(request: Request, shape: CacheShape) -> bool:
-    """Whether the worker's scheduler searches its cache for this request."""
-    if not shape.enable_prefix_caching or request.params.prompt_logprobs is not None or request.kv_quality:
-        return False
-    return request.kv_policy is None or not request.kv_policy.depends_on_history

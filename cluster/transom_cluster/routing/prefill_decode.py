@@ -6,7 +6,8 @@
 
 A request without output goes to the workers that may prefill, unless some worker that may decode computes what it lacks of the
 prompt faster than it could fetch that (*short* prompts, and those that it has cached). All others go to the workers that may
-decode. Where none of those that should take a request may, any worker takes it and does both: no request fails for want of a role.
+decode, and so do requests that read no prefix cache (`Request.reads_prefix_cache`), since these fetch nothing. Where none of those
+that should take a request may, any worker takes it and does both: no request fails for want of a role.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from transom_cluster.routing.index_code import Integers
 from transom_cluster.routing.policy import Candidates
-from transom_cluster.routing.prefix_fetches import FETCH_RATE, MARGIN, fetch_times_s, has_equal_blocks
+from transom_cluster.routing.prefix_fetches import FETCH_RATE, MARGIN, fetch_times_s, has_equal_blocks, window_of
 from transom_cluster.routing.worker_table import Selection
 from transom_worker.contract import Request
 
@@ -30,18 +31,13 @@ class Takers:
     is_prefill_only: bool = False
 
 
-def may_move(request: Request) -> bool:
-    """Whether a request's KV may come from another worker: it is published in the prefix cache, and the request reads that."""
-    return request.kv_policy is None and request.params.prompt_logprobs is None
-
-
 def choose_takers(request: Request, selection: Selection, allowed: Integers, candidates: Candidates) -> Takers:
     """Choose by role among the workers at the positions `allowed`; `candidates` are all workers of the selection."""
     decoders = allowed[selection.may_decode[allowed]]
     prefillers = allowed[~selection.may_decode[allowed]]
     if not len(decoders):
         return Takers(allowed)
-    if request.resumed_output_ids or not len(prefillers):
+    if request.resumed_output_ids or not len(prefillers) or not request.reads_prefix_cache:
         return Takers(decoders)
     if not _is_worth_moving(request, selection, prefillers, decoders, candidates):
         return Takers(decoders)
@@ -58,5 +54,7 @@ def _is_worth_moving(
     if not all(has_equal_blocks(selection.workers[int(one)], source) for one in decoders):
         return False
     own = candidates.at(decoders)
-    fetching_s = fetch_times_s(source, request.num_prompt_tokens, own.num_to_compute, own.facts[FETCH_RATE])
+    fetching_s = fetch_times_s(
+        source, request.num_prompt_tokens, own.num_to_compute, own.facts[FETCH_RATE], window_of(request)
+    )
     return bool(np.all(own.computing_s >= MARGIN * fetching_s))

@@ -3,7 +3,8 @@
 - **source**: the worker with the longest hit in its memory among those that may be asked. What only its disk has it does not offer.
 - **target**: the worker that would run the request. What it has itself need not be fetched.
 - **live blocks**: what a sequence needs to continue behind the prefix: all blocks of full groups, of windows the last ones. So the
-  bytes are `fixed_bytes` for the windows, and `token_bytes` for each token that the target lacks.
+  bytes are `fixed_bytes` for the windows, and `token_bytes` for each token that the target lacks. A request with a KV policy
+  `window` needs its window (and sinks) of every group.
 
 The rule: with `s` seconds to compute the tokens that a fetch spares and `f` seconds to fetch (`FETCH_LATENCY_S` and the bytes at
 the target's measured rate), the target fetches if `s >= MARGIN * f`. A target that fetched the last time goes on fetching while
@@ -26,7 +27,7 @@ from transom_cluster.routing.index_code import Integers
 from transom_cluster.routing.policy import Candidates, prefill_rates
 from transom_cluster.routing.worker_table import Selection
 from transom_cluster.routing.worker_view import WorkerView
-from transom_worker.contract import PrefixSource
+from transom_worker.contract import PrefixSource, Request, WindowPolicy
 
 # Two calls to another worker, and the request's wait for its own engine between them.
 FETCH_LATENCY_S = 0.01
@@ -69,7 +70,7 @@ class Fetches:
 
 
 def find_fetches(
-    selection: Selection, hits: Hits, candidates: Candidates, *, sources: Collection[str], turn: int
+    request: Request, selection: Selection, hits: Hits, candidates: Candidates, *, sources: Collection[str], turn: int
 ) -> Fetches:
     """Find the source with the longest hit, and decide for each other worker whether it should fetch from there.
 
@@ -88,7 +89,7 @@ def find_fetches(
     was_asked = selection.can_fetch & equal & (lacking > 0)
     if not was_asked.any():
         return Fetches.none(selection)
-    seconds = fetch_times_s(source, start, lacking, candidates.facts[FETCH_RATE])
+    seconds = fetch_times_s(source, start, lacking, candidates.facts[FETCH_RATE], window_of(request))
     spared_s = (start - hits.start) / prefill_rates(candidates.facts[PREFILL_RATE]) + candidates.extra_s
     fetched_last = np.array([worker.fetched_last for worker in selection.workers])
     return Fetches(
@@ -106,20 +107,30 @@ def has_equal_blocks(one: WorkerView, other: WorkerView) -> bool:
     return ours is theirs or (ours.groups == theirs.groups and ours.block_size == theirs.block_size)
 
 
-def fetch_times_s(source: WorkerView, start: int, num_tokens: Integers, bytes_per_s: Floats) -> Floats:
+def window_of(request: Request) -> WindowPolicy | None:
+    """The request's KV policy as the prefix cache knows it: windows alone are published there."""
+    return request.kv_policy if isinstance(request.kv_policy, WindowPolicy) else None
+
+
+def fetch_times_s(
+    source: WorkerView, start: int, num_tokens: Integers, bytes_per_s: Floats, window: WindowPolicy | None
+) -> Floats:
     """For each target the seconds to fetch the prefix up to `start`, of which it lacks `num_tokens` tokens.
 
-    `bytes_per_s` are the targets' rates, 0 where one is not measured.
+    `bytes_per_s` are the targets' rates, 0 where one is not measured. `window` is the request's KV policy.
     """
-    fixed_bytes, token_bytes = prefix_bytes(source, start)
+    fixed_bytes, token_bytes = prefix_bytes(source, start, window)
     rates = np.where(bytes_per_s > 0, bytes_per_s, DEFAULT_FETCH_BYTES_PER_S)
     times_s: Floats = FETCH_LATENCY_S + (fixed_bytes + token_bytes * num_tokens) / rates
     return times_s
 
 
-def prefix_bytes(source: WorkerView, num_tokens: int) -> tuple[int, float]:
-    """The bytes of a prefix's live blocks: those of the sliding groups, and of the full groups the bytes for each token."""
-    rules = source.mirror.rules
+def prefix_bytes(source: WorkerView, num_tokens: int, window: WindowPolicy | None = None) -> tuple[int, float]:
+    """The bytes of a prefix's live blocks: those of the sliding groups, and of the full groups the bytes for each token.
+
+    Under a request's `window` all groups are sliding ones.
+    """
+    rules = source.mirror.rules_under(window)
     boundary = num_tokens // rules.shape.block_size
     live = rules.live_blocks(boundary)
     fixed_bytes, token_bytes = 0, 0.0

@@ -4,6 +4,7 @@ lost or missing."""
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -55,6 +56,31 @@ async def test_an_answer_from_two_workers_is_that_of_one(body: dict[str, Any]) -
             assert ran(api) == prefix
         assert num_in_flight(api.router) == 0
         assert without_ids(answer.text) == without_ids(undisturbed)
+
+
+WINDOW = '{"type": "window", "sinks": 4, "window": 64}'
+HEAVY = '{"type": "heavy", "sinks": 4, "budget": 128}'
+
+
+@pytest.mark.parametrize(
+    ("default", "body", "moves"),
+    [
+        (WINDOW, {}, True),
+        (None, {"kv_policy": json.loads(WINDOW)}, True),
+        (HEAVY, {}, False),
+        (HEAVY, {"kv_policy": json.loads(WINDOW)}, True),
+        (HEAVY, {"kv_policy": {"type": "full"}}, True),
+        (WINDOW, {"kv_quality": True}, False),
+    ],
+)
+async def test_windows_are_handed_over_whether_they_are_the_deployments_or_the_requests(
+    default: str | None, body: dict[str, Any], moves: bool
+) -> None:
+    """What depends on a request's history is computed where it decodes."""
+    async with running_api(*pair(), **PATIENT, kv_policy=default) as api:
+        answer = await api.complete(prompt=LONG, max_tokens=10, **body)
+        assert answer.status_code == 200
+        assert ran(api) == ({"p": [(0, True)], "d": [(1, False)]} if moves else {"p": [], "d": [(0, False)]})
 
 
 async def test_an_answer_of_one_token_is_not_handed_over() -> None:

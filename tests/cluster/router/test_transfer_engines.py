@@ -62,7 +62,7 @@ class LocalPeers:
 class Cluster:
     """A worker for each group of settings, with what is left of them at the end."""
 
-    def __init__(self, model: Path, *groups: dict[str, Any]) -> None:
+    def __init__(self, model: Path, *groups: dict[str, Any], layers: dict[str, Any] = HYBRID) -> None:
         self.model, self.peers = model, LocalPeers()
         self.replicas = []
         for number, group in enumerate(groups):
@@ -72,7 +72,7 @@ class Cluster:
                 "swap_space": "8MiB",
                 "max_num_seqs": 8,
                 "dtype": "float32",
-                **HYBRID,
+                **layers,
                 **group,
             }
             config = Settings.parse(**values).engine_config()

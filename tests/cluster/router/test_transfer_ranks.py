@@ -17,12 +17,13 @@ import torch
 from tests.cluster.router.test_transfer_engines import HYBRID, PROMPT, LocalPeers, at_worker
 from tests.thread_ranks import ThreadRanks
 from tests.tiny_checkpoints import tiny_llama
-from transom_worker.contract import PrefixSource, Request, SamplingParams
+from transom_worker.contract import PrefixSource, Request, SamplingParams, WindowPolicy
 from transom_worker.replica import WorkerReplica
 from transom_worker.settings import Settings
 from transom_worker.startup import build_engine
 
-LAYERS: dict[str, dict[str, Any]] = {"hybrid": HYBRID, "full": {}}
+LAYERS: dict[str, dict[str, Any]] = {"hybrid": HYBRID, "full": {}, "window policy": {}}
+POLICIES: dict[str, WindowPolicy] = {"window policy": WindowPolicy(sinks=4, window=40)}
 NUM_TOKENS = 12
 HIT = 384
 
@@ -62,20 +63,23 @@ def worker(peers: LocalPeers, model: Path, size: int, **settings: Any) -> Iterat
         replica.shutdown()
 
 
-def request(name: str, source: str | None = None) -> Request:
+def request(name: str, source: str | None = None, *, layers: str) -> Request:
     return Request(
         request_id=name,
         prompt_token_ids=PROMPT,
         params=SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0, logprobs=2),
         seed=1,
         prefix_source=None if source is None else PrefixSource(worker=source, num_tokens=HIT),
+        kv_policy=POLICIES.get(layers),
     )
 
 
-async def fetched(source: WorkerReplica, target: WorkerReplica, name: str) -> tuple[list[int], list[int]]:
+async def fetched(
+    source: WorkerReplica, target: WorkerReplica, name: str, *, layers: str
+) -> tuple[list[int], list[int]]:
     """The source's answer, and the target's, which fetches the prompt's prefix."""
-    expected, _ = await at_worker(source, request(f"warm-{name}"))
-    tokens, usage = await at_worker(target, request(f"fetch-{name}", source._worker))
+    expected, _ = await at_worker(source, request(f"warm-{name}", layers=layers))
+    tokens, usage = await at_worker(target, request(f"fetch-{name}", source._worker, layers=layers))
     assert usage.num_fetched_tokens == usage.num_host_tokens == usage.num_cached_tokens == HIT
     [told] = [one for one in target.engine.timelines.events_of(f"fetch-{name}") if one["what"] == "prefix_fetched"]
     assert (told["outcome"], told["tokens"]) == ("fetched", HIT)
@@ -92,7 +96,7 @@ async def test_ranks(request: pytest.FixtureRequest, heads: str, layers: str, of
         worker(peers, model, of_source, **LAYERS[layers]) as source,
         worker(peers, model, of_target, **LAYERS[layers]) as target,
     ):
-        expected, tokens = await fetched(source, target, "ranks")
+        expected, tokens = await fetched(source, target, "ranks", layers=layers)
     assert tokens == expected
 
 
@@ -102,8 +106,8 @@ async def test_equal_quantised_formats(tiny_model: Path, layers: str, format_nam
     """Nothing is converted: the answer is that of the source over its own cached prefix."""
     peers, settings = LocalPeers(), {"kv_cache_dtype": format_name, **LAYERS[layers]}
     with worker(peers, tiny_model, 1, **settings) as source, worker(peers, tiny_model, 1, **settings) as target:
-        _, tokens = await fetched(source, target, "equal")
-        own, usage = await at_worker(source, request("own"))
+        _, tokens = await fetched(source, target, "equal", layers=layers)
+        own, usage = await at_worker(source, request("own", layers=layers))
     assert usage.num_cached_tokens == HIT
     assert tokens == own
 
@@ -150,9 +154,9 @@ async def test_converted_formats(
         worker(peers, tiny_model, ranks_of_target, **FORMATS[of_target], **own) as alone,
         worker(peers, tiny_model, 1, **own) as exact,
     ):
-        await at_worker(alone, request("alone"))
-        await at_worker(exact, request("exact"))
-        await fetched(source, target, "converted")
+        await at_worker(alone, request("alone", layers=layers))
+        await at_worker(exact, request("exact", layers=layers))
+        await fetched(source, target, "converted", layers=layers)
         wanted = logits_behind_prompt(exact)
         of_source_alone, of_target_alone, converted = (
             float((logits_behind_prompt(one) - wanted).abs().mean()) for one in (source, alone, target)

@@ -16,7 +16,7 @@ from transom_cluster.routing.policy import Candidates
 from transom_cluster.routing.worker_view import HitTokens
 from transom_cluster.telemetry.metric_families import RouterFamilies
 from transom_cluster.telemetry.routing_metrics import RoutingMetrics
-from transom_worker.contract import Request, SamplingParams, Usage, WorkerInfo, WorkerLoad, WorkerMessage
+from transom_worker.contract import KvPolicy, Request, SamplingParams, Usage, WorkerInfo, WorkerLoad, WorkerMessage
 from transom_worker.kvcache.events import CacheShape, KvRun, KvUpdate
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.hashing import chain_root, extend_chain
@@ -32,11 +32,18 @@ def info(worker: str, block_size: int = 16) -> WorkerInfo:
     return WorkerInfo(worker=worker, max_model_len=8192, vocab_size=5000, cache=shape)
 
 
-def whole(*prompts: tuple[int, ...], version: int = 1, block_size: int = 16, salt: str | None = None) -> KvUpdate:
+def whole(
+    *prompts: tuple[int, ...],
+    version: int = 1,
+    block_size: int = 16,
+    salt: str | None = None,
+    policy: KvPolicy | None = None,
+) -> KvUpdate:
     digests: list[bytes] = []
     for prompt in prompts:
         chain: list[bytes] = []
-        extend_chain(chain, chain_root(block_size, cache_salt=salt), prompt, block_size)
+        root = chain_root(block_size, cache_salt=salt, kv_policy=None if policy is None else policy.text)
+        extend_chain(chain, root, prompt, block_size)
         digests += chain
     return KvUpdate(after=version, version=version, runs=(KvRun("added", 0, tuple(digests)),), whole=True)
 

@@ -18,7 +18,15 @@ from transom_cluster.routing.prefix_fetches import (
 )
 from transom_cluster.routing.worker_view import HitTokens, WorkerView
 from transom_worker.config import WorkerRole
-from transom_worker.contract import PrefixSource, SamplingParams, WindowPolicy, WorkerInfo, WorkerMessage
+from transom_worker.contract import (
+    AdaptivePolicy,
+    HeavyPolicy,
+    PrefixSource,
+    SamplingParams,
+    WindowPolicy,
+    WorkerInfo,
+    WorkerMessage,
+)
 from transom_worker.kvcache.events import CacheShape, KvUpdate
 from transom_worker.kvcache.groups import GroupKind, GroupSpec
 from transom_worker.kvcache.load_rates import LoadRates
@@ -27,6 +35,7 @@ from transom_worker.kvcache.tiers import DISK
 
 HIT = 1984  # of PROMPT
 BLOCK_BYTES = 32_768
+WINDOW = WindowPolicy(sinks=4, window=64)
 BUSY: dict[str, Any] = {"num_running": 16, "waiting_tokens": 100_000}
 
 
@@ -44,6 +53,11 @@ def placer(
         its_load = load(**{"prefill_tokens_per_s": 5_000.0, **(loads or {}).get(one.worker, {})})
         assert made.update(one.worker, WorkerMessage(kv=(cached or {}).get(one.worker, whole()), load=its_load))
     return made
+
+
+def merged(*updates: KvUpdate) -> KvUpdate:
+    """One whole index with the blocks of several."""
+    return replace(updates[0], runs=tuple(run for update in updates for run in update.runs))
 
 
 def test_a_busy_workers_prefix_is_fetched_by_an_idle_one() -> None:
@@ -87,14 +101,63 @@ def test_workers_that_cannot_transfer_are_left_out(fields: dict[str, Any], which
     assert made.place(request("r"), ["b"], sources=["a", "b"]).source is None
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"params": SamplingParams(prompt_logprobs=1)}, {"kv_policy": WindowPolicy(sinks=4, window=64)}],
-    ids=["reads no cache", "policy"],
-)
-def test_requests_whose_kv_does_not_move_fetch_nothing(fields: dict[str, Any]) -> None:
-    made = placer(worker("a"), worker("b"), cached={"a": whole(PROMPT)})
+NOT_CACHED: dict[str, dict[str, Any]] = {
+    "prompt log-probabilities": {"params": SamplingParams(prompt_logprobs=1)},
+    "heavy": {"kv_policy": HeavyPolicy(sinks=4, budget=64)},
+    "adaptive": {"kv_policy": AdaptivePolicy(sinks=4, min_window=32, max_window=64, threshold=0.01)},
+    "measured": {"kv_policy": WINDOW, "kv_quality": True},
+}
+
+
+@pytest.mark.parametrize("fields", NOT_CACHED.values(), ids=NOT_CACHED)
+def test_requests_that_read_no_prefix_cache_fetch_nothing_and_are_computed_where_they_decode(
+    fields: dict[str, Any],
+) -> None:
+    both = {"a": merged(whole(PROMPT), whole(PROMPT, policy=WINDOW))}
+    made = placer(worker("a"), worker("b"), cached=both)
     assert made.place(request("r", **fields), ["b"], sources=["a", "b"]).source is None
+    made = disaggregated(cached={"p": both["a"]})
+    for number in range(4):
+        placed = made.place(request(f"r{number}", **fields), ("p", "d"))
+        assert (placed.worker_id, placed.source, placed.is_prefill_only) == ("d", None, False)
+
+
+def test_a_windows_prefix_is_fetched_from_where_it_is_cached_under_the_same_policy() -> None:
+    cached = {"a": whole(PROMPT), "c": whole(PROMPT, policy=WINDOW)}
+    made = placer(worker("a"), worker("b"), worker("c"), cached=cached)
+
+    def source(policy: WindowPolicy | None) -> PrefixSource | None:
+        return made.place(request("r", kv_policy=policy), ["b"], sources=["a", "b", "c"]).source
+
+    assert source(WINDOW) == PrefixSource(worker="c", num_tokens=HIT)
+    assert source(None) == PrefixSource(worker="a", num_tokens=HIT)
+    assert source(WindowPolicy(sinks=4, window=65)) is None
+
+
+def test_a_window_is_weighed_by_its_own_bytes() -> None:
+    """At a rate at which a whole prefix is not worth fetching, the window of an equal prompt is."""
+    slow = load(prefill_tokens_per_s=5_000.0, fetch_bytes_per_s=5e6)
+    cached = {"a": merged(whole(PROMPT), whole(PROMPT, policy=WINDOW))}
+    made = placer(worker("a"), worker("b"), cached=cached)
+    made.update("b", WorkerMessage(load=slow))
+    assert made.place(request("r"), ["b"], sources=["a", "b"]).source is None
+    assert made.place(request("s", kv_policy=WINDOW), ["b"], sources=["a", "b"]).source is not None
+    view = made.workers["a"]
+    num_blocks = 1 + 4 + 1  # of the sinks, and of 63 tokens that begin within a block
+    assert prefix_bytes(view, HIT, WINDOW) == ((num_blocks - 1) * BLOCK_BYTES, 0.0)  # at HIT a block begins
+    assert prefix_bytes(view, HIT, WindowPolicy(sinks=4, window=66)) == (num_blocks * BLOCK_BYTES, 0.0)
+    assert prefix_bytes(view, HIT) == (0, BLOCK_BYTES / 16)
+
+
+def test_a_windows_prompt_is_handed_over() -> None:
+    made = disaggregated()
+    first = made.place(request("r", kv_policy=WINDOW), ("p", "d"))
+    assert (first.worker_id, first.is_prefill_only) == ("p", True)
+    made.ended("r")
+    made.update("p", WorkerMessage(kv=whole(PROMPT, version=2, policy=WINDOW)))
+    second = made.place(request("r+1", kv_policy=WINDOW, resumed_output_ids=(7,)), ("p", "d"))
+    assert (second.worker_id, second.is_prefill_only) == ("d", False)
+    assert second.source == PrefixSource(worker="p", num_tokens=2000)
 
 
 def test_the_rule_weighs_seconds_and_has_a_margin_that_it_drops_while_it_fetches() -> None:

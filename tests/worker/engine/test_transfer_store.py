@@ -13,9 +13,10 @@ import pytest
 from tests.worker.kvcache.cache_model import BLOCK, ENTRY_MIXES, MIXES, check_cache, layout
 from transom_worker.block_format import KvShares
 from transom_worker.config import SchedulerConfig
-from transom_worker.contract import Request, SamplingParams
+from transom_worker.contract import AdaptivePolicy, HeavyPolicy, Request, SamplingParams, WindowPolicy
 from transom_worker.engine.kept_imports import MAX_KEPT_S, KeptImports
 from transom_worker.engine.transfer_store import TransferStore
+from transom_worker.kvcache.groups import GroupSpec
 from transom_worker.kvcache.hashing import chain_root, extend_chain
 from transom_worker.kvcache.tiers import DEVICE, HOST
 from transom_worker.scheduling.scheduler import Scheduler
@@ -59,18 +60,23 @@ class Worker:
         self.kept = KeptImports(self.cache, is_waiting=self.scheduler.waits_for_admission, clock=lambda: self.now_s)
         self.store = TransferStore(self.scheduler, executor, shares, self.kept)
 
-    def compute(self, tokens: list[int]) -> None:
+    def compute(self, tokens: list[int], policy: WindowPolicy | None = None) -> None:
         """Compute a prompt, and give every published block the bytes of its digest."""
-        root = chain_root(BLOCK)
+        root = chain_root(BLOCK, kv_policy=None if policy is None else policy.text)
         chain: list[bytes] = []
         extend_chain(chain, root, tokens, BLOCK)
-        hit = self.cache.find(chain, len(tokens))
-        blocks = self.cache.begin(chain, root, hit=hit)
+        retentions = self.scheduler.retentions_of(policy)
+        hit = self.cache.find(chain, len(tokens), retentions)
+        blocks = self.cache.begin(chain, root, hit=hit, retentions=retentions)
         for end in range(blocks.processed + 1, len(tokens) + 1):
             assert self.cache.extend(blocks, end)
             self.cache.advance(blocks, tokens, end)
         self.cache.release(blocks)
         self.fill()
+
+    def windows(self, policy: WindowPolicy) -> GroupSpec:
+        """What a policy makes of the first group."""
+        return self.scheduler.retentions_of(policy).specs[0]
 
     def fill(self) -> None:
         for group, found in enumerate(self.cache.index.tiers[DEVICE]):
@@ -81,10 +87,14 @@ class Worker:
         size = self.cache.layout.groups[group].block_bytes
         return (digest * -(-size // len(digest)))[:size]
 
-    def hold(self, tokens: Sequence[int], request_id: str = "held") -> None:
+    def hold(self, tokens: Sequence[int], request_id: str = "held", **fields: Any) -> None:
         """Queue a request that waits for its prefix."""
         request = Request(
-            request_id=request_id, prompt_token_ids=tuple(tokens), params=SamplingParams(max_tokens=1), seed=0
+            request_id=request_id,
+            prompt_token_ids=tuple(tokens),
+            params=fields.pop("params", SamplingParams(max_tokens=1)),
+            seed=0,
+            **fields,
         )
         self.scheduler.add(request, is_held=True)
 
@@ -158,6 +168,58 @@ def test_windows_move_their_live_blocks_alone(mix: tuple[str, ...]) -> None:
     source.store.close_export("e")
     for worker in (source, target):
         worker.check()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [WindowPolicy(sinks=4, window=14), WindowPolicy(sinks=0, window=9), WindowPolicy(sinks=7, window=1)],
+    ids=lambda policy: policy.text,
+)
+@pytest.mark.parametrize("num_tokens", [40, 161])
+def test_a_policys_prefix_moves_its_sinks_and_window_alone(policy: WindowPolicy, num_tokens: int) -> None:
+    """However long the prompt; and what is cached without the policy, or under another one, is neither moved nor found."""
+    source, target = Worker(("full",)), Worker(("full",))
+    tokens = list(range(num_tokens))
+    source.compute(tokens)
+    target.hold([*tokens, 1], kv_policy=policy)
+    assert fetch(source, target)[1] is None
+    source.compute(tokens, policy)
+    query, offer = fetch(source, target)
+    assert offer is not None
+    assert offer.start == num_tokens // BLOCK * BLOCK
+    plan = target.store.begin_import("i", query, offer)
+    assert plan is not None
+    live = {token // BLOCK for begin, end in source.windows(policy).live(offer.start) for token in range(begin, end)}
+    assert {block for one, _ in plan.pieces for block in one.blocks} >= live
+    size = target.cache.layout.groups[0].block_bytes
+    assert plan.num_blocks <= -(-policy.sinks // BLOCK) + -(-policy.window // BLOCK) + 1
+    assert sum(num_bytes for _, num_bytes in plan.pieces) == plan.num_blocks * size
+    assert plan.full_length_bytes == offer.num_hash_blocks * size
+    for blocks, _ in plan.pieces:
+        data = [np.frombuffer(part, np.uint8) for part in source.store.read_export("e", blocks)]
+        target.store.write_import("i", blocks, target.store.convert(offer, blocks, data))
+    target.store.publish_import("i", "held")
+    assert target.store.has("held", replace(query, num_tokens=offer.start))
+    assert not target.store.has("held", replace(query, num_tokens=offer.start, kv_policy=None))
+    source.store.close_export("e")
+    for worker in (source, target):
+        worker.check()
+
+
+NOT_CACHED: dict[str, dict[str, Any]] = {
+    "heavy": {"kv_policy": HeavyPolicy(sinks=4, budget=16)},
+    "adaptive": {"kv_policy": AdaptivePolicy(sinks=4, min_window=8, max_window=16, threshold=0.01)},
+    "measured": {"kv_policy": WindowPolicy(window=9), "kv_quality": True},
+    "prompt log-probabilities": {"params": SamplingParams(max_tokens=1, prompt_logprobs=1)},
+}
+
+
+@pytest.mark.parametrize("fields", NOT_CACHED.values(), ids=NOT_CACHED)
+def test_a_request_that_reads_no_prefix_cache_asks_for_nothing(fields: dict[str, Any]) -> None:
+    target = Worker(("full",))
+    target.hold(range(40), **fields)
+    assert target.store.query("held", 1) is None
+    target.check()
 
 
 def test_what_is_exported_stays_and_an_emptied_cache_says_so() -> None:

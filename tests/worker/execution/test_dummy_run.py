@@ -67,9 +67,7 @@ def test_warm_up_stays_within_the_limits(max_model_len: int) -> None:
 
 def test_warm_up_tries_every_kind_of_step_where_kernels_are_compiled() -> None:
     def steps(compiles: bool, compiles_by_rows: bool) -> list[tuple[int, int]]:
-        return prompt_steps(
-            max_tokens=5000, max_model_len=10_000, compiles=compiles, compiles_by_rows=compiles_by_rows
-        )
+        return prompt_steps(max_tokens=5000, max_model_len=10_000, compiles=compiles, compiles_by_rows=compiles_by_rows)
 
     assert steps(True, True) == [(0, 16), (0, 64), (0, 256), (0, 1024), (0, 4096), (2100, 3), (2100, 1)]
     assert steps(True, False) == [(0, 16), (2100, 3), (2100, 1)]

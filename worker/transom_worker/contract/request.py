@@ -69,3 +69,13 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Prompt tokens, without the resumed output tokens."""
         return len(self.prompt_token_ids)
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether the request may begin behind a cached prefix, wherever that comes from.
+
+        Prompt log-probabilities and the comparison of a KV policy with full attention need every token to be computed, and what a
+        policy keeps that depends on its history is in no cache.
+        """
+        has_history = self.kv_policy is not None and self.kv_policy.depends_on_history
+        return not (has_history or self.kv_quality or self.params.prompt_logprobs is not None)

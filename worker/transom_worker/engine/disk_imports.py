@@ -62,7 +62,7 @@ class DiskImports:
 
     def begin(self, request: Request) -> bool:
         """Begin to import the prefix of a new request from the disk; False if it need not be held."""
-        if not _reads_cache(request):
+        if not request.reads_prefix_cache:
             return False
         held = self._import(request)
         if held is None:
@@ -138,10 +138,3 @@ class DiskImports:
         present = self._cache.changes.rates
         if present is not None and (rates := self._meter.next_rates(present)) is not None:
             self._cache.changes.set_rates(rates)
-
-
-def _reads_cache(request: Request) -> bool:
-    """Whether a request may begin at a hit."""
-    policy = request.kv_policy
-    has_history = policy is not None and policy.depends_on_history
-    return not (has_history or request.kv_quality or request.params.prompt_logprobs is not None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transom_worker.block_format import KvShares, convert_blocks
+from transom_worker.contract import WindowPolicy
 from transom_worker.engine.kept_imports import KeptImports
 from transom_worker.execution.executor import PIECE_BYTES, Executor
 from transom_worker.kvcache.block_copies import BlockCopy
@@ -42,7 +43,8 @@ class TransferStore:
         if query.groups != shape.groups or query.block_size != shape.block_size:
             raise ValueError(f"it has the groups {[group.name for group in query.groups]}")
         hit = self._find(query)
-        opened = self._cache.export_blocks(query.chain, hit) if hit.start else None
+        retentions = self._scheduler.retentions_of(query.kv_policy)
+        opened = self._cache.export_blocks(query.chain, hit, retentions) if hit.start else None
         if opened is None:
             return None
         self._exports[export_id] = opened
@@ -77,17 +79,25 @@ class TransferStore:
     # Target
 
     def query(self, request_id: str, num_tokens: int) -> PrefixQuery | None:
-        """The query for the prefix of a held request, as long as its hit may be; None where the request has ended."""
+        """The query for the prefix of a held request, as long as its hit may be; None where the request has ended, or reads no
+        prefix cache.
+        """
         sequence = self._scheduler.by_request.get(request_id)
-        if sequence is None or not sequence.is_held:
+        if sequence is None or not sequence.is_held or not sequence.reads_prefix_cache:
             return None
         block_size = self._cache.block_size
         extend_chain(sequence.chain, sequence.root, sequence.token_ids, block_size)
         chain = tuple(sequence.chain[: hit_limit(len(sequence.token_ids), block_size)])
         if not chain:
             return None
-        groups = self._cache.shape.groups
-        return PrefixQuery(chain=chain, num_tokens=num_tokens, groups=groups, block_size=block_size)
+        policy = sequence.request.kv_policy
+        return PrefixQuery(
+            chain=chain,
+            num_tokens=num_tokens,
+            groups=self._cache.shape.groups,
+            block_size=block_size,
+            kv_policy=policy if isinstance(policy, WindowPolicy) else None,
+        )
 
     def has(self, request_id: str, query: PrefixQuery) -> bool:
         """Whether as many tokens as the router expects from the source are a hit here already; what was imported of them is kept
@@ -108,7 +118,8 @@ class TransferStore:
             full_groups_reach=offer.num_hash_blocks,
             limit=len(query.chain),
         )
-        opened = self._cache.import_blocks(query.chain, hit)
+        retentions = self._scheduler.retentions_of(query.kv_policy)
+        opened = self._cache.import_blocks(query.chain, hit, retentions)
         if opened is None:
             return None
         self._imports[import_id] = opened
@@ -126,8 +137,8 @@ class TransferStore:
             num_tokens=max(0, offer.start - before),
             num_blocks=len(opened.blocks),
             full_length_bytes=sum(
-                size * (len(some) if spec.keeps_everything else offer.num_hash_blocks)
-                for spec, size, some in zip(query.groups, sizes, missing, strict=True)
+                size * (len(some) if retention.keeps_everything else offer.num_hash_blocks)
+                for retention, size, some in zip(retentions, sizes, missing, strict=True)
             ),
         )
 
@@ -155,7 +166,8 @@ class TransferStore:
 
     def _find(self, query: PrefixQuery) -> PrefixHit:
         """The hit of a query's prefix here, as a request behind it would find it."""
-        return self._cache.find(query.chain, len(query.chain) * self._cache.block_size + 1)
+        retentions = self._scheduler.retentions_of(query.kv_policy)
+        return self._cache.find(query.chain, len(query.chain) * self._cache.block_size + 1, retentions)
 
     def _pieces(self, offer: PrefixOffer, group: int, missing: Sequence[int]) -> list[tuple[BlockRange, int]]:
         """Cut the missing blocks of a group into pieces that are small enough for the ranks of both sides."""

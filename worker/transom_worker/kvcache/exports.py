@@ -18,6 +18,7 @@ from transom_worker.kvcache.block_registry import BlockRegistry
 from transom_worker.kvcache.host_tier import HostTier
 from transom_worker.kvcache.prefix_index import PrefixIndex
 from transom_worker.kvcache.prefix_search import PrefixHit, shared_digests
+from transom_worker.kvcache.retention import Retention
 from transom_worker.kvcache.retention_set import RetentionSet
 from transom_worker.kvcache.tiers import DEVICE, HOST
 
@@ -60,9 +61,18 @@ class Exports:
         self._block_size = block_size
         self.opened: list[BlockExport] = []
 
-    def begin(self, chain: Sequence[bytes], hit: PrefixHit) -> BlockExport | None:
-        """Reference the blocks that a hit gives; None if some of them are still to be copied by a plan that was not made yet."""
-        blocks = [one for group in range(len(self._retentions)) for one in self._blocks_of(group, chain, hit)]
+    def begin(
+        self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
+    ) -> BlockExport | None:
+        """Reference the blocks that a hit gives; None if some of them are still to be copied by a plan that was not made yet.
+
+        `retentions` are those of a sequence with a KV policy.
+        """
+        blocks = [
+            one
+            for group, retention in enumerate(retentions or self._retentions)
+            for one in self._blocks_of(group, retention, chain, hit)
+        ]
         to_be_written = {(one.target_tier, one.group, one.target) for one in self._copies.waiting}
         if any((one.tier, one.group, one.block) in to_be_written for one in blocks):
             return None
@@ -98,8 +108,9 @@ class Exports:
         for opened in self.opened:
             opened.is_void = True
 
-    def _blocks_of(self, group: int, chain: Sequence[bytes], hit: PrefixHit) -> Iterable[ExportedBlock]:
-        retention = self._retentions[group]
+    def _blocks_of(
+        self, group: int, retention: Retention, chain: Sequence[bytes], hit: PrefixHit
+    ) -> Iterable[ExportedBlock]:
         step = retention.block_size // self._block_size
         logical_of = {digest: index // step for index, digest in enumerate(chain[: hit.num_hash_blocks])}
         for digest in dict.fromkeys(shared_digests(retention, chain, hit, block_size=self._block_size)):

@@ -412,12 +412,15 @@ class KvCache:
         assert self.imports is not None
         self.imports.end(opened)
 
-    def export_blocks(self, chain: Sequence[bytes], hit: PrefixHit) -> BlockExport | None:
-        """Reference the blocks that a hit gives, so that another worker can read them; `end_export` must follow.
+    def export_blocks(
+        self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
+    ) -> BlockExport | None:
+        """Reference the blocks that a hit gives, so that another worker can read them; `end_export` must follow. `retentions` are
+        as in `find`.
 
         None if some of them are still to be written by copies that no plan carries yet.
         """
-        return self.exports.begin(chain, hit)
+        return self.exports.begin(chain, hit, retentions)
 
     def end_export(self, opened: BlockExport) -> None:
         """Give the references of an export back."""
