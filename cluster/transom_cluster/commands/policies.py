@@ -24,7 +24,7 @@ def policies(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     requests: Annotated[int, typer.Option(min=2, help="Requests that run together.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=64, help="Of each of these requests.")] = 256,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Of each of these requests.")] = 512,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Of each of these requests.")] = 256,
     window: Annotated[int, typer.Option(min=32, help="Tokens of their window, and of the stream's.")] = 256,
     judged_tokens: Annotated[
         int, typer.Option(min=64, help="Tokens of the text over which quality is judged; as many are read before.")
@@ -79,7 +79,7 @@ def _measure(figures: PolicyFigures, scenario: str, settings: dict[str, Any]) ->
     if scenario == "quality":
         figures.quality = quality_by_window(engine, num_tokens=2 * judged, judged_from=judged)
     elif scenario == "recall":
-        figures.recall = recall(engine, num_filler=judged, budgets=(128, 256))
+        figures.recall = recall(engine)
     else:
         setup["trained_len"] = trained_len
         figures.stream = stream(

@@ -23,7 +23,13 @@ class Recall:
     greedy: float
 
 
-def recall(engine: Engine, *, num_filler: int, budgets: tuple[int, ...]) -> list[Recall]:
+RECALL_BUDGETS = (128, 256)
+RECALL_DISTANCE = 288  # tokens: behind the largest window; the list that is repeated is behind the smaller one alone
+
+
+def recall(
+    engine: Engine, *, num_filler: int = RECALL_DISTANCE, budgets: tuple[int, ...] = RECALL_BUDGETS
+) -> list[Recall]:
     """Return all tasks under full attention and under each policy of each budget."""
     policies: dict[str, KvPolicy | None] = {"full": None}
     for budget in budgets:

@@ -7,6 +7,7 @@ downloaded and all machines measure the same.
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 
 from transom_worker.text.tokenizer import Tokenizer
@@ -24,7 +25,7 @@ def long_text(tokenizer: Tokenizer, num_tokens: int, *, skip_topics: int = 0) ->
     return ids[:num_tokens]
 
 
-_WORDS = ("red", "oak", "seven", "river", "stone", "cloud", "bread", "north", "glass", "tiger", "lamp", "iron")
+_NAMES = ("Anna", "Boris", "Clara", "David", "Emma", "Felix", "Greta", "Henry", "Irene", "Jacob", "Karen", "Lucas", "Maria")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +39,16 @@ class RecallTask:
 
 
 def recall_tasks(tokenizer: Tokenizer, *, num_filler: int) -> list[RecallTask]:
-    """Return a needle in a haystack, brackets that were opened long ago, and a repeated list."""
+    """Return a needle in a haystack, brackets that were opened long ago, and a repeated list.
+
+    Needle and brackets lie `num_filler` tokens back, and the list's period is about three quarters of that.
+    """
     filler = long_text(tokenizer, num_filler, skip_topics=20)
-    return [_needle(tokenizer, filler), _brackets(tokenizer, num_filler), _repetition(tokenizer, num_filler)]
+    return [
+        _needle(tokenizer, filler),
+        _brackets(tokenizer, num_filler),
+        _repetition(tokenizer, 3 * num_filler // 4),
+    ]
 
 
 def _needle(tokenizer: Tokenizer, filler: list[int]) -> RecallTask:
@@ -53,36 +61,39 @@ def _needle(tokenizer: Tokenizer, filler: list[int]) -> RecallTask:
 
 
 def _brackets(tokenizer: Tokenizer, num_filler: int) -> RecallTask:
-    """A JSON object with a wrapper opened at its beginning, which only its first tokens show."""
-    head, text, number = '{"result": {"list": [', "", 0
-    while len(tokenizer.encode(head + text, add_special_tokens=False)) < num_filler:
-        number += 1
-        text += ("" if number == 1 else ", ") + f'{{"id": {number}, "name": "item {number}"}}'
-    ids = tokenizer.encode(head + text, add_special_tokens=False)
-    answer = tokenizer.encode("]}}\n", add_special_tokens=False)
-    return RecallTask(name="brackets", token_ids=[*ids, *answer], num_answer=len(answer), distance=len(ids))
+    """A long JSON list, in one object or in two: only its first tokens show how many braces must be closed behind it.
+
+    Short documents of both kinds stand before it, so that the model knows what is asked.
+    """
+    rng = random.Random(5)
+    single, double = '{"list": [', '{"result": {"list": ['
+    text = "".join(
+        head + ", ".join(_item(rng, number) for number in range(3)) + "]" + "}" * head.count("{") + "\n"
+        for head in 3 * (single, double)
+    )
+    num_before, items = len(tokenizer.encode(text, add_special_tokens=False)), [_item(rng, 0)]
+    ids: list[int] = []
+    while len(ids) < num_before + num_filler:
+        items.append(_item(rng, len(items)))
+        ids = tokenizer.encode(f"{text}{double}{', '.join(items)}]", add_special_tokens=False)
+    answer = tokenizer.encode("}}\n", add_special_tokens=False)
+    return RecallTask(
+        name="brackets", token_ids=[*ids, *answer], num_answer=len(answer), distance=len(ids) - num_before
+    )
 
 
-def _repetition(tokenizer: Tokenizer, num_filler: int) -> RecallTask:
-    """A list of random words, twice: each word of the second copy stands one list behind its first occurrence."""
-    words = [
-        word
-        for word in (
-            "red",
-            "oak",
-            "seven",
-            "river",
-            "stone",
-            "cloud",
-            "bread",
-            "north",
-            "glass",
-            "tiger",
-            "lamp",
-            "iron",
-        )
-    ]
-    rng = random.Random(3)
-    chosen = [rng.choice(words) for _ in range(max(8, num_filler // 3))]
-    once = tokenizer.encode("List: " + " ".join(chosen) + ".\n", add_special_tokens=False)
-    return RecallTask(name="repetition", token_ids=[*once, *once], num_answer=len(once) - 2, distance=len(once))
+def _item(rng: random.Random, index: int) -> str:
+    return f'{{"id": {index + 1}, "name": "{rng.choice(_NAMES)}"}}'
+
+
+def _repetition(tokenizer: Tokenizer, period: int) -> RecallTask:
+    """A list of random words, three times: each word of the last copy stands one list behind the word's last occurrence."""
+    from pydoc_data.topics import topics
+
+    words = sorted({word for text in topics.values() for word in re.findall(r"\b[a-z]{4,8}\b", text)})
+    random.Random(3).shuffle(words)
+    num_words, once = 0, list[int]()
+    while len(once) < period:
+        num_words += 8
+        once = tokenizer.encode(" ".join(words[:num_words]) + ".\n", add_special_tokens=False)
+    return RecallTask(name="repetition", token_ids=3 * once, num_answer=len(once) - 2, distance=len(once))
