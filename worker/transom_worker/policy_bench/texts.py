@@ -25,7 +25,21 @@ def long_text(tokenizer: Tokenizer, num_tokens: int, *, skip_topics: int = 0) ->
     return ids[:num_tokens]
 
 
-_NAMES = ("Anna", "Boris", "Clara", "David", "Emma", "Felix", "Greta", "Henry", "Irene", "Jacob", "Karen", "Lucas", "Maria")
+_NAMES = (
+    "Anna",
+    "Boris",
+    "Clara",
+    "David",
+    "Emma",
+    "Felix",
+    "Greta",
+    "Henry",
+    "Irene",
+    "Jacob",
+    "Karen",
+    "Lucas",
+    "Maria",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
