@@ -45,21 +45,23 @@ def kernel_config(*, rows: int, key_size: int, value_size: int, element_bytes: i
     while block_m < rows:
         block_m *= 2
     widest = max(key_size, value_size)
+    # rows that are widened take registers twice, and a head of two tiles has two of them
+    is_widened = cache_bytes < element_bytes
+    has_two_widened = is_widened and next_power_of_two(widest) != widest
     if element_bytes > 2:  # float32: products without tensor cores, for exactness, not for speed
         num_warps = 4 if block_m > MIN_DOT_ROWS and 64 < widest < 96 else 8  # at width 80 more warps spill registers
         return KernelConfig(block_m=block_m, block_n=MIN_DOT_ROWS, num_warps=num_warps, num_stages=1, hopper_stages=1)
     if block_m <= 32:  # decoding is memory-bound: keep several loads in flight
         block_n = 128 if widest * element_bytes <= 128 else 64 if widest * element_bytes <= 512 else 32
         # larger accumulators need the registers of 8 warps, and wide rows that are widened, too
-        is_widened = cache_bytes < element_bytes
         is_large = block_m * widest * element_bytes > 32 * 256 or (is_widened and widest > 128)
         num_warps, stages = 8 if is_large else 4, 3
-        if is_widened and next_power_of_two(widest) != widest:
-            block_n, stages = 32, 2  # a head of two tiles, both of them widened, takes more registers than one
+        if has_two_widened:
+            block_n, stages = 32, 2
         return KernelConfig(
             block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=stages, hopper_stages=stages
         )
-    small = widest * element_bytes <= 256
+    small = widest * element_bytes <= 256 and not has_two_widened
     block_n, num_stages = (64, 3) if small else (32, 2)
     is_long = block_n * (key_size + value_size) * element_bytes <= LONG_PIPELINE_ROUND_BYTES
     hopper_stages = HOPPER_PROMPT_STAGES if is_long else num_stages
