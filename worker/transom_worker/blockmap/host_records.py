@@ -120,7 +120,7 @@ class HostRecords:
         begin = int(np.searchsorted(at, self._next))
         records, taken = self._runs(np.concatenate([at[begin:], at[:begin]]))
         self._sent[taken] = self._shown[taken]
-        self._pending = np.setdiff1d(at, taken, assume_unique=True)
+        self._pending = np.setdiff1d(at, taken, assume_unique=True) if taken.size < at.size else _indices()
         self._next = int(taken[-1]) + 1 if self._pending.size else 0
         return records
 
@@ -168,7 +168,8 @@ class HostRecords:
 
     def _show(self, at: Indices, states: NDArray[np.uint8]) -> None:
         self._shown[at] = states
-        self._pending = np.union1d(self._pending, at[self._sent[at] != states])
+        changed = at[self._sent[at] != states]  # ascending
+        self._pending = np.union1d(self._pending, changed) if self._pending.size else changed
 
     def _count(self, at: Indices, before: NDArray[np.uint8], now: NDArray[np.uint8]) -> None:
         groups = np.searchsorted(self._offsets, at, side="right") - 1
