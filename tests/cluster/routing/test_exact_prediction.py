@@ -108,7 +108,7 @@ def test_prediction_is_exact_with_windows_and_host_tiers() -> None:
         HeavyPolicy(sinks=4, budget=24),
         WindowPolicy(sinks=0, window=9),
     )
-    fleet = Fleet(("full",), seed=31, policies=policies, host_pages=(6, 24, 90))
+    fleet = Fleet(("full",), seed=34, policies=policies, host_pages=(6, 24, 90))
     fleet.run(NUM_REQUESTS)
     loaded = assert_exact(fleet)
     assert {None, policies[1], policies[3]} == {search.request.kv_policy for search in loaded}
