@@ -2,30 +2,37 @@
 
     python benchmarks/kv_dtypes.py [--model smollm2] [--formats fp8,int8,int4] [--contexts 1024,4096,8192] [--json FILE]
 
-The model runs in bfloat16 over real text, the documents of this repository. All formats get the same tokens (teacher forcing), in
-one chunk, and are compared with a bfloat16 cache on the last 256 tokens of each piece of text, which is one context long:
+The model runs in bfloat16 over real text, the documents of this repository.
+
+Quality: all formats get the same tokens (teacher forcing), in one chunk, and are compared with a bfloat16 cache on the last 256
+tokens of each piece of text, which is one context long:
 
 - KL: KL(bfloat16 || format) of the distributions over the vocabulary, in nats: its mean, and the value that 99 % of tokens are
   below.
 - agreement: the share of tokens where both find the same token most likely, which is what greedy decoding would take.
 
 A format with `-plain` keeps int4 keys without their Hadamard rotation, to show what that is worth. "fit" are the requests of a
-context's length in `--memory` of KV pool. Tokens a second are those of one sequence behind such a context: the median of the times
-of 32 decode steps. Machines are noisy, so formats take turns, and the ratio to bfloat16 is what counts.
+context's length in `--memory` of KV pool.
+
+Speed: each format has an engine in a child process. All decode greedily behind the same texts, `--batches` sequences at once, and
+take turns, so that a machine whose speed moves slows all of them: what counts is the ratio to bfloat16 in the same round (the
+median of the rounds). "same greedily" are the decoded tokens before the first that differs from bfloat16's, of all decoded.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
-import time
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from peer_engines.json_child import Child
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_worker.byte_sizes import parse_bytes
 from transom_worker.config import ModelConfig
@@ -40,8 +47,10 @@ from transom_worker.text.tokenizer import Tokenizer
 BASE = "bfloat16"
 BLOCK = 16
 COMPARED = 256  # last tokens of a piece of text
-DECODED = 32
+DECODED = 32  # tokens of each sequence in each round
+ROUNDS = 5
 PIECES = {1024: 4}  # of other contexts: 1
+CHILD = Path(__file__).parent / "peer_engines" / "transom_child.py"
 DOCUMENTS = Path(__file__).resolve().parent.parent / "docs"
 
 
@@ -90,41 +99,73 @@ class Sequence:
         logits: torch.Tensor = self._loaded.model.forward(batch)
         return logits.float().log_softmax(dim=-1)
 
-    def decode_seconds(self, token_ids: list[int], start: int) -> float:
-        """The median seconds of a step that computes one of these tokens."""
-        spent = []
-        for at, token_id in enumerate(token_ids):
-            begin = time.perf_counter()
-            self.forward([token_id], start + at, 1)
-            spent.append(time.perf_counter() - begin)
-        return statistics.median(spent)
 
-
-def measure(
+def measure_quality(
     loaded: LoadedModel, formats: list[str], pieces: list[list[int]], context: int
 ) -> dict[str, dict[str, float]]:
-    """Quality and speed of each format, the base included, over pieces of `context` tokens and those decoded behind them."""
+    """Quality of each format, the base included, over pieces of `context` tokens."""
     agree: dict[str, list[torch.Tensor]] = {name: [] for name in formats}
     divergence: dict[str, list[torch.Tensor]] = {name: [] for name in formats}
-    seconds: dict[str, list[float]] = {name: [] for name in formats}
     for piece in pieces:
         wanted: torch.Tensor | None = None
         for name in formats:
-            sequence = Sequence(loaded, name, context + DECODED)
-            got = sequence.forward(piece[:context], 0, COMPARED)
+            got = Sequence(loaded, name, context).forward(piece[:context], 0, COMPARED)
             wanted = got if wanted is None else wanted
             agree[name].append(got.argmax(dim=-1) == wanted.argmax(dim=-1))
             divergence[name].append((wanted.exp() * (wanted - got)).sum(dim=-1))
-            seconds[name].append(sequence.decode_seconds(piece[context:], context))
     return {
         name: {
             "kl_mean": round(torch.cat(divergence[name]).mean().item(), 5),
             "kl_99": round(torch.cat(divergence[name]).quantile(0.99).item(), 4),
             "agreement": round(torch.cat(agree[name]).double().mean().item(), 4),
-            "tokens_per_s": round(1 / statistics.median(seconds[name]), 1),
         }
         for name in formats
     }
+
+
+class Engines:
+    """An engine in a child process for each format, all of which decode behind the same texts in turns."""
+
+    def __init__(self, model: str, formats: list[str], pool: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        self._children = {name: Child(name, [sys.executable, str(CHILD)], environment) for name in formats}
+        for name, child in self._children.items():
+            settings = {"model": model, "device": "cpu", "dtype": BASE, "kv_cache_memory_bytes": pool}
+            child.call("load", settings=settings | {"kv_cache_dtype": name})
+
+    def measure(self, prompts: list[list[int]]) -> dict[str, dict[str, float]]:
+        """Tokens a second of all sequences together, the ratio to bfloat16, and the share of tokens that are greedily the same."""
+        seconds: dict[str, list[float]] = {name: [] for name in self._children}
+        outputs: dict[str, list[list[int]]] = {}
+        for number in range(ROUNDS):
+            order = list(self._children)
+            for name in order if number % 2 == 0 else reversed(order):
+                first = self._children[name].call("start_behind", prompts=prompts)["first_tokens"]
+                decoded = self._children[name].call("decode", steps=DECODED)
+                seconds[name].append(decoded["seconds"])
+                outputs[name] = [[token, *rest] for token, rest in zip(first, decoded["token_ids"], strict=True)]
+        return {
+            name: {
+                "tokens_per_s": round(len(prompts) * DECODED / statistics.median(seconds[name]), 1),
+                "ratio": round(statistics.median(a / b for a, b in zip(seconds[BASE], seconds[name], strict=True)), 3),
+                "same_greedily": round(_same_share(outputs[BASE], outputs[name]), 3),
+            }
+            for name in self._children
+        }
+
+    def stop(self) -> None:
+        """End the child processes."""
+        for child in self._children.values():
+            child.stop()
+
+
+def _same_share(base: list[list[int]], other: list[list[int]]) -> float:
+    """The share of all tokens that stand before the first difference of their sequence."""
+    same = 0
+    for wanted, got in zip(base, other, strict=True):
+        differs = [a != b for a, b in zip(wanted, got, strict=True)]
+        same += differs.index(True) if True in differs else len(wanted)
+    return same / sum(map(len, base))
 
 
 def plan_figures(model: str, asked: str, context: int, memory: int) -> dict[str, float]:
@@ -137,11 +178,18 @@ def plan_figures(model: str, asked: str, context: int, memory: int) -> dict[str,
 
 def main() -> None:
     """Measure and print."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--formats", default="fp8,int8,int4,int4-plain")
-    parser.add_argument("--contexts", default="1024,4096,8192")
-    parser.add_argument("--memory", default="1GiB")
+    parser.add_argument("--contexts", type=numbers, default=[1024, 4096, 8192])
+    parser.add_argument("--batches", type=numbers, default=[1, 4], help="sequences that decode at once")
+    parser.add_argument("--only", choices=("quality", "speed"))
+    parser.add_argument("--memory", default="1GiB", help="the KV pool of `fit`")
+    parser.add_argument("--pool", default="1GiB", help="the KV pool of each engine")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     loaded = load_model(ModelConfig(model=options.model, device="cpu", dtype=BASE))
@@ -149,19 +197,30 @@ def main() -> None:
     text = "\n".join(path.read_text() for path in sorted(DOCUMENTS.glob("*.md")))
     token_ids = tokenizer.encode(text)
     formats, memory = [BASE, *options.formats.split(",")], parse_bytes(options.memory, name="--memory")
-    result: dict[str, Any] = {"model": options.model, "memory": options.memory, "contexts": {}}
-    for context in map(int, options.contexts.split(",")):
-        length = context + DECODED
-        pieces = [token_ids[at * length : (at + 1) * length] for at in range(PIECES.get(context, 1))]
-        figures = measure(loaded, formats, pieces, context)
+    result: dict[str, Any] = {"model": options.model, "memory": options.memory, "quality": {}, "speed": {}}
+
+    def show(title: str, figures: dict[str, dict[str, float]]) -> None:
+        for name, one in figures.items():
+            print(f"{title:24s} {name:12s}", "  ".join(f"{key} {value}" for key, value in one.items()), flush=True)
+
+    for context in options.contexts if options.only != "speed" else ():
+        pieces = [token_ids[at * context : (at + 1) * context] for at in range(PIECES.get(context, 1))]
+        figures = measure_quality(loaded, formats, pieces, context)
         for name in formats:
             figures[name] |= plan_figures(options.model, name, context, memory)
-            print(
-                f"{context:6d} {name:12s}",
-                "  ".join(f"{key} {value}" for key, value in figures[name].items()),
-                flush=True,
-            )
-        result["contexts"][context] = figures
+        show(f"{context} tokens", figures)
+        result["quality"][context] = figures
+    if options.only != "quality":
+        engines = Engines(options.model, [name for name in formats if not name.endswith("-plain")], options.pool)
+        try:
+            for context in options.contexts:
+                for batch in options.batches:
+                    prompts = [token_ids[at * context : (at + 1) * context - DECODED] for at in range(batch)]
+                    figures = engines.measure(prompts)
+                    show(f"{context} tokens, {batch} at once", figures)
+                    result["speed"][f"{context} x {batch}"] = figures
+        finally:
+            engines.stop()
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 

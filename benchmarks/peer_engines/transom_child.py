@@ -1,4 +1,4 @@
-"""Transom's engine without HTTP, as a child that answers `load`, `prefill`, `start` and `decode`. See `json_child`.
+"""Transom's engine without HTTP, as a child that answers `load`, `prefill`, `start`, `start_behind` and `decode`. See `json_child`.
 
 The prompts of one context length are the same every time, and the prompts of a smaller batch are the first of a larger one. So
 only their first start computes them: later starts find them in the prefix cache and begin to decode at once.
@@ -38,25 +38,32 @@ class TransomChild:
         """Seconds from the admission of one new prompt to its first token."""
         self._stop_all()
         begin_s = time.perf_counter()
-        self._add(random.Random(), num_tokens)
+        self._add(_random_prompt(random.Random(), num_tokens))
         self._steps_until_all_started()
         return {"seconds": time.perf_counter() - begin_s}
 
     def start(self, batch: int, context: int) -> dict[str, Any]:
         """Start `batch` sequences and run until each has its first token, which stands at position `context`."""
+        return self.start_behind(
+            [_random_prompt(random.Random(f"{context} {index}"), context) for index in range(batch)]
+        )
+
+    def start_behind(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Start a sequence behind each prompt and run until each has its first token."""
         self._stop_all()
-        for index in range(batch):
-            self._add(random.Random(f"{context} {index}"), context)
+        for prompt in prompts:
+            self._add(prompt)
         first = self._steps_until_all_started()
         return {"first_tokens": [first[request_id] for request_id in self._running]}
 
     def decode(self, steps: int) -> dict[str, Any]:
-        """Seconds of `steps` decode steps of all started sequences, and the share of them spent outside forward passes."""
+        """Seconds of `steps` decode steps of all started sequences, those outside forward passes, and each sequence's tokens."""
         engine = self._built()
-        forward_begin_s, begin_s, num_tokens = engine.forward_s, time.perf_counter(), 0
+        forward_begin_s, begin_s, events = engine.forward_s, time.perf_counter(), []
         for _ in range(steps):
-            num_tokens += sum(len(event.token_ids) for event in engine.step())
+            events += engine.step()
         seconds = time.perf_counter() - begin_s
+        num_tokens = sum(len(event.token_ids) for event in events)
         if num_tokens != steps * len(self._running):
             raise RuntimeError(
                 f"{steps} steps of {len(self._running)} sequences gave {num_tokens} tokens; the KV pool is too small."
@@ -65,6 +72,10 @@ class TransomChild:
             "seconds": seconds,
             "tokens": num_tokens,
             "outside_forward_s": seconds - (engine.forward_s - forward_begin_s),
+            "token_ids": [
+                [token_id for event in events if event.request_id == request_id for token_id in event.token_ids]
+                for request_id in self._running
+            ],
         }
 
     def _built(self) -> Engine:
@@ -72,13 +83,13 @@ class TransomChild:
             raise RuntimeError("`load` comes first.")
         return self._engine
 
-    def _add(self, generator: random.Random, num_tokens: int) -> None:
+    def _add(self, prompt: list[int]) -> None:
         self._num_requests += 1
         request_id = f"bench-{self._num_requests}"
         self._built().add(
             Request(
                 request_id=request_id,
-                prompt_token_ids=tuple(generator.randrange(LOWEST_TOKEN, HIGHEST_TOKEN) for _ in range(num_tokens)),
+                prompt_token_ids=tuple(prompt),
                 params=SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True),
                 seed=0,
             )
@@ -105,6 +116,11 @@ class TransomChild:
             engine.step()
 
 
+def _random_prompt(generator: random.Random, num_tokens: int) -> list[int]:
+    return [generator.randrange(LOWEST_TOKEN, HIGHEST_TOKEN) for _ in range(num_tokens)]
+
+
 if __name__ == "__main__":
     child = TransomChild()
-    answer_calls({"load": child.load, "prefill": child.prefill, "start": child.start, "decode": child.decode})
+    calls = (child.load, child.prefill, child.start, child.start_behind, child.decode)
+    answer_calls({call.__name__: call for call in calls})
