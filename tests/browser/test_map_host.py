@@ -122,7 +122,9 @@ def test_a_host_tier_of_a_million_blocks_leaves_the_device_large(block_map: MapP
     block_map.open()
     block_map.send(worker.frame(whole=True))
     ((_, _, top), (_, _, host_top)) = block_map.evaluate(SECTIONS)
-    height = block_map.page.locator("#map").bounding_box()["height"]
+    box = block_map.page.locator("#map").bounding_box()
+    assert box is not None
+    height = box["height"]
     assert height * 0.3 < host_top - top <= height
     for number in range(5):
         worker.put_host(0, 1000 * number, 100, EVICTABLE)

@@ -275,12 +275,18 @@ def test_every_part_of_an_evicted_segment_is_known_to_within_256_tokens(shared: 
 
 
 def test_a_long_prompt_that_misses_asks_for_few_of_its_hash_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, asked = ReturnTimePolicy(16), []
+    policy = ReturnTimePolicy(16)
+    asked: list[bytes] = []
     node = evictable(16)
     policy.created(node)
     policy.removed(node)
     find = Ghosts._find
-    monkeypatch.setattr(Ghosts, "_find", lambda self, key, begin: asked.append(key) or find(self, key, begin))
+
+    def counted(ghosts: Ghosts, key: bytes, begin: int) -> int | None:
+        asked.append(key)
+        return find(ghosts, key, begin)
+
+    monkeypatch.setattr(Ghosts, "_find", counted)
     assert policy.missed([digest(at) for at in range(10_000, 18_192)], 0, 8_192) is None
     assert len(asked) <= 8_192 // 16 + 16
 
