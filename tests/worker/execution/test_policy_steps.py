@@ -249,7 +249,7 @@ def test_triton_computes_policy_rows_over_quantised_caches_as_torch_does(kv_cach
     folder = make_checkpoint(tmp_path, "llama", num_hidden_layers=2, max_position_embeddings=64)
     tokens, masses = [], []
     for kernels in ("reference", "interpreted"):
-        with prefer(kernels):  # type: ignore[arg-type]
+        with prefer(kernels):
             hand = PolicyScheduler(make_runner(folder, kv_cache_dtype=kv_cache_dtype))
             hand.add(0, prompt(60), WindowPolicy(sinks=6, window=20))
             hand.step({0: 40})
