@@ -83,7 +83,7 @@ class FolderListing:
             return 0
         known.is_settled = changed_ns == known.changed_ns
         known.changed_ns = changed_ns
-        files = _list(path)
+        files = _files(path)
         blocks = {_key(file) for file in files if BLOCK_FILE.fullmatch(file)}
         changes.added.extend(blocks - known.blocks)
         changes.removed.extend(known.blocks - blocks)
@@ -95,6 +95,15 @@ def _list(path: Path | str) -> list[str]:
     """Return the names in a folder; none where it cannot be read."""
     try:
         return os.listdir(path)
+    except OSError:
+        return []
+
+
+def _files(path: str) -> list[str]:
+    """Return the names of a folder's files; none where it cannot be read. Folders and links are no files of blocks."""
+    try:
+        with os.scandir(path) as entries:
+            return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
     except OSError:
         return []
 
