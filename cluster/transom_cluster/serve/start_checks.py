@@ -12,6 +12,7 @@ from transom_cluster.serve.worker_resources import check_gpus, count_visible_gpu
 from transom_worker.contract import check_kv_policy
 from transom_worker.contract.kv_policy import kv_policy_from_json
 from transom_worker.errors import ConfigError, RequestError
+from transom_worker.host_memory import available_host_bytes
 from transom_worker.settings import Settings
 
 if TYPE_CHECKING:
@@ -56,12 +57,31 @@ def check_start(settings: Settings) -> None:
     )
     for workers in (settings, *settings.groups()):
         check_shards(workers, architecture)
+    check_host_tiers(settings)
     max_model_len = choose_max_model_len(settings.max_model_len, architecture)
     check_default_policy(settings, max_model_len, kv_policy_obstacle(architecture))
     tokenizer = Tokenizer.load(files)
     tokenizer.check_chat_template()
     config = settings.server_config()
     AnswerMarkup.choose(tokenizer, tool_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser)
+
+
+def check_host_tiers(settings: Settings) -> None:
+    """Check that the host tiers of all workers fit into this host's free memory together: each rank sees its own alone.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    workers = [settings, *settings.groups()]
+    num_ranks = sum(one.replicas * one.tensor_parallel_size for one in workers)
+    needed = sum(
+        one.replicas * one.tensor_parallel_size * one.engine_config().cache.swap_space_bytes for one in workers
+    )
+    if needed and needed > (free_bytes := available_host_bytes()):
+        raise ConfigError(
+            f"--swap-space: the host tiers of all {num_ranks} ranks of this host take {needed} bytes, and it has "
+            f"{free_bytes} bytes free. Give at most {free_bytes / num_ranks / 2**30:.2f}GiB a rank, or fewer workers."
+        )
 
 
 def check_shards(settings: Settings, architecture: Architecture) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from transom_cluster.serve import start_checks
 from transom_cluster.serve.start_checks import check_start
 from transom_worker.errors import ConfigError
 from transom_worker.settings import Settings
@@ -42,3 +43,15 @@ def test_what_the_model_can_take_is_not_refused(tiny_model: Path) -> None:
     check(tiny_model, kv_policy=WINDOW, kv_cache_dtype="full=int8")
     check(tiny_model, kv_cache_dtype="window=int4,full=fp8", **HYBRID)
     check(tiny_model, tensor_parallel_size=3, worker_group=["role=prefill,tensor_parallel_size=2"])
+
+
+def test_host_tiers_that_do_not_fit_together_are_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = "role=prefill,tensor_parallel_size=2,swap_space=2GiB"
+    settings = Settings.parse(model="tiny", replicas=2, swap_space="1GiB", worker_group=[group])
+    monkeypatch.setattr(start_checks, "available_host_bytes", lambda: 6 * 2**30)
+    start_checks.check_host_tiers(settings)
+    monkeypatch.setattr(start_checks, "available_host_bytes", lambda: 4 * 2**30)
+    with pytest.raises(
+        ConfigError, match=r"all 4 ranks .* take 6442450944 bytes, .* 4294967296 bytes free.*most 1.00GiB"
+    ):
+        start_checks.check_host_tiers(settings)

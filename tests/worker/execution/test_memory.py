@@ -1,7 +1,5 @@
 """The size of the KV pool, from the settings and from the machine's memory."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -25,39 +23,11 @@ def test_a_set_size_is_taken_as_it_is() -> None:
 
 
 def test_cpus_give_a_share_of_what_is_free_but_no_more_than_is_useful(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_cpu_bytes", lambda: 8_000_000)
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 8_000_000)
     cache = CacheConfig()
     room = int(8_000_000 * DEFAULT_CPU_KV_SHARE)
     assert memory.pool_bytes(cache, device=CPU, max_useful_bytes=2**40, run_worst_case=never) == room
     assert memory.pool_bytes(cache, device=CPU, max_useful_bytes=1000, run_worst_case=never) == 1000
-
-
-@pytest.mark.parametrize(
-    ("limit", "use", "cache", "expected"),
-    [
-        ("max", 5, 0, 4_096_000),
-        ("1000000", 400_000, None, 600_000),
-        ("1000000", 900_000, 300_000, 400_000),
-        ("9", 50, 0, 0),
-    ],
-)
-def test_a_control_group_lowers_what_is_free(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, use: int, cache: int | None, expected: int
-) -> None:
-    """File cache counts as the group's use, but the kernel frees it when a process needs memory."""
-    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
-    (tmp_path / "limit").write_text(limit + "\n")
-    (tmp_path / "use").write_text(f"{use}\n")
-    if cache is not None:
-        (tmp_path / "memory.stat").write_text(f"anon 7\nactive_file 9\ninactive_file {cache}\n")
-    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
-    here = memory.ControlGroup(tmp_path, "limit", "use", "inactive_file")
-    monkeypatch.setattr(memory, "CGROUPS", (here._replace(folder=tmp_path / "none"), here))
-    assert memory.available_cpu_bytes() == expected
-
-
-def test_this_machine_has_memory() -> None:
-    assert memory.available_cpu_bytes() > 2**20
 
 
 def test_max_useful_bytes_hold_every_sequence_at_full_length() -> None:

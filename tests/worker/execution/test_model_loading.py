@@ -9,7 +9,7 @@ from tests.worker.execution.toy_decoder import architecture, layer
 from transom_kernels.cpu import threads
 from transom_worker.config import ModelConfig
 from transom_worker.errors import ConfigError
-from transom_worker.execution import memory, model_loading
+from transom_worker.execution import model_loading
 from transom_worker.model_files.resolve import ModelFiles, eos_token_ids
 
 LLAMA = {
@@ -75,9 +75,3 @@ def test_threads_as_set_or_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
     model_loading.set_threads(3)
     model_loading.set_threads(None)
     assert asked == asked_for_kernels == [3, 12]
-
-
-def test_a_machine_that_does_not_report_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "absent")
-    with pytest.raises(ConfigError, match="give --kv-cache-memory-bytes"):
-        memory.available_cpu_bytes()

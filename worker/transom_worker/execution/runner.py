@@ -43,6 +43,7 @@ from transom_worker.execution.step_clock import Mark, step_clock
 from transom_worker.execution.step_sampling import sample_step
 from transom_worker.execution.tiers.block_copies import BlockCopies, TierMemory
 from transom_worker.execution.tiers.host_slab import allocate_host_slab
+from transom_worker.host_memory import available_host_bytes
 from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.model_config.architecture import choose_max_model_len
 from transom_worker.model_config.kv_policy_obstacle import kv_policy_obstacle
@@ -380,7 +381,7 @@ class ModelRunner:
             slab = allocate_host_slab(
                 layout,
                 device,
-                available_bytes=memory.available_cpu_bytes(),
+                available_bytes=available_host_bytes(),
                 pool_bytes=self._layout.slab_bytes if device.type == "cpu" else 0,
                 ranks_on_host=self._ranks_on_host,
             )
