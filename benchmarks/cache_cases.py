@@ -18,7 +18,8 @@ class Case:
     trace: str | None = None
     arrivals: str = "sequential"
     host_memory: str = "0"
-    limit: int | None = None  # first requests; None: all
+    skip: int = 0  # requests that are left out
+    limit: int | None = None  # requests behind those; None: all
     vllm_default: float | None = None
     vllm_dense: float | None = None
 
@@ -27,8 +28,8 @@ class Case:
         """Words for a table's first column."""
         overlapping = ", overlapping" if self.arrivals == "recorded" else ""
         host = "" if self.host_memory == "0" else f" + {self.host_memory} host"
-        first = "" if self.limit is None else f", first {self.limit}"
-        return f"{self.workload or self.trace}, {self.model}, {self.memory}{host}{overlapping}{first}"
+        part = "" if self.limit is None else f", requests {self.skip} to {self.skip + self.limit - 1}"
+        return f"{self.workload or self.trace}, {self.model}, {self.memory}{host}{overlapping}{part}"
 
 
 def _sessions() -> tuple[Case, ...]:
@@ -91,7 +92,6 @@ def _tiers() -> tuple[Case, ...]:
     conversation = tuple(
         Case(trace="conversation_a", model=GPT_OSS, memory=memory, host_memory=host_memory, limit=limit)
         for memory, host_memory, limit in (
-            ("80GiB", "0", 1_000),
             ("20GiB", "60GiB", 1_000),
             ("20GiB", "60GiB", None),
             ("200GiB", "0", None),
@@ -110,4 +110,13 @@ def _tiers() -> tuple[Case, ...]:
     return conversation + agents
 
 
-CASES = _sessions() + _prompts() + _traces() + _tiers()
+def _cuts() -> tuple[Case, ...]:
+    """Thousand requests of the traces, which an empty cache that has learned nothing begins with."""
+    return tuple(
+        Case(trace=trace, model=GPT_OSS, memory="80GiB", skip=skip, limit=1_000)
+        for trace, skips in (("conversation_a", (0, 1_000, 2_000, 3_000)), ("synthetic", (0, 1_000, 2_000)))
+        for skip in skips
+    )
+
+
+CASES = _sessions() + _prompts() + _traces() + _cuts() + _tiers()

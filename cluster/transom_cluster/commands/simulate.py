@@ -32,6 +32,7 @@ def simulate(
     host_memory: Annotated[
         str, typer.Option("--host-memory", "--swap-space", help="Host tier, such as 60GiB; 0 for none.")
     ] = "0",
+    skip: Annotated[int, typer.Option(min=0, help="Leave out the first requests.")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Replay only so many requests.")] = None,
     block_size: Annotated[int, typer.Option(min=1, max=256, help="Tokens per hash block of the prefix cache.")] = 16,
     max_num_batched_tokens: Annotated[
@@ -62,6 +63,7 @@ def simulate(
         workload=workload,
         arrivals=arrivals,
         host_memory=host_memory,
+        skip=skip,
         limit=limit,
         block_size=block_size,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -37,6 +37,14 @@ def test_requests_come_in_the_order_of_the_file_and_up_to_the_limit(tmp_path: Pa
     assert list(RecordedArrivals(workload).due(2.0, idle=True)) == [1, 0]  # by the clock whatever the order
 
 
+def test_the_first_requests_may_be_left_out(tmp_path: Path) -> None:
+    workload = read_trace(write(tmp_path / "t.jsonl", *(GOOD | {"timestamp": 1000 * at} for at in range(5))))
+    assert [request.arrival_s for request in workload.part(1, 3).requests] == [1, 2, 3]
+    assert [request.arrival_s for request in workload.part(3, None).requests] == [3, 4]
+    with pytest.raises(ConfigError, match="--skip 5 leaves no request of t; give at most 4"):
+        workload.part(5, 1)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -35,10 +35,9 @@ SYNTHETIC_BATCHED_TOKENS = 2_048  # the setting of published figures of other en
 class SimulationConfig:
     """What is replayed (`trace` or `workload`), for which model, in how much memory, and how requests arrive.
 
-    `host_memory` is the size of the host tier. `seed` draws the order of the workloads that have one, and salts the digests (0: no
-    salt): what is sampled by digest, such as ghosts of evicted checkpoints, then differs, so that several seeds show how far chance
-    moves a figure. `clairvoyant` also computes the hits of other caches (`bounds`); `cost` says how long a step takes on the
-    virtual clock.
+    `host_memory` is the size of the host tier. The first `skip` requests are left out, `limit` others replayed. `seed` draws the
+    order of the workloads that have one, and salts the digests (0: no salt), so that several seeds show how far chance moves a
+    figure. `clairvoyant` also computes the hits of other caches (`bounds`); `cost` says how long a step takes on the virtual clock.
     """
 
     model: Path
@@ -47,6 +46,7 @@ class SimulationConfig:
     workload: str | None = None
     arrivals: str = "sequential"
     host_memory: str = "0"
+    skip: int = 0
     limit: int | None = None
     block_size: int = 16
     max_num_batched_tokens: int | None = None
@@ -161,6 +161,7 @@ def _host_layout(host_memory: str, layout: ArenaLayout) -> ArenaLayout | None:
 
 def _workload(config: SimulationConfig) -> Workload:
     if config.trace is not None:
-        return read_trace(config.trace, limit=config.limit)
+        end = None if config.limit is None else config.skip + config.limit
+        return read_trace(config.trace, limit=end).part(config.skip, config.limit)
     assert config.workload is not None
-    return build_workload(config.workload, seed=config.seed).first(config.limit)
+    return build_workload(config.workload, seed=config.seed).part(config.skip, config.limit)

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from transom_worker.contract import Request, SamplingParams
+from transom_worker.errors import ConfigError
 
 
 class Run(NamedTuple):
@@ -85,6 +86,13 @@ class Workload:
     name: str
     requests: tuple[SimulatedRequest, ...]
 
-    def first(self, limit: int | None) -> Workload:
-        """Return a workload of the first `limit` requests; of all if None."""
-        return self if limit is None else Workload(name=self.name, requests=self.requests[:limit])
+    def part(self, skip: int, limit: int | None) -> Workload:
+        """Return a workload of the `limit` requests behind the first `skip`; of all behind those if None.
+
+        Raises:
+            ConfigError: that is none.
+        """
+        end = len(self.requests) if limit is None else skip + limit
+        if skip >= len(self.requests):
+            raise ConfigError(f"--skip {skip} leaves no request of {self.name}; give at most {len(self.requests) - 1}.")
+        return Workload(name=self.name, requests=self.requests[skip:end])
