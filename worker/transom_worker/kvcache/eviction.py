@@ -178,9 +178,8 @@ class ReturnTimePolicy:
             return
         ghost = _ghost(state, node)
         near, stride = node.segment[-self._near_blocks :], self._ghost_stride
-        first = (
-            -(node.boundary - len(node.segment) + 1) % stride
-        )  # its boundary in the chain is a multiple of the stride
+        # of the segment's hash blocks, the first whose end in the chain is at a multiple of the stride
+        first = -(node.boundary - len(node.segment) + 1) % stride
         for digest in (*node.segment[first : -len(near) : stride], *near):
             self._ghosts.remember(digest, ghost)
         if node.parent is not None and isinstance(node.parent.policy_state, Watched):

@@ -239,9 +239,8 @@ def _worths(hazards: Sequence[float]) -> list[float]:
     having returned at its end, all from its beginning on.
     """
     worths: list[float] = []
-    stretches: list[
-        tuple[float, float, float]
-    ] = []  # the nearest last, each worth less than the one behind it in the list
+    # The nearest last; each is worth less than the one behind it in the list.
+    stretches: list[tuple[float, float, float]] = []
     for bucket in reversed(range(LAST_BUCKET + 1)):
         hazard, width = hazards[bucket], BUCKET_EDGES[bucket + 1] - BUCKET_EDGES[bucket]
         wait, returns, remains = width * (1 - hazard / 2), hazard, 1 - hazard
