@@ -48,6 +48,7 @@ BASE = "bfloat16"
 BLOCK = 16
 COMPARED = 256  # last tokens of a piece of text
 DECODED = 32  # tokens of each sequence in each round
+ROOM = 128  # tokens of a context that are left for those, and for what the first sequence decodes while others begin
 ROUNDS = 5
 PIECES = {1024: 4}  # of other contexts: 1
 CHILD = Path(__file__).parent / "peer_engines" / "transom_child.py"
@@ -215,7 +216,7 @@ def main() -> None:
         try:
             for context in options.contexts:
                 for batch in options.batches:
-                    prompts = [token_ids[at * context : (at + 1) * context - DECODED] for at in range(batch)]
+                    prompts = [token_ids[at * context : (at + 1) * context - ROOM] for at in range(batch)]
                     figures = engines.measure(prompts)
                     show(f"{context} tokens, {batch} at once", figures)
                     result["speed"][f"{context} x {batch}"] = figures

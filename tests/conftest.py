@@ -22,6 +22,8 @@ from hypothesis import settings
 from tests.cpu_threads import NUM_THREADS
 from tests.language_patches import look_up_once
 from transom_kernels.cpu import threads
+from transom_worker.kvcache import load_rates
+from transom_worker.scheduling.read_meter import ReadMeter
 
 pytest_plugins = ["tests.seeded_inputs", "pytester"]
 
@@ -44,3 +46,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny_checkpoints import tiny_llama
 
     return tiny_llama(tmp_path_factory.mktemp("tiny_model"))
+
+
+@pytest.fixture
+def fast_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading from the disk tier is fast by decree, so that every import is worth its time, also where it spares few tokens."""
+    monkeypatch.setattr(load_rates, "UNMEASURED_READ_BYTES_PER_S", 1 << 62)
+    monkeypatch.setattr(load_rates, "LEAST_READ_TOKENS", 8)
+    monkeypatch.setattr(ReadMeter, "read", lambda *_: None)

@@ -25,7 +25,6 @@ from tests.oracle_answers import oracle_answers
 from tests.tiny_checkpoints import HybridCase
 from tests.worker.grammar.vocabularies import json_grammar
 from transom_worker.contract import Request
-from transom_worker.engine import disk_imports
 from transom_worker.engine.engine import Engine
 from transom_worker.planner import CachePlan
 from transom_worker.scheduling import in_flight_prefixes
@@ -373,13 +372,8 @@ TIERED = {"SSF with sinks": "sinks_window=fp8,full=int8", "SCF": "int4", "full":
         for name in TIERED
     ],
 )
-def test_quantised_caches_are_exact_in_all_tiers(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_quantised_caches_are_exact_in_all_tiers(tiny_model: Path, tmp_path: Path, fast_reads: None, name: str) -> None:
     """Quantised blocks and their scales go to the host and to files, and come back, also into a second engine."""
-    monkeypatch.setattr(disk_imports, "MIN_SPARED_TOKENS", 8)
-    monkeypatch.setattr(disk_imports, "NS_PER_BYTE", 0.0)
-    monkeypatch.setattr(disk_imports.DiskImports, "_measure", lambda *_: None)
     case, tight_kib = MODELS[name]
     answers = quantised_answers(tiny_model, name, TIERED[name])
     seen = Seen()

@@ -20,10 +20,8 @@ from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.errors import ConfigError, EngineDead, Overloaded
 from transom_worker.execution.executor import DiskUsage
-from transom_worker.kvcache import load_rates
 from transom_worker.kvcache.hashing import chain_root, extend_chain
 from transom_worker.kvcache.tiers import DISK
-from transom_worker.scheduling.read_meter import ReadMeter
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -61,16 +59,9 @@ def usage(engine: Engine) -> DiskUsage:
     return report.usage.disk
 
 
-@pytest.fixture
-def no_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computing is slow and reading fast by decree, so that every import is worth its time."""
-    monkeypatch.setattr(load_rates, "UNMEASURED_READ_BYTES_PER_S", 1 << 62)
-    monkeypatch.setattr(ReadMeter, "read", lambda *_: None)
-
-
 @pytest.mark.parametrize("layers", [{}, WINDOWS], ids=["full", "windows"])
 def test_a_second_engine_hits_what_the_first_one_wrote(
-    tiny_model: Path, tmp_path: Path, no_threshold: None, layers: dict[str, Any]
+    tiny_model: Path, tmp_path: Path, fast_reads: None, layers: dict[str, Any]
 ) -> None:
     first = engine_on(tiny_model, tmp_path, **layers)
     expected = answers(first, prompts(8))
@@ -86,7 +77,7 @@ def test_a_second_engine_hits_what_the_first_one_wrote(
     second.shutdown()
 
 
-def test_two_ranks_have_their_own_files(tiny_model: Path, tmp_path: Path, no_threshold: None) -> None:
+def test_two_ranks_have_their_own_files(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
     first = engine_on(tiny_model, tmp_path, tensor_parallel_size=2, kv_cache_memory_bytes=300 << 10)
     expected = answers(first, prompts(8))
     first.shutdown()  # which writes what was not evicted
@@ -98,7 +89,7 @@ def test_two_ranks_have_their_own_files(tiny_model: Path, tmp_path: Path, no_thr
     second.shutdown()
 
 
-def test_within_one_engine_and_beside_other_requests(tiny_model: Path, tmp_path: Path, no_threshold: None) -> None:
+def test_within_one_engine_and_beside_other_requests(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
     engine = engine_on(tiny_model, tmp_path)
     expected = answers(engine, prompts(8))
     disk = engine.executor._runner._copies._disk  # type: ignore[attr-defined]
@@ -134,7 +125,7 @@ def change(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [cut, change, Path.unlink])
 def test_broken_files_are_computed_again(
-    tiny_model: Path, tmp_path: Path, no_threshold: None, damage: Callable[[Path], None]
+    tiny_model: Path, tmp_path: Path, fast_reads: None, damage: Callable[[Path], None]
 ) -> None:
     first = engine_on(tiny_model, tmp_path)
     expected = answers(first, prompts(6))
@@ -150,7 +141,7 @@ def test_broken_files_are_computed_again(
     second.shutdown()
 
 
-def test_salts_separate_and_other_models_too(tiny_model: Path, tmp_path: Path, no_threshold: None) -> None:
+def test_salts_separate_and_other_models_too(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
     first = engine_on(tiny_model, tmp_path)
     answers(first, prompts(6), salt="a")
     first.shutdown()
@@ -178,7 +169,7 @@ def test_a_full_disk_changes_no_answer(tiny_model: Path, tmp_path: Path, monkeyp
     assert not list(tmp_path.rglob("*.kv"))
 
 
-def test_a_held_request_that_is_aborted_leaves_nothing(tiny_model: Path, tmp_path: Path, no_threshold: None) -> None:
+def test_a_held_request_that_is_aborted_leaves_nothing(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
     first = engine_on(tiny_model, tmp_path)
     answers(first, prompts(8))
     first.shutdown()
@@ -202,7 +193,7 @@ def test_a_held_request_that_is_aborted_leaves_nothing(tiny_model: Path, tmp_pat
     engine.shutdown()
 
 
-def test_a_restart_of_the_ranks_ends_imports(tiny_model: Path, tmp_path: Path, no_threshold: None) -> None:
+def test_a_restart_of_the_ranks_ends_imports(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
     first = engine_on(tiny_model, tmp_path)
     expected = answers(first, prompts(8))
     first.shutdown()
@@ -225,7 +216,7 @@ def test_a_restart_of_the_ranks_ends_imports(tiny_model: Path, tmp_path: Path, n
     engine.shutdown()
 
 
-def test_a_window_policy_hits_what_it_left_on_the_disk(tiny_model: Path, tmp_path: Path, no_threshold: None) -> None:
+def test_a_window_policy_hits_what_it_left_on_the_disk(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
     """Under its own key: neither another policy nor none finds it."""
     policy = WindowPolicy(sinks=4, window=100)
 
@@ -247,7 +238,7 @@ def test_a_window_policy_hits_what_it_left_on_the_disk(tiny_model: Path, tmp_pat
     second.shutdown()
 
 
-def test_a_refused_request_begins_no_import(tiny_model: Path, tmp_path: Path, no_threshold: None) -> None:
+def test_a_refused_request_begins_no_import(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
     first = engine_on(tiny_model, tmp_path)
     answers(first, prompts(8))
     first.shutdown()
@@ -265,7 +256,7 @@ def test_a_refused_request_begins_no_import(tiny_model: Path, tmp_path: Path, no
 
 
 def test_a_slow_disk_does_not_stop_other_requests(
-    tiny_model: Path, tmp_path: Path, no_threshold: None, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, fast_reads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread of the rank reads files, and one of the engine lists them; other prompts are answered meanwhile."""
     first = engine_on(tiny_model, tmp_path)
@@ -304,7 +295,7 @@ def test_a_slow_disk_does_not_stop_other_requests(
     engine.shutdown()
 
 
-def test_a_missing_file_is_tried_once(tiny_model: Path, tmp_path: Path, no_threshold: None) -> None:
+def test_a_missing_file_is_tried_once(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
     """The index learns of it from the failed read, without a listing, and of the other blocks' files by the next listing."""
     first = engine_on(tiny_model, tmp_path)
     answers(first, prompts(8))
@@ -331,7 +322,7 @@ def test_a_missing_file_is_tried_once(tiny_model: Path, tmp_path: Path, no_thres
     engine.shutdown()
 
 
-def test_what_is_in_memory_at_an_orderly_end_is_written(tiny_model: Path, tmp_path: Path, no_threshold: None) -> None:
+def test_what_is_in_memory_at_an_orderly_end_is_written(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
     """Nothing was evicted, and a request is under way."""
     first = engine_on(tiny_model, tmp_path)
     expected = answers(first, prompts(2))

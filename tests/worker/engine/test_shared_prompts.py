@@ -93,11 +93,8 @@ def test_a_prompt_in_the_host_tier_is_loaded_once(tiny_model: Path, name: str) -
     assert num_loaded[0] == num_loaded[1] == num_loaded[2] > 0
 
 
-def test_a_prompt_on_the_disk_is_read_and_loaded_once(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_on_the_disk_is_read_and_loaded_once(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
     """Four choices wait for one import, and then for one load."""
-    monkeypatch.setattr("transom_worker.engine.disk_imports.NS_PER_BYTE", 0.0)  # reading is worth its time by decree
     case = MODELS["SSF with sinks"][0]
     want = alone(tiny_model, case)
 
