@@ -186,4 +186,4 @@ async def test_kv_policies(tiny_model: Path, tmp_path: Path) -> None:
     alone = make_engine(str(tiny_model), **SETTINGS, enable_prefix_caching=False)
     want = [run(alone, [request])[0].token_ids for request in ask("alone")]
     alone.shutdown()
-    await check(partial(cluster, tiny_model, tmp_path, pool_kib=600), ask, want, None)
+    await check(partial(cluster, tiny_model, tmp_path, pool_kib=520), ask, want, None)
