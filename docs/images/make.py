@@ -131,7 +131,7 @@ def simulated_hits() -> Iterator[tuple[str, tuple[float, float]]]:
     for line in RESULTS.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if cells[0] == "case":
-            header = cells
+            header = cells if "vLLM" in cells else []
         elif header and len(cells) == len(header):
             row = dict(zip(header, cells, strict=True))
             rivals = [float(value) for value in (row["vLLM"], row.get("dense", "")) if re.fullmatch(r"[\d.]+", value)]
