@@ -9,8 +9,8 @@ import json
 import time
 from collections.abc import Iterable
 
-from transom_worker.text.markup.context import AnswerContext, ToolSpec
-from transom_worker.text.markup.formats import answer_format
+from transom_core.text.markup.context import AnswerContext, ToolSpec
+from transom_core.text.markup.formats import answer_format
 
 _NUM_TOKENS = 50_000
 _TOOLS = (ToolSpec("write", {"type": "object", "properties": {"text": {"type": "string"}}}),)

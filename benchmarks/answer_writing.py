@@ -22,7 +22,7 @@ from pathlib import Path
 
 from transom_cluster.openai.chat_writer import ChatWriter
 from transom_cluster.openai.writers import ResponseMetadata
-from transom_worker.contract import OutputEvent, Request, SamplingParams
+from transom_core.contract import OutputEvent, Request, SamplingParams
 
 WORD = "word "
 OPENINGS = {
@@ -72,8 +72,8 @@ def writer_of(kind: str) -> ChatWriter:
         return ChatWriter(metadata, [request], Words(""), include_usage=True)
     from transom_cluster.openai.answer_reader import AnswerReader  # another checkout may not have these
     from transom_cluster.openai.chat_answer import ChatAnswer
-    from transom_worker.text.markup.context import AnswerContext, ToolSpec
-    from transom_worker.text.markup.formats import answer_format
+    from transom_core.text.markup.context import AnswerContext, ToolSpec
+    from transom_core.text.markup.formats import answer_format
 
     words = Words(OPENINGS[kind])
     context = AnswerContext(tools=(ToolSpec("f"),), parses_tools=True, parses_reasoning=True)

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from transom_worker.contract import Request, SamplingParams
+from transom_core.contract import Request, SamplingParams
+from transom_core.settings.settings import Settings
 from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.execution.executor_factory import create_executor
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepTimings
-from transom_worker.settings import Settings
 
 TINY = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 4, "vocab_size": 2048}
 TINY_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from transom_worker.bench import OfflineBench
-from transom_worker.model_files.resolve import resolve_model
-from transom_worker.settings import Settings
-from transom_worker.startup import build_engine
-from transom_worker.weights import load_weights
+from transom_core.model_files.resolve import resolve_model
+from transom_core.settings.settings import Settings
+from transom_worker.bench.offline import OfflineBench
+from transom_worker.engine.startup import build_engine
+from transom_worker.models.weights import load_weights
 
 
 def load_transformers(name: str) -> LlamaForCausalLM:

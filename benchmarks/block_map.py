@@ -19,15 +19,15 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from transom_worker.blockmap.encoder import Encoder, WorkerIdentity
-from transom_worker.blockmap.log import BlockMapLog
-from transom_worker.blockmap.snapshot import SnapshotTaker
-from transom_worker.config import SchedulerConfig
-from transom_worker.contract import Request, SamplingParams
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
+from transom_core.config import SchedulerConfig
+from transom_core.contract import Request, SamplingParams
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepResult
+from transom_worker.telemetry.blockmap.encoder import Encoder, WorkerIdentity
+from transom_worker.telemetry.blockmap.log import BlockMapLog
+from transom_worker.telemetry.blockmap.snapshot import SnapshotTaker
 
 UNIT = 16
 STRIDE_BYTES = 64 * 1024

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from transom_worker.parallel.rendezvous import Rendezvous, connect, host_id
+from transom_worker.models.parallel.rendezvous import Rendezvous, connect, host_id
 
 HIDDEN = 576
 CASES = [

@@ -22,8 +22,8 @@ from transom_kernels.cpu.threads import set_num_threads
 from transom_kernels.launch import prefer
 from transom_kernels.moe import ExpertTensors, GateRule, MxTensor
 from transom_kernels.route import Routing
-from transom_worker.layers.expert_router import ExpertRouter, Routes
-from transom_worker.layers.experts import make_experts
+from transom_worker.models.layers.expert_router import ExpertRouter, Routes
+from transom_worker.models.layers.experts import make_experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from collections.abc import Callable
 
 import torch
 
+from transom_core.model_config.architecture import Architecture, LayerAttention
+from transom_core.model_config.rope import Rope
 from transom_kernels.paged_attention.batch import PagedBatch
-from transom_worker.layers.forward_batch import ForwardBatch, LayerCache
-from transom_worker.model_config.architecture import Architecture, LayerAttention
-from transom_worker.model_config.rope import Rope
+from transom_worker.models.layers.forward_batch import ForwardBatch, LayerCache
 from transom_worker.models.registry import build_model
 
 BLOCK = 16

@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from transom_worker.kvcache.eviction import EvictionPolicy
-from transom_worker.kvcache.tree import Node
+from transom_worker.kvcache.eviction.eviction_policy import EvictionPolicy
+from transom_worker.kvcache.prefix.tree import Node
 
 PROTECTED_SHARE = 0.8
 SMALL_SHARE = 0.1

@@ -18,16 +18,16 @@ from transformers import PreTrainedConfig
 
 from gpu_geometries import config_json, weights_of
 from gpu_tokenizer import write_tokenizer
-from transom_worker.contract import OutputEvent, Request, SamplingParams
+from transom_core.contract import OutputEvent, Request, SamplingParams
+from transom_core.model_config.architecture import read_architecture
+from transom_core.model_files.resolve import ModelFiles
+from transom_core.settings.settings import Settings
+from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.local_executor import LocalExecutor
 from transom_worker.execution.model_loading import LoadedModel
-from transom_worker.model_config.architecture import read_architecture
-from transom_worker.model_files.resolve import ModelFiles
 from transom_worker.models.registry import build_model
-from transom_worker.settings import Settings
 from transom_worker.telemetry.metrics import EngineMetrics
-from transom_worker.text.tokenizer import Tokenizer
 
 PROFILED_STEPS = 4
 TOP_KERNELS = 8

@@ -20,7 +20,7 @@ from gpu_results import Report, markdown, tally
 from gpu_targets import model_targets
 
 if TYPE_CHECKING:
-    from transom_worker.model_config.architecture import Architecture
+    from transom_core.model_config.architecture import Architecture
 
 ABOUT = "about"  # the first job
 OURS, EAGER, RIVAL = "transom", "transom-eager", "transformers"  # EAGER: without CUDA graphs

@@ -29,14 +29,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from transom_worker.contract import Request, SamplingParams
+from transom_core.contract import Request, SamplingParams
+from transom_core.errors import RequestError
+from transom_core.grammar import GrammarMasks, GrammarMatcher, GrammarVocabulary, compile_grammar
+from transom_core.model_files.resolve import resolve_text_files
+from transom_core.settings.settings import Settings
+from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.engine import Engine
-from transom_worker.errors import RequestError
-from transom_worker.grammar import GrammarMasks, GrammarMatcher, GrammarVocabulary, compile_grammar
-from transom_worker.model_files.resolve import resolve_text_files
-from transom_worker.settings import Settings
-from transom_worker.startup import build_engine
-from transom_worker.text.tokenizer import Tokenizer
+from transom_worker.engine.startup import build_engine
 
 KEYWORDS: tuple[tuple[str, dict[str, Any], Any, Any], ...] = (
     ("type", {"type": "integer"}, 5, "5"),

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
+from transom_core.contract import SamplingParams
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
 from transom_kernels.cpu.memory import lazy_bytes
-from transom_worker.contract import SamplingParams
 from transom_worker.execution.tiers.block_copies import BlockCopies, TierMemory
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
 from transom_worker.llm import LLM
 from transom_worker.scheduling.step import TIER_DEVICE, TIER_HOST, StepPlan
 

@@ -135,8 +135,8 @@ async def router_app() -> AsyncIterator[Any]:
     from tests.cluster.conftest import running_api
 
     from transom_cluster.http.api import build_api
-    from transom_worker.model_files.resolve import resolve_model
-    from transom_worker.text.tokenizer import Tokenizer
+    from transom_core.model_files.resolve import resolve_model
+    from transom_core.text.tokenizer import Tokenizer
 
     async with running_api(stub_worker.StubWorker()) as api:
         router: Any = api.router

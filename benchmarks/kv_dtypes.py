@@ -33,16 +33,16 @@ from typing import Any
 import torch
 
 from peer_engines.json_child import Child
+from transom_core.config import ModelConfig
+from transom_core.kv_cache.layout import ArenaLayout
+from transom_core.model_files.resolve import resolve_config, resolve_text_files
+from transom_core.settings.byte_sizes import parse_bytes
+from transom_core.text.tokenizer import Tokenizer
 from transom_kernels.paged_attention.batch import PagedBatch
-from transom_worker.byte_sizes import parse_bytes
-from transom_worker.config import ModelConfig
 from transom_worker.execution.batch.slab import allocate_slab, layer_caches
 from transom_worker.execution.model_loading import LoadedModel, load_model
-from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.layers.forward_batch import ForwardBatch, LayerCache
-from transom_worker.model_files.resolve import resolve_config, resolve_text_files
+from transom_worker.models.layers.forward_batch import ForwardBatch, LayerCache
 from transom_worker.planner import cache_groups, make_layout, plan_from_config
-from transom_worker.text.tokenizer import Tokenizer
 
 BASE = "bfloat16"
 BLOCK = 16

@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.cluster.router.test_transfer_engines import Cluster, at_worker, evict
 
-from transom_worker.contract import PrefixSource, Request, SamplingParams
+from transom_core.contract import PrefixSource, Request, SamplingParams
 
 CACHES: dict[str, dict[str, Any]] = {
     "windows of 256 in two of three layers": {"window": 256, "sinks": 4, "window_pattern": "SSF"},

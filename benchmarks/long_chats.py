@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 
 from transom_cluster.openai.message_fields import ChatMessage
 from transom_cluster.openai.prompts import chat_prompt
-from transom_worker.model_files.resolve import resolve_model
-from transom_worker.text.template_renderer import shared_renderer
-from transom_worker.text.tokenizer import Tokenizer
+from transom_core.model_files.resolve import resolve_model
+from transom_core.text.template_renderer import shared_renderer
+from transom_core.text.tokenizer import Tokenizer
 
 TICK_S = 0.001
 IDLE_S = 0.3

@@ -20,10 +20,10 @@ from transom_cluster.http.metrics_format import GZIP_LEVEL
 from transom_cluster.telemetry.merge_metrics import merge_pages
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.router_state import RouterState
-from transom_worker.contract import Request, SamplingParams
+from transom_core.contract import Request, SamplingParams
+from transom_core.settings.settings import Settings
 from transom_worker.engine.engine import Engine
-from transom_worker.settings import Settings
-from transom_worker.startup import build_engine
+from transom_worker.engine.startup import build_engine
 
 SCRAPE_EVERY_S = 5.0
 PROMPT_TOKENS = 64

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from transom_worker.contract import ErrorInfo, OutputEvent, Request, Usage
+from transom_core.contract import ErrorInfo, OutputEvent, Request, Usage
 
 STEP_S = 0.05
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import zmq
 
-from transom_worker.parallel.rendezvous import Rendezvous, connect, host_id
+from transom_worker.models.parallel.rendezvous import Rendezvous, connect, host_id
 from transom_worker.scheduling.step import STEP_VERSION, StepPlan, StepResult
 
 NUM_SEQS = 64

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
-from transom_worker.contract import Request, SamplingParams
+from transom_core.contract import Request, SamplingParams
+from transom_core.settings.settings import Settings
 from transom_worker.engine.engine import Engine
+from transom_worker.engine.startup import build_engine
 from transom_worker.execution.local_executor import LocalExecutor
 from transom_worker.execution.model_loading import load_model, set_threads
-from transom_worker.settings import Settings
-from transom_worker.startup import build_engine
 
 NUM_CLIENTS = 16
 NUM_REQUESTS = 32

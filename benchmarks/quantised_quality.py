@@ -26,12 +26,12 @@ from unittest import mock
 
 import torch
 
+from transom_core.config import ModelConfig
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_worker import LLM, SamplingParams
-from transom_worker.config import ModelConfig
 from transom_worker.execution.model_loading import LoadedModel, load_model
-from transom_worker.layers.forward_batch import ForwardBatch, LayerCache
-from transom_worker.weights import load_weights
+from transom_worker.models.layers.forward_batch import ForwardBatch, LayerCache
+from transom_worker.models.weights import load_weights
 
 VARIANTS = {
     "float32": {"dtype": "float32"},

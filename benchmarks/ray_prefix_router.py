@@ -13,7 +13,7 @@ from collections import Counter
 
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
 
-from transom_worker.contract import Request, Usage, WorkerMessage
+from transom_core.contract import Request, Usage, WorkerMessage
 
 ALPHABET = 40_000
 

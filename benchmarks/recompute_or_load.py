@@ -23,12 +23,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from transom_worker.contract import Request, SamplingParams
+from transom_core.contract import Request, SamplingParams
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.load_rates import LoadRates
+from transom_core.kv_cache.prefix_search import find_hit
+from transom_core.kv_cache.retention import Retention
 from transom_worker.engine.engine import Engine
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.load_rates import LoadRates
-from transom_worker.kvcache.prefix_search import find_hit
-from transom_worker.kvcache.retention import Retention
 from transom_worker.llm import LLM
 from transom_worker.scheduling.rate_meter import RateMeter
 from transom_worker.scheduling.step import StepPlan, StepTimings

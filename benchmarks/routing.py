@@ -25,7 +25,7 @@ from routing_disk import disk_costs
 from routing_fleet import FleetSimulation, PlacerRouter, Router, Totals
 from routing_workers import BLOCK_SIZE, ScheduledWorker
 from routing_workloads import WORKLOADS
-from transom_worker.contract import WorkerInfo
+from transom_core.contract import WorkerInfo
 from transom_worker.simulate.geometry import read_geometry
 from transom_worker.simulate.virtual_time import StepCost
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from transom_cluster.openai.answer_markup import PLAIN
 from transom_cluster.router.router import Router
-from transom_worker.config import ServerConfig
-from transom_worker.contract import WorkerInfo, WorkerLoad, WorkerMessage
-from transom_worker.kvcache.events import KvUpdate
+from transom_core.config import ServerConfig
+from transom_core.contract import WorkerInfo, WorkerLoad, WorkerMessage
+from transom_core.contract.kv_events import KvUpdate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,11 @@ from time import perf_counter, process_time, thread_time
 
 from scheduling import layout
 from transom_cluster.routing.placer import Placer
-from transom_worker.config import SchedulerConfig
-from transom_worker.contract import Request, SamplingParams, WorkerInfo, WorkerLoad, WorkerMessage
-from transom_worker.kvcache.events import CacheShape, KvRun, KvUpdate
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.hashing import chain_root, extend_chain
+from transom_core.config import SchedulerConfig
+from transom_core.contract import Request, SamplingParams, WorkerInfo, WorkerLoad, WorkerMessage
+from transom_core.contract.kv_events import CacheShape, KvRun, KvUpdate
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepResult
 

@@ -13,12 +13,12 @@ from time import process_time
 
 from routing_costs import BLOCK, PROMPT_TOKENS, SHAPE, _best_place_ms, random_digests
 from transom_cluster.routing.placer import Placer
-from transom_worker.contract import WorkerInfo, WorkerLoad, WorkerMessage
-from transom_worker.disk_cache.folder import BlockFolder
-from transom_worker.kvcache.events import KvRun, KvUpdate
-from transom_worker.kvcache.hashing import chain_root, extend_chain
-from transom_worker.kvcache.load_rates import LoadRates
-from transom_worker.kvcache.tiers import DEVICE, DISK, HOST
+from transom_core.contract import WorkerInfo, WorkerLoad, WorkerMessage
+from transom_core.contract.kv_events import KvRun, KvUpdate
+from transom_core.kv_cache.hashing import chain_root, extend_chain
+from transom_core.kv_cache.load_rates import LoadRates
+from transom_core.kv_cache.tiers import DEVICE, DISK, HOST
+from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 
 NUM_WORKERS = 200
 DISK_BLOCKS = 300_000  # 100 GiB of blocks of 360 KiB

@@ -17,9 +17,9 @@ from typing import Protocol
 
 from routing_workers import FleetWorker, LoadTimer, Progress
 from transom_cluster.routing.placer import Placer
-from transom_worker.config import RoutingPolicy
-from transom_worker.contract import OutputEvent, Request, Usage, WorkerInfo, WorkerMessage
-from transom_worker.router_outbox import RouterOutbox
+from transom_core.config import RoutingPolicy
+from transom_core.contract import OutputEvent, Request, Usage, WorkerInfo, WorkerMessage
+from transom_worker.engine.router_outbox import RouterOutbox
 from transom_worker.simulate.arrivals import RecordedArrivals
 from transom_worker.simulate.workload import Workload
 

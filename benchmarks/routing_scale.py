@@ -28,7 +28,7 @@ from routing_bookkeeping import replayed_cpu_s
 from routing_fleet import FleetSimulation, PlacerRouter, Router, Totals
 from routing_workers import ModelWorker
 from routing_workloads import MIXED_RATE, mixed
-from transom_worker.contract import WorkerInfo, WorkerMessage
+from transom_core.contract import WorkerInfo, WorkerMessage
 from transom_worker.simulate.virtual_time import StepCost
 
 CAPACITY_TOKENS = 100_000  # of each worker's cache

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
 
-from transom_worker.config import SchedulerConfig
-from transom_worker.contract import Request, WorkerInfo, WorkerLoad
+from transom_core.config import SchedulerConfig
+from transom_core.contract import Request, WorkerInfo, WorkerLoad
+from transom_core.contract.kv_events import CacheShape, KvRun, KvUpdate
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.hashing import chain_root, extend_chain
+from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.engine.engine_thread import LOAD_PERIOD_S
 from transom_worker.engine.state_report import worker_load
 from transom_worker.engine.step_rates import StepRates
-from transom_worker.kvcache.events import CacheShape, KvRun, KvUpdate
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.hashing import chain_root, extend_chain
-from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
 from transom_worker.simulate.stub_executor import StubExecutor

@@ -17,13 +17,13 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from transom_worker.config import SchedulerConfig
-from transom_worker.contract import Request, SamplingParams
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.hashing import chain_root, extend_chain
-from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
-from transom_worker.kvcache.prefix_search import find_hit
-from transom_worker.kvcache.retention import Retention
+from transom_core.config import SchedulerConfig
+from transom_core.contract import Request, SamplingParams
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.hashing import chain_root, extend_chain
+from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
+from transom_core.kv_cache.prefix_search import find_hit
+from transom_core.kv_cache.retention import Retention
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan, StepResult
 

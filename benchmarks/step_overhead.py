@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from transom_worker.contract import Request, SamplingParams
+from transom_core.contract import Request, SamplingParams
+from transom_core.settings.settings import Settings
 from transom_worker.engine.engine import Engine
-from transom_worker.settings import Settings
-from transom_worker.startup import build_engine
+from transom_worker.engine.startup import build_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 RANDOM = replace(GREEDY, temperature=0.8)

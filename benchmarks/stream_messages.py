@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
-from transom_worker.contract import WorkerLoad, WorkerMessage
-from transom_worker.kvcache.events import KvRun, KvUpdate
+from transom_core.contract import WorkerLoad, WorkerMessage
+from transom_core.contract.kv_events import KvRun, KvUpdate
 
 MESSAGES = {
     "heartbeat": WorkerMessage(),

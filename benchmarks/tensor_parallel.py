@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from bare_worker import TINY, StepTimes, step_ms, worker, write_tiny_model
-from transom_worker.parallel.rendezvous import Rendezvous, connect, host_id
+from transom_worker.models.parallel.rendezvous import Rendezvous, connect, host_id
 
 LOOP_ROUNDS = 2000
 

@@ -63,7 +63,7 @@ def start(haproxy: bool) -> Any:
     """The private Ray with the real router and the paced worker."""
     from transom_cluster.commands.local_ray import LocalRay
     from transom_cluster.commands.startup_progress import StartupProgress
-    from transom_worker.settings import Settings
+    from transom_core.settings.settings import Settings
 
     class Cluster(LocalRay):
         """Puts the paced worker in the worker's place; late, because Ray reads its environment when first imported."""

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from transom_worker.settings import Settings
+from transom_core.settings.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "flags.md"
@@ -22,7 +22,7 @@ Every setting of Transom. `transom serve MODEL` takes them as flags, `LLM(...)` 
 (`max_model_len=4096`), and the Serve YAML takes them under `args:` (`max_model_len: 4096`). Names that `vllm serve` users know
 mean the same here. A setting that is on by default has a flag that turns it off: `--no-enable-prefix-caching`.
 
-`make docs` writes this page from `worker/transom_worker/settings.py`.
+`make docs` writes this page from `worker/transom_core/settings/settings.py`.
 """
 Section = tuple[str, tuple[str, ...]]  # title, settings
 SECTIONS: Sequence[Section] = (

@@ -13,8 +13,8 @@ from prometheus_client.core import Metric
 
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.router_state import RouterState
-from transom_worker.settings import Settings
-from transom_worker.startup import build_engine
+from transom_core.settings.settings import Settings
+from transom_worker.engine.startup import build_engine
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "metrics.md"

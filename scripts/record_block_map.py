@@ -15,12 +15,12 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from transom_worker.blockmap.encoder import Encoder, WorkerIdentity
-from transom_worker.blockmap.snapshot import SnapshotTaker
-from transom_worker.contract import Request, SamplingParams
+from transom_core.contract import Request, SamplingParams
+from transom_core.settings.settings import Settings
 from transom_worker.engine.engine import Engine
-from transom_worker.settings import Settings
-from transom_worker.startup import build_engine
+from transom_worker.engine.startup import build_engine
+from transom_worker.telemetry.blockmap.encoder import Encoder, WorkerIdentity
+from transom_worker.telemetry.blockmap.snapshot import SnapshotTaker
 
 TRACE = Path(__file__).parent.parent / "cluster" / "transom_cluster" / "blockmap" / "static" / "demo.bin"
 MAX_BYTES = 400_000

@@ -26,7 +26,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "test_processors"
-FOLDERS = ("tests/kernels", "tests/worker/layers", "tests/worker/models", "tests/worker/sampling", "tests/end_to_end")
+FOLDERS = (
+    "tests/kernels",
+    "tests/worker/models/layers",
+    "tests/worker/models",
+    "tests/worker/sampling",
+    "tests/end_to_end",
+)
 AVX2 = ("avx2", "fma")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 

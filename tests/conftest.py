@@ -21,8 +21,8 @@ from hypothesis import settings
 
 from tests.cpu_threads import NUM_THREADS
 from tests.language_patches import look_up_once
+from transom_core.kv_cache import load_rates
 from transom_kernels.cpu import threads
-from transom_worker.kvcache import load_rates
 from transom_worker.scheduling.read_meter import ReadMeter
 
 pytest_plugins = ["tests.seeded_inputs", "pytester"]

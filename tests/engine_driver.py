@@ -8,14 +8,14 @@ from typing import Any
 
 from tests.cpu_threads import NUM_THREADS
 from tests.hooked_executor import HookedExecutor
-from transom_worker.clock import steady_time_s
-from transom_worker.config import EngineConfig
-from transom_worker.contract import OutputEvent, Request, SamplingParams, TokenLogprobs
+from transom_core.clock import steady_time_s
+from transom_core.config import EngineConfig
+from transom_core.contract import OutputEvent, Request, SamplingParams, TokenLogprobs
+from transom_core.settings.settings import Settings
 from transom_worker.engine.engine import Engine
+from transom_worker.engine.startup import build_engine
 from transom_worker.execution.executor import Executor
 from transom_worker.execution.executor_factory import create_executor
-from transom_worker.settings import Settings
-from transom_worker.startup import build_engine
 from transom_worker.telemetry.engine_timelines import Clock
 
 

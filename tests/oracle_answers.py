@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from tests.core.grammar.vocabularies import allowed, tiny_vocabulary
 from tests.engine_driver import make_engine, make_request, run
 from tests.tiny_checkpoints import FULL, VOCAB_SIZE, HybridCase, reference_greedy, reference_logits
-from tests.worker.grammar.vocabularies import allowed, tiny_vocabulary
-from transom_worker.grammar import GrammarMasks, compile_grammar
+from transom_core.grammar import GrammarMasks, compile_grammar
 
 
 def oracle_answers(

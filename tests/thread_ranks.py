@@ -13,21 +13,21 @@ from typing import Any
 import torch
 
 from tests.cpu_threads import NUM_THREADS
-from transom_worker.config import EngineConfig
+from transom_core.config import EngineConfig
+from transom_core.errors import RankLost, StepFailed
+from transom_core.model_files.resolve import resolve_model
+from transom_core.settings.settings import Settings
+from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.engine import Engine
-from transom_worker.errors import RankLost, StepFailed
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport
 from transom_worker.execution.forward_pass import ForwardPass
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.step_logits import StepLogits
 from transom_worker.execution.tiers.load_reports import LoadReports
-from transom_worker.model_files.resolve import resolve_model
-from transom_worker.parallel import SINGLE_RANK, Parallel
+from transom_worker.models.parallel import SINGLE_RANK, Parallel
 from transom_worker.scheduling.step import StepPlan, StepResult
-from transom_worker.settings import Settings
 from transom_worker.telemetry.metrics import EngineMetrics
-from transom_worker.text.tokenizer import Tokenizer
 
 TIMEOUT_S = 60.0
 SETTINGS = {"kv_cache_memory_bytes": "8MiB", "max_num_seqs": 16, "num_threads": NUM_THREADS}

@@ -20,8 +20,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from transom_worker.model_files.gguf_header import read_gguf_header
-from transom_worker.model_files.resolve import resolve_model
+from transom_core.model_files.gguf_header import read_gguf_header
+from transom_core.model_files.resolve import resolve_model
 
 disable_progress_bar()
 

@@ -20,7 +20,7 @@ from transom_kernels.kv_write.gpu import prepare_qkv_triton
 from transom_kernels.kv_write.hadamard import rotate_heads
 from transom_kernels.kv_write.prepare import Preparation
 from transom_kernels.quantised_kv import FORMATS, KvFormat
-from transom_worker.execution.tiers.loads import LoadBoard, RowCopies, make_loads
+from transom_worker.execution.tiers.load_copies import LoadBoard, RowCopies, make_loads
 
 ERROR_LIMIT = 6e-3
 LOAD_LIMIT_S = 10.0

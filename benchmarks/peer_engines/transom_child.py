@@ -12,10 +12,10 @@ from typing import Any
 
 from json_child import answer_calls
 
-from transom_worker.contract import Request, SamplingParams
+from transom_core.contract import Request, SamplingParams
+from transom_core.settings.settings import Settings
 from transom_worker.engine.engine import Engine
-from transom_worker.settings import Settings
-from transom_worker.startup import build_engine
+from transom_worker.engine.startup import build_engine
 
 LOWEST_TOKEN, HIGHEST_TOKEN = 1000, 40_000  # random prompts without special tokens
 

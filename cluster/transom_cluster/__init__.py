@@ -1,3 +1,1 @@
 """The serving cluster: routers take HTTP requests and stream the output of workers. This package never imports torch."""
-
-__version__ = "0.1.0"

@@ -19,7 +19,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from transom_cluster.router.peers import PeerQuery
-from transom_cluster.serve.autoscaling import serve_autoscaling
+from transom_cluster.serve.replica_autoscaling import serve_autoscaling
 from transom_cluster.serve.router_peers import ServeRouterPeers, answer_peer
 from transom_cluster.serve.start_checks import check_api_keys
 from transom_cluster.serve.worker_directory import ServeWorkerDirectory
@@ -31,9 +31,9 @@ from transom_cluster.serve.worker_resources import (
     num_workers,
     worker_resources,
 )
-from transom_worker.config import CoreShare, EngineConfig
-from transom_worker.errors import ConfigError
-from transom_worker.settings import Settings
+from transom_core.config import CoreShare, EngineConfig
+from transom_core.errors import ConfigError
+from transom_core.settings.settings import Settings
 
 WORKER = "Worker"
 SERVE_PROXY_SETTINGS = {
@@ -65,10 +65,10 @@ class RouterDeployment:
         """Build the FastAPI app. Ray Serve runs the app's lifespan, which opens an event stream to each worker."""
         from transom_cluster.http.api import build_api
         from transom_cluster.router.router import Router
-        from transom_worker.grammar import GrammarChecker
-        from transom_worker.logs import show_logs
-        from transom_worker.model_files.resolve import resolve_text_files
-        from transom_worker.text.tokenizer import Tokenizer
+        from transom_core.grammar import GrammarChecker
+        from transom_core.logs import show_logs
+        from transom_core.model_files.resolve import resolve_text_files
+        from transom_core.text.tokenizer import Tokenizer
 
         replica = serve.get_replica_context()
         router_id = replica.replica_id.unique_id

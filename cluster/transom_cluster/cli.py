@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from transom_cluster import __version__
 from transom_cluster.commands.bench import bench
 from transom_cluster.commands.compile import compile_kernels
+from transom_cluster.commands.flags import settings_as_flags
 from transom_cluster.commands.plan import plan
-from transom_cluster.commands.settings import settings_as_flags
-from transom_worker.settings import Settings
+from transom_core import __version__
+from transom_core.settings.settings import Settings
 
 app = typer.Typer(
     help="Transom: a Ray-distributed serving cluster for hybrid-attention LLMs.",
@@ -35,7 +35,7 @@ USAGE_ERROR = 2
 def serve(**given: Any) -> None:
     """Serve MODEL over HTTP, on a private Ray cluster on this machine, until Ctrl-C."""
     from transom_cluster.commands.serve import run_server
-    from transom_worker.errors import ConfigError
+    from transom_core.errors import ConfigError
 
     values = {name: value for name, value in given.items() if value not in (None, [])}
     if "api_key" in values:

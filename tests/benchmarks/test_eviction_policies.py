@@ -7,9 +7,9 @@ import random
 import pytest
 
 from eviction_policies import POLICIES
-from transom_worker.config import SchedulerConfig
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
+from transom_core.config import SchedulerConfig
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.simulate.arrivals import SequentialArrivals
 from transom_worker.simulate.replay import Replay

@@ -18,9 +18,9 @@ from gpu_engines import prompts
 from gpu_geometries import GEOMETRIES, config_json, geometry, weights_of
 from gpu_results import write
 from tests.engine_driver import Whole
+from transom_core.contract import Logprob, TokenLogprobs
+from transom_core.model_config.architecture import read_architecture
 from transom_kernels.launch import prefer
-from transom_worker.contract import Logprob, TokenLogprobs
-from transom_worker.model_config.architecture import read_architecture
 
 CPU = torch.device("cpu")
 TINY = argparse.Namespace(device="cpu", tiny=True, quick=False, at_once=2)

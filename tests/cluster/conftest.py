@@ -19,8 +19,8 @@ from transom_cluster.http.api import build_api
 from transom_cluster.router.router import Router
 from transom_cluster.router.timings import RouterTimings
 from transom_cluster.routing.placer import Placer
-from transom_cluster.telemetry.tracing import RouterTracing
-from transom_worker.config import FailoverConfig, ServerConfig
+from transom_cluster.telemetry.router_tracing import RouterTracing
+from transom_core.config import FailoverConfig, ServerConfig
 
 
 def timings(**values: float) -> RouterTimings:

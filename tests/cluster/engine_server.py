@@ -18,14 +18,14 @@ from tests.hooked_executor import HookedExecutor
 from transom_cluster.http.api import build_api
 from transom_cluster.router.router import Router
 from transom_cluster.router.timings import RouterTimings
-from transom_cluster.telemetry.tracing import RouterTracing
-from transom_worker.config import ServerConfig
-from transom_worker.model_files.resolve import resolve_model
+from transom_cluster.telemetry.router_tracing import RouterTracing
+from transom_core.config import ServerConfig
+from transom_core.model_files.resolve import resolve_model
+from transom_core.settings.settings import Settings
+from transom_core.text.tokenizer import Tokenizer
+from transom_worker.engine.startup import build_engine
 from transom_worker.replica import WorkerReplica
-from transom_worker.settings import Settings
-from transom_worker.startup import build_engine
 from transom_worker.telemetry.engine_timelines import Clock
-from transom_worker.text.tokenizer import Tokenizer
 
 START_S = 120
 QUIET_S = 120

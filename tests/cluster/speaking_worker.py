@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from tests.cluster.stub_worker import StubWorker, logprobs_of
 from transom_cluster.router.output_events import joined
-from transom_worker.contract import OutputEvent, Request, WorkerInfo
+from transom_core.contract import OutputEvent, Request, WorkerInfo
+from transom_core.errors import LossCause
+from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.running_request import RunningRequest
-from transom_worker.errors import LossCause
 from transom_worker.scheduling.outputs import SequenceOutput
-from transom_worker.text.tokenizer import Tokenizer
 
 MAX_MODEL_LEN = 4096
 

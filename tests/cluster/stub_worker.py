@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from transom_worker.config import WorkerRole
-from transom_worker.contract import (
+from transom_core.config import WorkerRole
+from transom_core.contract import (
     ErrorInfo,
     KvGroupInfo,
     Logprob,
@@ -22,10 +22,10 @@ from transom_worker.contract import (
     WorkerLoad,
     WorkerMessage,
 )
-from transom_worker.errors import LossCause, Overloaded, WorkerLost
-from transom_worker.kvcache.events import CacheShape, KvUpdate
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.text.chat_template import ChatPrompt
+from transom_core.contract.kv_events import CacheShape, KvUpdate
+from transom_core.errors import LossCause, Overloaded, WorkerLost
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.text.chat_template import ChatPrompt
 
 EOS = 256
 VOCAB_SIZE = 260

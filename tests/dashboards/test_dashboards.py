@@ -13,7 +13,7 @@ from dashboards.build import documents
 from dashboards.panels import About, low_is_bad, number
 from dashboards.queries import Query
 from tests.dashboards.dashboard_files import FOLDER, dashboards, panels, variables
-from transom_worker.settings import Settings
+from transom_core.settings.settings import Settings
 
 BOARDS = dashboards()
 EACH = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board["uid"])

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
 from transom_cluster.app import SERVE_PROXY_SETTINGS
-from transom_worker.settings import Settings
+from transom_core.settings.settings import Settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CRDS = Path(__file__).with_name("crds")

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from tests.deploy.deploy_files import DEPLOY, document, serve_problems
-from transom_worker.errors import ConfigError
-from transom_worker.settings import Settings
+from transom_core.errors import ConfigError
+from transom_core.settings.settings import Settings
 
 COMMENTED = re.compile(r"^(\s+)# (\w+): ([^#]+)")
 

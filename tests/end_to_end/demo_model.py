@@ -16,11 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.how_many import ALL_TESTS
 from tests.tiny_checkpoints import FULL, HybridCase, reference_steps
+from transom_core.model_files.resolve import resolve_model
+from transom_core.text.tokenizer import Tokenizer
 from transom_worker import LLM, SamplingParams
 from transom_worker.llm import RequestOutput
-from transom_worker.model_files.resolve import resolve_model
-from transom_worker.text.tokenizer import Tokenizer
-from transom_worker.weights import load_weights
+from transom_worker.models.weights import load_weights
 
 NUM_TOKENS = 12 if ALL_TESTS else 5
 NEAR_TIE = 1e-4  # design section 5: a divergence is excused only below this margin

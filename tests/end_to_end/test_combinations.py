@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
+from tests.core.grammar.vocabularies import json_grammar
 from tests.engine_driver import make_engine, make_request, run
 from tests.lost_windows import lose_windows
 from tests.memory_faults import PLACES, OutOfMemoryExecutor, Place
 from tests.oracle_answers import oracle_answers
 from tests.tiny_checkpoints import HybridCase
-from tests.worker.grammar.vocabularies import json_grammar
-from transom_worker.contract import Request
+from transom_core.contract import Request
 from transom_worker.engine.engine import Engine
 from transom_worker.planner import CachePlan
 from transom_worker.scheduling import in_flight_prefixes

@@ -24,7 +24,7 @@ from tests.end_to_end.server import (
     stop_server,
 )
 from tests.end_to_end.streams import Stream, ask_all
-from transom_worker.contract import SamplingParams
+from transom_core.contract import SamplingParams
 from transom_worker.llm import LLM
 
 pytestmark = [pytest.mark.serve, pytest.mark.exhaustive, pytest.mark.timeout(1800)]

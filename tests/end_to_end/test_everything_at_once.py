@@ -27,10 +27,10 @@ from tests.engine_driver import make_engine, make_request, run
 from tests.oracle_answers import oracle_answers
 from tests.thread_ranks import ThreadRanks
 from tests.tiny_checkpoints import HybridCase
-from transom_worker.contract import Request
+from transom_core.contract import Request
+from transom_core.settings.settings import Settings
+from transom_worker.engine.startup import build_engine
 from transom_worker.replica import WorkerReplica
-from transom_worker.settings import Settings
-from transom_worker.startup import build_engine
 
 NUM_TOKENS = 24
 SETTINGS: dict[str, Any] = {"block_size": 8, "max_model_len": 512, "max_num_seqs": 6, "device": "cpu"}

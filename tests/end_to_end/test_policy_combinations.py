@@ -16,7 +16,7 @@ from tests.end_to_end.test_combinations import NUM_TOKENS, prompts
 from tests.engine_driver import Whole, make_engine, make_request, run
 from tests.oracle_answers import oracle_answers
 from tests.tiny_checkpoints import FULL, HybridCase
-from transom_worker.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, Request, WindowPolicy
+from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, Request, WindowPolicy
 from transom_worker.engine.engine import Engine
 
 WINDOW = WindowPolicy(sinks=5, window=17)

@@ -10,9 +10,9 @@ from tests.engine_driver import make_engine, make_request, run
 from tests.lost_windows import lose_windows
 from tests.oracle_answers import oracle_answers
 from tests.tiny_checkpoints import HybridCase, reference_greedy
-from transom_worker.contract import Request
+from transom_core.contract import Request
+from transom_core.kv_cache.window_repair import repair_start
 from transom_worker.engine.engine import Engine
-from transom_worker.kvcache.window_repair import repair_start
 
 BLOCK = 8
 NUM_TOKENS = 12

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from tests.how_many import num_examples
 from tests.matrices import matrix, some_daily
+from transom_core.contract import SamplingParams
 from transom_kernels.sample import gpu
 from transom_kernels.sample.gpu import sample_triton
 from transom_kernels.sample.op import sample
 from transom_kernels.sample.params import SampleParams
 from transom_kernels.sample.reference import gumbel, sample_reference
-from transom_worker.contract import SamplingParams
 from transom_worker.sampling import noise
 from transom_worker.sampling.sampler import Sampler
 

@@ -11,8 +11,8 @@ TENSORS = {"torch", "triton", "transom_kernels", "transformers"}
 SERVING = {"ray", "fastapi", "starlette", "uvicorn", "transom_cluster"}
 
 MODULES = [
-    ("transom_worker.contract", TENSORS | SERVING),
-    ("transom_worker.text.tokenizer", TENSORS | SERVING),
+    ("transom_core.contract", TENSORS | SERVING),
+    ("transom_core.text.tokenizer", TENSORS | SERVING),
     ("transom_worker.kvcache", TENSORS | SERVING),
     ("transom_worker.scheduling.scheduler", TENSORS | SERVING),
     ("transom_worker.llm", SERVING | {"transformers"}),

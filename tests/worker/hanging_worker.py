@@ -8,10 +8,10 @@ import sys
 import time
 
 from tests.hooked_executor import HookedExecutor
-from transom_worker.contract import Request, SamplingParams
+from transom_core.contract import Request, SamplingParams
+from transom_core.settings.settings import Settings
+from transom_worker.engine.startup import build_engine
 from transom_worker.replica import WorkerReplica
-from transom_worker.settings import Settings
-from transom_worker.startup import build_engine
 
 FOR_EVER_S = 100_000
 

@@ -117,7 +117,7 @@ def break_copy(rng: random.Random, source: Path, target: Path) -> str:
 
 def load_and_ask(folder: Path) -> str:
     """Load a model, tokenise a chat and generate two tokens; return what happened: refused, answered or failed."""
-    from transom_worker.errors import TransomError
+    from transom_core.errors import TransomError
     from transom_worker.llm import LLM, SamplingParams
 
     model = folder / "model.gguf" if (folder / "model.gguf").exists() else folder

@@ -15,12 +15,12 @@ from gguf import GGMLQuantizationType as Kind
 from tests.checkpoints import make_checkpoint
 from tests.how_many import num_examples
 from tests.tiny_checkpoints import VOCAB_SIZE, load_reference, tiny_llama, tiny_tokenizer
-from tests.worker.weights.test_gguf_file import write_gguf
-from transom_worker.errors import ModelError
-from transom_worker.model_config.architecture import read_architecture
-from transom_worker.model_files.gguf_header import read_gguf_header
-from transom_worker.model_files.json_files import read_json
-from transom_worker.model_files.resolve import eos_token_ids, resolve_model
+from tests.worker.models.weights.test_gguf_file import write_gguf
+from transom_core.errors import ModelError
+from transom_core.model_config.architecture import read_architecture
+from transom_core.model_files.gguf_header import read_gguf_header
+from transom_core.model_files.json_files import read_json
+from transom_core.model_files.resolve import eos_token_ids, resolve_model
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.hooked_executor import HookedExecutor
-from transom_worker import LLM, SamplingParams, startup
-from transom_worker.errors import ConfigError, EngineDead, RequestError
+from transom_core.errors import ConfigError, EngineDead, RequestError
+from transom_worker import LLM, SamplingParams
+from transom_worker.engine import startup
 
 
 @pytest.fixture(scope="module")

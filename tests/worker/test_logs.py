@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from transom_worker.logs import JsonLines, TextLines, about_request, request_log_scope, trace_id_of
+from transom_core.logs import JsonLines, TextLines, about_request, request_log_scope, trace_id_of
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_an_exception_is_a_field() -> None:
 
 def test_a_thread_that_ends_itself_is_no_error() -> None:
     code = (
-        "import sys, threading; from transom_worker.logs import show_all_logs\n"
+        "import sys, threading; from transom_core.logs import show_all_logs\n"
         "show_all_logs('json', 'rank/0')\n"
         "for what in (sys.exit, lambda: {}['x']): thread = threading.Thread(target=what); thread.start(); thread.join()\n"
     )

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.exhaustive  # it compiles every kernel of a model
 SERVED = """
 import logging, sys
 from transom_worker.llm import LLM
-from transom_worker.contract import HeavyPolicy, SamplingParams, WindowPolicy
+from transom_core.contract import HeavyPolicy, SamplingParams, WindowPolicy
 with LLM(sys.argv[1], kv_cache_memory_bytes="8MiB", device="cpu") as llm:
     params = [SamplingParams(temperature=0.0, max_tokens=5), SamplingParams(temperature=0.7, top_p=0.9, seed=1, max_tokens=5)]
     prompts = [{"prompt_token_ids": list(range(1, 60))}] * 2

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.hooked_executor import HookedExecutor
-from transom_worker.contract import OutputEvent, Request, SamplingParams, WorkerMessage
+from transom_core.contract import OutputEvent, Request, SamplingParams, WorkerMessage
+from transom_core.settings.settings import Settings
 from transom_worker.engine.engine_thread import LOAD_PERIOD_S
+from transom_worker.engine.startup import build_engine
 from transom_worker.replica import WorkerReplica
-from transom_worker.settings import Settings
-from transom_worker.startup import build_engine
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transom_worker.contract import SamplingParams
+    from transom_core.contract import SamplingParams
     from transom_worker.llm import LLM
 
 __all__ = ["LLM", "SamplingParams"]
@@ -17,7 +17,7 @@ __all__ = ["LLM", "SamplingParams"]
 def __getattr__(name: str) -> Any:
     """Import the two public names at their first use, so that a router can import submodules without torch."""
     if name == "SamplingParams":
-        from transom_worker.contract import SamplingParams
+        from transom_core.contract import SamplingParams
 
         return SamplingParams
     if name == "LLM":

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 from tqdm import tqdm
 
-from transom_worker.contract import (
+from transom_core.contract import (
     FinishReason,
     KvPolicy,
     KvQuality,
@@ -21,14 +21,14 @@ from transom_worker.contract import (
     SamplingParams,
     TokenLogprobs,
 )
-from transom_worker.contract.kv_policy import kv_policy_from_json
+from transom_core.contract.kv_policy import kv_policy_from_json
+from transom_core.errors import RequestError, TransomError, WorkerLost
+from transom_core.logs import show_logs
+from transom_core.settings.settings import Settings
+from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.engine import Engine
+from transom_worker.engine.startup import build_engine
 from transom_worker.engine.step_thread import StepThread
-from transom_worker.errors import RequestError, TransomError, WorkerLost
-from transom_worker.logs import show_logs
-from transom_worker.settings import Settings
-from transom_worker.startup import build_engine
-from transom_worker.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]

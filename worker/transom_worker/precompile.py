@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, SamplingParams, WindowPolicy
 from transom_kernels.cpu.kernel import cache_directory, statistics
-from transom_worker.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, SamplingParams, WindowPolicy
 from transom_worker.llm import LLM
 
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 40, 4  # a prompt and decode steps of one and of several sequences

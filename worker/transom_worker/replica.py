@@ -19,21 +19,21 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from transom_worker.blockmap.block_map import BlockMap, OnEngine
-from transom_worker.blockmap.encoder import WorkerIdentity
-from transom_worker.config import EngineConfig
-from transom_worker.contract import ErrorInfo, KvGroupInfo, OutputEvent, Request, WorkerInfo, WorkerLoad, WorkerMessage
-from transom_worker.cores import keep_to_share
+from transom_core.config import EngineConfig
+from transom_core.contract import ErrorInfo, KvGroupInfo, OutputEvent, Request, WorkerInfo, WorkerLoad, WorkerMessage
+from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
+from transom_core.contract.prefix_peers import Bytes, PrefixPeers
+from transom_core.errors import EngineDead, RequestError
+from transom_core.logs import show_logs
+from transom_core.machine.cores import keep_to_share
+from transom_core.machine.openmp import call_on_thread
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
-from transom_worker.errors import EngineDead, RequestError
-from transom_worker.logs import show_logs
-from transom_worker.openmp import call_on_thread
-from transom_worker.router_outbox import RouterOutbox
-from transom_worker.startup import build_engine
-from transom_worker.transfer.kv_transfer import KvTransfer
-from transom_worker.transfer.messages import BlockRange, PrefixOffer, PrefixQuery
-from transom_worker.transfer.peers import Bytes, PrefixPeers
+from transom_worker.engine.router_outbox import RouterOutbox
+from transom_worker.engine.startup import build_engine
+from transom_worker.kvcache.tiers.transfer.kv_transfer import KvTransfer
+from transom_worker.telemetry.blockmap.block_map import BlockMap, OnEngine
+from transom_worker.telemetry.blockmap.encoder import WorkerIdentity
 
 logger = logging.getLogger("transom.worker")
 

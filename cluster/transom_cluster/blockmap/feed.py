@@ -16,7 +16,7 @@ from typing import Any
 from transom_cluster.blockmap.outbox import Outbox
 from transom_cluster.router.timings import RouterTimings
 from transom_cluster.router.worker_client import WorkerClient
-from transom_worker.errors import TransomError
+from transom_core.errors import TransomError
 
 MAX_MESSAGE_CHARS = 300
 

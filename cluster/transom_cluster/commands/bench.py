@@ -33,10 +33,10 @@ def offline(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Prefill and decode speed of one worker, without HTTP."""
-    from transom_worker.bench import run_offline
-    from transom_worker.errors import ConfigError, ModelError, RequestError
-    from transom_worker.settings import Settings
-    from transom_worker.startup import build_engine
+    from transom_core.errors import ConfigError, ModelError, RequestError
+    from transom_core.settings.settings import Settings
+    from transom_worker.bench.offline import run_offline
+    from transom_worker.engine.startup import build_engine
 
     try:
         sizes = tuple(int(size) for size in batches.split(","))

@@ -19,7 +19,7 @@ def compile_kernels(
     beside its sources (or in NUMBA_CACHE_DIR).
     """
     from transom_cluster.routing.fleet_index import FleetPrefixIndex
-    from transom_worker.errors import ConfigError, ModelError
+    from transom_core.errors import ConfigError, ModelError
     from transom_worker.precompile import precompile
 
     FleetPrefixIndex()  # its first one compiles it

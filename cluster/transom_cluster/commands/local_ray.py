@@ -31,7 +31,7 @@ from transom_cluster.commands.process_tree import (
 from transom_cluster.commands.ray_services import needed_services
 from transom_cluster.commands.startup_progress import StartupProgress
 from transom_cluster.serve.worker_resources import ClusterResources, check_gpus, worker_resources
-from transom_worker.settings import Settings
+from transom_core.settings.settings import Settings
 
 logger = logging.getLogger("transom.cli")
 

@@ -43,17 +43,17 @@ def plan(
 ) -> None:
     """Plan the KV cache of MODEL: bytes by group, pages, and concurrency by context length. Needs no weights."""
     from transom_cluster.commands.plan_report import print_plan
-    from transom_worker.byte_sizes import parse_bytes
-    from transom_worker.contract import check_kv_policy
-    from transom_worker.contract.kv_policy import kv_policy_from_json
-    from transom_worker.errors import ConfigError, ModelError, RequestError
-    from transom_worker.kvcache.retention import Retention
-    from transom_worker.model_config.architecture import read_architecture
-    from transom_worker.model_config.kv_policy_obstacle import kv_policy_obstacle
-    from transom_worker.model_files.resolve import resolve_config
+    from transom_core.contract import check_kv_policy
+    from transom_core.contract.kv_policy import kv_policy_from_json
+    from transom_core.errors import ConfigError, ModelError, RequestError
+    from transom_core.kv_cache.retention import Retention
+    from transom_core.model_config.architecture import read_architecture
+    from transom_core.model_config.kv_policy_obstacle import kv_policy_obstacle
+    from transom_core.model_files.resolve import resolve_config
+    from transom_core.settings.byte_sizes import parse_bytes
+    from transom_core.settings.settings import gibibytes
+    from transom_worker.kvcache.policy_retentions import retention_under
     from transom_worker.planner import plan_from_config
-    from transom_worker.scheduling.policy_retentions import retention_under
-    from transom_worker.settings import gibibytes
 
     try:
         config = resolve_config(model)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from transom_worker.model_config.rank_shares import rank_lines
+from transom_core.model_config.rank_shares import rank_lines
 from transom_worker.planner import CachePlan
 
 MIN_WIDTH = 120  # columns, if the output is not a terminal

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from transom_worker.bench.policies.results import PolicyFigures
     from transom_worker.engine.engine import Engine
-    from transom_worker.policy_bench.report import PolicyFigures
 
 SCENARIOS = ("memory", "quality", "recall", "stream")
 
@@ -33,9 +33,9 @@ def policies(
     plots: Annotated[bool, typer.Option(help="Draw PNG plots, which needs matplotlib.")] = True,
 ) -> None:
     """KV policies beside full attention: memory, preemptions, quality, recall, and streams beyond the trained length."""
-    from transom_worker.errors import ConfigError, ModelError, RequestError
-    from transom_worker.policy_bench.plots import draw
-    from transom_worker.policy_bench.report import PolicyFigures, tables
+    from transom_core.errors import ConfigError, ModelError, RequestError
+    from transom_worker.bench.policies.plots import draw
+    from transom_worker.bench.policies.results import PolicyFigures, tables
 
     chosen = only.split(",") if only else list(SCENARIOS)
     unknown = sorted(set(chosen) - set(SCENARIOS))
@@ -67,9 +67,9 @@ def policies(
 
 def _measure(figures: PolicyFigures, scenario: str, settings: dict[str, Any]) -> None:
     """Measure one scenario on an engine of its own."""
-    from transom_worker.policy_bench.losing_cases import recall
-    from transom_worker.policy_bench.scenarios import quality_by_window
-    from transom_worker.policy_bench.streams import stream
+    from transom_worker.bench.policies.losing_cases import recall
+    from transom_worker.bench.policies.scenarios import quality_by_window
+    from transom_worker.bench.policies.streams import stream
 
     if scenario == "memory":
         _measure_memory(figures, settings)
@@ -90,7 +90,7 @@ def _measure(figures: PolicyFigures, scenario: str, settings: dict[str, Any]) ->
 
 def _measure_memory(figures: PolicyFigures, settings: dict[str, Any]) -> None:
     """Measure requests side by side with enough memory, then with room for two and a half of them under full attention."""
-    from transom_worker.policy_bench.scenarios import Load, memory_and_throughput
+    from transom_worker.bench.policies.scenarios import Load, memory_and_throughput
 
     setup = figures.setup
     load = Load(
@@ -105,8 +105,8 @@ def _measure_memory(figures: PolicyFigures, settings: dict[str, Any]) -> None:
 
 
 def _engine(settings: dict[str, Any], *, kv_bytes: int | None) -> Engine:
-    from transom_worker.settings import Settings
-    from transom_worker.startup import build_engine
+    from transom_core.settings.settings import Settings
+    from transom_worker.engine.startup import build_engine
 
     more = {} if kv_bytes is None else {"kv_cache_memory_bytes": kv_bytes}
     return build_engine(Settings.parse(**settings, **more, max_num_seqs=32).engine_config())

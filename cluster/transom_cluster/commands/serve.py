@@ -16,9 +16,9 @@ from transom_cluster.commands.local_ray import LocalRay, StartFailed
 from transom_cluster.commands.startup_progress import StartupProgress
 from transom_cluster.http.api_keys import current_keys
 from transom_cluster.serve.start_checks import check_start
-from transom_worker.config import ServerConfig
-from transom_worker.errors import TransomError
-from transom_worker.settings import Settings
+from transom_core.config import ServerConfig
+from transom_core.errors import TransomError
+from transom_core.settings.settings import Settings
 
 START_FAILED = 1
 INTERRUPTED = 130

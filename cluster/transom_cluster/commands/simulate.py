@@ -52,7 +52,7 @@ def simulate(
 ) -> None:
     """Prefix hits of a trace in a KV pool of so much memory: real scheduler and cache, no model."""
     from transom_cluster.commands.simulation_report import print_report, simulate_with_progress
-    from transom_worker.errors import ConfigError, ModelError
+    from transom_core.errors import ConfigError, ModelError
     from transom_worker.simulate.simulation import SimulationConfig
     from transom_worker.simulate.virtual_time import StepCost
 

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from transom_worker.simulate.report import Report
+from transom_worker.simulate.outcome import Report
 from transom_worker.simulate.simulation import Simulation, SimulationConfig
 
 GIB = 2**30

@@ -13,7 +13,6 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from transom_cluster import __version__
 from transom_cluster.http import block_map_routes, metrics_routes, request_timeline_routes, server_routes
 from transom_cluster.http.api_keys import ApiKeys, shows_all_clients
 from transom_cluster.http.cross_origin import CrossOriginMiddleware
@@ -32,10 +31,11 @@ from transom_cluster.http.openai_routes import OpenAiRoutes
 from transom_cluster.http.request_id_middleware import RequestIdMiddleware
 from transom_cluster.http.request_preparation import RequestPreparation
 from transom_cluster.http.tokenize_routes import TokenizeRoutes
-from transom_cluster.openai.errors import HttpError, WireError, http_status_error, wire_error
+from transom_cluster.openai.error_responses import HttpError, WireError, http_status_error, wire_error
 from transom_cluster.openai.openapi_document import complete_openapi_document
 from transom_cluster.router.router import Router
-from transom_worker.errors import RequestError, TransomError
+from transom_core import __version__
+from transom_core.errors import RequestError, TransomError
 
 logger = logging.getLogger("transom.router")
 

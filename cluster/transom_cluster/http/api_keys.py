@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 
-from transom_worker.config import ServerConfig
-from transom_worker.errors import ConfigError
+from transom_core.config import ServerConfig
+from transom_core.errors import ConfigError
 
 logger = logging.getLogger("transom.router")
 

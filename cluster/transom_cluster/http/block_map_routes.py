@@ -11,9 +11,9 @@ from starlette.responses import HTMLResponse, Response
 from transom_cluster.blockmap.feed import describe_error
 from transom_cluster.blockmap.static_files import DEMO, PAGE, file_response
 from transom_cluster.http.block_map_stream import BlockStream
-from transom_cluster.openai.errors import HttpError, http_status_error, not_found
+from transom_cluster.openai.error_responses import HttpError, http_status_error, not_found
 from transom_cluster.router.router import Router
-from transom_worker.errors import WorkerLost
+from transom_core.errors import WorkerLost
 
 MIN_PERIOD_S, MAX_PERIOD_S = 0.1, 10.0
 DESCRIBE_TIMEOUT_S = 10.0

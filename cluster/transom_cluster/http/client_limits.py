@@ -14,7 +14,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from transom_worker.errors import RateLimited
+from transom_core.errors import RateLimited
 
 MAX_IDLE_CLIENTS = 1024  # with more clients than this, idle ones are forgotten
 CONCURRENCY_RETRY_S = 1.0

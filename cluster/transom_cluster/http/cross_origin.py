@@ -12,8 +12,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from transom_cluster.openai.errors import wire_error
-from transom_worker.errors import RequestError
+from transom_cluster.openai.error_responses import wire_error
+from transom_core.errors import RequestError
 
 METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 READABLE_HEADERS = ("x-request-id", "retry-after")  # of responses, besides those that every page may read

@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute
 
 from transom_cluster.http.api_keys import shows_all_clients
 from transom_cluster.telemetry.request_outcome import CLIENT_DISCONNECTED_STATUS
-from transom_worker.config import ServerConfig
+from transom_core.config import ServerConfig
 
 OTHER = "other"  # the endpoint under which paths that do not exist are counted
 _AT_EVERY_ROUTE = (

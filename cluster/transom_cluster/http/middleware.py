@@ -21,7 +21,7 @@ from transom_cluster.http.client_limits import ClientLimits
 from transom_cluster.http.declared_statuses import OTHER
 from transom_cluster.http.request_state import request_state
 from transom_cluster.http.routed_path import routed_path
-from transom_cluster.openai.errors import (
+from transom_cluster.openai.error_responses import (
     WireError,
     admin_key_required,
     body_too_large,
@@ -32,8 +32,8 @@ from transom_cluster.openai.errors import (
 from transom_cluster.telemetry.request_timeline import ONLY_CLIENT
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.tracebacks import traceback_lines
-from transom_worker.config import LimitsConfig
-from transom_worker.errors import RateLimited
+from transom_core.config import LimitsConfig
+from transom_core.errors import RateLimited
 
 logger = logging.getLogger("transom.router")
 

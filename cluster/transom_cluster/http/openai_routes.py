@@ -32,13 +32,13 @@ from transom_cluster.openai.responses.chat_form import chat_form
 from transom_cluster.openai.responses.output_items import ItemOptions
 from transom_cluster.openai.responses.request_body import RESPONSES_RULES, ResponsesRequest
 from transom_cluster.openai.responses.request_echo import request_echo
-from transom_cluster.openai.responses.writer import ResponsesWriter
+from transom_cluster.openai.responses.responses_writer import ResponsesWriter
 from transom_cluster.openai.writers import ResponseMetadata, ResponseWriter
 from transom_cluster.router.router import Router
 from transom_cluster.telemetry.span_attributes import request_attributes
-from transom_worker import contract
-from transom_worker.contract import SamplingParams
-from transom_worker.errors import RequestError
+from transom_core import contract
+from transom_core.contract import SamplingParams
+from transom_core.errors import RequestError
 
 _CHAT = BodyParser(ChatCompletionRequest, CHAT_RULES)
 _COMPLETION = BodyParser(CompletionRequest, COMPLETION_RULES)

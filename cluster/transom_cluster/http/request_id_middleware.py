@@ -16,9 +16,9 @@ from transom_cluster.http.request_state import RequestState, attach_request_stat
 from transom_cluster.http.routed_path import routed_path
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 from transom_cluster.telemetry.request_outcome import CLIENT_DISCONNECTED_STATUS
+from transom_cluster.telemetry.router_tracing import RequestTrace, RouterTracing
 from transom_cluster.telemetry.span_attributes import response_attributes
-from transom_cluster.telemetry.tracing import RequestTrace, RouterTracing
-from transom_worker.logs import about_request, request_log_scope
+from transom_core.logs import about_request, request_log_scope
 
 logger = logging.getLogger("transom.access")
 

@@ -29,9 +29,9 @@ from transom_cluster.openai.sampling_fields import SamplingFields
 from transom_cluster.openai.to_contract import build_requests
 from transom_cluster.openai.writers import ResponseMetadata
 from transom_cluster.router.router import Router
-from transom_worker import contract
-from transom_worker.contract import KvPolicy, SamplingParams
-from transom_worker.errors import RequestTimeout
+from transom_core import contract
+from transom_core.contract import KvPolicy, SamplingParams
+from transom_core.errors import RequestTimeout
 
 MAX_INLINE_TOKENS = 16_384
 

@@ -13,7 +13,7 @@ from starlette.types import Scope
 
 from transom_cluster.telemetry.request_outcome import RequestOutcome
 from transom_cluster.telemetry.request_timeline import ONLY_CLIENT, RequestTimeline
-from transom_cluster.telemetry.tracing import RequestTrace
+from transom_cluster.telemetry.router_tracing import RequestTrace
 
 _KEY = "transom"
 

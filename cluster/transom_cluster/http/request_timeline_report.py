@@ -18,7 +18,7 @@ from typing import Any
 
 from transom_cluster.router.peers import RecentRequestsQuery, TimelineQuery
 from transom_cluster.router.router import Router
-from transom_worker.telemetry.request_timelines import prompt_and_choice_of
+from transom_core.telemetry.request_timelines import prompt_and_choice_of
 
 ASK_TIMEOUT_S = 2.0
 

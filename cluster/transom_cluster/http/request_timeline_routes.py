@@ -11,9 +11,9 @@ from fastapi import FastAPI, Query, Request
 
 from transom_cluster.http.request_state import request_state
 from transom_cluster.http.request_timeline_report import recent_requests, request_report
-from transom_cluster.openai.errors import HttpError, not_found
+from transom_cluster.openai.error_responses import HttpError, not_found
 from transom_cluster.router.router import Router
-from transom_worker.telemetry.request_timelines import MAX_TIMELINES
+from transom_core.telemetry.request_timelines import MAX_TIMELINES
 
 _ERRORS: dict[int | str, dict[str, Any]] = {400: {"description": "A parameter is wrong."}}
 _State = Annotated[Literal["running", "finished"] | None, Query(description="Only requests in this state.")]

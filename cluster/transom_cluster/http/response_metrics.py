@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from transom_cluster.telemetry.router_metrics import RouterMetrics
-from transom_worker.contract import OutputEvent, Request
+from transom_core.contract import OutputEvent, Request
 
 
 class ResponseMetrics:

@@ -17,7 +17,7 @@ from transom_cluster.openai.prompts import MAX_INLINE_CHARS, Prompt, chat_prompt
 from transom_cluster.openai.response_types import Text, Tokens
 from transom_cluster.openai.token_id_lists import check_vocabulary
 from transom_cluster.router.router import Router
-from transom_worker.errors import RequestError
+from transom_core.errors import RequestError
 
 _TOKENIZE = BodyParser(TokenizeRequest, TOKENIZE_RULES)
 _DETOKENIZE = BodyParser(DetokenizeRequest, NO_RULES)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transom_worker.config import NO_PARSER
-from transom_worker.errors import ConfigError, RequestError
-from transom_worker.text.markup.answer_format import AnswerFormat
-from transom_worker.text.markup.context import ToolsDemand
-from transom_worker.text.markup.detection import detect
-from transom_worker.text.markup.formats import answer_format
-from transom_worker.text.tokenizer import Tokenizer
+from transom_core.config import NO_PARSER
+from transom_core.errors import ConfigError, RequestError
+from transom_core.text.markup.answer_format import AnswerFormat
+from transom_core.text.markup.context import ToolsDemand
+from transom_core.text.markup.detection import detect
+from transom_core.text.markup.formats import answer_format
+from transom_core.text.tokenizer import Tokenizer
 
-DEFAULT_TOOL_PARSER = "hermes"  # of the prompt that `transom_worker.text.default_tool_prompt` writes
+DEFAULT_TOOL_PARSER = "hermes"  # of the prompt that `transom_core.text.default_tool_prompt` writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """`AnswerReader`: feeds the output events of one choice to an answer parser, token by token, with each token's part of the text.
 
-An answer parser (`transom_worker.text.markup`) is a state machine over tokens: some tokens are markers (`<tool_call>`), the others
+An answer parser (`transom_core.text.markup`) is a state machine over tokens: some tokens are markers (`<tool_call>`), the others
 have text. An output event has token ids and text, but does not say which token has which text, and the text of a token may come
 with a later event: a worker holds back what could be the beginning of a stop string, and the bytes of an unfinished character. A
 stop string even cuts text whose tokens the router has already.
@@ -26,10 +26,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from transom_worker.contract import OutputEvent, SamplingParams
-from transom_worker.text.detokenizer import Detokenizer
-from transom_worker.text.markup.parts import AnswerParser, AnswerPart, AnswerState, CallBegin, CallEnd, MalformedMarkup
-from transom_worker.text.tokenizer import Tokenizer
+from transom_core.contract import OutputEvent, SamplingParams
+from transom_core.text.detokenizer import Detokenizer
+from transom_core.text.markup.parts import AnswerParser, AnswerPart, AnswerState, CallBegin, CallEnd, MalformedMarkup
+from transom_core.text.tokenizer import Tokenizer
 
 NO_TOKEN_ID = -1
 """Stands for no whole token: text of an unfinished character, or what a stop string has left of a token."""

@@ -16,10 +16,10 @@ from transom_cluster.openai.answer_markup import AnswerMarkup
 from transom_cluster.openai.fair_threads import ClientThreads
 from transom_cluster.openai.structured_output_fields import AnswerForm
 from transom_cluster.openai.tool_fields import template_tools
-from transom_worker.text.markup.answer_format import AnswerFormat
-from transom_worker.text.markup.context import AnswerContext, ToolsDemand, ToolSpec
-from transom_worker.text.markup.parts import AnswerParser
-from transom_worker.text.tokenizer import Tokenizer
+from transom_core.text.markup.answer_format import AnswerFormat
+from transom_core.text.markup.context import AnswerContext, ToolsDemand, ToolSpec
+from transom_core.text.markup.parts import AnswerParser
+from transom_core.text.tokenizer import Tokenizer
 
 MAX_INLINE_CHARS = 2_000
 
@@ -67,7 +67,7 @@ class AnswerRequest:
 
 
 class ChecksGrammars(Protocol):
-    """The part of `transom_worker.grammar.GrammarChecker` that is needed here."""
+    """The part of `transom_core.grammar.GrammarChecker` that is needed here."""
 
     def is_known(self, grammar: str) -> bool:
         """Whether `check` answers at once."""

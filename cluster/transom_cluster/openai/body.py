@@ -16,7 +16,7 @@ from pydantic_core import from_json
 from transom_cluster.openai.body_shape import SMALL_BODY_BYTES, check_shape
 from transom_cluster.openai.field_errors import field_error
 from transom_cluster.openai.field_rules import FieldRules
-from transom_worker.errors import RequestError
+from transom_core.errors import RequestError
 
 NULL = Raw(b"null")
 

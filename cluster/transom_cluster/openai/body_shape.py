@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from transom_worker.errors import RequestError
+from transom_core.errors import RequestError
 
 SMALL_BODY_BYTES = 64 * 2**10
 """A body of up to this size is parsed on the event loop without a look at its shape: that takes 2 ms at most."""

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 
 from transom_cluster.openai.answer_reader import AnswerReader
 from transom_cluster.openai.response_types import FinishReason
-from transom_worker.contract import OutputEvent, TokenLogprobs
-from transom_worker.text.markup.parts import (
+from transom_core.contract import OutputEvent, TokenLogprobs
+from transom_core.text.markup.parts import (
     AnswerPart,
     CallArguments,
     CallBegin,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 
-from transom_worker.text.markup.parts import AnswerPart, CallArguments, CallBegin, MessageText, ReasoningText
+from transom_core.text.markup.parts import AnswerPart, CallArguments, CallBegin, MessageText, ReasoningText
 
 
 def chat_deltas(parts: Iterable[AnswerPart], call_id: Callable[[int], str]) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from io import StringIO
 
 from transom_cluster.openai.response_types import AssistantMessage, ToolCall
-from transom_worker.text.markup.parts import AnswerPart, CallArguments, CallBegin, MessageText, ReasoningText
+from transom_core.text.markup.parts import AnswerPart, CallArguments, CallBegin, MessageText, ReasoningText
 
 
 class ChatMessage:

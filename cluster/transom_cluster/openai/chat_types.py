@@ -21,8 +21,8 @@ from transom_cluster.openai.tool_fields import (
     read_tools,
     tools_demand,
 )
-from transom_worker.contract import MAX_LOGPROBS, SamplingParams
-from transom_worker.errors import RequestError
+from transom_core.contract import MAX_LOGPROBS, SamplingParams
+from transom_core.errors import RequestError
 
 EXAMPLE_CHAT = [{"role": "user", "content": "Why is the sky blue?"}]
 

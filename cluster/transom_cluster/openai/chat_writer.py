@@ -26,7 +26,7 @@ from transom_cluster.openai.response_types import (
     ChosenToken,
 )
 from transom_cluster.openai.writers import FINGERPRINT, ChunkWriter, ResponseMetadata, final_finish_reason
-from transom_worker.contract import LogprobTable, OutputEvent, Request, TokenLogprobs
+from transom_core.contract import LogprobTable, OutputEvent, Request, TokenLogprobs
 
 
 class ChatWriter(ChunkWriter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from io import StringIO
 
-from transom_worker.contract import FinishReason, LogprobTable, OutputEvent
+from transom_core.contract import FinishReason, LogprobTable, OutputEvent
 
 
 class ChoiceOutput:

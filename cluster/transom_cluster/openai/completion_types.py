@@ -15,8 +15,8 @@ from transom_cluster.openai.sampling_fields import SamplingFields
 from transom_cluster.openai.structured_output_fields import FindMarker
 from transom_cluster.openai.template_variables import TEMPLATE_VARIABLES, read_template_variables
 from transom_cluster.openai.tool_fields import TOOLS_SCHEMA, read_tools, template_tools
-from transom_worker.contract import MAX_LOGPROBS, SamplingParams
-from transom_worker.errors import RequestError
+from transom_core.contract import MAX_LOGPROBS, SamplingParams
+from transom_core.errors import RequestError
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

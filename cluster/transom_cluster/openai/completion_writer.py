@@ -12,8 +12,8 @@ from transom_cluster.openai.json_pieces import LazyList, batches
 from transom_cluster.openai.logprobs import CompletionLogprobs, Position, TokenBytes, output_positions, prompt_logprobs
 from transom_cluster.openai.response_types import Completion, TextChoice, TextLogprobs
 from transom_cluster.openai.writers import FINGERPRINT, ChunkWriter, ResponseMetadata, final_finish_reason
-from transom_worker import contract
-from transom_worker.contract import LogprobTable, OutputEvent, Request
+from transom_core import contract
+from transom_core.contract import LogprobTable, OutputEvent, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

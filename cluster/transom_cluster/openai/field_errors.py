@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from transom_worker.errors import RequestError
+from transom_core.errors import RequestError
 
 MAX_SHOWN_CHARS = 80
 MAX_QUOTED_CHARS = 1000

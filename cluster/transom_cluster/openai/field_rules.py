@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from transom_worker.errors import RequestError
+from transom_core.errors import RequestError
 
 MAX_NEUTRAL_BYTES = 64  # a longer text is no neutral value
 

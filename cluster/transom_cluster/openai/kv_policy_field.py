@@ -10,8 +10,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from transom_cluster.openai.body import WireModel
-from transom_worker.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, WindowPolicy
-from transom_worker.contract.kv_policy import DEFAULT_SINKS
+from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, WindowPolicy
+from transom_core.contract.kv_policy import DEFAULT_SINKS
 
 Sinks = Annotated[int, Meta(ge=0, description="First tokens, which are always kept.")]
 Tokens = Annotated[int, Meta(ge=1)]

@@ -12,7 +12,7 @@ from msgspec import Raw
 
 from transom_cluster.openai.body import decode_field
 from transom_cluster.openai.body_shape import check_depth
-from transom_worker.errors import RequestError
+from transom_core.errors import RequestError
 
 MAX_FIELD_BYTES = 64 * 2**10
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transom_cluster.openai.prompt_limits import ModelLimits
-from transom_worker.contract import SamplingParams
-from transom_worker.errors import RequestError
+from transom_core.contract import SamplingParams
+from transom_core.errors import RequestError
 
 MAX_LOGPROB_ENTRIES = 2**22
 """Most entries of one response. One sequence of the model's length may have more."""

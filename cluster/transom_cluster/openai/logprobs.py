@@ -7,7 +7,7 @@ from typing import Protocol
 
 from transom_cluster.openai.json_pieces import LazyList
 from transom_cluster.openai.response_types import ChosenToken, PromptTokenLogprob, TextLogprobs, TokenEntry
-from transom_worker.contract import Logprob, TokenLogprobs
+from transom_core.contract import Logprob, TokenLogprobs
 
 MIN_LOGPROB = -9999.0  # OpenAI sends this for tokens with probability 0, since JSON has no infinity
 

@@ -13,7 +13,7 @@ from msgspec import Meta, Raw
 
 from transom_cluster.openai.body import NULL, WireModel, any_json, decode_field
 from transom_cluster.openai.body_shape import check_depth
-from transom_worker.errors import RequestError
+from transom_core.errors import RequestError
 
 MAX_MESSAGES = 4096  # the chat template is rendered once for each of the last turns
 MESSAGE_CHARS = 100  # the work of an empty message, as characters of text: rendering it in each of the last turns

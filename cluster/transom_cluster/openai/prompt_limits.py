@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from transom_worker.contract import KvPolicy, check_kv_policy, max_stream_len
-from transom_worker.errors import PromptTooLong, RequestError
+from transom_core.contract import KvPolicy, check_kv_policy, max_stream_len
+from transom_core.errors import PromptTooLong, RequestError
 
 MAX_PROMPT_TOKENS = 2**21
 """Most prompt tokens of all choices of one HTTP request together. One prompt may be longer if the model allows it."""

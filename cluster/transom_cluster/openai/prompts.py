@@ -14,9 +14,9 @@ from transom_cluster.openai.call_id_forms import with_learnt_call_ids
 from transom_cluster.openai.fair_threads import ClientThreads
 from transom_cluster.openai.message_fields import ChatMessage, template_messages
 from transom_cluster.openai.prompt_limits import ModelLimits, check_length
-from transom_worker.errors import RequestError
-from transom_worker.text.chat_template import ChatPrompt
-from transom_worker.text.tokenizer import CheckLength, Tokenizer
+from transom_core.errors import RequestError
+from transom_core.text.chat_template import ChatPrompt
+from transom_core.text.tokenizer import CheckLength, Tokenizer
 
 MAX_INLINE_CHARS = 2_000  # about 0.5 ms of tokenising
 TEXT_END_CHARS = 200

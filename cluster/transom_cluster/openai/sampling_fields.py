@@ -16,8 +16,8 @@ from transom_cluster.openai.structured_output_fields import (
     FindMarker,
     read_answer_form,
 )
-from transom_worker.contract import MAX_LOGPROBS, SamplingParams
-from transom_worker.errors import RequestError
+from transom_core.contract import MAX_LOGPROBS, SamplingParams
+from transom_core.errors import RequestError
 
 MAX_STOP_CHARS = 1024
 MAX_CACHE_KEY_CHARS = 1024

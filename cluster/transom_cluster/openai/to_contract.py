@@ -13,8 +13,8 @@ from transom_cluster.openai.logprob_budget import check_logprob_budget
 from transom_cluster.openai.prompt_limits import ModelLimits, check_length, check_total
 from transom_cluster.openai.prompts import Prompt
 from transom_cluster.openai.token_id_lists import check_vocabulary
-from transom_worker.contract import KvPolicy, Request, SamplingParams
-from transom_worker.errors import RequestError
+from transom_core.contract import KvPolicy, Request, SamplingParams
+from transom_core.errors import RequestError
 
 
 def build_requests(

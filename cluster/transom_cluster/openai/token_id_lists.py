@@ -11,7 +11,7 @@ import msgspec
 
 from transom_cluster.openai.body import decode_field
 from transom_cluster.openai.field_errors import field_error
-from transom_worker.errors import RequestError
+from transom_core.errors import RequestError
 
 PIECE_BYTES = 64 * 2**10
 PIECE_IDS = 16 * 2**10

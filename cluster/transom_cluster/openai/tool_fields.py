@@ -16,8 +16,8 @@ from msgspec import Meta, Raw
 
 from transom_cluster.openai.body import WireModel, any_json, decode_field
 from transom_cluster.openai.late_field import LateField, inlined_schema
-from transom_worker.errors import RequestError
-from transom_worker.text.markup.context import ToolsDemand, ToolSpec
+from transom_core.errors import RequestError
+from transom_core.text.markup.context import ToolsDemand, ToolSpec
 
 MAX_TOOLS = 128  # OpenAI's
 MAX_TOOLS_BYTES = 512 * 2**10

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from transom_cluster.openai.answer_reader import AnswerReader
 from transom_cluster.openai.response_types import KvQualityObject, UsageObject
-from transom_worker.contract import KvQuality, OutputEvent, Request, Usage
+from transom_core.contract import KvQuality, OutputEvent, Request, Usage
 
 
 class UsageTotals:

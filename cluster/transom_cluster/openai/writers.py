@@ -17,14 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transom_cluster import __version__
 from transom_cluster.openai.answer_reader import AnswerReader
 from transom_cluster.openai.choice_output import ChoiceOutput
-from transom_cluster.openai.errors import WireError
+from transom_cluster.openai.error_responses import WireError
 from transom_cluster.openai.response_types import FinishReason
 from transom_cluster.openai.usage import UsageTotals
-from transom_worker import contract
-from transom_worker.contract import OutputEvent, Request
+from transom_core import __version__, contract
+from transom_core.contract import OutputEvent, Request
 
 DONE = "data: [DONE]\n\n"
 FINGERPRINT = f"transom-{__version__}"

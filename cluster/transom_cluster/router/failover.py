@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
-from transom_worker.config import FailoverConfig
-from transom_worker.errors import LossCause, PoisonRequest, WorkerLost
+from transom_core.config import FailoverConfig
+from transom_core.errors import LossCause, PoisonRequest, WorkerLost
 
 RELEASE_TOKENS = 8  # more than the tokens of the last steps before a loss, whose events may be lost with the worker
 # Losses of unknown cause, without progress between them, that count for nothing. A server may lose workers twice in a row without

@@ -40,10 +40,10 @@ from transom_cluster.telemetry.request_events import (
     RequestEvents,
     Sent,
 )
-from transom_worker.config import SchedulingPolicy
-from transom_worker.contract import ErrorInfo, OutputEvent, Request, Usage
-from transom_worker.contract.priority import virtual_arrival_s
-from transom_worker.errors import WorkerLost
+from transom_core.config import SchedulingPolicy
+from transom_core.contract import ErrorInfo, OutputEvent, Request, Usage
+from transom_core.contract.priority import virtual_arrival_s
+from transom_core.errors import WorkerLost
 
 
 class InFlightRequest:

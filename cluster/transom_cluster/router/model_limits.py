@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from transom_cluster.openai.prompt_limits import ModelLimits
-from transom_worker.errors import EngineDead, WorkerLost
+from transom_core.errors import EngineDead, WorkerLost
 
 NO_WORKER = "No worker could take the request for {wait_s:.0f} s (starting, or being replaced); try again in a moment."
 

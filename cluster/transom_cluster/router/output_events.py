@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from transom_worker.contract import LogprobTable, OutputEvent
+from transom_core.contract import LogprobTable, OutputEvent
 
 
 def without_first(event: OutputEvent, num_tokens: int, num_chars: int) -> OutputEvent:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 
 from transom_cluster.router.output_events import joined
-from transom_worker.contract import ErrorInfo, OutputEvent, Request
+from transom_core.contract import ErrorInfo, OutputEvent, Request
 
 MAX_BUFFERED = 512  # events kept for a slow client, plus one a choice, before those of each choice are joined
 MAX_JOINED_TOKENS = 1024  # an event is joined with no more once it has so many: an answer is parsed event by event

@@ -38,9 +38,9 @@ from transom_cluster.routing.placer import Placer
 from transom_cluster.telemetry.request_events import FailoverOutcome, HandedOver, Lost, Queued, TurnedAway
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.tracebacks import traceback_lines
-from transom_worker.config import FailoverConfig, SchedulingPolicy
-from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerMessage
-from transom_worker.errors import Overloaded, RequestTimeout, WorkerLost
+from transom_core.config import FailoverConfig, SchedulingPolicy
+from transom_core.contract import ErrorInfo, OutputEvent, Request, WorkerMessage
+from transom_core.errors import Overloaded, RequestTimeout, WorkerLost
 
 logger = logging.getLogger("transom.router")
 

@@ -20,7 +20,7 @@ from zlib import crc32
 
 from transom_cluster.openai.answer_markup import AnswerMarkup
 from transom_cluster.openai.answer_request import ChecksGrammars
-from transom_cluster.openai.errors import unknown_model
+from transom_cluster.openai.error_responses import unknown_model
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import ModelLimitsTracker
 from transom_cluster.router.output_stream import OutputStream
@@ -36,13 +36,13 @@ from transom_cluster.telemetry.request_events import Arrived, Ended, RequestEven
 from transom_cluster.telemetry.request_timeline import RequestTimeline, RequestTimelines
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.router_state import RouterState
-from transom_cluster.telemetry.tracing import RequestTrace, RouterTracing
-from transom_worker.config import AutoscalingConfig, ServerConfig
-from transom_worker.contract import Request
-from transom_worker.contract.kv_policy import kv_policy_from_json
-from transom_worker.errors import WorkerLost
-from transom_worker.grammar import GrammarChecker
-from transom_worker.text.tokenizer import Tokenizer
+from transom_cluster.telemetry.router_tracing import RequestTrace, RouterTracing
+from transom_core.config import AutoscalingConfig, ServerConfig
+from transom_core.contract import Request
+from transom_core.contract.kv_policy import kv_policy_from_json
+from transom_core.errors import WorkerLost
+from transom_core.grammar import GrammarChecker
+from transom_core.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("transom.router")
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from transom_worker.contract import ErrorInfo, Request, WorkerInfo, WorkerMessage
+from transom_core.contract import ErrorInfo, Request, WorkerInfo, WorkerMessage
 
 
 class WorkerClient(Protocol):

@@ -26,8 +26,8 @@ from transom_cluster.router.in_flight_requests import InFlightRequest, InFlightR
 from transom_cluster.router.timings import RouterTimings
 from transom_cluster.router.worker_client import WorkerClient
 from transom_cluster.telemetry.tracebacks import traceback_lines
-from transom_worker.contract import ErrorInfo, Request, WorkerInfo, WorkerLoad, WorkerMessage
-from transom_worker.errors import WorkerLost
+from transom_core.contract import ErrorInfo, Request, WorkerInfo, WorkerLoad, WorkerMessage
+from transom_core.errors import WorkerLost
 
 logger = logging.getLogger("transom.router")
 

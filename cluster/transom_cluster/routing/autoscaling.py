@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from transom_worker.config import AutoscalingConfig
-from transom_worker.contract import WorkerLoad
+from transom_core.config import AutoscalingConfig
+from transom_core.contract import WorkerLoad
 
 FULL_BLOCKS_SHARE = 0.85  # of the KV pool; above it requests are preempted and cached prefixes evicted
 FULL_SEQS_SHARE = 0.9  # of max_num_seqs

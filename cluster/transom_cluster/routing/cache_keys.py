@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from hashlib import blake2b
 
-from transom_worker.contract import Request
+from transom_core.contract import Request
 
 MAX_KEYS = 16_384  # about 3 MB
 

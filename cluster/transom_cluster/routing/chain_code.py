@@ -1,6 +1,6 @@
 """The compiled part of `PromptChain`: BLAKE2b (RFC 7693) over a prompt's hash blocks, each behind the digest of the one before.
 
-The standard library computes the same digests (`transom_worker.kvcache.hashing`) and spends most of the time between its calls. The
+The standard library computes the same digests (`transom_core.kv_cache.hashing`) and spends most of the time between its calls. The
 loop of this file takes 0.2 us for a hash block of 16 tokens; the message, the digest before and 16 tokens, is one step of the hash.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transom_cluster.routing.compiled import compiled, inner
-from transom_worker.kvcache.hashing import DIGEST_BYTES
+from transom_core.kv_cache.hashing import DIGEST_BYTES
 
 if sys.byteorder == "big":  # numba runs on no such processor
     raise ImportError("routers need a little-endian processor")

@@ -27,10 +27,10 @@ from transom_cluster.routing.hit_rules import HitRules
 from transom_cluster.routing.index_code import NUM_PARTS, Integers, Words
 from transom_cluster.routing.prefix_table import WORD_BITS, PrefixTable
 from transom_cluster.routing.prompt_chain import PromptChain
-from transom_worker.contract import WindowPolicy
-from transom_worker.kvcache.events import CacheShape, KvRun, KvUpdate
-from transom_worker.kvcache.load_rates import LoadRates
-from transom_worker.kvcache.prefix_search import hit_limit
+from transom_core.contract import WindowPolicy
+from transom_core.contract.kv_events import CacheShape, KvRun, KvUpdate
+from transom_core.kv_cache.load_rates import LoadRates
+from transom_core.kv_cache.prefix_search import hit_limit
 
 FIRST_BLOCKS = 128  # hash blocks that are hashed and followed first; then twice as many each time
 # Cleared with each update, while blocks name workers that have left: parts of the table, and fewer where they are large.

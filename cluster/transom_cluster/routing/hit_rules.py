@@ -1,6 +1,6 @@
 """`HitRules`: what a prefix hit needs in a cache of one shape, as arrays for the search of all workers at once.
 
-The rule itself is `transom_worker.kvcache.prefix_search.find_hit`, which workers run; its docstring has the terms. In short: a hit
+The rule itself is `transom_core.kv_cache.prefix_search.find_hit`, which workers run; its docstring has the terms. In short: a hit
 needs all blocks below it in *full groups*, the first blocks of *sliding groups* with sinks, and in every sliding group the *live*
 blocks that the next token reads. Where the live blocks alone are missing, a *window repair* computes a bounded tail again.
 """
@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from transom_cluster.routing.index_code import Integers
-from transom_worker.kvcache.events import CacheShape
-from transom_worker.kvcache.retention import Retention
-from transom_worker.kvcache.window_repair import repair_start
+from transom_core.contract.kv_events import CacheShape
+from transom_core.kv_cache.retention import Retention
+from transom_core.kv_cache.window_repair import repair_start
 
 _EVERY_BLOCK = 1 << 40
 _UNKNOWN = -1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from transom_cluster.routing.policy import Reason
 from transom_cluster.routing.worker_view import HitTokens
-from transom_worker.config import RoutingPolicy
+from transom_core.config import RoutingPolicy
 
 
 class PlacementObserver:

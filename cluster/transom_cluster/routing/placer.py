@@ -31,8 +31,8 @@ from transom_cluster.routing.prefix_fetches import Fetches, find_fetches, window
 from transom_cluster.routing.prompt_hashes import PromptHashes
 from transom_cluster.routing.worker_table import Selection, WorkerTable
 from transom_cluster.routing.worker_view import HitTokens, PlacedRequest, WorkerView
-from transom_worker.config import RoutingPolicy
-from transom_worker.contract import PrefixSource, Request, Usage, WorkerInfo, WorkerMessage
+from transom_core.config import RoutingPolicy
+from transom_core.contract import PrefixSource, Request, Usage, WorkerInfo, WorkerMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from transom_worker.config import RoutingPolicy
+from transom_core.config import RoutingPolicy
 
 # What a running request costs its worker beyond its prompt, in prompt tokens: it takes part in every step until it ends, and its
 # blocks displace cached ones. The value is small enough that sessions stay where their prefix is, and large enough that not all

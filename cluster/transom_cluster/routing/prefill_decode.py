@@ -20,7 +20,7 @@ from transom_cluster.routing.index_code import Integers
 from transom_cluster.routing.policy import Candidates
 from transom_cluster.routing.prefix_fetches import FETCH_RATE, MARGIN, fetch_times_s, has_equal_blocks, window_of
 from transom_cluster.routing.worker_table import Selection
-from transom_worker.contract import Request
+from transom_core.contract import Request
 
 
 @dataclass(frozen=True, slots=True)

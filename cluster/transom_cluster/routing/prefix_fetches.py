@@ -27,7 +27,7 @@ from transom_cluster.routing.index_code import Integers
 from transom_cluster.routing.policy import Candidates, prefill_rates
 from transom_cluster.routing.worker_table import Selection
 from transom_cluster.routing.worker_view import WorkerView
-from transom_worker.contract import PrefixSource, Request, WindowPolicy
+from transom_core.contract import PrefixSource, Request, WindowPolicy
 
 # Two calls to another worker, and the request's wait for its own engine between them.
 FETCH_LATENCY_S = 0.01

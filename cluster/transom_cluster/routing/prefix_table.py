@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from transom_cluster.routing import index_code as code
 from transom_cluster.routing.index_code import Integers, Words
-from transom_worker.kvcache.events import KvRun
+from transom_core.contract.kv_events import KvRun
 
 LEAST_SLOTS = 8
 SMALL_SLOTS = 256  # parts up to this size grow by half

@@ -2,7 +2,7 @@
 
 - **hash block**: `--block-size` tokens that are hashed together.
 - **digest**: the hash (BLAKE2b, 32 bytes) of the previous hash block's digest and this block's tokens; it names the block and all
-  tokens before it. `transom_worker.kvcache.hashing` defines it, and the worker computes it with the standard library.
+  tokens before it. `transom_core.kv_cache.hashing` defines it, and the worker computes it with the standard library.
 
 A prompt of 131,072 tokens has 8,192 hash blocks. A prompt that no worker has is not hashed to its end.
 """

@@ -9,8 +9,8 @@ prompt.
 from __future__ import annotations
 
 from transom_cluster.routing.prompt_chain import PromptChain
-from transom_worker.contract import Request
-from transom_worker.kvcache.hashing import chain_root
+from transom_core.contract import Request
+from transom_core.kv_cache.hashing import chain_root
 
 
 class PromptHashes:

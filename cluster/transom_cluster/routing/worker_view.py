@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from transom_cluster.routing.fleet_index import FleetPrefixIndex
 from transom_cluster.routing.policy import Candidate
-from transom_worker.contract import WorkerInfo, WorkerLoad
+from transom_core.contract import WorkerInfo, WorkerLoad
 
 
 class HitTokens(NamedTuple):

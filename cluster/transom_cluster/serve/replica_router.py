@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from transom_cluster.serve.worker_directory import running_replicas_of
-from transom_worker.errors import WorkerLost
+from transom_core.errors import WorkerLost
 
 
 class ReplicaRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types

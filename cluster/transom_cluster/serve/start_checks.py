@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from transom_cluster.http.api_keys import ADMIN_FLAG, KEY_VARIABLES, check_key_variables, read_key_file
 from transom_cluster.serve.worker_resources import check_gpus, count_visible_gpus
-from transom_worker.contract import check_kv_policy
-from transom_worker.contract.kv_policy import kv_policy_from_json
-from transom_worker.errors import ConfigError, RequestError
-from transom_worker.host_memory import available_host_bytes
-from transom_worker.settings import Settings
+from transom_core.contract import check_kv_policy
+from transom_core.contract.kv_policy import kv_policy_from_json
+from transom_core.errors import ConfigError, RequestError
+from transom_core.machine.host_memory import available_host_bytes
+from transom_core.settings.settings import Settings
 
 if TYPE_CHECKING:
-    from transom_worker.model_config.architecture import Architecture
+    from transom_core.model_config.architecture import Architecture
 
 
 def check_start(settings: Settings) -> None:
@@ -27,11 +27,11 @@ def check_start(settings: Settings) -> None:
         ModelError: the model is missing, incomplete, or not supported.
     """
     from transom_cluster.openai.answer_markup import AnswerMarkup
-    from transom_worker.model_config.architecture import choose_max_model_len, read_architecture, runnable, with_windows
-    from transom_worker.model_config.kv_policy_obstacle import kv_policy_obstacle
-    from transom_worker.model_files.resolve import check_weights, resolve_text_files
-    from transom_worker.telemetry.tracing import check_tracing
-    from transom_worker.text.tokenizer import Tokenizer
+    from transom_core.model_config.architecture import choose_max_model_len, read_architecture, runnable, with_windows
+    from transom_core.model_config.kv_policy_obstacle import kv_policy_obstacle
+    from transom_core.model_files.resolve import check_weights, resolve_text_files
+    from transom_core.telemetry.tracing import check_tracing
+    from transom_core.text.tokenizer import Tokenizer
 
     check_api_keys(settings)
     if (tracing := settings.server_config().tracing) is not None:
@@ -90,7 +90,7 @@ def check_shards(settings: Settings, architecture: Architecture) -> None:
     Raises:
         ConfigError: there are too many ranks, or a group of `--kv-cache-dtype` is not the model's or cannot have its format.
     """
-    from transom_worker.model_config.sharding import check_size
+    from transom_core.model_config.sharding import check_size
     from transom_worker.planner import cache_groups, check_runs
 
     check_size(architecture, settings.tensor_parallel_size)

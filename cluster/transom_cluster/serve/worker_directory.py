@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any
 
 from transom_cluster.router.worker_client import WorkerClient
-from transom_cluster.serve.worker_client import ServeWorkerClient
+from transom_cluster.serve.serve_worker_client import ServeWorkerClient
 
 
 class RunningReplicas:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from transom_cluster.serve.worker_directory import running_replicas_of
-from transom_worker.errors import WorkerLost
-from transom_worker.transfer.messages import BlockRange, PrefixOffer, PrefixQuery
-from transom_worker.transfer.peers import Bytes
+from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
+from transom_core.contract.prefix_peers import Bytes
+from transom_core.errors import WorkerLost
 
 FIND_S = 2.0  # Serve tells a process of the replicas of a deployment within this time of the first use of its handle
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transom_worker.openmp import wait_variables
-from transom_worker.settings import Settings
+from transom_core.machine.openmp import wait_variables
+from transom_core.settings.settings import Settings
 
 ROUTER_CPUS = 0.25
 REPLICA_CPUS = 0.05  # for a replica whose ranks are other processes, on CPUs

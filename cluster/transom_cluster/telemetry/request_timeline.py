@@ -26,8 +26,8 @@ from transom_cluster.telemetry.request_events import (
     Placed,
     RequestEvent,
 )
-from transom_worker.contract import Request
-from transom_worker.telemetry.request_timelines import Timeline, TimelineStore, response_id_of
+from transom_core.contract import Request
+from transom_core.telemetry.request_timelines import Timeline, TimelineStore, response_id_of
 
 ONLY_CLIENT = "all"
 """The client of every request where the server requires no API keys."""

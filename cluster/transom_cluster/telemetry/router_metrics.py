@@ -14,9 +14,9 @@ from transom_cluster.telemetry.request_events import Accepted, Failed, RequestEv
 from transom_cluster.telemetry.request_outcome import BREAK_REASONS
 from transom_cluster.telemetry.router_state import RouterState, StateCollector
 from transom_cluster.telemetry.routing_metrics import RoutingMetrics
-from transom_worker.errors import LOSS_CAUSES, LossCause
-from transom_worker.telemetry.metrics.own_labels import OwnLabels
-from transom_worker.telemetry.metrics.process import Process
+from transom_core.errors import LOSS_CAUSES, LossCause
+from transom_core.telemetry.own_labels import OwnLabels
+from transom_core.telemetry.process import Process
 
 REQUEST_BUCKETS_S = (
     *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0),

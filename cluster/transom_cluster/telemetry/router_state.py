@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from transom_worker.telemetry.metrics import build_versions
-from transom_worker.telemetry.metrics.own_labels import OwnLabels
+from transom_core.telemetry.build_versions import build_versions
+from transom_core.telemetry.own_labels import OwnLabels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

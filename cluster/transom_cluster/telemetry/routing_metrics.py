@@ -7,7 +7,7 @@ from transom_cluster.routing.placement_observer import PlacementObserver
 from transom_cluster.routing.policy import REASONS, Reason
 from transom_cluster.routing.worker_view import HitTokens
 from transom_cluster.telemetry.metric_families import RouterFamilies
-from transom_worker.config import RoutingPolicy
+from transom_core.config import RoutingPolicy
 
 ERROR_BUCKETS_TOKENS = (0, 16, 64, 256, 1024, 4096, 16_384, 65_536)
 PLACEMENT_BUCKETS_S = (2e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25)

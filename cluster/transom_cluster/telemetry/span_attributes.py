@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transom_cluster.telemetry.request_timeline import RequestTimeline
-from transom_worker.contract import SamplingParams
+from transom_core.contract import SamplingParams
 
 
 def request_attributes(params: SamplingParams, *, num_choices: int, stream: bool) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tests.cluster.conftest import Api, timings, until
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.blockmap import outbox
 from transom_cluster.http.api import build_api
-from transom_worker.errors import Overloaded
+from transom_core.errors import Overloaded
 
 WITHOUT_PAUSES = timings(block_map_poll_s=0.001, first_feed_pause_s=0.0)
 

@@ -13,13 +13,13 @@ from collections.abc import Generator
 import pytest
 from typer.testing import CliRunner
 
-from transom_cluster import __version__
 from transom_cluster.cli import app
 from transom_cluster.commands import local_ray
 from transom_cluster.commands import serve as serve_command
 from transom_cluster.commands.chat import ChatFailed, ChatSession, run_chat
 from transom_cluster.commands.process_tree import children_of, descendants_of, end_processes, is_running
-from transom_worker.settings import Settings
+from transom_core import __version__
+from transom_core.settings.settings import Settings
 
 
 def transom(*arguments: str, **env: str):
@@ -195,7 +195,7 @@ def test_the_reason_of_a_failed_deployment_is_found_in_serves_message():
             "The deployment failed to start 1 times in a row. Error:",
             "Traceback (most recent call last):",
             '  File "x.py", line 1, in f',
-            "transom_worker.errors.ModelError: no tensor named x in y.",
+            "transom_core.errors.ModelError: no tensor named x in y.",
             "",
         ]
     )

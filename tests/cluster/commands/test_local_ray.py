@@ -9,7 +9,7 @@ from ray import serve
 from ray.serve._private import constants
 
 from transom_cluster.commands.local_ray import _ENVIRONMENT, LocalRay
-from transom_worker.settings import Settings
+from transom_core.settings.settings import Settings
 
 
 def test_serve_reads_every_setting_of_serve() -> None:

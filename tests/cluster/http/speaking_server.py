@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 from tests.cluster.conftest import HttpServer
 from tests.cluster.speaking_worker import SpeakingWorker
-from transom_worker.contract import Request
+from transom_core.contract import Request
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 OTHER_CALL = '<tool_call>\n{"name": "time", "arguments": {"city": "Rome"}}\n</tool_call>'

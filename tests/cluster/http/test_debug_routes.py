@@ -16,10 +16,10 @@ from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.http.request_timeline_report import clock_difference_s, phase_times
 from transom_cluster.telemetry.request_timeline import RequestTimelines
-from transom_worker.config import FailoverConfig
-from transom_worker.contract import ErrorInfo
-from transom_worker.errors import Overloaded, StepFailed
-from transom_worker.telemetry.request_timelines import TimelineStore
+from transom_core.config import FailoverConfig
+from transom_core.contract import ErrorInfo
+from transom_core.errors import Overloaded, StepFailed
+from transom_core.telemetry.request_timelines import TimelineStore
 
 MARK = "zebra4711"
 

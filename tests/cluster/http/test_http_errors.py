@@ -11,8 +11,8 @@ import pytest
 
 from tests.cluster.conftest import running_api
 from tests.cluster.stub_worker import MAX_MODEL_LEN, StubWorker
-from transom_worker.contract import ErrorInfo
-from transom_worker.errors import OutOfMemory, Overloaded, RequestTimeout, RequestTooLarge, StepFailed
+from transom_core.contract import ErrorInfo
+from transom_core.errors import OutOfMemory, Overloaded, RequestTimeout, RequestTooLarge, StepFailed
 
 
 def problem(response: httpx.Response, status: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.conftest import Api, running_api
 from tests.cluster.stub_worker import MAX_MODEL_LEN, StubWorker
-from transom_worker.contract import (
+from transom_core.contract import (
     AdaptivePolicy,
     HeavyPolicy,
     KvPolicy,
@@ -18,9 +18,9 @@ from transom_worker.contract import (
     Usage,
     WindowPolicy,
 )
-from transom_worker.contract.kv_policy import MAX_STREAM_TOKENS
-from transom_worker.errors import ConfigError
-from transom_worker.settings import Settings
+from transom_core.contract.kv_policy import MAX_STREAM_TOKENS
+from transom_core.errors import ConfigError
+from transom_core.settings.settings import Settings
 
 WINDOW = {"type": "window", "sinks": 2, "window": 64}
 

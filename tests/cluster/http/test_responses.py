@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from tests.cluster.openai.published_document import check_event, check_published
-from transom_worker.contract import ErrorInfo
-from transom_worker.errors import StepFailed
+from transom_core.contract import ErrorInfo
+from transom_core.errors import StepFailed
 
 
 @pytest.fixture(scope="module")

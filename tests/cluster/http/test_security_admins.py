@@ -14,8 +14,8 @@ from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.http.api_keys import shows_all_clients
 from transom_cluster.serve.start_checks import check_api_keys
-from transom_worker.errors import ConfigError
-from transom_worker.settings import Settings
+from transom_core.errors import ConfigError
+from transom_core.settings.settings import Settings
 
 SHARED = ("/metrics", "/metrics/sd", "/metrics/process", "/blocks/describe", "/blocks/stream?worker=none")
 

@@ -19,10 +19,10 @@ from transom_cluster.commands.serve import START_FAILED
 from transom_cluster.http.api import build_api
 from transom_cluster.http.api_keys import FILE_CHECK_PERIOD_S, ApiKeys, current_keys, read_key_file
 from transom_cluster.serve.start_checks import check_api_keys
-from transom_worker.config import ServerConfig
-from transom_worker.errors import ConfigError
-from transom_worker.kvcache.hashing import chain_root
-from transom_worker.settings import Settings
+from transom_core.config import ServerConfig
+from transom_core.errors import ConfigError
+from transom_core.kv_cache.hashing import chain_root
+from transom_core.settings.settings import Settings
 
 KEYS = ("first", "second", "dritter Schlüssel")
 VARIABLES = ("TRANSOM_API_KEY_FILE", "TRANSOM_ADMIN_API_KEY_FILE")

@@ -18,9 +18,9 @@ from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.http.client_limits import MAX_IDLE_CLIENTS, ClientLimits
 from transom_cluster.openai.prompt_field import MAX_CHOICES
-from transom_worker.config import LimitsConfig, PriorityConfig
-from transom_worker.contract import ErrorInfo, OutputEvent
-from transom_worker.errors import RateLimited, RequestTimeout, StepFailed
+from transom_core.config import LimitsConfig, PriorityConfig
+from transom_core.contract import ErrorInfo, OutputEvent
+from transom_core.errors import RateLimited, RequestTimeout, StepFailed
 
 NUM_STEPS_IN_TIME = 40
 

@@ -14,9 +14,9 @@ from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.conftest import Api, running_api
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
-from transom_worker.config import LimitsConfig
-from transom_worker.contract import ErrorInfo
-from transom_worker.errors import Overloaded, RequestTimeout, RequestTooLarge, StepFailed
+from transom_core.config import LimitsConfig
+from transom_core.contract import ErrorInfo
+from transom_core.errors import Overloaded, RequestTimeout, RequestTooLarge, StepFailed
 
 MARK = "zebra4711"
 CHAT = {"messages": [{"role": "user", "content": MARK}]}

@@ -6,8 +6,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.conftest import running_api
 from tests.cluster.stub_worker import MAX_MODEL_LEN, StubWorker
-from transom_cluster import __version__
-from transom_worker.contract import KvGroupInfo
+from transom_core import __version__
+from transom_core.contract import KvGroupInfo
 
 
 async def test_tokenize_and_back(api):

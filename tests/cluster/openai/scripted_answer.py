@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from transom_cluster.openai.answer_reader import NO_TOKEN_ID
-from transom_worker.contract import FinishReason, Logprob, OutputEvent, Request, SamplingParams, TokenLogprobs, Usage
-from transom_worker.text.markup.parts import AnswerPart, AnswerState
+from transom_core.contract import FinishReason, Logprob, OutputEvent, Request, SamplingParams, TokenLogprobs, Usage
+from transom_core.text.markup.parts import AnswerPart, AnswerState
 
 
 @dataclass(frozen=True)

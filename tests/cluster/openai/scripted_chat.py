@@ -12,7 +12,7 @@ from transom_cluster.openai.chat_answer import ChatAnswer
 from transom_cluster.openai.chat_writer import ChatWriter
 from transom_cluster.openai.json_pieces import json_pieces
 from transom_cluster.openai.writers import ResponseMetadata
-from transom_worker.text.markup.parts import AnswerPart, CallArguments, CallBegin, CallEnd, MessageText, ReasoningText
+from transom_core.text.markup.parts import AnswerPart, CallArguments, CallBegin, CallEnd, MessageText, ReasoningText
 
 THINKING = (
     Step("<think>", state="reasoning"),

@@ -17,10 +17,10 @@ from transom_cluster.openai.answer_reader import NO_TOKEN_ID, AnswerReader
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.output_events import joined
 from transom_cluster.router.output_stream import OutputStream
-from transom_worker.contract import OutputEvent, Request, SamplingParams
+from transom_core.contract import OutputEvent, Request, SamplingParams
+from transom_core.text.markup.parts import AnswerPart, MessageText, ReasoningText
 from transom_worker.engine.running_request import RunningRequest
 from transom_worker.scheduling.outputs import SequenceOutput
-from transom_worker.text.markup.parts import AnswerPart, MessageText, ReasoningText
 
 VOCABULARY: tuple[bytes, ...] = (
     b"a",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from transom_cluster.openai import body_shape
 from transom_cluster.openai.body_shape import MAX_CONTAINERS, MAX_STRINGS, SMALL_BODY_BYTES, check_shape
-from transom_worker.errors import RequestError
+from transom_core.errors import RequestError
 
 STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 values = st.recursive(

@@ -11,8 +11,8 @@ import pytest
 
 from tests.cluster.openai.scripted_answer import Step
 from tests.cluster.openai.scripted_chat import ALL, TALKING, WEATHER, call, stream, whole, writer_of
-from transom_worker.contract import FinishReason
-from transom_worker.text.markup.parts import CallEnd, MalformedMarkup, MessageText
+from transom_core.contract import FinishReason
+from transom_core.text.markup.parts import CallEnd, MalformedMarkup, MessageText
 
 
 def deltas(chunks: Sequence[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from transom_cluster.openai.message_fields import template_messages
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 from transom_cluster.openai.prompt_limits import ModelLimits
 from transom_cluster.openai.token_id_lists import PIECE_BYTES
-from transom_worker.errors import RequestError
+from transom_core.errors import RequestError
 
 BODY_BYTES = 2**20
 SMALL_ALLOWANCE_BYTES = (

@@ -20,9 +20,9 @@ from transom_cluster.openai.completion_writer import CompletionWriter, EchoedPro
 from transom_cluster.openai.logprob_budget import MAX_LOGPROB_ENTRIES, check_logprob_budget
 from transom_cluster.openai.prompt_limits import ModelLimits
 from transom_cluster.openai.writers import ResponseMetadata, ResponseWriter
-from transom_worker.config import FailoverConfig
-from transom_worker.contract import LogprobTable, OutputEvent, Request, SamplingParams
-from transom_worker.errors import RequestError
+from transom_core.config import FailoverConfig
+from transom_core.contract import LogprobTable, OutputEvent, Request, SamplingParams
+from transom_core.errors import RequestError
 
 METADATA = ResponseMetadata(id="cmpl-x", model="m", created_s=0)
 LONG = {"prompt": "a" * 400, "echo": True, "logprobs": 20, "max_tokens": 2}

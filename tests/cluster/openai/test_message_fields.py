@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from transom_cluster.openai.message_fields import ChatMessage, template_messages
-from transom_worker.errors import RequestError
+from transom_core.errors import RequestError
 
 
 def call(arguments: Any = "{}", **fields: Any) -> dict[str, Any]:

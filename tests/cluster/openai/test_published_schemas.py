@@ -15,8 +15,8 @@ from tests.cluster.conftest import Api
 from tests.cluster.openai.published_document import check_published
 from tests.cluster.openai.scripted_chat import ALL, TALKING, THINKING, WEATHER, call, stream, whole, writer_of
 from transom_cluster.openai import response_types
-from transom_worker.contract import ErrorInfo
-from transom_worker.errors import StepFailed
+from transom_core.contract import ErrorInfo
+from transom_core.errors import StepFailed
 
 SCRIPTS = {
     "text": TALKING,

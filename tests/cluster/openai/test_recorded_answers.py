@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from canitoolcall.fixtures import Fixture
 
-from tests.worker.text.markup.canitoolcall_fixtures import (
+from tests.core.text.markup.canitoolcall_fixtures import (
     FixtureTokenizer,
     all_fixtures,
     families,
@@ -28,8 +28,8 @@ from transom_cluster.openai.chat_writer import ChatWriter
 from transom_cluster.openai.json_pieces import json_pieces
 from transom_cluster.openai.writers import ResponseMetadata
 from transom_cluster.router.output_events import joined
-from transom_worker.contract import OutputEvent, Request, SamplingParams
-from transom_worker.text.markup.formats import answer_format
+from transom_core.contract import OutputEvent, Request, SamplingParams
+from transom_core.text.markup.formats import answer_format
 
 FIXTURES = [fixture for fixture in all_fixtures() if parsers_of(fixture)]
 REQUEST = Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams(max_tokens=None), seed=0)

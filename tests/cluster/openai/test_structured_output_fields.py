@@ -10,8 +10,8 @@ import pytest
 from msgspec import Raw
 
 from transom_cluster.openai.structured_output_fields import FIELDS, MAX_FORMAT_BYTES, AnswerForm, read_answer_form
-from transom_worker.errors import RequestError
-from transom_worker.text.markup.context import ChoiceAnswer, FreeAnswer, JsonAnswer, LarkAnswer, RegexAnswer
+from transom_core.errors import RequestError
+from transom_core.text.markup.context import ChoiceAnswer, FreeAnswer, JsonAnswer, LarkAnswer, RegexAnswer
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TAG = {"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f>"]}

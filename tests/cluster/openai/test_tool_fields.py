@@ -18,8 +18,8 @@ from transom_cluster.openai.tool_fields import (
     template_tools,
     tools_demand,
 )
-from transom_worker.errors import RequestError
-from transom_worker.text.markup.context import ToolsDemand, ToolSpec
+from transom_core.errors import RequestError
+from transom_core.text.markup.context import ToolsDemand, ToolSpec
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 

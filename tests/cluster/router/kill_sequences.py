@@ -17,9 +17,9 @@ from typing import Literal, get_args
 from tests.cluster.conftest import make_router, timings
 from tests.cluster.stub_worker import StubDirectory, StubWorker
 from transom_cluster.router.router import Router
-from transom_worker.config import FailoverConfig
-from transom_worker.contract import ErrorInfo, OutputEvent, Request, SamplingParams, WorkerLoad
-from transom_worker.errors import LossCause, WorkerLost
+from transom_core.config import FailoverConfig
+from transom_core.contract import ErrorInfo, OutputEvent, Request, SamplingParams, WorkerLoad
+from transom_core.errors import LossCause, WorkerLost
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 NO_PAUSES = timings(first_reconnect_pause_s=0.0, longest_reconnect_pause_s=0.001, retry_s=0.001, cooldown_s=0.01)

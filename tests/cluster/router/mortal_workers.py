@@ -12,11 +12,11 @@ from typing import Any
 from tests.cluster.conftest import running
 from transom_cluster.router.router import Router
 from transom_cluster.router.timings import RouterTimings
-from transom_worker.config import FailoverConfig, ServerConfig
-from transom_worker.contract import ErrorInfo, Request, WorkerMessage
-from transom_worker.model_files.resolve import resolve_model
+from transom_core.config import FailoverConfig, ServerConfig
+from transom_core.contract import ErrorInfo, Request, WorkerMessage
+from transom_core.model_files.resolve import resolve_model
+from transom_core.text.tokenizer import Tokenizer
 from transom_worker.replica import WorkerReplica
-from transom_worker.text.tokenizer import Tokenizer
 
 
 class Mortal:

@@ -28,14 +28,14 @@ from transom_cluster.openai.chat_writer import ChatWriter
 from transom_cluster.openai.writers import ResponseMetadata
 from transom_cluster.router.router import Router
 from transom_cluster.telemetry.request_events import RequestEvents
-from transom_worker.config import FailoverConfig, ServerConfig
-from transom_worker.contract import Request, SamplingParams
-from transom_worker.model_files.resolve import resolve_model
-from transom_worker.text.markup.answer_format import AnswerFormat
-from transom_worker.text.markup.context import AnswerContext, ToolSpec
-from transom_worker.text.markup.families import harmony
-from transom_worker.text.markup.formats import answer_format
-from transom_worker.text.tokenizer import Tokenizer
+from transom_core.config import FailoverConfig, ServerConfig
+from transom_core.contract import Request, SamplingParams
+from transom_core.model_files.resolve import resolve_model
+from transom_core.text.markup.answer_format import AnswerFormat
+from transom_core.text.markup.context import AnswerContext, ToolSpec
+from transom_core.text.markup.families import harmony
+from transom_core.text.markup.formats import answer_format
+from transom_core.text.tokenizer import Tokenizer
 
 Markup = Literal["hermes", "harmony"]
 

@@ -21,8 +21,8 @@ from tests.cluster.router.mortal_workers import Mortal, routed
 from tests.how_many import ALL_TESTS
 from transom_cluster.http.api import build_api
 from transom_cluster.openai.call_ids import call_id
+from transom_core.settings.settings import Settings
 from transom_worker.replica import WorkerReplica
-from transom_worker.settings import Settings
 
 SHORT = {"type": "string", "maxLength": 12}
 SCHEMA = {

@@ -10,10 +10,10 @@ from tests.cluster.conftest import Api, running_api, timings, until
 from tests.cluster.stub_worker import StubWorker
 from tests.container_sizes import container_sizes, growth
 from tests.how_many import num_examples
-from transom_worker.config import LimitsConfig
-from transom_worker.contract import ErrorInfo
-from transom_worker.errors import Overloaded
-from transom_worker.telemetry import request_timelines
+from transom_core.config import LimitsConfig
+from transom_core.contract import ErrorInfo
+from transom_core.errors import Overloaded
+from transom_core.telemetry import request_timelines
 
 AT_ONCE = 20
 NUM_REQUESTS = num_examples(daily=300, exhaustive=50_000)

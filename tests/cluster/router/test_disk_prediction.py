@@ -19,9 +19,9 @@ from tests.how_many import num_examples
 from transom_cluster.routing.placement_observer import PlacementObserver
 from transom_cluster.routing.placer import Placer
 from transom_cluster.routing.worker_view import HitTokens
-from transom_worker.contract import Request, Usage, WindowPolicy, WorkerInfo, WorkerMessage
-from transom_worker.disk_cache.listing import BlockKey
+from transom_core.contract import Request, Usage, WindowPolicy, WorkerInfo, WorkerMessage
 from transom_worker.engine.engine import Engine
+from transom_worker.kvcache.tiers.disk.listing import BlockKey
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",

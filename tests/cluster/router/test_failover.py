@@ -10,9 +10,9 @@ import pytest
 
 from tests.cluster.conftest import Api, num_in_flight, running_api, timings, until
 from tests.cluster.stub_worker import StubWorker
-from transom_worker.config import FailoverConfig, LimitsConfig
-from transom_worker.contract import ErrorInfo, OutputEvent
-from transom_worker.errors import EngineDead, Overloaded, WorkerLost
+from transom_core.config import FailoverConfig, LimitsConfig
+from transom_core.contract import ErrorInfo, OutputEvent
+from transom_core.errors import EngineDead, Overloaded, WorkerLost
 
 PATIENT = {"failover": FailoverConfig(wait_s=120.0)}
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

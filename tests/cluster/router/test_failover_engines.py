@@ -14,7 +14,7 @@ from tests.cluster.conftest import num_in_flight, until
 from tests.cluster.router.mortal_workers import Mortal, routed
 from tests.hooked_executor import HookedExecutor
 from transom_cluster.router.router import Router
-from transom_worker.contract import (
+from transom_core.contract import (
     FinishReason,
     HeavyPolicy,
     Request,
@@ -23,9 +23,9 @@ from transom_worker.contract import (
     Usage,
     WindowPolicy,
 )
+from transom_core.settings.settings import Settings
+from transom_worker.engine.startup import build_engine
 from transom_worker.replica import WorkerReplica
-from transom_worker.settings import Settings
-from transom_worker.startup import build_engine
 
 NUM_TOKENS = 40
 

@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.cluster.conftest import Api, make_router, num_in_flight, running_api, timings
 from tests.cluster.stub_worker import StubDirectory, StubWorker
 from transom_cluster.router.router import Router
-from transom_worker.config import FailoverConfig
-from transom_worker.contract import Request, SamplingParams
-from transom_worker.errors import Overloaded
+from transom_core.config import FailoverConfig
+from transom_core.contract import Request, SamplingParams
+from transom_core.errors import Overloaded
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SLOW = 10  # turns of the event loop for a token, so that there is time to die

@@ -21,9 +21,9 @@ from transom_cluster.router.failover import (
     evidence,
     may_have_run,
 )
-from transom_worker.config import FailoverConfig
-from transom_worker.contract import WorkerLoad
-from transom_worker.errors import LOSS_CAUSES, LossCause
+from transom_core.config import FailoverConfig
+from transom_core.contract import WorkerLoad
+from transom_core.errors import LOSS_CAUSES, LossCause
 
 POISON = ord("!")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

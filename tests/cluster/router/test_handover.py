@@ -12,8 +12,8 @@ import pytest
 from tests.cluster.conftest import Api, num_in_flight, running_api, until
 from tests.cluster.router.test_failover import LETTERS, PATIENT, without_ids
 from tests.cluster.stub_worker import StubWorker
-from transom_worker.config import WorkerRole
-from transom_worker.contract import WorkerLoad
+from transom_core.config import WorkerRole
+from transom_core.contract import WorkerLoad
 
 LONG = "x" * 400
 SLOW = WorkerLoad(max_num_seqs=1000, prefill_tokens_per_s=100.0)  # so that a prompt is worth moving

@@ -20,7 +20,7 @@ from tests.cluster.stub_worker import ByteTokenizer, StubDirectory
 from tests.how_many import ALL_TESTS
 from transom_cluster.http.api import build_api
 from transom_cluster.router.router import Router
-from transom_worker.config import FailoverConfig
+from transom_core.config import FailoverConfig
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris 🦜"}}\n</tool_call>'
 ANSWER = f"<think>Rain?</think>Let me look.\n{CALL}\n{CALL}"

@@ -16,11 +16,11 @@ from tests.cluster.conftest import until
 from tests.cluster.router.mortal_workers import Mortal, routed
 from tests.cluster.router.test_failover_engines import Whole, answers_of
 from transom_cluster.router.router import Router
-from transom_worker.contract import PrefixSource, Request, SamplingParams
+from transom_core.contract import PrefixSource, Request, SamplingParams
+from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
+from transom_core.contract.prefix_peers import Bytes
+from transom_core.settings.settings import Settings
 from transom_worker.replica import WorkerReplica
-from transom_worker.settings import Settings
-from transom_worker.transfer.messages import BlockRange, PrefixOffer, PrefixQuery
-from transom_worker.transfer.peers import Bytes
 
 PROMPT = tuple(range(5, 405))
 NUM_TOKENS = 12

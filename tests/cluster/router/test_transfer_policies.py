@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.router.test_failover_engines import Whole, answers_of
 from tests.cluster.router.test_transfer_engines import PROMPT, Cluster, at_worker, check, evict, fetching, requests_of
-from transom_worker.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, Request, WindowPolicy
+from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, Request, WindowPolicy
 from transom_worker.engine.step_rates import StepRates
 
 WINDOW = WindowPolicy(sinks=4, window=40)

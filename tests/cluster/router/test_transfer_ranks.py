@@ -17,10 +17,10 @@ import torch
 from tests.cluster.router.test_transfer_engines import HYBRID, PROMPT, LocalPeers, at_worker
 from tests.thread_ranks import ThreadRanks
 from tests.tiny_checkpoints import tiny_llama
-from transom_worker.contract import PrefixSource, Request, SamplingParams, WindowPolicy
+from transom_core.contract import PrefixSource, Request, SamplingParams, WindowPolicy
+from transom_core.settings.settings import Settings
+from transom_worker.engine.startup import build_engine
 from transom_worker.replica import WorkerReplica
-from transom_worker.settings import Settings
-from transom_worker.startup import build_engine
 
 LAYERS: dict[str, dict[str, Any]] = {"hybrid": HYBRID, "full": {}, "window policy": {}}
 POLICIES: dict[str, WindowPolicy] = {"window policy": WindowPolicy(sinks=4, window=40)}

@@ -22,9 +22,9 @@ from transom_cluster.router.output_events import joined
 from transom_cluster.router.output_stream import MAX_BUFFERED, MAX_JOINED_TOKENS, OutputStream
 from transom_cluster.router.timings import RouterTimings
 from transom_cluster.router.worker_connection import WorkerConnection
-from transom_worker.config import FailoverConfig
-from transom_worker.contract import OutputEvent, Request, SamplingParams
-from transom_worker.errors import WorkerLost
+from transom_core.config import FailoverConfig
+from transom_core.contract import OutputEvent, Request, SamplingParams
+from transom_core.errors import WorkerLost
 
 TEXT = "the quick brown fox"
 

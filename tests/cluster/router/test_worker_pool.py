@@ -16,9 +16,9 @@ from transom_cluster.router import request_queue
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.output_stream import OutputStream
 from transom_cluster.routing.placer import PlacementDecision, Placer
-from transom_worker.config import FailoverConfig, LimitsConfig, PriorityConfig, SchedulingPolicy
-from transom_worker.contract import ErrorInfo, Request, SamplingParams, Usage
-from transom_worker.errors import Overloaded, RequestTooLarge, WorkerLost
+from transom_core.config import FailoverConfig, LimitsConfig, PriorityConfig, SchedulingPolicy
+from transom_core.contract import ErrorInfo, Request, SamplingParams, Usage
+from transom_core.errors import Overloaded, RequestTooLarge, WorkerLost
 
 PATIENT = {"failover": FailoverConfig(wait_s=120.0)}
 

@@ -17,7 +17,7 @@ from tests.worker.scheduling.scheduler_driver import BLOCK, Driver, layout, requ
 from transom_cluster.routing.fleet_index import FleetPrefixIndex, PrefixIndexMirror
 from transom_cluster.routing.placer import PlacementDecision, Placer
 from transom_cluster.routing.prompt_hashes import PromptHashes
-from transom_worker.contract import (
+from transom_core.contract import (
     KvPolicy,
     Request,
     SamplingParams,
@@ -27,9 +27,9 @@ from transom_worker.contract import (
     WorkerLoad,
     WorkerMessage,
 )
-from transom_worker.errors import RequestTooLarge
-from transom_worker.kvcache.events import KvUpdate
-from transom_worker.kvcache.load_rates import LoadRates
+from transom_core.contract.kv_events import KvUpdate
+from transom_core.errors import RequestTooLarge
+from transom_core.kv_cache.load_rates import LoadRates
 from transom_worker.kvcache.manager import KvCache
 
 MAX_MODEL_LEN = 112

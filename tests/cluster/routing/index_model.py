@@ -10,10 +10,10 @@ import numpy as np
 from transom_cluster.routing import index_code as code
 from transom_cluster.routing.fleet_index import FleetPrefixIndex, PrefixIndexMirror
 from transom_cluster.routing.prompt_chain import PromptChain
-from transom_worker.kvcache.events import CacheShape, KvUpdate
-from transom_worker.kvcache.load_rates import LoadRates
-from transom_worker.kvcache.prefix_search import PrefixHit, find_hit, hit_limit
-from transom_worker.kvcache.retention import Retention
+from transom_core.contract.kv_events import CacheShape, KvUpdate
+from transom_core.kv_cache.load_rates import LoadRates
+from transom_core.kv_cache.prefix_search import PrefixHit, find_hit, hit_limit
+from transom_core.kv_cache.retention import Retention
 
 GROUP_STEP = 0x9E3779B97F4A7C15
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from transom_cluster.routing.autoscaling import wanted_replicas
-from transom_worker.config import AutoscalingConfig
-from transom_worker.contract import WorkerLoad
+from transom_core.config import AutoscalingConfig
+from transom_core.contract import WorkerLoad
 
 CONFIG = AutoscalingConfig(
     min_replicas=1, max_replicas=4, first_token_objective_s=2.0, upscale_delay_s=10, downscale_delay_s=300

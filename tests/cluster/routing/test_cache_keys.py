@@ -11,7 +11,7 @@ from tests.cluster.routing.test_policy import candidate
 from transom_cluster.routing.cache_keys import CacheKeys, key_digest
 from transom_cluster.routing.placer import PlacementDecision, Placer
 from transom_cluster.routing.policy import KEY_TOKENS, REQUEST_TOKENS, Candidate, Candidates, TieBreak, choose
-from transom_worker.contract import WorkerMessage
+from transom_core.contract import WorkerMessage
 
 
 def prompt(number: int, num_tokens: int = 500) -> tuple[int, ...]:

@@ -9,8 +9,8 @@ from tests.cluster.routing.index_model import keys_of, keys_of_mirror
 from tests.how_many import num_examples
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
 from transom_cluster.routing.fleet_index import FleetPrefixIndex, PrefixIndexMirror
-from transom_worker.contract import HeavyPolicy, WindowPolicy
-from transom_worker.kvcache.events import KvUpdate
+from transom_core.contract import HeavyPolicy, WindowPolicy
+from transom_core.contract.kv_events import KvUpdate
 
 HYBRIDS = (
     ("full",),

@@ -12,12 +12,12 @@ from tests.how_many import num_examples
 from tests.worker.kvcache.cache_model import ENTRY_MIXES, MIXES, spec
 from transom_cluster.routing.fleet_index import FleetPrefixIndex, PrefixIndexMirror
 from transom_cluster.routing.index_code import NUM_PARTS
-from transom_worker.kvcache import load_rates
-from transom_worker.kvcache.change_log import ChangeLog
-from transom_worker.kvcache.events import CacheShape, KvRun, KvUpdate
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.load_rates import LoadRates
-from transom_worker.kvcache.tiers import DEVICE
+from transom_core.contract.kv_events import CacheShape, KvRun, KvUpdate
+from transom_core.kv_cache import load_rates
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.load_rates import LoadRates
+from transom_core.kv_cache.tiers import DEVICE
+from transom_worker.kvcache.prefix.change_log import ChangeLog
 
 SHAPE = CacheShape(
     groups=(

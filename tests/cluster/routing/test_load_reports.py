@@ -9,8 +9,8 @@ import pytest
 
 from tests.cluster.routing.test_placer import info, request, whole
 from transom_cluster.routing.placer import Placer
-from transom_worker.contract import OutputEvent, Usage, WorkerLoad, WorkerMessage
-from transom_worker.router_outbox import NEWS_PERIOD_S, TOKENS, TOKENS_SHARE, RouterOutbox
+from transom_core.contract import OutputEvent, Usage, WorkerLoad, WorkerMessage
+from transom_worker.engine.router_outbox import NEWS_PERIOD_S, TOKENS, TOKENS_SHARE, RouterOutbox
 
 STEP_S = 0.02
 STEP_TOKENS = 200

@@ -16,10 +16,10 @@ from transom_cluster.routing.policy import Candidates
 from transom_cluster.routing.worker_view import HitTokens
 from transom_cluster.telemetry.metric_families import RouterFamilies
 from transom_cluster.telemetry.routing_metrics import RoutingMetrics
-from transom_worker.contract import KvPolicy, Request, SamplingParams, Usage, WorkerInfo, WorkerLoad, WorkerMessage
-from transom_worker.kvcache.events import CacheShape, KvRun, KvUpdate
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.hashing import chain_root, extend_chain
+from transom_core.contract import KvPolicy, Request, SamplingParams, Usage, WorkerInfo, WorkerLoad, WorkerMessage
+from transom_core.contract.kv_events import CacheShape, KvRun, KvUpdate
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.hashing import chain_root, extend_chain
 
 WORKERS = ("a", "b", "c")
 PROMPT = tuple(range(1000, 3000))

@@ -17,8 +17,8 @@ from transom_cluster.routing.prefix_fetches import (
     prefix_bytes,
 )
 from transom_cluster.routing.worker_view import HitTokens, WorkerView
-from transom_worker.config import WorkerRole
-from transom_worker.contract import (
+from transom_core.config import WorkerRole
+from transom_core.contract import (
     AdaptivePolicy,
     HeavyPolicy,
     PrefixSource,
@@ -27,11 +27,11 @@ from transom_worker.contract import (
     WorkerInfo,
     WorkerMessage,
 )
-from transom_worker.kvcache.events import CacheShape, KvUpdate
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.load_rates import LoadRates
-from transom_worker.kvcache.retention import Retention
-from transom_worker.kvcache.tiers import DISK
+from transom_core.contract.kv_events import CacheShape, KvUpdate
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.load_rates import LoadRates
+from transom_core.kv_cache.retention import Retention
+from transom_core.kv_cache.tiers import DISK
 
 HIT = 1984  # of PROMPT
 BLOCK_BYTES = 32_768

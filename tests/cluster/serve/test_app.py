@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from transom_cluster.serve.worker_resources import ClusterResources, worker_resources
-from transom_worker.errors import ConfigError
-from transom_worker.settings import Settings
+from transom_core.errors import ConfigError
+from transom_core.settings.settings import Settings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, of pydantic

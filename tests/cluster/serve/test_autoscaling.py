@@ -12,12 +12,12 @@ with warnings.catch_warnings():
     from ray.serve.autoscaling_policy import _apply_autoscaling_config
     from ray.serve.config import AutoscalingContext
 
-    from transom_cluster.serve.autoscaling import serve_autoscaling, worker_loads
+    from transom_cluster.serve.replica_autoscaling import serve_autoscaling, worker_loads
 
 from dataclasses import asdict
 
-from transom_worker.contract import WorkerLoad
-from transom_worker.settings import Settings
+from transom_core.contract import WorkerLoad
+from transom_core.settings.settings import Settings
 
 BUSY = WorkerLoad(num_running=60, num_waiting=40, max_num_seqs=64, waiting_tokens=9000, prefill_tokens_per_s=1000.0)
 IDLE = WorkerLoad(max_num_seqs=64)

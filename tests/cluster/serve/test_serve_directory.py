@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     from transom_cluster.serve.replica_router import ReplicaRequestRouter
 
 from transom_cluster.serve.worker_directory import ServeWorkerDirectory, running_replicas_of
-from transom_worker.errors import WorkerLost
+from transom_core.errors import WorkerLost
 
 
 class Replica:

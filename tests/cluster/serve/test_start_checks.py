@@ -9,8 +9,8 @@ import pytest
 
 from transom_cluster.serve import start_checks
 from transom_cluster.serve.start_checks import check_start
-from transom_worker.errors import ConfigError
-from transom_worker.settings import Settings
+from transom_core.errors import ConfigError
+from transom_core.settings.settings import Settings
 
 WINDOW = '{"type": "window", "window": 64}'
 HYBRID: dict[str, Any] = {"window": 64, "window_pattern": "SF"}

@@ -14,8 +14,8 @@ from transom_cluster.serve.worker_resources import (
     count_visible_gpus,
     worker_resources,
 )
-from transom_worker.openmp import SPIN_ROUNDS
-from transom_worker.settings import Settings
+from transom_core.machine.openmp import SPIN_ROUNDS
+from transom_core.settings.settings import Settings
 
 LAPTOP = ClusterResources(node_cpus=(2.0,), num_gpus=0)
 

@@ -17,8 +17,8 @@ from transom_cluster.openai.answer_reader import AnswerReader
 from transom_cluster.telemetry.request_events import Arrived, Ended
 from transom_cluster.telemetry.request_timeline import RequestTimelines
 from transom_cluster.telemetry.router_metrics import RouterMetrics
-from transom_worker.contract import FinishReason
-from transom_worker.text.markup.parts import (
+from transom_core.contract import FinishReason
+from transom_core.text.markup.parts import (
     AnswerPart,
     CallArguments,
     CallBegin,

@@ -15,7 +15,7 @@ from transom_cluster.http.api import build_api
 from transom_cluster.routing.policy import REASONS
 from transom_cluster.telemetry.request_outcome import BREAK_REASONS
 from transom_cluster.telemetry.router_metrics import MAIN_ENDPOINTS
-from transom_worker.errors import LOSS_CAUSES
+from transom_core.errors import LOSS_CAUSES
 from transom_worker.telemetry.metrics.fixed_values import (
     CHECKPOINT_KINDS,
     EVICTION_REASONS,

@@ -17,9 +17,9 @@ SERVE = """
 import json, pathlib, sys
 import httpx
 from tests.cluster.engine_server import engine_server
-from transom_cluster.telemetry.tracing import RouterTracing
-from transom_worker.config import TracingConfig
-from transom_worker.telemetry.tracing import Tracing
+from transom_cluster.telemetry.router_tracing import RouterTracing
+from transom_core.config import TracingConfig
+from transom_core.telemetry.tracing import Tracing
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 config = TracingConfig(endpoint="http://127.0.0.1:9/v1/traces")

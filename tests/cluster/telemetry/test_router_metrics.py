@@ -12,8 +12,8 @@ from tests.cluster.conftest import Api, make_router, running_api, timings, until
 from tests.cluster.stub_worker import StubDirectory, StubWorker
 from transom_cluster.router.router import Router
 from transom_cluster.telemetry.router_metrics import MAX_EXEMPLAR_CHARS, RouterMetrics
-from transom_worker.config import AutoscalingConfig
-from transom_worker.contract import Request, SamplingParams, WorkerLoad
+from transom_core.config import AutoscalingConfig
+from transom_core.contract import Request, SamplingParams, WorkerLoad
 
 SCALING = AutoscalingConfig(
     min_replicas=0, max_replicas=8, first_token_objective_s=1.0, upscale_delay_s=1.0, downscale_delay_s=1.0

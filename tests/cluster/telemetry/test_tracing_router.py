@@ -24,16 +24,16 @@ from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.router.router import Router
 from transom_cluster.router.timings import RouterTimings
-from transom_cluster.telemetry.tracing import RouterTracing
-from transom_worker.config import FailoverConfig, ServerConfig, TracingConfig
-from transom_worker.contract import ErrorInfo
-from transom_worker.errors import Overloaded, StepFailed
-from transom_worker.model_files.resolve import resolve_model
+from transom_cluster.telemetry.router_tracing import RouterTracing
+from transom_core.config import FailoverConfig, ServerConfig, TracingConfig
+from transom_core.contract import ErrorInfo
+from transom_core.errors import Overloaded, StepFailed
+from transom_core.model_files.resolve import resolve_model
+from transom_core.settings.settings import Settings
+from transom_core.telemetry.tracing import Tracing, is_sampled
+from transom_core.text.tokenizer import Tokenizer
 from transom_worker.replica import WorkerReplica
-from transom_worker.settings import Settings
 from transom_worker.telemetry.timeline_exporter import RequestSpans, TimelineExporter
-from transom_worker.telemetry.tracing import Tracing, is_sampled
-from transom_worker.text.tokenizer import Tokenizer
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ROOT = Path(__file__).parents[3]

@@ -13,7 +13,7 @@ import torch
 
 from tests.engine_driver import Whole, make_engine, make_request, run
 from tests.tiny_checkpoints import reference_logits
-from transom_worker.contract import LogprobTable, Request, TokenLogprobs
+from transom_core.contract import LogprobTable, Request, TokenLogprobs
 from transom_worker.engine.engine import Engine
 
 TIGHT: dict[str, Any] = {"kv_cache_memory_bytes": 300 << 10, "block_size": 8, "max_model_len": 256, "max_num_seqs": 8}

@@ -15,13 +15,14 @@ import pytest
 from tests.container_sizes import container_sizes, growth
 from tests.engine_driver import make_engine, make_request
 from tests.how_many import num_examples
+from transom_core.telemetry import request_timelines
 from transom_worker.engine.engine import Engine
-from transom_worker.kvcache import eviction, manager
-from transom_worker.kvcache.ghosts import Ghosts
-from transom_worker.kvcache.prefix_index import PrefixIndex
-from transom_worker.kvcache.return_times import ReturnTimes
-from transom_worker.kvcache.watch_ring import WatchRing
-from transom_worker.telemetry import request_timelines
+from transom_worker.kvcache import manager
+from transom_worker.kvcache.eviction import eviction_policy
+from transom_worker.kvcache.eviction.ghosts import Ghosts
+from transom_worker.kvcache.eviction.return_times import ReturnTimes
+from transom_worker.kvcache.eviction.watch_ring import WatchRing
+from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 
 AT_ONCE = 64
 NUM_REQUESTS = num_examples(daily=640, exhaustive=50_000)
@@ -51,8 +52,8 @@ def serve(engine: Engine, begin: int, end: int) -> None:
 @pytest.fixture
 def low_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager, "PrefixIndex", partial(PrefixIndex, remembered=200))
-    monkeypatch.setattr(eviction, "ReturnTimes", lambda: ReturnTimes(WatchRing(capacity=256)))
-    monkeypatch.setattr(eviction, "Ghosts", lambda: Ghosts(capacity=256))
+    monkeypatch.setattr(eviction_policy, "ReturnTimes", lambda: ReturnTimes(WatchRing(capacity=256)))
+    monkeypatch.setattr(eviction_policy, "Ghosts", lambda: Ghosts(capacity=256))
     init = request_timelines.TimelineStore.__init__
     monkeypatch.setattr(
         request_timelines.TimelineStore,

@@ -14,14 +14,14 @@ import pytest
 
 from tests.engine_driver import make_engine, make_request, run
 from tests.worker.engine.test_engine_restart import Fragile
-from transom_worker.contract import KvPolicy, WindowPolicy, WorkerMessage
-from transom_worker.disk_cache.listing import ListedChanges
+from transom_core.contract import KvPolicy, WindowPolicy, WorkerMessage
+from transom_core.errors import ConfigError, EngineDead, Overloaded
+from transom_core.kv_cache.hashing import chain_root, extend_chain
+from transom_core.kv_cache.tiers import DISK
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
-from transom_worker.errors import ConfigError, EngineDead, Overloaded
 from transom_worker.execution.executor import DiskUsage
-from transom_worker.kvcache.hashing import chain_root, extend_chain
-from transom_worker.kvcache.tiers import DISK
+from transom_worker.kvcache.tiers.disk.listing import ListedChanges
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -158,7 +158,7 @@ def test_a_full_disk_changes_no_answer(tiny_model: Path, tmp_path: Path, monkeyp
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("transom_worker.disk_cache.folder._write_file", full)
+    monkeypatch.setattr("transom_worker.kvcache.tiers.disk.folder._write_file", full)
     engine = engine_on(tiny_model, tmp_path)
     found = answers(engine, prompts(6))
     engine.shutdown()

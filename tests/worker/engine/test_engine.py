@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from tests.engine_driver import Whole, make_engine, make_hooked_engine, make_request, run
-from transom_worker.config import ModelConfig
-from transom_worker.contract import OutputEvent
-from transom_worker.engine.engine import Engine
-from transom_worker.engine.running_request import RunningRequest
-from transom_worker.errors import (
+from transom_core.config import ModelConfig
+from transom_core.contract import OutputEvent
+from transom_core.errors import (
     ConfigError,
     EngineDead,
     Overloaded,
@@ -23,6 +21,8 @@ from transom_worker.errors import (
     RequestTooLarge,
     WorkerLost,
 )
+from transom_worker.engine.engine import Engine
+from transom_worker.engine.running_request import RunningRequest
 from transom_worker.execution.local_executor import LocalExecutor
 from transom_worker.execution.model_loading import load_model
 from transom_worker.scheduling.outputs import SequenceOutput

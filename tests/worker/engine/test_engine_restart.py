@@ -11,12 +11,13 @@ from queue import SimpleQueue
 import pytest
 
 from tests.engine_driver import make_engine, make_request, run
-from transom_worker import LLM, SamplingParams, startup
-from transom_worker.config import EngineConfig
-from transom_worker.contract import WorkerMessage
+from transom_core.config import EngineConfig
+from transom_core.contract import WorkerMessage
+from transom_core.errors import ConfigError, EngineDead, RankLost, WorkerLost
+from transom_worker import LLM, SamplingParams
+from transom_worker.engine import startup
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
-from transom_worker.errors import ConfigError, EngineDead, RankLost, WorkerLost
 from transom_worker.execution.executor import ExecutorInfo
 from transom_worker.execution.local_executor import LocalExecutor
 from transom_worker.scheduling.step import StepResult

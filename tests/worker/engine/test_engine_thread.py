@@ -14,11 +14,11 @@ import pytest
 
 from tests.engine_driver import make_engine, make_hooked_engine, make_request, run, unusable_request
 from tests.hooked_executor import HookedExecutor
-from transom_worker.contract import OutputEvent, WorkerMessage
+from transom_core.contract import OutputEvent, WorkerMessage
+from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
-from transom_worker.kvcache.exports import BlockExport
-from transom_worker.kvcache.hashing import chain_root, extend_chain
+from transom_worker.kvcache.tiers.exports import BlockExport
 from transom_worker.scheduling.step import StepResult
 
 WAIT_S = 120

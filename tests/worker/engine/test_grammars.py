@@ -12,12 +12,12 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.core.grammar.vocabularies import json_grammar
 from tests.engine_driver import Whole, make_engine, make_hooked_engine, make_request, run
 from tests.memory_faults import OutOfMemoryExecutor
 from tests.thread_ranks import make_sharded_engine
 from tests.worker.engine.test_out_of_memory import at_steps
-from tests.worker.grammar.vocabularies import json_grammar
-from transom_worker.contract import OutputEvent, Request
+from transom_core.contract import OutputEvent, Request
 from transom_worker.engine.engine import Engine
 
 SCHEMA = {

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.engine_driver import make_engine, make_request, run
-from transom_worker.contract import OutputEvent
+from transom_core.contract import OutputEvent
 from transom_worker.engine.engine import Engine
-from transom_worker.transfer.report import FetchReport
+from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
 
 PROMPT = list(range(5, 90))
 FETCHED = FetchReport(source="a", outcome="timeout")

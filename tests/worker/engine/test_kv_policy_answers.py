@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from tests.checkpoints import load_oracle, make_checkpoint, prompt
 from tests.worker.execution.test_policy_steps import check_greedy, window_mask
+from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, Request, WindowPolicy
+from transom_core.errors import ConfigError, PromptTooLong, RequestError
 from transom_worker import LLM, SamplingParams
-from transom_worker.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, Request, WindowPolicy
-from transom_worker.errors import ConfigError, PromptTooLong, RequestError
 
 BLOCK = 4
 WINDOW = WindowPolicy(sinks=5, window=21)

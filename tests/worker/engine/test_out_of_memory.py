@@ -13,9 +13,9 @@ import torch
 
 from tests.engine_driver import Whole, make_engine, make_request, run
 from tests.memory_faults import PLACES, OutOfMemoryExecutor, Place
-from transom_worker.contract import OutputEvent, Request
+from transom_core.contract import OutputEvent, Request
+from transom_core.errors import EngineDead
 from transom_worker.engine.engine import MAX_OUT_OF_MEMORY, Engine
-from transom_worker.errors import EngineDead
 from transom_worker.scheduling.memory_shortage import STEPS_BEFORE_GROWTH, StepTokenLimit
 from transom_worker.scheduling.step import StepPlan
 

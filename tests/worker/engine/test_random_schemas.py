@@ -13,9 +13,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.core.grammar.vocabularies import json_grammar
 from tests.engine_driver import make_engine, make_request, run
 from tests.how_many import num_examples
-from tests.worker.grammar.vocabularies import json_grammar
 from transom_worker.engine.engine import Engine
 
 BATCH = 10

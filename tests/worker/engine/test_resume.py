@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.core.grammar.vocabularies import json_grammar
 from tests.engine_driver import Whole, make_engine, make_request, run
-from tests.worker.grammar.vocabularies import json_grammar
-from transom_worker.contract import TokenLogprobs
+from transom_core.contract import TokenLogprobs
 from transom_worker.engine.engine import Engine
 
 NUM_TOKENS = 20

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transom_worker.contract import OutputEvent, Request, SamplingParams
+from transom_core.contract import OutputEvent, Request, SamplingParams
 from transom_worker.engine.running_request import RunningRequest
 from transom_worker.scheduling.outputs import SequenceOutput
 

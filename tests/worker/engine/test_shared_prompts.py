@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine_driver import make_engine, make_request, run
 from tests.tiny_checkpoints import HybridCase
-from transom_worker.contract import Request
+from transom_core.contract import Request
 from transom_worker.engine.engine import Engine
 
 SHARED = [(17 * j) % 1900 + 40 for j in range(200)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine_driver import make_engine, make_request, run
-from transom_worker.clock import steady_time_s
+from transom_core.clock import steady_time_s
 from transom_worker.telemetry.engine_timelines import Clock
 
 HOUR_S = 3600.0

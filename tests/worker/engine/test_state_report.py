@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine_driver import make_engine, make_request, run
-from transom_worker.contract import WorkerLoad
+from transom_core.contract import WorkerLoad
 from transom_worker.engine.step_rates import StepRates
 
 

@@ -10,8 +10,8 @@ from queue import SimpleQueue
 import pytest
 
 from tests.engine_driver import make_hooked_engine, make_request
-from transom_worker.config import RanksConfig
-from transom_worker.contract import OutputEvent, WorkerMessage
+from transom_core.config import RanksConfig
+from transom_core.contract import OutputEvent, WorkerMessage
 from transom_worker.engine import step_watchdog
 from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.engine.step_watchdog import COMPILE_LIMIT_S, RANKS_GRACE_S, Turns

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from tests.worker.kvcache.cache_model import BLOCK, ENTRY_MIXES, MIXES, check_cache, layout
-from transom_worker.block_format import KvShares
-from transom_worker.config import SchedulerConfig
-from transom_worker.contract import AdaptivePolicy, HeavyPolicy, Request, SamplingParams, WindowPolicy
+from transom_core.config import SchedulerConfig
+from transom_core.contract import AdaptivePolicy, HeavyPolicy, Request, SamplingParams, WindowPolicy
+from transom_core.contract.kv_transfer import PrefixOffer, PrefixQuery
+from transom_core.kv_cache.groups import GroupSpec
+from transom_core.kv_cache.hashing import chain_root, extend_chain
+from transom_core.kv_cache.kv_shares import KvShares
+from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.engine.kept_imports import MAX_KEPT_S, KeptImports
 from transom_worker.engine.transfer_store import TransferStore
-from transom_worker.kvcache.groups import GroupSpec
-from transom_worker.kvcache.hashing import chain_root, extend_chain
-from transom_worker.kvcache.tiers import DEVICE, HOST
 from transom_worker.scheduling.scheduler import Scheduler
-from transom_worker.transfer.messages import PrefixOffer, PrefixQuery
 
 
 class Slabs:

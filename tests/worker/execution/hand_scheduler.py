@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from transom_worker.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from transom_worker.contract import SamplingParams
-from transom_worker.kvcache.layout import ArenaLayout
+from transom_core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from transom_core.contract import SamplingParams
+from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.scheduling.step import NO_ID, NewSequence, StepPlan, StepResult
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.worker.execution.hand_scheduler import GREEDY, Blocks
-from transom_worker.contract import KvPolicy, WindowPolicy
+from transom_core.contract import KvPolicy, WindowPolicy
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.scheduling.step import NO_ID, WHOLE_TABLE, NewSequence, StepPlan, StepResult
 

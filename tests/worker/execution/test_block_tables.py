@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_worker.execution.batch.block_tables import BlockTables
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
 
 SIZE = 4
 

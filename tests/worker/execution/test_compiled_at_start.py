@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from transom_core.contract import HeavyPolicy, KvPolicy, WindowPolicy
+from transom_core.settings.settings import Settings
 from transom_kernels.cpu import kernel as compiled
-from transom_worker.contract import HeavyPolicy, KvPolicy, WindowPolicy
-from transom_worker.policy_bench.runs import make_request, run_together
-from transom_worker.settings import Settings
-from transom_worker.startup import build_engine
+from transom_worker.bench.policies.policy_runs import make_request, run_together
+from transom_worker.engine.startup import build_engine
 
 POLICIES: dict[str, KvPolicy | None] = {
     "full": None,

@@ -7,12 +7,12 @@ import torch
 
 from tests.tiny_checkpoints import HybridCase, reference_steps, tiny_llama
 from tests.worker.execution.hand_scheduler import HandScheduler
-from transom_worker.contract import SamplingParams
+from transom_core.contract import SamplingParams
+from transom_core.settings.settings import Settings
 from transom_worker.execution.executor_factory import create_executor
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.sampling.noise import gumbel, noise_key, random_bits
 from transom_worker.sampling.sampler import Sampler
-from transom_worker.settings import Settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

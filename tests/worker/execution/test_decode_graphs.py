@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 from tests.checkpoints import make_checkpoint
 from tests.graph_recorder import NotCapturable, RecordedGraph, RecorderDevice, Recording, recorded
 from tests.tiny_checkpoints import tiny_llama
+from transom_core.settings.settings import Settings
 from transom_kernels.launch import INTERPRETED, Kernels, prefer
 from transom_kernels.moe.dispatch import block_rows
 from transom_kernels.moe.sort import MAX_PAIRS
@@ -30,9 +31,8 @@ from transom_worker.execution.graphs.static_batch import StaticBatch
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.step_logits import StepLogits
 from transom_worker.execution.step_sampling import sample_step
-from transom_worker.layers.forward_batch import ForwardBatch
+from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.scheduling.step import StepPlan
-from transom_worker.settings import Settings
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
 SIZE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1}

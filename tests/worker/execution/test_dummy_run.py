@@ -7,6 +7,7 @@ import torch
 
 from tests.worker.execution.hand_scheduler import engine_config
 from tests.worker.execution.toy_decoder import ToyDecoder, layer, load_toy
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.batch.slab import allocate_slab, block_rows
@@ -18,9 +19,8 @@ from transom_worker.execution.dummy_run import (
     worst_case_step,
 )
 from transom_worker.execution.runner import ModelRunner
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.layers.forward_batch import ForwardBatch
-from transom_worker.parallel import SINGLE_RANK, Parallel
+from transom_worker.models.layers.forward_batch import ForwardBatch
+from transom_worker.models.parallel import SINGLE_RANK, Parallel
 from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import StepPlan

@@ -4,7 +4,7 @@ import pytest
 
 from tests.worker.execution.hand_scheduler import HandScheduler, engine_config
 from tests.worker.execution.toy_decoder import VOCABULARY, ToyDecoder, layer, load_toy
-from transom_worker.errors import ConfigError, StepFailed
+from transom_core.errors import ConfigError, StepFailed
 from transom_worker.execution.local_executor import LocalExecutor
 from transom_worker.scheduling.step import TIER_DEVICE, TIER_HOST, StepPlan
 

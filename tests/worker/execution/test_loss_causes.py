@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from transom_worker.errors import LossCause, OutOfMemory, RankLost, StepFailed
+from transom_core.errors import LossCause, OutOfMemory, RankLost, StepFailed
 from transom_worker.execution import loss_causes
 from transom_worker.execution.loss_causes import cause_of_error, cause_of_exit
 

@@ -5,8 +5,8 @@ import torch
 
 from tests.worker.execution.hand_scheduler import engine_config
 from tests.worker.execution.toy_decoder import layer, load_toy
-from transom_worker.config import DEFAULT_CPU_KV_SHARE, CacheConfig, SchedulerConfig
-from transom_worker.errors import ConfigError
+from transom_core.config import DEFAULT_CPU_KV_SHARE, CacheConfig, SchedulerConfig
+from transom_core.errors import ConfigError
 from transom_worker.execution import memory
 from transom_worker.planner import cache_groups
 

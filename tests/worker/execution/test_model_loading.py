@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.worker.execution.toy_decoder import architecture, layer
+from transom_core.config import ModelConfig
+from transom_core.errors import ConfigError
+from transom_core.model_files.resolve import ModelFiles, eos_token_ids
 from transom_kernels.cpu import threads
-from transom_worker.config import ModelConfig
-from transom_worker.errors import ConfigError
 from transom_worker.execution import model_loading
-from transom_worker.model_files.resolve import ModelFiles, eos_token_ids
 
 LLAMA = {
     "model_type": "llama",

@@ -17,8 +17,8 @@ from tests.checkpoints import load_oracle, make_checkpoint, prompt
 from tests.tiny_checkpoints import visible
 from tests.worker.execution.hand_scheduler import engine_config
 from tests.worker.execution.policy_scheduler import PolicyScheduler
+from transom_core.contract import HeavyPolicy, WindowPolicy
 from transom_kernels.launch import INTERPRETED, prefer
-from transom_worker.contract import HeavyPolicy, WindowPolicy
 from transom_worker.execution.runner import ModelRunner
 
 FAMILIES: dict[str, dict[str, Any]] = {

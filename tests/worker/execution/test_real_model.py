@@ -9,11 +9,11 @@ import torch
 
 from tests.tiny_checkpoints import FULL, HybridCase, reference_logits, reference_steps, tiny_llama
 from tests.worker.execution.hand_scheduler import HandScheduler
-from transom_worker.contract import SamplingParams
-from transom_worker.errors import ConfigError, ModelError
+from transom_core.contract import SamplingParams
+from transom_core.errors import ConfigError, ModelError
+from transom_core.settings.settings import Settings
 from transom_worker.execution.executor_factory import create_executor
 from transom_worker.execution.local_executor import LocalExecutor
-from transom_worker.settings import Settings
 
 CASES = {
     "full": FULL,

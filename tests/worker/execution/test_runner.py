@@ -7,8 +7,8 @@ import pytest
 
 from tests.worker.execution.hand_scheduler import GREEDY, HandScheduler, engine_config
 from tests.worker.execution.toy_decoder import VOCABULARY, ToyDecoder, layer, load_toy
-from transom_worker.contract import SamplingParams
-from transom_worker.errors import StepFailed
+from transom_core.contract import SamplingParams
+from transom_core.errors import StepFailed
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tests.worker.execution.toy_decoder import architecture, layer
+from transom_core.kv_cache.layout import ArenaLayout
+from transom_core.model_config.layer_attention import Compression, LayerAttention
 from transom_worker.execution.batch.slab import (
     allocate_slab,
     block_rows,
@@ -13,8 +15,6 @@ from transom_worker.execution.batch.slab import (
     group_of_layer,
     layer_caches,
 )
-from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.model_config.layer_attention import Compression, LayerAttention
 from transom_worker.planner import cache_groups, make_layout
 
 CPU = torch.device("cpu")

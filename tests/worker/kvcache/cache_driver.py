@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from tests.worker.kvcache.cache_model import BLOCK, Mirror, cheapest_hit, check_cache, layout
 from tests.worker.kvcache.rank_model import RankTable, Slab, copy_blocks, prefix_tags
-from transom_worker.kvcache.block_copies import BlockCopy
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.hashing import chain_root, extend_chain
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.hashing import chain_root, extend_chain
+from transom_core.kv_cache.prefix_search import PrefixHit, find_hit, hit_limit
+from transom_core.kv_cache.tiers import DISK
+from transom_worker.kvcache.blocks.block_copies import BlockCopy
+from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.prefix_search import PrefixHit, find_hit, hit_limit
-from transom_worker.kvcache.sequence import SequenceBlocks
-from transom_worker.kvcache.tiers import DISK
-from transom_worker.kvcache.tree import CheckpointKind
+from transom_worker.kvcache.prefix.tree import CheckpointKind
 
 ROOT = chain_root(BLOCK)
 WRONG = b"computed without all that it reads"

@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
-from transom_worker.kvcache.arena import FREE
-from transom_worker.kvcache.block_table import HOLE
+from transom_core.contract.kv_events import KvUpdate
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
+from transom_core.kv_cache.load_rates import LoadRates
+from transom_core.kv_cache.tiers import DEVICE, HOST
+from transom_core.kv_cache.window_repair import repair_start
+from transom_worker.kvcache.blocks.arena import FREE
+from transom_worker.kvcache.blocks.block_table import HOLE
+from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.bounded_retention import BoundedRetention
-from transom_worker.kvcache.events import KvUpdate
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
-from transom_worker.kvcache.load_rates import LoadRates
 from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.sequence import SequenceBlocks
-from transom_worker.kvcache.tiers import DEVICE, HOST
-from transom_worker.kvcache.window_repair import repair_start
 
 BLOCK = 4
 

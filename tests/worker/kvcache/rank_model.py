@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from transom_worker.kvcache.block_copies import BlockCopy
-from transom_worker.kvcache.layout import ArenaLayout
+from transom_core.kv_cache.layout import ArenaLayout
+from transom_worker.kvcache.blocks.block_copies import BlockCopy
 
 Content = tuple[int, bytes]  # (position, digest of the tokens up to it)
 

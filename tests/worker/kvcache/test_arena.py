@@ -6,8 +6,8 @@ import random
 import pytest
 
 from tests.worker.kvcache.cache_model import layout
-from transom_worker.errors import ConfigError
-from transom_worker.kvcache.arena import FREE, Arena
+from transom_core.errors import ConfigError
+from transom_worker.kvcache.blocks.arena import FREE, Arena
 
 
 def test_leases_and_returns_keep_the_runs_right() -> None:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tests.how_many import num_examples
 from tests.worker.kvcache.cache_driver import CacheDriver
 from tests.worker.kvcache.cache_model import BLOCK, ENTRY_MIXES, MIXES
-from transom_worker.kvcache.tree import CheckpointKind
+from transom_worker.kvcache.prefix.tree import CheckpointKind
 
 ALL_MIXES = (*MIXES, *ENTRY_MIXES)
 PREFIXES = [[random.Random(seed).randrange(9) for _ in range(70)] for seed in range(3)]

@@ -6,10 +6,10 @@ import pytest
 
 from tests.worker.kvcache.cache_model import BLOCK
 from tests.worker.kvcache.test_manager import ROOT, cache_of, run
-from transom_worker.kvcache.eviction import Watched
-from transom_worker.kvcache.hashing import extend_chain
+from transom_core.kv_cache.hashing import extend_chain
+from transom_worker.kvcache.eviction.eviction_policy import Watched
 from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.tree import Node
+from transom_worker.kvcache.prefix.tree import Node
 
 TURN = 24  # tokens
 

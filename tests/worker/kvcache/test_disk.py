@@ -12,12 +12,12 @@ from tests.how_many import num_examples
 from tests.worker.kvcache.cache_driver import ROOT, CacheDriver
 from tests.worker.kvcache.cache_model import BLOCK, ENTRY_MIXES, MIXES
 from tests.worker.kvcache.rank_model import copy_blocks
-from transom_worker.kvcache import load_rates
-from transom_worker.kvcache.block_copies import BlockCopy
-from transom_worker.kvcache.hashing import extend_chain
+from transom_core.kv_cache import load_rates
+from transom_core.kv_cache.hashing import extend_chain
+from transom_core.kv_cache.tiers import DISK, HOST
+from transom_worker.kvcache.blocks.block_copies import BlockCopy
 from transom_worker.kvcache.imports import BlockImport
-from transom_worker.kvcache.tiers import DISK, HOST
-from transom_worker.kvcache.tree import CheckpointKind
+from transom_worker.kvcache.prefix.tree import CheckpointKind
 
 Contents = dict[int, Any]
 ALL_MIXES = (*MIXES, *ENTRY_MIXES)

@@ -8,12 +8,12 @@ import random
 import pytest
 
 from tests.worker.kvcache.cache_model import BLOCK, MIXES, Mirror, check_cache, layout, slow_hit
-from transom_worker.errors import ConfigError
-from transom_worker.kvcache.hashing import chain_root, extend_chain
+from transom_core.errors import ConfigError
+from transom_core.kv_cache.hashing import chain_root, extend_chain
+from transom_core.kv_cache.prefix_search import hit_limit
+from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.prefix_search import hit_limit
-from transom_worker.kvcache.sequence import SequenceBlocks
-from transom_worker.kvcache.tree import CheckpointKind
+from transom_worker.kvcache.prefix.tree import CheckpointKind
 
 ROOT = chain_root(BLOCK)
 

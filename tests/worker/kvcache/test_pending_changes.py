@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from transom_worker.kvcache.change_log import ChangeLog
-from transom_worker.kvcache.events import KvRun, KvUpdate
-from transom_worker.kvcache.load_rates import LoadRates
-from transom_worker.kvcache.pending_changes import PendingChanges
+from transom_core.contract.kv_events import KvRun, KvUpdate
+from transom_core.kv_cache.load_rates import LoadRates
+from transom_worker.kvcache.prefix.change_log import ChangeLog
+from transom_worker.kvcache.prefix.pending_changes import PendingChanges
 
 DIGESTS = [bytes([i]) * 32 for i in range(8)]
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.how_many import num_examples
-from transom_worker.kvcache import return_times
-from transom_worker.kvcache.eviction import GHOST_TOKENS, NEAR_TOKENS, ReturnTimePolicy
-from transom_worker.kvcache.ghosts import MAX_GHOSTS, PLACES, Ghost, Ghosts
-from transom_worker.kvcache.retention_set import RetentionSet
-from transom_worker.kvcache.return_times import (
+from transom_core.kv_cache.retention_set import RetentionSet
+from transom_worker.kvcache.eviction import return_times
+from transom_worker.kvcache.eviction.eviction_policy import GHOST_TOKENS, NEAR_TOKENS, ReturnTimePolicy
+from transom_worker.kvcache.eviction.ghosts import MAX_GHOSTS, PLACES, Ghost, Ghosts
+from transom_worker.kvcache.eviction.return_times import (
     BUCKET_EDGES,
     LAST_BUCKET,
     REFRESH_EVERY,
@@ -22,8 +22,8 @@ from transom_worker.kvcache.return_times import (
     ReturnTimes,
     WatchedCheckpoint,
 )
-from transom_worker.kvcache.tree import CheckpointKind, Node
-from transom_worker.kvcache.watch_ring import MAX_WATCHES, WatchRing
+from transom_worker.kvcache.eviction.watch_ring import MAX_WATCHES, WatchRing
+from transom_worker.kvcache.prefix.tree import CheckpointKind, Node
 
 NUM_REQUESTS = num_examples(daily=5_000, exhaustive=50_000)
 PROMPT = CheckpointClass(kind="prompt", was_built_upon=True, num_returns=0)

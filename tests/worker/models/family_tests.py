@@ -25,7 +25,7 @@ from tests.checkpoints import (
 from tests.engine_driver import Whole, make_engine, make_request, run
 from tests.lost_windows import lose_windows
 from tests.matrices import some_daily
-from transom_worker.contract import MAX_LOGPROBS
+from transom_core.contract import MAX_LOGPROBS
 from transom_worker.engine.engine import Engine
 
 TOLERANCE = 1e-3

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from transom_worker.errors import ConfigError, ModelError
-from transom_worker.model_config.architecture import (
+from transom_core.errors import ConfigError, ModelError
+from transom_core.model_config.architecture import (
     RUNNABLE_FAMILIES,
     LayerAttention,
     choose_max_model_len,

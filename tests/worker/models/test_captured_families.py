@@ -12,10 +12,10 @@ pytest.importorskip("triton")
 from tests.cpu_threads import NUM_THREADS
 from tests.graph_recorder import RecorderDevice
 from tests.worker.models.test_sharded_families import FAMILIES, make_folder
+from transom_core.settings.settings import Settings
 from transom_kernels.launch import INTERPRETED, prefer
 from transom_worker.execution import dummy_run, forward_pass
 from transom_worker.execution.runner import ModelRunner
-from transom_worker.settings import Settings
 
 pytestmark = [
     pytest.mark.interpreter,

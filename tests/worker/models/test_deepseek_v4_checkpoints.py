@@ -14,13 +14,13 @@ from tests.checkpoints import greedy, load_oracle, prompt
 from tests.engine_driver import make_engine, make_request, run
 from tests.how_many import ALL_TESTS
 from tests.worker.models.deepseek_v4_checkpoint import HEAVY, SPARSE, make_deepseek_v4
-from transom_worker.errors import ConfigError, ModelError
-from transom_worker.model_config.architecture import read_architecture, runnable
-from transom_worker.model_files.resolve import resolve_model
+from transom_core.errors import ConfigError, ModelError
+from transom_core.model_config.architecture import read_architecture, runnable
+from transom_core.model_files.resolve import resolve_model
 from transom_worker.models.deepseek_v4.names import published_name
 from transom_worker.models.registry import build_model
-from transom_worker.weights import Weights, load_weights
-from transom_worker.weights.checkpoint import WHOLE, Part, check_shape
+from transom_worker.models.weights import Weights, load_weights
+from transom_worker.models.weights.checkpoint import WHOLE, Part, check_shape
 
 LENGTHS = (127, 128, 129, 300)
 NUM_TOKENS = 8

@@ -13,8 +13,8 @@ from tests.checkpoints import greedy, load_oracle, prompt
 from tests.engine_driver import make_engine, make_request, run
 from tests.lost_windows import lose_windows
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
+from transom_core.contract import LogprobTable
 from transom_kernels.latent_attention import select_entries
-from transom_worker.contract import LogprobTable
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.models.deepseek_v4 import compressor

@@ -10,14 +10,14 @@ from gguf import GGMLQuantizationType as Kind
 
 from tests.tiny_checkpoints import load_reference, tiny_llama
 from tests.worker.models.tiny_runner import TinyRunner
-from tests.worker.weights.test_gguf_file import write_gguf
-from transom_worker.config import ModelConfig
-from transom_worker.errors import ConfigError
+from tests.worker.models.weights.test_gguf_file import write_gguf
+from transom_core.config import ModelConfig
+from transom_core.errors import ConfigError
+from transom_core.model_config.architecture import read_architecture
+from transom_core.model_files.resolve import resolve_model
 from transom_worker.execution.model_loading import load_model
-from transom_worker.model_config.architecture import read_architecture
-from transom_worker.model_files.resolve import resolve_model
 from transom_worker.models.registry import build_model
-from transom_worker.weights import load_weights
+from transom_worker.models.weights import load_weights
 
 PROMPTS = {"long": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], "short": [2, 7]}
 

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.worker.models.tiny_runner import TinyRunner
-from transom_worker.errors import ConfigError, ModelError
-from transom_worker.model_config.architecture import read_architecture, with_windows
+from transom_core.errors import ConfigError, ModelError
+from transom_core.model_config.architecture import read_architecture, with_windows
+from transom_worker.models.parallel import Parallel
 from transom_worker.models.registry import build_model
-from transom_worker.parallel import Parallel
-from transom_worker.weights.checkpoint import check_shape
+from transom_worker.models.weights.checkpoint import check_shape
 
 VOCAB = 211
 LENGTHS = {"one": 1, "three": 3, "four": 4, "five": 5, "long": 37, "longer": 61}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from transom_worker.errors import ModelError
-from transom_worker.model_config.architecture import read_architecture
-from transom_worker.model_config.mixture import Mixture
+from transom_core.errors import ModelError
+from transom_core.model_config.architecture import read_architecture
+from transom_core.model_config.mixture import Mixture
 
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 7,

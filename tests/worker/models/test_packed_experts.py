@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import save_file
 
 from tests.worker.models.test_deepseek_v4_quantised import in_fp4
+from transom_core.model_config.mixture import Mixture
 from transom_kernels.launch import INTERPRETED, Kernels, prefer
 from transom_kernels.moe import ExpertTensors, MxTensor
-from transom_worker.layers.experts import GroupedExperts, make_experts
-from transom_worker.model_config.mixture import Mixture
 from transom_worker.models.expert_loading import experts_by_name, experts_by_stack
+from transom_worker.models.layers.experts import GroupedExperts, make_experts
 from transom_worker.models.loading import Loader
-from transom_worker.parallel import Parallel
-from transom_worker.weights import RenamedWeights, Weights
-from transom_worker.weights.quantised_checkpoint import open_quantised
-from transom_worker.weights.safetensors_files import SafetensorsWeights
+from transom_worker.models.parallel import Parallel
+from transom_worker.models.weights import RenamedWeights, Weights
+from transom_worker.models.weights.quantised_checkpoint import open_quantised
+from transom_worker.models.weights.safetensors_files import SafetensorsWeights
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
 EXPERTS, HIDDEN, INNER = 3, 64, 128

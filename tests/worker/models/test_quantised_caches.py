@@ -23,10 +23,10 @@ from tests.thread_ranks import ThreadRanks, make_sharded_engine
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.test_moe_families import CASES as MIXTURES
 from tests.worker.models.test_sharded_families import CASES, make_folder
+from transom_core.errors import ConfigError
 from transom_kernels.launch import prefer
 from transom_kernels.quantised_kv import dequantise_rows
 from transom_worker.engine.engine import Engine
-from transom_worker.errors import ConfigError
 
 LENGTHS = (5, 41, 90, 200)
 FORMATS = ("fp8", "int8", "int4")

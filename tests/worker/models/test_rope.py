@@ -14,9 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from tests.worker.models.test_architecture import SMALL
-from transom_worker.errors import ModelError
-from transom_worker.model_config.architecture import read_architecture
-from transom_worker.model_config.rope import Rope
+from transom_core.errors import ModelError
+from transom_core.model_config.architecture import read_architecture
+from transom_core.model_config.rope import Rope
 from transom_worker.models.frequencies import frequencies
 
 CPU = torch.device("cpu")

@@ -25,8 +25,8 @@ from tests.worker.models.family_tests import FamilyCase
 from tests.worker.models.test_dense_families import CASES as DENSE
 from tests.worker.models.test_moe_families import CASES as MIXTURES
 from tests.worker.models.test_moe_families import QUANTISED, draw_corrections
+from transom_core.model_files.resolve import resolve_model
 from transom_worker.engine.engine import Engine
-from transom_worker.model_files.resolve import resolve_model
 from transom_worker.planner import plan_from_config
 
 TOLERANCE = 1e-4

@@ -11,14 +11,14 @@ from tests.checkpoints import SIZES, make_checkpoint
 from tests.thread_ranks import RankThreads, make_sharded_engine
 from tests.worker.models.quantised_checkpoints import to_mxfp4
 from tests.worker.models.test_sharded_families import CHUNKS, make_folder, put
-from transom_worker.errors import ConfigError
+from transom_core.errors import ConfigError
+from transom_core.model_config.architecture import read_architecture
+from transom_core.model_files.resolve import resolve_model
 from transom_worker.execution.executor import ExecutorInfo
-from transom_worker.model_config.architecture import read_architecture
-from transom_worker.model_files.resolve import resolve_model
 from transom_worker.models.model import Model
+from transom_worker.models.parallel import Parallel
 from transom_worker.models.registry import build_model
-from transom_worker.parallel import Parallel
-from transom_worker.weights import WHOLE, Part, Weights, load_weights
+from transom_worker.models.weights import WHOLE, Part, Weights, load_weights
 
 CUT = ("embed_tokens", "lm_head", "_proj", "experts", "sinks")  # and their biases; what is left are norms and routers
 WIDE = {"hidden_size": 96, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}

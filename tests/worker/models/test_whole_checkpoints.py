@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint, prompt
 from tests.engine_driver import make_engine, make_request, run
-from transom_worker.model_files.resolve import eos_token_ids, resolve_model
+from transom_core.model_files.resolve import eos_token_ids, resolve_model
 
 LLAMA4 = {
     "num_local_experts": 4,

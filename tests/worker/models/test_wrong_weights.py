@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 from tests.worker.models.quantised_checkpoints import to_mxfp4
-from transom_worker.config import ModelConfig
-from transom_worker.errors import ModelError
+from transom_core.config import ModelConfig
+from transom_core.errors import ModelError
 from transom_worker.execution.model_loading import load_model
 
 FAMILIES: dict[str, dict[str, Any]] = {

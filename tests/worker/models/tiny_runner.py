@@ -6,9 +6,9 @@ import random
 
 import torch
 
+from transom_core.model_config.architecture import Architecture
 from transom_kernels.paged_attention.batch import PagedBatch
-from transom_worker.layers.forward_batch import ForwardBatch, LayerCache
-from transom_worker.model_config.architecture import Architecture
+from transom_worker.models.layers.forward_batch import ForwardBatch, LayerCache
 
 BLOCK = 4
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from transom_worker.config import SchedulerConfig
-from transom_worker.contract import KvPolicy, Request, SamplingParams
-from transom_worker.kvcache.layout import ArenaLayout
+from transom_core.config import SchedulerConfig
+from transom_core.contract import KvPolicy, Request, SamplingParams
+from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan, StepResult
 

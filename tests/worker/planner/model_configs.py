@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transom_worker.model_config.attention_layers import CHUNKED, COMPRESSED_HEAVILY, COMPRESSED_SPARSE, FULL, SLIDING
+from transom_core.model_config.attention_layers import CHUNKED, COMPRESSED_HEAVILY, COMPRESSED_SPARSE, FULL, SLIDING
 
 
 def _config(

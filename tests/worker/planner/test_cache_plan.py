@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker.planner.model_configs import CONFIGS
-from transom_worker.errors import ConfigError
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.layout import GroupLayout
-from transom_worker.kvcache.retention import Retention
+from transom_core.errors import ConfigError
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.layout import GroupLayout
+from transom_core.kv_cache.retention import Retention
 from transom_worker.planner import plan_cache, plan_from_config
 from transom_worker.planner.concurrency import peak_demands
 

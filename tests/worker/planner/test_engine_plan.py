@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from tests.thread_ranks import make_sharded_engine
 from transom_cluster.cli import app
+from transom_core.settings.settings import Settings
 from transom_worker import LLM
-from transom_worker.settings import Settings
-from transom_worker.startup import build_engine
+from transom_worker.engine.startup import build_engine
 
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 

@@ -10,9 +10,9 @@ import pytest
 from tests.matrices import matrix
 from tests.worker.planner.lock_step import run_together
 from tests.worker.planner.model_configs import CONFIGS
-from transom_worker.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, WindowPolicy
+from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, WindowPolicy
+from transom_worker.kvcache.policy_retentions import retention_under
 from transom_worker.planner import plan_from_config
-from transom_worker.scheduling.policy_retentions import retention_under
 
 BASE = CONFIGS["llama-3-8b"] | {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
 MIXES: dict[str, dict[str, Any]] = {

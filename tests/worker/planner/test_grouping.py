@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from transom_worker.errors import ConfigError
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.model_config.architecture import Architecture
-from transom_worker.model_config.layer_attention import Compression, LayerAttention
-from transom_worker.planner.groups import make_groups
+from transom_core.errors import ConfigError
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.model_config.architecture import Architecture
+from transom_core.model_config.layer_attention import Compression, LayerAttention
+from transom_worker.planner.layer_groups import make_groups
 
 
 def layer(window: int | None = None, **fields: object) -> LayerAttention:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker.planner.model_configs import CONFIGS
-from transom_worker.errors import ConfigError
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
-from transom_worker.model_config.architecture import read_architecture
+from transom_core.errors import ConfigError
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
+from transom_core.model_config.architecture import read_architecture
 from transom_worker.planner.blocks import cache_groups
 from transom_worker.planner.pages import MAX_PAGES, choose_pages, group_waste, make_host_layout, make_layout
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.worker.planner.model_configs import CONFIGS
-from transom_worker.errors import ConfigError
-from transom_worker.model_config.architecture import Architecture, LayerAttention, read_architecture
-from transom_worker.model_config.rank_shares import rank_lines, rank_shares, replicated_parts
-from transom_worker.model_config.sharding import check_size, cut, head_share, kv_holders, largest_size
+from transom_core.errors import ConfigError
+from transom_core.model_config.architecture import Architecture, LayerAttention, read_architecture
+from transom_core.model_config.rank_shares import rank_lines, rank_shares, replicated_parts
+from transom_core.model_config.sharding import check_size, cut, head_share, kv_holders, largest_size
 from transom_worker.planner import cache_groups, make_layout, plan_from_config, rank_layout
 from transom_worker.planner.blocks import DTYPE_BYTES
 

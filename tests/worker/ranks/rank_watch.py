@@ -7,8 +7,8 @@ import select
 from pathlib import Path
 
 from transom_worker.engine.engine import Engine
-from transom_worker.execution.ranks.executor import RanksExecutor
 from transom_worker.execution.ranks.process_launcher import PROGRAM
+from transom_worker.execution.ranks.ranks_executor import RanksExecutor
 
 GONE_TIMEOUT_S = 120.0
 

@@ -10,9 +10,9 @@ import pytest
 import zmq
 
 from tests.engine_driver import make_engine, make_request, run
+from transom_core.errors import RankLost, StepFailed
 from transom_worker.engine.engine import Engine
-from transom_worker.errors import RankLost, StepFailed
-from transom_worker.execution.ranks import executor
+from transom_worker.execution.ranks import ranks_executor as executor
 from transom_worker.execution.ranks.channel import ExecutorChannel
 from transom_worker.execution.ranks.messages import RunStep, decode, encode
 from transom_worker.scheduling.step import StepPlan

@@ -15,7 +15,7 @@ import zmq
 from tests.engine_driver import make_engine, make_request, run
 from tests.worker.ranks.rank_watch import process_ids
 from transom_worker.engine.engine import Engine
-from transom_worker.execution.ranks import executor
+from transom_worker.execution.ranks import ranks_executor as executor
 from transom_worker.execution.ranks.channel import ExecutorChannel
 from transom_worker.execution.ranks.messages import RunStep, decode, encode
 

@@ -57,8 +57,8 @@ class Owner:
     """An engine over Ray ranks, as a Serve replica has it."""
 
     def __init__(self, model: str) -> None:
-        from transom_worker.settings import Settings
-        from transom_worker.startup import build_engine
+        from transom_core.settings.settings import Settings
+        from transom_worker.engine.startup import build_engine
 
         config = Settings.parse(
             model=model,

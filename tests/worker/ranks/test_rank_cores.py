@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from transom_worker.config import CoreShare
+from transom_core.config import CoreShare
+from transom_core.settings.settings import Settings
 from transom_worker.execution.ranks import rank_main
 from transom_worker.execution.ranks.messages import Load
-from transom_worker.settings import Settings
 
 CONFIG = Settings.parse(model="m", device="cpu", tensor_parallel_size=2).engine_config()
 LOAD = Load("", ranks_on_host=2, index_on_host=1)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from transom_core.machine.openmp import SPIN_ROUNDS
+from transom_core.settings.settings import Settings
 from transom_worker.execution.ranks import process_launcher
 from transom_worker.execution.ranks.launcher import RankExit
 from transom_worker.execution.ranks.messages import RankSetup
 from transom_worker.execution.ranks.process_launcher import RankProcesses
-from transom_worker.openmp import SPIN_ROUNDS
-from transom_worker.settings import Settings
 
 WRITES_ITS_VARIABLES = (
     "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text("

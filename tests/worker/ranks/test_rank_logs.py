@@ -13,9 +13,9 @@ import pytest
 START = """
 import sys
 from transom_worker.execution.ranks import process_launcher
-from transom_worker.execution.ranks.executor import RanksExecutor
-from transom_worker.logs import show_logs
-from transom_worker.settings import Settings
+from transom_worker.execution.ranks.ranks_executor import RanksExecutor
+from transom_core.logs import show_logs
+from transom_core.settings.settings import Settings
 
 process_launcher.PROGRAM = (sys.executable, "-P", "-c", sys.argv[2])
 show_logs("json", "worker/abc")

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from transom_worker.errors import ConfigError
+from transom_core.errors import ConfigError
+from transom_core.settings.settings import Settings
 from transom_worker.execution.ranks import actor_launcher
 from transom_worker.execution.ranks.actor_launcher import RankActors
 from transom_worker.execution.ranks.messages import RankSetup
-from transom_worker.settings import Settings
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ import pytest
 from tests.engine_driver import make_engine, make_request, run
 from tests.tiny_checkpoints import reference_greedy
 from tests.worker.ranks.rank_watch import left_behind, process_ids, wait_until_gone
-from transom_worker.contract import Request
+from transom_core.contract import Request
+from transom_core.errors import WorkerLost
 from transom_worker.engine.engine import Engine
-from transom_worker.errors import WorkerLost
 from transom_worker.scheduling.step import StepPlan
 
 NUM_TOKENS = 12

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.worker.ranks.rank_watch import left_behind
-from transom_worker.config import EngineConfig
-from transom_worker.errors import RankLost
-from transom_worker.execution.ranks import startup
-from transom_worker.execution.ranks.executor import RanksExecutor
+from transom_core.config import EngineConfig
+from transom_core.errors import RankLost
+from transom_core.settings.settings import Settings
+from transom_worker.execution.ranks import rank_startup as startup
 from transom_worker.execution.ranks.group import RankGroup
 from transom_worker.execution.ranks.launcher import Launcher, OnRankExit
 from transom_worker.execution.ranks.messages import Hello, Loaded, LoadProgress, RankSetup, RendezvousOpened
-from transom_worker.settings import Settings
+from transom_worker.execution.ranks.ranks_executor import RanksExecutor
 
 SILENCE_S = 10.0
 

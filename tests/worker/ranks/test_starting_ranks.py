@@ -14,14 +14,15 @@ import pytest
 
 from tests.tiny_checkpoints import tiny_llama
 from tests.worker.ranks.rank_watch import left_behind, wait_until_gone
-from transom_worker.config import EngineConfig
-from transom_worker.errors import ConfigError, ModelError, RankLost
-from transom_worker.execution.ranks import channel, executor
-from transom_worker.execution.ranks.executor import RanksExecutor
+from transom_core.config import EngineConfig
+from transom_core.errors import ConfigError, ModelError, RankLost
+from transom_core.settings.settings import Settings
+from transom_worker.execution.ranks import channel
+from transom_worker.execution.ranks import ranks_executor as executor
 from transom_worker.execution.ranks.group import RankGroup
 from transom_worker.execution.ranks.messages import Allocate, Load, OpenRendezvous, encode
 from transom_worker.execution.ranks.process_launcher import RankProcesses
-from transom_worker.settings import Settings
+from transom_worker.execution.ranks.ranks_executor import RanksExecutor
 
 
 def config(model: Path, **settings: object) -> EngineConfig:

@@ -7,9 +7,9 @@ import socket
 
 import zmq
 
+from transom_core.settings.settings import Settings
 from transom_worker.execution.ranks.channel import ExecutorChannel, RankChannel
 from transom_worker.execution.ranks.messages import Hello, RankSetup
-from transom_worker.settings import Settings
 
 BEGINNINGS = [b"", b"\xff" + bytes(8) + b"\x7f", b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01CURVE" + bytes(48), b"\xff" * 10]
 NUM_STREAMS = 200

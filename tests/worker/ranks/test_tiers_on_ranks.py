@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from transom_worker.errors import RankLost, StepFailed
+from transom_core.errors import RankLost, StepFailed
+from transom_core.settings.settings import Settings
 from transom_worker.execution.executor import PIECE_BYTES, ExecutorInfo
-from transom_worker.execution.ranks.executor import RanksExecutor
 from transom_worker.execution.ranks.process_launcher import RankProcesses
+from transom_worker.execution.ranks.ranks_executor import RanksExecutor
 from transom_worker.execution.tiers.load_reports import LoadReports
 from transom_worker.scheduling.step import TIER_DEVICE, TIER_HOST, StepPlan, StepResult
-from transom_worker.settings import Settings
 
 
 @pytest.fixture(scope="module")

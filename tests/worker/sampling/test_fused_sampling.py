@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 import torch
 
 from tests.worker.sampling.test_sampler import KINDS, VOCABULARY, add, run
+from transom_core.contract import SamplingParams
 from transom_kernels.launch import INTERPRETED, prefer
 from transom_kernels.sample import gpu
-from transom_worker.contract import SamplingParams
 from transom_worker.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from transom_worker.contract import SamplingParams
+from transom_core.contract import SamplingParams
 from transom_worker.sampling.penalties import TokenCounts, apply_changes
 from transom_worker.sampling.token_table import TokenTable
 

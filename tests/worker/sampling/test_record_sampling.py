@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.worker.sampling.test_sampler import KINDS, VOCABULARY, add, run
+from transom_core.contract import SamplingParams
 from transom_kernels.launch import prefer
-from transom_worker.contract import SamplingParams
 from transom_worker.sampling.sampler import Sampler
 
 NUM_ROWS, NUM_STEPS = 24, 3

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from transom_worker.contract import SamplingParams
+from transom_core.contract import SamplingParams
 from transom_worker.sampling.sampler import Sampler
 
 VOCABULARY = 211

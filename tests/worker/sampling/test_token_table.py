@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.how_many import num_examples
 from tests.worker.sampling.test_sampler import EOS, KINDS, add, logits_after
+from transom_core.contract import SamplingParams
 from transom_kernels.launch import prefer
-from transom_worker.contract import SamplingParams
 from transom_worker.sampling.penalties import TokenCounts
 from transom_worker.sampling.sampler import Sampler
 from transom_worker.sampling.token_table import LEAST_CAPACITY, FixedPairs, TokenPairs, TokenTable

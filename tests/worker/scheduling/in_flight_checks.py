@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.worker.kvcache.cache_model import BLOCK
-from transom_worker.kvcache.loads import Load
+from transom_worker.kvcache.tiers.loads import Load
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.sequence import SequenceStatus
 

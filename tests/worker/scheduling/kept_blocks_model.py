@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from tests.worker.scheduling.replay_executor import block_mass
-from transom_worker.contract import AdaptivePolicy, HeavyPolicy
+from transom_core.contract import AdaptivePolicy, HeavyPolicy
 from transom_worker.scheduling.attention_history import HALF_LIFE_TOKENS, interval_blocks
 
 

@@ -21,9 +21,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from transom_worker.contract import Logprob, LogprobTable, TokenLogprobs, WindowPolicy
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.layout import ArenaLayout
+from transom_core.contract import Logprob, LogprobTable, TokenLogprobs, WindowPolicy
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.scheduling.step import (
     NO_ID,
     TIER_DEVICE,

@@ -11,9 +11,9 @@ from tests.worker.kvcache.cache_model import BLOCK, ENTRY_MIXES, MIXES, Mirror, 
 from tests.worker.scheduling.in_flight_checks import check_waiters
 from tests.worker.scheduling.replay_executor import ReplayExecutor, sampled_token
 from tests.worker.scheduling.work_model import WorkModel
-from transom_worker.config import SchedulerConfig
-from transom_worker.contract import Request, SamplingParams
-from transom_worker.kvcache.layout import ArenaLayout
+from transom_core.config import SchedulerConfig
+from transom_core.contract import Request, SamplingParams
+from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.prompt_pace import PromptPace
 from transom_worker.scheduling.request_validation import stream_limit

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
-from transom_worker.contract import CONTRACT_VERSION, Request
-from transom_worker.errors import Overloaded, PromptTooLong, RequestError, RequestTooLarge, WorkerLost
+from transom_core.contract import CONTRACT_VERSION, Request
+from transom_core.errors import Overloaded, PromptTooLong, RequestError, RequestTooLarge, WorkerLost
 from transom_worker.scheduling.request_validation import check_request
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.lost_windows import lose_left_behind, lose_windows
 from tests.worker.scheduling.scheduler_driver import request
 from tests.worker.scheduling.shared_prompts import MIXES, PROMPT, STEPS, cached, make_driver, num_waiters, planned
-from transom_worker.contract import SamplingParams
+from transom_core.contract import SamplingParams
 
 
 @STEPS

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
-from transom_worker.contract.priority import PRIORITY_AGING_S
+from transom_core.contract.priority import PRIORITY_AGING_S
+from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.sequence import SequenceBlocks
 
 
 def test_a_low_priority_waits_no_longer_than_its_age() -> None:

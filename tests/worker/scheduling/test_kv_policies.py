@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.how_many import num_examples
 from tests.worker.scheduling.kept_blocks_model import kept_blocks
 from tests.worker.scheduling.scheduler_driver import BLOCK, Driver, layout, request
-from transom_worker.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, SamplingParams, WindowPolicy
-from transom_worker.errors import PromptTooLong, RequestError, RequestTooLarge
-from transom_worker.kvcache.load_rates import LoadRates
+from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, SamplingParams, WindowPolicy
+from transom_core.errors import PromptTooLong, RequestError, RequestTooLarge
+from transom_core.kv_cache.load_rates import LoadRates
 from transom_worker.scheduling.step import WHOLE_TABLE
 
 WINDOWS = (

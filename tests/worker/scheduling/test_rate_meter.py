@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
-from transom_worker.kvcache.load_rates import LoadRates
+from transom_core.kv_cache.load_rates import LoadRates
 from transom_worker.scheduling.rate_meter import STALE_STEPS, RateMeter
 from transom_worker.scheduling.step import StepPlan, StepTimings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transom_worker.kvcache.load_rates import LoadRates
+from transom_core.kv_cache.load_rates import LoadRates
 from transom_worker.scheduling.read_meter import MOST_DECAYS, STALE_REQUESTS, ReadMeter
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.worker.scheduling.scheduler_driver import MIXES, Driver, layout, request
-from transom_worker.contract import LogprobTable, SamplingParams
+from transom_core.contract import LogprobTable, SamplingParams
 from transom_worker.scheduling.step import NO_ID
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.how_many import num_examples
 from tests.lost_windows import lose_windows
 from tests.worker.scheduling.scheduler_driver import BLOCK, ENTRY_MIXES, MIXES, Driver, layout, request
-from transom_worker.errors import RequestTooLarge
+from transom_core.errors import RequestTooLarge
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.scheduling.prompt_pace import PromptPace
 

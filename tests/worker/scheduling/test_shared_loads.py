@@ -8,8 +8,8 @@ import pytest
 
 from tests.worker.scheduling.scheduler_driver import ENTRY_MIXES, MIXES, Driver, layout, request
 from tests.worker.scheduling.shared_prompts import STEPS, num_waiters
-from transom_worker.contract import WindowPolicy
-from transom_worker.kvcache.load_rates import LoadRates
+from transom_core.contract import WindowPolicy
+from transom_core.kv_cache.load_rates import LoadRates
 from transom_worker.scheduling.sequence import SequenceStatus
 from transom_worker.scheduling.step import StepPlan
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.retention import Retention
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.retention import Retention
 from transom_worker.simulate.bounds import Footprint, hit_bounds
 from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from transom_worker.errors import ConfigError
+from transom_core.errors import ConfigError
 from transom_worker.simulate.conversations import BUILDERS, build_workload
 
 

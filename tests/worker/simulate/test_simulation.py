@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.worker.simulate.tiny_model import write_model
-from transom_worker.config import SchedulerConfig
-from transom_worker.errors import ConfigError, ModelError
+from transom_core.config import SchedulerConfig
+from transom_core.errors import ConfigError, ModelError
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan, StepResult
 from transom_worker.simulate.arrivals import ARRIVALS

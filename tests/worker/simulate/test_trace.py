@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from transom_worker.errors import ConfigError
+from transom_core.errors import ConfigError
 from transom_worker.simulate.arrivals import RecordedArrivals
 from transom_worker.simulate.trace import read_trace
 

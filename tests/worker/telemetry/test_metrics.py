@@ -10,8 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engine_driver import make_engine, make_request, run, unusable_request
-from transom_worker.clock import steady_time_s
-from transom_worker.contract import WorkerLoad
+from transom_core.clock import steady_time_s
+from transom_core.contract import WorkerLoad
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.kvcache.histogram import Histogram

@@ -13,12 +13,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from tests.engine_driver import make_engine, make_request, run
-from transom_worker.contract import FinishReason
+from transom_core.contract import FinishReason
+from transom_core.telemetry.build_versions import build_versions
 from transom_worker.engine.engine import Engine
-from transom_worker.kvcache import prefix_outcome
-from transom_worker.kvcache.allocator import EVICTED_FOR_OTHER_GROUP, EVICTED_FOR_OWN_GROUP
-from transom_worker.kvcache.tree import CheckpointKind
-from transom_worker.telemetry.metrics import EngineMetrics, build_versions, fixed_values
+from transom_worker.kvcache.blocks.allocator import EVICTED_FOR_OTHER_GROUP, EVICTED_FOR_OWN_GROUP
+from transom_worker.kvcache.prefix import prefix_outcome
+from transom_worker.kvcache.prefix.tree import CheckpointKind
+from transom_worker.telemetry.metrics import EngineMetrics, fixed_values
 from transom_worker.telemetry.request_times import RequestTimes
 
 OWN = {"model", "worker"}

@@ -12,9 +12,8 @@ import pytest
 
 from tests.engine_driver import make_engine, make_hooked_engine, make_request, run
 from tests.lost_windows import lose_windows
-from transom_worker.engine.engine import Engine
-from transom_worker.errors import RankLost, WorkerLost
-from transom_worker.telemetry.request_timelines import (
+from transom_core.errors import RankLost, WorkerLost
+from transom_core.telemetry.request_timelines import (
     MAX_ENDED_EVENTS,
     MAX_EVENTS,
     MAX_TIMELINES,
@@ -23,6 +22,7 @@ from transom_worker.telemetry.request_timelines import (
     prompt_and_choice_of,
     response_id_of,
 )
+from transom_worker.engine.engine import Engine
 
 
 def events_of(engine: Engine, request_id: str, what: str | None = None) -> list[dict[str, Any]]:

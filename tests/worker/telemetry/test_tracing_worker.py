@@ -14,14 +14,14 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.engine_driver import make_engine, make_request, run
-from transom_worker.config import TracingConfig
-from transom_worker.contract import Request
+from transom_core.config import TracingConfig
+from transom_core.contract import Request
+from transom_core.errors import ConfigError, WorkerLost
+from transom_core.settings.settings import Settings
+from transom_core.telemetry import tracing
+from transom_core.telemetry.tracing import Tracing
 from transom_worker.engine.engine import Engine
-from transom_worker.errors import ConfigError, WorkerLost
-from transom_worker.settings import Settings
-from transom_worker.telemetry import tracing
 from transom_worker.telemetry.timeline_exporter import RequestSpans, TimelineExporter
-from transom_worker.telemetry.tracing import Tracing
 
 ENDPOINT = "http://127.0.0.1:9/v1/traces"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

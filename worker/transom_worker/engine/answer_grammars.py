@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from transom_core.grammar import CompiledGrammar, GrammarCompiler, GrammarMasks, GrammarMatcher, GrammarVocabulary
+from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.running_request import RunningRequest
-from transom_worker.grammar import CompiledGrammar, GrammarCompiler, GrammarMasks, GrammarMatcher, GrammarVocabulary
 from transom_worker.telemetry.worker_state import GrammarStats
-from transom_worker.text.tokenizer import Tokenizer
 
 COMPILE_WAIT_S = 0.02  # for which a step without anything to compute waits for a grammar at most
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from transom_worker.contract import Request
+from transom_core.contract import Request
+from transom_core.kv_cache.hashing import extend_chain
 from transom_worker.engine.disk_watch import DiskWatch
 from transom_worker.engine.kept_imports import KeptImports
-from transom_worker.kvcache.hashing import extend_chain
 from transom_worker.kvcache.imports import BlockImport
 from transom_worker.scheduling.read_meter import ReadMeter
 from transom_worker.scheduling.scheduler import Scheduler

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from transom_worker.config import CacheConfig
-from transom_worker.contract import Request
-from transom_worker.disk_cache.folder import BlockFolder
+from transom_core.config import CacheConfig
+from transom_core.contract import Request
 from transom_worker.engine.disk_imports import DiskImports
 from transom_worker.engine.disk_watch import DiskWatch
 from transom_worker.engine.kept_imports import KeptImports
 from transom_worker.execution.executor import Executor, ExecutorInfo
+from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepResult
 

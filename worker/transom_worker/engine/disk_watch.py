@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
-from transom_worker.disk_cache.folder import BlockFolder
-from transom_worker.disk_cache.listing import BlockKey, ListedChanges
-from transom_worker.kvcache.disk_index import DiskIndex
+from transom_worker.kvcache.tiers.disk.folder import BlockFolder
+from transom_worker.kvcache.tiers.disk.listing import BlockKey, ListedChanges
+from transom_worker.kvcache.tiers.disk_index import DiskIndex
 
 logger = logging.getLogger("transom.worker")
 

@@ -16,19 +16,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from transom_worker.blockmap.log import BlockMapLog
-from transom_worker.clock import steady_time_s
-from transom_worker.config import EngineConfig
-from transom_worker.contract import OutputEvent, Request, WorkerLoad
-from transom_worker.engine.answer_grammars import AnswerGrammars
-from transom_worker.engine.disk_tier import EngineDiskTier
-from transom_worker.engine.kept_imports import KeptImports
-from transom_worker.engine.running_request import RunningRequest
-from transom_worker.engine.state_report import worker_load, worker_state
-from transom_worker.engine.step_pipeline import StepPipeline
-from transom_worker.engine.step_rates import StepRates
-from transom_worker.engine.transfer_store import TransferStore
-from transom_worker.errors import (
+from transom_core.clock import steady_time_s
+from transom_core.config import EngineConfig
+from transom_core.contract import OutputEvent, Request, WorkerLoad
+from transom_core.errors import (
     EngineDead,
     OutOfMemory,
     RankLost,
@@ -37,17 +28,26 @@ from transom_worker.errors import (
     StepFailed,
     WorkerLost,
 )
+from transom_core.text.tokenizer import Tokenizer
+from transom_worker.engine.answer_grammars import AnswerGrammars
+from transom_worker.engine.disk_tier import EngineDiskTier
+from transom_worker.engine.kept_imports import KeptImports
+from transom_worker.engine.running_request import RunningRequest
+from transom_worker.engine.state_report import worker_load, worker_state
+from transom_worker.engine.step_pipeline import StepPipeline
+from transom_worker.engine.step_rates import StepRates
+from transom_worker.engine.transfer_store import TransferStore
 from transom_worker.execution.executor import Executor, ExecutorInfo
+from transom_worker.kvcache.tiers.transfer.kv_store import KvStore
+from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.request_validation import check_request, fit_model_len, stream_limit
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
+from transom_worker.telemetry.blockmap.log import BlockMapLog
 from transom_worker.telemetry.engine_events import EngineEvents, EngineStepTimes
 from transom_worker.telemetry.engine_timelines import Clock, EngineTimelines
 from transom_worker.telemetry.metrics import EngineMetrics
-from transom_worker.text.tokenizer import Tokenizer
-from transom_worker.transfer.kv_store import KvStore
-from transom_worker.transfer.report import FetchReport
 
 logger = logging.getLogger("transom.worker")
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Container
 from concurrent.futures import Future
 from typing import TypeVar
 
-from transom_worker.contract import ErrorInfo, OutputEvent, Request, WorkerMessage
+from transom_core.contract import ErrorInfo, OutputEvent, Request, WorkerMessage
+from transom_core.errors import EngineDead, TransomError, WorkerLost
 from transom_worker.engine.engine import RESTARTING, Engine
 from transom_worker.engine.step_watchdog import Watchdog, new_turns
-from transom_worker.errors import EngineDead, TransomError, WorkerLost
-from transom_worker.transfer.report import FetchReport
+from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
 
 logger = logging.getLogger("transom.worker")
 

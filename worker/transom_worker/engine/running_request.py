@@ -7,13 +7,13 @@ stopped, with an equal held-back end and equal stop conditions.
 
 from __future__ import annotations
 
-from transom_worker.contract import ErrorInfo, FinishReason, KvQuality, OutputEvent, Request, Usage
+from transom_core.contract import ErrorInfo, FinishReason, KvQuality, OutputEvent, Request, Usage
+from transom_core.grammar import GrammarMatcher
+from transom_core.text.detokenizer import Detokenizer
+from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.stop_strings import StopStrings
-from transom_worker.grammar import GrammarMatcher
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.telemetry.request_times import RequestTimes
-from transom_worker.text.detokenizer import Detokenizer
-from transom_worker.text.tokenizer import Tokenizer
 
 
 class RunningRequest:

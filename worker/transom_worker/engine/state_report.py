@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transom_worker.contract import WorkerLoad
+from transom_core.contract import WorkerLoad
 from transom_worker.engine.step_rates import StepRates
 from transom_worker.execution.executor import RankReport
 from transom_worker.scheduling.scheduler import Scheduler

@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from transom_worker.contract import OutputEvent
+from transom_core.contract import OutputEvent
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.step_watchdog import Turns, log_hang, new_turns
 

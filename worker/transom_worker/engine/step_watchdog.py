@@ -24,8 +24,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from transom_worker.config import RanksConfig
-from transom_worker.errors import EngineDead
+from transom_core.config import RanksConfig
+from transom_core.errors import EngineDead
 
 logger = logging.getLogger("transom.worker")
 

@@ -6,20 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transom_worker.block_format import KvShares, convert_blocks
-from transom_worker.contract import WindowPolicy
+from transom_core.contract import WindowPolicy
+from transom_core.contract.kv_transfer import MAX_PIECE_BYTES, BlockRange, PrefixOffer, PrefixQuery
+from transom_core.contract.prefix_peers import Bytes
+from transom_core.kv_cache.hashing import extend_chain
+from transom_core.kv_cache.kv_shares import KvShares
+from transom_core.kv_cache.prefix_search import PrefixHit, hit_limit
+from transom_core.kv_cache.tiers import HOST
 from transom_worker.engine.kept_imports import KeptImports
 from transom_worker.execution.executor import PIECE_BYTES, Executor
-from transom_worker.kvcache.block_copies import BlockCopy
-from transom_worker.kvcache.exports import BlockExport
-from transom_worker.kvcache.hashing import extend_chain
+from transom_worker.kvcache.blocks.block_copies import BlockCopy
 from transom_worker.kvcache.imports import BlockImport
-from transom_worker.kvcache.prefix_search import PrefixHit, hit_limit
-from transom_worker.kvcache.tiers import HOST
+from transom_worker.kvcache.tiers.block_format.convert import convert_blocks
+from transom_worker.kvcache.tiers.exports import BlockExport
+from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan
 from transom_worker.scheduling.scheduler import Scheduler
-from transom_worker.transfer.kv_store import ImportPlan
-from transom_worker.transfer.messages import MAX_PIECE_BYTES, BlockRange, PrefixOffer, PrefixQuery
-from transom_worker.transfer.peers import Bytes
 
 
 class TransferStore:

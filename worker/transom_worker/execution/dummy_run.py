@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from transom_worker.contract import MAX_LOGPROBS, HeavyPolicy, KvPolicy, SamplingParams, WindowPolicy
+from transom_core.contract import MAX_LOGPROBS, HeavyPolicy, KvPolicy, SamplingParams, WindowPolicy
+from transom_core.kv_cache.groups import GroupSpec
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.forward_pass import ForwardPass
 from transom_worker.execution.step_sampling import sample_step
-from transom_worker.kvcache.groups import GroupSpec
 from transom_worker.models.model import Model
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import WHOLE_TABLE, NewSequence, StepPlan, StepResult

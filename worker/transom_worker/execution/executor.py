@@ -12,9 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from transom_worker.block_format import KvShares
-from transom_worker.errors import RankLost
-from transom_worker.kvcache.layout import ArenaLayout
+from transom_core.errors import RankLost
+from transom_core.kv_cache.kv_shares import KvShares
+from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.planner import CachePlan
 from transom_worker.scheduling.step import StepPlan, StepResult
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transom_worker.config import EngineConfig
+from transom_core.config import EngineConfig
 from transom_worker.execution.executor import Executor
 
 
@@ -12,7 +12,7 @@ def create_executor(config: EngineConfig) -> Executor:
         from transom_worker.execution.local_executor import LocalExecutor
 
         return LocalExecutor(config)
-    from transom_worker.execution.ranks.executor import RanksExecutor
+    from transom_worker.execution.ranks.ranks_executor import RanksExecutor
 
     if config.ranks.launcher == "ray":
         from transom_worker.execution.ranks.actor_launcher import RankActors

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from transom_core.config import EngineConfig
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
-from transom_worker.config import EngineConfig
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.batch.step_arrays import StepArrays
@@ -22,10 +23,9 @@ from transom_worker.execution.graphs.graph_warm_up import capture_decode_graphs
 from transom_worker.execution.policy_report import PolicyReport
 from transom_worker.execution.programs.static_policy_inputs import PolicyVariant
 from transom_worker.execution.step_logits import StepLogits, ready_logits
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.layers.forward_batch import ForwardBatch
+from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.model import Model
-from transom_worker.parallel import Parallel
+from transom_worker.models.parallel import Parallel
 from transom_worker.scheduling.step import StepPlan
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import torch
 
-from transom_worker.weights import Weights
-from transom_worker.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, StoredGroups, read_groups, read_mxfp4
+from transom_worker.models.weights import Weights
+from transom_worker.models.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, StoredGroups, read_groups, read_mxfp4
 
 OnProgress = Callable[[float, int], None]
 

@@ -7,8 +7,8 @@ import platform
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from transom_worker.config import EngineConfig
-from transom_worker.errors import OutOfMemory, StepFailed
+from transom_core.config import EngineConfig
+from transom_core.errors import OutOfMemory, StepFailed
 from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport
 from transom_worker.execution.loss_causes import cause_of_error
 from transom_worker.execution.model_loading import LoadedModel

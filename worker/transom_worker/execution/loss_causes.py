@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from transom_worker.errors import LossCause, StepFailed, WorkerLost
+from transom_core.errors import LossCause, StepFailed, WorkerLost
 from transom_worker.execution.out_of_memory import is_out_of_memory
 
 _OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}  # a process that fails gets other signals

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from transom_worker.config import DEFAULT_CPU_KV_SHARE, CacheConfig, SchedulerConfig
-from transom_worker.errors import ConfigError
-from transom_worker.host_memory import available_host_bytes
-from transom_worker.kvcache.layout import GroupLayout
-from transom_worker.model_config.architecture import Architecture
+from transom_core.config import DEFAULT_CPU_KV_SHARE, CacheConfig, SchedulerConfig
+from transom_core.errors import ConfigError
+from transom_core.kv_cache.layout import GroupLayout
+from transom_core.machine.host_memory import available_host_bytes
+from transom_core.model_config.architecture import Architecture
 
 STATM = Path("/proc/self/statm")
 

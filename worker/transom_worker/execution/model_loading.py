@@ -10,17 +10,17 @@ from pathlib import Path
 
 import torch
 
+from transom_core.config import ModelConfig
+from transom_core.errors import ConfigError
+from transom_core.model_config.architecture import Architecture, read_architecture, runnable, with_windows
+from transom_core.model_config.sharding import check_size
+from transom_core.model_files.resolve import ModelFiles, eos_token_ids, resolve_model
 from transom_kernels.cpu import threads
-from transom_worker.config import ModelConfig
-from transom_worker.errors import ConfigError
 from transom_worker.execution.load_progress import OnProgress, ProgressWeights, fetch_with_progress
-from transom_worker.model_config.architecture import Architecture, read_architecture, runnable, with_windows
-from transom_worker.model_config.sharding import check_size
-from transom_worker.model_files.resolve import ModelFiles, eos_token_ids, resolve_model
 from transom_worker.models.model import Model
+from transom_worker.models.parallel import Parallel
 from transom_worker.models.registry import build_model
-from transom_worker.parallel import Parallel
-from transom_worker.weights import load_weights
+from transom_worker.models.weights import load_weights
 
 logger = logging.getLogger("transom.worker")
 

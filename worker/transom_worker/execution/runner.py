@@ -19,14 +19,16 @@ from pathlib import Path
 
 import torch
 
+from transom_core.config import EngineConfig
+from transom_core.contract import SamplingParams
+from transom_core.errors import ConfigError, OutOfMemory, StepFailed, TransomError
+from transom_core.kv_cache.kv_shares import KvShares
+from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
+from transom_core.machine.host_memory import available_host_bytes
+from transom_core.model_config.architecture import choose_max_model_len
+from transom_core.model_config.kv_policy_obstacle import kv_policy_obstacle
+from transom_core.model_config.sharding import head_share
 from transom_kernels.launch import compile_seconds, kernels_on, uses_cpu_kernels
-from transom_worker.block_format import KvShares
-from transom_worker.config import EngineConfig
-from transom_worker.contract import SamplingParams
-from transom_worker.disk_cache.block_file import HEADER_BYTES
-from transom_worker.disk_cache.fingerprint import fingerprint
-from transom_worker.disk_cache.folder import BlockFolder
-from transom_worker.errors import ConfigError, OutOfMemory, StepFailed, TransomError
 from transom_worker.execution import memory
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
@@ -43,12 +45,10 @@ from transom_worker.execution.step_clock import Mark, step_clock
 from transom_worker.execution.step_sampling import sample_step
 from transom_worker.execution.tiers.block_copies import BlockCopies, TierMemory
 from transom_worker.execution.tiers.host_slab import allocate_host_slab
-from transom_worker.host_memory import available_host_bytes
-from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
-from transom_worker.model_config.architecture import choose_max_model_len
-from transom_worker.model_config.kv_policy_obstacle import kv_policy_obstacle
-from transom_worker.model_config.sharding import head_share
-from transom_worker.parallel import Parallel
+from transom_worker.kvcache.tiers.disk.block_file import HEADER_BYTES
+from transom_worker.kvcache.tiers.disk.fingerprint import fingerprint
+from transom_worker.kvcache.tiers.disk.folder import BlockFolder
+from transom_worker.models.parallel import Parallel
 from transom_worker.planner import (
     CachePlan,
     cache_groups,

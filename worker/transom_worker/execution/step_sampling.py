@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from transom_worker.contract import LogprobTable
+from transom_core.contract import LogprobTable
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.step_logits import StepLogits, logit_row_ends
 from transom_worker.sampling.sharded import ShardedSampler

@@ -9,8 +9,8 @@ such a sequence are never published.
 
 from __future__ import annotations
 
-from transom_worker.kvcache.groups import GroupSpec
-from transom_worker.kvcache.retention import Retention
+from transom_core.kv_cache.groups import GroupSpec
+from transom_core.kv_cache.retention import Retention
 
 
 class BoundedRetention(Retention):

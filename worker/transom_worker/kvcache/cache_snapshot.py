@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from transom_worker.kvcache.arena import Arena
-from transom_worker.kvcache.block_registry import BlockRegistry
-from transom_worker.kvcache.compaction import Compaction
+from transom_worker.kvcache.blocks.arena import Arena
+from transom_worker.kvcache.blocks.block_registry import BlockRegistry
+from transom_worker.kvcache.blocks.compaction import Compaction
+from transom_worker.kvcache.blocks.pool import GroupPool
 from transom_worker.kvcache.host_snapshot import HostSnapshot, HostSnapshots
-from transom_worker.kvcache.pool import GroupPool
-from transom_worker.kvcache.prefix_outcome import OutcomeCounts
+from transom_worker.kvcache.prefix.prefix_outcome import OutcomeCounts
 
 Name = tuple[bytes, int]  # (digest, logical index in its chain) of a published block
 

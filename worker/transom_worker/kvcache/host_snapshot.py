@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transom_worker.kvcache.block_copies import BlockCopy
-from transom_worker.kvcache.exports import ExportedBlock, Exports
-from transom_worker.kvcache.host_tier import HostTier
+from transom_worker.kvcache.blocks.block_copies import BlockCopy
 from transom_worker.kvcache.imports import ImportedBlock, Imports
-from transom_worker.kvcache.loads import Loads
-from transom_worker.kvcache.swapping import Swapping
-from transom_worker.kvcache.tier_moves import TierMoves
+from transom_worker.kvcache.tiers.exports import ExportedBlock, Exports
+from transom_worker.kvcache.tiers.host_tier import HostTier
+from transom_worker.kvcache.tiers.loads import Loads
+from transom_worker.kvcache.tiers.swapping import Swapping
+from transom_worker.kvcache.tiers.tier_moves import TierMoves
 
 BLOCKS_PER_COPY = 2**16
 

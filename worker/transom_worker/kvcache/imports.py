@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from transom_worker.kvcache.checkpoints import Checkpoints
-from transom_worker.kvcache.host_tier import HostTier
-from transom_worker.kvcache.prefix_index import PrefixIndex
-from transom_worker.kvcache.prefix_search import PrefixHit, shared_digests
-from transom_worker.kvcache.retention import Retention
-from transom_worker.kvcache.retention_set import RetentionSet
-from transom_worker.kvcache.tree import Node
+from transom_core.kv_cache.prefix_search import PrefixHit, shared_digests
+from transom_core.kv_cache.retention import Retention
+from transom_core.kv_cache.retention_set import RetentionSet
+from transom_worker.kvcache.eviction.checkpoints import Checkpoints
+from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
+from transom_worker.kvcache.prefix.tree import Node
+from transom_worker.kvcache.tiers.host_tier import HostTier
 
 
 class ImportedBlock(NamedTuple):

@@ -27,41 +27,41 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from transom_worker.kvcache.allocator import BlockAllocator
-from transom_worker.kvcache.arena import Arena
-from transom_worker.kvcache.block_copies import BlockCopy, CopyQueue
-from transom_worker.kvcache.block_registry import BlockRegistry
-from transom_worker.kvcache.block_table import HOLE, GappedBlockTable
+from transom_core.contract.kv_events import CacheShape, KvUpdate
+from transom_core.kv_cache.layout import ArenaLayout, check_block_sizes
+from transom_core.kv_cache.load_rates import LoadRates
+from transom_core.kv_cache.prefix_search import PrefixHit, find_hit, hit_limit, shared_digests
+from transom_core.kv_cache.retention import Retention
+from transom_core.kv_cache.retention_set import RetentionSet
+from transom_core.kv_cache.tiers import DEVICE, DISK, HOST
+from transom_worker.kvcache.blocks.allocator import BlockAllocator
+from transom_worker.kvcache.blocks.arena import Arena
+from transom_worker.kvcache.blocks.block_copies import BlockCopy, CopyQueue
+from transom_worker.kvcache.blocks.block_registry import BlockRegistry
+from transom_worker.kvcache.blocks.block_table import HOLE, GappedBlockTable
+from transom_worker.kvcache.blocks.capacity import Capacity
+from transom_worker.kvcache.blocks.compaction import Compaction
+from transom_worker.kvcache.blocks.pool import GroupPool
+from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.bounded_retention import BoundedRetention
 from transom_worker.kvcache.cache_snapshot import CacheSnapshots
-from transom_worker.kvcache.capacity import Capacity
-from transom_worker.kvcache.change_log import ChangeLog
-from transom_worker.kvcache.checkpoints import Checkpoints
-from transom_worker.kvcache.compaction import Compaction
-from transom_worker.kvcache.disk_index import DiskIndex
-from transom_worker.kvcache.disk_stores import DiskStores
-from transom_worker.kvcache.events import CacheShape, KvUpdate
-from transom_worker.kvcache.eviction import EvictionPolicy, ReturnTimePolicy
-from transom_worker.kvcache.exports import BlockExport, Exports
+from transom_worker.kvcache.eviction.checkpoints import Checkpoints
+from transom_worker.kvcache.eviction.eviction_policy import EvictionPolicy, ReturnTimePolicy
 from transom_worker.kvcache.host_snapshot import HostSnapshots
-from transom_worker.kvcache.host_tier import HostTier
 from transom_worker.kvcache.imports import BlockImport, Imports
-from transom_worker.kvcache.layout import ArenaLayout, check_block_sizes
-from transom_worker.kvcache.load_rates import LoadRates
-from transom_worker.kvcache.loads import Load, Loads
-from transom_worker.kvcache.pool import GroupPool
-from transom_worker.kvcache.prefix_index import PrefixIndex
-from transom_worker.kvcache.prefix_outcome import OutcomeCounts
-from transom_worker.kvcache.prefix_search import PrefixHit, find_hit, hit_limit, shared_digests
+from transom_worker.kvcache.prefix.change_log import ChangeLog
+from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
+from transom_worker.kvcache.prefix.prefix_outcome import OutcomeCounts
+from transom_worker.kvcache.prefix.tree import CheckpointKind
 from transom_worker.kvcache.publishing import Publishing
-from transom_worker.kvcache.retention import Retention
-from transom_worker.kvcache.retention_set import RetentionSet
-from transom_worker.kvcache.sequence import SequenceBlocks
 from transom_worker.kvcache.stats import CacheStats, HostGroupStats
-from transom_worker.kvcache.swapping import Swapping, tables_with_holes
-from transom_worker.kvcache.tier_moves import TierMoves
-from transom_worker.kvcache.tiers import DEVICE, DISK, HOST
-from transom_worker.kvcache.tree import CheckpointKind
+from transom_worker.kvcache.tiers.disk_index import DiskIndex
+from transom_worker.kvcache.tiers.disk_stores import DiskStores
+from transom_worker.kvcache.tiers.exports import BlockExport, Exports
+from transom_worker.kvcache.tiers.host_tier import HostTier
+from transom_worker.kvcache.tiers.loads import Load, Loads
+from transom_worker.kvcache.tiers.swapping import Swapping, tables_with_holes
+from transom_worker.kvcache.tiers.tier_moves import TierMoves
 
 
 class KvCache:

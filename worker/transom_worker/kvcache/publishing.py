@@ -24,13 +24,13 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 
-from transom_worker.kvcache.block_registry import BlockRegistry
-from transom_worker.kvcache.block_table import BlockTable
-from transom_worker.kvcache.checkpoints import Checkpoints
-from transom_worker.kvcache.hashing import extend_chain
-from transom_worker.kvcache.host_tier import HostTier
-from transom_worker.kvcache.sequence import SequenceBlocks
-from transom_worker.kvcache.tree import CheckpointKind
+from transom_core.kv_cache.hashing import extend_chain
+from transom_worker.kvcache.blocks.block_registry import BlockRegistry
+from transom_worker.kvcache.blocks.block_table import BlockTable
+from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
+from transom_worker.kvcache.eviction.checkpoints import Checkpoints
+from transom_worker.kvcache.prefix.tree import CheckpointKind
+from transom_worker.kvcache.tiers.host_tier import HostTier
 
 
 class Publishing:

@@ -12,14 +12,14 @@ from functools import partial
 
 import torch
 
+from transom_core.model_config.architecture import Architecture
+from transom_core.model_config.rope import Rope
 from transom_kernels.paged_attention.batch import PagedBatch
-from transom_worker.layers.forward_batch import ForwardBatch, LayerCache
-from transom_worker.layers.norm import Norm, RmsNorm
-from transom_worker.layers.residual import Residual, select_rows
-from transom_worker.layers.rope import RotaryTables
-from transom_worker.model_config.architecture import Architecture
-from transom_worker.model_config.rope import Rope
 from transom_worker.models.layer_factory import make_attention, make_norm, make_rms_norm, make_rotary
+from transom_worker.models.layers.forward_batch import ForwardBatch, LayerCache
+from transom_worker.models.layers.norm import Norm, RmsNorm
+from transom_worker.models.layers.residual import Residual, select_rows
+from transom_worker.models.layers.rope import RotaryTables
 from transom_worker.models.loading import Loader
 from transom_worker.models.style import Style
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from transom_worker.model_config.architecture import Architecture
+from transom_core.model_config.architecture import Architecture
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.loading import Loader
 from transom_worker.models.style import Style

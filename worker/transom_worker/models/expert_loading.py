@@ -16,11 +16,11 @@ from dataclasses import replace
 
 import torch
 
+from transom_core.model_config.mixture import Mixture
 from transom_kernels.moe import ExpertTensors, MxTensor
-from transom_worker.layers.experts import runs_grouped
-from transom_worker.model_config.mixture import Mixture
+from transom_worker.models.layers.experts import runs_grouped
 from transom_worker.models.loading import Loader
-from transom_worker.weights import ALL, Mxfp4Tensors, Part, read_mxfp4
+from transom_worker.models.weights import ALL, Mxfp4Tensors, Part, read_mxfp4
 
 
 def experts_by_name(load: Loader, names: Sequence[str], mixture: Mixture, hidden_size: int) -> ExpertTensors:

@@ -11,8 +11,8 @@ import math
 
 import torch
 
-from transom_worker.errors import ModelError
-from transom_worker.model_config.rope import ROPE_KINDS, Rope
+from transom_core.errors import ModelError
+from transom_core.model_config.rope import ROPE_KINDS, Rope
 
 
 def frequencies(rope: Rope, device: torch.device) -> torch.Tensor:

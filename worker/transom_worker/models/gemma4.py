@@ -16,13 +16,13 @@ from dataclasses import replace
 
 import torch
 
+from transom_core.model_config.architecture import Architecture
 from transom_kernels.gated_mlp import activated_product
 from transom_kernels.rms_norm import rms_norm
-from transom_worker.layers.forward_batch import ForwardBatch
-from transom_worker.layers.residual import Residual, select_rows
-from transom_worker.model_config.architecture import Architecture
 from transom_worker.models.decoder import Decoder
 from transom_worker.models.gemma4_experts import DenseAndExperts
+from transom_worker.models.layers.forward_batch import ForwardBatch
+from transom_worker.models.layers.residual import Residual, select_rows
 from transom_worker.models.loading import Loader
 from transom_worker.models.style import Style
 

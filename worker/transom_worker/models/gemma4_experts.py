@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import torch
 
+from transom_core.model_config.architecture import Architecture
 from transom_kernels.hyper_connections import hc_norm
 from transom_kernels.moe import GateRule
 from transom_kernels.route import Routing
-from transom_worker.layers.expert_router import ExpertRouter
-from transom_worker.layers.experts import make_experts
-from transom_worker.layers.parallel_linear import all_reduce_both
-from transom_worker.model_config.architecture import Architecture
 from transom_worker.models.expert_loading import experts_by_rows
+from transom_worker.models.layers.expert_router import ExpertRouter
+from transom_worker.models.layers.experts import make_experts
+from transom_worker.models.layers.parallel_linear import all_reduce_both
 from transom_worker.models.loading import Loader
 from transom_worker.models.style import dense_feed_forward
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from transom_worker.layers.attention import Attention, AttentionOptions, AttentionShape
-from transom_worker.layers.linear import Linear
-from transom_worker.layers.norm import AllHeadsQkNorm, LayerNorm, Norm, QkNorm, RmsNorm, ShardedAllHeadsQkNorm
-from transom_worker.layers.rope import RotaryEmbedding
-from transom_worker.model_config.architecture import Architecture, LayerAttention
-from transom_worker.model_config.rope import Rope
-from transom_worker.model_config.sharding import HeadShare, head_share, kv_holders
+from transom_core.model_config.architecture import Architecture, LayerAttention
+from transom_core.model_config.rope import Rope
+from transom_core.model_config.sharding import HeadShare, head_share, kv_holders
 from transom_worker.models.frequencies import frequencies
+from transom_worker.models.layers.attention import Attention, AttentionOptions, AttentionShape
+from transom_worker.models.layers.linear import Linear
+from transom_worker.models.layers.norm import AllHeadsQkNorm, LayerNorm, Norm, QkNorm, RmsNorm, ShardedAllHeadsQkNorm
+from transom_worker.models.layers.rope import RotaryEmbedding
 from transom_worker.models.loading import Loader
 from transom_worker.models.style import Style
 

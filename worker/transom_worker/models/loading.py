@@ -10,19 +10,19 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from transom_core.model_config.scales import NO_SCALES, Scales
+from transom_core.model_config.sharding import cut
 from transom_kernels.gated_mlp import Activation
 from transom_kernels.quantised_linear import QuantisedRows, concatenated
-from transom_worker.layers.embedding import Embedding, LmHead, make_embedding
-from transom_worker.layers.linear import Linear, make_linear
-from transom_worker.layers.mlp import GatedMlp
-from transom_worker.layers.norm import RmsNorm
-from transom_worker.layers.parallel_linear import make_row_parallel
-from transom_worker.layers.quantisation import Quantization, Weight, check_quantization
-from transom_worker.model_config.scales import NO_SCALES, Scales
-from transom_worker.model_config.sharding import cut
+from transom_worker.models.layers.embedding import Embedding, LmHead, make_embedding
+from transom_worker.models.layers.linear import Linear, make_linear
+from transom_worker.models.layers.mlp import GatedMlp
+from transom_worker.models.layers.norm import RmsNorm
+from transom_worker.models.layers.parallel_linear import make_row_parallel
+from transom_worker.models.layers.quantisation import Quantization, Weight, check_quantization
 from transom_worker.models.model import Weights
-from transom_worker.parallel import SINGLE_RANK, Communicator, Parallel
-from transom_worker.weights import ALL, WHOLE, Part, read_groups
+from transom_worker.models.parallel import SINGLE_RANK, Communicator, Parallel
+from transom_worker.models.weights import ALL, WHOLE, Part, read_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

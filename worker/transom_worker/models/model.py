@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch
 
-from transom_worker.layers.forward_batch import ForwardBatch
-from transom_worker.model_config.architecture import Architecture
-from transom_worker.weights import Weights
+from transom_core.model_config.architecture import Architecture
+from transom_worker.models.layers.forward_batch import ForwardBatch
+from transom_worker.models.weights import Weights
 
 __all__ = ["Model", "Weights"]
 

@@ -6,19 +6,19 @@ from collections.abc import Callable
 
 import torch
 
-from transom_worker.errors import ModelError
-from transom_worker.layers.quantisation import Quantization
-from transom_worker.model_config.architecture import Architecture
-from transom_worker.model_config.sharding import check_size
-from transom_worker.models.deepseek_v4.model import DeepseekV4
+from transom_core.errors import ModelError
+from transom_core.model_config.architecture import Architecture
+from transom_core.model_config.sharding import check_size
+from transom_worker.models.deepseek_v4.v4_model import DeepseekV4
 from transom_worker.models.dense import DENSE_FAMILIES, dense
 from transom_worker.models.gemma4 import Gemma4
 from transom_worker.models.gpt_oss import gpt_oss
+from transom_worker.models.layers.quantisation import Quantization
 from transom_worker.models.llama4 import llama4
 from transom_worker.models.loading import Loader
 from transom_worker.models.mixtures import MIXTURE_FAMILIES, mixture_of_matrices
 from transom_worker.models.model import Model, Weights
-from transom_worker.parallel import Parallel
+from transom_worker.models.parallel import Parallel
 
 FAMILIES: dict[str, Callable[[Architecture, Loader], Model]] = {
     **dict.fromkeys(DENSE_FAMILIES, dense),

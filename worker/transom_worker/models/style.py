@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from transom_worker.model_config.architecture import Architecture
+from transom_core.model_config.architecture import Architecture
 from transom_worker.models.loading import Loader
 
 

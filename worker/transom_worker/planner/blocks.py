@@ -20,14 +20,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from transom_worker.kv_dtypes import AUTO, QUANTISED
-from transom_worker.kvcache.groups import GroupSpec
-from transom_worker.kvcache.layout import BLOCK_ALIGNMENT_BYTES, ArenaLayout, GroupLayout, LayerTensors, Role
-from transom_worker.model_config.architecture import Architecture
-from transom_worker.model_config.layer_attention import LayerAttention
-from transom_worker.model_config.sharding import head_share
-from transom_worker.planner.formats import group_formats
-from transom_worker.planner.groups import Rule, layer_rules, make_groups
+from transom_core.kv_cache.groups import GroupSpec
+from transom_core.kv_cache.layout import BLOCK_ALIGNMENT_BYTES, ArenaLayout, GroupLayout, LayerTensors, Role
+from transom_core.model_config.architecture import Architecture
+from transom_core.model_config.layer_attention import LayerAttention
+from transom_core.model_config.sharding import head_share
+from transom_core.settings.kv_dtypes import AUTO, QUANTISED
+from transom_worker.planner.group_formats import group_formats
+from transom_worker.planner.layer_groups import Rule, layer_rules, make_groups
 
 RAW = "uint8"  # rows that mix number formats
 STATE_DTYPE = "float32"  # of compressor states

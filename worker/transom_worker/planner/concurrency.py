@@ -21,8 +21,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.kvcache.retention import Retention
+from transom_core.kv_cache.layout import ArenaLayout
+from transom_core.kv_cache.retention import Retention
 
 
 def num_computed(length: int) -> int:

@@ -27,8 +27,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from transom_worker.errors import ConfigError
-from transom_worker.kvcache.layout import BLOCK_ALIGNMENT_BYTES, ArenaLayout, GroupLayout, blocks_inside
+from transom_core.errors import ConfigError
+from transom_core.kv_cache.layout import BLOCK_ALIGNMENT_BYTES, ArenaLayout, GroupLayout, blocks_inside
 
 # More pages would lose hardly less memory and cost time: with one block a page, allocating a block takes 2.5 times as long as with
 # twenty blocks a page.

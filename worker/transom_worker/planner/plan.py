@@ -23,16 +23,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from transom_worker.kvcache.groups import GroupSpec
-from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
-from transom_worker.kvcache.retention import Retention
-from transom_worker.kvcache.window_repair import repair_start
-from transom_worker.model_config.architecture import Architecture, choose_max_model_len, read_architecture
-from transom_worker.model_config.rank_shares import RankShare, rank_shares, replicated_parts
-from transom_worker.model_config.sharding import check_size
+from transom_core.kv_cache.groups import GroupSpec
+from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
+from transom_core.kv_cache.retention import Retention
+from transom_core.kv_cache.window_repair import repair_start
+from transom_core.model_config.architecture import Architecture, choose_max_model_len, read_architecture
+from transom_core.model_config.rank_shares import RankShare, rank_shares, replicated_parts
+from transom_core.model_config.sharding import check_size
 from transom_worker.planner.blocks import cache_groups
 from transom_worker.planner.concurrency import in_flight_blocks, max_requests, num_computed, peak_demands
-from transom_worker.planner.formats import cache_format
+from transom_worker.planner.group_formats import cache_format
 from transom_worker.planner.pages import group_waste, make_host_layout, make_layout
 
 RetentionOf = Callable[[GroupSpec], Retention]

@@ -9,8 +9,8 @@ from itertools import islice
 
 import torch
 
+from transom_core.contract import Logprob, LogprobTable, TokenLogprobs
 from transom_kernels.logprobs import logprobs
-from transom_worker.contract import Logprob, LogprobTable, TokenLogprobs
 
 MAX_ROWS_PER_PASS = 64  # limits the memory that a long prompt's log-probabilities take
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from transom_worker.contract import SamplingParams
+from transom_core.contract import SamplingParams
 from transom_worker.sampling.token_table import RowPairs
 
 SPARE = 64  # places that are kept free for new tokens

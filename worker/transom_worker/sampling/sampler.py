@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from transom_core.contract import SamplingParams, TokenLogprobs
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
-from transom_worker.contract import SamplingParams, TokenLogprobs
 from transom_worker.sampling.adjustments import Adjustments
 from transom_worker.sampling.filters import Filters, filter_logits
 from transom_worker.sampling.fused_sampling import sample_fused

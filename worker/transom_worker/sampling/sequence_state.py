@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from transom_worker.contract import SamplingParams
+from transom_core.contract import SamplingParams
 from transom_worker.sampling.noise import choice_key, position_keys
 from transom_worker.sampling.penalties import TokenCounts
 from transom_worker.sampling.token_table import FixedPairs, TokenPairs

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from transom_worker.contract import LogprobTable
-from transom_worker.parallel import Parallel
+from transom_core.contract import LogprobTable
+from transom_worker.models.parallel import Parallel
 from transom_worker.sampling.gumbel_max import gumbel_argmax
 from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS, logprob_table
 from transom_worker.sampling.row_ops import first_argmax, take_rows

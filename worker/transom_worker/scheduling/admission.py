@@ -36,13 +36,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
-from transom_worker.config import PreemptionMode
-from transom_worker.kvcache.hashing import extend_chain
-from transom_worker.kvcache.loads import Load
+from transom_core.config import PreemptionMode
+from transom_core.kv_cache.hashing import extend_chain
+from transom_core.kv_cache.prefix_search import PrefixHit
+from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.prefix_search import PrefixHit
-from transom_worker.kvcache.sequence import SequenceBlocks
-from transom_worker.kvcache.tree import CheckpointKind
+from transom_worker.kvcache.prefix.tree import CheckpointKind
+from transom_worker.kvcache.tiers.loads import Load
 from transom_worker.scheduling.attention_history import AttentionHistory
 from transom_worker.scheduling.in_flight_prefixes import InFlightPrefixes
 from transom_worker.scheduling.listener import SchedulerListener

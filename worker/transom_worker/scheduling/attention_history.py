@@ -29,7 +29,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transom_worker.contract import AdaptivePolicy, HeavyPolicy
+from transom_core.contract import AdaptivePolicy, HeavyPolicy
+from transom_worker.kvcache.policy_retentions import max_blocks
 
 HALF_LIFE_TOKENS = 512
 MAX_INTERVAL_TOKENS = 512
@@ -104,15 +105,6 @@ class AttentionHistory:
         if point <= self._num_prompt_tokens:
             return point
         return (max(position, self._num_prompt_tokens) // self._block_size + 1) * self._block_size
-
-
-def max_blocks(policy: AdaptivePolicy | HeavyPolicy, block_size: int) -> int:
-    """Return the most blocks that a sequence holds at once, sink blocks included."""
-    match policy:
-        case AdaptivePolicy():
-            return -(-policy.sinks // block_size) + policy.max_window // block_size
-        case HeavyPolicy():
-            return policy.budget // block_size
 
 
 def interval_blocks(policy: AdaptivePolicy | HeavyPolicy, block_size: int) -> int:

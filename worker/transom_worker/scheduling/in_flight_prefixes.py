@@ -39,8 +39,8 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from transom_worker.kvcache.loads import Load
-from transom_worker.kvcache.prefix_search import PrefixHit
+from transom_core.kv_cache.prefix_search import PrefixHit
+from transom_worker.kvcache.tiers.loads import Load
 from transom_worker.scheduling.queue import OrderedQueue
 from transom_worker.scheduling.sequence import Sequence
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from transom_worker.contract import LogprobTable, TokenLogprobs
+from transom_core.contract import LogprobTable, TokenLogprobs
 from transom_worker.scheduling.step import PolicyQuality
 
 

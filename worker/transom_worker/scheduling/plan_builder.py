@@ -15,10 +15,10 @@ Terms, as `step.StepPlan` uses them:
 
 from __future__ import annotations
 
-from transom_worker.contract import WindowPolicy
-from transom_worker.kvcache.block_copies import BlockCopy
-from transom_worker.kvcache.retention_set import RetentionSet
-from transom_worker.kvcache.sequence import SequenceBlocks
+from transom_core.contract import WindowPolicy
+from transom_core.kv_cache.retention_set import RetentionSet
+from transom_worker.kvcache.blocks.block_copies import BlockCopy
+from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import NO_ID, TIER_DISK, WHOLE_TABLE, NewSequence, StepPlan
 from transom_worker.scheduling.work_counts import WorkCounts

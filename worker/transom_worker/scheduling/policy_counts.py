@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from transom_worker.contract import Request
-from transom_worker.kvcache.sequence import SequenceBlocks
+from transom_core.contract import Request
+from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import PolicyQuality
 

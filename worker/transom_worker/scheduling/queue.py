@@ -17,9 +17,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from transom_worker.config import SchedulerConfig
-from transom_worker.contract import Request
-from transom_worker.contract.priority import virtual_arrival_s
+from transom_core.config import SchedulerConfig
+from transom_core.contract import Request
+from transom_core.contract.priority import virtual_arrival_s
 from transom_worker.scheduling.sequence import OrderKey, Sequence
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from transom_worker.kvcache.load_rates import LoadRates
+from transom_core.kv_cache.load_rates import LoadRates
 from transom_worker.scheduling.noisy_mean import NoisyMean
 from transom_worker.scheduling.step import StepPlan, StepTimings
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transom_worker.kvcache.load_rates import LoadRates
+from transom_core.kv_cache.load_rates import LoadRates
 
 WEIGHT = 0.3  # of the newest measurement in the moving average
 STEP = 1.25  # rates change when they are off by this factor

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Container
 
-from transom_worker.contract import CONTRACT_VERSION, Request, max_stream_len
-from transom_worker.errors import ConfigError, PromptTooLong, RequestError, RequestTooLarge, WorkerLost
+from transom_core.contract import CONTRACT_VERSION, Request, max_stream_len
+from transom_core.errors import ConfigError, PromptTooLong, RequestError, RequestTooLarge, WorkerLost
+from transom_core.kv_cache.retention_set import RetentionSet
 from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.retention_set import RetentionSet
 
 logger = logging.getLogger("transom.worker")
 

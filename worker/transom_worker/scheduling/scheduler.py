@@ -24,22 +24,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from transom_worker.config import SchedulerConfig
-from transom_worker.contract import KvPolicy, Request, check_kv_policy
-from transom_worker.errors import Overloaded
-from transom_worker.kvcache.eviction import EvictionPolicy
-from transom_worker.kvcache.groups import GroupKind
-from transom_worker.kvcache.hashing import chain_root
-from transom_worker.kvcache.layout import ArenaLayout
+from transom_core.config import SchedulerConfig
+from transom_core.contract import KvPolicy, Request, check_kv_policy
+from transom_core.errors import Overloaded
+from transom_core.kv_cache.groups import GroupKind
+from transom_core.kv_cache.hashing import chain_root
+from transom_core.kv_cache.layout import ArenaLayout
+from transom_core.kv_cache.retention_set import RetentionSet
+from transom_worker.kvcache.eviction.eviction_policy import EvictionPolicy
 from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.retention_set import RetentionSet
+from transom_worker.kvcache.policy_retentions import PolicyRetentions
 from transom_worker.kvcache.stats import CacheStats
 from transom_worker.scheduling.admission import AdmissionControl
 from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.memory_shortage import LargestRow, StepTokenLimit, largest_row
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.policy_counts import PolicyStats
-from transom_worker.scheduling.policy_retentions import PolicyRetentions
 from transom_worker.scheduling.prompt_pace import PromptPace
 from transom_worker.scheduling.queue import order_time_s
 from transom_worker.scheduling.rate_meter import RateMeter

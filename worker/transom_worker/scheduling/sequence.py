@@ -34,9 +34,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from transom_worker.contract import AdaptivePolicy, HeavyPolicy, LogprobTable, Request, TokenLogprobs
-from transom_worker.kvcache.retention_set import RetentionSet
-from transom_worker.kvcache.sequence import SequenceBlocks
+from transom_core.contract import AdaptivePolicy, HeavyPolicy, LogprobTable, Request, TokenLogprobs
+from transom_core.kv_cache.retention_set import RetentionSet
+from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.scheduling.attention_history import AttentionHistory
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.step import PolicyQuality

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from transom_worker.config import PreemptionMode
-from transom_worker.kvcache.loads import Load
+from transom_core.config import PreemptionMode
+from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.sequence import SequenceBlocks
-from transom_worker.kvcache.swapping import num_live_blocks
+from transom_worker.kvcache.tiers.loads import Load
+from transom_worker.kvcache.tiers.swapping import num_live_blocks
 from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 from transom_worker.scheduling.work_counts import WorkCounts
 

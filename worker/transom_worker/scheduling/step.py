@@ -20,8 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from transom_worker.contract import KvPolicy, LogprobTable, SamplingParams, TokenLogprobs
-from transom_worker.kvcache import tiers
+from transom_core.contract import KvPolicy, LogprobTable, SamplingParams, TokenLogprobs
+from transom_core.kv_cache import tiers
 
 STEP_VERSION = 4
 

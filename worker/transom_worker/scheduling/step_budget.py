@@ -19,7 +19,7 @@ does not evict cached prefixes only for the duration of a step.
 
 from __future__ import annotations
 
-from transom_worker.kvcache.layout import ArenaLayout
+from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.scheduling.sequence import Sequence
 
 CHUNKS_PER_POOL = 16  # the window blocks of one chunk take at most 1/16 of the pool

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 
-from transom_worker.config import SchedulerConfig
+from transom_core.config import SchedulerConfig
 from transom_worker.scheduling.admission import AdmissionControl
 from transom_worker.scheduling.attention_history import AttentionHistory
 from transom_worker.scheduling.memory_shortage import StepTokenLimit

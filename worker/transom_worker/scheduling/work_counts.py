@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from transom_worker.kvcache.sequence import SequenceBlocks
+from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.scheduling.sequence import Sequence
 
 

@@ -35,8 +35,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.kvcache.retention import Retention
+from transom_core.kv_cache.layout import ArenaLayout
+from transom_core.kv_cache.retention import Retention
 from transom_worker.simulate.content_tree import ContentPath, Node, content_paths
 from transom_worker.simulate.workload import SimulatedRequest
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from transom_worker.errors import ConfigError
+from transom_core.errors import ConfigError
 from transom_worker.simulate.agent_sessions import agent_sessions
 from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload
 

@@ -14,10 +14,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from transom_worker.byte_sizes import parse_bytes
-from transom_worker.errors import ConfigError, ModelError
-from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.model_config.architecture import read_architecture
+from transom_core.errors import ConfigError, ModelError
+from transom_core.kv_cache.layout import ArenaLayout
+from transom_core.model_config.architecture import read_architecture
+from transom_core.settings.byte_sizes import parse_bytes
 from transom_worker.planner.blocks import cache_groups
 from transom_worker.planner.plan import plan_from_config
 from transom_worker.simulate.conversations import WORKING_SET_TOKENS

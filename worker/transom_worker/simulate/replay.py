@@ -11,11 +11,11 @@ from collections.abc import Callable
 from statistics import fmean
 from time import perf_counter
 
-from transom_worker.errors import RequestError
+from transom_core.errors import RequestError
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.simulate.arrivals import Arrivals
+from transom_worker.simulate.outcome import Counts
 from transom_worker.simulate.quiet_steps import num_quiet_steps
-from transom_worker.simulate.report import Counts
 from transom_worker.simulate.stub_executor import StubExecutor
 from transom_worker.simulate.virtual_time import StepCost, VirtualClock
 from transom_worker.simulate.workload import SimulatedRequest, Workload

@@ -10,19 +10,19 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from transom_worker.byte_sizes import parse_bytes
-from transom_worker.config import SchedulerConfig
-from transom_worker.errors import ConfigError
-from transom_worker.kvcache.eviction import EvictionPolicy
-from transom_worker.kvcache.layout import ArenaLayout
+from transom_core.config import SchedulerConfig
+from transom_core.errors import ConfigError
+from transom_core.kv_cache.layout import ArenaLayout
+from transom_core.settings.byte_sizes import parse_bytes
+from transom_worker.kvcache.eviction.eviction_policy import EvictionPolicy
 from transom_worker.planner.pages import make_host_layout
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.simulate.arrivals import ARRIVALS
 from transom_worker.simulate.bounds import Footprint, hit_bounds
 from transom_worker.simulate.conversations import build_workload
 from transom_worker.simulate.geometry import Geometry, read_geometry
+from transom_worker.simulate.outcome import Report
 from transom_worker.simulate.replay import OnProgress, Replay
-from transom_worker.simulate.report import Report
 from transom_worker.simulate.trace import read_trace
 from transom_worker.simulate.virtual_time import StepCost, VirtualClock
 from transom_worker.simulate.workload import Workload

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transom_worker.errors import ConfigError
+from transom_core.errors import ConfigError
 from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload
 
 HASH_TOKENS = 512  # tokens that a hash id stands for

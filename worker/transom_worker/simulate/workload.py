@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
-from transom_worker.contract import Request, SamplingParams
-from transom_worker.errors import ConfigError
+from transom_core.contract import Request, SamplingParams
+from transom_core.errors import ConfigError
 
 
 class Run(NamedTuple):

@@ -20,13 +20,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # types alone: a sink imports what it uses
-    from transom_worker.config import EngineConfig
+    from transom_core.config import EngineConfig
     from transom_worker.execution.executor import ExecutorInfo
+    from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
     from transom_worker.scheduling.sequence import Sequence
     from transom_worker.scheduling.step import StepPlan, StepTimings
     from transom_worker.telemetry.request_times import RequestTimes
     from transom_worker.telemetry.worker_state import WorkerState
-    from transom_worker.transfer.report import FetchReport
 
 
 class EngineStepTimes(NamedTuple):

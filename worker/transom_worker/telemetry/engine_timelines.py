@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from transom_worker.clock import steady_time_s
+from transom_core.clock import steady_time_s
+from transom_core.telemetry.request_timelines import Timeline, TimelineEvent, TimelineStore, response_id_of
+from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan, StepTimings
 from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes
-from transom_worker.telemetry.request_timelines import Timeline, TimelineEvent, TimelineStore, response_id_of
 from transom_worker.telemetry.request_times import RequestTimes
 from transom_worker.telemetry.worker_state import WorkerState
-from transom_worker.transfer.report import FetchReport
 
 Clock = Callable[[], float]
 """Tells the time, in seconds since the epoch."""

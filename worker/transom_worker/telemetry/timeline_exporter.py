@@ -15,10 +15,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transom_worker.config import EngineConfig
-from transom_worker.logs import trace_id_of
+from transom_core.config import EngineConfig
+from transom_core.logs import trace_id_of
+from transom_core.telemetry.tracing import Tracing, is_sampled, nanoseconds
 from transom_worker.telemetry.engine_timelines import EngineTimeline
-from transom_worker.telemetry.tracing import Tracing, is_sampled, nanoseconds
 
 logger = logging.getLogger("transom.worker.request")
 

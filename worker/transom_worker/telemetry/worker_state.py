@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # types alone: metrics depend on the metrics client and nothing else
-    from transom_worker.contract import WorkerLoad
+    from transom_core.contract import WorkerLoad
     from transom_worker.execution.executor import RankReport
     from transom_worker.kvcache.stats import CacheStats
     from transom_worker.scheduling.policy_counts import PolicyStats

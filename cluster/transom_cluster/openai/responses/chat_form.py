@@ -16,9 +16,9 @@ from transom_cluster.openai.body import NULL, decode_field
 from transom_cluster.openai.chat_types import ChatCompletionRequest
 from transom_cluster.openai.responses.input_items import read_messages
 from transom_cluster.openai.responses.request_body import ResponsesRequest, TextFormat
-from transom_cluster.openai.responses.tool_fields import read_tool_choice, read_tools
+from transom_cluster.openai.responses.responses_tools import read_tool_choice, read_tools
 from transom_cluster.openai.responses.tool_names import ToolNames
-from transom_worker.errors import RequestError
+from transom_core.errors import RequestError
 
 _SAME_NAME = (
     "model",

@@ -23,7 +23,7 @@ from transom_cluster.openai.body import decode_field
 from transom_cluster.openai.message_fields import MAX_MESSAGES
 from transom_cluster.openai.responses.opaque_reasoning import read_reasoning
 from transom_cluster.openai.responses.tool_names import CUSTOM_INPUT, ToolNames
-from transom_worker.errors import RequestError
+from transom_core.errors import RequestError
 
 _SYSTEM_ROLES = ("system", "developer")
 _ROLES = ("user", "assistant", *_SYSTEM_ROLES)

@@ -17,8 +17,8 @@ from transom_cluster.openai.late_field import LateField
 from transom_cluster.openai.reasoning_fields import ReasoningEffort, Verbosity
 from transom_cluster.openai.sampling_fields import MAX_CACHE_KEY_CHARS, MAX_NUMBER, StopString
 from transom_cluster.openai.template_variables import TEMPLATE_VARIABLES
-from transom_worker.contract import MAX_LOGPROBS
-from transom_worker.errors import RequestError
+from transom_core.contract import MAX_LOGPROBS
+from transom_core.errors import RequestError
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"

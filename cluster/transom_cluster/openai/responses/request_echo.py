@@ -13,7 +13,7 @@ from transom_cluster.openai.body import NULL
 from transom_cluster.openai.json_pieces import JsonText
 from transom_cluster.openai.responses.object_types import RequestEcho
 from transom_cluster.openai.responses.request_body import METADATA, ReasoningField, ResponsesRequest, TextField
-from transom_worker.contract import SamplingParams
+from transom_core.contract import SamplingParams
 
 
 def request_echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, JsonText]:

@@ -11,7 +11,7 @@ from msgspec import Raw
 from transom_cluster.openai.responses.input_items import read_messages
 from transom_cluster.openai.responses.opaque_reasoning import read_reasoning, write_reasoning
 from transom_cluster.openai.responses.tool_names import ToolNames
-from transom_worker.errors import RequestError
+from transom_core.errors import RequestError
 
 USER = {"role": "user", "content": "hi"}
 

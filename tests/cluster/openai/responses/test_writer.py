@@ -14,17 +14,17 @@ from pydantic import TypeAdapter
 from tests.cluster.openai.published_document import check_event, check_published
 from transom_cluster.openai.body import BodyParser
 from transom_cluster.openai.chat_answer import ChatAnswer
-from transom_cluster.openai.errors import wire_error
+from transom_cluster.openai.error_responses import wire_error
 from transom_cluster.openai.json_pieces import json_pieces
 from transom_cluster.openai.responses.output_items import ItemOptions
 from transom_cluster.openai.responses.request_body import RESPONSES_RULES, ResponsesRequest
 from transom_cluster.openai.responses.request_echo import request_echo
+from transom_cluster.openai.responses.responses_writer import ResponsesWriter
 from transom_cluster.openai.responses.tool_names import ToolName, ToolNames
-from transom_cluster.openai.responses.writer import ResponsesWriter
 from transom_cluster.openai.writers import ResponseMetadata
-from transom_worker.contract import Logprob, OutputEvent, Request, SamplingParams, TokenLogprobs, Usage
-from transom_worker.errors import RequestTimeout
-from transom_worker.text.markup.parts import (
+from transom_core.contract import Logprob, OutputEvent, Request, SamplingParams, TokenLogprobs, Usage
+from transom_core.errors import RequestTimeout
+from transom_core.text.markup.parts import (
     AnswerPart,
     CallArguments,
     CallBegin,

@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transom_worker.errors import StepFailed
+from transom_core.errors import StepFailed
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
 from transom_worker.execution.batch.slab import block_rows
 from transom_worker.execution.executor import PIECE_BYTES
 from transom_worker.execution.tiers import block_copies as block_copies_module
 from transom_worker.execution.tiers.block_copies import BlockCopies, TierMemory
-from transom_worker.execution.tiers.loads import LoadBoard, RowCopies, ThreadLoads
-from transom_worker.kvcache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.layout import ArenaLayout, GroupLayout
+from transom_worker.execution.tiers.load_copies import LoadBoard, RowCopies, ThreadLoads
 from transom_worker.scheduling.step import StepPlan
 
 STRIDES = (512, 256, 768)

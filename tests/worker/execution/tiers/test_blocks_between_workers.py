@@ -9,8 +9,9 @@ import numpy as np
 from tests.engine_driver import make_request, run
 from tests.thread_ranks import make_sharded_engine
 from tests.tiny_checkpoints import tiny_llama
-from transom_worker.block_format import KvShares, convert_blocks
-from transom_worker.kvcache.hashing import chain_root, extend_chain
+from transom_core.kv_cache.hashing import chain_root, extend_chain
+from transom_core.kv_cache.kv_shares import KvShares
+from transom_worker.kvcache.tiers.block_format.convert import convert_blocks
 from transom_worker.scheduling.step import TIER_DEVICE
 
 PROMPT = list(range(5, 45))  # two whole blocks

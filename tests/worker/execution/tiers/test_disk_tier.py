@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tests.worker.execution.tiers.test_block_copies import LAYOUTS, add, rows, slabs
-from transom_worker.disk_cache.folder import BlockFolder
-from transom_worker.errors import StepFailed
+from transom_core.errors import StepFailed
 from transom_worker.execution.executor import DiskUsage
-from transom_worker.execution.tiers import disk_tier
+from transom_worker.execution.tiers import disk_blocks as disk_tier
 from transom_worker.execution.tiers.block_copies import BlockCopies, TierMemory
+from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.scheduling.step import TIER_DEVICE, TIER_DISK, TIER_HOST, StepPlan, StepResult
 
 

@@ -7,10 +7,10 @@ import torch
 
 from tests.worker.execution.hand_scheduler import engine_config
 from tests.worker.execution.toy_decoder import layer, load_toy
-from transom_worker.errors import ConfigError
+from transom_core.errors import ConfigError
+from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.tiers.host_slab import allocate_host_slab
-from transom_worker.kvcache.layout import ArenaLayout
 
 LAYOUT = ArenaLayout(page_bytes=1 << 20, num_pages=64, groups=())
 CPU = torch.device("cpu")

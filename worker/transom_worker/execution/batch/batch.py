@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from transom_core.kv_cache.layout import ArenaLayout
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.policy_attention import PolicyBatch
@@ -15,9 +16,8 @@ from transom_worker.execution.batch.policy_arrays import PolicyArrays
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.batch.slab import compressed_caches, group_of_layer, layer_caches
 from transom_worker.execution.batch.step_arrays import GroupArrays, RowRanges, StepArrays, row_ranges, step_arrays
-from transom_worker.kvcache.layout import ArenaLayout
-from transom_worker.layers.forward_batch import ForwardBatch
-from transom_worker.layers.policy_rows import MassMeter, MixedBatch
+from transom_worker.models.layers.forward_batch import ForwardBatch
+from transom_worker.models.layers.policy_rows import MassMeter, MixedBatch
 from transom_worker.scheduling.step import StepPlan
 
 

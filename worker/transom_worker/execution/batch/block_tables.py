@@ -20,8 +20,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from transom_core.kv_cache.groups import GroupSpec
 from transom_worker.execution.batch.compact_tables import CompactTable
-from transom_worker.kvcache.groups import GroupSpec
 
 Ints = NDArray[np.int64]
 NO_BLOCK = -1  # fills columns without a block

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import torch
 
+from transom_core.kv_cache.layout import ArenaLayout, GroupLayout, LayerTensors, Role
 from transom_kernels.cpu.memory import lazy_bytes
-from transom_worker.kvcache.layout import ArenaLayout, GroupLayout, LayerTensors, Role
-from transom_worker.layers.forward_batch import CachePart, CompressedCache, LayerCache
+from transom_worker.models.layers.forward_batch import CachePart, CompressedCache, LayerCache
 
 Parts = dict[tuple[int, Role], CachePart]  # by layer and role
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.execution.batch.block_tables import NO_BLOCK, BlockTables
 from transom_worker.execution.batch.compact_tables import CompactTable
 from transom_worker.execution.batch.policy_arrays import PolicyArrays, RowMask, policy_arrays, slots_of
 from transom_worker.execution.batch.sequences import SequenceStore, SequenceTokens
-from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.scheduling.step import StepPlan
 
 Ints = NDArray[np.int64]

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from transom_core.kv_cache.groups import GroupSpec
 from transom_kernels.paged_attention import tuning
-from transom_worker.kvcache.groups import GroupSpec
 
 # The largest number of work items of an attention layer. A step with more reads so many keys that the device is slower than the
 # host, so a graph would gain nothing. At this limit, partial results take up to 128 MiB, at 8 KV heads of 128.

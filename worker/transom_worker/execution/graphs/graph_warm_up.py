@@ -13,9 +13,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from transom_core.contract import SamplingParams
+from transom_core.kv_cache.layout import ArenaLayout
 from transom_kernels.paged_attention.launches import launch_keys_of
 from transom_kernels.quantised_kv import FORMATS, head_width, quantise_rows
-from transom_worker.contract import SamplingParams
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.batch.slab import block_rows
@@ -24,7 +25,6 @@ from transom_worker.execution.graphs.decode_graphs import DecodeGraphs
 from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes
 from transom_worker.execution.graphs.graph_capture import CaptureDevice
 from transom_worker.execution.graphs.static_batch import GroupLaunchKey
-from transom_worker.kvcache.layout import ArenaLayout
 from transom_worker.models.model import Model
 from transom_worker.scheduling.step import NewSequence, StepPlan
 

@@ -22,7 +22,7 @@ from transom_kernels.paged_attention.work_items import ITEM_FIELDS, NO_PARTIAL, 
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes, StepSize
-from transom_worker.layers.forward_batch import ForwardBatch
+from transom_worker.models.layers.forward_batch import ForwardBatch
 
 ALIGNMENT = 64  # of each array, because kernels are compiled for pointers that are multiples of 16, as torch's own are
 BEFORE_ALL = -1  # the position of a padding sequence's query, which lies before every key

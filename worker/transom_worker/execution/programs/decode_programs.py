@@ -15,14 +15,14 @@ from functools import partial
 
 import torch
 
+from transom_core.errors import RankLost
 from transom_kernels.cpu.program import Program, ReplayMemory, record_program
-from transom_worker.errors import RankLost
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.out_of_memory import is_out_of_memory
 from transom_worker.execution.programs.static_inputs import StaticInputs
 from transom_worker.execution.programs.static_policy_inputs import PolicyVariant, StaticPolicyInputs
-from transom_worker.layers.forward_batch import ForwardBatch
+from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.model import Model
 
 logger = logging.getLogger("transom.worker")

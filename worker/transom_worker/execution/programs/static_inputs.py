@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
-from transom_worker.layers.forward_batch import ForwardBatch
+from transom_worker.models.layers.forward_batch import ForwardBatch
 
 
 class StaticInputs:

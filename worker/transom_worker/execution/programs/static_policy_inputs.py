@@ -14,8 +14,8 @@ from transom_kernels.policy_attention import PolicyBatch
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.policy_arrays import PolicyArrays
 from transom_worker.execution.batch.step_arrays import StepArrays
-from transom_worker.layers.forward_batch import ForwardBatch
-from transom_worker.layers.policy_rows import MassMeter, MixedBatch
+from transom_worker.models.layers.forward_batch import ForwardBatch
+from transom_worker.models.layers.policy_rows import MassMeter, MixedBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from ray.util import get_current_placement_group, get_node_ip_address
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from transom_worker.errors import ConfigError
+from transom_core.errors import ConfigError
 from transom_worker.execution.ranks.launcher import Launcher, OnRankExit, RankExit
 from transom_worker.execution.ranks.messages import RankSetup
 

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from transom_worker.config import EngineConfig
-from transom_worker.errors import RankLost
+from transom_core.config import EngineConfig
+from transom_core.errors import RankLost
+from transom_core.logs import process_name
 from transom_worker.execution.ranks.channel import ExecutorChannel
 from transom_worker.execution.ranks.launcher import Launcher, RankExit
 from transom_worker.execution.ranks.messages import RankFailed, RankSetup
-from transom_worker.logs import process_name
 
 FAILURE_REPORT_WINDOW_S = 1.0  # how long the group waits for further reports after the first sign of a lost rank
 

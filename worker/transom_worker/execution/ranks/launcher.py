@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from transom_worker.errors import LossCause
+from transom_core.errors import LossCause
 from transom_worker.execution.ranks.messages import RankSetup
 
 

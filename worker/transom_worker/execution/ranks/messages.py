@@ -28,8 +28,8 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
-from transom_worker.config import EngineConfig
-from transom_worker.contract import ErrorInfo
+from transom_core.config import EngineConfig
+from transom_core.contract import ErrorInfo
 from transom_worker.execution.executor import ExecutorInfo, RankUsage
 from transom_worker.scheduling.step import StepPlan, StepResult
 

@@ -15,11 +15,11 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from transom_worker.errors import ConfigError, RankLost
+from transom_core.errors import ConfigError, RankLost
+from transom_core.machine.openmp import wait_variables
 from transom_worker.execution.loss_causes import cause_of_exit, count_out_of_memory
 from transom_worker.execution.ranks.launcher import Launcher, OnRankExit, RankExit
 from transom_worker.execution.ranks.messages import RankSetup
-from transom_worker.openmp import wait_variables
 
 PROGRAM = (sys.executable, "-P", "-m", "transom_worker.execution.ranks.rank_main")
 KILL_TIMEOUT_S = 10.0

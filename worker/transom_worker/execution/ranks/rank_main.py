@@ -15,10 +15,11 @@ import threading
 import time
 from dataclasses import replace
 
-from transom_worker.config import CoreShare, EngineConfig
-from transom_worker.contract import ErrorInfo
-from transom_worker.cores import keep_to_share
-from transom_worker.errors import StepFailed, TransomError
+from transom_core.config import CoreShare, EngineConfig
+from transom_core.contract import ErrorInfo
+from transom_core.errors import StepFailed, TransomError
+from transom_core.logs import show_all_logs
+from transom_core.machine.cores import keep_to_share
 from transom_worker.execution.loss_causes import cause_of_error
 from transom_worker.execution.model_loading import choose_device
 from transom_worker.execution.ranks.channel import RankChannel
@@ -43,9 +44,8 @@ from transom_worker.execution.ranks.messages import (
     WriteBlocks,
 )
 from transom_worker.execution.runner import ModelRunner
-from transom_worker.logs import show_all_logs
-from transom_worker.parallel import SINGLE_RANK, Communicator, Parallel
-from transom_worker.parallel.rendezvous import Rendezvous, connect, host_id
+from transom_worker.models.parallel import SINGLE_RANK, Communicator, Parallel
+from transom_worker.models.parallel.rendezvous import Rendezvous, connect, host_id
 
 logger = logging.getLogger("transom.worker")
 

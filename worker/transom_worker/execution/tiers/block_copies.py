@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 import torch
 
+from transom_core.errors import StepFailed, TransomError
+from transom_core.kv_cache.layout import ArenaLayout
 from transom_kernels.block_copy import block_copy, block_copy_between
-from transom_worker.disk_cache.folder import BlockFolder
-from transom_worker.errors import StepFailed, TransomError
 from transom_worker.execution.batch.slab import block_rows
 from transom_worker.execution.executor import PIECE_BYTES, DiskUsage
-from transom_worker.execution.tiers.disk_tier import DiskTier, FetchedBlock, StoredBlock
-from transom_worker.execution.tiers.loads import EndedLoads, LoadBoard, RowCopies, make_loads
-from transom_worker.kvcache.layout import ArenaLayout
+from transom_worker.execution.tiers.disk_blocks import DiskTier, FetchedBlock, StoredBlock
+from transom_worker.execution.tiers.load_copies import EndedLoads, LoadBoard, RowCopies, make_loads
+from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.scheduling.step import LOAD_WAIT_S, TIER_DEVICE, TIER_DISK, StepPlan
 
 DISK_WAIT_S = 2.0  # for which a plan waits for its files at most, where it says so

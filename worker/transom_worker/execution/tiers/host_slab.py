@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from transom_core.errors import ConfigError
+from transom_core.kv_cache.layout import ArenaLayout
 from transom_kernels.cpu.memory import lazy_bytes
-from transom_worker.errors import ConfigError
-from transom_worker.kvcache.layout import ArenaLayout
 
 
 def allocate_host_slab(

@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 
 from transom_kernels.paged_attention.batch import PagedBatch
-from transom_worker.layers.forward_batch import CompressedCache, ForwardBatch
-from transom_worker.layers.rope import RotaryEmbedding, RotaryTables
+from transom_worker.models.layers.forward_batch import CompressedCache, ForwardBatch
+from transom_worker.models.layers.rope import RotaryEmbedding, RotaryTables
 
 
 class AttentionMetadata:

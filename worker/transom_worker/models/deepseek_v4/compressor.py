@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from transom_core.model_config.deepseek_v4 import DeepseekV4Shape
+from transom_core.model_config.layer_attention import Compression
 from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
 from transom_kernels.latent_attention import pool_rows, select_entries, write_rows
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_kernels.rotary import rotary_
-from transom_worker.layers.forward_batch import CompressedCache, LayerCache
-from transom_worker.layers.norm import RmsNorm
-from transom_worker.layers.rope import RotaryTables
-from transom_worker.model_config.deepseek_v4 import DeepseekV4Shape
-from transom_worker.model_config.layer_attention import Compression
 from transom_worker.models.deepseek_v4.attention_metadata import AttentionMetadata
+from transom_worker.models.layers.forward_batch import CompressedCache, LayerCache
+from transom_worker.models.layers.norm import RmsNorm
+from transom_worker.models.layers.rope import RotaryTables
 from transom_worker.models.loading import Loader
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
+from transom_core.model_config.architecture import Architecture
+from transom_core.model_config.deepseek_v4 import DeepseekV4Shape
 from transom_kernels.hyper_connections import hc_head, hc_post, hc_pre, hc_project
-from transom_worker.model_config.architecture import Architecture
-from transom_worker.model_config.deepseek_v4 import DeepseekV4Shape
 from transom_worker.models.loading import Loader
 
 

@@ -5,7 +5,7 @@ transformers puts most names under `model.` and calls a layer's latent norm `nor
 
 from __future__ import annotations
 
-from transom_worker.weights import RenamedWeights, Weights
+from transom_worker.models.weights import RenamedWeights, Weights
 
 _PUBLISHED = (
     ("model.embed_tokens.", "embed."),

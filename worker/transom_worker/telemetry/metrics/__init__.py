@@ -5,6 +5,5 @@ read from the last published `WorkerState` at a scrape, so that a step pays noth
 """
 
 from transom_worker.telemetry.metrics.engine_metrics import EngineMetrics
-from transom_worker.telemetry.metrics.identity import build_versions
 
-__all__ = ["EngineMetrics", "build_versions"]
+__all__ = ["EngineMetrics"]

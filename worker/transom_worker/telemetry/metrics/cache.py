@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
+from transom_core.telemetry.own_labels import Buckets, OwnLabels
 from transom_worker.telemetry.metrics.fixed_values import (
     CHECKPOINT_KINDS,
     EVICTION_REASONS,
@@ -21,7 +22,6 @@ from transom_worker.telemetry.metrics.fixed_values import (
     MISS_REASONS,
     with_zeros,
 )
-from transom_worker.telemetry.metrics.own_labels import Buckets, OwnLabels
 
 if TYPE_CHECKING:
     from transom_worker.kvcache.histogram import HistogramStats

@@ -10,14 +10,14 @@ from prometheus_client.core import Metric
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 
-from transom_worker.errors import Overloaded, RequestError, WorkerLost
+from transom_core.errors import Overloaded, RequestError, WorkerLost
+from transom_core.telemetry.own_labels import OwnLabels
+from transom_core.telemetry.process import Process
 from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes
 from transom_worker.telemetry.metrics.cache import cache_families
 from transom_worker.telemetry.metrics.grammars import grammar_families
 from transom_worker.telemetry.metrics.identity import Identity
-from transom_worker.telemetry.metrics.own_labels import OwnLabels
-from transom_worker.telemetry.metrics.policies import policy_families
-from transom_worker.telemetry.metrics.process import Process
+from transom_worker.telemetry.metrics.kv_policies import policy_families
 from transom_worker.telemetry.metrics.ranks import rank_families
 from transom_worker.telemetry.metrics.requests import Requests
 from transom_worker.telemetry.metrics.steps import Steps
@@ -26,7 +26,7 @@ from transom_worker.telemetry.metrics.work import work_families
 from transom_worker.telemetry.request_times import RequestTimes
 
 if TYPE_CHECKING:
-    from transom_worker.config import EngineConfig
+    from transom_core.config import EngineConfig
     from transom_worker.execution.executor import ExecutorInfo
     from transom_worker.scheduling.step import StepPlan, StepTimings
     from transom_worker.telemetry.worker_state import WorkerState

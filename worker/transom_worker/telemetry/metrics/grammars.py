@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
-from transom_worker.telemetry.metrics.own_labels import OwnLabels
+from transom_core.telemetry.own_labels import OwnLabels
 from transom_worker.telemetry.worker_state import GrammarStats
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from transom_worker.telemetry.metrics.own_labels import OwnLabels
+from transom_core.telemetry.build_versions import build_versions
+from transom_core.telemetry.own_labels import OwnLabels
 
 if TYPE_CHECKING:
-    from transom_worker.config import EngineConfig
+    from transom_core.config import EngineConfig
     from transom_worker.execution.executor import ExecutorInfo
 
 CONFIG_LABELS = (
@@ -31,12 +29,6 @@ CONFIG_LABELS = (
     "hybrid_kv_cache",
     "kernels",
 )
-
-
-def build_versions(*packages: str) -> dict[str, str]:
-    """Versions of Transom (as `version`), Python and `packages`, by name; "" for a package that is not installed. Imports none."""
-    found = {"version": _version("transom"), "python": platform.python_version()}
-    return found | {package: _version(package) for package in packages}
 
 
 class Identity(Collector):
@@ -102,12 +94,3 @@ class Identity(Collector):
             "Seconds that the worker took to start: loading, allocating the KV pool and warming up.",
             self.start_s,
         )
-
-
-@cache
-def _version(package: str) -> str:
-    """Of an installed package; "" of one that is not. Reading it takes milliseconds."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
+from transom_core.telemetry.own_labels import OwnLabels
 from transom_worker.execution.executor import DiskUsage
-from transom_worker.telemetry.metrics.own_labels import OwnLabels
 
 if TYPE_CHECKING:
     from transom_worker.execution.executor import RankReport

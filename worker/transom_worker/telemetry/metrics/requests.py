@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from transom_worker.clock import steady_time_s
+from transom_core.clock import steady_time_s
+from transom_core.telemetry.own_labels import OwnLabels
 from transom_worker.telemetry.metrics.fixed_values import FINISH_REASONS, REFUSALS
-from transom_worker.telemetry.metrics.own_labels import OwnLabels
 from transom_worker.telemetry.request_times import RequestTimes
 
 REQUEST_BUCKETS_S = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from transom_worker.telemetry.metrics.own_labels import Buckets, OwnLabels
+from transom_core.telemetry.own_labels import Buckets, OwnLabels
 from transom_worker.telemetry.metrics.tally import Tally
 
 if TYPE_CHECKING:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from transom_worker.telemetry.metrics.own_labels import OwnLabels
-from transom_worker.transfer.observer import TransferObserver
-from transom_worker.transfer.report import EXPORT_OUTCOMES, FETCH_OUTCOMES, ExportOutcome, FetchReport
+from transom_core.telemetry.own_labels import OwnLabels
+from transom_worker.kvcache.tiers.transfer.observer import TransferObserver
+from transom_worker.kvcache.tiers.transfer.transfer_report import (
+    EXPORT_OUTCOMES,
+    FETCH_OUTCOMES,
+    ExportOutcome,
+    FetchReport,
+)
 
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 OUTCOMES = (*(("in", outcome) for outcome in FETCH_OUTCOMES), *(("out", outcome) for outcome in EXPORT_OUTCOMES))

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
-from transom_worker.clock import steady_time_s
+from transom_core.clock import steady_time_s
+from transom_core.telemetry.own_labels import OwnLabels
 from transom_worker.telemetry.metrics.fixed_values import PREEMPTION_MODES, with_zeros
-from transom_worker.telemetry.metrics.own_labels import OwnLabels
 
 if TYPE_CHECKING:
-    from transom_worker.contract import WorkerLoad
+    from transom_core.contract import WorkerLoad
     from transom_worker.scheduling.work_counts import WorkCounts
     from transom_worker.telemetry.worker_state import WorkerState
 

@@ -1,0 +1,64 @@
+"""Makes command-line flags from `Settings`, so that flags, YAML and keywords always have the same names, types and defaults."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, get_args
+
+import typer
+
+from transom_cluster.http.api_keys import KEY_VARIABLES
+from transom_core.settings.settings import Settings
+
+_ENVIRONMENT: dict[str, list[str]] = {
+    **{name: list(variables) for name, variables in KEY_VARIABLES.items()},
+    "otlp_traces_endpoint": ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"],
+}
+
+
+def settings_as_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, which takes keywords, the model as its argument and a flag for every other setting.
+
+    A flag that the user does not give has the value None.
+    """
+    parameters = [_parameter(name, field.annotation, field.default) for name, field in Settings.model_fields.items()]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    description = Settings.model_fields[name].description
+    if name == "model":
+        argument = typer.Argument(help=description, metavar="MODEL", show_default=False)
+        return _keyword(name, Annotated[str, argument], inspect.Parameter.empty)
+    flag = name.replace("_", "-")
+    has_off_switch = annotation is bool and default is True
+    option = typer.Option(
+        f"--{flag}/--no-{flag}" if has_off_switch else f"--{flag}",
+        help=_help(description, default),
+        show_default=False,
+        envvar=_ENVIRONMENT.get(name),
+    )
+    return _keyword(name, Annotated[_flag_type(name, annotation), option], None)
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _flag_type(name: str, annotation: Any) -> Any:
+    """The type that the command line parses: numbers and switches. `Settings` checks words, with better messages."""
+    if name in ("kv_cache_memory_bytes", "swap_space", "disk_space"):
+        return str | None  # 512MiB
+    if name in ("api_key", "worker_group", "allowed_origins"):
+        return list[str] | None
+    for kind in (bool, int, float):
+        if annotation is kind or kind in get_args(annotation):
+            return kind | None
+    return str | None
+
+
+def _help(description: str | None, default: Any) -> str:
+    return str(description) if default in (None, (), True, False) else f"{description} [{default}]"

@@ -1,0 +1,164 @@
+"""Reads `tools` and `tool_choice`, and writes them as a chat has them.
+
+Tools that OpenAI hosts (web search, code interpreter, ...) and types that the server does not know are skipped, each with a
+warning, since clients such as Codex send them along to any server. The function tools that remain work as usual.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Raw
+
+from transom_cluster.openai.body import NULL, decode_field
+from transom_cluster.openai.responses.tool_names import CUSTOM_INPUT, ToolName, ToolNames
+from transom_core.errors import RequestError
+
+MAX_TOOLS = 1024
+Chosen = str | dict[str, Any]
+
+
+class _Struct(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Base class of tools. Fields that a tool does not have here are ignored."""
+
+
+class _ToolType(_Struct, frozen=True, kw_only=True):
+    type: str
+
+
+class _Function(_Struct, frozen=True, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: Raw = msgspec.field(default_factory=lambda: NULL)
+    strict: bool | None = None
+
+
+class _CustomFormat(_Struct, frozen=True, kw_only=True):
+    type: Literal["text", "grammar"]
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class _Custom(_Struct, frozen=True, kw_only=True):
+    name: str
+    description: str | None = None
+    format: _CustomFormat | None = None
+
+
+class _Namespace(_Struct, frozen=True, kw_only=True):
+    name: str
+    tools: list[Raw]
+
+
+class _Choice(_Struct, frozen=True, kw_only=True):
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[_Choice] | None = None
+
+
+_TOOLS: msgspec.json.Decoder[list[Raw]] = msgspec.json.Decoder(list[Raw])
+_TYPE = msgspec.json.Decoder(_ToolType)
+_FUNCTION = msgspec.json.Decoder(_Function)
+_CUSTOM = msgspec.json.Decoder(_Custom)
+_NAMESPACE = msgspec.json.Decoder(_Namespace)
+_CHOICE: msgspec.json.Decoder[str | _Choice | None] = msgspec.json.Decoder(str | _Choice | None)
+
+
+def read_tools(text: Raw, *, names: ToolNames, warnings: list[str]) -> dict[str, dict[str, Any]]:
+    """The tools as a chat has them, by their paths in the body. Their names are added to `names`, skipped ones to `warnings`.
+
+    Raises:
+        RequestError: a tool is malformed, or two have one name; `param` names it.
+    """
+    given = [] if text == NULL else decode_field(_TOOLS, text, "tools")
+    return _read_list(given, "tools", None, names, warnings)
+
+
+def read_tool_choice(text: Raw, *, names: ToolNames) -> Chosen | None:
+    """`tool_choice` as a chat has it; None if it is not given.
+
+    Raises:
+        RequestError: it is malformed, or chooses a tool that the request does not have.
+    """
+    choice = decode_field(_CHOICE, text, "tool_choice")
+    if choice is None or isinstance(choice, str):
+        return choice
+    if choice.type == "allowed_tools":
+        allowed = [_named(tool, names, f"tool_choice.tools[{i}]") for i, tool in enumerate(choice.tools or ())]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode or "auto", "tools": allowed}}
+    return _named(choice, names, "tool_choice")
+
+
+def _read_list(
+    texts: list[Raw], path: str, namespace: str | None, names: ToolNames, warnings: list[str]
+) -> dict[str, dict[str, Any]]:
+    if len(texts) > MAX_TOOLS:
+        raise RequestError(f"{path} has {len(texts):,} tools; at most {MAX_TOOLS:,} are allowed.", param=path)
+    tools: dict[str, dict[str, Any]] = {}
+    for index, text in enumerate(texts):
+        where = f"{path}[{index}]"
+        kind = decode_field(_TYPE, text, where).type
+        if kind == "function":
+            tools[where] = _function(text, where, namespace, names)
+        elif kind == "custom":
+            tools[where] = _custom(text, where, namespace, names, warnings)
+        elif kind == "namespace" and namespace is None:
+            group = decode_field(_NAMESPACE, text, where)
+            tools |= _read_list(group.tools, f"{where}.tools", group.name, names, warnings)
+        else:
+            warnings.append(f"{where}: tools of type {kind[:64]} are skipped")
+    return tools
+
+
+def _function(text: Raw, path: str, namespace: str | None, names: ToolNames) -> dict[str, Any]:
+    tool = decode_field(_FUNCTION, text, path)
+    name = _added(ToolName(name=tool.name, namespace=namespace), path, names)
+    function: dict[str, Any] = {"name": name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.parameters != NULL:
+        function["parameters"] = tool.parameters
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def _custom(text: Raw, path: str, namespace: str | None, names: ToolNames, warnings: list[str]) -> dict[str, Any]:
+    tool = decode_field(_CUSTOM, text, path)
+    name = _added(ToolName(name=tool.name, kind="custom", namespace=namespace), path, names)
+    description, text_schema = tool.description or "", {"type": "string"}
+    if tool.format is not None and tool.format.type == "grammar":
+        description += f"\n\nThe input must match this {tool.format.syntax} grammar:\n{tool.format.definition}"
+        if tool.format.syntax == "regex":
+            text_schema["pattern"] = f"^({tool.format.definition})$"
+        else:
+            warnings.append(f"{path}: its grammar is shown to the model and not enforced")
+    parameters = {
+        "type": "object",
+        "properties": {CUSTOM_INPUT: text_schema},
+        "required": [CUSTOM_INPUT],
+        "additionalProperties": False,
+    }
+    function = {"name": name, "description": description.strip(), "parameters": parameters, "strict": True}
+    return {"type": "function", "function": function}
+
+
+def _added(tool: ToolName, path: str, names: ToolNames) -> str:
+    if not names.add(tool):
+        raise RequestError(f"{path}: there are two tools with the name {tool.chat_name!r}.", param=path)
+    return tool.chat_name
+
+
+def _named(choice: _Choice, names: ToolNames, path: str) -> dict[str, Any]:
+    if choice.type not in ("function", "custom"):
+        raise RequestError(
+            f"{path}.type is {choice.type[:80]!r}; this server has no tools of its own, so only a function or custom tool can "
+            "be chosen.",
+            param=f"{path}.type",
+        )
+    if choice.name is None:
+        raise RequestError(f"{path}.name is missing; it is required.", param=f"{path}.name")
+    return {"type": "function", "function": {"name": names.chat_name(choice.name, choice.namespace)}}

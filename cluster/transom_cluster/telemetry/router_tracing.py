@@ -1,0 +1,128 @@
+"""The router's OpenTelemetry spans: one span for each HTTP request with a prompt, and below it one for each attempt at a worker.
+
+Names and attributes follow OpenTelemetry's conventions for HTTP servers and generative AI. A worker's own spans are below the
+span of the attempt that they belong to. So where a worker died, and its own spans with it, the attempt's span still names the
+worker:
+
+    POST /v1/completions            the request, at the router
+      worker  (w0, error: lost)     the first attempt
+      worker  (w1)                  the second attempt
+        queue, prefill, decode      at the worker w1
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from transom_cluster.telemetry.request_events import (
+    Ended,
+    Failed,
+    Finished,
+    HandedOver,
+    Lost,
+    Placed,
+    RequestEvent,
+    TurnedAway,
+)
+from transom_core import __version__
+from transom_core.config import TracingConfig
+from transom_core.logs import trace_id_of
+from transom_core.telemetry.tracing import Tracing, nanoseconds
+
+OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+FIRST_ERROR_STATUS = 500  # a status below is the client's fault, and no failure of the server's span
+
+
+class RouterTracing:
+    """Makes one router's spans. Runs on the router's event loop; a thread exports the spans that have ended."""
+
+    def __init__(self, tracing: Tracing, *, model: str) -> None:
+        self.tracing = tracing
+        self._model = model
+
+    @classmethod
+    def from_config(cls, config: TracingConfig, router_id: str, *, model: str) -> RouterTracing:
+        """The tracing of a router that sends its spans to `config.endpoint`."""
+        return cls(Tracing(config, role="router", name=router_id, version=__version__), model=model)
+
+    def begin(self, path: str, headers: Mapping[str, str], at_s: float) -> RequestTrace:
+        """Begin the span of a request that came at `at_s`, below the client's `traceparent` header if it sent one."""
+        attributes = {
+            "http.request.method": "POST",
+            "http.route": path,
+            "gen_ai.operation.name": OPERATIONS.get(path, path.strip("/")),
+            "gen_ai.provider.name": "transom",
+            "gen_ai.request.model": self._model,
+        }
+        parent = self.tracing.context_of(headers)
+        span = self.tracing.start(f"POST {path}", parent, kind="SERVER", at_s=at_s, attributes=attributes)
+        return RequestTrace(self.tracing, span)
+
+    def close(self) -> None:
+        """Export the spans that have ended; takes some seconds at most."""
+        self.tracing.close()
+
+
+class RequestTrace:
+    """The sink that makes the span of one request and those of its attempts; implements `SpanSink`."""
+
+    def __init__(self, tracing: Tracing, span: Any) -> None:
+        self._tracing = tracing
+        self._span = span
+        self._below = tracing.context_below(span)
+        self._attempts: dict[int, Any] = {}  # the spans of present attempts, by choice
+        self.trace_id = trace_id_of(tracing.parent_header(span))
+
+    def describe(self, attributes: Mapping[str, Any]) -> None:
+        """Add attributes to the request's span."""
+        self._span.set_attributes(attributes)
+
+    def receive(self, event: RequestEvent) -> None:
+        """Begin and end the spans of attempts."""
+        match event:
+            case Placed():
+                self._begin_attempt(event)
+            case TurnedAway(choice=choice, error=error) | Failed(choice=choice, error=error):
+                self._end_attempt(choice, error)
+            case Lost(choice=choice, cause=cause):
+                self._end_attempt(choice, cause)
+            case Finished(choice=choice) | HandedOver(choice=choice):
+                self._end_attempt(choice)
+            case Ended():
+                for choice in list(self._attempts):
+                    self._attempts[choice].set_attribute("transom.abandoned", True)
+                    self._end_attempt(choice)
+
+    def trace_parent(self, choice: int) -> str:
+        """The traceparent header of the present attempt's span, for the worker's own spans."""
+        return self._tracing.parent_header(self._attempts[choice])
+
+    def end(self, status: int, error: str, at_s: float) -> None:
+        """End the request's span after the response's last byte; `error`: the class of the error that broke off a stream."""
+        self._span.set_attribute("http.response.status_code", status)
+        if error or status >= FIRST_ERROR_STATUS:
+            self._tracing.fail(self._span, error or str(status))
+        self._span.end(nanoseconds(at_s))
+
+    def _begin_attempt(self, placed: Placed) -> None:
+        self._end_attempt(placed.choice)
+        attributes = {
+            "transom.worker": placed.worker,
+            "transom.choice": placed.choice,
+            "transom.routing_policy": placed.policy,
+            "transom.placement_reason": placed.reason,
+            "transom.predicted_hit_tokens": placed.predicted_hit_tokens,
+            "transom.resumed_tokens": placed.resumed_tokens or 0,
+        }
+        span = self._tracing.start("worker", self._below, kind="CLIENT", at_s=time.time(), attributes=attributes)
+        self._attempts[placed.choice] = span
+
+    def _end_attempt(self, choice: int, error: str = "") -> None:
+        """End the span of a choice's present attempt, if there is one, with the class of an error or the cause of a loss."""
+        span = self._attempts.pop(choice, None)
+        if span is not None:
+            if error:
+                self._tracing.fail(span, error)
+            span.end()

@@ -1,0 +1,121 @@
+"""Schemas from outside are compiled on trial in a child process: bounded time and memory, and a reason that names what is wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.core.grammar.hostile_schemas import LARGE, NOT_SUPPORTED, TOO_MUCH, grammar
+from tests.core.grammar.vocabularies import tiny
+from tests.how_many import num_examples
+from transom_core.errors import RequestError
+from transom_core.grammar import GrammarChecker
+
+KEYWORDS: dict[str, Any] = {
+    "type": ["string", "integer", "object", "array", ["string", "null"], "number", "nonsense"],
+    "multipleOf": [3, 0.1, 97, 999983, 1e-9],
+    "minimum": [-5, 0, 1e300, 7.25],
+    "maximum": [10, -1, 1e-300],
+    "minLength": [0, 5, 10**6],
+    "maxLength": [3, 10**9],
+    "pattern": ["^a+$", "(a|b){1,500}", "(?:x{100}){100}", "[", "\\p{L}+"],
+    "minItems": [0, 3, 10**7],
+    "maxItems": [2, 10**8],
+    "minProperties": [1, 5],
+    "enum": [[1, "a", None], [], [{"a": 1}]],
+    "const": [1, {"a": [1]}],
+    "format": ["date-time", "uuid", "email", "nothing"],
+    "required": [["a", "b"], ["zz"]],
+    "$ref": ["#", "#/properties/a", "#/$defs/x", "http://nowhere.invalid/x"],
+}
+NESTED = ("items", "additionalProperties", "not", "contains")
+LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+
+
+@pytest.fixture(scope="module")
+def checker() -> Iterator[GrammarChecker]:
+    made = GrammarChecker(tiny(), cpu_s=1.5, memory_bytes=384 << 20)
+    made.warm_up()
+    yield made
+    pids = made.pids
+    made.close()
+    assert not any(map(psutil.pid_exists, pids))
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_what_asks_too_much_is_refused(checker: GrammarChecker, name: str) -> None:
+    with pytest.raises(RequestError, match="The grammar of the answer cannot be used: ") as caught:
+        checker.check(grammar(TOO_MUCH[name]), param="response_format")
+    assert caught.value.param == "response_format"
+    assert len(str(caught.value)) < 1000
+    assert checker.is_known(grammar(TOO_MUCH[name]))
+    checker.check('start: "the next one"')
+
+
+@pytest.mark.parametrize("name", NOT_SUPPORTED)
+def test_what_is_not_supported_is_named(checker: GrammarChecker, name: str) -> None:
+    schema, named = NOT_SUPPORTED[name]
+    pids = checker.pids
+    with pytest.raises(RequestError) as caught:
+        checker.check(grammar(schema))
+    assert named in str(caught.value)
+    assert checker.pids == pids
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_schemas_are_allowed(checker: GrammarChecker, name: str) -> None:
+    checker.check(grammar(LARGE[name]))
+
+
+def test_what_was_found_is_kept(checker: GrammarChecker) -> None:
+    """No child is asked again, whether the grammar can be used or not."""
+    for text, problem in (("start: /[a-f]+/", None), ("start: nothing", "unknown name")):
+        assert not checker.is_known(text)
+        for _ in range(2):
+            found = problem_of(checker, text)
+            assert found is None if problem is None else problem in str(found)
+            assert checker.is_known(text)
+
+
+def test_a_child_that_was_killed_costs_nothing(checker: GrammarChecker) -> None:
+    checker.warm_up()
+    for pid in checker.pids:
+        psutil.Process(pid).kill()
+    checker.check("start: /[g-k]+/")
+
+
+@pytest.mark.parametrize("seed", range(num_examples(10, 400)))
+def test_random_schemas_are_answered(checker: GrammarChecker, seed: int) -> None:
+    """Whatever keywords meet, and whatever their values: the answer is yes, or a reason in one line."""
+    random_of = random.Random(seed)
+    problem = problem_of(checker, grammar({"$defs": {"x": _schema(random_of, 2)}, **_schema(random_of, 3)}))
+    assert problem is None or problem.startswith("The grammar of the answer cannot be used: ")
+    assert "\n" not in (problem or "")
+
+
+def problem_of(checker: GrammarChecker, text: str) -> str | None:
+    """Why a grammar cannot be used; None if it can."""
+    try:
+        checker.check(text)
+    except RequestError as error:
+        return str(error)
+    return None
+
+
+def _schema(random_of: random.Random, depth: int) -> dict[str, Any]:
+    made = {
+        name: random_of.choice(values)
+        for name, values in random_of.sample(list(KEYWORDS.items()), random_of.randint(0, 4))
+    }
+    if depth:
+        for name in random_of.sample(NESTED, random_of.randint(0, 2)):
+            made[name] = _schema(random_of, depth - 1)
+        for name in random_of.sample(LISTS, random_of.randint(0, 2)):
+            made[name] = [_schema(random_of, depth - 1) for _ in range(random_of.randint(1, 3))]
+        if random_of.random() < 0.5:
+            made["properties"] = {key: _schema(random_of, depth - 1) for key in "ab"}
+    return made

@@ -1,0 +1,95 @@
+"""The compiler's thread, its cache, and what becomes of grammars that fail or never compile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.core.grammar.vocabularies import tiny, tiny_vocabulary
+from transom_core.grammar import CompiledGrammar, GrammarCompiler, compiler
+from transom_core.grammar.compile_grammar import compile_grammar as real_compile_grammar
+
+
+@pytest.fixture
+def grammars() -> Iterator[GrammarCompiler[str]]:
+    made: GrammarCompiler[str] = GrammarCompiler(tiny_vocabulary, cache_bytes=3 << 20)
+    yield made
+    made.close()
+
+
+def take(grammars: GrammarCompiler[str], count: int) -> list[CompiledGrammar[str]]:
+    ready: list[CompiledGrammar[str]] = []
+    while len(ready) < count:
+        ready += grammars.take_ready()
+        grammars.wait(60)
+    return ready
+
+
+def test_grammars_become_ready_in_order_and_equal_ones_are_compiled_once(grammars: GrammarCompiler[str]) -> None:
+    assert not grammars.is_busy
+    for name, text in (("a", "start: /[a-z]+/"), ("b", "start: nothing"), ("c", "start: /[a-z]+/")):
+        grammars.begin(name, text)
+    a, b, c = take(grammars, 3)
+    assert [one.owner for one in (a, b, c)] == ["a", "b", "c"]
+    assert a.matcher is not None
+    assert a.error is c.error is None
+    assert c.matcher is not None
+    assert b.matcher is None
+    assert "unknown name" in str(b.error)
+    assert (grammars.num_compiled, grammars.num_cached) == (2, 1)
+    assert grammars.seconds > 0
+    a.matcher.consume(tiny().encode("x")[0])
+    assert (a.matcher.num_consumed, c.matcher.num_consumed) == (1, 0)
+    assert not grammars.is_busy
+
+
+def test_resumed_output_is_replayed(grammars: GrammarCompiler[str]) -> None:
+    ids = tuple(tiny().encode("ab"))
+    grammars.begin("a", "start: /[a-z]+/", ids)
+    grammars.begin("b", "start: /[0-9]+/", ids)
+    a, b = take(grammars, 2)
+    assert a.matcher is not None
+    assert a.matcher.num_consumed == len(ids)
+    assert "resumed_output_ids" in str(b.error)
+
+
+def test_the_cache_is_bounded_and_drops_what_was_used_longest_ago(grammars: GrammarCompiler[str]) -> None:
+    for name in "abaca":
+        grammars.begin(name, f"start: /[{name}]+/")
+    take(grammars, 5)
+    assert (grammars.num_compiled, grammars.num_cached) == (3, 2)
+    assert grammars.num_bytes <= 3 << 20
+    grammars.begin("b", "start: /[b]+/")
+    take(grammars, 1)
+    assert grammars.num_compiled == 4
+
+
+def test_a_grammar_that_takes_too_long_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread is left behind; grammars behind it have another one, and its text fails at once from then on."""
+    now, hang, entered = [0.0], threading.Event(), threading.Event()
+
+    def compile_grammar(text: str, vocabulary: object) -> object:
+        if text == "hangs":
+            entered.set()
+            hang.wait(60)
+        return real_compile_grammar(text, vocabulary)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(compiler, "compile_grammar", compile_grammar)
+    grammars: GrammarCompiler[str] = GrammarCompiler(tiny_vocabulary, timeout_s=10, clock=lambda: now[0])
+    grammars.begin("slow", "hangs")
+    grammars.begin("next", 'start: "a"')
+    assert entered.wait(60)
+    now[0] = 10.0
+    assert grammars.take_ready() == []
+    now[0] = 10.1
+    slow, following = take(grammars, 2)
+    assert "more than 10 s" in str(slow.error)
+    assert following.matcher is not None
+    grammars.begin("again", "hangs")
+    (again,) = take(grammars, 1)
+    assert again.error is slow.error
+    hang.set()
+    grammars.close()
+    assert not grammars.is_busy

@@ -1,0 +1,98 @@
+"""`live(n)`: the table of the design, and what must hold for any kind."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.worker.kvcache.cache_model import live_blocks
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.retention import Retention
+
+KINDS = st.one_of(
+    st.just(dict(kind=GroupKind.FULL)),
+    st.just(dict(kind=GroupKind.LATENT)),
+    st.builds(lambda w: dict(kind=GroupKind.WINDOW, window=w), st.integers(1, 40)),
+    st.builds(lambda c: dict(kind=GroupKind.CHUNK, chunk=c), st.integers(1, 40)),
+    st.builds(
+        lambda s, w: dict(kind=GroupKind.SINKS_WINDOW, sinks=s, window=w), st.integers(1, 12), st.integers(1, 40)
+    ),
+    st.builds(lambda r: dict(kind=GroupKind.COMPRESSED, ratio=r), st.integers(1, 8)),
+    st.builds(
+        lambda r, o: dict(kind=GroupKind.COMPRESSOR_STATE, ratio=r, overlap=o), st.integers(1, 8), st.integers(0, 2)
+    ),
+)
+SPECS = st.builds(
+    lambda size, kind: GroupSpec(name="g", layers=(), block_size=size, **kind),
+    st.sampled_from([1, 3, 4, 16]),
+    KINDS,
+)
+
+
+def group(kind: GroupKind, **sizes: int) -> GroupSpec:
+    return GroupSpec(name="g", kind=kind, layers=(), block_size=16, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("spec", "n", "live"),
+    [
+        (group(GroupKind.FULL), 0, ()),
+        (group(GroupKind.FULL), 9, ((0, 9),)),
+        (group(GroupKind.WINDOW, window=128), 127, ((0, 127),)),
+        (group(GroupKind.WINDOW, window=128), 128, ((1, 128),)),
+        (group(GroupKind.WINDOW, window=128), 1000, ((873, 1000),)),
+        (group(GroupKind.WINDOW, window=1), 7, ()),
+        (group(GroupKind.CHUNK, chunk=8192), 8191, ((0, 8191),)),
+        (group(GroupKind.CHUNK, chunk=8192), 8192, ()),
+        (group(GroupKind.CHUNK, chunk=8192), 20000, ((16384, 20000),)),
+        (group(GroupKind.SINKS_WINDOW, sinks=4, window=8), 3, ((0, 3),)),
+        (group(GroupKind.SINKS_WINDOW, sinks=4, window=8), 20, ((0, 4), (13, 20))),
+        (group(GroupKind.COMPRESSED, ratio=4), 11, ((0, 8),)),
+        (group(GroupKind.COMPRESSOR_STATE, ratio=4, overlap=1), 11, ((4, 11),)),
+    ],
+)
+def test_live_as_designed(spec: GroupSpec, n: int, live: tuple[tuple[int, int], ...]) -> None:
+    assert spec.live(n) == live
+
+
+@given(SPECS, st.integers(0, 200))
+def test_live_is_inside_the_past_and_lower_bounds_grow(spec: GroupSpec, n: int) -> None:
+    now, later = spec.live(n), spec.live(n + 1)
+    assert all(0 <= begin < end <= n for begin, end in now)
+    needed_later = {token for begin, end in later for token in range(begin, end)}
+    needed_now = {token for begin, end in now for token in range(begin, end)}
+    if spec.kind not in (GroupKind.COMPRESSED, GroupKind.INDEXER):  # an entry appears when its r tokens are there
+        assert needed_later - {n} <= needed_now  # what was let go is never wanted again
+
+
+@given(SPECS, st.integers(0, 150))
+def test_retention_in_blocks_follows_live(spec: GroupSpec, n: int) -> None:
+    retention = Retention(spec)
+    first = retention.first_live_block(n)
+    kept = {*range(spec.num_sink_blocks), *range(first, -(-n // spec.block_size))}
+    assert live_blocks(spec, n) <= kept
+    if not spec.keeps_everything:
+        tight = live_blocks(spec, n) | set(range(spec.num_sink_blocks)) | {n // spec.block_size}
+        assert kept <= tight
+
+
+@given(SPECS, st.integers(0, 150))
+def test_nothing_can_be_freed_before_the_next_change(spec: GroupSpec, n: int) -> None:
+    retention = Retention(spec)
+    change = retention.next_change(n)
+    boundary = (n // spec.block_size + 1) * spec.block_size
+    assert n < change <= boundary
+    if n == boundary - spec.block_size:  # asked at every boundary and at every change
+        assert all(retention.first_live_block(m) == retention.first_live_block(n) for m in range(n, change))
+
+
+@given(SPECS, st.integers(1, 150))
+def test_peak_blocks_bound_a_run_of_single_tokens(spec: GroupSpec, num_tokens: int) -> None:
+    retention = Retention(spec)
+    held = [
+        min(spec.num_sink_blocks, n // spec.block_size + 1)
+        + max(0, n // spec.block_size + 1 - max(retention.first_live_block(n), spec.num_sink_blocks))
+        for n in range(num_tokens)
+    ]
+    assert max(held) <= retention.peak_blocks(num_tokens)

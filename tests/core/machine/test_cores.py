@@ -1,0 +1,90 @@
+"""Shares of cores: equal, without overlap, with siblings together; which threads keep to them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transom_core.config import CoreShare
+from transom_core.machine import cores
+from transom_core.machine.cores import cpus_of, keep_to_share, read_siblings
+
+
+def shares(count: int, usable: set[int], siblings: Mapping[int, tuple[int, ...]]) -> list[frozenset[int]]:
+    return [
+        cpus_of(CoreShare(index=index, count=count), usable, lambda cpu: siblings.get(cpu, (cpu,)))
+        for index in range(count)
+    ]
+
+
+PAIRS = {cpu: (cpu % 4, cpu % 4 + 4) for cpu in range(8)}
+
+
+def test_the_example_of_the_docstring():
+    assert shares(2, set(range(8)), PAIRS) == [{0, 4, 1, 5}, {2, 6, 3, 7}]
+    assert shares(4, set(range(8)), PAIRS) == [{0, 4}, {1, 5}, {2, 6}, {3, 7}]
+    assert shares(2, {3, 5, 6, 7}, {}) == [{3, 5}, {6, 7}]
+
+
+@given(st.integers(1, 9), st.sets(st.integers(0, 63), min_size=1), st.booleans())
+def test_shares_are_equal_and_do_not_overlap(count, usable, paired):
+    siblings = {cpu: (cpu % 32, cpu % 32 + 32) for cpu in range(64)} if paired else {}
+    found = shares(count, usable, siblings)
+    assert {len(share) for share in found} == {len(usable) // count}
+    assert sum(map(len, found)) == len(frozenset().union(*found))
+    assert frozenset().union(*found) <= usable
+
+
+def test_siblings_as_the_system_writes_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(cores, "_SIBLINGS", f"{tmp_path}/{{}}")
+    for number, text in enumerate(("0,4\n", "1-3\n", "2\n", "", "?")):
+        (tmp_path / str(number)).write_text(text)
+    assert [read_siblings(cpu) for cpu in range(6)] == [(0, 4), (1, 2, 3), (2,), (3,), (4,), (5,)]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with eight cpus, and what it was asked to keep to."""
+    kept = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: kept.append(cpus), raising=False)
+    monkeypatch.setattr(cores, "read_siblings", lambda cpu: (cpu,))
+    return kept
+
+
+def test_a_share_is_kept(machine):
+    assert keep_to_share(CoreShare(index=1, count=2)) == frozenset({4, 5, 6, 7})
+    assert machine == [{4, 5, 6, 7}]
+
+
+@pytest.mark.parametrize(
+    "share", [CoreShare(), CoreShare(index=2, count=2), CoreShare(index=0, count=8), CoreShare(index=3, count=5)]
+)
+def test_the_whole_machine_a_worker_too_many_and_single_cores_are_not_kept(machine, share):
+    assert keep_to_share(share) is None
+    assert machine == []
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no such setting")
+def test_threads_inherit_what_their_thread_keeps_to():
+    """As a worker does it: on the thread that then starts the threads of its engine."""
+    cpu = min(os.sched_getaffinity(0))
+    seen = []
+
+    def work() -> None:
+        os.sched_setaffinity(0, {cpu})
+        inner = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+        inner.start()
+        inner.join()
+
+    before = os.sched_getaffinity(0)
+    outer = threading.Thread(target=work)
+    outer.start()
+    outer.join()
+    assert seen == [{cpu}]
+    assert os.sched_getaffinity(0) == before

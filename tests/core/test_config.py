@@ -1,0 +1,108 @@
+"""Settings: known names, refused values, sizes with units."""
+
+from __future__ import annotations
+
+import pytest
+
+from transom_core.errors import ConfigError
+from transom_core.settings.byte_sizes import parse_bytes
+from transom_core.settings.settings import Settings
+
+
+def test_defaults_resolve() -> None:
+    config = Settings.parse(model="m").engine_config()
+    assert (config.model.model, config.cache.block_size, config.scheduler.steps_in_flight) == ("m", 16, 1)
+    assert Settings.parse(model="m").server_config().served_model_name == "m"
+
+
+def test_how_long_a_request_waits_for_a_worker() -> None:
+    assert Settings.parse(model="m").server_config().failover.wait_s == 60.0
+    assert Settings.parse(model="m", worker_wait_s=5).server_config().failover.wait_s == 5.0
+    with pytest.raises(ConfigError, match="worker_wait_s"):
+        Settings.parse(model="m", worker_wait_s=0)
+
+
+def test_two_steps_in_flight_on_gpus_and_with_several_ranks() -> None:
+    for settings in ({"device": "cuda"}, {"tensor_parallel_size": 2}):
+        assert Settings.parse(model="m", **settings).engine_config().scheduler.steps_in_flight == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tensor_paralel_size": 2}, "tensor_paralel_size is not a setting"),
+        ({"port": 70000}, "port is 70000"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"max_model_len": 1}, "max_model_len is 1"),  # no prompt could have an answer
+        ({"window_pattern": "SXF", "window": 8}, "window-pattern is 'SXF'"),
+        ({"sinks": 4}, "need --window"),
+        ({"chunk": 32}, "--chunk is 32 and --window-pattern 'S'"),
+        ({"window_pattern": "CF"}, "--chunk is None and --window-pattern 'CF'"),
+        ({"chunk": 32, "window_pattern": "SCF"}, "need --window"),
+        ({"kv_cache_memory_bytes": "lots"}, "kv_cache_memory_bytes is 'lots'"),
+        ({"dtype": "int3"}, "dtype is 'int3'"),
+        ({"disk_cache": "/x", "enable_prefix_caching": False}, "--disk-cache keeps cached prefixes"),
+        ({"disk_space": "much"}, "disk_space is 'much'"),
+        ({"disk_space": 0}, "disk_space is 0"),
+        ({"disk_cache": ""}, "--disk-cache is empty"),
+        ({"swap_space": "inf"}, "swap_space is inf"),
+        ({"swap_space": "9e400"}, "swap_space is inf"),
+        ({"swap_space": -1}, "swap_space is -1"),
+        ({"preemption_mode": "swap"}, "there is none; give --swap-space"),
+        ({"swap_space": 1, "worker_group": ["preemption_mode=swap"]}, "preemption_mode is not a setting"),
+        ({"kv_policy": '{"type": ["window"]}'}, "its type must be one of full, window, adaptive, heavy"),
+        ({"kv_policy": '["window"]'}, "its type must be one of full, window, adaptive, heavy"),
+        ({"kv_policy": "window"}, "--kv-policy is not JSON"),
+        ({"kv_policy": '{"type": "window", "window": 8, "sink": 4}'}, "unexpected keyword argument 'sink'"),
+    ],
+)
+def test_wrong_settings_name_themselves(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Settings.parse(model="m", **values)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4096", 4096),
+        ("512MiB", 512 << 20),
+        ("1.5GiB", 3 << 29),
+        ("2GB", 2_000_000_000),
+        ("7 k", 7000),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert parse_bytes(text, name="x") == expected
+    assert Settings.parse(model="m", kv_cache_memory_bytes=text).kv_cache_memory_bytes == expected
+
+
+def test_a_disk_tier_has_a_host_tier() -> None:
+    cache = Settings.parse(model="m", disk_cache="/x", disk_space="2GiB").engine_config().cache
+    assert (cache.disk_cache, cache.disk_space_bytes, cache.swap_space_bytes) == ("/x", 2 << 30, 1 << 30)
+    cache = Settings.parse(model="m", disk_cache="/x", swap_space="3GiB").engine_config().cache
+    assert (cache.disk_space_bytes, cache.swap_space_bytes) == (100 << 30, 3 << 30)
+    assert Settings.parse(model="m").engine_config().cache.swap_space_bytes == 0
+
+
+def test_parsers_go_to_routers_and_other_names_are_refused_with_the_list() -> None:
+    given = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3", "enable_auto_tool_choice": False}
+    config = Settings.parse(model="m", **given).server_config()
+    assert {name: getattr(config, name) for name in given} == given
+    for name in ("tool_call_parser", "reasoning_parser"):
+        Settings.parse(model="m", **{name: "none"})
+        with pytest.raises(ConfigError, match=r"'gpt_9'; there are .*mistral"):
+            Settings.parse(model="m", **{name: "gpt_9"})
+
+
+def test_origins_in_every_form() -> None:
+    def origins(given: object) -> tuple[str, ...]:
+        return Settings.parse(model="m", allowed_origins=given).server_config().allowed_origins
+
+    page, local = "https://chat.example.com", "http://127.0.0.1:3000"
+    assert Settings.parse(model="m").server_config().allowed_origins == ()
+    assert origins("*") == ("*",)
+    assert origins([page, local]) == origins((page, local)) == origins(f'["{page}", "{local}"]') == (page, local)
+    for wrong in ("chat.example.com", f"{page}/", "", "null", "[", '["x"]'):
+        with pytest.raises(ConfigError, match="allowed-origins"):
+            origins([wrong])

@@ -1,0 +1,95 @@
+"""The contract: ranges, errors across processes, pickling."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from transom_core import errors
+from transom_core.contract import ErrorInfo, Request, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("max_tokens", 0),
+        ("min_tokens", 17),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -3.0),
+        ("stop", ("",)),
+        ("stop", tuple("abcdefghijklmnopq")),
+        ("logprobs", 21),
+        ("logit_bias", {1: 101.0}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"hello": 1.0}),
+        ("logit_bias", [7]),
+        ("max_tokens", "5"),
+        ("max_tokens", 1.5),
+        ("top_k", 0.5),
+        ("seed", 2**64),
+        ("seed", -(2**63) - 1),
+        ("temperature", None),
+        ("temperature", 10**400),
+        ("top_k", -(10**400)),
+        ("logit_bias", {3: 10**400}),
+        ("temperature", "hot"),
+        ("stop", (5,)),
+        ("stop", 5),
+        ("stop_token_ids", ("5",)),
+    ],
+)
+def test_wrong_parameters_name_themselves(field: str, value: object) -> None:
+    with pytest.raises(errors.RequestError) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.param == field
+
+
+def test_equal_values_in_several_forms_are_read_alike() -> None:
+    one = SamplingParams(stop="end", stop_token_ids=[7], logit_bias={"3": 1})  # type: ignore[arg-type, dict-item]
+    assert one == SamplingParams(stop=("end",), stop_token_ids=(7,), logit_bias={3: 1.0})
+    unset = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None)  # type: ignore[arg-type]
+    assert unset == SamplingParams()
+    assert SamplingParams(seed=-(2**63)).seed == -(2**63)
+    assert SamplingParams(seed=2**64 - 1).seed == 2**64 - 1
+    assert SamplingParams(top_k=-1) != SamplingParams(top_k=0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.RequestError("wrong", param="top_p"),
+        errors.PromptTooLong("long", param="prompt"),
+        errors.RequestTooLarge("large"),
+        errors.Overloaded("full", retry_after_s=3.0),
+        errors.RequestTimeout("late"),
+        errors.EngineDead("dead"),
+    ],
+)
+def test_errors_keep_their_class_and_details_between_processes(error: errors.TransomError) -> None:
+    back = pickle.loads(pickle.dumps(ErrorInfo.of(error))).error()
+    again = pickle.loads(pickle.dumps(error))
+    for one in (back, again):
+        assert type(one) is type(error)
+        assert str(one) == str(error)
+        assert getattr(one, "param", None) == getattr(error, "param", None)
+        assert getattr(one, "retry_after_s", None) == getattr(error, "retry_after_s", None)
+
+
+def test_foreign_errors_become_step_failed() -> None:
+    info = ErrorInfo.of(ZeroDivisionError("oops"))
+    assert info.kind == "StepFailed"
+    assert isinstance(info.error(), errors.StepFailed)
+
+
+def test_requests_pickle() -> None:
+    request = Request(request_id="r", prompt_token_ids=(1, 2), params=SamplingParams(logit_bias={1: 2.0}), seed=3)
+    assert pickle.loads(pickle.dumps(request)) == request

@@ -1,0 +1,185 @@
+"""What the fixtures of `canitoolcall` do not have: forms, mistakes and cuts of answers, family by family."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.text.markup.canitoolcall_fixtures import FixtureTokenizer, read_answer
+from transom_core.errors import RequestError
+from transom_core.text.markup.context import AnswerContext, ToolSpec
+from transom_core.text.markup.formats import answer_format
+from transom_core.text.markup.parts import (
+    AnswerPart,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    MalformedMarkup,
+    MessageText,
+    ReasoningText,
+)
+
+_TOOLS = (
+    ToolSpec("f", {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}),
+    ToolSpec("g", {"type": "object", "properties": {}}),
+)
+
+
+def _read(
+    text: str, tools: str | None, reasoning: str | None = None, *, prompt_end: str = "", special: tuple[str, ...] = ()
+) -> list[AnswerPart]:
+    context = AnswerContext(_TOOLS, parses_tools=True, parses_reasoning=True, prompt_end=prompt_end)
+    tokenizer = FixtureTokenizer(special)
+    tokens = tokenizer.cut(text, shows_special=False)
+    return read_answer(answer_format(tools, reasoning).parser(tokenizer, context), tokens)
+
+
+def _call(arguments: str, *, index: int = 0, name: str = "f", is_complete: bool = True) -> list[AnswerPart]:
+    pieces = [CallArguments(index, arguments)] if arguments else []
+    return [CallBegin(index, name), *pieces, CallEnd(index, is_complete)]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ('<tool_call>{"arguments": {"a": "x"}, "name": "f"}</tool_call>', _call('{"a": "x"}')),
+        ('<tool_call>{"id": 1, "name": "f"}</tool_call>', _call("{}")),
+        ('<tool_call>{"name": "f", "arguments": null}</tool_call>', _call("{}")),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', _call('{"a": 1}')),
+        ('<tool_call>{"name": "f", "arguments": {"a": "1\n2\\d"}}</tool_call>', _call('{"a": "1\\n2\\\\d"}')),
+        (
+            '<tool_call>{"name": "f"}\n{"name": "g"}</tool_call>',
+            [*_call("{}"), *_call("{}", index=1, name="g")],
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call> after',
+            [*_call('{"a": tru', is_complete=False), MessageText("}}</tool_call> after")],
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+            [CallBegin(0, "f"), CallEnd(0, False), MessageText(', "arguments": [1]}</tool_call>')],
+        ),
+        (
+            'Look: <tool_call>{"nam',
+            [MessageText("Look:"), MalformedMarkup('<tool_call>{"nam')],
+        ),
+        (
+            "Look: <tool_call>nothing</tool_call>",
+            [MessageText("Look:"), MalformedMarkup("<tool_call>"), MessageText(" <tool_call>nothing</tool_call>")],
+        ),
+        ('<tool_call>{"name": "f", "arguments": {"a": "x', _call('{"a": "x', is_complete=False)),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": "x"}}\n</tool_c',
+            [*_call('{"a": "x"}'), MalformedMarkup("\n</tool_c")],
+        ),
+    ],
+)
+def test_hermes(text: str, parts: list[AnswerPart]) -> None:
+    assert _read(text, "hermes") == parts
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (
+            '{"name": "f", "parameters": {"b": 1}}; {"name": "g", "parameters": {}}',
+            [*_call('{"b": 1}'), *_call("{}", index=1, name="g")],
+        ),
+        (
+            '{"name": "f", "parameters": {"b": 1}}\n{"name": "g", "parameters": {}}',
+            [*_call('{"b": 1}'), *_call("{}", index=1, name="g")],
+        ),
+        ('{"type": "function", "name": "f", "parameters": {}}', _call("{}")),
+        ('{"name": "unknown", "parameters": {}}', [MessageText('{"name": "unknown", "parameters": {}}')]),
+        ('{"name": "f"}', [MessageText('{"name": "f"}')]),
+        ('{"name": "f", "par', [MessageText('{"name": "f", "par')]),
+        ('Say {"name": "f", "parameters": {}}', [MessageText('Say {"name": "f", "parameters": {}}')]),
+        ("<|python_tag|>print(1)", [MalformedMarkup("<|python_tag|>"), MessageText("<|python_tag|>print(1)")]),
+    ],
+)
+def test_llama3_json(text: str, parts: list[AnswerPart]) -> None:
+    assert _read(text, "llama3_json") == parts
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("[f(a='''it's\n\"so\"''')]", '{"a": "it\'s\\n\\"so\\""}'),
+        ("[f(a='\\x41\\101\\u00e9\\U0001F600\\d\\\nz')]", '{"a": "AA\\u00e9\\ud83d\\ude00\\\\dz"}'),
+        ("[f(b=1_000, c=+5, d=.5, e=0x1F, g=(1, 'x',), h={1: None,},)]", None),
+        ("[ f ( a = 'x' ) ]", '{"a": "x"}'),
+        ("[f(a={'k': [True, False, None, true]})]", '{"a": {"k": [true, false, null, true]}}'),
+        ("[f(a='')]", '{"a": ""}'),
+    ],
+)
+def test_pythonic(text: str, arguments: str | None) -> None:
+    expected = arguments or '{"b": 1000, "c": 5, "d": 0.5, "e": 31, "g": [1, "x"], "h": {"1": null}}'
+    assert _read(text, "pythonic") == _call(expected)
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2, 3]", "[a link](https://example.org)", "[unknown(a=1)]", "[f", "[]", "The list [f(a=1)]"]
+)
+def test_other_lists_are_the_message(text: str) -> None:
+    assert _read(text, "pythonic") == [MessageText(text)]
+
+
+def test_positional_arguments_end_a_python_call() -> None:
+    assert _read("[f('x')]", "pythonic") == [*_call("", is_complete=False), MessageText("'x')]")]
+
+
+def test_mistral_reads_a_single_object_and_keeps_ids_out() -> None:
+    assert _read('[TOOL_CALLS]{"name": "f", "arguments": {}}', "mistral") == _call("{}")
+    assert _read('[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "1"}] bye', "mistral") == [
+        *_call("{}"),
+        MessageText(" bye"),
+    ]
+
+
+@pytest.mark.parametrize("opener", ["<|tool_call|>", "<tool_call>"])
+def test_granite(opener: str) -> None:
+    text = f'Here is my thought process: hm. Here is my response: Sure.\n{opener}[{{"name": "f", "arguments": {{}}}}]'
+    assert _read(text, "granite", "granite") == [ReasoningText("hm."), MessageText("Sure."), *_call("{}")]
+
+
+def test_special_tokens_without_text_are_read_in_arguments_only() -> None:
+    special = ("<|start|>", "<tool_call>", "</tool_call>")
+    text = 'A<|start|>B<tool_call>{"name": "f", "arguments": {"a": "C<|start|>D<tool_call>"}}</tool_call>'
+    parts = _read(text, "hermes", special=special)
+    assert parts == [MessageText("AB"), *_call('{"a": "C<|start|>D<tool_call>"}')]
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "prompt_end", "text", "parts"),
+    [
+        ("qwen3", "", "<think>\nhm\n</think>\n\nYes", [ReasoningText("hm"), MessageText("Yes")]),
+        ("qwen3", "<think>\n", "hm</think>Yes", [ReasoningText("hm"), MessageText("Yes")]),
+        ("qwen3", "<think>\n\n</think>\n\n", "Yes</think>", [MessageText("Yes</think>")]),
+        ("qwen3", "", "Use <think> tags", [MessageText("Use <think> tags")]),
+        ("qwen3", "", "<think>cut", [ReasoningText("cut")]),
+        ("deepseek_r1", "", "hm</think>Yes", [ReasoningText("hm"), MessageText("Yes")]),
+        ("deepseek_r1", "", "<think>hm</think>Yes", [ReasoningText("<think>hm"), MessageText("Yes")]),
+        ("deepseek_r1", "</think>", "Yes", [MessageText("Yes")]),
+        ("mistral", "", "[THINK]a</think>b[/THINK]Yes", [ReasoningText("a</think>b"), MessageText("Yes")]),
+        ("qwen3", "", "Yes \n", [MessageText("Yes \n")]),
+        ("qwen3", "", " \n", [MessageText(" \n")]),
+        ("qwen3", "", "<think>hm</think>\n", [ReasoningText("hm")]),
+    ],
+)
+def test_reasoning(reasoning: str, prompt_end: str, text: str, parts: list[AnswerPart]) -> None:
+    assert _read(text, None, reasoning, prompt_end=prompt_end) == parts
+
+
+def test_a_call_ends_the_reasoning_and_a_mention_does_not() -> None:
+    call = '<tool_call>{"name": "g"}</tool_call>'
+    assert _read(f"<think>hm {call}", "hermes", "qwen3") == [ReasoningText("hm"), *_call("{}", name="g")]
+    assert _read("<think>write <tool_call> or not</think>Yes", "hermes", "qwen3") == [
+        ReasoningText("write <tool_call> or not"),
+        MessageText("Yes"),
+    ]
+
+
+def test_a_parser_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    with pytest.raises(RequestError, match=r"no tool call parser 'nothing'.*hermes"):
+        answer_format("nothing", None)
+    with pytest.raises(RequestError, match=r"no reasoning parser 'nothing'.*qwen3"):
+        answer_format(None, "nothing")

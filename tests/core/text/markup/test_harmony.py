@@ -1,0 +1,158 @@
+"""gpt-oss's answers are read as OpenAI's own library reads them; see `record_harmony_answers`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.core.text.markup.answer_texts import all_text
+from tests.core.text.markup.canitoolcall_fixtures import FixtureTokenizer, call_arguments, read_answer
+from tests.core.text.markup.record_harmony_answers import RECORD
+from transom_core.text.markup.context import AnswerContext, FreeAnswer, JsonAnswer, ToolsDemand, ToolSpec
+from transom_core.text.markup.families.harmony import MARKERS, HarmonyFormat
+from transom_core.text.markup.formats import answer_format
+from transom_core.text.markup.parts import (
+    AnswerPart,
+    CallBegin,
+    CallEnd,
+    MalformedMarkup,
+    MessageText,
+    ReasoningText,
+)
+
+TOKENIZER = FixtureTokenizer(MARKERS)
+PROMPT_END = "<|start|>assistant"
+ANSWERS: list[dict[str, Any]] = json.loads(RECORD.read_text("utf-8"))
+
+
+def _context(*, prompt_end: str = PROMPT_END, parses_tools: bool = True) -> AnswerContext:
+    tools = (ToolSpec("f"), ToolSpec("get_weather"))
+    return AnswerContext(tools, parses_tools=parses_tools, parses_reasoning=True, prompt_end=prompt_end)
+
+
+def _read(pieces: list[tuple[str, int]], context: AnswerContext | None = None) -> list[AnswerPart]:
+    """The parts of an answer of special tokens, and of ordinary text that is cut into characters."""
+    tokens: list[tuple[int, str]] = []
+    for text, is_special in pieces:
+        tokens += [(TOKENIZER.marker_id(text) or 0, "")] if is_special else [(0, character) for character in text]
+    return read_answer(HarmonyFormat().parser(TOKENIZER, context or _context()), tokens)
+
+
+def _cut(text: str) -> list[tuple[str, int]]:
+    return [
+        (TOKENIZER.token(i) or piece, int(TOKENIZER.is_special(i)))
+        for i, piece in TOKENIZER.cut(text, shows_special=False)
+    ]
+
+
+def _said(parts: list[AnswerPart]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Reasoning, message and complete calls."""
+    names = {part.index: part.name for part in parts if isinstance(part, CallBegin)}
+    complete = [part.index for part in parts if isinstance(part, CallEnd) and part.is_complete]
+    return (
+        "".join(part.text for part in parts if isinstance(part, ReasoningText)),
+        "".join(part.text for part in parts if isinstance(part, MessageText)),
+        [(names[index], call_arguments(parts, index)) for index in complete],
+    )
+
+
+def _said_by_the_library(messages: list[dict[str, Any]]) -> tuple[str, str, list[tuple[str, str]]]:
+    calls = [message for message in messages if message["recipient"]]
+    others = [message for message in messages if not message["recipient"]]
+    return (
+        "\n".join(message["text"] for message in others if message["channel"] == "analysis" and message["text"]),
+        "".join(message["text"] for message in others if message["channel"] != "analysis"),
+        [(message["recipient"].removeprefix("functions."), message["text"]) for message in calls],
+    )
+
+
+def test_answers_are_read_as_openais_library_reads_them() -> None:
+    sound = [answer for answer in ANSWERS if answer["messages"] is not None and _is_sound(answer["messages"])]
+    assert len(sound) > 150
+    for answer in sound:
+        assert _said(_read(answer["pieces"])) == _said_by_the_library(answer["messages"]), answer
+
+
+def _is_sound(messages: list[dict[str, Any]]) -> bool:
+    """Whether the headers say what they may, and no marker stands inside a message.
+
+    The library takes any text in a header, and a marker inside a message as text; here such a marker begins the next message.
+    """
+    markers = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
+    return not any(marker in message["text"] for message in messages for marker in markers) and all(
+        message["channel"] in ("analysis", "commentary", "final")
+        and (message["recipient"] is None or _is_call(message))
+        for message in messages
+    )
+
+
+def _is_call(message: dict[str, Any]) -> bool:
+    is_tool = message["recipient"] in ("functions.f", "functions.get_weather")
+    return is_tool and message["text"].startswith("{") and message["text"].endswith("}")
+
+
+def test_answers_that_openais_library_raises_an_error_for_lose_nothing() -> None:
+    broken = [answer for answer in ANSWERS if answer["messages"] is None]
+    assert len(broken) > 10
+    for answer in broken:
+        shown = all_text(_read(answer["pieces"]))
+        for text, is_special in answer["pieces"]:
+            if not is_special and text not in ("assistant", "analysis", "commentary", "final", "json"):
+                for word in ("Rain?", "No.", "Let me look:", "東京", "Paris"):
+                    assert word not in text or word in shown, answer
+
+
+def test_an_answer_may_go_on_from_a_header_that_the_prompt_has_begun() -> None:
+    context = _context(prompt_end=f"{PROMPT_END}<|channel|>final<|message|>")
+    assert _read(_cut("Rain.<|return|>"), context) == [MessageText("Rain.")]
+    context = _context(prompt_end=f"{PROMPT_END}<|channel|>analysis<|message|>")
+    assert _read(_cut("Rain?<|end|><|start|>assistant<|channel|>final<|message|>Yes."), context) == [
+        ReasoningText("Rain?"),
+        MessageText("Yes."),
+    ]
+
+
+def test_a_message_for_a_tool_that_there_is_not_is_counted_and_not_shown() -> None:
+    assert _read(_cut("<|channel|>commentary to=python <|constrain|>code<|message|>print(1)<|call|>")) == [
+        MalformedMarkup("print(1)")
+    ]
+
+
+def test_a_call_is_a_message_where_the_request_has_no_tools() -> None:
+    answer = _cut('<|channel|>commentary to=functions.f<|message|>{"a": 1}<|call|>')
+    assert _read(answer, _context(parses_tools=False)) == [MessageText('{"a": 1}')]
+
+
+def test_arguments_that_are_no_object_leave_the_call_incomplete() -> None:
+    assert _read(_cut("<|channel|>commentary to=functions.f<|message|>[1]<|call|>")) == [
+        CallBegin(0, "f"),
+        CallEnd(0, is_complete=False),
+        MessageText("[1]"),
+    ]
+
+
+@pytest.mark.parametrize("names", [("openai", None), (None, "openai_gptoss"), ("openai", "openai_gptoss")])
+def test_either_name_stands_for_the_whole_format(names: tuple[str | None, str | None]) -> None:
+    assert isinstance(answer_format(*names), HarmonyFormat)
+
+
+def test_nothing_is_held_without_a_demand() -> None:
+    form = HarmonyFormat()
+    assert form.grammar(TOKENIZER, _context(), message=FreeAnswer()) is None
+    assert (
+        form.grammar(TOKENIZER, _context(), message=FreeAnswer(), tools=ToolsDemand("auto", ("f", "get_weather")))
+        is None
+    )
+    grammar = form.grammar(TOKENIZER, _context(), message=JsonAnswer())
+    assert grammar is not None
+    assert "commentary" not in grammar
+
+
+@pytest.mark.parametrize("text", ["Rain is likely.", " tomorrow", "tonight it", "to", '{"a": 1}'])
+def test_an_answer_without_a_header_is_a_message_as_it_comes(text: str) -> None:
+    parser = HarmonyFormat().parser(TOKENIZER, _context())
+    parts = [part for character in text for part in parser.push(0, character)]
+    assert parts or text == "to"
+    assert "".join(part.text for part in (*parts, *parser.flush()) if isinstance(part, MessageText)) == text

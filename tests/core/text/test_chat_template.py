@@ -1,0 +1,200 @@
+"""Chat prompts: as transformers renders them, with exact turn boundaries and clear refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.tiny_checkpoints import tiny_llama
+from transom_core.errors import RequestError
+from transom_core.model_files.resolve import resolve_model
+from transom_core.text.chat_template import MAX_TURN_BOUNDARIES
+from transom_core.text.tokenizer import Tokenizer
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi, 1 + 1 <|im_end|>?"},
+    {"role": "assistant", "content": "2 🦜"},
+    {"role": "user", "content": "Why?"},
+]
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"), layers=1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.load(resolve_model(str(folder)))
+
+
+TEMPLATES = [
+    None,
+    "{{ bos_token }}{% for m in messages %}\n    {% if loop.first %}\n{{ m | tojson }}\n    {% continue %}\n"
+    "{% endif %}{% generation %}{{ m['content'] | trim }}{% endgeneration %}{{ eos_token }}\n{% endfor %}",
+    "{{ strftime_now('%Y')[:2] }}{{ messages[0].content }}{{ flavour }}{% if tools is none %}-{% endif %}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("generation", [True, False])
+def test_renders_as_transformers(folder: Path, tokenizer: Tokenizer, template: str | None, generation: bool) -> None:
+    oracle = AutoTokenizer.from_pretrained(folder)
+    options: dict[str, Any] = {"add_generation_prompt": generation}
+    want = oracle.apply_chat_template(CHAT, chat_template=template, tokenize=False, flavour="plum", **options)
+    got = tokenizer.apply_chat_template(CHAT, template=template, extra={"flavour": "plum"}, **options)
+    assert got.text == want
+    assert list(got.token_ids) == oracle(want, add_special_tokens=False)["input_ids"]
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of a <place>.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        },
+    }
+]
+TOOL_CHAT: list[dict[str, Any]] = [
+    {"role": "user", "content": "Weather in Köln?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"place": "Köln"}}}],
+    },
+    {"role": "tool", "name": "weather", "content": "rain"},
+]
+TOOL_TEMPLATE = """
+{%- if tools %}{{ '<tools>' }}{% for tool in tools %}{{ tool | tojson(indent=1) }}{% endfor %}{{ '</tools>' }}{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.content %}{{ m.content }}{% endif %}
+{%- for call in m.tool_calls or [] %}<call>{{ call.function.name }}{{ call.function.arguments | tojson }}</call>{% endfor %}
+<|im_end|>
+{% endfor %}"""
+
+
+def test_tools_are_rendered_as_transformers_does(folder: Path, tokenizer: Tokenizer) -> None:
+    oracle = AutoTokenizer.from_pretrained(folder)
+    want = oracle.apply_chat_template(
+        TOOL_CHAT, tools=TOOLS, chat_template=TOOL_TEMPLATE, tokenize=False, add_generation_prompt=True
+    )
+    got = tokenizer.apply_chat_template(TOOL_CHAT, template=TOOL_TEMPLATE, extra={"tools": TOOLS})
+    assert got.text == want
+    assert "<call>weather" in want
+    assert len(got.turn_boundaries) == 3
+
+
+@pytest.mark.parametrize("form", ["own file", "in tokenizer_config.json", "by name", "by name in files"])
+def test_the_folders_template_in_every_form(folder: Path, tmp_path: Path, form: str) -> None:
+    for name in ("tokenizer.json", "config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    by_name = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    match form:
+        case "own file":
+            (tmp_path / "chat_template.jinja").write_text("plain")
+        case "by name in files":
+            (tmp_path / "chat_template.jinja").write_text("plain")
+            (tmp_path / "additional_chat_templates").mkdir()
+            (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
+        case "by name":
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": by_name}))
+        case _:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "plain"}))
+    tokenizer = Tokenizer.load(resolve_model(str(tmp_path)))
+    assert tokenizer.apply_chat_template(CHAT).text == "plain"
+    with_tools = tokenizer.apply_chat_template(CHAT, extra={"tools": TOOLS}).text
+    assert with_tools == ("with tools" if "by name" in form else "plain")
+
+
+def test_boundaries_are_where_messages_end(tokenizer: Tokenizer) -> None:
+    chat = tokenizer.apply_chat_template(CHAT)
+    pieces = [
+        tokenizer.decode(chat.token_ids[a:b], skip_special_tokens=False)
+        for a, b in zip((0, *chat.turn_boundaries), (*chat.turn_boundaries, None), strict=True)
+    ]
+    assert pieces[:-1] == [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT]
+    assert pieces[-1] == "<|im_start|>assistant\n"
+    for i, boundary in enumerate(chat.turn_boundaries, 1):
+        part = tokenizer.apply_chat_template(CHAT[:i], add_generation_prompt=False)
+        assert part.token_ids == chat.token_ids[:boundary]
+
+
+def test_a_boundary_inside_a_token_is_dropped(tokenizer: Tokenizer) -> None:
+    """Messages that are glued together may merge across their border: only exact prefixes count."""
+    merged = [{"role": "user", "content": text} for text in ("th", "e", " cat")]
+    chat = tokenizer.apply_chat_template(merged, template=PLAIN)
+    assert tokenizer.token(chat.token_ids[0]) == "the"
+    parts = [tokenizer.encode("".join(m["content"] for m in merged[:i])) for i in (1, 2, 3)]
+    assert chat.turn_boundaries == tuple(len(p) for p in parts if p == list(chat.token_ids[: len(p)])) != ()
+
+
+def test_templates_that_look_ahead_have_no_boundary(tokenizer: Tokenizer) -> None:
+    chat = tokenizer.apply_chat_template(CHAT, template="{{ messages | length }} " + PLAIN)
+    assert chat.turn_boundaries == (len(chat.token_ids),)
+
+
+def test_long_chats_keep_the_first_and_the_latest_boundaries(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "system", "content": "s"}, *({"role": "user", "content": f"m{i}"} for i in range(100))]
+    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    assert len(chat.turn_boundaries) == MAX_TURN_BOUNDARIES
+    assert tokenizer.decode(chat.token_ids[: chat.turn_boundaries[0]]) == "system\ns\n"
+    assert chat.turn_boundaries[-1] == len(chat.token_ids)
+
+
+def test_text_parts_are_joined(tokenizer: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    split = tokenizer.apply_chat_template([{"role": "user", "content": parts}])
+    assert split == tokenizer.apply_chat_template([{"role": "user", "content": "one two"}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "match"),
+    [
+        ([], "empty"),
+        ([{"content": "x"}], r"messages\[0\] has no role"),
+        ([{"role": "user"}], "NoneType"),
+        ([{"role": "user", "content": 7}], "int"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "image_url"),
+        ([{"role": "user", "content": ["x"]}], "str"),
+        (["hello"], "no role"),
+    ],
+)
+def test_malformed_messages_are_named(tokenizer: Tokenizer, messages: Any, match: str) -> None:
+    with pytest.raises(RequestError, match=match) as caught:
+        tokenizer.apply_chat_template(messages)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("template", "param", "match"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "messages", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "messages", "refuses"),
+        ("{% for %}", "chat_template", "does not parse"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "messages", "unsafe"),
+        ("{{ messages.append(1) }}", "messages", "unsafe"),
+    ],
+)
+def test_what_a_template_raises_is_the_clients_error(
+    tokenizer: Tokenizer, template: str, param: str, match: str
+) -> None:
+    with pytest.raises(RequestError, match=match) as caught:
+        tokenizer.apply_chat_template(CHAT, template=template)
+    assert caught.value.param == param
+
+
+def test_without_a_template_completions_are_named(folder: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    bare = Tokenizer.load(resolve_model(str(tmp_path)))
+    assert not bare.has_chat_template
+    with pytest.raises(RequestError, match="/v1/completions"):
+        bare.apply_chat_template(CHAT)

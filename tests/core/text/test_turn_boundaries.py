@@ -1,0 +1,162 @@
+"""Turn boundaries of chats in every kind of template and tokenizer, against tokenising each beginning of the chat by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
+
+from tests.how_many import num_examples
+from tests.tiny_checkpoints import tiny_llama
+from transom_core.model_files.resolve import resolve_model
+from transom_core.text.chat_template import ChatPrompt, ChatTemplate
+from transom_core.text.tokenizer import Tokenizer
+from transom_core.text.turn_boundaries import FREE_CHARS, MAX_COMPARED_TEXTS, ChatTokens, Markers
+
+EACH = "{% for m in messages %}"
+END = "{% endfor %}{% if add_generation_prompt %}"
+TEMPLATES = {
+    "chatml": EACH
+    + "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    + END
+    + "<|im_start|>assistant\n{% endif %}",
+    "no marker at the end": EACH + "<|im_start|>{{ m.role }}: {{ m.content }} " + END + "<|im_start|>it: {% endif %}",
+    "no marker at the beginning": EACH + "{{ m.role }}: {{ m.content }}<|im_end|>" + END + "assistant:{% endif %}",
+    "marker between": "{% for m in messages %}{% if not loop.first %}<|im_end|>{% endif %}{{ m.content }}"
+    + END
+    + "it:{% endif %}",
+    "plain": EACH + "### {{ m.role }}:\n{{ m.content }}\n" + END + "### it:\n{% endif %}",
+    "glued": EACH + "{{ m.content }}" + END + "{% endif %}",
+    "trimmed": EACH + "<|im_start|>{{ m.role }}\n{{ m.content | trim }}" + END + "<|im_start|>{% endif %}",
+}
+CONTENTS = st.lists(
+    st.sampled_from(
+        ["the", " th", "e", " ", "\n", "<|im_start|>", "<|im_end|>", "<|im_", "start|>", "a", "é", "🦜", "."]
+    ),
+    max_size=6,
+).map("".join)
+CHATS = st.lists(CONTENTS, min_size=1, max_size=5).map(
+    lambda contents: [{"role": "user", "content": content} for content in contents]
+)
+
+
+def bpe(*, first: bool, normalizer: Any = None, **marker: bool) -> Tokenizer:
+    """A SentencePiece-like tokenizer; with `first` only the text's first word gets a space before it."""
+    letters = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁thea.<|im_srd>\n", "th", "the", "▁the", "▁a"]
+    merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "a")]
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys(letters))}
+    rust = RustTokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    rust.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if first else "always", split=False)
+    rust.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    if normalizer is not None:
+        rust.normalizer = normalizer
+    rust.add_special_tokens([AddedToken(text, **marker) for text in ("<|im_start|>", "<|im_end|>")])
+    rust.add_tokens([AddedToken("<|im_", normalized=False), AddedToken(" th", normalized=False)])
+    return Tokenizer(rust, named_tokens={}, chat_template=None, eos_token_ids=())
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    folder = tiny_llama(tmp_path_factory.mktemp("tiny"), layers=1)
+    return {
+        "byte level": Tokenizer.load(resolve_model(str(folder))),
+        "gguf": Tokenizer.load(resolve_model("smollm2")),
+        "first": bpe(first=True),
+        "always": bpe(first=False),
+        "prepend": bpe(first=False, normalizer=normalizers.Prepend("▁"), normalized=True),
+        "strip": bpe(first=True, normalizer=normalizers.Strip(), normalized=True),
+        "lstrip": bpe(first=True, lstrip=True),
+        "rstrip": bpe(first=True, rstrip=True),
+        "single word": bpe(first=True, single_word=True),
+    }
+
+
+KINDS = ["byte level", "gguf", "first", "always", "prepend", "strip", "lstrip", "rstrip", "single word"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=num_examples(daily=60, exhaustive=600), deadline=None)
+@given(messages=CHATS, template=st.sampled_from(sorted(TEMPLATES)), generation=st.booleans())
+def test_boundaries_equal_those_of_tokenising_each_beginning(
+    tokenizers: dict[str, Tokenizer], kind: str, messages: list[dict[str, str]], template: str, generation: bool
+) -> None:
+    tokenizer, source = tokenizers[kind], TEMPLATES[template]
+    chat = tokenizer.apply_chat_template(messages, template=source, add_generation_prompt=generation)
+    assert chat.turn_boundaries == _by_tokenising(tokenizer, chat, messages, source, generation)
+
+
+def _by_tokenising(
+    tokenizer: Tokenizer, chat: ChatPrompt, messages: list[dict[str, str]], source: str, generation: bool
+) -> tuple[int, ...]:
+    template = ChatTemplate(source=source, special_tokens={})
+    boundaries = set()
+    rendered = template.render_chat(messages, add_generation_prompt=generation)
+    assert rendered.text == chat.text
+    for end in rendered.turn_ends:
+        token_ids = tokenizer.encode(chat.text[:end], add_special_tokens=False)
+        if tuple(token_ids) == chat.token_ids[: len(token_ids)]:
+            boundaries.add(len(token_ids))
+    return tuple(sorted(boundaries - {0}))
+
+
+class CountingRust:
+    """Counts the library's calls, and for `encode_batch_fast` the characters."""
+
+    def __init__(self, rust: Any, calls: Counter[str]) -> None:
+        self._rust, self._calls = rust, calls
+
+    def __getattr__(self, name: str) -> Any:
+        self._calls[name] += 1
+        return getattr(self._rust, name)
+
+    def encode_batch_fast(self, texts: Sequence[str], **options: bool) -> Any:
+        self._calls["encode_batch_fast"] += 1
+        self._calls["characters"] += sum(map(len, texts))
+        return self._rust.encode_batch_fast(texts, **options)
+
+
+def test_a_chat_is_tokenised_once_without_the_global_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`encode` and `encode_batch` are not called: the one holds the lock, the other makes offsets and texts of tokens."""
+    tokenizer = Tokenizer.load(resolve_model(str(tiny_llama(tmp_path, layers=1))))
+    calls: Counter[str] = Counter()
+    monkeypatch.setattr(tokenizer, "_rust", CountingRust(tokenizer._rust, calls))
+    messages = [{"role": "user", "content": f"message {i} with some words in it"} for i in range(40)]
+    chat = tokenizer.apply_chat_template(messages, template=TEMPLATES["chatml"])
+    assert len(chat.turn_boundaries) == 32
+    assert calls == {"encode_batch_fast": 1, "characters": len(chat.text)}
+
+
+def test_without_markers_as_much_text_is_compared_as_four_chats_have() -> None:
+    """The first message and the latest ones are compared."""
+    compared = []
+
+    def encode(text: str) -> list[int]:
+        compared.append(len(text))
+        return [ord(character) for character in text]
+
+    text = "x" * 2 * FREE_CHARS
+    chat = ChatTokens(text, encode(text), markers=Markers({}), encode=encode)
+    step = len(text) // 40
+    ends = list(range(step, len(text), step))
+    boundaries = chat.turn_boundaries(ends)
+    assert sum(compared[1:]) <= MAX_COMPARED_TEXTS * len(text)
+    assert sorted(compared[1:]) == list(boundaries)
+    assert boundaries[0] == ends[0]
+    assert list(boundaries[1:]) == ends[-len(boundaries[1:]) :]
+    assert len(boundaries) == 5
+
+
+def test_a_marker_inside_a_longer_one_is_compared() -> None:
+    """`<a>` is found twice in the text, and is one token: its places are not taken for tokens."""
+    ids = {"<a>": 1, "<a><b>": 2}
+    text, token_ids = "<a>x<a><b>y", [1, 9, 2, 8]
+    alone = {"<a>": [1], "<a>x": [1, 9], "<a>x<a><b>": [1, 9, 2]}
+    chat = ChatTokens(text, token_ids, markers=Markers(ids), encode=alone.__getitem__)
+    assert chat.turn_boundaries([3, 4, 10, 11]) == (1, 2, 3, 4)

@@ -1,0 +1,101 @@
+"""`transom bench policies` on a tiny model: every figure is there, makes sense, and becomes a table and a plot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.checkpoints import make_checkpoint
+from tests.tiny_checkpoints import tiny_tokenizer
+from transom_cluster.cli import app
+from transom_core.contract import WindowPolicy
+from transom_core.settings.settings import Settings
+from transom_worker.bench.policies.losing_cases import recall
+from transom_worker.bench.policies.plots import draw
+from transom_worker.bench.policies.policy_runs import make_request, run_together
+from transom_worker.bench.policies.results import PolicyFigures, tables
+from transom_worker.bench.policies.scenarios import Load, Quality, memory_and_throughput, quality_by_window
+from transom_worker.bench.policies.streams import stream
+from transom_worker.engine.startup import build_engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(
+        tmp_path_factory.mktemp("llama"), "llama", max_position_embeddings=1024, vocab_size=len(tiny_tokenizer())
+    )
+
+
+@pytest.mark.exhaustive
+def test_figures_tables_and_plots(folder: Path, tmp_path: Path) -> None:
+    engine = build_engine(Settings.parse(model=str(folder), dtype="float32", device="cpu").engine_config())
+    try:
+        figures = PolicyFigures(model="tiny", setup={"trained_len": 1024})
+        load = Load(num_requests=2, prompt_tokens=96, output_tokens=3)
+        figures.roomy = figures.tight = memory_and_throughput(engine, load, 32)
+        figures.quality = quality_by_window(engine, num_tokens=80, judged_from=40)
+        figures.recall = recall(engine, num_filler=64, budgets=(64,))
+        figures.stream = stream(engine, trained_len=1024, times=2, window=64, num_parts=2)
+    finally:
+        engine.shutdown()
+    full, window = figures.roomy.values()
+    assert full.num_output_tokens == window.num_output_tokens == 6
+    assert window.peak_kv_bytes < full.peak_kv_bytes
+    by_name = {row.name: row for row in figures.quality}
+    assert by_name["full"].agreement == 1.0
+    assert by_name["full"].kl == 0.0
+    assert by_name["window 128"].agreement == 1.0  # the whole text
+    assert by_name["window 128"].kl < 1e-4 < by_name["window without sinks 8"].kl
+    assert {row.task for row in figures.recall} == {"needle", "brackets", "repetition"}
+    assert [row.end for row in figures.stream] == [1008, 2016] * 2  # beyond the trained length
+    assert max(row.peak_kv_bytes for row in figures.stream) < 2 * min(row.peak_kv_bytes for row in figures.stream)
+    assert tables(figures).count("###") == 5
+    files = draw(figures, tmp_path)
+    assert len(files) == 4
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)
+    json.dumps(figures.as_json())
+
+
+def test_plots_need_no_more_than_the_figures(tmp_path: Path) -> None:
+    figures = PolicyFigures(model="tiny", setup={})
+    assert tables(figures) == ""
+    assert draw(figures, tmp_path) == []
+    figures.quality = [
+        Quality(name=kind, kind=kind, kept_tokens=64, agreement=0.5, kl=0.1, perplexity=9.0)
+        for kind in ("full", "heavy")
+    ]
+    (path,) = draw(figures, tmp_path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "| heavy | 50.0% | 0.100 | 9.00 |" in tables(figures)
+
+
+def test_a_request_that_is_refused_is_an_error(folder: Path) -> None:
+    from transom_core.errors import RequestError
+
+    engine = build_engine(Settings.parse(model=str(folder), dtype="float32", device="cpu").engine_config())
+    try:
+        with pytest.raises(RequestError, match="model's length"):
+            run_together(engine, [make_request(range(5), WindowPolicy(window=1024), max_tokens=2)])
+    finally:
+        engine.shutdown()
+
+
+def test_the_command_writes_tables_and_figures(folder: Path, tmp_path: Path) -> None:
+    sizes = ["--requests", "2", "--prompt-tokens", "96", "--output-tokens", "2", "--window", "32"]
+    found = CliRunner().invoke(
+        app,
+        ["bench", "policies", str(folder), "--output", str(tmp_path), "--only", "memory", "--device", "cpu", *sizes, "--no-plots"],
+    )  # fmt: skip
+    assert found.exit_code == 0, found.output
+    written = json.loads((tmp_path / "policies.json").read_text())
+    assert list(written["tight"]) == ["full", "window 32"]
+    assert "peak KV" in (tmp_path / "policies.md").read_text()
+
+
+def test_an_unknown_scenario_is_refused() -> None:
+    found = CliRunner().invoke(app, ["bench", "policies", "--only", "memory,speed"])
+    assert found.exit_code == 2
+    assert "speed is none of memory" in " ".join(found.output.split()).replace("│ ", "")

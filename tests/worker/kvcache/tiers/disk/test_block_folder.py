@@ -1,0 +1,248 @@
+"""Files of blocks: what was written is read, by any process of the same model; anything else is found, removed and never served."""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.how_many import num_examples
+from transom_core.errors import ConfigError
+from transom_worker.kvcache.tiers.disk.block_file import HEADER_BYTES, BlockName, BrokenFile, pack, unpack
+from transom_worker.kvcache.tiers.disk.fingerprint import fingerprint
+from transom_worker.kvcache.tiers.disk.folder import BlockFolder
+
+MODEL = b"m" * 32
+SIZE = 1000
+FILE_BYTES = SIZE + HEADER_BYTES
+
+
+def folder(path: Path, model: bytes = MODEL, *, space: int = 1 << 20) -> BlockFolder:
+    return BlockFolder(path, model, space_bytes=space)
+
+
+def digest(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def contents(number: int) -> bytes:
+    return random.Random(number).randbytes(SIZE)
+
+
+def block_files(path: Path) -> list[Path]:
+    return sorted(path.rglob("*.kv"))
+
+
+def test_blocks_come_back_in_another_process_of_the_same_model(tmp_path: Path) -> None:
+    first = folder(tmp_path)
+    for number in range(5):
+        assert first.write(number % 2, digest(number), contents(number))
+    second, other_model = folder(tmp_path), folder(tmp_path, b"o" * 32)
+    for number in range(5):
+        assert second.has(number % 2, digest(number))
+        assert second.read(number % 2, digest(number), SIZE) == contents(number)
+        assert second.read(1 - number % 2, digest(number), SIZE) is None
+        assert other_model.read(number % 2, digest(number), SIZE) is None
+    assert (second.counts.num_read, second.counts.num_missing, second.counts.num_broken) == (5, 5, 0)
+    assert second.space.used_bytes == 5 * FILE_BYTES
+
+
+def test_only_the_owner_can_read(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder(tmp_path / "deep" / "down").write(0, digest(1), contents(1))
+    finally:
+        os.umask(before)
+    root = tmp_path / "deep" / "down" / "transom-kv"
+    for path in (root, *root.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_folder_that_is_open_to_others_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "transom-kv").mkdir(mode=0o777)
+    (tmp_path / "transom-kv").chmod(0o777)
+    folder(tmp_path)
+    assert stat.S_IMODE((tmp_path / "transom-kv").stat().st_mode) == 0o700
+
+
+def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--disk-cache .* cannot be used"):
+        folder(tmp_path / "file")
+
+
+def link(path: Path) -> None:
+    target = path.parent / "elsewhere"
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "short": lambda path: os.truncate(path, FILE_BYTES - 1),
+    "long": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "foreign": lambda path: path.write_bytes(b"x" * FILE_BYTES),
+    "other block": lambda path: path.write_bytes(
+        b"".join(bytes(part) for part in pack(BlockName(MODEL, digest(2), 0), contents(1)))
+    ),
+    "other group": lambda path: path.write_bytes(
+        b"".join(bytes(part) for part in pack(BlockName(MODEL, digest(1), 1), contents(1)))
+    ),
+    "link": link,
+    "pipe": pipe,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_broken_file_is_removed_and_counted(tmp_path: Path, damage: str) -> None:
+    store = folder(tmp_path)
+    store.write(0, digest(1), contents(1))
+    (path,) = block_files(tmp_path)
+    DAMAGES[damage](path)
+    assert store.read(0, digest(1), SIZE) is None
+    assert store.counts.num_broken == 1
+    assert not store.has(0, digest(1))
+    store.write(0, digest(1), contents(1))
+    assert store.read(0, digest(1), SIZE) == contents(1)
+
+
+def test_any_changed_byte_is_found() -> None:
+    """The fuzz test of the reader: changed, cut, joined and invented files."""
+    name = BlockName(MODEL, digest(1), 3)
+    whole = b"".join(bytes(part) for part in pack(name, contents(1)))
+    assert unpack(whole, name, SIZE) == contents(1)
+    rng = random.Random(0)
+    for _ in range(num_examples(2_000, 50_000)):
+        data = bytearray(whole)
+        kind = rng.randrange(4)
+        if kind == 0:
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            del data[rng.randrange(len(data)) :]
+        elif kind == 2:
+            begin, end = sorted(rng.sample(range(len(data)), 2))
+            data[begin:end] = rng.randbytes(end - begin)
+        else:
+            data = bytearray(rng.randbytes(rng.choice([0, 1, HEADER_BYTES, len(whole)])))
+        if bytes(data) != whole:
+            with pytest.raises(BrokenFile):
+                unpack(bytes(data), name, SIZE)
+
+
+def test_the_least_recently_used_blocks_leave_first(tmp_path: Path) -> None:
+    store = folder(tmp_path, space=8 * FILE_BYTES)
+    foreign = tmp_path / "transom-kv" / "notes.txt"
+    foreign.write_text("not ours")
+    for number in range(8):
+        store.write(0, digest(number), contents(number))
+        os.utime(store._file(0, digest(number)), (number, number))
+    assert store.read(0, digest(0), SIZE) is not None  # used now
+    store.write(0, digest(8), contents(8))
+    kept = [number for number in range(9) if store.has(0, digest(number))]
+    assert kept == [0, 2, 3, 4, 5, 6, 7, 8]
+    assert store.space.num_evicted == 1
+    assert store.space.used_bytes == len(block_files(tmp_path)) * FILE_BYTES <= 8 * FILE_BYTES
+    assert foreign.read_text() == "not ours"
+    assert not folder(tmp_path, space=FILE_BYTES - 1).write(0, digest(9), contents(9))  # larger than all the space
+
+
+def test_a_smaller_space_is_kept_from_the_start_on(tmp_path: Path) -> None:
+    store = folder(tmp_path)
+    for number in range(6):
+        store.write(0, digest(number), contents(number))
+    assert folder(tmp_path, space=3 * FILE_BYTES).space.used_bytes <= 3 * FILE_BYTES
+
+
+def test_what_a_process_left_unfinished_is_removed(tmp_path: Path) -> None:
+    store = folder(tmp_path)
+    store.write(0, digest(1), contents(1))
+    path = store._file(0, digest(1))
+    left, running = (path.with_name(f".{path.stem}.{pid}-1.tmp") for pid in (1, 2))
+    left.write_bytes(b"x")
+    running.write_bytes(b"x")
+    os.utime(left, (0, 0))
+    folder(tmp_path)
+    assert not left.exists()
+    assert running.exists()
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = folder(tmp_path)
+    write = os.write
+
+    def full(file: int, data: memoryview) -> int:
+        if len(data) == SIZE:
+            write(file, data[:100])
+            raise OSError(28, "No space left on device")
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.write(0, digest(1), contents(1))
+    monkeypatch.undo()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "transom-kv" / "bytes_in_use"]
+    assert store.space.used_bytes == 0
+    assert store.write(0, digest(1), contents(1))
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.worker.kvcache.tiers.disk.test_block_folder import contents, digest, folder, FILE_BYTES
+store = folder(Path(sys.argv[1]), space=20 * FILE_BYTES)
+for number in range(int(sys.argv[2]), int(sys.argv[2]) + 60):
+    store.write(0, digest(number), contents(number))
+    assert store.space.used_bytes <= 20 * FILE_BYTES
+"""
+
+
+def test_processes_share_the_space(tmp_path: Path) -> None:
+    """Two processes and two threads write overlapping blocks: the space holds, and each block is whole or absent."""
+    processes = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(first)]) for first in (0, 30)]
+    store = folder(tmp_path, space=20 * FILE_BYTES)
+    threads = [
+        threading.Thread(target=lambda: [store.write(0, digest(n), contents(n)) for n in range(100)]) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [process.wait(120) for process in processes] == [0, 0]
+    files = block_files(tmp_path)
+    assert 0 < len(files) <= 20
+    for number in range(100):
+        assert store.read(0, digest(number), SIZE) in (None, contents(number))
+    assert store.counts.num_broken == 0
+    assert store.space.recount() == store.space.used_bytes == len(files) * FILE_BYTES
+
+
+def test_fingerprints(tmp_path: Path) -> None:
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    weights.write_bytes(bytes(3 << 20))
+    config.write_text("{}")
+    same = fingerprint([weights, config], "bfloat16", 2)
+    assert fingerprint([config, weights], "bfloat16", 2) == same
+    found = {same, fingerprint([weights, config], "bfloat16", 3), fingerprint([weights], "bfloat16", 2)}
+    config.write_text("{ }")
+    found.add(fingerprint([weights, config], "bfloat16", 2))
+    times = weights.stat().st_atime_ns, weights.stat().st_mtime_ns
+    with weights.open("r+b") as file:
+        file.seek((3 << 20) - 1)
+        file.write(b"x")
+    os.utime(weights, ns=times)
+    found.add(fingerprint([weights, config], "bfloat16", 2))
+    os.utime(weights, ns=(0, 0))
+    found.add(fingerprint([weights, config], "bfloat16", 2))
+    assert len(found) == 6

@@ -1,0 +1,286 @@
+"""The protocol of KV transfer between two workers, whatever happens on the way: the held request is let go exactly once, and
+neither side keeps anything."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.worker.kvcache.tiers.transfer.fake_store import BLOCK, BLOCK_BYTES, FakeStore, Notes, chain, on_loop
+from transom_core.config import TransferConfig
+from transom_core.contract import PrefixSource, Request, SamplingParams
+from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
+from transom_core.contract.prefix_peers import Bytes
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_worker.kvcache.tiers.transfer.byte_budget import ByteBudget
+from transom_worker.kvcache.tiers.transfer.fetches import PrefixFetches
+from transom_worker.kvcache.tiers.transfer.served_exports import MAX_EXPORTS, PrefixExports
+from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
+
+CHAIN = chain("p", 10)
+CONFIG = TransferConfig(is_on=True, timeout_s=30.0)
+
+
+class Pair:
+    """A source with all of CHAIN, and a target without; `before` is called before each call to the source, by its name."""
+
+    def __init__(self, *, config: TransferConfig = CONFIG, source_config: TransferConfig = CONFIG) -> None:
+        self.source, self.target = FakeStore(), FakeStore()
+        self.source.put(CHAIN)
+        self.notes, self.source_notes = Notes(), Notes()
+        self.exports = PrefixExports(self.source, on_loop, source_config, self.source_notes)
+        self.fetches = PrefixFetches(self, self.target, on_loop, config, on_end=self._end, observer=self.notes)
+        self.ended: dict[str, FetchReport] = {}
+        self.before: Callable[[str], Any] = lambda _: None
+        self.most_bytes = self.bytes_in_flight = 0
+
+    async def open_export(self, worker: str, query: PrefixQuery) -> PrefixOffer | str:
+        await self._called("open")
+        return await self.exports.open(query)
+
+    async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:
+        self.bytes_in_flight += BLOCK_BYTES * len(blocks.blocks)
+        self.most_bytes = max(self.most_bytes, self.bytes_in_flight)
+        try:
+            await self._called("read")
+            return await self.exports.read(export_id, blocks)
+        finally:
+            self.bytes_in_flight -= BLOCK_BYTES * len(blocks.blocks)
+
+    async def close_export(self, worker: str, export_id: str) -> None:
+        await self._called("close")
+        self.exports.close(export_id)
+
+    async def _called(self, name: str) -> None:
+        waits = self.before(name)
+        if waits is not None:
+            await waits
+
+    def start(self, request_id: str = "r", num_blocks: int = 10, time_left_s: float | None = None) -> None:
+        self.target.requests[request_id] = CHAIN
+        self.fetches.start(
+            Request(
+                request_id=request_id,
+                prompt_token_ids=(1,),
+                params=SamplingParams(),
+                seed=0,
+                time_left_s=time_left_s,
+                prefix_source=PrefixSource(worker="a", num_tokens=num_blocks * BLOCK),
+            )
+        )
+
+    async def until_ended(self, *request_ids: str) -> None:
+        async with asyncio.timeout(60):
+            while not self.ended.keys() >= set(request_ids):
+                await asyncio.sleep(0)
+
+    async def until_quiet(self) -> None:
+        """Wait until neither side has anything of a transfer."""
+        async with asyncio.timeout(60):
+            while self.source.exports or self.target.imports or len(self.fetches) or len(self.exports):
+                await asyncio.sleep(0)
+
+    def _end(self, request_id: str, report: FetchReport) -> None:
+        assert request_id not in self.ended
+        self.ended[request_id] = report
+
+
+async def test_a_prefix_comes_in_pieces_and_is_published_as_a_whole() -> None:
+    pair = Pair()
+    pair.target.put(CHAIN[:3])
+    pair.start()
+    await pair.until_ended("r")
+    assert pair.target.cached.keys() == set(CHAIN)
+    report = FetchReport(source="a", outcome="fetched", num_tokens=28, num_blocks=7, num_bytes=56, full_length_bytes=56)
+    assert [replace(pair.ended["r"], seconds=0.0)] == pair.notes.reports == [report]
+    assert pair.source_notes.num_bytes == 56
+    await pair.until_quiet()
+    assert pair.source_notes.exports == ["read"]
+
+
+async def test_choices_of_one_prompt_fetch_it_once() -> None:
+    pair = Pair()
+    for name in "abc":
+        pair.start(name)
+    await pair.until_ended(*"abc")
+    assert sorted(one.outcome for one in pair.ended.values()) == ["fetched", "present", "present"]
+    assert pair.source_notes.num_bytes == 10 * BLOCK_BYTES
+
+
+async def test_bytes_in_flight_are_bounded_over_all_fetches() -> None:
+    pair = Pair(config=replace(CONFIG, max_bytes_in_flight=3 * 2 * BLOCK_BYTES))
+    other = chain("q", 10)
+    pair.source.put(other)
+    pair.start("r")
+    pair.start("s")
+    pair.target.requests["s"] = other
+    await pair.until_ended("r", "s")
+    assert {one.outcome for one in pair.ended.values()} == {"fetched"}
+    assert pair.most_bytes == 3 * 2 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("at", ["open", "read"])
+@pytest.mark.parametrize("after", [1, 3])
+async def test_a_source_that_dies_costs_nothing_but_the_prefix(at: str, after: int) -> None:
+    pair, calls = Pair(), []
+
+    def die(name: str) -> None:
+        calls.append(name)
+        if "dead" in calls or calls.count(at) >= after:
+            calls.append("dead")
+            raise ConnectionError("the source is gone")
+
+    pair.before = die
+    pair.start()
+    await pair.until_ended("r")
+    if (at, after) == ("open", 3):
+        assert pair.ended["r"].outcome == "fetched"
+        return
+    assert pair.ended["r"].outcome == "source_lost"
+    pair.exports.close_all()  # the source's process has ended
+    await pair.until_quiet()
+    assert not pair.target.cached
+    assert pair.target.num_free == 100
+
+
+@pytest.mark.parametrize("at", ["open", "read", "close"])
+async def test_a_source_that_hangs_is_given_up(at: str) -> None:
+    lease = replace(CONFIG, timeout_s=0.05) if at == "close" else CONFIG
+    pair = Pair(config=replace(CONFIG, timeout_s=0.05), source_config=lease)
+    pair.before = lambda name: asyncio.Event().wait() if name == at else None
+    pair.start()
+    await pair.until_ended("r")
+    assert pair.ended["r"].outcome == ("fetched" if at == "close" else "timeout")
+    await pair.until_quiet()
+    assert pair.target.num_free == (90 if at == "close" else 100)
+    if at != "open":
+        assert pair.source_notes.exports == (["read"] if at == "read" else ["expired"])
+
+
+async def test_a_deadline_ends_the_wait_earlier() -> None:
+    pair = Pair()
+    pair.before = lambda name: asyncio.Event().wait()
+    pair.start(time_left_s=0.01)
+    await pair.until_ended("r")
+    assert pair.ended["r"].outcome == "timeout"
+
+
+@pytest.mark.parametrize("at", ["open", "read"])
+async def test_a_request_that_ends_takes_its_fetch_along(at: str) -> None:
+    pair, reached = Pair(), asyncio.Event()
+
+    def hang(name: str) -> Any:
+        if name != at:
+            return None
+        reached.set()
+        return asyncio.Event().wait()
+
+    pair.before = hang
+    pair.start()
+    await reached.wait()
+    pair.fetches.cancel("r")
+    await pair.until_quiet()
+    assert (pair.ended, pair.target.num_free, pair.target.cached) == ({}, 100, {})
+
+
+async def test_a_target_that_dies_leaves_an_export_that_expires() -> None:
+    pair = Pair(source_config=replace(CONFIG, timeout_s=0.01))
+    query = PrefixQuery(chain=CHAIN, num_tokens=40, groups=pair.source.groups, block_size=BLOCK)
+    offer = await pair.exports.open(query)
+    assert isinstance(offer, PrefixOffer)
+    assert len(pair.source.exports) == 1
+    await pair.until_quiet()
+    assert pair.source_notes.exports == ["expired"]
+    with pytest.raises(KeyError):
+        await pair.exports.read(offer.export_id, BlockRange(0, (0,)))
+
+
+async def test_what_is_not_there_or_does_not_fit_is_said() -> None:
+    pair = Pair()
+    pair.source.cached.clear()
+    pair.start("evicted")
+    await pair.until_ended("evicted")
+    pair.source.put(CHAIN[:4])
+    pair.target.num_free = 3
+    pair.start("full")
+    await pair.until_ended("full")
+    pair.target.put(CHAIN)
+    pair.start("known")
+    pair.fetches.start(_unknown())
+    await pair.until_ended("known", "unknown")
+    outcomes = {name: report.outcome for name, report in pair.ended.items()}
+    assert outcomes == {"evicted": "not_found", "full": "no_space", "known": "present", "unknown": "cancelled"}
+    await pair.until_quiet()
+
+
+async def test_a_source_of_another_model_refuses() -> None:
+    pair = Pair()
+    pair.target.groups = (GroupSpec(name="other", kind=GroupKind.FULL, layers=(0,), block_size=BLOCK),)
+    pair.start()
+    await pair.until_ended("r")
+    assert pair.ended["r"].outcome == "refused"
+    assert pair.source_notes.exports == ["refused"]
+
+
+async def test_a_source_serves_a_bounded_number_of_exports() -> None:
+    pair = Pair()
+    query = PrefixQuery(chain=CHAIN, num_tokens=40, groups=pair.source.groups, block_size=BLOCK)
+    for _ in range(MAX_EXPORTS):
+        assert isinstance(await pair.exports.open(query), PrefixOffer)
+    assert await pair.exports.open(query) == "refused"
+    pair.exports.close_all()
+    await pair.until_quiet()
+
+
+async def test_a_cache_that_was_emptied_meanwhile_publishes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """The ranks were started again, so that what was written is gone."""
+    pair = Pair()
+
+    def reset(name: str) -> None:
+        if name == "read":
+            pair.target.imports.clear()
+
+    pair.before = reset
+    pair.start()
+    await pair.until_ended("r")
+    assert pair.ended["r"].outcome == "failed"
+    assert not pair.target.cached
+    await pair.until_quiet()
+
+
+async def test_the_budget_is_given_in_order_and_back_from_those_that_leave() -> None:
+    budget, order = ByteBudget(10), []
+
+    async def take(name: str, num_bytes: int, until: asyncio.Event) -> None:
+        async with budget.taken(num_bytes):
+            order.append(name)
+            await until.wait()
+
+    ends = [asyncio.Event() for _ in range(4)]
+    tasks = [asyncio.create_task(take(f"{i}", size, ends[i])) for i, size in enumerate((6, 50, 2, 4))]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert (order, budget.used_bytes) == (["0"], 6)
+    tasks[1].cancel()  # it waits for all of the budget
+    await asyncio.wait([tasks[1]])
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert (order, budget.used_bytes) == (["0", "2"], 8)
+    for end in ends:
+        end.set()
+    await asyncio.wait(tasks)
+    assert (order, budget.used_bytes) == (["0", "2", "3"], 0)
+
+
+def _unknown() -> Request:
+    return Request(
+        request_id="unknown",
+        prompt_token_ids=(1,),
+        params=SamplingParams(),
+        seed=0,
+        prefix_source=PrefixSource(worker="a", num_tokens=40),
+    )

@@ -1,0 +1,139 @@
+"""Ranks that die, hang, close or never connect: the other ranks raise RankLost before their timeout."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from tests.worker.models.parallel.rank_processes import KINDS, ranks
+from transom_core.errors import RankLost
+from transom_worker.models.parallel.communicator import Communicator
+from transom_worker.models.parallel.process_group import ProcessGroup
+
+TIMEOUT_S = 0.5
+
+
+def add_up_until_lost(comm: Communicator, rank: int, pipe: Connection) -> tuple[float, str, bool]:
+    """How long it waited and how it ended, and whether it ends the same when it is tried again."""
+    return _add_up(comm, pipe, lambda: None)
+
+
+def add_up_until_late(comm: Communicator, rank: int, pipe: Connection) -> tuple[float, str, bool]:
+    """As above, with a rank whose timeout becomes short once both ranks are connected."""
+    return _add_up(comm, pipe, lambda: _be_impatient(comm))
+
+
+def _add_up(comm: Communicator, pipe: Connection, when_going: Callable[[], None]) -> tuple[float, str, bool]:
+    x, begun_s = torch.ones(576), 0.0
+    try:
+        for step in range(10**9):
+            begun_s = time.monotonic()
+            comm.all_reduce_(x.fill_(1.0))
+            if step == 100:
+                when_going()
+                pipe.send("going")
+    except RankLost as error:
+        waited_s = time.monotonic() - begun_s
+        comm.close()
+        with pytest.raises(RankLost):
+            comm.all_reduce_(x)
+        return waited_s, str(error), True
+    raise AssertionError
+
+
+def _be_impatient(comm: Communicator) -> None:
+    comm._timeout_s = TIMEOUT_S  # type: ignore[attr-defined]
+    if isinstance(comm, ProcessGroup):
+        comm._group._set_default_timeout(timedelta(seconds=TIMEOUT_S))
+
+
+def wait_for_the_last(comm: Communicator, rank: int, pipe: Connection) -> bool:
+    """The last rank never adds anything."""
+    comm.all_reduce_(torch.ones(3))
+    pipe.send("going")
+    if rank == 2:
+        pipe.recv()
+    with pytest.raises(RankLost):
+        comm.all_reduce_(torch.ones(3))
+    return True
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_during_all_reduce(kind: str, size: int) -> None:
+    with ranks(kind, size, add_up_until_lost) as processes:
+        assert [process.receive() for process in processes] == ["going"] * size
+        processes[-1].signal(signal.SIGKILL)
+        for process in processes[:-1]:
+            _, message, again = process.receive()
+            assert again
+            assert "ank" in message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_while_others_wait_for_it(kind: str) -> None:
+    with ranks(kind, 3, wait_for_the_last) as processes:
+        assert [process.receive() for process in processes] == ["going"] * 3
+        processes[2].signal(signal.SIGKILL)
+        assert [process.receive() for process in processes[:2]] == [True] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stopped_during_all_reduce(kind: str) -> None:
+    with ranks(kind, 2, add_up_until_late) as (first, second):
+        assert [first.receive(), second.receive()] == ["going"] * 2
+        second.signal(signal.SIGSTOP)
+        waited_s, message, again = first.receive()
+        assert waited_s > TIMEOUT_S * 0.9
+        assert f"{TIMEOUT_S:g} s" in message
+        assert again
+
+
+def leave_or_wait(comm: Communicator, rank: int, pipe: Connection) -> str:
+    comm.all_reduce_(torch.ones(3))
+    if rank == 1:
+        comm.close()
+        pipe.recv()
+    with pytest.raises(RankLost) as error:
+        comm.all_reduce_(torch.ones(3))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_closes_is_not_waited_for(kind: str) -> None:
+    with ranks(kind, 2, leave_or_wait) as (first, _):
+        assert "ank" in first.receive()
+
+
+def idle(comm: Communicator, rank: int, pipe: Connection) -> tuple[float, float]:
+    """CPU time of half a second of waiting, or more, and how long it was."""
+    comm.all_reduce_(torch.ones(3))
+    if rank == 1:
+        pipe.recv()
+    start, begun_s = time.process_time(), time.monotonic()
+    comm.all_reduce_(torch.ones(3))
+    return time.process_time() - start, time.monotonic() - begun_s
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_waiting_leaves_the_core_to_others(kind: str) -> None:
+    with ranks(kind, 2, idle) as (first, second):
+        time.sleep(0.5)
+        second.send("go on")
+        busy_s, waited_s = first.receive()
+        assert busy_s < 0.15 + 0.1 * waited_s
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_never_connects(kind: str) -> None:
+    with ranks(kind, 3, idle, timeout_s=TIMEOUT_S, come=2) as processes:
+        for process in processes:
+            error = process.receive()
+            assert isinstance(error, RankLost)
+            assert f"{TIMEOUT_S:g} s" in str(error)

@@ -1,0 +1,258 @@
+"""Watchers: each gets a whole frame and then changes; slow ones pile up no frames, and without watchers nothing is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from tests.block_map_decoder import EVICTED, REPAIR, Map, decode
+from tests.lost_windows import lose_windows
+from tests.worker.scheduling.scheduler_driver import Driver, layout, request
+from transom_core.errors import Overloaded, RequestError
+from transom_worker.telemetry.blockmap.block_map import HEARTBEAT_S, MAX_WATCHERS, BlockMap, OnEngine
+from transom_worker.telemetry.blockmap.encoder import WorkerIdentity
+from transom_worker.telemetry.blockmap.log import BlockMapLog
+from transom_worker.telemetry.blockmap.watcher import MAX_PENDING
+
+PERIOD_S = 0.001
+PROMPT = list(range(30))
+
+
+class Worker:
+    """A scheduler without a thread: what is to run on the engine's thread runs at once."""
+
+    def __init__(self, *, num_pages: int = 60, heartbeat_s: float = HEARTBEAT_S) -> None:
+        self.driver = Driver(layout(("full", "window"), num_pages=num_pages), max_num_batched_tokens=64)
+        self.log = BlockMapLog()
+        self.scheduler = self.driver.scheduler
+        self.scheduler.listen(self.log)
+        self.num_commands = 0
+        self.map = BlockMap(
+            WorkerIdentity("w0", "tiny"),
+            self.scheduler,
+            self.log,
+            OnEngine(self._post),
+            least_period_s=PERIOD_S,
+            heartbeat_s=heartbeat_s,
+        )
+
+    def step(self) -> None:
+        self.driver.step()
+        self.log.num_changes += 1
+
+    def run(self, name: str, prompt: list[int] = PROMPT, max_tokens: int = 4) -> None:
+        """A request from its beginning to its end."""
+        self.driver.add(request(name, prompt, max_tokens))
+        while self.scheduler.has_work:
+            self.step()
+
+    @property
+    def keeps_nothing(self) -> bool:
+        return not self.scheduler.cache.registry.watches_changes and not self.log.events.is_on
+
+    def _post(self, command: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.num_commands += 1
+        try:
+            future.set_result(command())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+@contextlib.asynccontextmanager
+async def watching(worker: Worker) -> AsyncIterator[AsyncGenerator[bytes, None]]:
+    async with contextlib.aclosing(worker.map.watch(PERIOD_S)) as frames:
+        yield frames
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(120):
+        while not condition():
+            await asyncio.sleep(0.0005)
+
+
+async def follow(frames: AsyncGenerator[bytes, None], seen: Map, condition: Callable[[], object]) -> None:
+    """Take frames until `condition` holds."""
+    async with asyncio.timeout(120):
+        while not condition():
+            seen.take(await anext(frames))
+
+
+async def test_the_first_frame_is_whole_and_later_ones_are_not() -> None:
+    worker, seen = Worker(), Map()
+    async with watching(worker) as frames:
+        first = seen.take(await anext(frames)).header
+        assert (first["whole"], first["sequence"], first["worker"], first["model"]) == (True, 0, "w0", "tiny")
+        assert [group["kind"] for group in first["groups"]] == ["full", "window"]
+        worker.driver.add(request("a", PROMPT, 4))
+        worker.step()
+        second = seen.take(await anext(frames)).header
+        assert (second["whole"], second["sequence"]) == (False, 1)
+        assert [sequence["request"] for sequence in second["sequences"]] == ["a"]
+        assert [event["kind"] for event in second["events"]] == ["admitted"]
+        while worker.scheduler.has_work:
+            worker.step()
+        await follow(frames, seen, lambda: not seen.sequences)
+    await until(lambda: worker.keeps_nothing)
+
+
+async def test_two_requests_that_share_a_prefix_share_its_blocks() -> None:
+    worker, seen = Worker(), Map()
+    worker.run("first")
+    async with watching(worker) as frames:
+        for name in ("a", "b"):
+            worker.driver.add(request(name, [*PROMPT, 77, 78], 6))
+        worker.step()
+        await follow(frames, seen, lambda: len(seen.sequences) == 2)
+        shared = [key for key, block in seen.shown.items() if block.refs == 2]
+        assert {group for group, _ in shared} == {0, 1}
+        for sequence in seen.sequences.values():
+            runs = sequence["runs"][0]
+            assert {(0, block) for block in range(runs[0][1], runs[0][1] + runs[0][2])} & set(shared)
+        described = await worker.map.describe(*shared[0])
+        assert described["references"] == 2
+        assert {user["request"] for user in described["sequences"]} == {"a", "b"}
+
+
+async def test_evictions_show_once_and_repairs_while_they_last() -> None:
+    worker, seen = Worker(), Map()
+    worker.run("first")
+    async with watching(worker) as frames:
+        seen.take(await anext(frames))
+        cached = {key for key, block in seen.shown.items() if key[0] == 1}
+        lose_windows(worker.scheduler.cache)
+        worker.log.num_changes += 1
+        seen.take(await anext(frames))
+        evicted = {key for key, block in seen.blocks.items() if block.state == EVICTED}
+        assert evicted
+        assert evicted <= cached
+        (event,) = [event for event in seen.events if event["kind"] == "evicted"]
+        assert (event["group"], event["detail"], event["count"]) == (1, "test", len(evicted))
+        seen.take(await anext(frames))  # though nothing happened since
+        assert not [block for block in seen.blocks.values() if block.state == EVICTED]
+        worker.driver.add(request("back", [*PROMPT, 9, 9], 2))
+        worker.driver.schedule()
+        worker.log.num_changes += 1
+        await follow(frames, seen, lambda: any(event["kind"] == "repair" for event in seen.events))
+        repaired = {key for key, block in seen.shown.items() if block.state == REPAIR}
+        assert repaired
+        assert {group for group, _ in repaired} == {1}
+        (sequence,) = seen.sequences.values()
+        assert sequence["phase"] == "repair"
+        assert (await worker.map.describe(*next(iter(repaired))))["state"] == "repair"
+        worker.driver.receive()
+        while worker.scheduler.has_work:
+            worker.step()
+        await follow(frames, seen, lambda: not seen.sequences)
+        assert seen.header["totals"]["repairs"] == 1
+        assert not [block for block in seen.blocks.values() if block.state == REPAIR]
+
+
+async def test_a_later_watcher_gets_a_whole_frame_of_the_same_state() -> None:
+    worker, early, late = Worker(), Map(), Map()
+    async with watching(worker) as frames:
+        early.take(await anext(frames))
+        worker.driver.add(request("a", PROMPT, 4))
+        worker.step()
+        early.take(await anext(frames))
+        async with watching(worker) as others:
+            assert late.take(await anext(others)).header["whole"]
+            assert (late.shown, late.owners, late.sequences) == (early.shown, early.owners, early.sequences)
+            worker.step()
+            mine, theirs = decode(await anext(frames)), decode(await anext(others))
+            assert (mine.blocks, mine.header["time_s"]) == (theirs.blocks, theirs.header["time_s"])
+            assert (mine.header["sequence"], theirs.header["sequence"]) == (2, 1)
+
+
+async def test_a_slow_watcher_gets_a_whole_frame_instead_of_all_that_it_missed() -> None:
+    worker, slow, quick = Worker(num_pages=400), Map(), Map()
+    async with watching(worker) as frames, watching(worker) as others:
+        slow.take(await anext(frames))
+        quick.take(await anext(others))
+        for number in range(3 * MAX_PENDING):
+            worker.run(f"r{number}", [number, *PROMPT])
+            quick.take(await anext(others))
+        wholes = 0
+        while slow.shown != quick.shown:
+            wholes += slow.take(await anext(frames)).header["whole"]
+        assert wholes == 1
+        assert slow.next_sequence <= 2 + MAX_PENDING
+
+
+async def test_an_idle_engine_gets_no_commands() -> None:
+    worker, seen = Worker(heartbeat_s=0.02), Map()
+    worker.run("a")
+    async with watching(worker) as frames:
+        seen.take(await anext(frames))
+        commands = worker.num_commands
+        for _ in range(3):
+            beat = seen.take(await anext(frames))
+            assert (beat.blocks, beat.pages, beat.header["sequences"]) == ({}, [], [])
+        assert worker.num_commands == commands == 1 + 2 + 1  # to begin, two groups, one snapshot
+
+
+async def test_too_many_watchers_are_refused() -> None:
+    worker = Worker()
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(MAX_WATCHERS):
+            await anext(await stack.enter_async_context(watching(worker)))
+        with pytest.raises(Overloaded, match=f"{MAX_WATCHERS} others watch"):
+            await anext(worker.map.watch(PERIOD_S))
+    async with watching(worker) as frames:  # all have gone
+        assert decode(await anext(frames)).header["whole"]
+
+
+@pytest.mark.parametrize("period_s", [0.0, -1.0, PERIOD_S / 2, float("nan")])
+async def test_periods_that_are_too_short_are_refused(period_s: float) -> None:
+    with pytest.raises(RequestError, match="at least"):
+        await anext(Worker().map.watch(period_s))
+
+
+async def test_a_failure_ends_all_watchers_and_the_next_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    async with watching(worker) as frames:
+        await anext(frames)
+        with monkeypatch.context() as broken:
+            broken.setattr(worker.scheduler, "sequences_with_blocks", lambda: [][0])
+            worker.log.num_changes += 1
+            with pytest.raises(IndexError):
+                await anext(frames)
+    await until(lambda: worker.keeps_nothing)
+    async with watching(worker) as frames:
+        assert decode(await anext(frames)).header["whole"]
+
+
+async def test_every_block_can_be_described() -> None:
+    worker, seen = Worker(num_pages=40), Map()
+    worker.run("a")
+    worker.run("b", [*PROMPT, 5, 6, 7])
+    worker.driver.add(request("c", PROMPT[:17], 5))
+    worker.step()
+    names = ("gone", "empty", "active", "loose", "held", "repair")
+    async with watching(worker) as frames:
+        seen.take(await anext(frames))
+    pools = worker.scheduler.cache.pools
+    for (group, block), told in seen.shown.items():
+        described = await worker.map.describe(group, block)
+        assert (described["state"], described["references"]) == (names[told.state], told.refs)
+        assert described["logical"] == told.logical
+        assert int((described["hash"] or "0" * 8)[:8], 16) == told.hash
+        assert len(described["checkpoints"]) == pools[group].pins[block]
+        assert len(described["sequences"]) == told.refs
+    kinds = set()
+    for block, holds in enumerate(pools[1].pins):
+        kinds |= {one["kind"] for one in (await worker.map.describe(1, block))["checkpoints"]} if holds else set()
+    assert "prompt" in kinds
+
+
+@pytest.mark.parametrize(("group", "block"), [(-1, 0), (2, 0), (0, -1), (0, 10**9)])
+async def test_blocks_that_do_not_exist_have_an_error(group: int, block: int) -> None:
+    described = await Worker().map.describe(group, block)
+    assert list(described) == ["error"]
+    assert "0" in described["error"]

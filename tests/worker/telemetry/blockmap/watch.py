@@ -1,0 +1,223 @@
+"""A watcher of a scheduler's blocks, without threads, and what it must see, found by asking the cache block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.block_map_decoder import (
+    ACTIVE,
+    EMPTY,
+    EVICTED,
+    EXPORTED,
+    GONE,
+    HELD,
+    IMPORTED,
+    LOADING,
+    LOOSE,
+    MOVED,
+    REPAIR,
+    SWAPPED,
+    Block,
+    Map,
+    decode,
+)
+from transom_core.kv_cache.tiers import DEVICE, HOST
+from transom_worker.scheduling.scheduler import Scheduler
+from transom_worker.scheduling.sequence import SequenceStatus
+from transom_worker.telemetry.blockmap.encoder import Encoder, WorkerIdentity
+from transom_worker.telemetry.blockmap.log import BlockMapLog
+from transom_worker.telemetry.blockmap.snapshot import SnapshotTaker
+
+COUNTED = {
+    "held": HELD,
+    "loose": LOOSE,
+    "empty": EMPTY,
+    "loading": LOADING,
+    "swapped": SWAPPED,
+    "imported": IMPORTED,
+    "exported": EXPORTED,
+}
+
+
+class Watch:
+    """A watcher of a driver's scheduler, without threads."""
+
+    def __init__(self, scheduler: Scheduler, between: Callable[[], object] = lambda: None) -> None:
+        self.scheduler = scheduler
+        self.log = BlockMapLog()
+        scheduler.listen(self.log)
+        self.snapshots = SnapshotTaker(scheduler, self.log.events)
+        host = self.snapshots.host
+        self.encoder = Encoder(
+            WorkerIdentity("w", "m"), scheduler.cache.layout, self.log.history, None if host is None else host.layout
+        )
+        self.map = Map()
+        self.number = 0
+        self.snapshots.begin()
+        for group in range(len(scheduler.cache.layout.groups)):
+            self.encoder.start(group, self.snapshots.copy(group))
+            between()  # the engine runs meanwhile
+        if host is not None:
+            for pages in host.pieces:
+                self.encoder.start_host(host.copy(pages))
+                between()
+        self.states: set[int] = set()  # ever shown
+        self.host_states: set[int] = set()
+
+    def look(self) -> Map:
+        first = not self.number
+        frame = self.encoder.update(self.snapshots.take())
+        if first:  # what happened before is in the totals alone
+            self.before = dict(decode(frame.numbered(0)).header["totals"])
+            frame = self.encoder.whole(0.0)
+        self.map.take(frame.numbered(self.number))
+        self.states |= {block.state for block in self.map.blocks.values()}
+        self.host_states |= set(self.map.host_blocks.values())
+        self.number += 1
+        return self.map
+
+    def settle(self) -> Map:
+        self.map.take(self.encoder.again(0.0).numbered(self.number))
+        self.number += 1
+        return self.map
+
+
+def plain(scheduler: Scheduler) -> dict[tuple[int, int], Block]:
+    """What a map without evictions must show, asked block by block."""
+    cache = scheduler.cache
+    logical: dict[tuple[int, int], int] = {}
+    repaired = set()
+    for sequence in scheduler.sequences_with_blocks():
+        blocks = sequence.blocks
+        assert blocks is not None
+        for group, table in enumerate(blocks.tables):
+            for index in range(table.end_block):
+                if (block := table.at(index)) is not None:
+                    assert logical.setdefault((group, block), index) == index
+            logical |= {(group, block): index for index, block in table.aside.items()}
+            if blocks.processed < blocks.repair_until and not cache.retentions[group].keeps_everything:
+                repaired |= {(group, block) for block in table.run}
+    shown = {}
+    for page, owner in enumerate(cache.arena.owner):
+        for block in cache.arena.blocks(page, owner) if owner >= 0 else ():
+            pool = cache.pools[owner]
+            name = pool.published.get(block)
+            if pool.refs[block]:
+                state = REPAIR if (owner, block) in repaired else ACTIVE
+            else:
+                state = HELD if pool.pins[block] else LOOSE if name else EMPTY
+            digest = int.from_bytes(name[0][:4], "big") if name else 0
+            at = logical.get((owner, block), name[1] if name else None)
+            shown[owner, block] = Block(state, pool.refs[block], at, digest, None)
+    return shown
+
+
+def without_logical_of_others(
+    scheduler: Scheduler, shown: dict[tuple[int, int], Block]
+) -> dict[tuple[int, int], Block]:
+    """A map without the logical indices of blocks that only exports and ended requests' loads hold: no table has them, and what
+    the map says of them is what was true before.
+    """
+    cache = scheduler.cache
+    lent = {(one.group, one.block) for opened in cache.exports.opened for one in opened.blocks if one.tier == DEVICE}
+    loading = set() if cache.loads is None else set(cache.loads.targets())
+    return {
+        key: block._replace(logical=None) if not block.hash and key in lent | loading else block
+        for key, block in shown.items()
+    }
+
+
+def check(watch: Watch) -> None:
+    """The map, but for blocks that it shows as evicted, is what is there."""
+    scheduler, seen = watch.scheduler, watch.map
+    expected, shown = (without_logical_of_others(scheduler, states) for states in (plain(scheduler), seen.shown))
+    for key, block in shown.items():
+        if block.state == EVICTED:
+            there = expected.get(key, Block(GONE, 0, None, 0, None))
+            assert block == there._replace(state=EVICTED)
+    evicted = {key for key, block in shown.items() if block.state == EVICTED}
+    assert {key: b for key, b in shown.items() if key not in evicted} == {
+        key: b for key, b in expected.items() if key not in evicted
+    }
+    arena = scheduler.cache.arena
+    assert seen.owners == {page: owner + 1 for page, owner in enumerate(arena.owner)}
+    assert seen.header["free_pages"] == arena.num_free
+    swapped = [sequence for sequence in scheduler.by_request.values() if sequence.swapped is not None]
+    assert set(seen.sequences) == {one.seq_id for one in [*scheduler.sequences_with_blocks(), *swapped]}
+    for sequence in swapped:
+        check_swapped(seen, sequence)
+    for sequence in scheduler.sequences_with_blocks():
+        check_sequence(seen, sequence)
+    for group, counts in enumerate(seen.header["counts"]):
+        states = [block.state for (of, _), block in expected.items() if of == group]
+        assert counts["active"] == states.count(ACTIVE) + states.count(REPAIR)
+        assert (counts["held"], counts["loose"], counts["empty"]) == tuple(map(states.count, (HELD, LOOSE, EMPTY)))
+
+
+def check_swapped(seen: Map, sequence: Any) -> None:
+    told = seen.sequences[sequence.seq_id]
+    assert (told["phase"], told["request"]) == ("swapped", sequence.request.request_id)
+    assert not any(told["runs"])
+    assert in_host(told) == sequence.swapped.to_load
+
+
+def in_host(told: dict[str, Any]) -> list[list[int]]:
+    """The host tier's blocks of a sequence, by group."""
+    return [[first + k for first, count in runs for k in range(count)] for runs in told.get("host_runs", [])]
+
+
+def check_sequence(seen: Map, sequence: Any) -> None:
+    told = seen.sequences[sequence.seq_id]
+    blocks = sequence.blocks
+    assert told["request"] == sequence.request.request_id
+    assert told["processed"] == blocks.processed
+    assert told["num_tokens"] == len(sequence.token_ids)
+    assert (told["phase"] == "loading") == (sequence.status is SequenceStatus.LOADING)
+    assert in_host(told) == blocks.to_load
+    assert (told["phase"] == "repair") <= (told["repair"] == [blocks.repair_from, blocks.repair_until])
+    for table, runs in zip(blocks.tables, told["runs"], strict=True):
+        flat = {first + k: block + k for first, block, count in runs for k in range(count)}
+        assert flat == {index: table.at(index) for index in range(table.end_block) if table.at(index) is not None}
+
+
+def in_host_tier(scheduler: Scheduler) -> dict[tuple[int, int], int]:
+    """The states that a map must show of the host tier but for evictions and moves, asked block by block."""
+    cache = scheduler.cache
+    host, loads, imports = cache.host, cache.loads, cache.imports
+    assert host is not None
+    assert loads is not None
+    assert imports is not None
+    holders: dict[tuple[int, int], int] = {}
+    for sequence in scheduler.by_request.values():
+        if sequence.swapped is not None:
+            holders |= {(g, b): SWAPPED for g, blocks in enumerate(sequence.swapped.to_load) for b in blocks}
+    holders |= {(one.group, one.block): IMPORTED for opened in imports.opened for one in opened.blocks}
+    holders |= {
+        (one.group, one.block): EXPORTED for opened in cache.exports.opened for one in opened.blocks if one.tier == HOST
+    }
+    holders |= {(copy.group, copy.source): LOADING for load in loads.by_ticket.values() for copy in load.copies}
+    shown = {}
+    for page, owner in enumerate(host.arena.owner):
+        for block in host.arena.blocks(page, owner) if owner >= 0 else ():
+            pool = host.pools[owner]
+            cached = LOOSE if block in pool.published else EMPTY
+            shown[owner, block] = holders.pop((owner, block), HELD) if pool.refs[block] else cached
+    assert not holders
+    return shown
+
+
+def check_host(watch: Watch) -> None:
+    """The map of the host tier, but for blocks that it shows as evicted or moved, is what is there, and so are its counts."""
+    expected, shown = in_host_tier(watch.scheduler), watch.map.shown_in_host
+    flashing = {key for key, state in shown.items() if state in (EVICTED, MOVED)}
+    assert all(expected.get(key, EMPTY) == EMPTY for key in flashing)
+    assert {key: state for key, state in shown.items() if key not in flashing} == {
+        key: state for key, state in expected.items() if key not in flashing
+    }
+    told, host = watch.map.header["host"], watch.scheduler.cache.host
+    assert host is not None
+    assert told["free_pages"] == host.arena.num_free
+    for group, counts in enumerate(told["counts"]):
+        states = [state for (of, _), state in expected.items() if of == group]
+        assert counts == {name: states.count(state) for name, state in COUNTED.items()}

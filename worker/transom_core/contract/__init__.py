@@ -1,0 +1,49 @@
+"""The messages between routers and workers: requests go to a worker, output events come back.
+
+All messages are plain data (ints, floats, strings, tuples), and `CONTRACT_VERSION` numbers their format.
+
+Every stateful stage of a request (penalties, stop strings, detokeniser, grammar) can be rebuilt from its `Request`, so that a
+request can **migrate** to another worker. Example: a worker is lost after 40 tokens of an output. The router sends the request to
+another worker with these 40 tokens as `resumed_output_ids`, and that worker's first output event has position 40.
+"""
+
+from transom_core.contract.kv_policy import (
+    AdaptivePolicy,
+    HeavyPolicy,
+    KvPolicy,
+    WindowPolicy,
+    check_kv_policy,
+    max_stream_len,
+)
+from transom_core.contract.logprob_table import LogprobTable
+from transom_core.contract.output import ErrorInfo, FinishReason, KvQuality, OutputEvent, Usage
+from transom_core.contract.request import CONTRACT_VERSION, PrefixSource, Request
+from transom_core.contract.sampling_params import MAX_LOGPROBS, SamplingParams
+from transom_core.contract.token_logprobs import Logprob, TokenLogprobs
+from transom_core.contract.worker import KvGroupInfo, WorkerInfo, WorkerLoad, WorkerMessage
+
+__all__ = [
+    "CONTRACT_VERSION",
+    "MAX_LOGPROBS",
+    "AdaptivePolicy",
+    "ErrorInfo",
+    "FinishReason",
+    "HeavyPolicy",
+    "KvGroupInfo",
+    "KvPolicy",
+    "KvQuality",
+    "Logprob",
+    "LogprobTable",
+    "OutputEvent",
+    "PrefixSource",
+    "Request",
+    "SamplingParams",
+    "TokenLogprobs",
+    "Usage",
+    "WindowPolicy",
+    "WorkerInfo",
+    "WorkerLoad",
+    "WorkerMessage",
+    "check_kv_policy",
+    "max_stream_len",
+]

@@ -1,0 +1,244 @@
+"""KV policies: which keys and values the full-attention layers of one request keep. Without a policy they keep all of them.
+
+Terms:
+
+    sinks    the first tokens of a sequence, which every policy keeps: models put much attention on them, whatever they say
+    window   the most recent tokens, the one that is computed included
+    budget   the most tokens that a sequence keeps
+
+Example, `WindowPolicy(sinks=4, window=1024)`: token 5,000 reads tokens 0 to 3 and 3,977 to 5,000.
+
+A window follows from a token's position alone, so what it leaves is published in the prefix cache under the policy's `text`.
+The other two policies depend on the attention of the sequence itself (its *history*), and their blocks are never published.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import ClassVar, Literal
+
+from transom_core.errors import ConfigError, RequestError
+
+DEFAULT_SINKS = 4  # as many as attention sinks need, by the paper that named them (StreamingLLM)
+MAX_STREAM_TOKENS = 2**20
+"""The most tokens, prompt and output, of a request whose policy lets it run past the model's length.
+
+Rotation angles are float32 products of position and frequency: at this position an angle is off by 0.03 at most, and twice the
+position doubles that.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPolicy:
+    """Keep the first `sinks` tokens and the last `window` ones.
+
+    Raises:
+        RequestError: `sinks` is negative, or `window` is not positive.
+    """
+
+    type: ClassVar[Literal["window"]] = "window"
+    depends_on_history: ClassVar[bool] = False
+    may_exceed_model_len: ClassVar[bool] = True  # no key is further from its query than the window, sinks apart
+    sinks: int = DEFAULT_SINKS
+    window: int
+
+    def __post_init__(self) -> None:
+        _check_whole("sinks", self.sinks, 0)
+        _check_whole("window", self.window, 1)
+
+    @property
+    def text(self) -> str:
+        """The policy's canonical text."""
+        return f"window sinks={self.sinks} window={self.window}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptivePolicy:
+    """Keep the first `sinks` tokens and a window that grows and shrinks between `min_window` and `max_window` tokens.
+
+    It grows while its oldest block gets at least the share `threshold` of the attention, and shrinks while it gets less.
+
+    Raises:
+        RequestError: `sinks` is negative, a window is not positive, the least one exceeds the largest, or `threshold` is not
+        between
+            0 and 1.
+    """
+
+    type: ClassVar[Literal["adaptive"]] = "adaptive"
+    depends_on_history: ClassVar[bool] = True
+    may_exceed_model_len: ClassVar[bool] = True
+    sinks: int = DEFAULT_SINKS
+    min_window: int
+    max_window: int
+    threshold: float
+
+    def __post_init__(self) -> None:
+        _check_whole("sinks", self.sinks, 0)
+        _check_whole("min_window", self.min_window, 1)
+        _check_whole("max_window", self.max_window, 1)
+        if self.min_window > self.max_window:
+            raise RequestError(
+                f"kv_policy.min_window is {self.min_window} and kv_policy.max_window {self.max_window}; the first must not "
+                "exceed the second.",
+                param="kv_policy.min_window",
+            )
+        given = self.threshold
+        if not isinstance(given, Real) or isinstance(given, bool) or not math.isfinite(given) or not 0 < given < 1:
+            raise RequestError(
+                f"kv_policy.threshold is {given!r}; it must be a share of the attention above 0 and below 1.",
+                param="kv_policy.threshold",
+            )
+
+    @property
+    def text(self) -> str:
+        """The policy's canonical text."""
+        return (
+            f"adaptive sinks={self.sinks} min_window={self.min_window} max_window={self.max_window} "
+            f"threshold={float(self.threshold)!r}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeavyPolicy:
+    """Keep `budget` tokens: the first `sinks`, the most recent ones, and the blocks that have got the most attention so far.
+
+    Raises:
+        RequestError: `sinks` is negative, or `budget` is not positive.
+    """
+
+    type: ClassVar[Literal["heavy"]] = "heavy"
+    depends_on_history: ClassVar[bool] = True
+    may_exceed_model_len: ClassVar[bool] = (
+        False  # a block that is kept may be as far from the query as the sequence is long
+    )
+    sinks: int = DEFAULT_SINKS
+    budget: int
+
+    def __post_init__(self) -> None:
+        _check_whole("sinks", self.sinks, 0)
+        _check_whole("budget", self.budget, 1)
+
+    @property
+    def text(self) -> str:
+        """The policy's canonical text."""
+        return f"heavy sinks={self.sinks} budget={self.budget}"
+
+
+KvPolicy = WindowPolicy | AdaptivePolicy | HeavyPolicy
+_EXAMPLE = 'Give one such as {"type": "window", "sinks": 4, "window": 1024}.'
+MIN_ADAPTIVE_BLOCKS = 2  # one that is kept, and one that is being filled
+MIN_HEAVY_BLOCKS = 3  # behind the sinks: one kept for its attention, the most recent one, and one that is being filled
+
+
+def check_kv_policy(
+    policy: KvPolicy | None, *, kv_quality: bool, block_size: int, max_model_len: int, obstacle: str
+) -> None:
+    """Check a request's policy against the model and its cache; `obstacle` says why the model takes no policy, empty if it does.
+
+    Raises:
+        RequestError: the model takes no policy, a size exceeds the model's length or is under the blocks that the policy needs,
+        or
+            `kv_quality` is set without a policy.
+    """
+    if policy is None:
+        if kv_quality:
+            raise RequestError(
+                "kv_quality compares a kv_policy with full attention, and the request has none; send a kv_policy, or leave it out.",
+                param="kv_quality",
+            )
+        return
+    if obstacle:
+        raise RequestError(
+            f"kv_policy {policy.type!r} needs a model whose layers all have full attention, and {obstacle}; leave it out, or send "
+            'kv_policy {"type": "full"}.',
+            param="kv_policy",
+        )
+    name, kept = _largest(policy)
+    if isinstance(policy, HeavyPolicy):
+        if kept > max_model_len:
+            raise RequestError(
+                f"kv_policy.{name} is {kept}; it may have up to {max_model_len} tokens, the model's length.",
+                param=f"kv_policy.{name}",
+            )
+    elif kept + policy.sinks > max_model_len:
+        raise RequestError(
+            f"kv_policy.{name} is {kept} and kv_policy.sinks {policy.sinks}; together they may have up to "
+            f"{max_model_len} tokens, the model's length.",
+            param=f"kv_policy.{name}",
+        )
+    least = _least(policy, block_size)
+    if kept < least:
+        raise RequestError(
+            f"kv_policy.{name} is {kept}; with {policy.sinks} sinks and KV blocks of {block_size} tokens it must be "
+            f"at least {least}.",
+            param=f"kv_policy.{name}",
+        )
+
+
+def max_stream_len(policy: KvPolicy | None, *, kv_quality: bool, max_tokens: int | None, max_model_len: int) -> int:
+    """Return the most tokens, prompt and output, that a request with this policy may have.
+
+    More than the model's length only for a policy that allows it, and if the request says how long its output may be.
+    `kv_quality` compares with full attention, which ends at the model's length.
+    """
+    if policy is None or not policy.may_exceed_model_len or kv_quality or max_tokens is None:
+        return max_model_len
+    return max(max_model_len, MAX_STREAM_TOKENS)
+
+
+def kv_policy_from_json(text: str) -> KvPolicy | None:
+    """Read the setting `--kv-policy`: the JSON of a request's field `kv_policy`; None for the type "full".
+
+    Raises:
+        ConfigError: it is not a JSON object, its type is unknown, or a field is missing, unknown or wrong.
+    """
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--kv-policy is not JSON ({error}); {_EXAMPLE}") from None
+    kinds = {kind.type: kind for kind in (WindowPolicy, AdaptivePolicy, HeavyPolicy)}
+    name = given.pop("type", None) if isinstance(given, dict) else None
+    if name == "full" and not given:
+        return None
+    if not isinstance(name, str) or name not in kinds:
+        raise ConfigError(f"--kv-policy is {text}; its type must be one of full, {', '.join(kinds)}. {_EXAMPLE}")
+    try:
+        return kinds[name](**given)
+    except TypeError as error:
+        named = str(error).partition("() ")[2]
+        raise ConfigError(f"--kv-policy {name}: {named}. {_EXAMPLE}") from None
+    except RequestError as error:
+        raise ConfigError(f"--kv-policy: {error}") from None
+
+
+def _largest(policy: KvPolicy) -> tuple[str, int]:
+    """Return the field that bounds what the policy keeps, and its value in tokens; the sinks are inside a budget."""
+    match policy:
+        case WindowPolicy():
+            return "window", policy.window
+        case AdaptivePolicy():
+            return "max_window", policy.max_window
+        case HeavyPolicy():
+            return "budget", policy.budget
+
+
+def _least(policy: KvPolicy, block_size: int) -> int:
+    """Return the least value of the field that bounds what the policy keeps."""
+    match policy:
+        case WindowPolicy():
+            return 1
+        case AdaptivePolicy():
+            return MIN_ADAPTIVE_BLOCKS * block_size
+        case HeavyPolicy():
+            return (-(-policy.sinks // block_size) + MIN_HEAVY_BLOCKS) * block_size
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    """Raises RequestError unless `value` is a whole number of at least `least`."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < least:
+        raise RequestError(
+            f"kv_policy.{name} is {value!r}; it must be a whole number of at least {least}.", param=f"kv_policy.{name}"
+        )

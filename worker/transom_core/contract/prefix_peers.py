@@ -1,0 +1,25 @@
+"""`PrefixPeers`: how a worker calls other workers for KV transfer. `transom_cluster.serve` has the one over Ray Serve."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class PrefixPeers(Protocol):
+    """The other workers, by the ids by which routers know them. Every method may raise any exception when a worker is lost."""
+
+    async def open_export(self, worker: str, query: PrefixQuery) -> PrefixOffer | str:
+        """What the worker offers, or an `ExportOutcome` that says why it offers nothing."""
+
+    async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:
+        """The bytes of some blocks, one after the other, for each of the worker's ranks."""
+
+    async def close_export(self, worker: str, export_id: str) -> None:
+        """Have the worker give the blocks' references back."""

@@ -1,0 +1,81 @@
+"""Requests: what a router sends to a worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transom_core.contract.kv_policy import KvPolicy
+from transom_core.contract.sampling_params import SamplingParams
+
+CONTRACT_VERSION = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixSource:
+    """Where a request's cached prefix can be fetched from: `worker` has the KV of its first `num_tokens` tokens.
+
+    `worker` is the id by which the routers know it (not `WorkerInfo.worker`, where the two differ).
+    """
+
+    worker: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to continue, with all that a worker needs, whichever router sends it and at whatever output position it begins.
+
+    `resumed_output_ids` are output tokens that the client has already, from a worker that was lost. `turn_boundaries` are
+    prompt positions where the turns of a chat end (ascending): the prefix cache prefers to keep states at these. A lower
+    `priority` runs first. Requests with different `cache_salt` share no cached prefix.
+    Those with one `prompt_cache_key` mostly have a prefix in common, so that the router prefers one worker for them.
+
+    With a `prefix_source` the worker fetches the KV of the prefix from another worker before it admits the request. Whatever goes
+    wrong with that, the request runs all the same and computes its prompt.
+
+    With `prefill_only` the worker ends the attempt after the first token that it samples, so that another worker continues; that
+    token's event has `is_handover` set, unless it is the last one of the output anyway.
+
+    With a `grammar` every token follows it, from the first one of the output, resumed ones included. The output ends with "stop"
+    where the grammar leaves nothing that could follow, and end of text is sampled only where the grammar accepts the output.
+    A grammar that cannot be used, or that becomes too complex, ends the request with an error; output is never sampled without
+    it.
+
+    The clocks of two hosts may differ by any amount, so the times are durations, as of the moment at which the router gave the
+    request to the worker: `waited_s` is how long the router had had it by then, and `time_left_s` how long it may still take.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int  # always set: the router draws one for a request without
+    choice_index: int = 0
+    resumed_output_ids: tuple[int, ...] = ()
+    waited_s: float = 0.0  # earlier attempts at other workers included
+    time_left_s: float | None = None  # None: no deadline
+    priority: int = 0
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    turn_boundaries: tuple[int, ...] = ()
+    kv_policy: KvPolicy | None = None  # None: the model's layers keep what they read
+    kv_quality: bool = False  # compare the policy with full attention in a sample of steps
+    prefix_source: PrefixSource | None = None
+    prefill_only: bool = False
+    grammar: str | None = None  # of the whole output, in llguidance's dialect of Lark; None: any output
+    trace_parent: str | None = None  # the router's span, as a W3C traceparent header; None if the request is not traced
+    version: int = CONTRACT_VERSION
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens, without the resumed output tokens."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether the request may begin behind a cached prefix, wherever that comes from.
+
+        Prompt log-probabilities and the comparison of a KV policy with full attention need every token to be computed, and what a
+        policy keeps that depends on its history is in no cache.
+        """
+        has_history = self.kv_policy is not None and self.kv_policy.depends_on_history
+        return not (has_history or self.kv_quality or self.params.prompt_logprobs is not None)

@@ -1,0 +1,77 @@
+"""What a worker reports about itself: its identity, its load, and its messages to routers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from transom_core.config import WorkerRole
+from transom_core.contract.output import OutputEvent
+
+if TYPE_CHECKING:  # types alone: the messages need no cache
+    from transom_core.contract.kv_events import CacheShape, KvUpdate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """How much a worker has to do, for the routing policies and the autoscaler.
+
+    `waiting_tokens` are the tokens to compute before every request in the worker has its next token: the prompts in the queue
+    (their cache hits are not known yet) and the remainders of the running prompts. Rates are smoothed, and 0 until something
+    was measured.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    max_num_seqs: int = 1
+    waiting_tokens: int = 0
+    used_share: float = 0.0  # of the KV pool's bytes, in blocks that sequences hold
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    first_token_s: float = 0.0  # from arrival at the worker to the first token, of recent requests
+    fetch_bytes_per_s: float = 0.0  # at which prefixes came from other workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvGroupInfo:
+    """One KV cache group: its number format as `--kv-cache-dtype` names it, and bytes per token on the first rank, with scales."""
+
+    name: str
+    dtype: str
+    bytes_per_token: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """A worker's identity and limits, constant while it runs. A worker that is started again has another `worker` id."""
+
+    worker: str
+    max_model_len: int
+    vocab_size: int
+    cache: CacheShape
+    kv_groups: tuple[KvGroupInfo, ...] = ()
+    role: WorkerRole = "both"
+    block_bytes: tuple[int, ...] = ()  # of one block of each group, over all ranks, at most; empty: not known
+    can_fetch: bool = False  # prefixes from other workers, and give its own to them
+    kv_policy_obstacle: str = ""  # why the model's layers cannot follow a request's KV policy; empty if they can
+    device: str = ""
+    num_ranks: int = 1
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    start_s: float = 0.0
+    report: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerMessage:
+    """One message on a router's stream: a step's events of this router's requests, and the changes that every router receives.
+
+    The first message of a stream has the whole prefix index in `kv`, and so has the first one after a `resync`. `kv` is None
+    where the index has not changed, and `load` is None where it was not measured again. `taken` are this router's requests that
+    `load` counts, if they still wait, and that no earlier load counted.
+    """
+
+    events: tuple[OutputEvent, ...] = ()
+    kv: KvUpdate | None = None
+    load: WorkerLoad | None = None
+    taken: tuple[str, ...] = ()

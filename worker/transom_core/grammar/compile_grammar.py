@@ -1,0 +1,70 @@
+"""Compiles the text of a grammar, within limits of size, and says what is wrong with a text that cannot be compiled.
+
+The limits bound what one grammar costs: its memory, the time of compiling it, and the time of one mask. A text that exceeds one of
+the first two is refused; an answer whose masks exceed the last one ends with an error (`GrammarMatcher`). The library spends no
+limit while it combines numbers of a JSON schema (`multipleOf`) and disjoint names (`patternProperties`), so that texts from outside
+are compiled in a child process first (`GrammarChecker`).
+"""
+
+from __future__ import annotations
+
+import re
+
+from llguidance import LLMatcher, LLParserLimits
+
+from transom_core.errors import RequestError
+from transom_core.grammar.matcher import GrammarMatcher
+from transom_core.grammar.vocabulary import GrammarVocabulary
+
+MAX_GRAMMAR_BYTES = 1 << 20
+
+# Figures of the comments: docs/structured_output.md.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=300_000,  # of the regular expressions: a schema with 10,000 enumerated strings takes 200,000
+    max_items_in_row=5_000,  # of one place in a grammar: 1,200 optional properties, whose mask takes 10 ms
+    step_lexer_fuel=100_000,  # of a mask: about 7 ms
+    step_max_items=20_000,  # of a mask: about 1 ms
+    max_lexer_states=20_000,  # of an answer: about 2 kB each
+    max_grammar_size=50_000,  # symbols
+    verbose_errors=False,
+)
+_UNSUPPORTED_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
+_POSITION = re.compile(r"^at \d+\(\d+\): ")
+
+
+def compile_grammar(text: str, vocabulary: GrammarVocabulary) -> GrammarMatcher:
+    """Return a matcher at the beginning of the grammar, whose first mask was computed.
+
+    Python's global lock is released meanwhile, but for the reading of the text.
+
+    Raises:
+        RequestError: the text is too long, is no grammar, asks for what is not supported, exceeds a limit, or allows no answer.
+    """
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError:
+        raise _refused("it holds half of a surrogate pair (such as \\ud83d alone); send valid Unicode") from None
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise _refused(f"it has {num_bytes} bytes and {MAX_GRAMMAR_BYTES} are allowed; send a smaller schema")
+    library_matcher = LLMatcher(vocabulary.library_tokenizer, text, log_level=0, limits=_LIMITS)
+    if library_matcher.is_error():
+        raise _refused(_reason(library_matcher.get_error()))
+    matcher = GrammarMatcher(library_matcher, vocabulary)
+    matcher.warm_up()
+    if matcher.has_failed:
+        raise _refused("it allows no answer at all, or is too complex for the first token")
+    return matcher
+
+
+def _refused(reason: str) -> RequestError:
+    return RequestError(f"The grammar of the answer cannot be used: {reason}.", param="grammar")
+
+
+def _reason(error: str) -> str:
+    """Return the library's message in one line, without the place in the text, which the client has not written."""
+    if error.startswith("panic"):
+        return "it is too large; send a smaller schema"
+    if keys := _UNSUPPORTED_KEYS.search(error):
+        return f"JSON Schema's {keys[1]} is not supported; leave it out"
+    lines = [line.strip() for line in _POSITION.sub("", error).split("\n   1 | ")[0].splitlines()]
+    return "; ".join(line for line in lines if line and line != "<non-verbose/>").rstrip(". ;")

@@ -1,0 +1,108 @@
+"""`GrammarMatcher`: one answer's place in its grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+from llguidance import LLMatcher
+
+from transom_core.errors import RequestError, StepFailed
+
+if TYPE_CHECKING:
+    from transom_core.grammar.vocabulary import GrammarVocabulary
+
+_REFUSED = "doesn't satisfy the grammar"  # in the library's error; any other one is a limit
+
+
+class GrammarMatcher:
+    """Follows one answer through its grammar, token by token. Not thread-safe.
+
+    What a matcher allows is a function of the grammar and the tokens that it has consumed. So an answer that goes on after a
+    preemption, or on another worker, is held to its grammar exactly as one that was never interrupted.
+    """
+
+    def __init__(self, library_matcher: LLMatcher, vocabulary: GrammarVocabulary) -> None:
+        self.library_matcher = library_matcher
+        self.vocabulary = vocabulary
+        self.num_consumed = 0
+
+    def copy(self) -> GrammarMatcher:
+        """Return a matcher at the same place. It shares what compiling made, and takes about 10 kB of its own."""
+        copied = GrammarMatcher(self.library_matcher.deep_copy(), self.vocabulary)
+        copied.num_consumed = self.num_consumed
+        return copied
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow: the answer is whole."""
+        return self.library_matcher.is_stopped() and not self.has_failed
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the answer may end here; it may have a continuation as well."""
+        return self.library_matcher.is_accepting()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a limit was exceeded, or a token was consumed that the grammar does not allow. It stays so."""
+        return self.library_matcher.is_error()
+
+    def consume(self, token_id: int) -> None:
+        """Move on by one token, which the last mask allowed.
+
+        Raises:
+            RequestError: the grammar has become too complex at this token.
+            StepFailed: the grammar does not allow the token.
+        """
+        self.num_consumed += 1
+        if not self.library_matcher.consume_token(token_id):
+            raise self.failure(refused_token_id=token_id)
+
+    def replay(self, token_ids: Iterable[int]) -> None:
+        """Move on by tokens that another worker sampled under the same grammar.
+
+        Raises:
+            RequestError: the grammar does not allow them, or has become too complex.
+        """
+        for token_id in token_ids:
+            if token_id in self.vocabulary.eos_token_ids and self.is_complete:
+                return
+            self.num_consumed += 1
+            if not self.library_matcher.consume_token(token_id):
+                raise RequestError(
+                    f"Token {self.num_consumed - 1} of resumed_output_ids is not what the grammar of the answer allows; resume "
+                    "only with tokens of an answer to the same request.",
+                    param="resumed_output_ids",
+                )
+        self.warm_up()
+
+    def warm_up(self) -> None:
+        """Compute the mask for the next token once, so that computing it again takes microseconds."""
+        if not self.library_matcher.is_stopped():
+            self.library_matcher.compute_bitmask()
+
+    def failure(self, *, refused_token_id: int | None = None) -> Exception:
+        """Return the error that ends an answer whose matcher has failed."""
+        if refused_token_id is not None and _REFUSED in self.library_matcher.get_error():
+            return StepFailed(f"Token {refused_token_id} was sampled, which the grammar of the answer does not allow.")
+        if self.library_matcher.stop_reason() in ("NoExtension", "NoExtensionBias"):
+            return RequestError(
+                f"No token can continue the answer after {self.num_consumed} tokens: what its grammar demands next cannot be "
+                "written with this model's tokens, or can never end.",
+                param="grammar",
+            )
+        return RequestError(
+            f"The grammar of the answer has become too complex after {self.num_consumed} tokens to hold the answer to it; send a "
+            "smaller schema, with shorter repetitions in patterns.",
+            param="grammar",
+        )
+
+    def contradiction(self, forbidden: Collection[int]) -> RequestError:
+        """Return the error of a request that forbids every token which its grammar allows next."""
+        return RequestError(
+            f"After {self.num_consumed} tokens the grammar of the answer allows only tokens that end it by stop_token_ids, end of "
+            f"text included, before min_tokens: {sorted(forbidden)[:8]}; lower min_tokens, or leave these tokens out of "
+            "stop_token_ids.",
+            param="min_tokens",
+        )

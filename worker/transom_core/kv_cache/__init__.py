@@ -1,0 +1,1 @@
+"""Rules of the KV cache that workers, routers and the planner share: groups, what they keep, block hashes, the search for a hit."""

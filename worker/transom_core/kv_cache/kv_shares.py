@@ -1,0 +1,21 @@
+"""`KvShares`: which KV heads the blocks of each rank of a worker contain, as workers tell each other for a KV transfer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transom_core.kv_cache.layout import GroupLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShares:
+    """What the blocks of a worker's ranks contain: `groups[rank]` are that rank's groups, and `heads[rank][layer]` the first of its
+    KV heads and one past the last, counted over the whole model."""
+
+    groups: tuple[tuple[GroupLayout, ...], ...]
+    heads: tuple[tuple[tuple[int, int], ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.groups)

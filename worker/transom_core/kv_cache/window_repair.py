@@ -1,0 +1,72 @@
+"""Window repair: from which token on must be computed again, so that all sliding groups get exact blocks at a boundary.
+
+Terms:
+
+    boundary n     tokens `[0, n)` are known and cached in the *full groups* (groups that keep every token)
+    sliding group  a group with a window, chunk or compressor state; its blocks that token `n` reads, `live(n)`, are gone
+    exact          equal to what computing the whole prompt gives
+    sink blocks    a sliding group's first blocks, which hold attention sinks; they must be cached
+
+In a full group a layer reads the cache, so its output at a position needs no other position. In a window layer the output at
+position p needs keys at the W - 1 positions before p, and these need the output of the layer below at those positions. So the range
+that must be exact grows by W - 1 with each window layer, from the top layer down. Example: n = 1,000, three window layers with W =
+101:
+
+    layer 5 (window)   exact keys from 900 on      because token 1,000 reads [900, 1,000)
+    layer 3 (window)   exact keys from 800 on      because layer 5's keys at 900 need layer 3's output at 900
+    layer 1 (window)   exact keys from 700 on      so the repair starts at token 700
+
+Keys that the repair computes below a layer's exact range are wrong, and no exact output reads them. Starts are rounded down to
+blocks where a group's live blocks begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+
+
+def repair_start(specs: Sequence[GroupSpec], n: int) -> int:
+    """Return the first token to compute again so that every sliding group's live blocks at boundary `n` are exact.
+
+    `n` if there are no sliding groups. The larger `n`, the larger the result.
+    """
+    specs = tuple(specs)
+    own = [_own_start(spec, n) for spec in specs]
+    low = n  # the layers above the current one need its output at [low, n)
+    for layer in _sliding_by_layer(specs):
+        low = min(min(own[group], _lowest_read(specs[group], low)) for group in layer)
+    return low
+
+
+def _own_start(spec: GroupSpec, n: int) -> int:
+    """Return the first token of the blocks that a repair must fill for `live(n)`, sink blocks apart."""
+    if spec.keeps_everything:
+        return n
+    ranges = spec.live(n)
+    begin = ranges[-1][0] if ranges and ranges[-1][1] == n else n
+    return max(spec.num_sink_blocks, begin // spec.block_size) * spec.block_size
+
+
+def _lowest_read(spec: GroupSpec, query: int) -> int:
+    """Return the lowest position that queries from position `query` on read in a group, sink tokens apart."""
+    match spec.kind:
+        case GroupKind.WINDOW | GroupKind.SINKS_WINDOW:
+            return max(0, query - (spec.window - 1))
+        case GroupKind.CHUNK:
+            return query - query % spec.chunk
+        case _:  # everything else is read from the cache
+            return query
+
+
+@lru_cache(maxsize=64)
+def _sliding_by_layer(specs: tuple[GroupSpec, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the indices of each layer's sliding groups, the top layer first; layers without a sliding group are left out."""
+    layers: dict[int, list[int]] = {}
+    for group, spec in enumerate(specs):
+        if not spec.keeps_everything:
+            for layer in spec.layers:
+                layers.setdefault(layer, []).append(group)
+    return tuple(tuple(layers[layer]) for layer in sorted(layers, reverse=True))

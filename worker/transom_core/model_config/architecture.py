@@ -1,0 +1,232 @@
+"""Reads a model's architecture from its `config.json` (or from GGUF metadata under equal names). This module imports no torch.
+
+Which tokens each layer's queries read is decided here, once: by the config, or by the options `--window`, `--sinks`, `--chunk` and
+`--window-pattern`. KV cache groups, the planner's bytes and attention masks are all derived from `LayerAttention`. A *family* is
+the config's `model_type`, such as "qwen3".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from transom_core.errors import ConfigError, ModelError
+from transom_core.model_config.attention_layers import attention_layers
+from transom_core.model_config.config_defaults import with_defaults
+from transom_core.model_config.deepseek_v4 import DeepseekV4Shape, read_deepseek_v4
+from transom_core.model_config.layer_attention import LayerAttention
+from transom_core.model_config.mixture import Mixture, read_mixture
+from transom_core.model_config.rope import ROPE_KINDS, Rope, read_ropes
+from transom_core.model_config.scales import NO_SCALES, Scales, read_scales
+
+__all__ = [
+    "RUNNABLE_FAMILIES",
+    "Architecture",
+    "LayerAttention",
+    "choose_max_model_len",
+    "read_architecture",
+    "runnable",
+    "with_windows",
+]
+
+# `models.registry` has a class for each of these; other families can only be planned.
+RUNNABLE_FAMILIES = (
+    *("llama", "smollm3", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3", "cohere2"),
+    "gemma4_text",
+    *("mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "mimo_v2_flash"),
+    "deepseek_v4",
+)
+_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_LARGEST_SIZE = 1 << 24  # of a width or a vocabulary
+_LARGEST = {"max_position_embeddings": 1 << 28, "head_dim": 1 << 16, "num_attention_heads": 1 << 16}
+_BIASED_INPUTS = ("qwen2", "qwen2_moe")  # bias in query, key and value projections only; their configs do not say so
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """The sizes of a decoder and the properties of its layers."""
+
+    family: str  # config.json's model_type
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_position: int
+    rms_norm_eps: float
+    tie_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    checkpoint_dtype: str  # torch's name of the number format
+    layers: tuple[LayerAttention, ...]
+    output_bias: bool = False  # bias of attention's output projection
+    activation: str = "silu"  # config.json's name of the activation
+    ropes: tuple[Rope | None, ...] = ()  # by layer; None: a NoPE layer
+    scales: Scales = NO_SCALES
+    mixture: Mixture | None = None
+    sink_layers: frozenset[int] = frozenset()  # layers with a learned sink logit per head
+    readers_are_wide: bool = False  # layers that read another layer's cache have MLPs twice as wide
+    norm_after_rotation: bool = False  # RMS norm of each query and key head after RoPE
+    keys_are_values: bool = False  # in layers without a window the values are the keys before their norm
+    layer_embedding_size: int = 0  # width of the embeddings that each layer has of its own (Gemma 4); 0: none
+    layer_vocab_size: int = 0  # of these embeddings
+    deepseek_v4: DeepseekV4Shape | None = None  # sizes that only this family has
+
+    @property
+    def num_layers(self) -> int:
+        """The number of decoder layers."""
+        return len(self.layers)
+
+    @property
+    def gate_activation(self) -> Literal["silu", "gelu_tanh"]:
+        """The activation of gated MLPs, as the layers name it."""
+        return _ACTIVATIONS[self.activation]
+
+    @property
+    def served_dtype(self) -> str:
+        """The number format of `--dtype auto`: float32 for a float32 checkpoint, else bfloat16."""
+        return "float32" if self.checkpoint_dtype == "float32" else "bfloat16"
+
+
+def read_architecture(config: Mapping[str, Any]) -> Architecture:
+    """Return the architecture that a `config.json` describes; of a multimodal model, its text decoder's.
+
+    Raises:
+        ModelError: the family is unknown, or a value is missing or wrong; the message names it.
+    """
+    config = with_defaults(_text_decoder(config))
+    family = str(config.get("model_type", ""))
+    if config.get("use_bidirectional_attention") in (True, "all"):
+        raise ModelError(
+            "config.json says use_bidirectional_attention: its tokens see later ones, so it writes no text."
+        )
+    try:
+        layers = attention_layers(config)
+        attention_bias = bool(config.get("attention_bias", family == "gpt_oss"))
+        architecture = Architecture(
+            family=family,
+            layers=layers,
+            hidden_size=int(config["hidden_size"]),
+            intermediate_size=int(config.get("moe_intermediate_size") or config["intermediate_size"]),
+            vocab_size=int(config["vocab_size"]),
+            max_position=int(config["max_position_embeddings"]),
+            rms_norm_eps=float(config.get("rms_norm_eps") or config["layer_norm_eps"]),
+            ropes=read_ropes(config, layers),
+            scales=read_scales(config),
+            mixture=read_mixture(config, len(layers)),
+            sink_layers=_sink_layers(family, layers),
+            readers_are_wide=bool(config.get("use_double_wide_mlp", False)),
+            norm_after_rotation=family == "llama4_text" and bool(config.get("use_qk_norm", True)),
+            keys_are_values=bool(config.get("attention_k_eq_v", False)),
+            layer_embedding_size=int(config.get("hidden_size_per_layer_input") or 0),
+            layer_vocab_size=int(config.get("vocab_size_per_layer_input") or 0),
+            deepseek_v4=read_deepseek_v4(config) if family == "deepseek_v4" else None,
+            activation=str(config.get("hidden_activation") or config.get("hidden_act") or "silu"),
+            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            attention_bias=attention_bias or family in _BIASED_INPUTS,
+            output_bias=attention_bias and family not in (*_BIASED_INPUTS, "mimo_v2_flash"),
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            checkpoint_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        )
+    except KeyError as error:
+        raise ModelError(f"config.json lacks {error.args[0]!r}, which a {family} model needs.") from None
+    except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
+        raise ModelError(f"config.json has a value that is no size or number: {str(error)[:200]}.") from None
+    _check_sizes(architecture)
+    return architecture
+
+
+def _check_sizes(architecture: Architecture) -> None:
+    """Raise ModelError for a size that no model has: memory for tables is reserved by them before the weights are read."""
+    sizes = {
+        "hidden_size": architecture.hidden_size,
+        "intermediate_size": architecture.intermediate_size,
+        "vocab_size": architecture.vocab_size,
+        "max_position_embeddings": architecture.max_position,
+        "num_attention_heads": max(layer.num_heads for layer in architecture.layers),
+        "head_dim": max(layer.head_size for layer in architecture.layers),
+    }
+    for name, size in sizes.items():
+        limit = _LARGEST.get(name, _LARGEST_SIZE)
+        if not 0 < size <= limit:
+            raise ModelError(f"config.json says {name} {str(size)[:20]}; 1 to {limit} are possible.")
+
+
+def _text_decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the text decoder's part of a multimodal config; fields that are null or missing there come from the outer config."""
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        return config
+    return {**config, **{key: value for key, value in inner.items() if value is not None or key not in config}}
+
+
+def _sink_layers(family: str, layers: Sequence[LayerAttention]) -> frozenset[int]:
+    """Return the layers with a learned sink logit per head: all of gpt-oss, those with a window of MiMo."""
+    all_layers = family == "gpt_oss"
+    window_layers = family == "mimo_v2_flash"
+    return frozenset(i for i, layer in enumerate(layers) if all_layers or (window_layers and layer.window is not None))
+
+
+def runnable(architecture: Architecture) -> Architecture:
+    """Return the architecture unchanged, if there is code that computes it.
+
+    Raises:
+        ModelError: the model can only be planned; the message says what is supported.
+    """
+    if architecture.family not in RUNNABLE_FAMILIES:
+        supported = ", ".join(map(repr, RUNNABLE_FAMILIES))
+        raise ModelError(
+            f"config.json says model_type {architecture.family!r}; supported so far: {supported}. "
+            "`transom plan` can still plan its cache."
+        )
+    kinds = {rope.kind for rope in architecture.ropes if rope is not None} - set(ROPE_KINDS)
+    if kinds:
+        raise ModelError(
+            f"config.json asks for rope scaling {min(kinds)!r}; supported so far: {', '.join(map(repr, ROPE_KINDS))}."
+        )
+    if architecture.activation not in _ACTIVATIONS:
+        raise ModelError(
+            f"config.json asks for hidden_act {architecture.activation!r}; supported so far: "
+            f"{', '.join(map(repr, _ACTIVATIONS))}."
+        )
+    return architecture
+
+
+def choose_max_model_len(setting: int | None, architecture: Architecture) -> int:
+    """Return the longest sequence in tokens: the setting, or the model's number of positions if it is None.
+
+    Raises:
+        ConfigError: the setting exceeds the model's positions.
+    """
+    longest = architecture.max_position
+    if setting is not None and setting > longest:
+        raise ConfigError(f"--max-model-len is {setting}; the model reaches {longest} tokens. Give at most {longest}.")
+    return setting or longest
+
+
+def with_windows(
+    architecture: Architecture, *, window: int | None, sinks: int = 0, pattern: str, chunk: int | None = None
+) -> Architecture:
+    """Return the model with other attention in the layers that `pattern`, repeated over all layers, marks; as it is where neither
+    `window` nor `chunk` is set.
+
+    S: a sliding window and sinks, C: chunks, F: unchanged. Example: "SSF" changes layers 0, 1, 3, 4, 6 ...
+
+    Raises:
+        ConfigError: the model has layers that share a cache, for which their windows would have to agree.
+    """
+    if window is None and chunk is None:
+        return architecture
+    if any(layer.reads_cache_of is not None for layer in architecture.layers):
+        raise ConfigError("--window and --chunk do not fit a model whose layers share caches; leave them out.")
+
+    def marked(layer: LayerAttention, letter: str) -> LayerAttention:
+        match letter:
+            case "S":
+                return replace(layer, window=window, sinks=sinks)
+            case "C":
+                return replace(layer, chunk=chunk)
+            case _:
+                return layer
+
+    layers = tuple(marked(layer, pattern[i % len(pattern)]) for i, layer in enumerate(architecture.layers))
+    return replace(architecture, layers=layers)

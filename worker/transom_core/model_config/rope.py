@@ -1,0 +1,146 @@
+"""Reads the rotary position embedding (RoPE) of each layer from a `config.json`. This module imports no torch.
+
+Configs have three forms: `rope_theta` with `rope_scaling` for all layers, `rope_parameters` for all layers, or `rope_parameters` by
+layer type. Gemma 3's first configs have `rope_local_base_freq` for the layers with a window. Layers without RoPE are NoPE layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transom_core.model_config.layer_attention import LayerAttention
+
+Config = Mapping[str, Any]
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
+INTERLEAVED_FAMILIES = ("cohere2", "llama4_text", "deepseek_v2", "deepseek_v3", "deepseek_v4")
+_DEFAULT_THETA = {"smollm3": 2_000_000.0, "olmo3": 500_000.0, "gpt_oss": 150_000.0, "gemma3_text": 1_000_000.0}
+_DEFAULT_PARAMETERS: dict[str, Config] = {
+    "mimo_v2_flash": {
+        "full_attention": {"rope_theta": 5_000_000.0, "partial_rotary_factor": 0.334},
+        "sliding_attention": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.334},
+    },
+    "gemma4_text": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
+    },
+}
+_SCALED_WITHOUT_WINDOW = ("gemma3_text", "olmo3")  # in these families rope_scaling applies to full layers only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """The RoPE of a layer: `size` of a head's `head_size` elements rotate, by angles of base `theta`.
+
+    `kind` is transformers' `rope_type`; it decides which of the fields from `factor` on are used, with their meaning there.
+    """
+
+    kind: str = "default"
+    theta: float = 10_000.0
+    head_size: int
+    size: int
+    interleaved: bool = False  # pairs are (2i, 2i + 1), not half a head apart
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0  # multiplies cosine and sine
+
+
+def read_ropes(config: Config, layers: Sequence[LayerAttention]) -> tuple[Rope | None, ...]:
+    """Return the RoPE of each layer; None for NoPE layers.
+
+    Raises:
+        KeyError, TypeError, ValueError: a value is missing or wrong.
+    """
+    rotates = _rotates(config, layers)
+    return tuple(_rope(config, layer) if rotates[index] else None for index, layer in enumerate(layers))
+
+
+def _rotates(config: Config, layers: Sequence[LayerAttention]) -> list[bool]:
+    """Return, by layer, whether it has RoPE."""
+    match config.get("model_type"):
+        case "llama4_text" | "smollm3":
+            flags = config.get("no_rope_layers")  # 1: the layer has RoPE, despite the field's name
+            interval = int(config.get("no_rope_layer_interval", 4))
+            return [bool(flags[i]) if flags else bool((i + 1) % interval) for i in range(len(layers))]
+        case "cohere2":
+            return [layer.window is not None for layer in layers]
+    return [True] * len(layers)
+
+
+def _rope(config: Config, layer: LayerAttention) -> Rope:
+    parameters = _parameters(config, layer)
+    kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
+    share = float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    original = int(parameters.get("original_max_position_embeddings") or config["max_position_embeddings"])
+    factor = float(parameters.get("factor") or int(config["max_position_embeddings"]) / original)
+    return Rope(
+        kind=kind,
+        theta=float(parameters["rope_theta"]),
+        head_size=layer.head_size,
+        size=layer.rope_size or 2 * int(share * layer.head_size // 2),
+        interleaved=config.get("model_type") in INTERLEAVED_FAMILIES,
+        factor=factor,
+        low_freq_factor=float(parameters.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(parameters.get("high_freq_factor") or 4.0),
+        original_max_position=original,
+        beta_fast=float(parameters.get("beta_fast") or 32.0),
+        beta_slow=float(parameters.get("beta_slow") or 1.0),
+        truncate=bool(parameters.get("truncate", True)),
+        attention_factor=_attention_factor(parameters, factor) if kind == "yarn" else 1.0,
+    )
+
+
+def _parameters(config: Config, layer: LayerAttention) -> Config:
+    """Return the RoPE parameters of this layer, `rope_theta` included."""
+    family = str(config.get("model_type", ""))
+    if family == "deepseek_v4":
+        return _deepseek_v4_parameters(config, compresses=layer.compression is not None)
+    found = config.get("rope_parameters") or _DEFAULT_PARAMETERS.get(family, {})
+    windowed = layer.window is not None and layer.compression is None
+    if any(isinstance(value, Mapping) for value in found.values()):
+        found = found.get("sliding_attention" if windowed else "full_attention") or {}
+    elif windowed and family in _SCALED_WITHOUT_WINDOW:
+        found = {}
+    if not windowed or family not in _SCALED_WITHOUT_WINDOW:
+        found = {**found, **(config.get("rope_scaling") or {})}
+    theta = found.get("rope_theta") or (
+        (config.get("rope_local_base_freq") or 10_000.0)
+        if windowed and family == "gemma3_text"
+        else config.get("rope_theta") or _DEFAULT_THETA.get(family, 10_000.0)
+    )
+    return {**found, "rope_theta": theta}
+
+
+def _deepseek_v4_parameters(config: Config, *, compresses: bool) -> Config:
+    """Return DeepSeek V4's parameters: layers with compression have a base of their own, and YaRN without its attention factor."""
+    found = config.get("rope_parameters") or {}
+    if "main" in found and "compress" in found:
+        parameters: Config = found["compress" if compresses else "main"]
+        return parameters
+    if not compresses:
+        return {"rope_theta": config.get("rope_theta") or 10_000.0}
+    scaling = {**found, **(config.get("rope_scaling") or {})}
+    return {"attention_factor": 1.0, **scaling, "rope_theta": config.get("compress_rope_theta") or 160_000.0}
+
+
+def _attention_factor(parameters: Config, factor: float) -> float:
+    """Return YaRN's factor of cosine and sine: the config's if it gives one, else the paper's."""
+    given, scale, all_dim = (parameters.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is not None:
+        return float(given)
+    if scale and all_dim:
+        return _mscale(factor, float(scale)) / _mscale(factor, float(all_dim))
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, scale: float) -> float:
+    """Return YaRN's 0.1 * scale * ln(factor) + 1; 1 if positions are not stretched."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

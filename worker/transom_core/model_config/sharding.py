@@ -1,0 +1,167 @@
+"""Computes which heads, columns and vocabulary rows each tensor-parallel rank holds. Integers only; this module imports no torch.
+
+A *unit* is what is never divided between ranks: a KV head with the query heads that read it, an output group of DeepSeek V4 (heads
+that are projected together), a column of a feed-forward layer, a row of the vocabulary. The parts of the ranks are contiguous and
+cover everything once, except that with more ranks than KV heads several ranks hold a KV head and divide its query heads. Where
+units do not divide evenly, the first ranks hold one more.
+
+Example: 9 query heads and 3 KV heads on 2 ranks: rank 0 holds 6 and 2, rank 1 holds 3 and 1. On 4 ranks the KV heads 0, 1 and 2 are
+held by 1, 1 and 2 ranks, and the ranks hold 3, 3, 2 and 1 query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from transom_core.errors import ConfigError
+from transom_core.model_config.architecture import Architecture
+from transom_core.model_config.layer_attention import LayerAttention
+
+ALIGNED_WIDTH = 32  # columns: a multiple of any device's vector width and of an MXFP4 group
+# Columns are divided in aligned widths only if each rank gets at least so many, so that uneven parts differ by an eighth at most.
+MIN_ALIGNED_WIDTHS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShare:
+    """One rank's query heads of a layer, and the KV heads that they read."""
+
+    queries: slice
+    kv: slice
+
+    @property
+    def num_queries(self) -> int:
+        """The number of query heads."""
+        return int(self.queries.stop - self.queries.start)
+
+    @property
+    def num_kv(self) -> int:
+        """The number of KV heads."""
+        return int(self.kv.stop - self.kv.start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """The largest number of ranks that can share a model, and the units that limit it."""
+
+    size: int
+    what: str  # such as "query heads"
+
+
+def cut(total: int, rank: int, size: int) -> slice:
+    """Return a rank's part of `total` columns or rows, in multiples of `ALIGNED_WIDTH` where every rank gets enough of them.
+
+    Example: 1,000 columns on 3 ranks are 32 aligned widths, the last of 8 columns: 352, 352 and 296 columns.
+    """
+    unit = ALIGNED_WIDTH if total >= MIN_ALIGNED_WIDTHS * ALIGNED_WIDTH * size else 1
+    share = _share(-(-total // unit), rank, size)
+    return slice(share.start * unit, min(share.stop * unit, total))
+
+
+def head_share(architecture: Architecture, index: int, rank: int, size: int) -> HeadShare:
+    """Return a rank's heads of layer `index`.
+
+    KV heads are divided among ranks; where there are more ranks than KV heads, ranks are divided among KV heads. The query heads of
+    a KV head go with it. Which KV heads a rank holds depends on their number alone, so a layer that reads another layer's cache
+    finds the KV heads that its queries read.
+    """
+    layer = architecture.layers[index]
+    if layer.latent:
+        return HeadShare(
+            queries=_whole_units(layer.num_heads, _latent_units(architecture, layer), rank, size), kv=_all(1)
+        )
+    source = layer if layer.reads_cache_of is None else architecture.layers[layer.reads_cache_of]
+    num_kv = source.num_kv_heads
+    if size <= num_kv:
+        return HeadShare(queries=_whole_units(layer.num_heads, num_kv, rank, size), kv=_share(num_kv, rank, size))
+    head, ranks = next((head, ranks) for head, ranks in enumerate(_holders(num_kv, size)) if rank in ranks)
+    readers = layer.num_heads // num_kv
+    own = _share(readers, rank - ranks.start, len(ranks))
+    first = head * readers
+    return HeadShare(queries=slice(first + own.start, first + own.stop), kv=slice(head, head + 1))
+
+
+def kv_holders(num_kv_heads: int, head: int, size: int) -> range:
+    """Return the ranks that hold a KV head."""
+    if size > num_kv_heads:
+        return list(_holders(num_kv_heads, size))[head]
+    holds = (rank for rank in range(size) if _share(num_kv_heads, rank, size).stop > head)
+    return range(first := next(holds), first + 1)
+
+
+def largest_size(architecture: Architecture) -> Limit:
+    """Return the largest number of ranks: each must get a whole unit of everything that is divided."""
+    fewest = min(architecture.layers, key=lambda layer: _query_units(architecture, layer))
+    what = "query heads" if architecture.deepseek_v4 is None else "output groups of heads"
+    limits = [
+        Limit(size=_query_units(architecture, fewest), what=what),
+        *(Limit(size=width, what=what) for what, width in inner_sizes(architecture).items()),
+        Limit(size=architecture.vocab_size, what="tokens in its vocabulary"),
+    ]
+    return min(limits, key=lambda limit: limit.size)
+
+
+def check_size(architecture: Architecture, size: int) -> None:
+    """Check that `size` ranks can share the model.
+
+    Raises:
+        ConfigError: they cannot; the message says how many can.
+    """
+    limit = largest_size(architecture)
+    if size > limit.size:
+        raise ConfigError(
+            f"--tensor-parallel-size is {size}; this {architecture.family} model has {limit.size} {limit.what}, which stay "
+            f"whole. Give at most {limit.size}."
+        )
+
+
+def inner_sizes(architecture: Architecture) -> dict[str, int]:
+    """Return the inner widths of the feed-forward layers, by name."""
+    mixture = architecture.mixture
+    if mixture is None:
+        return {"inner columns": architecture.intermediate_size}
+    sizes = {"inner columns of an expert": mixture.inner_size}
+    if len(mixture.layers) < architecture.num_layers or architecture.family == "gemma4_text":
+        sizes["inner columns of a dense layer"] = mixture.dense_size
+    return sizes
+
+
+def _query_units(architecture: Architecture, layer: LayerAttention) -> int:
+    """Return the number of units that a layer's query heads form."""
+    return _latent_units(architecture, layer) if layer.latent else layer.num_heads
+
+
+def _latent_units(architecture: Architecture, layer: LayerAttention) -> int:
+    """Return the number of units of a layer whose heads all read one latent row: DeepSeek V4's output groups, else its heads."""
+    return layer.num_heads if architecture.deepseek_v4 is None else architecture.deepseek_v4.output_groups
+
+
+def _holders(num_kv_heads: int, size: int) -> Iterator[range]:
+    """Yield the ranks of each KV head, if there are more ranks than KV heads.
+
+    The last heads get one more rank, so that the first ranks have more query heads.
+    """
+    base, extra = divmod(size, num_kv_heads)
+    start = 0
+    for head in range(num_kv_heads):
+        count = base + (head >= num_kv_heads - extra)
+        yield range(start, start + count)
+        start += count
+
+
+def _whole_units(num_heads: int, units: int, rank: int, size: int) -> slice:
+    """Return a rank's query heads, if `num_heads` heads form `units` units."""
+    share, heads = _share(units, rank, size), num_heads // units
+    return slice(share.start * heads, share.stop * heads)
+
+
+def _all(count: int) -> slice:
+    return slice(0, count)
+
+
+def _share(units: int, rank: int, size: int) -> slice:
+    """Return a rank's contiguous part of the units; the first ranks hold one more where they do not divide evenly."""
+    base, extra = divmod(units, size)
+    start = rank * base + min(rank, extra)
+    return slice(start, start + base + (rank < extra))

@@ -1,0 +1,120 @@
+"""Downloads from the Hugging Face hub what a process needs of a model, and nothing else.
+
+- **text files**: the configs, the tokenizer and the chat templates; all that a router needs.
+- **weight files**: those that the index names (`weight_index`), or `model.safetensors` where there is no index. A repository's
+  folders (`original/`), other formats of the same weights (`consolidated.safetensors`) and pickles are never downloaded.
+
+`huggingface_hub` keeps the files in its cache, which all processes of a host share: a file is downloaded once. After a broken
+connection it continues within the file; a later start keeps all whole files, and begins with those again that had come in part
+(version 2.4 gives these a name of their own in each process, so that two never write to one file). It shows progress bars on a
+terminal; elsewhere, such as in a Ray worker, `LoggedProgress` writes a line every ten seconds.
+"""
+
+from __future__ import annotations
+
+import glob
+import io
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from transom_core.errors import ModelError
+from transom_core.model_files.weight_index import INDEX_FILE, SINGLE_FILE, read_weight_index
+
+logger = logging.getLogger("transom.worker")
+
+CONFIG_FILE = "config.json"
+TEXT_FILES = (
+    *(CONFIG_FILE, "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("chat_template.jinja", "additional_chat_templates/*.jinja"),
+)
+LOG_PERIOD_S = 10.0
+
+
+def download_config(hub_id: str) -> Path:
+    """Download `config.json`; return its folder.
+
+    Raises:
+        ModelError: it could not be downloaded, and is not in the local cache.
+    """
+    return _download(hub_id, [CONFIG_FILE])
+
+
+def download_text_files(hub_id: str) -> Path:
+    """Download a model's text files; return their folder.
+
+    Raises:
+        ModelError: they could not be downloaded, and are not in the local cache.
+    """
+    return _download(hub_id, list(TEXT_FILES))
+
+
+def download_model(hub_id: str) -> Path:
+    """Download a model's text files and weight files; return their folder.
+
+    Raises:
+        ModelError: they could not be downloaded, and are not in the local cache; or the index is wrong.
+    """
+    folder = _download(hub_id, [*TEXT_FILES, INDEX_FILE])
+    commit = folder.name  # the same one for the weights, whatever is pushed meanwhile
+    if (folder / INDEX_FILE).exists():
+        names = sorted({glob.escape(name) for name in read_weight_index(folder / INDEX_FILE).values()})
+        return _download(hub_id, names, revision=commit)
+    _download(hub_id, [SINGLE_FILE], revision=commit)
+    if not (folder / SINGLE_FILE).exists():  # weights of other names, in the repository's own folder
+        _download(hub_id, ["*.safetensors"], revision=commit, ignore_patterns=["*/*", "consolidated*"])
+    return folder
+
+
+def _download(hub_id: str, patterns: list[str], **options: Any) -> Path:
+    from huggingface_hub import snapshot_download  # imported late: it takes half a second
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    if not sys.stderr.isatty():
+        options["tqdm_class"] = _logged_progress(hub_id)
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns, **options))
+    except GatedRepoError:
+        raise ModelError(f"{hub_id} needs its terms accepted on Hugging Face, then HF_TOKEN set.") from None
+    except RepositoryNotFoundError:
+        raise ModelError(
+            f"Hugging Face has no model {hub_id!r}, or it is private; check the spelling, or set HF_TOKEN."
+        ) from None
+    except Exception as error:  # the client's own errors, its transport's and the disk's have no common root
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(
+            f"{hub_id} is neither a folder here nor in the Hugging Face cache, and could not be downloaded ({reason}). "
+            "Check the network and start again (whole files are kept), or give a folder, a .gguf file, or smollm2 (the demo)."
+        ) from None
+
+
+def _logged_progress(hub_id: str) -> type[Any]:
+    """Return a class of progress bars that log how many bytes of a model have come, every `LOG_PERIOD_S` seconds and at the end."""
+    from tqdm import tqdm
+
+    class LoggedProgress(tqdm):  # type: ignore[type-arg]
+        """`huggingface_hub` makes several bars: of files, of bytes that come, and of bytes that are written."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            options |= {"file": io.StringIO(), "disable": False}
+            self._counts_bytes = options.get("unit") == "B" and not str(options.get("desc")).startswith("Reconstruct")
+            self._logged_s = time.monotonic()
+            super().__init__(*args, **options)
+
+        def display(self, *_: Any, **__: Any) -> None:
+            if self._counts_bytes and time.monotonic() - self._logged_s >= LOG_PERIOD_S:
+                self._log()
+
+        def close(self) -> None:
+            if self._counts_bytes and self.n and not getattr(self, "_is_closed", False):
+                self._log()
+            self._is_closed = True
+            super().close()
+
+        def _log(self) -> None:
+            self._logged_s = time.monotonic()
+            logger.info("Downloading %s: %.2f of %.2f GB.", hub_id, self.n / 1e9, (self.total or self.n) / 1e9)
+
+    return LoggedProgress

@@ -1,0 +1,199 @@
+"""Renders chat messages as prompt text, with the model's Jinja chat template in a sandbox.
+
+Templates find the functions and filters that transformers gives them, and so render here as they do there.
+
+**Turn boundary**: a position of the prompt where a message ends. The prefix cache keeps states at turn boundaries, since the
+next request of a chat begins with the messages of this one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension
+from jinja2.nodes import Name, Node, Scope
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from transom_core.errors import RequestError
+
+# Boundaries per prompt: after the first message (the system prompt) and after the latest ones, where later requests branch off.
+MAX_TURN_BOUNDARIES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPrompt:
+    """A rendered chat. `turn_boundaries` are the token positions where a message ends, ascending."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    turn_boundaries: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedChat:
+    """A chat's text. `turn_ends` are the lengths, in characters, of those beginnings of the text that end with a message,
+    ascending, MAX_TURN_BOUNDARIES at most."""
+
+    text: str
+    turn_ends: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTemplate:
+    """A Jinja chat template, and the special tokens that it may name.
+
+    `tool_source` is another template for chats with tools, where the model has one. `param` is the request's field that an
+    error names if the template does not parse: "chat_template" for a template that came with the request.
+    """
+
+    source: str
+    special_tokens: Mapping[str, str]
+    tool_source: str | None = None
+    param: str = "messages"
+
+    def knows_tools(self, *, has_tools: bool) -> bool:
+        """Whether the template that renders a chat with or without tools has a place for them. One that does not parse has none."""
+        return _names_tools(self._chosen(has_tools=has_tools))
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        extra: Mapping[str, Any] | None = None,
+    ) -> RenderedChat:
+        """Render messages that `read_messages` has checked, in this process. A template can loop or allocate without bound:
+        `template_process` does this under limits.
+
+        Where the template renders the first messages alone differently from the whole chat, there is no turn end.
+
+        Raises:
+            RequestError: the template refuses the messages, or does not parse.
+        """
+        text = self._render(messages, add_generation_prompt=add_generation_prompt, extra=extra)
+        counts = range(1, len(messages) + 1)
+        ends: set[int] = set()
+        for count in (*counts[:1], *counts[1:][-(MAX_TURN_BOUNDARIES - 1) :]):
+            try:
+                turns = self._render(messages[:count], add_generation_prompt=False, extra=extra)
+            except RequestError:  # for example, the template requires a user's message at the end
+                continue
+            if turns and text.startswith(turns):
+                ends.add(len(turns))
+        return RenderedChat(text=text, turn_ends=tuple(sorted(ends)))
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, extra: Mapping[str, Any] | None
+    ) -> str:
+        try:
+            template = _compile(self._chosen(has_tools=bool(extra and extra.get("tools"))))
+        except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
+            raise RequestError(f"The chat template does not parse: {error}.", param=self.param) from None
+        values = {
+            **self.special_tokens,
+            "tools": None,
+            "documents": None,
+            **(extra or {}),
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return template.render(values)
+        except MemoryError:
+            raise
+        except Exception as error:  # a template may raise any error about these messages
+            raise RequestError(f"The chat template refuses these messages: {error}", param="messages") from None
+
+    def _chosen(self, *, has_tools: bool) -> str:
+        return self.tool_source if has_tools and self.tool_source else self.source
+
+
+def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Check messages, and join each message's text parts into one string.
+
+    Raises:
+        RequestError: there is no message, or one has no role or has content other than text.
+    """
+    if not messages:
+        raise RequestError("messages is empty; give at least one message.", param="messages")
+    return [_read_message(index, message) for index, message in enumerate(messages)]
+
+
+def _read_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        _refuse(index, "has no role; give an object with role and content")
+    if message.get("content") is None and message.get("tool_calls"):
+        return {**message, "content": None}
+    return {**message, "content": _read_content(index, message.get("content"))}
+
+
+def _read_content(index: int, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        _refuse(index, f"has content of type {type(content).__name__}; give a string or a list of text parts")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            _refuse(index, f"has a content part of type {kind!r}; supported: {{'type': 'text', 'text': '...'}}")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _refuse(index: int, problem: str) -> NoReturn:
+    raise RequestError(f"messages[{index}] {problem}.", param="messages")
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the parts that training learns from; a prompt has their text as it is."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+@lru_cache(maxsize=64)
+def _compile(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+@lru_cache(maxsize=64)
+def _names_tools(source: str) -> bool:
+    """Whether a template uses the variable `tools`."""
+    try:
+        return any(name.name == "tools" for name in _environment().parse(source).find_all(Name))
+    except (jinja2.TemplateError, SyntaxError, RecursionError):
+        return False
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """The filter `tojson` of transformers; Jinja's own would escape HTML characters."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

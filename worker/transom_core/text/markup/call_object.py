@@ -1,0 +1,170 @@
+"""Reads a tool call that is one JSON object: `{"name": "get_weather", "arguments": {"city": "Paris"}}`, keys in any order.
+
+The arguments are passed on as they come once the name is known; arguments that stand before the name are held until then. Other
+keys (`type`, `id`) are read and left out. Arguments that are missing or null are `{}`; a string that holds a JSON object is that
+object, since some models write it so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from transom_core.text.markup.call_reading import CallReading
+from transom_core.text.markup.context import ToolSpec
+from transom_core.text.markup.json_reader import copy_value, read_string
+from transom_core.text.markup.lark import LarkText, arguments_schema
+from transom_core.text.markup.reader import MalformedMarkupError, MarkupReader, Reading
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+_OTHER_KEYS = ("type", "id")  # that a call may have before its name
+
+
+def read_call_object(calls: CallReading, *, is_marked: bool = True) -> Reading[None]:
+    """Read one call.
+
+    Without a marker before it (`is_marked` False), only an object with the name of one of the request's tools and with
+    arguments is a call. That it is none shows at its first other key, so that JSON answers are not held up.
+
+    Raises:
+        MalformedMarkupError: the text is no JSON object, or has no name.
+    """
+    call = _CallObject(calls, is_marked=is_marked)
+    reader = calls.reader
+    yield from reader.expect("{")
+    yield from reader.skip_space()
+    while not (yield from reader.skip("}")):
+        yield from call.read_member()
+        yield from reader.skip_space()
+        if (yield from reader.peek()) != "}":
+            yield from reader.expect(",")
+            yield from reader.skip_space()
+            if (yield from reader.peek()) == "}":
+                raise MalformedMarkupError
+    call.end()
+
+
+def object_rule(lark: LarkText, tools: Sequence[ToolSpec], *, arguments_key: str) -> str:
+    """A grammar's expression for one such object, with one of `tools`."""
+    return f"({' | '.join(_object_of(lark, tool, arguments_key) for tool in tools)})"
+
+
+def _object_of(lark: LarkText, tool: ToolSpec, arguments_key: str) -> str:
+    begin = f'{{"name": {json.dumps(tool.name)}, "{arguments_key}": '
+    return f"{lark.literal(begin)} {lark.json(arguments_schema(tool))} {lark.literal('}')}"
+
+
+def read_call_array(calls: CallReading) -> Reading[None]:
+    """Read calls in a JSON array, `[{"name": ...}, {"name": ...}]`."""
+    reader = calls.reader
+    yield from reader.expect("[")
+    while True:
+        yield from reader.skip_space()
+        yield from read_call_object(calls)
+        yield from reader.skip_space()
+        if (yield from reader.skip("]")):
+            calls.close()
+            return
+        yield from reader.expect(",")
+
+
+def array_rule(lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
+    """A grammar's expression for such an array, of one call or of several."""
+    call = lark.rule("call", object_rule(lark, tools, arguments_key="arguments"))
+    more = f"({lark.literal(', ')} {call})*" if parallel else ""
+    return f"{lark.literal('[')} {call} {more} {lark.literal(']')}"
+
+
+class _CallObject:
+    """What is known of the call."""
+
+    def __init__(self, calls: CallReading, *, is_marked: bool) -> None:
+        self._calls = calls
+        self._is_marked = is_marked
+        self._name: str | None = None
+        self._held: list[str] = []  # arguments that came before the name
+        self._has_arguments = False
+        self._has_begun = False
+
+    def read_member(self) -> Reading[None]:
+        """Read a key and its value."""
+        reader = self._calls.reader
+        key = yield from read_string(reader)
+        yield from reader.skip_space()
+        yield from reader.expect(":")
+        yield from reader.skip_space()
+        if key == "name" and self._name is None:
+            self._name = yield from self._read_name()
+            if self._is_marked or self._has_arguments:
+                self._begin()
+        elif key in ARGUMENT_KEYS and not self._has_arguments:
+            self._has_arguments = True
+            if self._name is not None and not self._has_begun:
+                self._begin()
+            yield from self._read_arguments()
+        elif self._is_marked or self._has_begun or key in _OTHER_KEYS:
+            yield from copy_value(reader, _leave_out)
+        else:
+            raise MalformedMarkupError
+
+    def end(self) -> None:
+        """The object is closed."""
+        if not self._has_begun:
+            raise MalformedMarkupError
+        if not self._has_arguments:
+            self._calls.arguments("{}")
+        self._calls.end()
+
+    def _read_name(self) -> Reading[str]:
+        if (yield from self._calls.reader.peek()) != '"':
+            raise MalformedMarkupError
+        name = yield from read_string(self._calls.reader)
+        if not name or (not self._is_marked and name not in self._calls.tools):
+            raise MalformedMarkupError
+        return name
+
+    def _begin(self) -> None:
+        assert self._name is not None
+        self._has_begun = True
+        self._calls.begin(self._name)
+        for piece in self._held:
+            self._calls.arguments(piece)
+        self._held = []
+
+    def _read_arguments(self) -> Reading[None]:
+        reader = self._calls.reader
+        write = self._calls.arguments if self._has_begun else self._held.append
+        first = yield from reader.peek()
+        if first == "{":
+            yield from copy_value(reader, write)
+        elif first == '"':
+            text = yield from read_string(reader)
+            write(_object_in(text))
+        else:
+            yield from _read_null(reader)
+            write("{}")
+
+
+def _object_in(text: str) -> str:
+    try:
+        is_object = isinstance(json.loads(text or "{}", parse_constant=_refuse_constant), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise MalformedMarkupError
+    return text or "{}"
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON.")
+
+
+def _read_null(reader: MarkupReader) -> Reading[None]:
+    pieces: list[str] = []
+    yield from copy_value(reader, pieces.append)
+    if "".join(pieces) != "null":
+        raise MalformedMarkupError
+
+
+def _leave_out(text: str) -> None:
+    """Other keys of a call are not passed on."""

@@ -1,0 +1,83 @@
+"""Which parsers a model needs, by its kind and its chat template, where the operator names none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transom_core.text.markup.context import MarkupTokenizer
+from transom_core.text.markup.formats import REASONING_PARSERS, TOOL_PARSERS
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """A parser, and how a model is known that needs it."""
+
+    parser: str
+    applies: Callable[[str, str], bool]  # to the model's type and its chat template
+    token: str | None = None  # a marker that has to be one token of the vocabulary
+
+
+def _template_has(*texts: str) -> Callable[[str, str], bool]:
+    return lambda model_type, template: all(text in template for text in texts)
+
+
+def _is_type(*model_types: str) -> Callable[[str, str], bool]:
+    return lambda model_type, template: model_type in model_types
+
+
+# The first rule that applies counts.
+_TOOL_RULES = (
+    _Rule("openai", _is_type("gpt_oss"), "<|channel|>"),
+    _Rule("gemma4", _template_has("<|tool_call>")),
+    _Rule("kimi_k3", _template_has("<|open|>", "<|close|>", "<|sep|>")),
+    _Rule("kimi_k2", _template_has("<|tool_calls_section_begin|>")),
+    _Rule("deepseek_v32", _template_has("<｜DSML｜function_calls>")),
+    _Rule("deepseek_v4", _template_has("<｜DSML｜tool_calls>")),
+    _Rule("deepseek_v41", _template_has("<｜DSML｜ calls>")),
+    _Rule("deepseek_v3", _template_has("<｜tool▁calls▁begin｜>", "```json")),
+    _Rule("deepseek_v31", _template_has("<｜tool▁calls▁begin｜>")),
+    _Rule("glm45", _template_has("</arg_key>\n<arg_value>")),
+    _Rule("glm47", _template_has("<arg_key>")),
+    _Rule("qwen3_coder", _template_has("<tool_call>", "<function=")),
+    _Rule("granite", _template_has("<|tool_call|>", "assistant")),
+    _Rule("hermes", _template_has("<tool_call>", '"name"')),
+    _Rule("llama4_pythonic", _is_type("llama4", "llama4_text")),
+    _Rule("mistral", _template_has("[TOOL_CALLS]")),
+    _Rule("llama3_json", _template_has("<|start_header_id|>", '"parameters"')),
+)
+_REASONING_RULES = (
+    _Rule("openai_gptoss", _is_type("gpt_oss"), "<|channel|>"),
+    _Rule("gemma4", _template_has("<|channel>")),
+    _Rule("kimi_k3", _template_has("<|open|>", "<|close|>", "<|sep|>")),
+    _Rule("kimi_k2", _template_has("<|tool_calls_section_begin|>", "<think>")),
+    _Rule("deepseek_v4", _template_has("｜DSML｜")),
+    _Rule("deepseek_v3", _template_has("<｜tool▁calls▁begin｜>", "</think>")),
+    _Rule("glm45", _template_has("<arg_key>", "<think>")),
+    _Rule("mistral", _template_has("[THINK]")),
+    _Rule("granite", _template_has("Here is my thought process:")),
+    _Rule("qwen3", _template_has("<think>")),
+)
+
+
+def detect(model_type: str, chat_template: str | None, tokenizer: MarkupTokenizer) -> tuple[str | None, str | None]:
+    """The names of a model's tool call parser and reasoning parser; None where the model shows no such markup."""
+    model = _Model(model_type, chat_template or "", tokenizer)
+    return model.first(_TOOL_RULES, TOOL_PARSERS), model.first(_REASONING_RULES, REASONING_PARSERS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What the rules look at."""
+
+    model_type: str
+    template: str
+    tokenizer: MarkupTokenizer
+
+    def first(self, rules: tuple[_Rule, ...], names: tuple[str, ...]) -> str | None:
+        """The parser of the first rule that applies."""
+        return next((rule.parser for rule in rules if rule.parser in names and self._follows(rule)), None)
+
+    def _follows(self, rule: _Rule) -> bool:
+        has_token = rule.token is None or self.tokenizer.marker_id(rule.token) is not None
+        return has_token and rule.applies(self.model_type, self.template)

@@ -1,0 +1,141 @@
+"""`deepseek_v32`, `deepseek_v4` and `deepseek_v41`: DSML, markup like XML whose names begin with the token `｜DSML｜`.
+
+    <｜DSML｜tool_calls>
+    <｜DSML｜invoke name="get_weather">
+    <｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>
+    <｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>
+    </｜DSML｜invoke>
+    </｜DSML｜tool_calls>
+
+A parameter is a string as it is, or else JSON, as it says. It goes up to its end tag, whatever other tags it has. V3.2 says
+`function_calls`; V4.1 writes a space after `｜DSML｜`, and `calls`. All forms are read, whichever a model is known for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import ClassVar
+
+from transom_core.text.markup.call_reading import CallReading
+from transom_core.text.markup.context import ToolSpec
+from transom_core.text.markup.lark import LarkText
+from transom_core.text.markup.parameter_grammar import ParameterMarkup, parameter_rules
+from transom_core.text.markup.parameters import ParameterWriter
+from transom_core.text.markup.reader import MalformedMarkupError, Markers, Reading, Write
+from transom_core.text.markup.tool_markup import ToolMarkup
+
+_TOKEN = "｜DSML｜"
+_BLOCKS = ("tool_calls", "function_calls", " calls")
+_INVOKE = re.compile(r'\s+name="(?P<name>[^"]+)"\s*(?P<is_empty>/?)')
+_PARAMETER = re.compile(r'\s+name="(?P<name>[^"]*)"(?:\s+string="(?P<string>true|false)")?\s*')
+_STRING, _JSON = '" string="true">', '" string="false">'
+_LINE_END = "\n"
+_NAMES = re.compile(r'[^"<>\n]*')
+_TAG_ENDS = Markers([">", _TOKEN])
+
+
+class DeepSeekV4Tools(ToolMarkup):
+    """Tool calls of DeepSeek V4."""
+
+    block: ClassVar[str] = "tool_calls"
+    space: ClassVar[str] = ""  # after the token
+    openers = tuple(f"<{_TOKEN}{name}>" for name in _BLOCKS)
+    markers = (_TOKEN,)
+    inner_tokens = (_TOKEN,)
+
+    def read(self, calls: CallReading, opener: str) -> Reading[None]:
+        """Read the calls of one block."""
+        reader = calls.reader
+        tags = _Tags(" " if opener.endswith(" calls>") else "")
+        yield from reader.skip_space()
+        while not (yield from reader.skip(opener.replace("<", "</"))):
+            yield from reader.expect(tags.invoke)
+            yield from _read_call(calls, tags)
+            yield from reader.skip_space()
+
+    def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
+        """The calls and the end of the block."""
+        tags = _Tags(self.space)
+        markup = ParameterMarkup(
+            before_name=lark.marker(tags.parameter + ' name="'),
+            before_value=lambda kind: lark.literal(_STRING if kind == "string" else _JSON),
+            end=tags.parameter_end,
+            after=lark.literal(_LINE_END),
+            names=_NAMES,
+        )
+        calls = []
+        for tool in tools:
+            begin = lark.marker(f'{tags.invoke} name="{tool.name}">') + " " + lark.literal(_LINE_END)
+            end = lark.marker(tags.invoke_end) + " " + lark.literal(_LINE_END)
+            calls.append(f"{begin} {parameter_rules(lark, tool.parameters, markup)} {end}")
+        each = lark.rule("invoke", " | ".join(calls))
+        block_end = lark.marker(f"</{_TOKEN}{self.block}>")
+        return f"{lark.literal(_LINE_END)} {each}{'+' if parallel else ''} {block_end}"
+
+
+class DeepSeekV32Tools(DeepSeekV4Tools):
+    """Tool calls of DeepSeek V3.2."""
+
+    block = "function_calls"
+    openers = (f"<{_TOKEN}function_calls>", f"<{_TOKEN}tool_calls>", f"<{_TOKEN} calls>")
+
+
+class DeepSeekV41Tools(DeepSeekV4Tools):
+    """Tool calls of DeepSeek V4.1."""
+
+    block = " calls"
+    space = " "
+    openers = (f"<{_TOKEN} calls>", f"<{_TOKEN}tool_calls>", f"<{_TOKEN}function_calls>")
+
+
+class _Tags:
+    """The tags inside a block."""
+
+    def __init__(self, space: str) -> None:
+        self.invoke = f"<{_TOKEN}{space}invoke"
+        self.invoke_end = f"</{_TOKEN}{space}invoke>"
+        self.parameter = f"<{_TOKEN}{space}parameter"
+        self.parameter_end = f"</{_TOKEN}{space}parameter>"
+        self.parameter_ends = Markers([self.parameter_end])
+
+
+def _read_call(calls: CallReading, tags: _Tags) -> Reading[None]:
+    """Read a call after `<｜DSML｜invoke`."""
+    reader = calls.reader
+    invoke = yield from _read_attributes(calls, _INVOKE)
+    calls.begin(invoke["name"])
+    parameters = ParameterWriter(calls, invoke["name"])
+    if not invoke["is_empty"]:
+        yield from reader.skip_space()
+        while not (yield from reader.skip(tags.invoke_end)):
+            yield from reader.expect(tags.parameter)
+            yield from _read_parameter(calls, parameters, tags)
+            yield from reader.skip_space()
+    parameters.end()
+    calls.end()
+
+
+def _read_parameter(calls: CallReading, parameters: ParameterWriter, tags: _Tags) -> Reading[None]:
+    attributes = yield from _read_attributes(calls, _PARAMETER)
+    parameters.begin(attributes["name"])
+
+    def read(write: Write) -> Reading[str]:
+        return calls.reader.until(tags.parameter_ends, write)
+
+    if attributes["string"] == "true":
+        yield from parameters.read_string(read)
+    elif attributes["string"] == "false":
+        yield from parameters.read_json(read)
+    else:
+        yield from parameters.read_value(attributes["name"], read)
+
+
+def _read_attributes(calls: CallReading, pattern: re.Pattern[str]) -> Reading[re.Match[str]]:
+    """Read the rest of a tag."""
+    pieces: list[str] = []
+    yield from calls.reader.until(_TAG_ENDS, pieces.append)
+    attributes = pattern.fullmatch("".join(pieces))
+    if attributes is None:
+        raise MalformedMarkupError
+    return attributes

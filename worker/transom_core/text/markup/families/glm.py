@@ -1,0 +1,116 @@
+"""`glm45` and `glm47`, of GLM 4.5 to 5: a call has a name, and its arguments as keys and values.
+
+    <tool_call>get_weather
+    <arg_key>city</arg_key>
+    <arg_value>Paris</arg_value>
+    </tool_call>
+
+GLM 4.7 and 5 leave out the line ends. A value is a string as it is, or else JSON: the tool's schema tells which. A value goes
+up to `</arg_value>`, whatever markers it has; where that is missing, a `</tool_call>` at the answer's very end counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from transom_core.text.markup.call_reading import CallReading
+from transom_core.text.markup.context import ToolSpec
+from transom_core.text.markup.lark import LarkText
+from transom_core.text.markup.parameter_grammar import ParameterMarkup, parameter_rules
+from transom_core.text.markup.parameters import ParameterWriter
+from transom_core.text.markup.reader import SPACE, AnswerEnded, MalformedMarkupError, Markers, Reading, Write
+from transom_core.text.markup.tool_markup import ToolMarkup
+
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+_NAME_ENDS = Markers([_KEY, _CALL_END, _CALL])
+_KEY_ENDS = Markers([_KEY_END])
+_VALUE_ENDS = Markers([_VALUE_END, _CALL_END])
+
+
+class Glm47Tools(ToolMarkup):
+    """Tool calls of GLM 4.7 and 5."""
+
+    openers = (_CALL,)
+    markers = (_CALL_END, _KEY, _KEY_END, _VALUE, _VALUE_END)
+    separator = ""
+    ends_reasoning = True
+    between: ClassVar[str] = ""  # the space between markers that a grammar demands
+
+    def read(self, calls: CallReading, opener: str) -> Reading[None]:
+        """Read one call."""
+        reader = calls.reader
+        pieces: list[str] = []
+        marker = yield from reader.until(_NAME_ENDS, pieces.append)
+        name = "".join(pieces).strip(SPACE)
+        if not name or marker == _CALL or any(space in name for space in SPACE):
+            raise MalformedMarkupError
+        calls.begin(name)
+        parameters = ParameterWriter(calls, name)
+        while marker != _CALL_END:
+            marker = yield from self._read_argument(calls, parameters)
+        parameters.end()
+        calls.end()
+
+    def _read_argument(self, calls: CallReading, parameters: ParameterWriter) -> Reading[str]:
+        """Read the rest of a key and its value. Returns the marker after them."""
+        reader = calls.reader
+        pieces: list[str] = []
+        yield from reader.until(_KEY_ENDS, pieces.append)
+        name = "".join(pieces).strip(SPACE)
+        yield from reader.skip_space()
+        yield from reader.expect(_VALUE)
+        parameters.begin(name)
+        value = _Value(calls, parameters)
+        yield from parameters.read_value(name, value.read)
+        if value.ends_answer:
+            return _CALL_END
+        yield from reader.skip_space()
+        if (yield from reader.skip(_CALL_END)):
+            return _CALL_END
+        yield from reader.expect(_KEY)
+        return _KEY
+
+    def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
+        """A name, and the arguments."""
+        space = lark.literal(self.between) if self.between else ""
+        markup = ParameterMarkup(
+            before_name=lark.marker(_KEY),
+            before_value=lambda kind: f"{lark.marker(_KEY_END)} {space} {lark.marker(_VALUE)}",
+            end=_VALUE_END,
+            after=space,
+        )
+        calls = [
+            f"{lark.literal(tool.name + self.between)} {parameter_rules(lark, tool.parameters, markup)}"
+            for tool in tools
+        ]
+        return f"({' | '.join(calls)}) {lark.marker(_CALL_END)}"
+
+
+class Glm45Tools(Glm47Tools):
+    """Tool calls of GLM 4.5 and 4.6."""
+
+    between = "\n"
+    separator = "\n"
+
+
+class _Value:
+    """Reads one value up to its end marker."""
+
+    def __init__(self, calls: CallReading, parameters: ParameterWriter) -> None:
+        self._reader = calls.reader
+        self.ends_answer = False  # the end marker is missing, and the answer has ended after the call's
+
+    def read(self, write: Write) -> Reading[None]:
+        """Read the text."""
+        while (yield from self._reader.until(_VALUE_ENDS, write)) == _CALL_END:
+            held = [_CALL_END]
+            try:
+                while (following := (yield from self._reader.peek())) in SPACE:
+                    held.append(self._reader.take(1))
+            except AnswerEnded:
+                self.ends_answer = True
+                return
+            assert following
+            write("".join(held))

@@ -1,0 +1,149 @@
+"""`pythonic` and `llama4_pythonic`: calls as a list of Python calls with named arguments.
+
+    [get_weather(city='San Francisco', metric='celsius'), get_time()]
+
+Without a marker, the list is calls if it begins the message and its first name is a tool's; other lists are the message. Llama 4
+may write `<|python_start|>` before the list, then also after text, and `<|python_end|>` after it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transom_core.text.markup.call_reading import CallReading
+from transom_core.text.markup.context import ToolSpec
+from transom_core.text.markup.lark import LarkText
+from transom_core.text.markup.object_schemas import ObjectSchema, object_schemas, with_definitions
+from transom_core.text.markup.python_literals import copy_literal
+from transom_core.text.markup.reader import MalformedMarkupError, MarkupReader, Reading
+from transom_core.text.markup.tool_markup import ToolMarkup
+
+_NAME = re.compile(r"[\w.-]*")
+_ARGUMENT_NAME = re.compile(r"[\w.-]+")
+_ESCAPES = 'nrtbf"\\u'  # that mean the same in JSON and in Python
+
+
+class PythonicTools(ToolMarkup):
+    """Tool calls as Python."""
+
+    starters = "["
+
+    def read(self, calls: CallReading, opener: str) -> Reading[None]:
+        """Read one list of calls."""
+        reader = calls.reader
+        yield from reader.skip_space()
+        yield from reader.expect("[")
+        while True:
+            yield from reader.skip_space()
+            yield from _read_call(calls, is_marked=bool(opener))
+            yield from reader.skip_space()
+            if (yield from reader.skip("]")):
+                break
+            yield from reader.expect(",")
+        calls.close()
+        yield from self._read_end(reader)
+
+    def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
+        """The whole list."""
+        call = lark.rule("call", " | ".join(_call_rule(lark, tool) for tool in tools))
+        more = f"({lark.literal(', ')} {call})*" if parallel else ""
+        return f"{lark.literal('[')} {call} {more} {lark.literal(']')}"
+
+    def calls(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
+        """The list, without a marker."""
+        return self.body(lark, tools, parallel=parallel)
+
+    def calls_after_text(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
+        """The list, with or without a marker, or text that does not begin like one and has no marker."""
+        body = lark.rule("calls", self.body(lark, tools, parallel=parallel))
+        text = lark.text_without(self.openers, begins=r"[^\[ \t\r\n]")
+        opener = f"{lark.marker(self.openers[0])}? " if self.openers else ""
+        return f"{opener}{body} | {text}?"
+
+    def _read_end(self, reader: MarkupReader) -> Reading[None]:
+        """Read the marker after a list, if there may be one."""
+        return
+        yield
+
+
+class Llama4Tools(PythonicTools):
+    """Tool calls of Llama 4."""
+
+    openers = ("<|python_start|>",)
+    markers = ("<|python_end|>",)
+
+    def _read_end(self, reader: MarkupReader) -> Reading[None]:
+        yield from reader.skip_space()
+        yield from reader.skip("<|python_end|>")
+
+
+def _read_call(calls: CallReading, *, is_marked: bool) -> Reading[None]:
+    reader = calls.reader
+    name = yield from _read_name(reader)
+    yield from reader.skip_space()
+    yield from reader.expect("(")
+    if not name or not (is_marked or name in calls.tools):
+        raise MalformedMarkupError
+    calls.begin(name)
+    keys: set[str] = set()
+    while True:
+        yield from reader.skip_space()
+        if (yield from reader.skip(")")):
+            break
+        if keys:
+            yield from reader.expect(",")
+            yield from reader.skip_space()
+            if (yield from reader.skip(")")):
+                break
+        key = yield from _read_name(reader)
+        yield from reader.skip_space()
+        if not key or key in keys or (yield from reader.peek()) != "=":
+            raise MalformedMarkupError
+        reader.take(1)
+        calls.arguments(("{" if not keys else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+        keys.add(key)
+        yield from copy_literal(reader, calls.arguments)
+    calls.arguments("}" if keys else "{}")
+    calls.end()
+
+
+def _read_name(reader: MarkupReader) -> Reading[str]:
+    pieces: list[str] = []
+    while _NAME.fullmatch((yield from reader.peek())):
+        pieces.append(reader.take_run(_NAME))
+    return "".join(pieces)
+
+
+def _call_rule(lark: LarkText, tool: ToolSpec) -> str:
+    objects = [
+        _arguments_rule(lark, schema, tool.parameters) for schema in object_schemas(tool.parameters, tool.parameters)
+    ]
+    arguments = lark.rule("arguments", " | ".join(objects))
+    return f"{lark.literal(tool.name + '(')} {arguments} {lark.literal(')')}"
+
+
+def _arguments_rule(lark: LarkText, schema: ObjectSchema, root: Mapping[str, Any]) -> str:
+    """A grammar's expression for the arguments in the schema's order; those that are not required may be missing."""
+    schema = schema.with_names(_ARGUMENT_NAME)
+    start = '""'  # the arguments from here on, where none has been written
+    after = '""'  # the same, where one has
+    for name, value in reversed(list(schema.properties.items())):
+        written = lark.rule("argument", f"{lark.literal(name + '=')} {_value(lark, value, root)}")
+        next_written = f"{lark.literal(', ')} {written}"
+        if name in schema.required:
+            start, after = f"{written} {after}", f"{next_written} {after}"
+        else:
+            start, after = f"{written} {after} | {start}", f"({next_written})? {after}"
+        start, after = lark.rule("arguments", start), lark.rule("more_arguments", after)
+    if (
+        not schema.properties and schema.additional is not False
+    ):  # one alone: of two names nothing says that they differ
+        start = f"(/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ {lark.literal('=')} {_value(lark, schema.additional, root)})?"
+    return start
+
+
+def _value(lark: LarkText, schema: Any, root: Mapping[str, Any]) -> str:
+    return lark.json(with_definitions(schema, root) if isinstance(schema, Mapping) else schema, escapes=_ESCAPES)

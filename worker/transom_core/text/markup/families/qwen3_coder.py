@@ -1,0 +1,167 @@
+"""`qwen3_coder` (also `qwen3_xml`), of Qwen3-Coder and Qwen 3.5 and later: calls as XML-like tags, arguments as plain text.
+
+    <tool_call>
+    <function=get_weather>
+    <parameter=city>
+    Paris
+    </parameter>
+    </function>
+    </tool_call>
+
+One line end after `<parameter=city>` and one before `</parameter>` are markup; the rest is the argument, typed by the tool's
+schema.
+
+An argument's text may itself speak of these tags. So `</parameter>` ends it only where `<parameter=`, `</function>` or
+`</tool_call>` follows. Models forget tags: an argument without its end tag ends at a line that begins with `</function>` before
+`</tool_call>`, or with `<parameter=` and the name of one of the tool's other arguments; and `<tool_call>` may be missing before a
+tool's `<function=...>`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from transom_core.text.markup.call_object import read_call_object
+from transom_core.text.markup.call_reading import CallReading
+from transom_core.text.markup.context import ToolSpec
+from transom_core.text.markup.lark import LarkText
+from transom_core.text.markup.parameter_grammar import ParameterMarkup, parameter_rules
+from transom_core.text.markup.parameters import ParameterWriter
+from transom_core.text.markup.reader import SPACE, MalformedMarkupError, Markers, MarkupReader, Reading, Write
+from transom_core.text.markup.tool_markup import ToolMarkup
+
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_AFTER_PARAMETER = (_PARAMETER, _FUNCTION_END, _CALL_END)
+_NAME = re.compile(r"[^<>\n]*")
+_SPACES = re.compile(f"[{SPACE}]*")
+
+
+class Qwen3CoderTools(ToolMarkup):
+    """Tool calls of Qwen3-Coder and its successors."""
+
+    openers = (_CALL, _FUNCTION)
+    markers = (_CALL_END,)
+    separator = "\n"
+    ends_reasoning = True
+
+    def read(self, calls: CallReading, opener: str) -> Reading[None]:
+        """Read the functions of one block."""
+        reader = calls.reader
+        if opener == _FUNCTION:
+            yield from _Function(calls).read(needs_tool=True)
+        else:
+            yield from reader.skip_space()
+            if (yield from reader.peek()) == "{":  # some of these models fall back to the form of their predecessors
+                yield from read_call_object(calls)
+            else:
+                yield from reader.expect(_FUNCTION)
+                yield from _Function(calls).read(needs_tool=False)
+        yield from reader.skip_space()
+        while not (yield from reader.skip(_CALL_END)) and (yield from reader.skip(_FUNCTION)):
+            yield from _Function(calls).read(needs_tool=False)
+            yield from reader.skip_space()
+
+    def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
+        """One function in its block."""
+        functions = lark.rule("function", " | ".join(_function_rule(lark, tool) for tool in tools))
+        return f"{lark.literal(chr(10) + _FUNCTION)} {functions} {lark.literal(_FUNCTION_END + chr(10))} {lark.marker(_CALL_END)}"
+
+
+def _function_rule(lark: LarkText, tool: ToolSpec) -> str:
+    markup = ParameterMarkup(
+        before_name=lark.literal(_PARAMETER),
+        before_value=lambda json_type: lark.literal(">\n"),
+        end="\n" + _PARAMETER_END,
+        after=lark.literal("\n"),
+    )
+    return f"{lark.literal(tool.name + '>' + chr(10))} {parameter_rules(lark, tool.parameters, markup)}"
+
+
+class _Function:
+    """Reads one call, after `<function=`."""
+
+    def __init__(self, calls: CallReading) -> None:
+        self._calls = calls
+        self._reader = calls.reader
+        self._next_names: set[str] = set()  # of arguments that have not come yet
+        self._has_ended = False
+        self._next_name: str | None = None  # of the argument that has begun without the end of the one before
+
+    def read(self, *, needs_tool: bool) -> Reading[None]:
+        """Read the name, the arguments and `</function>`. `needs_tool`: the name has to be a tool's."""
+        name = (yield from _read_name(self._reader)).strip(SPACE)
+        if not name or (needs_tool and name not in self._calls.tools):
+            raise MalformedMarkupError
+        yield from self._reader.expect(">")
+        self._calls.begin(name)
+        tool = self._calls.tools.get(name)
+        self._next_names = set(tool.parameters.get("properties") or ()) if tool else set()
+        arguments = ParameterWriter(self._calls, name)
+        while (argument := (yield from self._begin_argument())) is not None:
+            arguments.begin(argument)
+            self._next_names.discard(argument)
+            yield from self._reader.skip("\n")
+            yield from arguments.read_value(argument, self._read_text)
+        arguments.end()
+        self._calls.end()
+
+    def _begin_argument(self) -> Reading[str | None]:
+        """Read the tag that begins the next argument, and return its name; None at the function's end."""
+        if self._has_ended:
+            return None
+        name, self._next_name = self._next_name, None
+        if name is not None:
+            return name
+        yield from self._reader.skip_space()
+        if (yield from self._reader.skip(_FUNCTION_END)) or (yield from self._reader.next_is(_CALL_END)):
+            return None
+        yield from self._reader.expect(_PARAMETER)
+        name = yield from _read_name(self._reader)
+        yield from self._reader.expect(">")
+        return name
+
+    def _read_text(self, write: Write) -> Reading[None]:
+        """Read an argument's text up to where it ends."""
+        while True:
+            marker = yield from self._reader.until(_ENDS, write)
+            if marker.endswith(_PARAMETER_END):
+                read, is_end = yield from self._ends_before(_AFTER_PARAMETER)
+            elif marker.endswith(_FUNCTION_END):
+                read, is_end = yield from self._ends_before((_CALL_END,))
+                self._has_ended = is_end
+            else:
+                read, is_end = yield from self._ends_at_next()
+            if is_end:
+                return
+            write(marker + read)
+
+    def _ends_before(self, tags: Sequence[str]) -> Reading[tuple[str, bool]]:
+        """Read space; the space, and whether one of `tags` follows it."""
+        spaces: list[str] = []
+        while (yield from self._reader.peek()) in SPACE:
+            spaces.append(self._reader.take_run(_SPACES))
+        for tag in tags:
+            if (yield from self._reader.next_is(tag)):
+                return "", True
+        return "".join(spaces), False
+
+    def _ends_at_next(self) -> Reading[tuple[str, bool]]:
+        """Read the name after `<parameter=`; what was read, and whether it begins another argument of the tool."""
+        name = yield from _read_name(self._reader)
+        if name in self._next_names and (yield from self._reader.skip(">")):
+            self._next_name = name
+            return "", True
+        return name, False
+
+
+_ENDS = Markers((_PARAMETER_END, "\n" + _PARAMETER_END, "\n" + _FUNCTION_END, "\n" + _PARAMETER))
+
+
+def _read_name(reader: MarkupReader) -> Reading[str]:
+    pieces: list[str] = []
+    while _NAME.fullmatch((yield from reader.peek())):
+        pieces.append(reader.take_run(_NAME))
+    return "".join(pieces)

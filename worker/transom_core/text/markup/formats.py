@@ -1,0 +1,90 @@
+"""The names of parsers, which are vLLM's, and what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from transom_core.errors import RequestError
+from transom_core.text.markup.answer_format import AnswerFormat
+from transom_core.text.markup.families.deepseek_sections import DeepSeekV3Tools, DeepSeekV31Tools
+from transom_core.text.markup.families.dsml import DeepSeekV4Tools, DeepSeekV32Tools, DeepSeekV41Tools
+from transom_core.text.markup.families.gemma4 import Gemma4Tools
+from transom_core.text.markup.families.glm import Glm45Tools, Glm47Tools
+from transom_core.text.markup.families.granite import GraniteTools
+from transom_core.text.markup.families.harmony import HarmonyFormat
+from transom_core.text.markup.families.hermes import HermesTools
+from transom_core.text.markup.families.kimi_k2 import KimiK2Tools
+from transom_core.text.markup.families.kimi_k3 import KimiK3Format
+from transom_core.text.markup.families.llama3_json import Llama3JsonTools
+from transom_core.text.markup.families.mistral import MistralTools
+from transom_core.text.markup.families.pythonic import Llama4Tools, PythonicTools
+from transom_core.text.markup.families.qwen3_coder import Qwen3CoderTools
+from transom_core.text.markup.reasoning import ASSUMED_THINK, GEMMA4, GRANITE, MISTRAL, THINK, ReasoningMarkup
+from transom_core.text.markup.tool_markup import ToolMarkup
+
+_TOOLS: Mapping[str, type[ToolMarkup]] = {
+    "deepseek_v3": DeepSeekV3Tools,
+    "deepseek_v31": DeepSeekV31Tools,
+    "deepseek_v32": DeepSeekV32Tools,
+    "deepseek_v4": DeepSeekV4Tools,
+    "deepseek_v41": DeepSeekV41Tools,
+    "gemma4": Gemma4Tools,
+    "glm45": Glm45Tools,
+    "glm47": Glm47Tools,
+    "hermes": HermesTools,
+    "kimi_k2": KimiK2Tools,
+    "qwen2_5": HermesTools,
+    "qwen3": HermesTools,
+    "llama3_json": Llama3JsonTools,
+    "llama4_pythonic": Llama4Tools,
+    "pythonic": PythonicTools,
+    "mistral": MistralTools,
+    "granite": GraniteTools,
+    "qwen3_coder": Qwen3CoderTools,
+    "qwen3_xml": Qwen3CoderTools,
+}
+_REASONING: Mapping[str, ReasoningMarkup] = {
+    "qwen3": THINK,
+    "deepseek_r1": ASSUMED_THINK,
+    "deepseek_v3": THINK,
+    "deepseek_v32": THINK,
+    "deepseek_v4": THINK,
+    "deepseek_v41": THINK,
+    "gemma4": GEMMA4,
+    "glm45": THINK,
+    "kimi_k2": THINK,
+    "granite": GRANITE,
+    "mistral": MISTRAL,
+}
+# Families with one markup for reasoning and calls: the format is theirs if either name is given.
+_WHOLE: Mapping[str, type[AnswerFormat]] = {
+    "openai": HarmonyFormat,
+    "openai_gptoss": HarmonyFormat,
+    "kimi_k3": KimiK3Format,
+}
+
+TOOL_PARSERS: tuple[str, ...] = (*_TOOLS, *(name for name in _WHOLE if name not in _TOOLS))
+REASONING_PARSERS: tuple[str, ...] = (*_REASONING, *(name for name in _WHOLE if name not in _REASONING))
+
+
+def answer_format(tool_parser: str | None = None, reasoning_parser: str | None = None) -> AnswerFormat:
+    """The format with these markups; None: without tools, or without reasoning, so that such markup is ordinary text.
+
+    Raises:
+        RequestError: there is no parser of this name; the message lists those that there are.
+    """
+    for name in (tool_parser, reasoning_parser):
+        if name is not None and name in _WHOLE:
+            return _WHOLE[name]()
+    if tool_parser is not None and tool_parser not in _TOOLS:
+        raise RequestError(
+            f"There is no tool call parser {tool_parser!r}; there are {', '.join(sorted(TOOL_PARSERS))}."
+        )
+    if reasoning_parser is not None and reasoning_parser not in _REASONING:
+        raise RequestError(
+            f"There is no reasoning parser {reasoning_parser!r}; there are {', '.join(sorted(REASONING_PARSERS))}."
+        )
+    return AnswerFormat(
+        tools=_TOOLS[tool_parser]() if tool_parser else None,
+        reasoning=_REASONING[reasoning_parser] if reasoning_parser else None,
+    )

@@ -1,0 +1,118 @@
+r"""Reads JSON as it comes, checks it, and passes it on piece by piece.
+
+What models often get wrong inside strings is mended on the way: a line end or another control character is escaped, as JSON
+requires, and a backslash before a character that JSON does not escape is doubled (`"\\d"` for `"\d"`). All else that is not JSON
+raises `MalformedMarkupError` at the first character that does not fit. Nesting may be of any depth.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from transom_core.text.markup.reader import SPACE, MalformedMarkupError, MarkupReader, Reading, Write
+
+_SPACES = re.compile(f"[{SPACE}]*")
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+_SCALAR_CHARACTERS = re.compile(r"[-+.0-9A-Za-z]*")
+_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
+_HEX = re.compile(r"[0-9a-fA-F]{4}")
+
+
+def copy_value(reader: MarkupReader, write: Write) -> Reading[None]:
+    """Read one JSON value of any kind, and write its text."""
+    closers: list[str] = []  # of the objects and arrays that are open
+    while True:
+        yield from _copy_space(reader, write)
+        first = yield from reader.peek()
+        if first in "{[":
+            write(reader.take(1))
+            closers.append("}" if first == "{" else "]")
+            yield from _copy_space(reader, write)
+            if (yield from reader.peek()) != closers[-1]:
+                if first == "{":
+                    yield from _copy_key(reader, write)
+                continue
+        elif first == '"':
+            yield from copy_string(reader, write)
+        else:
+            yield from _copy_scalar(reader, write)
+        while closers:  # a value has ended
+            yield from _copy_space(reader, write)
+            following = yield from reader.peek()
+            if following == ",":
+                write(reader.take(1))
+                if closers[-1] == "}":
+                    yield from _copy_key(reader, write)
+                break
+            if following != closers[-1]:
+                raise MalformedMarkupError
+            write(reader.take(1))
+            closers.pop()
+        else:
+            return
+
+
+def copy_string(reader: MarkupReader, write: Write) -> Reading[None]:
+    """Read one JSON string, and write its text with the quotes."""
+    yield from reader.expect('"')
+    write('"')
+    while True:
+        if plain := reader.take_run(_PLAIN):
+            write(plain)
+        following = yield from reader.peek()
+        if following == '"':
+            write(reader.take(1))
+            return
+        if following == "\\":
+            yield from _copy_escape(reader, write)
+        elif following < " ":
+            write(json.dumps(reader.take(1))[1:-1])
+
+
+def read_string(reader: MarkupReader) -> Reading[str]:
+    """Read one JSON string, and return what it says. Half of a surrogate pair, which no encoding can carry, is malformed."""
+    pieces: list[str] = []
+    yield from copy_string(reader, pieces.append)
+    text = str(json.loads("".join(pieces)))
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise MalformedMarkupError from None
+    return text
+
+
+def _copy_escape(reader: MarkupReader, write: Write) -> Reading[None]:
+    escaped = (yield from reader.need(2))[1]
+    if escaped in '"\\/bfnrt':
+        write(reader.take(2))
+    elif escaped == "u" and _HEX.fullmatch((yield from reader.need(6))[2:]):
+        write(reader.take(6))
+    elif escaped == "'":
+        reader.take(1)
+        write(reader.take(1))
+    else:
+        reader.take(1)
+        write("\\\\")
+
+
+def _copy_scalar(reader: MarkupReader, write: Write) -> Reading[None]:
+    pieces: list[str] = []
+    while _SCALAR_CHARACTERS.fullmatch((yield from reader.peek())):
+        pieces.append(reader.take_run(_SCALAR_CHARACTERS))
+        write(pieces[-1])
+    if not _SCALAR.fullmatch("".join(pieces)):
+        raise MalformedMarkupError
+
+
+def _copy_key(reader: MarkupReader, write: Write) -> Reading[None]:
+    yield from _copy_space(reader, write)
+    yield from copy_string(reader, write)
+    yield from _copy_space(reader, write)
+    yield from reader.expect(":")
+    write(":")
+
+
+def _copy_space(reader: MarkupReader, write: Write) -> Reading[None]:
+    while (yield from reader.peek()) in SPACE:
+        write(reader.take_run(_SPACES))

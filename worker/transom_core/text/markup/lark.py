@@ -1,0 +1,147 @@
+"""`LarkText`: writes a grammar in llguidance's dialect of Lark, rule by rule.
+
+A marker of a model's markup may be one special token, which a grammar names by its id (`<[151667]>`), or ordinary text
+(`"<tool_call>"`). Free text never contains special tokens, and no token that ends an answer is allowed before a grammar's end.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transom_core.text.markup.context import MarkupTokenizer, ToolSpec
+
+# Arguments are written as most chat templates write them: one space after a comma and a colon. Free whitespace would let a
+# model that is held to a schema write spaces for ever.
+_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+_REGEX_PIECES = re.compile(r"\\.|.", re.DOTALL)  # an escape, or a character
+_ASCII_CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
+
+
+class LarkText:
+    """A grammar under construction. Rules are named by `rule`; `text` puts them together."""
+
+    def __init__(self, tokenizer: MarkupTokenizer, *, inner_tokens: Sequence[str] = ()) -> None:
+        """`inner_tokens`: texts inside markers that may be special tokens, as `｜DSML｜` in `<｜DSML｜invoke`."""
+        self._tokenizer = tokenizer
+        self._inner_tokens = tuple(text for text in inner_tokens if tokenizer.marker_id(text) is not None)
+        self._rules: list[str] = []
+        self._num_names = 0
+        self._has_free_text = False
+
+    def rule(self, hint: str, body: str, *, options: str = "") -> str:
+        """Add a rule, and return its name, which begins with `hint`."""
+        name = self.rule_name(hint)
+        self.define(name, body, options=options)
+        return name
+
+    def rule_name(self, hint: str) -> str:
+        """The name of a rule that `define` adds later, so that other rules, or its own body, may refer to it."""
+        self._num_names += 1
+        return f"{hint}_{self._num_names}"
+
+    def define(self, name: str, body: str, *, options: str = "") -> None:
+        """Add the rule of this name."""
+        self._rules.append(f"{name}{options}: {body}")
+
+    def terminal(self, hint: str, body: str) -> str:
+        """Add a terminal, which is one regular expression, and return its name, which begins with `hint`."""
+        return self.rule(hint.upper(), body)
+
+    def literal(self, text: str) -> str:
+        """Exactly this text, of ordinary tokens."""
+        return json.dumps(text, ensure_ascii=False)
+
+    def marker(self, text: str) -> str:
+        """A marker: the special token of this text, or the text, with a special token that is inside it."""
+        before, token, after = self._parts(text)
+        return " ".join([*map(self.literal, filter(None, [before])), *token, *map(self.literal, filter(None, [after]))])
+
+    def has_marker(self, text: str) -> bool:
+        """Whether a marker is one token."""
+        return self._tokenizer.marker_id(text) is not None
+
+    def free_text(self) -> str:
+        """Any text, or none."""
+        self._has_free_text = True
+        return "FREE_TEXT"
+
+    def text_until(self, marker: str, *, without: Sequence[str] = ()) -> str:
+        """Any text up to and with the first `marker`, in which none of the texts `without` occurs.
+
+        Where the marker is a token, its letters do not occur in the text either: a parser would take them for the marker.
+        """
+        lacks = [*without, *([marker] if self._parts(marker)[1] else [])]
+        return self._up_to(self.text_without(lacks) if lacks else self.free_text(), marker)
+
+    def text_of(self, conditions: Sequence[str], marker: str) -> str:
+        """A text that fulfils all `conditions`, which are regular expressions, up to and with the first `marker`."""
+        return self._up_to(self.terminal("text", " & ".join([*conditions, _lacks(marker)])), marker)
+
+    def text_without(self, texts: Sequence[str], *, begins: str = "") -> str:
+        """Any text that begins with a match of the regular expression `begins`, and in which none of `texts` occurs."""
+        return self.terminal("text", " & ".join([f"/{begins}(.|\\n)*/", *map(_lacks, texts)]))
+
+    def json(self, schema: Mapping[str, Any] | bool, *, escapes: str | None = None) -> str:
+        """JSON text that is valid against `schema`, with one space after commas and colons.
+
+        `escapes`: the characters that may follow a backslash in its strings; None: all that JSON has.
+        """
+        if schema is False:
+            return "%json false"  # which the grammar library refuses, as nothing is valid
+        settings = {"x-guidance": _WHITESPACE if escapes is None else {**_WHITESPACE, "json_allowed_escapes": escapes}}
+        return f"%json {json.dumps({**schema, **settings} if isinstance(schema, Mapping) else settings)}"
+
+    def nested(self, grammar: str) -> str:
+        """A text of another grammar, from its own rule `start`."""
+        return f"%lark {{\n{grammar}\n}}"
+
+    def regex(self, pattern: str) -> str:
+        r"""A text that matches a regular expression, in which `\d` and `\w` are ASCII, as in JSON schema."""
+        pieces: list[str] = []
+        in_class = False
+        for piece in _REGEX_PIECES.findall(pattern):
+            if piece in ("[", "]"):
+                in_class = piece == "["
+            ascii_class = _ASCII_CLASSES.get(piece)
+            if ascii_class is not None:
+                piece = ascii_class if in_class else f"[{ascii_class}]"
+            pieces.append({"/": "\\/", "\n": "\\n"}.get(piece, piece))
+        return f"/{''.join(pieces)}/"
+
+    def _up_to(self, text: str, marker: str) -> str:
+        """The terminal `text`, and then `marker`."""
+        before, token, after = self._parts(marker)
+        if not token:
+            return self.rule("text_until", f"{text} {self.literal(marker)}", options="[lazy]")
+        if before:  # the marker's beginning would be taken for text: so it belongs to the terminal
+            text = self.terminal("text", f"{text} {self.literal(before)}")
+        return " ".join([text, *token, *map(self.literal, filter(None, [after]))])
+
+    def _parts(self, marker: str) -> tuple[str, list[str], str]:
+        """The text before a marker's special token, the token, which may be missing, and the text after it."""
+        for text in (marker, *self._inner_tokens):
+            if text in marker and (token_id := self._tokenizer.marker_id(text)) is not None:
+                before, _, after = marker.partition(text)
+                return before, [f"<[{token_id}]>"], after
+        return marker, [], ""
+
+    def text(self, start: str) -> str:
+        """The whole grammar, whose rule `start` has this body."""
+        free = ["FREE_TEXT: /(.|\\n)*/"] if self._has_free_text else []
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules, *free]) + "\n"
+
+
+def arguments_schema(tool: ToolSpec) -> Mapping[str, Any]:
+    """The schema of a tool's arguments, which are an object whatever the schema says."""
+    return tool.parameters if "type" in tool.parameters else {**tool.parameters, "type": "object"}
+
+
+def _lacks(text: str) -> str:
+    """A regular expression for texts in which `text` does not occur."""
+    escaped = re.sub(r"[^\w ]", lambda found: f"\\x{{{ord(found.group()):x}}}", text, flags=re.ASCII)
+    return f"~/(?s:.*){escaped}(?s:.*)/"

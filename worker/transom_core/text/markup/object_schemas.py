@@ -1,0 +1,186 @@
+"""What a JSON schema says of objects and of choices, for grammars of markup that is not JSON.
+
+Such a grammar holds an answer to types, properties, listed values, choices (`anyOf`, `oneOf`), references, and the lengths and
+patterns of strings. A schema that says more is refused by the keyword's name, so that no answer is held to less than its schema.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transom_core.errors import RequestError
+from transom_core.text.markup.schema_types import resolved, schema_types
+
+_DEFINITIONS = ("$defs", "definitions")
+_ROOT = "whole-document"  # the name of its copy in the definitions
+_MAX_ALTERNATIVES = 32
+_MAX_DEPTH = 8  # of choices in choices
+_NOT_HELD = (
+    "not",
+    "if",
+    "patternProperties",
+    "propertyNames",
+    "minProperties",
+    "maxProperties",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+    "unevaluatedProperties",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectSchema:
+    """One kind of object: its properties, those that have to be there, and the schema of others (False: there are none)."""
+
+    properties: Mapping[str, Any]
+    required: frozenset[str]
+    additional: Any
+
+    def with_names(self, pattern: re.Pattern[str]) -> ObjectSchema:
+        """The same object without the properties whose names a markup cannot write, which are those that match no `pattern`.
+
+        Raises:
+            RequestError: such a property is required.
+        """
+        names = [name for name in self.properties if not pattern.fullmatch(name)]
+        for name in names:
+            if name in self.required:
+                raise RequestError(
+                    f"A tool has an argument named {name!r}, which this model's markup for calls cannot write; use letters, digits "
+                    "and '_'.",
+                    param="tools",
+                )
+        properties = {name: schema for name, schema in self.properties.items() if name not in names}
+        return ObjectSchema(properties, self.required, self.additional if properties or not names else False)
+
+
+def object_schemas(schema: Any, root: Mapping[str, Any]) -> list[ObjectSchema]:
+    """The kinds of objects that `schema` allows.
+
+    Raises:
+        RequestError: the schema has a keyword that a grammar of this markup does not hold, or too many alternatives.
+    """
+    found = []
+    for parts in _alternatives(schema, root, 0):
+        found.append(_merged(parts))
+        if len(found) > _MAX_ALTERNATIVES:
+            raise RequestError(
+                f"A tool's schema is a choice between more than {_MAX_ALTERNATIVES} kinds of objects; name fewer."
+            )
+    return found
+
+
+def value_choices(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:
+    """The schemas that `schema` is a choice between; itself where it is none."""
+    schema = resolved(schema, root)
+    refuse_keywords(schema, ("not", "if", "allOf"))
+    choices = _choices(schema)
+    if not choices:
+        yield schema
+    if depth > _MAX_DEPTH:
+        raise RequestError(f"A tool's schema has choices in choices, deeper than {_MAX_DEPTH}; make it flatter.")
+    for choice in choices:
+        yield from value_choices(choice, root, depth + 1)
+
+
+def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values that `schema` lists; None where it lists none."""
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def of_type(schema: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """`schema` for values of one of its JSON types; an integer stays one."""
+    named = schema.get("type")
+    names = named if isinstance(named, list) else [named]
+    is_integer = kind == "number" and "integer" in names and "number" not in names
+    return {**schema, "type": "integer" if is_integer else kind}
+
+
+def with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema that stands alone, with what its references point into; `root` is the document that it is a part of."""
+    if not any(_references(schema)):
+        return schema
+    definitions = {name: root[name] for name in _DEFINITIONS if name in root}
+    if not any(map(_points_elsewhere, _references((schema, definitions)))):
+        return {**definitions, **schema}
+    moved = {name: _moved(value) for name, value in {**definitions, **schema}.items()}
+    return {**moved, "$defs": {**moved.get("$defs", {}), _ROOT: _moved(root)}}
+
+
+def _points_elsewhere(reference: str) -> bool:
+    """Whether a reference points into the document, but not into its definitions."""
+    return reference.startswith("#") and not reference.startswith(tuple(f"#/{name}/" for name in _DEFINITIONS))
+
+
+def _references(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        if isinstance(reference := value.get("$ref"), str):
+            yield reference
+        value = tuple(value.values())
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _references(each)
+
+
+def _moved(value: Any) -> Any:
+    """A part of a schema whose references to the whole document point to the copy of it in the definitions."""
+    if isinstance(value, list):
+        return [_moved(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    moved = {name: _moved(each) for name, each in value.items()}
+    if isinstance(reference := value.get("$ref"), str) and _points_elsewhere(reference):
+        moved["$ref"] = f"#/$defs/{_ROOT}{reference[1:]}"
+    return moved
+
+
+def refuse_keywords(schema: Mapping[str, Any], keywords: tuple[str, ...] = _NOT_HELD) -> None:
+    """Raise RequestError where `schema` has one of `keywords`."""
+    found = [keyword for keyword in keywords if keyword in schema]
+    if found:
+        raise RequestError(
+            f"A tool's schema has {found[0]!r}, which this model's markup for calls cannot be held to; leave it out, or set strict "
+            "to false."
+        )
+
+
+def _choices(schema: Mapping[str, Any]) -> list[Any]:
+    return [choice for name in ("anyOf", "oneOf") for choice in schema.get(name) or ()]
+
+
+def _alternatives(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[list[Mapping[str, Any]]]:
+    """For each kind of object, the schemas that it fulfils all."""
+    schema = resolved(schema, root)
+    refuse_keywords(schema)
+    own = [schema]
+    for part in schema.get("allOf") or ():
+        part = resolved(part, root)
+        refuse_keywords(part, (*_NOT_HELD, "anyOf", "oneOf", "allOf"))
+        own.append(part)
+    choices = _choices(schema)
+    if depth > _MAX_DEPTH:
+        raise RequestError(f"A tool's schema has choices in choices, deeper than {_MAX_DEPTH}; make it flatter.")
+    if not choices:
+        yield own
+    for choice in choices:
+        for parts in _alternatives(choice, root, depth + 1):
+            if all("object" in schema_types(part, root) for part in parts):
+                yield own + parts
+
+
+def _merged(schemas: list[Mapping[str, Any]]) -> ObjectSchema:
+    required = frozenset(name for schema in schemas for name in schema.get("required") or ())
+    properties: dict[str, Any] = {}
+    for schema in schemas:
+        properties |= schema.get("properties") or {}
+    properties |= {name: True for name in sorted(required - properties.keys())}
+    extras = [schema["additionalProperties"] for schema in schemas if "additionalProperties" in schema]
+    additional = False if False in extras else next((extra for extra in extras if isinstance(extra, Mapping)), True)
+    return ObjectSchema(properties, required, additional)

@@ -1,0 +1,85 @@
+"""Grammars for calls whose arguments are named texts, so that what `parameters` reads from them is valid against the schema.
+
+An argument that is a string is any text up to its end marker, as far as the schema allows it; any other is JSON. Arguments come
+in the order of the schema's properties.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transom_core.text.markup.lark import LarkText
+from transom_core.text.markup.object_schemas import (
+    ObjectSchema,
+    listed_values,
+    object_schemas,
+    of_type,
+    value_choices,
+    with_definitions,
+)
+from transom_core.text.markup.schema_types import json_type, schema_types
+from transom_core.text.markup.string_grammar import string_expression
+
+_NAMES = re.compile(r"[^<>\n]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterMarkup:
+    """How a family writes an argument: `before_name`, its name, `before_value`, its value, `end`, `after`.
+
+    All are expressions of a grammar, but for `end`, which is the text of the marker after a value. `before_value` is made for a
+    value of a JSON type; `write_name` spells a name in the markup, which can have the `names` that match.
+    """
+
+    before_name: str
+    before_value: Callable[[str], str]
+    end: str
+    after: str = ""
+    write_name: Callable[[str], str] = str
+    names: re.Pattern[str] = _NAMES
+
+
+def parameter_rules(lark: LarkText, schema: Mapping[str, Any], markup: ParameterMarkup) -> str:
+    """A grammar's expression for the arguments of one call.
+
+    Raises:
+        RequestError: see `object_schemas`.
+    """
+    objects = [_object(lark, each.with_names(markup.names), schema, markup) for each in object_schemas(schema, schema)]
+    return lark.rule("arguments", " | ".join(each or '""' for each in objects))
+
+
+def _object(lark: LarkText, schema: ObjectSchema, root: Mapping[str, Any], markup: ParameterMarkup) -> str:
+    rules = []
+    for name, value in schema.properties.items():
+        rule = _argument(lark, lark.literal(markup.write_name(name)), value, root, markup)
+        rules.append(rule if name in schema.required else f"{rule}?")
+    if not rules and schema.additional is not False:  # one alone: of two names nothing says that they differ
+        name = lark.terminal("name", "/[A-Za-z_][A-Za-z0-9_]{0,63}/")
+        rules.append(_argument(lark, name, schema.additional, root, markup) + "?")
+    return " ".join(rules)
+
+
+def _argument(lark: LarkText, name: str, schema: Any, root: Mapping[str, Any], markup: ParameterMarkup) -> str:
+    values = [f"{markup.before_value(kind)} {value}" for kind, value in _values(lark, schema, root, markup)]
+    return lark.rule("argument", f"{markup.before_name} {name} ({' | '.join(values)}) {markup.after}")
+
+
+def _values(lark: LarkText, schema: Any, root: Mapping[str, Any], markup: ParameterMarkup) -> Iterator[tuple[str, str]]:
+    """Expressions for the values that a schema allows, with the end marker, each with its JSON type."""
+    for choice in value_choices(schema, root):
+        listed = listed_values(choice)
+        if listed is not None:
+            for value in listed:
+                text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                yield json_type(value), f"{lark.literal(text) if text else ''} {lark.marker(markup.end)}"
+            continue
+        types = schema_types(choice, root)
+        if "string" in types:
+            yield "string", string_expression(lark, choice, end=markup.end)
+        for kind in sorted(types - {"string"}):
+            yield kind, f"{lark.json(with_definitions(of_type(choice, kind), root))} {lark.marker(markup.end)}"

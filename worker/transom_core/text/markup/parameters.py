@@ -1,0 +1,166 @@
+"""`ParameterWriter`: writes a call's arguments as a JSON object, where the markup has them as named texts.
+
+Example: the texts `city` = `Paris` and `days` = `3`, with a schema that says that `days` is an integer, are
+
+    {"city": "Paris", "days": 3}
+
+A text that can only be a string is passed on as it comes; another one is held until it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from transom_core.text.markup.call_reading import CallReading
+from transom_core.text.markup.json_reader import copy_value
+from transom_core.text.markup.reader import SPACE, AnswerEnded, MalformedMarkupError, Reading, Write
+from transom_core.text.markup.schema_types import JSON_TYPES, json_type, property_types
+
+ReadText = Callable[[Write], Reading[object]]  # reads a text up to its end, and writes it
+
+_WORDS = {"null": ("null",), "boolean": ("true", "false")}  # by type
+_WORD_SPELLINGS = {"none": "null", "null": "null", "true": "true", "false": "false"}
+
+
+class ParameterWriter:
+    """Writes the arguments of one call."""
+
+    def __init__(self, calls: CallReading, tool: str) -> None:
+        """`tool`: the tool's name; the request may not have it."""
+        self._reader = calls.reader
+        self._write = calls.arguments
+        self._parameters = calls.tools[tool].parameters if tool in calls.tools else {}
+        self._names: set[str] = set()
+
+    def begin(self, name: str) -> None:
+        """An argument follows. Raises MalformedMarkupError where the call has one of this name already."""
+        if name in self._names:
+            raise MalformedMarkupError
+        self._write((", " if self._names else "{") + json.dumps(name, ensure_ascii=False) + ": ")
+        self._names.add(name)
+
+    def read_value(self, name: str, read: ReadText) -> Reading[None]:
+        """Read the text of the argument `name`, and write it as the schema types it."""
+        types = property_types(self._parameters, name)
+        if "string" not in types:
+            yield from self.read_json(read, types)
+        elif types <= {"string", *_WORDS}:
+            yield from self._read(_TextValue(self._write, types), read)
+        else:
+            yield from self._read(_HeldValue(self._write, types), read)
+
+    def read_string(self, read: ReadText) -> Reading[None]:
+        """Read a text that the markup says is a string."""
+        yield from self._read(_TextValue(self._write, frozenset()), read)
+
+    def read_json(self, read: ReadText, types: frozenset[str] = JSON_TYPES) -> Reading[None]:
+        """Read a text that is JSON, of one of `types`. An end marker inside an object's or an array's strings is text.
+
+        A text that is no JSON becomes a string, but where it begins as an object or an array.
+
+        Raises:
+            MalformedMarkupError: what began as an object or an array is none.
+        """
+        yield from self._reader.skip_space()
+        if (yield from self._reader.peek()) in "{[":
+            yield from copy_value(self._reader, self._write)
+            yield from read(_only_space)
+        else:
+            yield from self._read(_HeldValue(self._write, types), read)
+
+    def end(self) -> None:
+        """There are no more arguments."""
+        self._write("}" if self._names else "{}")
+
+    def _read(self, value: _TextValue | _HeldValue, read: ReadText) -> Reading[None]:
+        try:
+            yield from read(value.write)
+        except AnswerEnded:
+            value.give_up()
+            raise
+        value.end()
+
+
+class _TextValue:
+    """A string that is written as it comes, once it cannot be one of the words that stand for a value of another of `types`."""
+
+    def __init__(self, write: Write, types: frozenset[str]) -> None:
+        self._write = write
+        self._words = [word for name in types for word in _WORDS.get(name, ())]
+        self._held: str | None = ""  # None: it is a string
+
+    def write(self, text: str) -> None:
+        """The text goes on."""
+        if self._held is None:
+            self._write(quoted(text)[1:-1])
+            return
+        self._held += text
+        if not any(word.startswith(self._held) for word in self._words):
+            self._write(quoted(self._held)[:-1])
+            self._held = None
+
+    def end(self) -> None:
+        """The text is complete."""
+        if self._held is None:
+            self._write('"')
+        else:
+            self._write(self._held if self._held in self._words else quoted(self._held))
+
+    def give_up(self) -> None:
+        """The answer has ended inside the text."""
+        self._write(self._held or "")
+
+
+class _HeldValue:
+    """A text that is written once it is complete."""
+
+    def __init__(self, write: Write, types: frozenset[str]) -> None:
+        self._write = write
+        self._types = types
+        self._pieces: list[str] = []
+
+    def write(self, text: str) -> None:
+        """The text goes on."""
+        self._pieces.append(text)
+
+    def end(self) -> None:
+        """The text is complete."""
+        self._write(typed_value("".join(self._pieces), self._types))
+
+    def give_up(self) -> None:
+        """The answer has ended inside the text."""
+        self._write("".join(self._pieces))
+
+
+def typed_value(text: str, types: frozenset[str]) -> str:
+    """The JSON for a text that stands for a value of one of `types`; a string where it can be nothing else."""
+    if is_json(text, types):
+        return text.strip()
+    word = _WORD_SPELLINGS.get(text.strip().lower())
+    if word is not None and is_json(word, types):
+        return word
+    return quoted(text)
+
+
+def is_json(text: str, types: frozenset[str]) -> bool:
+    """Whether `text` is JSON, of one of `types`."""
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return json_type(value) in types
+
+
+def quoted(text: str) -> str:
+    """`text` as a JSON string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _only_space(text: str) -> None:
+    if text.strip(SPACE):
+        raise MalformedMarkupError
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)  # NaN and Infinity are no JSON

@@ -1,0 +1,80 @@
+"""`ReasoningMarkup`: how a family of models marks what it thinks before it answers.
+
+Some chat templates open the reasoning in the prompt, so that an answer begins inside it; some close it there, to switch it off.
+Both are seen at the prompt's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transom_core.text.markup.lark import LarkText
+from transom_core.text.markup.reader import SPACE
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarkup:
+    """The markers around the reasoning.
+
+    `inner_tokens`: parts of markers that may be special tokens.
+
+    `is_assumed`: an answer begins inside the reasoning unless the prompt has closed it, whatever the prompt shows.
+    `is_paired`: each of `ends` belongs to the one of `starts` at the same place; otherwise any of them ends the reasoning.
+    """
+
+    starts: tuple[str, ...]
+    ends: tuple[str, ...]
+    is_assumed: bool = False
+    is_paired: bool = False
+    inner_tokens: tuple[str, ...] = ()
+
+    def is_open(self, prompt_end: str) -> bool:
+        """Whether an answer to this prompt begins inside the reasoning."""
+        prompt_end = prompt_end.rstrip(SPACE)
+        return prompt_end.endswith(self.starts) or (self.is_assumed and not prompt_end.endswith(self.ends))
+
+    def is_closed(self, prompt_end: str) -> bool:
+        """Whether the prompt holds a whole reasoning already, so that an answer has none."""
+        return prompt_end.rstrip(SPACE).endswith(self.ends)
+
+    def start_in(self, prompt_end: str) -> str:
+        """The marker with which the prompt has opened the reasoning."""
+        prompt_end = prompt_end.rstrip(SPACE)
+        return next((start for start in self.starts if prompt_end.endswith(start)), self.starts[0])
+
+    def ends_of(self, start: str) -> tuple[str, ...]:
+        """The markers that end a reasoning which `start` began."""
+        return (self.ends[self.starts.index(start)],) if self.is_paired else self.ends
+
+    def rule(self, lark: LarkText, prompt_end: str, *, without: Sequence[str]) -> str:
+        """A grammar's expression for the reasoning at an answer's beginning: free text up to its end marker, if there is one.
+
+        The texts `without` do not occur in it.
+        """
+        if self.is_closed(prompt_end):
+            return ""
+        start = self.start_in(prompt_end) if self.is_open(prompt_end) else self._usual_start(lark)
+        end, *others = self.ends_of(start)
+        rest = f"{lark.text_until(end, without=(*without, *others))} {lark.terminal('space', _SPACE_AFTER)}"
+        if self.is_open(prompt_end):
+            return rest
+        return lark.rule("reasoning", f"{lark.marker(start)} {rest}") + "?"
+
+    def _usual_start(self, lark: LarkText) -> str:
+        """The first start, or, of paired ones that stand for generations of models, the one that the model has a token for."""
+        if not self.is_paired:
+            return self.starts[0]
+        return next((start for start in self.starts if lark.has_marker(start)), self.starts[-1])
+
+
+_SPACE_AFTER = r"/[ \t\n]{0,4}/"
+
+THINK = ReasoningMarkup(starts=("<think>",), ends=("</think>",))
+ASSUMED_THINK = ReasoningMarkup(starts=("<think>",), ends=("</think>",), is_assumed=True)
+MISTRAL = ReasoningMarkup(starts=("[THINK]", "<think>"), ends=("[/THINK]", "</think>"), is_paired=True)
+GEMMA4 = ReasoningMarkup(starts=("<|channel>thought",), ends=("<channel|>",), inner_tokens=("<|channel>",))
+GRANITE = ReasoningMarkup(
+    starts=("Here is my thought process:", "Here's my thought process:"),
+    ends=("Here is my response:", "Here's my response:"),
+)

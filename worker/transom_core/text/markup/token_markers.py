@@ -1,0 +1,82 @@
+"""`TokenMarkers`: markers that are special tokens, told apart from the same text in ordinary tokens.
+
+A model may write the text of a marker, in a file about chat markup for example: its tokenizer spells it with ordinary tokens.
+Families whose markers may stand there read each marker token as one character that no text has (half of a surrogate pair), so
+that a marker is found by its token alone. Where the vocabulary has no such special token, the marker is its text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterable
+from dataclasses import replace
+
+from transom_core.text.markup.context import MarkupTokenizer
+from transom_core.text.markup.markup_parser import MarkupParser
+from transom_core.text.markup.parts import AnswerPart, CallBegin, CallEnd
+from transom_core.text.markup.reader import MarkupReader
+from transom_core.text.markup.writer import PartsWriter
+
+_FIRST = 0xD800  # lone surrogates: decoded text never has them
+
+
+class TokenMarkers:
+    """The markers of one family in one vocabulary."""
+
+    def __init__(self, tokenizer: MarkupTokenizer, texts: Iterable[str]) -> None:
+        self.by_id: dict[int, str] = {}  # what a parser reads for a token
+        self._texts: dict[str, str] = {}  # by that
+        self._read_as: dict[str, str] = {}  # by text
+        for text in texts:
+            token_id = tokenizer.marker_id(text)
+            character = text if token_id is None else chr(_FIRST + len(self._texts))
+            self._read_as[text] = character
+            if token_id is not None:
+                self.by_id[token_id] = character
+                self._texts[character] = text
+        self._characters = re.compile("[" + "".join(self._texts) + "]") if self._texts else re.compile(r"(?!)")
+        self._markers = re.compile("|".join(map(re.escape, self._read_as)))
+
+    def __getitem__(self, text: str) -> str:
+        """What a parser reads for the marker of this text."""
+        return self._read_as[text]
+
+    def read_as(self, text: str) -> str:
+        """`text` with its markers as a parser reads them: for text that is known to be markup."""
+        return self._markers.sub(lambda match: self._read_as[match.group()], text)
+
+    def spelled(self, text: str) -> str:
+        """`text` with the markers' own texts: for markup that is shown."""
+        return self._characters.sub(lambda match: self._texts[match.group()], text)
+
+
+class TokenMarkerParser(MarkupParser):
+    """A parser whose reader sees each marker token as `TokenMarkers` reads it."""
+
+    __slots__ = ("_token_markers",)
+
+    def __init__(
+        self,
+        answer: Generator[None, None, None],
+        reader: MarkupReader,
+        writer: PartsWriter,
+        *,
+        tokenizer: MarkupTokenizer,
+        markers: TokenMarkers,
+    ) -> None:
+        super().__init__(answer, reader, writer, tokenizer=tokenizer, markers=())
+        self._token_markers = markers
+
+    def push(self, token_id: int, text: str) -> list[AnswerPart]:
+        """Read the next token and return the parts that it completes."""
+        return self._spelled(super().push(token_id, self._token_markers.by_id.get(token_id, text)))
+
+    def flush(self) -> list[AnswerPart]:
+        """Return what was held back, as the answer has ended."""
+        return self._spelled(super().flush())
+
+    def _spelled(self, parts: list[AnswerPart]) -> list[AnswerPart]:
+        spelled = self._token_markers.spelled
+        return [
+            part if isinstance(part, CallBegin | CallEnd) else replace(part, text=spelled(part.text)) for part in parts
+        ]

@@ -1,0 +1,59 @@
+"""`ToolMarkup`: how one family of models writes tool calls."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from transom_core.text.markup.call_reading import CallReading
+from transom_core.text.markup.context import ToolSpec
+from transom_core.text.markup.lark import LarkText
+from transom_core.text.markup.reader import Reading
+
+
+class ToolMarkup(ABC):
+    """The tool calls of one family: read from an answer, and allowed by a grammar.
+
+    - `openers`: the markers that begin a call, or a list of calls, anywhere in a message; a grammar lets the model write the
+      first of them;
+    - `starters`: characters that begin calls only as the first of a message, for families without a marker;
+    - `markers`: the other markers, any of which may be a special token that the parser has to know by its id;
+    - `inner_tokens`: parts of markers that may be special tokens;
+    - `separator`: the text between two calls; None where one opener begins all calls;
+    - `keeps_space`: whether space between a message's text and a call belongs to the text;
+    - `ends_reasoning`: whether an opener inside the reasoning ends it, where calls follow it.
+    """
+
+    openers: ClassVar[tuple[str, ...]] = ()
+    starters: ClassVar[str] = ""
+    markers: ClassVar[tuple[str, ...]] = ()
+    inner_tokens: ClassVar[tuple[str, ...]] = ()
+    separator: ClassVar[str | None] = None
+    keeps_space: ClassVar[bool] = False
+    ends_reasoning: ClassVar[bool] = False
+
+    @abstractmethod
+    def read(self, calls: CallReading, opener: str) -> Reading[None]:
+        """Read the calls that follow `opener` ("" for a starter, which is not read yet) and the marker at their end.
+
+        Returns where ordinary text goes on. Raises MalformedMarkupError where the text is not calls.
+        """
+
+    @abstractmethod
+    def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
+        """A grammar's expression for what follows the opener, up to the end of the call (or of all, without a separator)."""
+
+    def calls(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
+        """A grammar's expression for a message that is calls: one, or several where `parallel`."""
+        body = self.body(lark, tools, parallel=parallel)
+        call = lark.rule("call", f"{lark.marker(self.openers[0])} {body}")
+        if not parallel or self.separator is None:
+            return call
+        return f"{call} ({lark.literal(self.separator)} {call})*" if self.separator else f"{call}+"
+
+    def calls_after_text(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
+        """A grammar's expression for a message of free text in which calls may stand; an opener is always followed by a call."""
+        body = self.body(lark, tools, parallel=parallel)
+        call = lark.rule("text_and_call", f"{lark.text_until(self.openers[0], without=self.openers[1:])} {body}")
+        return f"{call}{'*' if parallel and self.separator is not None else '?'} {lark.text_without(self.openers)}"

@@ -1,0 +1,158 @@
+"""`PartsWriter`: turns what a markup's parser reads into `AnswerPart`s.
+
+Markup stands on lines of its own: the space between a text and a marker belongs to the markup, not to the text
+(`Let me look.\n<tool_call>` says "Let me look."). So the writer holds the space at a text's end back until it knows whether
+more text follows. Space at the end of the answer's message is the message's.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from transom_core.text.markup.parts import (
+    AnswerPart,
+    AnswerState,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    MalformedMarkup,
+    MessageText,
+    ReasoningText,
+)
+from transom_core.text.markup.reader import SPACE
+
+Section = Literal["reasoning", "message"]
+
+
+class PartsWriter:
+    """Collects the parts of one answer."""
+
+    __slots__ = (
+        "_arguments",
+        "_drops_space",
+        "_has_reasoning",
+        "_held",
+        "_index",
+        "_keeps_space",
+        "_parts",
+        "_reads_call",
+        "_text",
+        "call_is_open",
+        "has_text",
+        "section",
+    )
+
+    def __init__(self, *, keeps_space: bool = False) -> None:
+        """`keeps_space`: the space between a text and a call is text."""
+        self._keeps_space = keeps_space
+        self.section: Section = "message"
+        self.call_is_open = False
+        self._reads_call = False
+        self._parts: list[AnswerPart] = []
+        self._text: list[str] = []  # of the section, not yet a part
+        self._arguments: list[str] = []  # of the open call, not yet a part
+        self._held: list[str] = []  # space after the text
+        self._drops_space = False  # space that comes now is markup
+        self._has_reasoning = False  # some text of the answer was reasoning
+        self.has_text = False  # since the last marker, more than space has come
+        self._index = -1  # of the last call
+
+    @property
+    def state(self) -> AnswerState:
+        """What is being written."""
+        return "tool_call" if self._reads_call else self.section
+
+    def take(self) -> list[AnswerPart]:
+        """The parts since the last call of this method."""
+        self._close_text()
+        self._close_arguments()
+        parts, self._parts = self._parts, []
+        return parts
+
+    def begin_section(self, section: Section) -> None:
+        """What follows is `section`; the space on both sides of this place is markup. A line break parts two reasonings."""
+        self._close_text()
+        self.section = section
+        self._held = []
+        self._drops_space = True
+        self.has_text = False
+
+    def write(self, text: str) -> None:
+        """Write a piece of the section's text."""
+        if self._drops_space:
+            text = text.lstrip(SPACE)
+            self._drops_space = not text
+        body = text.rstrip(SPACE)
+        if body:
+            if self.section == "reasoning":
+                if self._has_reasoning and not self.has_text:
+                    self._text.append("\n")
+                self._has_reasoning = True
+            self._text += self._held
+            self._text.append(body)
+            self._held = []
+            self.has_text = True
+        if len(body) < len(text):
+            self._held.append(text[len(body) :])
+
+    def enter_call(self) -> None:
+        """Markup of calls follows."""
+        self._reads_call = True
+
+    def leave_call(self) -> None:
+        """The markup of calls has ended, and the section goes on."""
+        self._reads_call = False
+
+    def begin_call(self, name: str) -> None:
+        """A call begins; the space before it is markup, but where `keeps_space`. It ends the reasoning."""
+        if self._keeps_space and self.has_text:
+            self._text += self._held
+        self._close_text()
+        self.section = "message"
+        self._held = []
+        self._drops_space = False
+        self.has_text = False
+        self._index += 1
+        self.call_is_open = True
+        self._parts.append(CallBegin(self._index, name))
+
+    def write_arguments(self, text: str) -> None:
+        """Write a piece of the open call's arguments."""
+        self._arguments.append(text)
+
+    def end_call(self, *, is_complete: bool) -> None:
+        """End the open call."""
+        self._close_arguments()
+        self.call_is_open = False
+        self._parts.append(CallEnd(self._index, is_complete))
+
+    def write_malformed(self, markup: str) -> None:
+        """Markup that is wrong: count it, and show it as text."""
+        self._close_text()
+        self._parts.append(MalformedMarkup(markup))
+        self.write(markup)
+
+    def drop_unfinished(self, markup: str) -> None:
+        """Markup in which the answer ended: count it, and do not show it."""
+        self._close_text()
+        if not self._keeps_space:
+            self._held = []
+        self._parts.append(MalformedMarkup(markup))
+
+    def end(self) -> None:
+        """The answer has ended: the space at its end is text, unless a marker stands before it."""
+        if self.has_text or self._index < 0:
+            self._text += self._held
+        self._held = []
+        self._close_text()
+
+    def _close_text(self) -> None:
+        if self._text:
+            text = "".join(self._text)
+            self._text = []
+            self._parts.append(ReasoningText(text) if self.section == "reasoning" else MessageText(text))
+
+    def _close_arguments(self) -> None:
+        if self._arguments:
+            self._parts.append(CallArguments(self._index, "".join(self._arguments)))
+            self._arguments = []

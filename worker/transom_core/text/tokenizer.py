@@ -1,0 +1,345 @@
+"""`Tokenizer`: converts text to token ids and back, and chats to prompts, with the Rust library `tokenizers`.
+
+transformers' tokenizer gives equal ids but takes seconds to import and load. This one loads in a tenth of a second, from
+`tokenizer.json` or from the vocabulary in a GGUF file. It does not change after loading, so that any thread may call it.
+
+The library's `encode` holds Python's global lock; `encode_batch_fast` releases it, and makes neither offsets nor texts of
+tokens. It is the only one that is called, so that other threads run on while a long text is tokenised
+(`benchmarks/long_chats.py`).
+
+Two kinds of vocabulary are supported:
+
+- **byte level** (GPT-2, Llama 3, Qwen): a token's text spells bytes, each as one character of a fixed alphabet of 256; a space
+  is `Ġ`.
+- **SentencePiece** (Llama 2, Gemma): a token's text is text, with `▁` for a space; a byte that no token covers is a token like
+  `<0x0A>`.
+
+**Added tokens** stand beside the vocabulary (`<|im_start|>`): the library cuts the text at them first. **Special tokens** are
+the added ones that `skip_special_tokens` leaves out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RustTokenizer
+
+from transom_core.errors import ModelError, RequestError
+from transom_core.model_files.json_files import read_json
+from transom_core.model_files.resolve import ModelFiles, eos_token_ids
+from transom_core.text.built_in_templates import built_in_template
+from transom_core.text.chat_template import ChatPrompt, ChatTemplate, read_messages
+from transom_core.text.default_tool_prompt import messages_with_tools
+from transom_core.text.gguf_tokenizer import read_gguf_vocabulary
+from transom_core.text.template_renderer import TemplateRenderer, TemplateTooExpensive, shared_renderer
+from transom_core.text.turn_boundaries import ChatTokens, Markers
+
+_SENTENCEPIECE_SPACE = "\u2581"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+CheckLength = Callable[[int], None]  # raises RequestError for a number of tokens that is too large
+
+
+class Tokenizer:
+    """One model's tokenizer and chat template. `Tokenizer.load` makes it from a model's files.
+
+    `named_tokens` has the texts of bos_token, eos_token, unk_token and pad_token, as far as the model has them.
+    """
+
+    def __init__(
+        self,
+        rust: RustTokenizer,
+        *,
+        named_tokens: Mapping[str, str],
+        chat_template: str | None,
+        tool_template: str | None = None,
+        eos_token_ids: Sequence[int],
+        model_type: str = "",
+    ) -> None:
+        """`eos_token_ids` end a text, as the named eos_token does. `tool_template` is the chat template for chats with tools, where
+        the model has two. `model_type` is that of the model's config: families differ in the markup of their answers.
+        """
+        rust.no_truncation()
+        rust.no_padding()
+        self._rust = rust
+        self._byte_level = _is_byte_level(rust)
+        added = rust.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._markers = Markers(
+            {
+                token.content: i
+                for i, token in added.items()
+                if _cuts_text(token, normalizes=rust.normalizer is not None)
+            }
+        )
+        self._added_texts = {i: token.content for i, token in added.items()}
+        self._bytes: dict[int, bytes] = {}  # by token id, as far as they were asked for
+        self._named_tokens = dict(named_tokens)
+        self._template = (
+            ChatTemplate(source=chat_template, tool_source=tool_template, special_tokens=self._named_tokens)
+            if chat_template
+            else None
+        )
+        self.model_type = model_type
+        self.vocab_size: int = rust.get_vocab_size(with_added_tokens=True)
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys((*eos_token_ids, *self._named_id("eos_token"))))
+
+    @classmethod
+    def load(cls, files: ModelFiles) -> Tokenizer:
+        """Load the tokenizer of a resolved model.
+
+        Raises:
+            ModelError: the tokenizer is missing, broken, or of a kind that is not supported; the message names the file.
+        """
+        load = _load_gguf if files.is_gguf else _load_folder
+        return load(files.path, eos_token_ids(files), str(files.config.get("model_type", "")))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model came with a chat template."""
+        return self._template is not None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the template that renders chats with tools; None where the model came with none."""
+        return None if self._template is None else self._template.tool_source or self._template.source
+
+    @property
+    def template_knows_tools(self) -> bool:
+        """Whether the chat template has a place for tools. Otherwise `default_tool_prompt` puts them into the system prompt."""
+        return self._template is not None and self._template.knows_tools(has_tools=True)
+
+    @property
+    def added_tokens(self) -> Mapping[int, str]:
+        """Texts of the added tokens, special or not, by id."""
+        return self._added_texts
+
+    def to_json(self) -> str:
+        """Return the tokenizer as the text of a `tokenizer.json`, without truncation and padding."""
+        return str(self._rust.to_str())
+
+    def check_chat_template(self) -> None:
+        """Render a chat of one message, so that a template that never ends is found before there are requests.
+
+        Raises:
+            ModelError: the template exceeds a limit of time or memory. That it refuses this chat is no error.
+        """
+        if self._template is None:
+            return
+        renderer = TemplateRenderer()  # its own, which ends here: the process that checks a start renders no other chat
+        try:
+            renderer.render(self._template, [{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+        except TemplateTooExpensive as error:
+            raise ModelError(f"A chat of one message shows that the model's chat template is broken. {error}") from None
+        except RequestError:
+            return
+        finally:
+            renderer.close()
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, check_length: CheckLength | None = None
+    ) -> list[int]:
+        """Token ids of `text`. The text of a special token in it becomes that token.
+
+        `check_length` is called with the number of tokens, before there is an object for each: the list of a million ids takes
+        memory, and Python's global lock for 40 ms.
+
+        Raises:
+            RequestError: the text holds half of a surrogate pair, which no encoding can carry; or `check_length` raises it.
+        """
+        try:
+            (encoding,) = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except TypeError:
+            raise _broken_text() from None
+        if check_length is not None:
+            check_length(len(encoding))
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`. Ids beyond the vocabulary have no text; bytes that are not UTF-8 become U+FFFD."""
+        known = [i for i in token_ids if 0 <= i < 2**32]
+        return str(self._rust.decode(known, skip_special_tokens=skip_special_tokens))
+
+    def token(self, token_id: int) -> str:
+        r"""One token's text, as OpenAI's log-probabilities write it: a part of a character becomes `\xe2\x80`."""
+        data = self.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "".join(f"\\x{byte:02x}" for byte in data)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that one token adds to a text; none for an id beyond the vocabulary."""
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = self._make_bytes(token_id)
+        return data
+
+    def marker_id(self, text: str) -> int | None:
+        """The id of the one token that is this marker of a chat's or an answer's markup; None where the text is ordinary tokens.
+
+        Such a token is special, or added with a text like `<tool_call>`; no ordinary text contains it.
+        """
+        token_id: int | None = self._rust.token_to_id(text)
+        is_marker = token_id in self._special_ids or (token_id in self._added_texts and text[:1] + text[-1:] == "<>")
+        return token_id if is_marker else None
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `skip_special_tokens` leaves this token out."""
+        return token_id in self._special_ids
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+        check_length: CheckLength | None = None,
+    ) -> ChatPrompt:
+        """Render a chat as a prompt: its text, its token ids, and the positions where messages end.
+
+        `template` replaces the model's own template; `extra` are further variables for it, such as `tools`. A position is a
+        turn boundary only if the ids of the chat up to there are a prefix of the whole chat's ids. `check_length`: see `encode`.
+
+        Raises:
+            RequestError: there is no template, a message is malformed, or the template refuses the messages.
+        """
+        chosen = self._choose_template(template)
+        checked = read_messages(messages)
+        tools = (extra or {}).get("tools") or ()
+        if not chosen.knows_tools(has_tools=bool(tools)):
+            checked = messages_with_tools(checked, tools)
+        chat = shared_renderer().render(chosen, checked, add_generation_prompt=add_generation_prompt, extra=extra)
+        token_ids = self.encode(chat.text, add_special_tokens=False, check_length=check_length)
+        tokens = ChatTokens(chat.text, token_ids, markers=self._markers, encode=self._encode_plain)
+        return ChatPrompt(
+            text=chat.text,
+            token_ids=tuple(token_ids),
+            turn_boundaries=tokens.turn_boundaries(chat.turn_ends),
+        )
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self.encode(text, add_special_tokens=False)
+
+    def _choose_template(self, template: str | None) -> ChatTemplate:
+        if template is not None:
+            return ChatTemplate(source=template, special_tokens=self._named_tokens, param="chat_template")
+        if self._template is None:
+            raise RequestError(
+                "This model has no chat template; use /v1/completions, or give one as chat_template.", param="messages"
+            )
+        return self._template
+
+    def _make_bytes(self, token_id: int) -> bytes:
+        token = self._rust.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        if token is None:
+            return b""
+        if self._byte_level:
+            if all(character in _BYTE_OF_CHARACTER for character in token):
+                return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+            return str(token).encode()  # an added token, whose text is plain
+        if token_id in self._added_texts:
+            return self._added_texts[token_id].encode()
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        return str(token).replace(_SENTENCEPIECE_SPACE, " ").encode()
+
+    def _named_id(self, name: str) -> tuple[int, ...]:
+        token_id = self._rust.token_to_id(self._named_tokens[name]) if name in self._named_tokens else None
+        return () if token_id is None else (token_id,)
+
+
+def _load_folder(folder: Path, eos_token_ids: Sequence[int], model_type: str) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise ModelError(
+            f"{path} is missing; transformers writes it: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
+        )
+    try:
+        rust = RustTokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for everything that is wrong in the file
+        raise ModelError(f"{path} cannot be read: {error}.") from None
+    settings_path = folder / "tokenizer_config.json"
+    settings = read_json(settings_path) if settings_path.exists() else {}
+    named = {name: value for name in _NAMED_TOKENS if (value := _token_text(settings.get(name)))}
+    templates = _folder_templates(folder, settings)
+    return Tokenizer(
+        rust,
+        named_tokens=named,
+        chat_template=templates.get("default") or built_in_template(model_type, rust.token_to_id),
+        tool_template=templates.get("tool_use"),
+        eos_token_ids=eos_token_ids,
+        model_type=model_type,
+    )
+
+
+def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name; a template file takes precedence over one in `tokenizer_config.json`."""
+    found = settings.get("chat_template")
+    named = (
+        {entry.get("name"): entry.get("template") for entry in found} if isinstance(found, list) else {"default": found}
+    )
+    own_files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (default := folder / "chat_template.jinja").exists():
+        own_files["default"] = default
+    named |= {name: path.read_text("utf-8") for name, path in own_files.items()}
+    return {name: template for name, template in named.items() if template}
+
+
+def _load_gguf(path: Path, eos_token_ids: Sequence[int], model_type: str) -> Tokenizer:
+    vocabulary = read_gguf_vocabulary(path)
+    return Tokenizer(
+        vocabulary.rust,
+        named_tokens=vocabulary.named_tokens,
+        chat_template=vocabulary.chat_template,
+        eos_token_ids=eos_token_ids,
+        model_type=model_type,
+    )
+
+
+def _is_byte_level(rust: RustTokenizer) -> bool:
+    """Whether the vocabulary is byte level; otherwise it is SentencePiece's. Raises ModelError for any other kind."""
+    decoder: dict[str, Any] = json.loads(rust.decoder.__getstate__()) if rust.decoder else {"type": None}
+    parts: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = {part["type"] for part in parts}
+    if "ByteLevel" in kinds:
+        return True
+    if kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+        return False
+    raise ModelError(f"tokenizer.json decodes by {sorted(map(str, kinds))}; supported: ByteLevel and SentencePiece's.")
+
+
+def _cuts_text(token: AddedToken, *, normalizes: bool) -> bool:
+    """Whether text is cut wherever it has this added token, and the text before it has the same tokens as alone.
+
+    `normalizes`: the tokenizer changes text before it looks for tokens that are declared as normalized.
+    """
+    return not (token.single_word or token.lstrip or (token.normalized and normalizes))
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet, bytes by character: a printable Latin-1 byte is its own character, the others are those from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_alphabet()
+
+
+def _token_text(value: Any) -> str | None:
+    """The text of a token in tokenizer_config.json, which is a string or an object with `content`."""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else None
+
+
+def _broken_text() -> RequestError:
+    return RequestError("The text holds half of a surrogate pair (such as \\ud83d alone); send valid Unicode.")

@@ -1,0 +1,124 @@
+"""The four scenarios: memory and throughput, preemptions in a tight budget, quality by window, requests in a fixed budget."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, LogprobTable, WindowPolicy
+from transom_worker.bench.policies.policy_runs import Run, make_request, run_together
+from transom_worker.bench.policies.texts import long_text
+from transom_worker.engine.engine import Engine
+
+WINDOWS = (8, 16, 32, 64, 128, 256, 512)
+BUDGETS = (64, 128, 256, 512)
+NUM_LIKELY = 20  # tokens of each distribution that are compared
+ADAPTIVE_THRESHOLD = 0.005  # share of the attention at the window's far edge above which it grows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Requests of a scenario that run together."""
+
+    num_requests: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """A policy beside full attention, over the same text.
+
+    `agreement` is the share of positions with the same most likely next token. `kl` is a lower bound of the mean KL divergence in
+    nats, from the 20 likeliest tokens of both.
+    """
+
+    name: str
+    kind: str  # full, window, window without sinks, adaptive, heavy
+    kept_tokens: int
+    agreement: float
+    kl: float
+    perplexity: float
+
+
+def policy_of_budget(kind: str, budget: int) -> KvPolicy:
+    """Return a policy that keeps about `budget` tokens."""
+    if kind == "adaptive":
+        return AdaptivePolicy(sinks=4, min_window=max(32, budget // 4), max_window=budget, threshold=ADAPTIVE_THRESHOLD)
+    if kind == "heavy":
+        return HeavyPolicy(sinks=4, budget=budget)
+    return WindowPolicy(sinks=4 if kind == "window" else 0, window=budget)
+
+
+def memory_and_throughput(engine: Engine, load: Load, window: int) -> dict[str, Run]:
+    """Scenarios 1, 2 and 4: the same requests with full attention and with a window of `window` tokens."""
+    texts = [
+        long_text(engine.tokenizer, load.prompt_tokens, skip_topics=3 + 2 * number)
+        for number in range(load.num_requests)
+    ]
+    found = {}
+    for name, policy in (("full", None), (f"window {window}", WindowPolicy(sinks=4, window=window))):
+        requests = [make_request(text, policy, max_tokens=load.output_tokens) for text in texts]
+        found[name] = run_together(engine, requests)
+    return found
+
+
+def quality_by_window(engine: Engine, *, num_tokens: int, judged_from: int) -> list[Quality]:
+    """Scenario 3. Every policy reads the same text; positions from `judged_from` on are compared with full attention."""
+    text = long_text(engine.tokenizer, num_tokens, skip_topics=1)
+    full = _prompt_logprobs(engine, text, None)
+    rows = [_quality("full", "full", num_tokens, full, full, judged_from)]
+    for kind in ("window", "window without sinks", "adaptive", "heavy"):
+        for budget in WINDOWS if kind.startswith("window") else BUDGETS:
+            table = _prompt_logprobs(engine, text, policy_of_budget(kind, budget))
+            rows.append(_quality(f"{kind} {budget}", kind, budget, full, table, judged_from))
+    return rows
+
+
+def _prompt_logprobs(engine: Engine, text: list[int], policy: KvPolicy | None) -> LogprobTable:
+    run = run_together(engine, [make_request(text, policy, max_tokens=1, prompt_logprobs=NUM_LIKELY)])
+    table = run.prompt_logprobs[0]
+    assert table is not None
+    return table
+
+
+def _quality(
+    name: str, kind: str, kept_tokens: int, full: LogprobTable, table: LogprobTable, judged_from: int
+) -> Quality:
+    agreeing, kl, loss = 0, 0.0, 0.0
+    positions = range(judged_from, len(full))
+    for position in positions:
+        mine, theirs = table[position], full[position]
+        agreeing += mine.top[0].token_id == theirs.top[0].token_id
+        kl += _bounded_kl(
+            {entry.token_id: entry.logprob for entry in theirs.top},
+            {entry.token_id: entry.logprob for entry in mine.top},
+        )
+        loss -= mine.chosen.logprob
+    count = len(positions)
+    return Quality(
+        name=name,
+        kind=kind,
+        kept_tokens=kept_tokens,
+        agreement=agreeing / count,
+        kl=kl / count,
+        perplexity=math.exp(loss / count),
+    )
+
+
+def _bounded_kl(q: dict[int, float], p: dict[int, float]) -> float:
+    """A lower bound of KL(q || p) from the log-probabilities of each one's likeliest tokens.
+
+    It is the larger of two: with all tokens as one but those that both know; and with what `p` does not know as likely as the
+    least of what it knows.
+    """
+    both = q.keys() & p.keys()
+    known = sum(math.exp(q[token]) * (q[token] - p[token]) for token in both)
+    rest_q, rest_p = (max(1e-9, 1.0 - sum(math.exp(side[token]) for token in both)) for side in (q, p))
+    merged = known + rest_q * math.log(rest_q / rest_p)
+    least, missing = min(p.values()), q.keys() - p.keys()
+    others = max(1e-9, rest_q - sum(math.exp(q[token]) for token in missing))
+    capped = (
+        known + sum(math.exp(q[token]) * (q[token] - least) for token in missing) + others * math.log(others / rest_p)
+    )
+    return max(0.0, merged, capped)

@@ -1,0 +1,54 @@
+"""Builds a running engine from its config: model files, ranks, metrics, tracing, and the start-up report in the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from transom_core.clock import steady_time_s
+from transom_core.config import EngineConfig
+from transom_core.model_files.resolve import resolve_text_files
+from transom_core.telemetry.tracing import Tracing
+from transom_core.text.tokenizer import Tokenizer
+from transom_worker.engine.engine import Engine
+from transom_worker.engine.startup_report import startup_report
+from transom_worker.execution.executor import Executor
+from transom_worker.execution.executor_factory import create_executor
+from transom_worker.telemetry.engine_timelines import Clock
+from transom_worker.telemetry.metrics import EngineMetrics
+from transom_worker.telemetry.timeline_exporter import timeline_exporter
+
+logger = logging.getLogger("transom.worker")
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    model_name: str | None = None,
+    worker: str = "0",
+    executor: Executor | None = None,
+    clock: Clock = steady_time_s,
+) -> Engine:
+    """Load a model and start its engine, for a replica, for offline use and for benchmarks.
+
+    `config` names the executor, unless there is an `executor` already. `clock` is the engine's.
+
+    Raises:
+        ConfigError, ModelError: a setting or the checkpoint is wrong; no rank is left running.
+    """
+    tracing = None if config.tracing is None else Tracing(config.tracing, role="worker", name=worker)
+    begin_s = time.perf_counter()
+    files = resolve_text_files(config.model.model)  # the ranks load the weights
+    metrics = EngineMetrics(model=model_name or config.model.model, worker=worker)
+    tokenizer, executor = Tokenizer.load(files), executor or create_executor(config)
+    try:
+        engine = Engine(config, executor, tokenizer, metrics, worker, clock=clock)
+        engine.report = startup_report(engine.info, model=model_name or files.name, cache=config.cache)
+        engine.timelines.exporter = timeline_exporter(config, worker, tracing)
+    except BaseException:
+        executor.shutdown()
+        raise
+    metrics.ready(time.perf_counter() - begin_s)
+    for line in engine.report.splitlines():
+        logger.info(line)
+    return engine

@@ -1,0 +1,139 @@
+"""The report that a worker logs at start: its memory by purpose, and the plan of its KV cache as `transom plan` shows it.
+
+- **group**: the layers that keep the KV of the same tokens; each group has blocks of its own size.
+- **page**: a piece of the KV pool that one group leases at a time and divides into its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transom_core.config import CacheConfig
+from transom_core.kv_cache.groups import GroupSpec
+from transom_core.model_config.rank_shares import rank_lines
+from transom_worker.execution.executor import ExecutorInfo
+from transom_worker.planner import CachePlan, Concurrency, GroupPlan
+
+_KERNELS = {"cpu": "kernels compiled for this CPU", "torch": "torch's own", "triton": "Triton's kernels, interpreted"}
+_COLUMNS = (
+    "group",
+    "layers",
+    "keep",
+    "format",
+    "bytes per token",
+    "block",
+    "bytes per block",
+    "per page",
+    "at most per sequence",
+)
+
+
+def startup_report(info: ExecutorInfo, *, model: str, cache: CacheConfig) -> str:
+    """The report's lines: memory by purpose, a table of the cache groups, how many sequences fit the pool at once, and the tiers
+    below it."""
+    memory, plan = info.memory, info.plan
+    pool_bytes = plan.page_bytes * plan.num_pages
+    each = " on each rank" if info.ranks else ""
+    lines = [
+        f"{model} on {memory.device}: weights {_mib(memory.weight_bytes)}, activations {_mib(memory.activation_bytes)}, "
+        f"KV pool {_mib(pool_bytes)}{each} ({plan.num_pages:,} pages of {plan.page_bytes:,} bytes, {plan.waste:.1%} waste)",
+        *_rank_lines(info),
+        *_group_table(plan),
+        f"one sequence of {plan.max_model_len:,} tokens takes {plan.request_bytes:,} bytes; at once run {_concurrency(plan)}",
+        *_tier_lines(plan, cache),
+    ]
+    if memory.device == "cpu":
+        compiled = f" (compiling them took {info.compile_s:.1f} s, once)" if info.compile_s else ""
+        lines.append(f"operators run as {_KERNELS[info.kernels]}{compiled}")
+    if memory.device.startswith("cuda"):
+        lines.append(
+            f"decode steps are replayed from {info.num_graphs:,} CUDA graphs"
+            if info.num_graphs
+            else "decode steps are launched kernel by kernel"
+        )
+    if plan.in_flight_bytes:
+        lines.append(
+            f"a step of {plan.max_num_batched_tokens:,} tokens takes {plan.in_flight_bytes:,} bytes more while it runs; "
+            f"lost windows are restored by computing {plan.repair_tokens:,} tokens"
+        )
+    return "\n".join(lines)
+
+
+def _rank_lines(info: ExecutorInfo) -> list[str]:
+    """One line per rank: its shard of the model, its memory and its process; no lines where there is one rank."""
+    if not info.ranks:
+        return []
+    lines = [
+        f"{held}; weights {_mib(rank.memory.weight_bytes)}; process {rank.process_id} on {rank.ip}"
+        for held, rank in zip(rank_lines(info.plan.ranks), info.ranks, strict=True)
+    ]
+    return [*lines, f"on several ranks: {', '.join(info.plan.replicated)}"]
+
+
+def _tier_lines(plan: CachePlan, cache: CacheConfig) -> list[str]:
+    """One line for the host tier and one for the disk tier, where there are any."""
+    lines = []
+    if plan.host_layout is not None:
+        each = " on each rank" if plan.tensor_parallel_size > 1 else ""
+        lines.append(
+            f"host tier {_mib(plan.host_layout.pool_bytes)}{each} ({plan.host_layout.num_pages:,} pages) for evicted prefixes and "
+            f"preempted sequences: the KV of {_points(plan.host_concurrency)}"
+        )
+    if cache.disk_cache is not None:
+        lines.append(
+            f"disk tier in {cache.disk_cache}, up to {_mib(cache.disk_space_bytes)} for all processes that use it: the KV of about "
+            f"{_on_disk(plan, cache.disk_space_bytes)}"
+        )
+    return lines
+
+
+def _group_table(plan: CachePlan) -> list[str]:
+    rows = [_group_row(part, group.spec) for part, group in zip(plan.groups, plan.layout.groups, strict=True)]
+    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (_COLUMNS, *rows)
+    ]
+
+
+def _group_row(part: GroupPlan, spec: GroupSpec) -> tuple[str, ...]:
+    return (
+        part.name,
+        f"{part.num_layers}",
+        _kept(spec),
+        part.dtype,
+        f"{part.bytes_per_token:,.0f}",
+        f"{part.block_tokens} tokens",
+        f"{part.block_bytes:,}",
+        f"{part.blocks_per_page}",
+        f"{part.peak_blocks:,} blocks",
+    )
+
+
+def _kept(spec: GroupSpec) -> str:
+    if spec.keeps_everything:
+        return f"an entry per {spec.ratio} tokens" if spec.ratio else "all tokens"
+    if spec.ratio:
+        return f"up to {(1 + spec.overlap) * spec.ratio:,} tokens"
+    sinks = f" + first {spec.sinks}" if spec.sinks else ""
+    return f"{spec.window or spec.chunk:,} tokens{sinks}"
+
+
+def _concurrency(plan: CachePlan) -> str:
+    return _points(plan.concurrency)
+
+
+def _points(points: Sequence[Concurrency]) -> str:
+    return ", ".join(f"{point.requests:,} of {point.length:,}" for point in points)
+
+
+def _on_disk(plan: CachePlan, space_bytes: int) -> str:
+    """How many prefixes of each length fit the disk, where each rank has files of its own share."""
+    ranks = plan.tensor_parallel_size
+    return ", ".join(
+        f"{space_bytes // (ranks * point.request_bytes):,} of {point.length:,}" for point in plan.concurrency
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"

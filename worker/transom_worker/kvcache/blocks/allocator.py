@@ -1,0 +1,190 @@
+"""`BlockAllocator`: chooses the blocks that a sequence gets, and evicts cached blocks for them.
+
+Terms:
+
+    page         a part of the arena, leased to one KV cache group at a time, or not leased
+    busy page    a leased page with an active block (referenced by a running sequence)
+    usable page  a page without an active block: not leased, or leased and *idle*; any group may take it, after evictions
+    slack        the number of a group's blocks in busy pages that are not active: the group may take them, after evictions
+    evictable    a cached block that no checkpoint pins
+    run          consecutive free blocks of one page
+
+A group can take its slack and the blocks of usable pages, and every page has the same number of a group's blocks. So simple
+arithmetic decides exactly whether an allocation fits: `pages_needed` divides the usable pages among the groups, and `allocate`
+takes at most its group's share. Example: a group needs 10 blocks, its slack is 3, and a page has 4 of its blocks. It needs
+ceil((10 - 3) / 4) = 2 usable pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from transom_worker.kvcache.blocks.arena import Arena
+from transom_worker.kvcache.blocks.pool import GroupPool
+
+EVICTED_FOR_OWN_GROUP = "own_group"
+EVICTED_FOR_OTHER_GROUP = "other_group"
+
+_SCARCE_FRACTION = 4  # usable pages are scarce when they are at most 1/4 of all pages
+
+Evict = Callable[[int, list[int], str], None]  # (group, evictable blocks, reason)
+EvictCheckpoint = Callable[[], bool]  # unpins one checkpoint's blocks; False: there was none
+
+
+class BlockAllocator:
+    """Allocates blocks so that a sequence's ids are consecutive where possible, and evicts cached blocks when memory is needed.
+
+    `evict` must call `GroupPool.evict`. `evict_checkpoint` makes blocks that a checkpoint pins evictable, and returns whether there
+    was such a checkpoint.
+    """
+
+    def __init__(self, arena: Arena, pools: list[GroupPool], evict: Evict, evict_checkpoint: EvictCheckpoint) -> None:
+        self._arena = arena
+        self._pools = pools
+        self._evict = evict
+        self._evict_checkpoint = evict_checkpoint
+
+    @property
+    def usable_pages(self) -> int:
+        """Pages without an active block."""
+        return self._arena.num_free + sum(len(pool.idle_pages) for pool in self._pools)
+
+    def pages_needed(self, num_blocks: list[int]) -> list[int] | None:
+        """Return the usable pages that each group must take to get `num_blocks[group]` more blocks; None if there are too few
+        pages.
+        """
+        pages = [
+            -(-max(0, count - pool.slack) // self._arena.blocks_per_page[group])
+            for group, (count, pool) in enumerate(zip(num_blocks, self._pools, strict=True))
+        ]
+        return pages if sum(pages) <= self.usable_pages else None
+
+    def allocate_all(self, num_blocks: Sequence[int], near: Sequence[int | None]) -> list[list[int]]:
+        """Take so many blocks of each group, which must fit; if possible behind block `near[group]`. Returns them by group.
+
+        Each group may take the pages that it needs, and the pages that no group needs: so block ids stay consecutive.
+        """
+        pages = self.pages_needed(list(num_blocks))
+        assert pages is not None
+        spare = self.usable_pages - sum(pages)
+        taken = []
+        for group, count in enumerate(num_blocks):
+            share = pages[group] + spare
+            blocks, used = self.allocate(group, count, near[group], share) if count else ([], 0)
+            spare = share - used if count else spare
+            taken.append(blocks)
+        return taken
+
+    def allocate(self, group: int, count: int, near: int | None, max_pages: int) -> tuple[list[int], int]:
+        """Take `count` blocks with one reference each, if possible behind block `near`.
+
+        Returns the blocks, and how many usable pages they took: at most `max_pages`, the group's share.
+        """
+        pool = self._pools[group]
+        taken: list[int] = []
+        pages = 0
+        while len(taken) < count:
+            missing = count - len(taken)
+            if new_pages := self._new_pages(pool, near, missing, max_pages - pages):
+                blocks = pool.take_new_pages(new_pages, missing)
+                taken += blocks
+                near = taken[-1]
+                pages += len(new_pages)
+                continue
+            first = self._next(pool, near, missing, may_take_page=pages < max_pages)
+            pages += not pool.num_active_in[self._arena.page_of(group, first)]
+            run = pool.free_run(first, missing)
+            pool.take(run)
+            taken += run
+            near = taken[-1]
+        return taken, pages
+
+    def _new_pages(self, pool: GroupPool, near: int | None, count: int, max_pages: int) -> range:
+        """Lease consecutive pages for `count` blocks, as `_next` would one by one, as far as it is certain that it would.
+
+        Returns the pages, at most `max_pages`; none if another free block is preferred, or if there might be one.
+        """
+        num_pages = min(max_pages, -(-count // pool.blocks_per_page), self._arena.num_free)
+        if pool.slack:  # before usable pages become scarce
+            num_pages = min(num_pages, self.usable_pages - self._arena.num_pages // _SCARCE_FRACTION)
+        if num_pages <= 1:
+            return range(0)
+        if near is None:
+            return self._arena.lease_run(pool.group, num_pages)
+        page = self._arena.page_of(pool.group, near)
+        if pool.first_free(page) is not None:
+            return range(0)
+        return self._arena.lease_run(pool.group, num_pages, prefer=page + 1)
+
+    def _next(self, pool: GroupPool, near: int | None, count: int, *, may_take_page: bool) -> int:
+        """Return a free block, evicting cached ones if there is none. Busy pages are filled first when usable pages are scarce."""
+        scarce = self.usable_pages * _SCARCE_FRACTION <= self._arena.num_pages
+        if not may_take_page or (scarce and pool.slack):
+            block = self._place(pool, near, may_take_page=False)
+            if block is None:
+                block = self._evict_in_busy_page(pool, must=not may_take_page)
+            if block is not None:
+                return block
+        while (block := self._place(pool, near, may_take_page=True)) is None:
+            self._reclaim(pool, count)
+        return block
+
+    def _place(self, pool: GroupPool, near: int | None, *, may_take_page: bool) -> int | None:
+        """Return a free block without evicting any; None if there is none.
+
+        In order of preference: the block behind `near`, another block of the same page, a newly leased page (the next one if
+        possible), any other leased page.
+        """
+        prefer = None
+        if near is not None:
+            page = self._arena.page_of(pool.group, near)
+            if pool.is_free(near + 1) and self._arena.page_of(pool.group, near + 1) == page:
+                return near + 1
+            block = pool.first_free(page)
+            if block is not None:
+                return block
+            prefer = page + 1
+        if may_take_page and self._arena.num_free:
+            return pool.add_page(self._arena.lease(pool.group, prefer=prefer))
+        emptiest = pool.page_with_most_free(busy_only=not may_take_page)
+        return None if emptiest is None else pool.first_free(emptiest)
+
+    def _evict_in_busy_page(self, pool: GroupPool, *, must: bool) -> int | None:
+        """Evict the evictable blocks of one busy page, and return one of them; None if there are none.
+
+        If `must`, evict checkpoints until there are some.
+        """
+        while not (blocks := pool.evictable_in_busy_page()):
+            if not must:
+                return None
+            if not self._evict_checkpoint():
+                raise RuntimeError("blocks that were promised are not there")  # a bug: feasibility was checked
+            if (block := self._place(pool, None, may_take_page=False)) is not None:  # it went to the host tier
+                return block
+        self._evict(pool.group, blocks, EVICTED_FOR_OWN_GROUP)
+        return blocks[0]
+
+    def _reclaim(self, pool: GroupPool, count: int) -> None:
+        """Evict cached blocks so that a block of this group, or a whole page, becomes free.
+
+        In order of preference: up to `count` evictable blocks of the group; all blocks of pages of another group that have no
+        active or pinned block, as many pages as `count` blocks need; a checkpoint, whose blocks become evictable.
+        """
+        if pool.evictable:
+            self._evict(pool.group, list(islice(pool.evictable, count)), EVICTED_FOR_OWN_GROUP)
+            return
+        num_pages = -(-count // pool.blocks_per_page)
+        for other in self._pools:
+            pages = list(islice(other.evictable_pages, num_pages))
+            if pages:
+                evictable = [
+                    block
+                    for page in pages
+                    for block in self._arena.blocks(page, other.group)
+                    if block in other.evictable
+                ]
+                self._evict(other.group, evictable, EVICTED_FOR_OTHER_GROUP)
+                return
+        if not self._evict_checkpoint():
+            raise RuntimeError("blocks that were promised are not there")  # a bug: feasibility was checked

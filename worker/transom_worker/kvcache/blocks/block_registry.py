@@ -1,0 +1,229 @@
+"""`BlockRegistry`: keeps the prefix index and the groups' block pools in step, and counts what happens to published blocks.
+
+Terms:
+
+    digest      the name of a block's tokens and all tokens before them (`hashing`)
+    published   a block that the prefix index has under its digest, so that other requests can use it
+    reference   a running sequence uses the block
+    pin         a checkpoint keeps the block from being evicted (`checkpoints`)
+    evict       remove an unreferenced, unpinned block from the index; it becomes free
+    touched     a block whose state changed since the block map's last snapshot (`cache_snapshot`)
+    moved       a touched block that the other tier has in place of this one
+
+Every change goes through here, so that index, pools, events for routers, times and counts agree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from transom_core.kv_cache.layout import ArenaLayout
+from transom_worker.kvcache.blocks.block_table import BlockTable
+from transom_worker.kvcache.blocks.block_times import BlockTimes
+from transom_worker.kvcache.blocks.pool import GroupPool
+from transom_worker.kvcache.prefix.change_log import ChangeLog
+from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
+from transom_worker.kvcache.stats import GroupStats
+
+
+class BlockRegistry:
+    """One tier's part of the index, and its pools of all groups.
+
+    A block is published in its pool exactly while the index has it. `clock` gives seconds.
+    """
+
+    def __init__(
+        self,
+        layout: ArenaLayout,
+        pools: Sequence[GroupPool],
+        index: PrefixIndex,
+        changes: ChangeLog,
+        *,
+        tier: int,
+        block_size: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._index = index
+        self._tier = tier
+        self._found = index.tiers[tier]
+        self._layout = layout
+        self._pools = pools
+        self._hash_blocks_per_block = [group.spec.block_size // block_size for group in layout.groups]
+        self._times = [BlockTimes(layout.num_block_ids(group), clock) for group in range(len(layout.groups))]
+        self._evicted: tuple[Counter[str], ...] = tuple(Counter() for _ in layout.groups)
+        self._changes = changes
+        self._touched: tuple[set[int], ...] | None = None  # by group; None while no block map is watched
+        self._moved: tuple[set[int], ...] = self._none()
+
+    def has(self, group: int, digest: bytes) -> bool:
+        """Return whether the index has a block of the group under the digest."""
+        return digest in self._found[group]
+
+    def has_all(self, group: int, chain: Sequence[bytes], begin: int, end: int) -> bool:
+        """Return whether the index has all of the group's logical blocks `[begin, end)` of a chain."""
+        step, found = self._hash_blocks_per_block[group], self._found[group]
+        return all(chain[(block + 1) * step - 1] in found for block in range(begin, end))
+
+    def publish(self, group: int, table: BlockTable, begin: int, end: int, chain: Sequence[bytes]) -> list[bytes]:
+        """Enter logical blocks `[begin, end)` of a table into the index, except those that slid out or whose digest it has
+        already; return the digests of the others.
+        """
+        if begin >= end:
+            return []
+        step = self._hash_blocks_per_block[group]
+        found = self._found[group]
+        digests = chain[(begin + 1) * step - 1 : end * step : step]
+        blocks, names = [], []
+        for logical, digest, block in zip(range(begin, end), digests, table.blocks(begin, end), strict=True):
+            if block is not None and digest not in found:
+                blocks.append(block)
+                names.append((digest, logical))
+        self.enter(group, blocks, names)
+        return [digest for digest, _ in names]
+
+    def enter(self, group: int, blocks: Sequence[int], names: Sequence[tuple[bytes, int]]) -> None:
+        """Enter blocks, which are in use, into the index under these (digest, logical index), which it must not have."""
+        if not blocks:
+            return
+        digests = [digest for digest, _ in names]
+        self._found[group].update(zip(digests, blocks, strict=True))
+        self._pools[group].published.update(zip(blocks, names, strict=True))
+        self._changes.add("added", self._tier, group, digests)
+        if self._touched is not None:
+            self._touched[group].update(blocks)
+
+    def withdraw(self, group: int, blocks: Sequence[int]) -> None:
+        """Remove blocks that are in use from the index; they become free when nothing uses them any more."""
+        if not blocks:
+            return
+        published = self._pools[group].published
+        digests = [published.pop(block)[0] for block in blocks]
+        self._index.forget(group, digests, tier=self._tier)
+        self._changes.add("removed", self._tier, group, digests)
+        if self._touched is not None:
+            self._touched[group].update(blocks)
+
+    def forget(self, group: int, blocks: Iterable[int]) -> None:
+        """Free evictable blocks that the other tier has from now on. This is no eviction."""
+        blocks = list(blocks)
+        if not blocks:
+            return
+        digests = [digest for digest, _ in self._pools[group].evict(blocks)]
+        self._index.forget(group, digests, tier=self._tier)
+        self._changes.add("removed", self._tier, group, digests)
+        if self._touched is not None:
+            self._touched[group].update(blocks)
+            self._moved[group].update(blocks)
+
+    def moved(self, group: int, source: int, target: int) -> None:
+        """Note that compaction (moving blocks together to clear a page) moved a block, published or not, to another id."""
+        entry = self._pools[group].published.get(target)
+        if entry is not None:
+            self._found[group][entry[0]] = target
+        if self._touched is not None:
+            self._touched[group].update((source, target))
+
+    def pin(self, group: int, digests: Iterable[bytes]) -> None:
+        """Pin the blocks under these digests for a checkpoint."""
+        self._pools[group].pin(self._blocks(group, digests))
+
+    def unpin(self, group: int, digests: Iterable[bytes]) -> None:
+        """Remove a checkpoint's pin from the blocks under these digests."""
+        self._pools[group].unpin(self._blocks(group, digests))
+
+    def ref(self, group: int, blocks: Sequence[int]) -> None:
+        """Add a sequence's reference to each of these blocks."""
+        self._times[group].hit(self._pools[group].ref(blocks))
+        if self._touched is not None:
+            self._touched[group].update(blocks)
+
+    def unref(self, group: int, blocks: Sequence[int]) -> None:
+        """Remove a sequence's reference from each of these blocks."""
+        self._times[group].cached(self._pools[group].unref(blocks))
+        if self._touched is not None:
+            self._touched[group].update(blocks)
+
+    def evict(self, group: int, blocks: list[int], reason: str) -> None:
+        """Evict these evictable blocks; `reason` is counted."""
+        if not blocks:
+            return
+        entries = self._pools[group].evict(blocks)
+        digests = [digest for digest, _ in entries]
+        self._index.remove(group, digests, tier=self._tier)
+        self._times[group].evicted(blocks)
+        self._evicted[group][reason] += len(blocks)
+        self._changes.add("removed", self._tier, group, digests)
+        if self._touched is not None:
+            self._touched[group].update(blocks)
+
+    def taken(self, group: int, blocks: Iterable[int]) -> None:
+        """Note that free blocks were allocated to a sequence."""
+        if self._touched is not None:
+            self._touched[group].update(blocks)
+
+    @property
+    def watches_changes(self) -> bool:
+        """Whether the registry records which blocks change."""
+        return self._touched is not None
+
+    def watch_changes(self, is_on: bool) -> None:
+        """Begin to record which blocks change in any way, or stop recording it."""
+        self._touched = self._none() if is_on else None
+        self._moved = self._none()
+
+    def take_touched(self) -> tuple[tuple[set[int], ...], tuple[set[int], ...]]:
+        """Return, by group, the blocks that changed since the last call, and those of them that the other tier has in place of
+        this one; empty sets unless changes are recorded.
+        """
+        touched, moved = self._touched or self._none(), self._moved
+        self._moved = self._none()
+        if self._touched is not None:
+            self._touched = self._none()
+        return touched, moved
+
+    def cached_since_s(self, group: int) -> list[float]:
+        """Return a list by block: when its last reference was removed, in seconds of the cache's clock; 0 if that never
+        happened.
+        """
+        return self._times[group].since_s()
+
+    def cached_age_s(self, group: int, block: int) -> float:
+        """Return how long ago a block's last reference was removed."""
+        return self._times[group].age_s(block)
+
+    def num_evicted(self) -> list[dict[str, int]]:
+        """Return, by group, the number of blocks evicted since start, by reason."""
+        return [dict(evicted) for evicted in self._evicted]
+
+    def stats(self) -> tuple[GroupStats, ...]:
+        """Return every group's blocks by state, and its evictions and times since start."""
+        return tuple(
+            GroupStats(
+                name=group.spec.name,
+                block_bytes=group.block_bytes,
+                active_blocks=pool.num_active,
+                cached_blocks=pool.num_cached,
+                free_blocks=pool.num_free,
+                pinned_blocks=pool.num_pinned,
+                evicted_blocks=dict(evicted),
+                residency=times.residency.stats(),
+                reuse_interval=times.reuse_interval.stats(),
+            )
+            for group, pool, evicted, times in zip(
+                self._layout.groups, self._pools, self._evicted, self._times, strict=True
+            )
+        )
+
+    def _none(self) -> tuple[set[int], ...]:
+        """Return an empty set for each group."""
+        return tuple(set() for _ in self._layout.groups)
+
+    def _blocks(self, group: int, digests: Iterable[bytes]) -> Iterable[int]:
+        """Return the block ids under these digests, and record them as changed."""
+        blocks = map(self._found[group].__getitem__, digests)
+        if self._touched is None:
+            return blocks
+        known = list(blocks)
+        self._touched[group].update(known)
+        return known

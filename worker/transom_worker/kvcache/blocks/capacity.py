@@ -1,0 +1,61 @@
+"""`Capacity`: how much the KV pool can hold: the pages of one sequence at its peak, the longest sequence, how many more fit now.
+
+A *page* is a part of the pool that is leased to one KV cache group at a time and has that group's blocks. A sequence's *peak*
+is the most blocks that it holds at once. Example: two groups with 4 and 8 blocks a page; a sequence that holds at most 10 and 9
+blocks of them needs ceil(10 / 4) + ceil(9 / 8) = 5 pages.
+"""
+
+from __future__ import annotations
+
+from transom_core.kv_cache.retention_set import RetentionSet
+from transom_worker.kvcache.blocks.allocator import BlockAllocator
+from transom_worker.kvcache.blocks.arena import Arena
+
+
+class Capacity:
+    """Bounds that count pages. They are exact however blocks lie scattered, since the cache compacts them where it must.
+
+    `retentions` are those of sequences without a KV policy; methods take other ones for sequences with a policy.
+    """
+
+    def __init__(self, retentions: RetentionSet, arena: Arena, allocator: BlockAllocator) -> None:
+        self._retentions = retentions
+        self._arena = arena
+        self._allocator = allocator
+
+    def worst_case_pages(self, num_tokens: int, retentions: RetentionSet | None = None) -> int:
+        """Return the pages that a sequence of `num_tokens` tokens needs at its peak."""
+        computed = num_tokens - 1  # the last token is sampled, and no query reads its keys and values
+        if computed <= 0:
+            return 0
+        return sum(
+            -(-retention.peak_blocks(computed) // per_page)
+            for retention, per_page in zip(retentions or self._retentions, self._arena.blocks_per_page, strict=True)
+        )
+
+    def longest_tokens(self, limit: int, retentions: RetentionSet | None = None) -> int:
+        """Return the longest sequence, at most `limit` tokens, that fits the pool alone. Binary search."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.worst_case_pages(middle, retentions) <= self._arena.num_pages:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def num_that_fit(self, num_tokens: int) -> int:
+        """Return how many more sequences of `num_tokens` tokens could run now, all at their peak at the same time.
+
+        Cached blocks count as free, since they can be evicted, and no two sequences are taken to share a block.
+        """
+        peaks = [retention.peak_blocks(max(1, num_tokens - 1)) for retention in self._retentions]
+        max_blocks = (self._arena.num_pages * per_page for per_page in self._arena.blocks_per_page)
+        low, high = 0, min((count // max(1, peak) for count, peak in zip(max_blocks, peaks, strict=True)), default=0)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._allocator.pages_needed([middle * peak for peak in peaks]) is not None:
+                low = middle
+            else:
+                high = middle - 1
+        return low

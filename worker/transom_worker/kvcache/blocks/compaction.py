@@ -1,0 +1,132 @@
+"""`Compaction`: clears pages by moving their active blocks into other pages of the same group, if an allocation would fail
+otherwise.
+
+Terms:
+
+    page       a part of the arena, leased to one KV cache group at a time; it is *busy* while it has an active block
+    active     referenced by a running sequence
+    slack      a group's blocks in busy pages that are not active
+    usable     a page without active blocks: any group may take it, after evictions
+
+Example, pages of 4 blocks (# active, . not): group A has pages [#...] [##..], group B needs a page, none is usable. Moving A's
+block of the first page into the second makes the first page usable: [....] [###.].
+
+Clearing a page takes slack from its group: the moved blocks fill it, and the page's own blocks that were not active do not count
+any more. In return one more page is usable. So pages are chosen only while that leaves the allocation with fewer missing pages,
+those with fewest active blocks first. The ranks copy the moved blocks' contents before the next forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from heapq import nsmallest
+
+from transom_worker.kvcache.blocks.arena import Arena
+from transom_worker.kvcache.blocks.block_copies import CopyQueue
+from transom_worker.kvcache.blocks.block_registry import BlockRegistry
+from transom_worker.kvcache.blocks.pool import GroupPool
+from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
+
+
+class Compaction:
+    """Moves active blocks together, and updates the block tables of the `running` sequences (by id()).
+
+    `fixed` yields (group, block) of blocks that must stay where they are.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        pools: Sequence[GroupPool],
+        registry: BlockRegistry,
+        running: Mapping[int, SequenceBlocks],
+        copies: CopyQueue,
+        fixed: Callable[[], Iterable[tuple[int, int]]],
+    ) -> None:
+        self.num_moved = 0  # blocks, since start
+        self._arena = arena
+        self._pools = pools
+        self._registry = registry
+        self._running = running
+        self._copies = copies
+        self._fixed = fixed
+
+    def pages_to_clear(self, num_blocks: Sequence[int]) -> list[tuple[int, int]]:
+        """Return (group, page) pairs to clear so that each group can take `num_blocks` more blocks; empty if that is impossible."""
+        fixed = {(group, self._arena.page_of(group, block)) for group, block in self._fixed()}
+        return pages_to_clear(self._arena, self._pools, num_blocks, fixed)
+
+    def clear(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Move the active blocks out of these pages. Cached blocks must have been evicted before."""
+        for group, page in pages:
+            cleared = {other for of, other in pages if of == group}
+            for block in self._arena.blocks(page, group):
+                if self._pools[group].refs[block]:
+                    self._move(group, block, cleared)
+
+    def _move(self, group: int, source: int, cleared: set[int]) -> None:
+        """Move an active block into the busy page with fewest free blocks that is not one of the `cleared` pages."""
+        pool = self._pools[group]
+        page = pool.page_with_fewest_free(cleared)
+        assert page is not None
+        target = pool.first_free(page)
+        assert target is not None
+        pool.move(source, target)
+        self._registry.moved(group, source, target)
+        self._copies.add(group, source, target)
+        self.num_moved += 1
+        for blocks in self._running.values():
+            table = blocks.tables[group]
+            if table.holds(source):
+                table.replace(table.logical_of(source), target)
+                blocks.tables_changed = True
+
+
+def pages_to_clear(
+    arena: Arena, pools: Sequence[GroupPool], num_blocks: Sequence[int], fixed: Container[tuple[int, int]] = ()
+) -> list[tuple[int, int]]:
+    """Return (group, page) pairs to clear so that each group can take `num_blocks` more blocks; empty if that is impossible.
+
+    Pages in `fixed` cannot be cleared.
+    """
+    slack = [pool.slack for pool in pools]
+    usable = arena.num_free + sum(len(pool.idle_pages) for pool in pools)
+    emptiest_first = [_emptiest_first(pool, slack[group], fixed) for group, pool in enumerate(pools)]
+    chosen: list[tuple[int, int]] = []
+
+    def missing() -> int:
+        """Return how many usable pages the allocation lacks."""
+        needs = (max(0, need - have) for need, have in zip(num_blocks, slack, strict=True))
+        return sum(-(-need // per_page) for need, per_page in zip(needs, arena.blocks_per_page, strict=True)) - usable
+
+    short = missing()
+    while short > 0:
+        # Of the groups' emptiest pages, find the one with fewest blocks to move that brings the allocation closer.
+        best: tuple[int, int, int] | None = None  # (moves, group, page)
+        for group, pages in enumerate(emptiest_first):
+            if not pages:
+                continue
+            page = pages[0]
+            moves, size = pools[group].num_active_in[page], len(arena.blocks(page, group))
+            slack[group] -= size
+            usable += 1
+            helps = slack[group] >= 0 and missing() < short
+            slack[group] += size
+            usable -= 1
+            if helps and (best is None or moves < best[0]):
+                best = (moves, group, page)
+        if best is None:
+            return []
+        _, group, page = best
+        emptiest_first[group].pop(0)
+        slack[group] -= len(arena.blocks(page, group))
+        usable += 1
+        chosen.append((group, page))
+        short = missing()
+    return chosen
+
+
+def _emptiest_first(pool: GroupPool, slack: int, fixed: Container[tuple[int, int]]) -> list[int]:
+    """Return busy pages, those with fewest active blocks first; at most `slack`, since each page has a block to move into slack."""
+    busy = [page for page, active in pool.num_active_in.items() if active and (pool.group, page) not in fixed]
+    return nsmallest(min(len(busy), slack), busy, key=pool.num_active_in.__getitem__)

@@ -1,0 +1,1 @@
+"""Eviction: checkpoints, what the loss of a prefix would cost, and which one goes first."""

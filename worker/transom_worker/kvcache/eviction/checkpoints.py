@@ -1,0 +1,300 @@
+"""`Checkpoints`: places checkpoints in the prefix tree, learns which ones clients return to, and evicts the least valuable ones.
+
+Terms:
+
+    hash block      `--block-size` tokens with a digest; a prompt's chain is the list of its digests (`hashing`)
+    boundary        the position behind the first n hash blocks of a chain
+    full groups     KV cache groups that keep every token
+    sliding groups  groups with a window, chunk or compressor state; at a boundary they need their live blocks, the *windows*
+    node            a boundary in the prefix tree; it pins its segment (the chain since its parent) in the full groups (`tree`)
+    checkpoint      a node that also pins its windows, so that a request can continue there at once
+    pin             exclude a cached block from eviction
+    lock            a running sequence locks the node that it started from or passed last; a locked node keeps its segment
+    return          a request that continues a chain within `eviction.NEAR_TOKENS` before a checkpoint's boundary
+    tail            the hash blocks before a prompt's end whose windows are kept too
+
+Example of a return with a tail. A checkpoint stands at the end of a prompt of 100 hash blocks. The client's next request
+repeats only the first 98 of them, because its chat template renders the end of a turn differently once an answer follows. The
+cache learns the offset, 2 hash blocks. From the next prompts' ends it keeps the windows of the last two boundaries too, so that
+such a request continues at hash block 98 without a window repair (computing the tokens of a window again, `window_repair`).
+Hash block 98 becomes a node, from which the conversation goes on; the other 2 hash blocks are the first to be evicted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from transom_core.kv_cache.layout import ArenaLayout
+from transom_core.kv_cache.retention_set import RetentionSet
+from transom_core.kv_cache.tiers import DEVICE
+from transom_worker.kvcache.eviction.checkpoint_counts import CheckpointCounts
+from transom_worker.kvcache.eviction.eviction_costs import EvictionCosts
+from transom_worker.kvcache.eviction.eviction_policy import EvictionPolicy, GhostHit, near_blocks
+from transom_worker.kvcache.eviction.node_eviction import NodeEviction
+from transom_worker.kvcache.prefix.tree import CheckpointKind, Node, PinBlocks, PrefixTree
+
+# Checkpoints of one conversation, and checkpoints that several conversations share.
+CONVERSATION_KINDS = frozenset((CheckpointKind.TURN, CheckpointKind.PROMPT, CheckpointKind.GENERATION))
+SHARED_KINDS = frozenset((CheckpointKind.SYSTEM, CheckpointKind.FORK))
+REMEMBERED_OFFSETS = 64  # recent returns from which the tail is learned
+MIN_OFFSETS = 8  # the tail is empty before so many returns
+OFFSET_QUANTILE = 0.9  # the tail is long enough for this fraction of the returns
+
+
+class Continuation(NamedTuple):
+    """What a new request continues: how many returns its conversation has had, and where its chain parts from an evicted node's.
+
+    `parts_at` is a boundary that the chains share, far before the end of the evicted node; None: there is no such node.
+    """
+
+    num_returns: int = 0
+    parts_at: int | None = None
+
+
+class Checkpoints:
+    """The prefix tree with its eviction policy.
+
+    `present(group, digest)` tells whether the prefix index has a block; `pin` and `unpin` take a group and digests of its
+    blocks. `repair` tells whether window repairs are allowed.
+    """
+
+    def __init__(
+        self,
+        layout: ArenaLayout,
+        retentions: RetentionSet,
+        policy: EvictionPolicy,
+        *,
+        block_size: int,
+        repair: bool,
+        present: Callable[[int, bytes], bool],
+        pin: PinBlocks,
+        unpin: PinBlocks,
+    ) -> None:
+        self._block_size = block_size
+        self._near_blocks = near_blocks(block_size)
+        self._present = present
+        self._policy = policy
+        self.counts = CheckpointCounts()
+        self._return_offsets: deque[int] = deque(maxlen=REMEMBERED_OFFSETS)
+        self.tree = PrefixTree(retentions, pin=pin, unpin=unpin)
+        strides = [group.stride_bytes for group in layout.groups]
+        costs = EvictionCosts(strides, block_size=block_size, repair=repair)
+        self.eviction = NodeEviction(self.tree, policy, costs, self.counts)
+
+    @property
+    def tail_blocks(self) -> int:
+        """Length of the tail in hash blocks: how far before a prompt's end most returning requests part from it."""
+        if len(self._return_offsets) < MIN_OFFSETS:
+            return 0
+        return sorted(self._return_offsets)[int(OFFSET_QUANTILE * (len(self._return_offsets) - 1))]
+
+    def pinning_nodes(self, group: int, digest: bytes) -> list[tuple[Node, str]]:
+        """Return the nodes that pin a block, each with the part that pins it: "chain" (its segment) or "window".
+
+        Searches all nodes.
+        """
+        found = []
+        owner = self.tree.owner.get(digest)
+        if owner is not None:
+            index = owner.boundary - len(owner.segment) + owner.segment.index(digest)
+            num_sink_blocks = dict(owner.retentions.sliding_groups).get(group)
+            if num_sink_blocks is None or index < num_sink_blocks:
+                found.append((owner, "chain"))
+        for node in self.tree.nodes():
+            sliding = zip(node.retentions.sliding_groups, node.windows or (), strict=False)
+            found += [(node, "window") for (at, _), digests in sliding if at == group and digest in digests]
+        return found
+
+    def lock(self, chain: Sequence[bytes], num_hash_blocks: int) -> Node | None:
+        """Lock and return the deepest node of a hit of `num_hash_blocks` hash blocks; None if the tree has none of these.
+
+        Where the hit ends inside a segment, the segment is split there.
+        """
+        reach = self.tree.reach(chain, num_hash_blocks)
+        if not reach:
+            return None
+        node = self.tree.node_at(chain, reach)
+        self.tree.lock(node)
+        self._add_candidates(node)
+        self.promote(node)
+        return node
+
+    def promote(self, node: Node) -> None:
+        """Let a node in the host tier, and those above it, pin the device's blocks as far as the device has all of them."""
+        if self.eviction.moves is None:
+            return
+        for changed in self.eviction.moves.promote(node):
+            self.eviction.add(changed)
+            self.eviction.tidy(changed)
+
+    def learn_return(self, chain: Sequence[bytes], limit: int, base_node: Node | None) -> Continuation:
+        """Learn which checkpoint a newly admitted request returns to, and return what it continues.
+
+        A request that brings back an evicted part that several conversations shared counts their returns. `limit` is the last
+        boundary that the request may reuse, `base_node` the node that it locks. Example: the third request of a conversation
+        returns to the end of the second: 2 returns.
+        """
+        self._policy.admitted()
+        limit = min(limit, len(chain))
+        reach = self.tree.reach(chain, limit)
+        ghost = self._policy.missed(chain, max(0, reach - 1), limit)
+        near = self._nearly_returned_to(chain, reach) if reach and ghost is None else None
+        if near is not None:
+            return self._continue_before_end(near, chain, reach)
+        if base_node is not None and base_node.boundary < limit and base_node.kind in SHARED_KINDS:
+            base_node.num_returns += 1
+            self._policy.returned(base_node)
+        if ghost is not None:
+            return self._continue_evicted(ghost)
+        if not reach:
+            return Continuation()
+        owner = self.tree.owner[chain[reach - 1]]
+        node, offset = self._returned_to(owner, reach)
+        if offset > self._near_blocks:
+            begin = owner.boundary - len(owner.segment)  # of the segment that `lock` may just have split
+            self._policy.returned_inside(node, (reach - begin) / (node.boundary - begin))
+            return Continuation()
+        if node is not base_node or node.kind not in SHARED_KINDS:
+            self._policy.returned(node)
+        return Continuation(self._count_return(node.kind, node.num_returns, offset))
+
+    def count_hit(self, base_node: Node | None, num_hash_blocks: int) -> None:
+        """Count a hit of `num_hash_blocks` hash blocks if it ends at a checkpoint, not between two."""
+        if base_node is not None and base_node.windows is not None and base_node.boundary == num_hash_blocks:
+            self.counts.hit(base_node)
+
+    def place(
+        self,
+        chain: Sequence[bytes],
+        boundary: int,
+        kind: CheckpointKind,
+        *,
+        retentions: RetentionSet,
+        num_returns: int,
+        base_node: Node | None,
+    ) -> Node:
+        """Place a checkpoint at a boundary, lock its node in place of `base_node`, and return it.
+
+        The prefix index must have the blocks of the full groups up to the boundary. If it lacks some of the windows, the node
+        pins its segment alone and is no checkpoint.
+        """
+        self._promote_chain(chain, boundary)
+        node, is_new = self.tree.insert(chain, boundary, kind, retentions)
+        if node.windows is None:
+            windows = self._windows(chain, boundary, kind, retentions)
+            if windows is not None:
+                node.kind = kind
+                self.tree.pin_windows(node, windows)
+                if node.candidate_indices[DEVICE] is not None:  # else `NodeEviction.add` counts it
+                    self.counts.placed(node)
+        if node.policy_state is None:
+            node.num_returns = max(node.num_returns, num_returns, kind is CheckpointKind.FORK)
+            self._policy.created(node)
+        if is_new and node.parent is not None:
+            self._mark_built_upon(node, node.parent)
+        self.tree.lock(node)
+        self._add_candidates(node)
+        if base_node is not None:
+            self.unlock(base_node)
+        return node
+
+    def _promote_chain(self, chain: Sequence[bytes], boundary: int) -> None:
+        """Promote the nodes of a chain up to a boundary."""
+        reach = self.tree.reach(chain, boundary)
+        if self.eviction.moves is not None and reach:
+            node = self.tree.node_at(chain, reach)
+            self._add_candidates(node)
+            self.promote(node)
+
+    def unlock(self, node: Node) -> None:
+        """Remove one lock from a node."""
+        self.tree.unlock(node)
+        self.eviction.tidy(node)
+
+    def _mark_built_upon(self, node: Node, parent: Node) -> None:
+        """Tell the policy that a new node is the first child of `parent`, or the first sibling in a segment that was split."""
+        if parent.parent is not None and len(parent.children) == 1:
+            self._policy.built_upon(parent)
+        elif parent.policy_state is None and len(parent.children) == 2:
+            for sibling in parent.children:
+                if sibling is not node:
+                    self._policy.built_upon(sibling)
+
+    def _add_candidates(self, node: Node) -> None:
+        """Add a node to the nodes that may be evicted, and its parent, which a split may just have made."""
+        self.eviction.add(node)
+        if node.parent is not None and node.parent.parent is not None:
+            self.eviction.add(node.parent)
+
+    def _windows(
+        self, chain: Sequence[bytes], boundary: int, kind: CheckpointKind, retentions: RetentionSet
+    ) -> tuple[list[bytes], ...] | None:
+        """Return, for each sliding group, the digests of the blocks that it needs at a boundary; None if one of them is not cached.
+
+        At a prompt's end the result also has the blocks that the boundaries of the tail need, as far as they are cached.
+        """
+        tail = self.tail_blocks if kind is CheckpointKind.PROMPT else 0
+        windows = []
+        for group, num_sink_blocks in retentions.sliding_groups:
+            retention = retentions[group]
+            first = min(boundary, retention.first_live_block(boundary * self._block_size))
+            if not all(self._present(group, digest) for digest in chain[first:boundary]):
+                return None
+            earlier = first
+            while earlier > max(min(num_sink_blocks, boundary), first - tail) and self._present(
+                group, chain[earlier - 1]
+            ):
+                earlier -= 1
+            windows.append(list(chain[earlier:boundary]))
+        return tuple(windows)
+
+    def _continue_evicted(self, ghost: GhostHit) -> Continuation:
+        """Return what a request continues that returned to an evicted node, or parts from its chain."""
+        if ghost.kind is CheckpointKind.FORK:
+            num_returns = ghost.num_returns
+        else:
+            num_returns = self._count_return(ghost.kind, ghost.num_returns, ghost.num_blocks_before)
+        is_far = ghost.num_blocks_before > self._near_blocks
+        return Continuation(num_returns, ghost.parts_at if is_far else None)
+
+    def _nearly_returned_to(self, chain: Sequence[bytes], reach: int) -> Node | None:
+        """Return the conversation's checkpoint to which a request returns that parts from it a little before its end.
+
+        The request shares `reach` hash blocks with the tree. None: it returns to a node's end, or to no such checkpoint.
+        """
+        node, offset = self._returned_to(self.tree.owner[chain[reach - 1]], reach)
+        return node if 0 < offset <= self._near_blocks and node.kind in CONVERSATION_KINDS else None
+
+    def _continue_before_end(self, node: Node, chain: Sequence[bytes], reach: int) -> Continuation:
+        """Learn that a request returns to a checkpoint but parts from it a little before its end, and return what it continues.
+
+        The conversation goes on from where they part, which becomes a node. What is left of the checkpoint was rendered anew.
+        """
+        upper = self.tree.node_at(chain, reach)
+        self._add_candidates(upper)
+        num_returns = self._count_return(node.kind, node.num_returns, node.boundary - reach)
+        upper.num_returns = node.num_returns
+        self._policy.continued(node, upper)
+        return Continuation(num_returns)
+
+    def _count_return(self, kind: CheckpointKind, num_returns: int, offset: int) -> int:
+        """Return how many returns a conversation has had, this one included, and remember the offset; 0 if this is no return.
+
+        `kind` and `num_returns` are those of the checkpoint, `offset` the hash blocks between where the request parts and the
+        checkpoint.
+        """
+        if kind not in CONVERSATION_KINDS or offset > self._near_blocks:
+            return 0
+        self._return_offsets.append(offset if kind is CheckpointKind.PROMPT else 0)
+        return num_returns + 1
+
+    def _returned_to(self, node: Node, reach: int) -> tuple[Node, int]:
+        """Return the checkpoint that a request returns to, and how many hash blocks before it the request's chain parts.
+
+        The request shares `reach` hash blocks with the tree; `node` owns the last of them.
+        """
+        if node.policy_state is None and node.children:  # the node was only split off a longer segment
+            node = min(node.children, key=lambda child: child.boundary)
+        return node, node.boundary - reach

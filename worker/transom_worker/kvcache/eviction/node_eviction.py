@@ -1,0 +1,224 @@
+"""`NodeEviction`: chooses which nodes of the prefix tree leave the device or the host tier when memory is needed.
+
+Terms:
+
+    node       a boundary in the prefix tree; it pins a *segment* of a chain and, at a checkpoint, *windows* (`tree`)
+    rank       the eviction policy's score of a node; of the nodes compared the lowest is evicted (`eviction`)
+    frontier   on the device: a node without a held child; its segment may leave the device. Without a host tier: a leaf
+    demote     move to the host tier
+    drop       remove from the cache; where there is a disk tier, the blocks go there
+
+Both tiers hold one cache, ordered by rank. The device demotes the lowest node of its frontier (or the windows of a node further
+up). What then does not fit into the host tier is dropped, the lowest rank first, which may be the demoted node itself. Example: the
+device must free memory, its lowest node has rank 3, the host tier is full and its lowest leaf has rank 5: the device's node is
+dropped. Had it rank 7, the host's leaf would be dropped, and the node would take its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import NamedTuple
+
+from transom_core.kv_cache.tiers import DEVICE, HOST
+from transom_worker.kvcache.eviction.checkpoint_counts import CheckpointCounts
+from transom_worker.kvcache.eviction.eviction_costs import EvictionCosts
+from transom_worker.kvcache.eviction.eviction_policy import Candidates, EvictionPolicy
+from transom_worker.kvcache.prefix.tree import Node, PrefixTree
+from transom_worker.kvcache.tiers.disk_stores import DiskStores
+from transom_worker.kvcache.tiers.tier_moves import TierMoves
+
+
+class Part(Enum):
+    """What of a node is evicted: its windows alone, or its segment with its windows."""
+
+    WINDOWS = auto()
+    SEGMENT = auto()
+
+
+class Victim(NamedTuple):
+    """The part of a node that is to be evicted, and the node's rank."""
+
+    node: Node
+    part: Part
+    rank: float
+
+
+class NodeEviction:
+    """Evicts nodes of `tree`. `moves` is None without a host tier, `stores` without a disk tier; `KvCache` sets them."""
+
+    def __init__(
+        self, tree: PrefixTree, policy: EvictionPolicy, costs: EvictionCosts, counts: CheckpointCounts
+    ) -> None:
+        self.moves: TierMoves | None = None
+        self.stores: DiskStores | None = None
+        self.candidates = (Candidates(DEVICE), Candidates(HOST))  # nodes with anything in the tier
+        self._tree = tree
+        self._policy = policy
+        self._costs = costs
+        self._counts = counts
+
+    def add(self, node: Node) -> None:
+        """Add a node to the nodes that may be evicted, or note that its tiers have changed; count a new checkpoint as placed."""
+        if node.candidate_indices == [None, None] and node.windows is not None:
+            self._counts.placed(node)
+        on_device, in_host = self.candidates
+        if node.tier == DEVICE:
+            on_device.add(node)
+        else:
+            on_device.discard(node)
+        if node.tier == HOST or (node.windows and node.windows_tier == HOST):
+            in_host.add(node)
+        else:
+            in_host.discard(node)
+
+    def tidy(self, node: Node) -> None:
+        """Merge a node into its only child if nothing needs it any more."""
+        if self._tree.merge(node):
+            self._discard(node)
+
+    def evict_one(self) -> bool:
+        """Take the lowest-ranked node, or its windows, from the device; return False if nothing is left there.
+
+        A sample of the nodes is compared, or all nodes if nothing of the sample can be evicted. Without a host tier only pins are
+        removed: the blocks stay findable until they are allocated to another sequence.
+        """
+        victim = self._lowest(DEVICE)
+        if victim is None:
+            # Only locked nodes are left, which pin copies of blocks that running sequences computed themselves, and nodes above
+            # locked ones of the host tier, into whose place bytes are being imported.
+            node = next((node for node in self.candidates[DEVICE].all() if not _has_child_on_device(node)), None)
+            if node is None:
+                return False
+            part = Part.WINDOWS if node.windows and node.windows_tier == DEVICE else Part.SEGMENT
+            if node.locks or part is Part.WINDOWS or not self._demote(Victim(node, part, math.inf)):
+                self._drop(node, part)
+        elif not self._demote(victim):
+            self._drop(victim.node, victim.part)
+        return True
+
+    def make_room(self, num_blocks: Callable[[], Sequence[int]], *, rank: float | None = None) -> bool:
+        """Drop nodes from the host tier until so many more blocks of each group fit; return whether they do.
+
+        Only nodes below `rank` are dropped; None: any. The number is asked for again after each, since a node that is dropped may
+        let its sibling merge with their parent, which makes the sibling longer.
+        """
+        assert self.moves is not None
+        host = self.moves.host
+        while not host.has_room(num_blocks()):
+            victim = self._lowest(HOST)
+            if victim is None or (rank is not None and victim.rank >= rank):
+                return False
+            self._drop(victim.node, victim.part)
+        return True
+
+    def best_first(self) -> list[Node]:
+        """Return all nodes, those with the highest rank first, but each behind the nodes above it."""
+        ranked = sorted(self._tree.nodes(), key=lambda node: self._policy.rank(node, *self._costs.of_leaf(node)))
+        ordered: dict[int, Node] = {}  # by id()
+        for node in reversed(ranked):
+            path, above = [], node
+            while above.parent is not None and id(above) not in ordered:
+                path.append(above)
+                above = above.parent
+            ordered.update((id(one), one) for one in reversed(path))
+        return list(ordered.values())
+
+    def drop_all(self) -> None:
+        """Drop every node of both tiers, locked ones too."""
+        for node in reversed(list(self._tree.nodes())):
+            self._remove(node)
+
+    def drop_host(self) -> None:
+        """Drop whatever nodes have in the host tier."""
+        for node in reversed(list(self._tree.nodes())):
+            if node.tier == HOST:
+                self._remove(node)
+            elif node.windows and node.windows_tier == HOST:
+                self._remove_windows(node)
+
+    def _demote(self, victim: Victim) -> bool:
+        """Move a victim to the host tier; return False if there is none, or if the victim ranks below all that it would replace."""
+        moves, node = self.moves, victim.node
+        if moves is None:
+            return False
+        with_segment = victim.part is Part.SEGMENT
+        # A node above others in the host tier cannot be dropped alone.
+        rank = None if with_segment and node.children else victim.rank
+        if not self.make_room(lambda: moves.needs(node, with_segment=with_segment), rank=rank):
+            return False
+        if not with_segment:
+            moves.demote_windows(node)
+        else:
+            if len(node.segment) > moves.piece:
+                self.add(self._tree.split_off(node, moves.piece))
+            moves.demote(node)
+        self.add(node)
+        self.tidy(node)
+        return True
+
+    def _drop(self, node: Node, part: Part) -> None:
+        """Remove a node from the cache, with what lies below it in the host tier, or only its windows."""
+        if part is Part.WINDOWS:
+            if self.stores is not None:
+                self.stores.store(node, with_segment=False)
+            self._remove_windows(node)
+            self.tidy(node)
+            return
+        parent = node.parent
+        for each in reversed([node, *self._tree.nodes(node)]):
+            if self.stores is not None:
+                self.stores.store(each, with_segment=True)
+            self._remove(each)
+        if parent is not None:
+            self.tidy(parent)
+
+    def _remove(self, node: Node) -> None:
+        """Remove a leaf."""
+        self._policy.removed(node)
+        self._counts.evicted(node)
+        self._discard(node)
+        self._tree.drop_leaf(node)
+
+    def _remove_windows(self, node: Node) -> None:
+        self._policy.windows_evicted(node)
+        self._counts.windows_evicted(node)
+        self._tree.unpin_windows(node)
+        self.add(node)
+
+    def _discard(self, node: Node) -> None:
+        """Remove a node from the nodes that may be evicted."""
+        for candidates in self.candidates:
+            candidates.discard(node)
+
+    def _lowest(self, tier: int) -> Victim | None:
+        """Return what the policy ranks lowest of all that can leave a tier; None if nothing can."""
+        candidates = self.candidates[tier]
+        return self._lowest_of(candidates.sample(), tier) or self._lowest_of(candidates.all(), tier)
+
+    def _lowest_of(self, nodes: Sequence[Node], tier: int) -> Victim | None:
+        best = None
+        for node in nodes:
+            part = _evictable_part(node, tier)
+            if part is None:
+                continue
+            cost = self._costs.of_leaf(node) if part is Part.SEGMENT else self._costs.of_windows(node)
+            rank = self._policy.rank(node, *cost)
+            if best is None or rank < best.rank:
+                best = Victim(node, part, rank)
+        return best
+
+
+def _has_child_on_device(node: Node) -> bool:
+    return any(child.tier == DEVICE for child in node.children)
+
+
+def _evictable_part(node: Node, tier: int) -> Part | None:
+    """Return what of a node can leave a tier; None if nothing can."""
+    may_leave = not (node.locks or (node.num_held_children if tier == DEVICE else node.children))
+    if may_leave and node.tier == tier:
+        return Part.SEGMENT
+    if node.windows and node.windows_tier == tier and (tier == DEVICE or not node.locks):
+        return Part.WINDOWS
+    return None

@@ -1,0 +1,60 @@
+"""`PrefixIndex`: finds a cached block by digest, per tier and KV cache group, and remembers digests that were evicted.
+
+A digest names a hash block (`--block-size` tokens) and all tokens before it (`hashing`). A block that has several hash blocks is
+found under the digest of its last one. Where there is a host tier, a block that moves leaves one tier's maps and enters the
+other's; a sliding group's block may be in both, if checkpoints of both tiers need it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from transom_core.kv_cache.tiers import DEVICE
+
+REMEMBERED_EVICTIONS = 262_144  # digests, to tell an evicted prefix from one that was never seen
+
+GroupMaps = tuple[dict[bytes, int], ...]  # per group a map from digest to block id
+
+
+class PrefixIndex:
+    """Per tier and group a map of digests to blocks, which `BlockRegistry` fills. A tier has no two blocks of equal content."""
+
+    def __init__(self, num_groups: int, *, remembered: int = REMEMBERED_EVICTIONS, num_tiers: int = 1) -> None:
+        self.tiers: tuple[GroupMaps, ...] = tuple(tuple({} for _ in range(num_groups)) for _ in range(num_tiers))
+        self._remembered = remembered
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
+
+    @property
+    def groups(self) -> GroupMaps:
+        """The device's maps, by group."""
+        return self.tiers[DEVICE]
+
+    def has(self, group: int, digest: bytes) -> bool:
+        """Return whether any tier has a block of the group under the digest."""
+        return any(digest in groups[group] for groups in self.tiers)
+
+    def forget(self, group: int, digests: Sequence[bytes], *, tier: int = DEVICE) -> None:
+        """Remove blocks from a tier that the other tier has, or that are not worth remembering."""
+        found = self.tiers[tier][group]
+        for digest in digests:
+            del found[digest]
+
+    def remove(self, group: int, digests: Sequence[bytes], *, tier: int = DEVICE) -> None:
+        """Remove blocks from a tier; remember their digests as evicted, at most `remembered` of them, the latest ones."""
+        evicted = self._evicted
+        self.forget(group, digests, tier=tier)
+        evicted.update(dict.fromkeys(digests))
+        while len(evicted) > self._remembered:
+            evicted.popitem(last=False)
+
+    def num_seen(self, digests: Sequence[bytes], begin: int, end: int) -> int:
+        """Return how many consecutive digests of `[begin, end)`, from the first on, are or recently were in the index of any
+        group.
+        """
+        maps = [found for groups in self.tiers for found in groups]
+        for at in range(begin, end):
+            digest = digests[at]
+            if digest not in self._evicted and not any(digest in found for found in maps):
+                return at - begin
+        return max(0, end - begin)

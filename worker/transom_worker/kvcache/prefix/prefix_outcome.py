@@ -1,0 +1,115 @@
+"""Classifies each prompt token by why it hit or missed the prefix cache; the classes always add up to the prompt.
+
+The hit search (`prefix_search`) divides a prompt into consecutive ranges. An example with hash blocks of 16 tokens, a prompt of 200
+tokens, a hit of 64 tokens of which 16 are repaired:
+
+    0        48         64             96           128          192      200
+    |  hit   | repaired |window_evicted|full_evicted| never_seen |  tail  |
+
+    hit                cached in every group; not computed
+    repaired           cached in the full groups (which keep every token), computed again for sliding groups
+    window_evicted     cached in the full groups; the windows were evicted
+    full_evicted       was cached once, and was evicted
+    never_seen         was never cached, or is forgotten
+    below_alignment    the tail, if it is shorter than a hash block
+    last_token         the tail, if it is a whole hash block: the last token must be computed, so its block cannot be hit
+    policy             the whole prompt of a request that reads no cache
+
+All but the first two are reported as `missed_<class>`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from transom_core.kv_cache.prefix_search import PrefixHit
+from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
+
+HIT = "hit"
+REPAIRED = "repaired"
+MISSED = "missed"
+NEVER_SEEN = "missed_never_seen"
+FULL_EVICTED = "missed_full_evicted"
+WINDOW_EVICTED = "missed_window_evicted"
+BELOW_ALIGNMENT = "missed_below_alignment"
+LAST_TOKEN = "missed_last_token"
+POLICY = "missed_policy"
+
+
+class OutcomeCounts:
+    """Counts since start: prompt tokens and admitted requests by outcome, and window repairs."""
+
+    def __init__(self, index: PrefixIndex, *, block_size: int) -> None:
+        self.tokens: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
+        self.host_tokens = 0  # of the hits: prompt tokens that the host tier spared
+        self.num_repairs = 0
+        self.repair_tokens = 0
+        self._index = index
+        self._block_size = block_size
+
+    def count(
+        self, hit: PrefixHit | None, chain: Sequence[bytes], *, num_tokens: int, num_prompt_tokens: int
+    ) -> dict[str, int]:
+        """Count a request's prompt tokens at its first admission, and return them by outcome. `hit` is None if it reads no
+        cache.
+        """
+        tokens = {POLICY: num_prompt_tokens}
+        if hit is not None:
+            tokens = classify(
+                hit,
+                chain,
+                self._index,
+                num_tokens=num_tokens,
+                num_prompt_tokens=num_prompt_tokens,
+                block_size=self._block_size,
+            )
+            self.host_tokens += min(hit.start, num_prompt_tokens) - min(hit.device_start, num_prompt_tokens)
+        self.tokens.update(tokens)
+        self.requests[of_request(tokens)] += 1
+        return tokens
+
+    def count_repair(self, num_tokens: int) -> None:
+        """Count an admission, the first or a later one, with a window repair of `num_tokens` tokens."""
+        self.num_repairs += 1
+        self.repair_tokens += num_tokens
+
+
+def classify(
+    hit: PrefixHit,
+    digests: Sequence[bytes],
+    index: PrefixIndex,
+    *,
+    num_tokens: int,
+    num_prompt_tokens: int,
+    block_size: int,
+) -> dict[str, int]:
+    """Return prompt tokens by outcome for a search over `num_tokens` known tokens, prompt and resumed output.
+
+    The module's docstring has the outcomes. `digests` is the chain of hash blocks, `index` the prefix index that was searched.
+    """
+    seen_end = hit.num_hash_blocks + index.num_seen(digests, hit.num_hash_blocks, hit.limit)
+    window_end = max(hit.num_hash_blocks, min(hit.full_groups_reach, seen_end))
+    tail = LAST_TOKEN if num_tokens % block_size == 0 else BELOW_ALIGNMENT
+    ends = (
+        (HIT, hit.start),
+        (REPAIRED, hit.num_hash_blocks * block_size),
+        (WINDOW_EVICTED, window_end * block_size),
+        (FULL_EVICTED, seen_end * block_size),
+        (NEVER_SEEN, hit.limit * block_size),
+        (tail, num_tokens),
+    )
+    outcome: dict[str, int] = {}
+    begin = 0
+    for reason, end in ends:
+        end = min(end, num_prompt_tokens)
+        if end > begin:
+            outcome[reason] = outcome.get(reason, 0) + end - begin
+            begin = end
+    return outcome
+
+
+def of_request(tokens: dict[str, int]) -> str:
+    """Return a request's outcome: repaired if any token was, else hit if any token was, else missed."""
+    return REPAIRED if REPAIRED in tokens else HIT if HIT in tokens else MISSED

@@ -1,0 +1,307 @@
+"""`PrefixTree`: the prefixes that the cache keeps on purpose, as a tree, and the blocks that each node pins.
+
+Terms:
+
+    hash block   `--block-size` tokens with a digest; a prompt's chain is the list of its digests (`hashing`)
+    boundary     the position behind the first n hash blocks of a chain
+    node         a boundary of a chain at which requests may continue
+    segment      the hash blocks between a node's boundary and its parent's; the node pins their blocks in the *full groups*
+    (groups
+                 that keep every token) and the *sink blocks* of sliding groups (first blocks, which hold attention sinks)
+    windows      the blocks that sliding groups need at the node's boundary (their live blocks); a node pins all of them or none
+    checkpoint   a node with its windows: a request can continue there without computing anything again
+    pin          exclude a cached block from eviction; evicting a node unpins its blocks
+    owner        the node whose segment has a hash block
+    tier         where a node's blocks are: on the device or in the host tier; its segment and its windows each have one
+    held         said of a node that stays on the device or has a lock, or has a held child: what lies above it stays as well
+
+Three requests share a system prompt of 16 hash blocks; two conversations follow it:
+
+    root 0 ---- system 16 ---- prompt 44 ---- generation 46
+                        \\
+                         ------ prompt 20
+
+Segments are evicted from the leaves, so the cached hash blocks of a chain are always its first ones. They go to the host tier in
+the same order: along a chain, segments on the device come first, then those in the host tier. A node on the device may have its
+windows in the host tier, never the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import StrEnum
+from functools import partial
+
+from transom_core.kv_cache.retention_set import RetentionSet
+from transom_core.kv_cache.tiers import DEVICE
+
+ActOnBlocks = Callable[[int, Iterable[bytes]], None]  # (group, digests of its blocks)
+PinBlocks = Callable[[int, int, Iterable[bytes]], None]  # (tier, group, digests of its blocks)
+
+
+class CheckpointKind(StrEnum):
+    """Why a checkpoint was placed."""
+
+    SYSTEM = "system"  # at the end of a conversation's system part
+    TURN = "turn"  # at the end of a turn of a conversation
+    PROMPT = "prompt"  # at the end of a prompt
+    GENERATION = "generation"  # at the end of an answer
+    FORK = "fork"  # where two chains part
+    PREEMPTED = "preempted"  # where a preempted sequence stood
+
+
+class Node:
+    """A boundary of a chain, with what it pins. `windows` has a list of digests per sliding group; None if no windows are
+    pinned. `retentions` are those of the sequences with this chain: all nodes of a chain have the same.
+    """
+
+    __slots__ = (
+        "boundary",
+        "candidate_indices",
+        "children",
+        "digest",
+        "kind",
+        "locks",
+        "num_held_children",
+        "num_returns",
+        "parent",
+        "policy_state",
+        "retentions",
+        "segment",
+        "tier",
+        "windows",
+        "windows_tier",
+    )
+
+    def __init__(
+        self, boundary: int, digest: bytes, parent: Node | None, kind: CheckpointKind, retentions: RetentionSet
+    ) -> None:
+        self.boundary = boundary  # hash blocks
+        self.digest = digest  # of the last hash block before the boundary
+        self.parent = parent
+        self.kind = kind
+        self.retentions = retentions
+        self.children: dict[Node, None] = {}  # in order of arrival
+        self.segment: list[bytes] = []  # digests of hash blocks [parent.boundary, boundary)
+        self.windows: tuple[list[bytes], ...] | None = None
+        self.tier = DEVICE  # of the segment
+        self.windows_tier = DEVICE
+        self.num_held_children = 0
+        self.locks = 0  # running sequences that started here or passed here last; a locked node is not evicted
+        self.num_returns = 0  # requests of the node's conversation that continued from an earlier checkpoint
+        self.candidate_indices: list[int | None] = [
+            None,
+            None,
+        ]  # by tier: its place in `eviction.Candidates`, if it is there
+        self.policy_state: object = None  # what the eviction policy remembers of the node
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the segments above must stay where they are: this one is on the device, or a lock is here or below."""
+        return self.tier == DEVICE or self.locks > 0 or self.num_held_children > 0
+
+    def checkpoint_below(self) -> Node:
+        """Return the nearest ancestor that has windows, or the root."""
+        node = self.parent
+        assert node is not None
+        while node.windows is None and node.parent is not None:
+            node = node.parent
+        return node
+
+
+class PrefixTree:
+    """Pins and unpins blocks as nodes come and go. Not thread-safe.
+
+    `retentions` are those of sequences without a KV policy of their own. `pin` and `unpin` are called with a tier, a group and
+    digests of its blocks.
+    """
+
+    def __init__(
+        self,
+        retentions: RetentionSet,
+        *,
+        pin: PinBlocks,
+        unpin: PinBlocks,
+    ) -> None:
+        self.root = Node(0, b"", None, CheckpointKind.SYSTEM, retentions)
+        self.owner: dict[bytes, Node] = {}  # by digest of a hash block
+        self._pin = pin
+        self._unpin = unpin
+
+    def nodes(self, below: Node | None = None) -> Iterator[Node]:
+        """Yield all nodes below this one (None: below the root), parents before their children."""
+        stack = list((below or self.root).children)
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += node.children
+
+    def reach(self, chain: Sequence[bytes], limit: int) -> int:
+        """Return how many of the chain's first `limit` hash blocks have an owner. Binary search: they are a leading part."""
+        owner = self.owner
+        if limit and chain[limit - 1] in owner:
+            return limit
+        low, high = 0, max(0, limit - 1)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if chain[middle - 1] in owner:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def reach_on_device(self, chain: Sequence[bytes], limit: int) -> int:
+        """Return how many of the chain's first `limit` hash blocks have an owner on the device; these are a leading part, too."""
+        reach = self.reach(chain, limit)
+        node: Node | None = self.owner[chain[reach - 1]] if reach else self.root
+        while node is not None and node.tier != DEVICE:
+            node = node.parent
+        assert node is not None  # the root is on the device
+        return min(reach, node.boundary)
+
+    def node_at(self, chain: Sequence[bytes], boundary: int) -> Node:
+        """Return the node at a boundary whose hash blocks have owners; split the segment that contains the boundary if need be."""
+        if not boundary:
+            return self.root
+        lower = self.owner[chain[boundary - 1]]
+        return lower if lower.boundary == boundary else self._split(lower, boundary, chain[boundary - 1])
+
+    def lock(self, node: Node) -> None:
+        """Add one lock to a node."""
+        was_held = node.is_held
+        node.locks += 1
+        if not was_held and node.parent is not None:
+            self._count_held(node.parent, 1)
+
+    def unlock(self, node: Node) -> None:
+        """Remove one lock from a node."""
+        node.locks -= 1
+        if not node.is_held and node.parent is not None:
+            self._count_held(node.parent, -1)
+
+    def insert(
+        self,
+        chain: Sequence[bytes],
+        boundary: int,
+        kind: CheckpointKind,
+        retentions: RetentionSet,
+        *,
+        tier: int = DEVICE,
+    ) -> tuple[Node, bool]:
+        """Return the node at a boundary of a chain, and whether it is new.
+
+        Its segment's blocks must be in the index of the tier, and for one on the device so must those of all segments above.
+        """
+        reach = self.reach(chain, boundary)
+        parent = self.node_at(chain, reach)
+        if reach == boundary:
+            return parent, False
+        node = Node(boundary, chain[boundary - 1], parent, kind, retentions)
+        node.tier = node.windows_tier = tier
+        node.segment = list(chain[reach:boundary])
+        node.windows = None if retentions.slides else ()
+        parent.children[node] = None
+        for digest in node.segment:
+            self.owner[digest] = node
+        self.for_each_block(node, partial(self._pin, tier))
+        if node.is_held:
+            self._count_held(parent, 1)
+        return node, True
+
+    def set_tier(self, node: Node, tier: int) -> None:
+        """Note that a node's segment is in another tier from now on; the caller moves the blocks and their pins."""
+        was_held = node.is_held
+        node.tier = tier
+        if node.parent is not None and node.is_held != was_held:
+            self._count_held(node.parent, 1 if node.is_held else -1)
+
+    def pin_windows(self, node: Node, windows: tuple[list[bytes], ...], *, tier: int = DEVICE) -> None:
+        """Pin a node's windows; the blocks must be in the index of the tier."""
+        for (group, _), digests in zip(node.retentions.sliding_groups, windows, strict=True):
+            self._pin(tier, group, digests)
+        node.windows, node.windows_tier = windows, tier
+
+    def unpin_windows(self, node: Node) -> None:
+        """Unpin a node's windows, if it has any."""
+        if node.windows is not None:
+            for (group, _), digests in zip(node.retentions.sliding_groups, node.windows, strict=True):
+                self._unpin(node.windows_tier, group, digests)
+            node.windows = None
+
+    def drop_leaf(self, node: Node) -> None:
+        """Remove a node without children and unpin its blocks, those farthest from the root first."""
+        assert not node.children
+        assert node.parent is not None
+        self.unpin_windows(node)
+        self.for_each_block(node, partial(self._unpin, node.tier))
+        for digest in node.segment:
+            del self.owner[digest]
+        if node.is_held:
+            self._count_held(node.parent, -1)
+        del node.parent.children[node]
+        node.parent = None
+
+    def merge(self, node: Node) -> bool:
+        """Merge a node into its only child if nothing needs it: it has no windows and no lock. Return whether it was merged."""
+        if node.windows is not None or node.locks or len(node.children) != 1 or node.parent is None:
+            return False
+        (child,) = node.children
+        if child.tier != node.tier:
+            return False
+        child.segment = node.segment + child.segment
+        child.parent = node.parent
+        del node.parent.children[node]
+        node.parent.children[child] = None
+        for digest in node.segment:
+            self.owner[digest] = child
+        return True
+
+    def _split(self, lower: Node, boundary: int, digest: bytes) -> Node:
+        """Split a segment at a boundary: a new node takes the part near the root, `lower` keeps the rest. Return the new node."""
+        above = lower.parent
+        assert above is not None
+        upper = Node(boundary, digest, above, CheckpointKind.FORK, lower.retentions)
+        num_upper = boundary - above.boundary
+        upper.segment, lower.segment = lower.segment[:num_upper], lower.segment[num_upper:]
+        upper.windows = None if upper.retentions.slides else ()
+        upper.num_returns = lower.num_returns + 1  # the chain that parts here shares it
+        upper.tier = upper.windows_tier = lower.tier
+        upper.num_held_children = int(lower.is_held)
+        for moved in upper.segment:
+            self.owner[moved] = upper
+        del above.children[lower]
+        above.children[upper] = None
+        upper.children[lower] = None
+        lower.parent = upper
+        return upper
+
+    def split_off(self, lower: Node, num_blocks: int) -> Node:
+        """Split a segment so that `lower` keeps its last `num_blocks` hash blocks, fewer than it has; return the node above.
+
+        No chain parts there, so the eviction policy ranks both as it ranked the whole.
+        """
+        boundary = lower.boundary - num_blocks
+        upper = self._split(lower, boundary, lower.segment[-num_blocks - 1])
+        upper.num_returns, upper.policy_state = lower.num_returns, lower.policy_state
+        return upper
+
+    def _count_held(self, node: Node | None, change: int) -> None:
+        """Change a node's number of held children, and those of the nodes above as far as that makes a difference."""
+        while node is not None:
+            was_held = node.is_held
+            node.num_held_children += change
+            if node.is_held == was_held:
+                return
+            node = node.parent
+
+    def for_each_block(self, node: Node, act: ActOnBlocks) -> None:
+        """Call `act` for the blocks that the segment pins, group by group, the blocks farthest from the root first."""
+        begin = node.boundary - len(node.segment)
+        for group, hash_blocks_per_block in node.retentions.full_groups:
+            first = (
+                -begin - 1
+            ) % hash_blocks_per_block  # the segment's first hash block that ends a block of the group
+            act(group, reversed(node.segment[first::hash_blocks_per_block]))
+        for group, num_sink_blocks in node.retentions.sliding_groups:
+            if begin < num_sink_blocks:
+                act(group, reversed(node.segment[: num_sink_blocks - begin]))

@@ -1,0 +1,214 @@
+"""Cuts and joins KV blocks by heads, between workers that divide the KV heads among other numbers of ranks or keep other formats.
+
+A *block* has the keys and values of some tokens in all layers of a KV cache group. Each rank keeps the part for its own KV heads;
+latent rows, and heads where there are more ranks than heads, are kept by several ranks in equal copies. Example, 3 KV heads:
+
+    source, 2 ranks      rank 0: heads 0 1      rank 1: head 2
+    target, 3 ranks      rank 0: head 0         rank 1: head 1        rank 2: head 2
+    target, 5 ranks      0: head 0     1: head 1     2: head 1     3: head 2     4: head 2
+
+Where both keep the same format, bytes are copied; else the numbers pass through float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from transom_core.kv_cache.kv_shares import KvShares
+from transom_core.kv_cache.layout import GroupLayout, LayerTensors
+from transom_worker.kvcache.tiers.block_format.numbers import (
+    LARGEST,
+    PLAIN,
+    Bytes,
+    Floats,
+    decode,
+    dequantise,
+    encode,
+    quantise,
+    rotate,
+)
+
+Data = bytes | bytearray | memoryview | Bytes
+
+
+class _Rows(NamedTuple):
+    """Keys or values of all KV heads of a layer: `data` [blocks, heads, rows, bytes of a row], and `scales` [blocks, heads, rows]
+    where the format has them."""
+
+    data: Bytes
+    scales: Floats | None
+
+
+class _Part(NamedTuple):
+    """The keys or the values of one layer in a block."""
+
+    tensors: LayerTensors
+    offset: int
+    scale_offset: int | None
+    size: int  # elements of a row
+    is_key: bool
+
+
+def convert_blocks(source: KvShares, target: KvShares, group: int, data: Sequence[Data]) -> list[Bytes]:
+    """Return the bytes of blocks of one group for each rank of `target`, from those of each rank of `source`.
+
+    The bytes of a rank are whole blocks one behind the other, `block_bytes` of its own layout each.
+
+    Raises:
+        ValueError: the groups keep other layers or tokens, a format cannot be converted, or the data has the wrong length.
+    """
+    blocks = _as_blocks(source, group, data)
+    if _is_equal(source, target, group):
+        return [block.reshape(-1) for block in blocks]
+    _check_specs(source.groups[0][group], target.groups[0][group])
+    out = [np.zeros((len(blocks[0]), groups[group].block_bytes), dtype=np.uint8) for groups in target.groups]
+    for index, (tensors, wanted) in enumerate(
+        zip(source.groups[0][group].layers, target.groups[0][group].layers, strict=True)
+    ):
+        _check_rows(tensors, wanted)
+        for number in range(len(_parts(tensors))):
+            rows = _join(source, group, index, number, blocks)
+            rows = _converted(rows, _parts(tensors)[number], _parts(wanted)[number])
+            _cut(target, group, index, number, rows, out)
+    return [block.reshape(-1) for block in out]
+
+
+def _as_blocks(shares: KvShares, group: int, data: Sequence[Data]) -> list[Bytes]:
+    """Return the data of each rank as [blocks, bytes of a block]."""
+    if len(data) != shares.num_ranks:
+        raise ValueError(f"data of {len(data)} ranks was given for a worker of {shares.num_ranks}.")
+    if not 0 <= group < len(shares.groups[0]):
+        raise ValueError(f"group {group} was given; there are {len(shares.groups[0])}.")
+    blocks = []
+    for rank, part in enumerate(data):
+        flat = np.frombuffer(part, dtype=np.uint8)
+        size = shares.groups[rank][group].block_bytes
+        if flat.size % size:
+            raise ValueError(f"rank {rank} gave {flat.size} bytes, which are no whole blocks of {size} bytes.")
+        blocks.append(flat.reshape(-1, size))
+    if len({len(part) for part in blocks}) > 1:
+        raise ValueError(f"the ranks gave {', '.join(str(len(part)) for part in blocks)} blocks of group {group}.")
+    return blocks
+
+
+def _is_equal(source: KvShares, target: KvShares, group: int) -> bool:
+    def contents(shares: KvShares) -> list[object]:
+        layers = shares.groups[0][group].spec.layers
+        heads = [[share[layer] for layer in layers] for share in shares.heads]
+        return [[(one[group].spec, one[group].layers, one[group].block_bytes) for one in shares.groups], heads]
+
+    return contents(source) == contents(target)
+
+
+def _check_specs(source: GroupLayout, target: GroupLayout) -> None:
+    if source.spec != target.spec or len(source.layers) != len(target.layers):
+        raise ValueError(
+            f"KV group {source.spec} of the source is not {target.spec} of the target; both must run the same model with equal "
+            "--block-size, --window and --hybrid-kv-cache."
+        )
+
+
+def _check_rows(source: LayerTensors, target: LayerTensors) -> None:
+    """Check that two layers keep the same numbers, and formats that can be converted."""
+    same = (source.layer, source.role, _widths(source)) == (target.layer, target.role, _widths(target))
+    if not same:
+        raise ValueError(
+            f"layer {source.layer} keeps {_widths(source)} numbers, and layer {target.layer} {_widths(target)}."
+        )
+    for tensors in (source, target):
+        if tensors.format not in (*PLAIN, *LARGEST) or (_is_mixed(tensors) and source.format != target.format):
+            raise ValueError(
+                f"layer {source.layer} is kept in {source.format} by the source and in {target.format} by the target, which cannot "
+                "be converted; give both the same --kv-cache-dtype."
+            )
+
+
+def _is_mixed(tensors: LayerTensors) -> bool:
+    """Whether rows mix number formats in a way that only kernels can read."""
+    return tensors.format in LARGEST and tensors.k_scale_offset is None
+
+
+def _widths(tensors: LayerTensors) -> tuple[int, int]:
+    """The numbers of a key row and of a value row."""
+    per_element = 2 if tensors.format == "int4" else 1
+    return tensors.k_size * per_element, tensors.v_size * per_element
+
+
+def _parts(tensors: LayerTensors) -> list[_Part]:
+    """Return the keys and the values of a layer, or what is both."""
+    parts = [_Part(tensors, tensors.k_offset, tensors.k_scale_offset, tensors.k_size, is_key=True)]
+    if tensors.v_offset != tensors.k_offset:
+        parts.append(_Part(tensors, tensors.v_offset, tensors.v_scale_offset, tensors.v_size, is_key=False))
+    return parts
+
+
+def _rows_of(block: Bytes, group: GroupLayout, part: _Part) -> Bytes:
+    """Return a part of blocks as a view [blocks, heads, rows, bytes of a row]."""
+    heads, rows, size = part.tensors.num_kv_heads, group.rows_per_block, part.size * _ELEMENT_BYTES[part.tensors.dtype]
+    return block[:, part.offset : part.offset + heads * rows * size].reshape(len(block), heads, rows, size)
+
+
+def _scales_of(block: Bytes, group: GroupLayout, part: _Part) -> Bytes:
+    """Return the scales of a part as a view of bytes [blocks, heads, rows, 4]."""
+    assert part.scale_offset is not None
+    heads, rows = part.tensors.num_kv_heads, group.rows_per_block
+    end = part.scale_offset + heads * rows * 4
+    return block[:, part.scale_offset : end].reshape(len(block), heads, rows, 4)
+
+
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1}
+
+
+def _heads_of(shares: KvShares, rank: int, tensors: LayerTensors) -> range:
+    first, end = shares.heads[rank][tensors.layer]
+    if end - first != tensors.num_kv_heads:
+        raise ValueError(
+            f"rank {rank} keeps {tensors.num_kv_heads} KV heads of layer {tensors.layer}, not {end - first}."
+        )
+    return range(first, end)
+
+
+def _join(shares: KvShares, group: int, index: int, number: int, blocks: list[Bytes]) -> _Rows:
+    """Return one part of all KV heads, each from the first rank that keeps it."""
+    layers = [groups[group].layers[index] for groups in shares.groups]
+    held = [_heads_of(shares, rank, tensors) for rank, tensors in enumerate(layers)]
+    num_heads = max(heads.stop for heads in held)
+    data: list[Bytes] = []
+    scales: list[Bytes] = []
+    for head in range(num_heads):
+        rank = next((rank for rank, heads in enumerate(held) if head in heads), None)
+        if rank is None:
+            raise ValueError(f"no rank keeps KV head {head} of layer {layers[0].layer}.")
+        layout, part = shares.groups[rank][group], _parts(layers[rank])[number]
+        data.append(_rows_of(blocks[rank], layout, part)[:, head - held[rank].start])
+        if part.scale_offset is not None:
+            scales.append(_scales_of(blocks[rank], layout, part)[:, head - held[rank].start])
+    floats = np.ascontiguousarray(np.stack(scales, axis=1)).view(np.float32)[..., 0] if scales else None
+    return _Rows(np.stack(data, axis=1), floats)
+
+
+def _converted(rows: _Rows, source: _Part, target: _Part) -> _Rows:
+    """Return rows in the target's format."""
+    before, after = source.tensors.format, target.tensors.format
+    if before == after:
+        return rows
+    numbers = decode(rows.data, before) if rows.scales is None else dequantise(rows.data, rows.scales, before)
+    if source.is_key and source.tensors.hadamard != target.tensors.hadamard:
+        numbers = rotate(numbers)
+    return _Rows(encode(numbers, after), None) if target.scale_offset is None else _Rows(*quantise(numbers, after))
+
+
+def _cut(shares: KvShares, group: int, index: int, number: int, rows: _Rows, out: list[Bytes]) -> None:
+    """Write each rank's heads into its blocks."""
+    for rank, block in enumerate(out):
+        layout = shares.groups[rank][group]
+        part = _parts(layout.layers[index])[number]
+        heads = _heads_of(shares, rank, part.tensors)
+        own = slice(heads.start, heads.stop)
+        _rows_of(block, layout, part)[...] = rows.data[:, own]
+        if rows.scales is not None:
+            scales = np.ascontiguousarray(rows.scales[:, own])[..., None]
+            _scales_of(block, layout, part)[...] = scales.view(np.uint8)

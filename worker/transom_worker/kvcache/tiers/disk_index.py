@@ -1,0 +1,47 @@
+"""`DiskIndex`: the digests of the blocks that have files in the disk tier, as the last listing of the folder found them.
+
+Files come and go without the cache's doing: other workers of the host write and remove them, too. So the index may be late, and a
+file that it names may be gone, which costs a failed read and a recompute. What it says is part of the worker's prefix index:
+routers get its changes, and search with it as the worker does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from transom_core.kv_cache.tiers import DISK
+from transom_worker.kvcache.prefix.change_log import ChangeLog
+
+
+class DiskIndex:
+    """Digests by group. `changes` records what is added and removed; it must have the device's tier and the host's already."""
+
+    def __init__(self, num_groups: int, changes: ChangeLog) -> None:
+        self.groups: tuple[dict[bytes, None], ...] = tuple({} for _ in range(num_groups))
+        self._changes = changes
+        changes.add_tier(self.groups)
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks of all groups have files."""
+        return sum(map(len, self.groups))
+
+    def add(self, group: int, digests: Iterable[bytes]) -> None:
+        """Note that these blocks have files."""
+        found = self.groups[group]
+        new = [digest for digest in dict.fromkeys(digests) if digest not in found]
+        found.update(dict.fromkeys(new))
+        self._note("added", group, new)
+
+    def remove(self, group: int, digests: Iterable[bytes]) -> None:
+        """Note that these blocks have no files."""
+        found = self.groups[group]
+        gone = [digest for digest in dict.fromkeys(digests) if digest in found]
+        for digest in gone:
+            del found[digest]
+        self._note("removed", group, gone)
+
+    def _note(self, action: Literal["added", "removed"], group: int, digests: list[bytes]) -> None:
+        if digests:
+            self._changes.add(action, DISK, group, digests)

@@ -1,0 +1,122 @@
+"""Exports: the cached blocks of a prefix are lent to another worker while it reads their bytes.
+
+    begin      the blocks of a hit are referenced, on the device or in the host tier
+    (another worker reads them)
+    end        the references are given back
+
+The blocks stay where they are meanwhile: they are not evicted, and compaction does not move them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from transom_core.kv_cache.prefix_search import PrefixHit, shared_digests
+from transom_core.kv_cache.retention import Retention
+from transom_core.kv_cache.retention_set import RetentionSet
+from transom_core.kv_cache.tiers import DEVICE, HOST
+from transom_worker.kvcache.blocks.block_copies import CopyQueue
+from transom_worker.kvcache.blocks.block_registry import BlockRegistry
+from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
+from transom_worker.kvcache.tiers.host_tier import HostTier
+
+
+class ExportedBlock(NamedTuple):
+    """A block to read: its group, its logical index in the prefix, its tier, and its id there."""
+
+    group: int
+    logical: int
+    tier: int
+    block: int
+
+
+@dataclass(slots=True, eq=False)
+class BlockExport:
+    """The blocks of one export. `is_void`: the cache was emptied, so that their contents are not known any more."""
+
+    blocks: list[ExportedBlock]
+    is_void: bool = False
+
+
+class Exports:
+    """The exports that have not ended."""
+
+    def __init__(
+        self,
+        retentions: RetentionSet,
+        index: PrefixIndex,
+        registry: BlockRegistry,
+        host: HostTier | None,
+        copies: CopyQueue,
+        *,
+        block_size: int,
+    ) -> None:
+        self._retentions = retentions
+        self._index = index
+        self._registry = registry
+        self._host = host
+        self._copies = copies
+        self._block_size = block_size
+        self.opened: list[BlockExport] = []
+
+    def begin(
+        self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
+    ) -> BlockExport | None:
+        """Reference the blocks that a hit gives; None if some of them are still to be copied by a plan that was not made yet.
+
+        `retentions` are those of a sequence with a KV policy.
+        """
+        blocks = [
+            one
+            for group, retention in enumerate(retentions or self._retentions)
+            for one in self._blocks_of(group, retention, chain, hit)
+        ]
+        to_be_written = {(one.target_tier, one.group, one.target) for one in self._copies.waiting}
+        if any((one.tier, one.group, one.block) in to_be_written for one in blocks):
+            return None
+        opened = BlockExport(blocks)
+        for one in blocks:
+            if one.tier == DEVICE:
+                self._registry.ref(one.group, [one.block])
+            else:
+                assert self._host is not None
+                self._host.need(one.group, [one.block])
+        self.opened.append(opened)
+        return opened
+
+    def end(self, opened: BlockExport) -> None:
+        """Give the references back."""
+        self.opened.remove(opened)
+        for one in opened.blocks:
+            if one.tier == DEVICE:
+                self._registry.unref(one.group, [one.block])
+            else:
+                assert self._host is not None
+                self._host.release(one.group, [one.block])
+
+    def on_device(self) -> Iterable[tuple[int, int]]:
+        """Yield (group, block) of every block on the device that an export reads."""
+        for opened in self.opened:
+            for one in opened.blocks:
+                if one.tier == DEVICE:
+                    yield one.group, one.block
+
+    def make_void(self) -> None:
+        """Note that the cache is emptied: what the present exports would read is not what they promised."""
+        for opened in self.opened:
+            opened.is_void = True
+
+    def _blocks_of(
+        self, group: int, retention: Retention, chain: Sequence[bytes], hit: PrefixHit
+    ) -> Iterable[ExportedBlock]:
+        step = retention.block_size // self._block_size
+        logical_of = {digest: index // step for index, digest in enumerate(chain[: hit.num_hash_blocks])}
+        for digest in dict.fromkeys(shared_digests(retention, chain, hit, block_size=self._block_size)):
+            found = self._index.groups[group].get(digest)
+            if found is not None:
+                yield ExportedBlock(group, logical_of[digest], DEVICE, found)
+            else:
+                assert self._host is not None
+                yield ExportedBlock(group, logical_of[digest], HOST, self._host.blocks[group][digest])

@@ -1,0 +1,88 @@
+"""`HostTier`: the arena in the host's memory, which takes in what the device evicts: its pages, its blocks and who needs them.
+
+Terms:
+
+    spill      move a cached block from the device to the host
+    load       copy blocks from the host to the device, for a sequence that hit them or was swapped
+    needed     said of a host block that a node of the prefix tree, a load, an import or an export needs; needs are counted
+    leftover   a host block in the index that nothing needs: it can be hit until its place is needed
+
+A needed block counts as *active* in its pool and a leftover as *evictable* (`pool`). So the allocator's arithmetic says exactly
+whether blocks fit without dropping anything that is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from transom_core.kv_cache.layout import ArenaLayout
+from transom_core.kv_cache.tiers import DEVICE, HOST
+from transom_worker.kvcache.blocks.allocator import BlockAllocator
+from transom_worker.kvcache.blocks.arena import Arena
+from transom_worker.kvcache.blocks.block_registry import BlockRegistry
+from transom_worker.kvcache.blocks.pool import GroupPool
+from transom_worker.kvcache.prefix.change_log import ChangeLog
+from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
+
+
+class HostTier:
+    """Blocks of the host's arena. `clock` gives seconds."""
+
+    def __init__(
+        self,
+        layout: ArenaLayout,
+        index: PrefixIndex,
+        changes: ChangeLog,
+        *,
+        block_size: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.layout = layout
+        self.arena = Arena(layout)
+        self.pools = [GroupPool(self.arena, group) for group in range(len(layout.groups))]
+        self.registry = BlockRegistry(layout, self.pools, index, changes, tier=HOST, block_size=block_size, clock=clock)
+        self._allocator = BlockAllocator(self.arena, self.pools, self.registry.evict, lambda: False)
+        self._on_device = index.tiers[DEVICE]
+        self.blocks = index.tiers[HOST]  # by group: block by digest
+
+    def has_room(self, num_blocks: Sequence[int]) -> bool:
+        """Return whether so many more blocks of each group fit without dropping a needed one."""
+        return self._allocator.pages_needed(list(num_blocks)) is not None
+
+    def take(self, num_blocks: Sequence[int]) -> list[list[int]]:
+        """Take so many blocks of each group, each needed once and not in the index. There must be room."""
+        taken = self._allocator.allocate_all(num_blocks, [None] * len(num_blocks))
+        for group, blocks in enumerate(taken):
+            self.registry.taken(group, blocks)
+        return taken
+
+    def enter(self, group: int, blocks: Sequence[int], names: Sequence[tuple[bytes, int]]) -> None:
+        """Enter blocks into the index under these (digest, logical index)."""
+        self.registry.enter(group, blocks, names)
+
+    def need(self, group: int, blocks: Iterable[int]) -> None:
+        """Count one more need of each of these blocks."""
+        self.registry.ref(group, list(blocks))
+
+    def release(self, group: int, blocks: Iterable[int]) -> None:
+        """Count one need less of each of these blocks.
+
+        One without needs becomes a leftover if it is in the index and the device has no such block, else it is free.
+        """
+        blocks = list(blocks)
+        pool, on_device = self.pools[group], self._on_device[group]
+        self.registry.unref(group, blocks)
+        twins = [block for block in blocks if block in pool.evictable and pool.published[block][0] in on_device]
+        self.registry.forget(group, dict.fromkeys(twins))
+
+    def forget_leftovers(self, group: int, digests: Iterable[bytes]) -> None:
+        """Remove the leftovers under these digests, which the device has from now on."""
+        found, evictable = self.blocks[group], self.pools[group].evictable
+        blocks = [found[digest] for digest in digests if digest in found]
+        self.registry.forget(group, [block for block in blocks if block in evictable])
+
+    def empty(self, reason: str) -> None:
+        """Evict all leftovers, and let no needed block be found any more. No node may need any."""
+        for group, pool in enumerate(self.pools):
+            self.registry.evict(group, list(pool.evictable), reason)
+            self.registry.withdraw(group, list(pool.published))

@@ -1,0 +1,147 @@
+"""`Loads`: brings blocks from the host tier to the device for sequences that hit them or were swapped, while other sequences run.
+
+Terms:
+
+    hole     a logical block of a sequence whose contents are in the host tier; `HOLE` stands in its table until the load starts
+    load     the copies of one sequence's holes; the ranks make them while steps run
+    ticket   the number of a load in plans and results
+
+    begin              the sequence references its blocks on the device, and needs those in the host tier
+    start              a block on the device is allocated for each hole, and the copies are queued
+    (the ranks copy)   nothing may move, read or write these blocks
+    finish             the ranks have reported the ticket: the blocks are published on the device, and the host's released
+
+What a load brings is known by its digests meanwhile, so that another sequence can wait for it in place of loading it again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from transom_core.kv_cache.tiers import DEVICE, HOST
+from transom_worker.kvcache.blocks.block_copies import BlockCopy, CopyQueue
+from transom_worker.kvcache.blocks.block_registry import BlockRegistry
+from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
+from transom_worker.kvcache.tiers.host_tier import HostTier
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One sequence's load. `is_void`: the cache was emptied meanwhile, so that the blocks' contents are not to be published."""
+
+    blocks: SequenceBlocks
+    copies: list[BlockCopy]
+    is_void: bool = False
+
+
+class Loads:
+    """The loads whose tickets were not reported yet."""
+
+    def __init__(self, registry: BlockRegistry, host: HostTier, copies: CopyQueue) -> None:
+        self.by_ticket: dict[int, Load] = {}
+        self.by_digest: list[dict[bytes, Load]] = [{} for _ in host.pools]  # by group: which load brings a block
+        self.num_loaded = [0] * len(host.pools)  # blocks by group, since start
+        self._registry = registry
+        self._host = host
+        self._copies = copies
+
+    def start(self, blocks: SequenceBlocks, targets: Sequence[Sequence[int]]) -> None:
+        """Fill a sequence's holes with blocks of the device, by group, and queue the copies."""
+        copies = []
+        for group, (sources, of_group) in enumerate(zip(blocks.to_load, targets, strict=True)):
+            blocks.tables[group].fill_holes(of_group)
+            copies += [
+                BlockCopy(group, source, target, HOST, DEVICE) for source, target in zip(sources, of_group, strict=True)
+            ]
+        blocks.load_ticket = self._copies.add_load(copies)
+        load = self.by_ticket[blocks.load_ticket] = Load(blocks, copies)
+        self._brings(load)
+
+    def bringing_most(self, lacking: Sequence[Iterable[bytes]]) -> tuple[Load, list[int]] | None:
+        """Return the load that brings most of the blocks that a sequence lacks, by group, and how many of each group it brings.
+
+        None: no load brings any.
+        """
+        brought = [
+            Counter(by_digest[digest] for digest in digests if digest in by_digest)
+            for by_digest, digests in zip(self.by_digest, lacking, strict=True)
+        ]
+        in_all = sum(brought, Counter[Load]())
+        if not in_all:
+            return None
+        load = max(in_all, key=in_all.__getitem__)
+        return load, [of_group[load] for of_group in brought]
+
+    def finish(self, ticket: int) -> Load | None:
+        """Publish what a load has brought and release the host's blocks; return the load, None for an unknown ticket."""
+        load = self.by_ticket.pop(ticket, None)
+        if load is None:
+            return None
+        for copy in load.copies:
+            self.num_loaded[copy.group] += 1
+            name = self._host.pools[copy.group].published.get(copy.source)
+            if name is not None and not load.is_void and not self._registry.has(copy.group, name[0]):
+                self._registry.enter(copy.group, [copy.target], [name])
+        self._brings_nothing_more(load)
+        self.release(load.blocks)
+        return load
+
+    def release(self, blocks: SequenceBlocks) -> None:
+        """Release the host's blocks that a sequence needs for its holes."""
+        for group, sources in enumerate(blocks.to_load):
+            self._host.release(group, sources)
+        blocks.to_load, blocks.load_ticket = [], 0
+
+    def send_again(self, tickets: Iterable[int]) -> None:
+        """Queue the copies of these loads under new tickets, since it is unknown whether the ranks got the plans with them."""
+        for ticket in tickets:
+            load = self.by_ticket.pop(ticket, None)
+            if load is not None:
+                load.blocks.load_ticket = self._copies.add_load(load.copies)
+                self.by_ticket[load.blocks.load_ticket] = load
+
+    def make_void(self) -> None:
+        """Publish nothing of the present loads when they finish."""
+        for load in self.by_ticket.values():
+            load.is_void = load.blocks.lost_contents = True
+        self._forget_digests()
+
+    def abandon(self) -> None:
+        """Forget all loads, since the ranks were restarted; their sequences hold their blocks until they are released."""
+        for load in list(self.by_ticket.values()):
+            self.release(load.blocks)
+        self.by_ticket.clear()
+        self._forget_digests()
+
+    def targets(self) -> Iterable[tuple[int, int]]:
+        """Yield (group, block) of every block on the device that a load writes."""
+        for load in self.by_ticket.values():
+            for copy in load.copies:
+                yield copy.group, copy.target
+
+    def _digest(self, copy: BlockCopy) -> bytes | None:
+        """Return the digest of the block that a copy brings; None if it is not in the index, as that of a swapped sequence."""
+        name = self._host.pools[copy.group].published.get(copy.source)
+        return None if name is None else name[0]
+
+    def _brings(self, load: Load) -> None:
+        """Note what a load brings, as far as no earlier one brings it."""
+        for copy in load.copies:
+            if (digest := self._digest(copy)) is not None:
+                self.by_digest[copy.group].setdefault(digest, load)
+
+    def _brings_nothing_more(self, load: Load) -> None:
+        """Forget what a load brings, which has ended."""
+        for copy in load.copies:
+            digest = self._digest(copy)
+            if digest is not None and self.by_digest[copy.group].get(digest) is load:
+                del self.by_digest[copy.group][digest]
+        for other in self.by_ticket.values():  # another one may bring some of the same blocks
+            if not other.is_void:
+                self._brings(other)
+
+    def _forget_digests(self) -> None:
+        for by_digest in self.by_digest:
+            by_digest.clear()

@@ -1,0 +1,175 @@
+"""`TierMoves`: moves nodes of the prefix tree between the device and the host tier, with the blocks that they pin.
+
+Terms:
+
+    node       a boundary in the prefix tree; it pins a *segment* of a chain and, at a checkpoint, *windows* (`tree`)
+    demote     move a node's blocks from the device to the host: copies are queued, the index follows at once
+    promote    let a node in the host tier pin the device's blocks in place of the host's; loads or new computing brought them there
+    piece      so many hash blocks of a segment, at most, are demoted at once; the rest becomes a node above. What a demotion frees
+               beyond what is needed stays empty for a while, so a piece is a small part of what the device holds
+
+A segment's blocks are in one tier. A window block may be in both, where checkpoints of both tiers need it. What a running sequence
+still references stays on the device until it is released, without being found there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from transom_core.kv_cache.layout import ArenaLayout
+from transom_core.kv_cache.tiers import DEVICE, HOST
+from transom_worker.kvcache.blocks.block_copies import CopyQueue
+from transom_worker.kvcache.blocks.block_registry import BlockRegistry
+from transom_worker.kvcache.blocks.pool import GroupPool
+from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
+from transom_worker.kvcache.prefix.tree import Node, PrefixTree
+from transom_worker.kvcache.tiers.host_tier import HostTier
+
+MOST_IN_PIECE = 256  # hash blocks
+LEAST_IN_PIECE = 16
+PIECES_ON_DEVICE = 32  # a device whose pool has room for fewer than `MOST_IN_PIECE` times as many has smaller pieces
+
+
+class TierMoves:
+    """Moves nodes of `tree` between the device, of this `layout`, and `host`."""
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        index: PrefixIndex,
+        registry: BlockRegistry,
+        pools: Sequence[GroupPool],
+        host: HostTier,
+        copies: CopyQueue,
+        *,
+        layout: ArenaLayout,
+    ) -> None:
+        self.host = host
+        self.piece = _piece(layout)  # in hash blocks
+        self.num_spilled = [0] * len(pools)  # blocks by group, since start
+        self._tree = tree
+        self._on_device = index.tiers[DEVICE]
+        self._registry = registry
+        self._pools = pools
+        self._copies = copies
+
+    def needs(self, node: Node, *, with_segment: bool) -> list[int]:
+        """Return the most host blocks, by group, that a node's windows take, and its segment's end `with_segment`."""
+        needs = [0] * len(self._pools)
+        if with_segment:
+            num_blocks = min(len(node.segment), self.piece)
+            for group, hash_blocks_per_block in node.retentions.full_groups:
+                needs[group] += -(-num_blocks // hash_blocks_per_block)
+            begin = node.boundary - num_blocks
+            for group, num_sink_blocks in node.retentions.sliding_groups:
+                needs[group] += max(0, min(node.boundary, num_sink_blocks) - begin)
+        if node.windows_tier == DEVICE:
+            for (group, _), digests in zip(node.retentions.sliding_groups, node.windows or (), strict=False):
+                needs[group] += len(digests)
+        return needs
+
+    def demote(self, node: Node) -> None:
+        """Move a node's segment and windows to the host, which has room. Its segment is one piece at most."""
+        digests: list[list[bytes]] = [[] for _ in self._pools]
+        self._tree.for_each_block(node, lambda group, some: digests[group].extend(some))
+        if node.windows_tier == DEVICE:
+            self._add_windows(node, digests)
+        self._spill(digests)
+        self._tree.set_tier(node, HOST)
+        node.windows_tier = HOST
+
+    def demote_windows(self, node: Node) -> None:
+        """Move a node's windows to the host, which has room; its segment stays on the device."""
+        digests: list[list[bytes]] = [[] for _ in self._pools]
+        self._add_windows(node, digests)
+        self._spill(digests)
+        node.windows_tier = HOST
+
+    def promote(self, node: Node) -> list[Node]:
+        """Promote a node and those above it as far as the device has all their blocks; return those that changed."""
+        if node.parent is None:  # it was dropped
+            return []
+        path = []
+        above: Node | None = node
+        while above is not None and above.tier == HOST:
+            path.append(above)
+            above = above.parent
+        changed = []
+        for each in reversed(path):
+            if not self._has_segment(each):
+                break
+            self._tree.for_each_block(each, self._registry.pin)
+            self._tree.for_each_block(each, self._release)
+            self._tree.set_tier(each, DEVICE)
+            self._promote_windows(each)
+            changed.append(each)
+        if node not in changed and node.tier == DEVICE and self._promote_windows(node):
+            changed.append(node)
+        return changed
+
+    def _promote_windows(self, node: Node) -> bool:
+        """Let a node pin the device's windows, if the device has all of them; return whether that changed anything."""
+        if node.windows_tier == DEVICE:
+            return False
+        windows = list(zip(node.retentions.sliding_groups, node.windows or (), strict=False))
+        if not all(digest in self._on_device[group] for (group, _), digests in windows for digest in digests):
+            return False
+        for (group, _), digests in windows:
+            self._registry.pin(group, digests)
+            self._release(group, digests)
+        node.windows_tier = DEVICE
+        return True
+
+    def _has_segment(self, node: Node) -> bool:
+        """Return whether the device has all blocks of a node's segment."""
+        found = []
+        self._tree.for_each_block(
+            node, lambda group, digests: found.append(all(map(self._on_device[group].__contains__, digests)))
+        )
+        return all(found)
+
+    def _release(self, group: int, digests: Iterable[bytes]) -> None:
+        """Remove a node's need of the host's blocks under these digests."""
+        found = self.host.blocks[group]
+        self.host.release(group, [found[digest] for digest in digests])
+
+    def _add_windows(self, node: Node, digests: list[list[bytes]]) -> None:
+        """Add the digests of a node's windows, by group, the last ones first."""
+        for (group, _), windows in zip(node.retentions.sliding_groups, node.windows or (), strict=False):
+            digests[group].extend(reversed(windows))
+
+    def _spill(self, digests: Sequence[list[bytes]]) -> None:
+        """Move the device's blocks under these digests, by group, which one node pins, to the host."""
+        host = self.host
+        new = []
+        for group, of_group in enumerate(digests):
+            found = host.blocks[group]
+            # A leftover may lie in a page that is counted as room.
+            host.forget_leftovers(group, of_group)
+            host.need(group, [found[digest] for digest in of_group if digest in found])
+            new.append([digest for digest in reversed(of_group) if digest not in found])
+        for group, targets in enumerate(host.take([len(of_group) for of_group in new])):
+            sources = [self._on_device[group][digest] for digest in new[group]]
+            host.enter(group, targets, [self._pools[group].published[source] for source in sources])
+            for source, target in zip(sources, targets, strict=True):
+                self._copies.add(group, source, target, source_tier=DEVICE, target_tier=HOST)
+            self.num_spilled[group] += len(targets)
+            self._leave_device(group, digests[group])
+
+    def _leave_device(self, group: int, digests: Sequence[bytes]) -> None:
+        """Unpin the device's blocks under these digests; those that no other node pins are not found there any more."""
+        pool, found = self._pools[group], self._on_device[group]
+        self._registry.unpin(group, digests)
+        blocks = [found[digest] for digest in digests]
+        self._registry.forget(group, [block for block in blocks if block in pool.evictable])
+        self._registry.withdraw(group, [block for block in blocks if pool.refs[block] and not pool.pins[block]])
+
+
+def _piece(layout: ArenaLayout) -> int:
+    """Return how many hash blocks of a segment are demoted at once, by how many the device has room for."""
+    kept = [group for group in layout.groups if group.spec.keeps_everything]
+    block_size = min(group.spec.block_size for group in layout.groups)
+    hash_block_bytes = sum(group.stride_bytes * block_size // group.spec.block_size for group in kept)
+    if not hash_block_bytes:
+        return MOST_IN_PIECE
+    return max(LEAST_IN_PIECE, min(MOST_IN_PIECE, layout.pool_bytes // hash_block_bytes // PIECES_ON_DEVICE))

@@ -1,0 +1,190 @@
+"""`PrefixFetches`: the target's side of KV transfer: it brings a held request's prefix from another worker into the host tier.
+
+- **held request**: the engine has it and does not admit it before its fetch has ended, however that ends.
+- **piece**: some blocks of one group that are read, converted and written together (`messages.MAX_PIECE_BYTES`).
+
+Requests that want the same prefix from the same source, such as the choices of one prompt, fetch it one after the other, so that
+all but the first find it here. A fetch runs on the worker's event loop and touches the cache on the engine's thread. It ends after
+`TransferConfig.timeout_s` at the latest, and what it imports is published only when all of it is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+from uuid import uuid4
+from weakref import WeakValueDictionary
+
+from transom_core.config import TransferConfig
+from transom_core.contract import PrefixSource, Request
+from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
+from transom_core.contract.prefix_peers import PrefixPeers
+from transom_worker.kvcache.tiers.transfer.byte_budget import ByteBudget
+from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, KvStore, OnEngine
+from transom_worker.kvcache.tiers.transfer.observer import TransferObserver
+from transom_worker.kvcache.tiers.transfer.transfer_report import FetchOutcome, FetchReport
+
+logger = logging.getLogger("transom.worker")
+
+T = TypeVar("T")
+OnEnd = Callable[[str, FetchReport], None]
+"""Called with a request's id when its fetch has ended, exactly once unless the request was cancelled."""
+
+
+class _Ended(Exception):
+    """The fetch ends with this outcome, without an error of this worker."""
+
+    def __init__(self, outcome: FetchOutcome) -> None:
+        self.outcome = outcome
+
+
+class PrefixFetches:
+    """The fetches of one worker. All methods run on its event loop."""
+
+    def __init__(
+        self,
+        peers: PrefixPeers,
+        store: KvStore,
+        on_engine: OnEngine,
+        config: TransferConfig,
+        *,
+        on_end: OnEnd,
+        observer: TransferObserver,
+    ) -> None:
+        self._peers, self._store, self._on_engine = peers, store, on_engine
+        self._config, self._on_end, self._observer = config, on_end, observer
+        self._budget = ByteBudget(config.max_bytes_in_flight)
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
+        self._closing: set[asyncio.Task[None]] = set()
+        self._turns: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = (
+            WeakValueDictionary()
+        )  # by source and prefix
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, request: Request) -> None:
+        """Fetch the prefix of a held request; `on_end` follows."""
+        assert request.prefix_source is not None
+        request_id, limit_s = request.request_id, self._config.timeout_s
+        if request.time_left_s is not None:
+            limit_s = min(limit_s, request.time_left_s)
+        task = asyncio.create_task(self._run(request_id, request.prefix_source, limit_s))
+        self._tasks[request_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(request_id, None))
+
+    def cancel(self, request_id: str) -> None:
+        """End the fetch of a request that has ended; `on_end` does not follow. Any other id is ignored."""
+        if (task := self._tasks.pop(request_id, None)) is not None:
+            task.cancel()
+
+    async def _run(self, request_id: str, source: PrefixSource, limit_s: float) -> None:
+        """Fetch, and say how it ended. Leaving `_fetch` in any way gives everything back, on both sides."""
+        begin_s = time.monotonic()
+        plan: ImportPlan | None = None
+        outcome: FetchOutcome = "failed"
+        try:
+            async with asyncio.timeout(limit_s):
+                plan = await self._fetch(request_id, source)
+            outcome = "fetched"
+        except TimeoutError:
+            outcome = "timeout"
+        except _Ended as ended:
+            outcome = ended.outcome
+        except Exception:  # a bug; the request must not be held for ever
+            logger.exception("A prefix from worker %s could not be imported.", source.worker)
+        report = _report(source.worker, outcome, plan, seconds=time.monotonic() - begin_s)
+        self._observer.fetched(report)
+        self._on_end(request_id, report)
+
+    async def _fetch(self, request_id: str, source: PrefixSource) -> ImportPlan:
+        """Bring what of the prefix is missing here.
+
+        Raises:
+            _Ended: there is nothing to import, no room for it, or the source was lost.
+        """
+        query = await self._on_engine(lambda: self._store.query(request_id, source.num_tokens))
+        if query is None:
+            raise _Ended("cancelled")
+        key = source.worker, query.chain[-1]
+        turn = self._turns.get(key) or self._turns.setdefault(key, asyncio.Lock())
+        async with turn:
+            if await self._on_engine(lambda: self._store.has(request_id, query)):
+                raise _Ended("present")
+            offer = await _of_source(source.worker, self._peers.open_export(source.worker, query))
+            if not isinstance(offer, PrefixOffer):
+                raise _Ended("refused" if offer == "refused" else "not_found")
+            try:
+                return await self._import(request_id, source.worker, query, offer)
+            finally:
+                self._close(source.worker, offer.export_id)
+
+    async def _import(self, request_id: str, source: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan:
+        import_id, is_complete = uuid4().hex, False
+        try:
+            plan = await self._on_engine(lambda: self._store.begin_import(import_id, query, offer))
+            if plan is None:
+                raise _Ended("no_space")
+            await _all([self._bring(source, offer, import_id, *piece) for piece in plan.pieces])
+            await self._on_engine(lambda: self._store.publish_import(import_id, request_id))
+            is_complete = True
+            return plan
+        finally:
+            if not is_complete:  # the engine ignores it where the import never began, or has ended
+                self._on_engine(lambda: self._store.drop_import(import_id))
+
+    async def _bring(self, source: str, offer: PrefixOffer, import_id: str, blocks: BlockRange, num_bytes: int) -> None:
+        """Read, convert and write one piece."""
+        async with self._budget.taken(num_bytes):
+            data = await _of_source(source, self._peers.read_export(source, offer.export_id, blocks))
+            converted = await asyncio.to_thread(self._store.convert, offer, blocks, data)
+            await self._on_engine(lambda: self._store.write_import(import_id, blocks, converted))
+
+    def _close(self, source: str, export_id: str) -> None:
+        """Tell the source that its export has ended; its lease would end without, too."""
+        task = asyncio.create_task(self._send_close(source, export_id))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _send_close(self, source: str, export_id: str) -> None:
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                await self._peers.close_export(source, export_id)
+        except Exception as error:
+            logger.info("Worker %s did not hear of the end of a transfer: %r", source, error)
+
+
+def _report(source: str, outcome: FetchOutcome, plan: ImportPlan | None, *, seconds: float) -> FetchReport:
+    if plan is None:
+        return FetchReport(source=source, outcome=outcome, seconds=seconds)
+    return FetchReport(
+        source=source,
+        outcome=outcome,
+        num_tokens=plan.num_tokens,
+        num_blocks=plan.num_blocks,
+        num_bytes=sum(num_bytes for _, num_bytes in plan.pieces),
+        full_length_bytes=plan.full_length_bytes,
+        seconds=seconds,
+    )
+
+
+async def _of_source(source: str, call: Awaitable[T]) -> T:
+    """Wait for a call to the source. Raises `_Ended` where it fails."""
+    try:
+        return await call
+    except Exception as error:
+        logger.warning("A prefix could not be fetched from worker %s: %r", source, error)
+        raise _Ended("source_lost") from error
+
+
+async def _all(steps: list[Awaitable[None]]) -> None:
+    """Run all steps at once; the first error ends the others."""
+    tasks = [asyncio.ensure_future(step) for step in steps]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,82 @@
+"""`KvStore`: what KV transfer does to a worker's own KV cache. The engine implements it (`engine.transfer_store`).
+
+All methods but `convert` run on the engine's thread, between two steps, and must be short. The callers name exports and imports by
+ids of their own, so that they can end one whose beginning they never heard of: ending an unknown id does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
+from transom_core.contract.prefix_peers import Bytes
+
+T = TypeVar("T")
+
+
+class OnEngine(Protocol):
+    """Runs functions on the engine's thread, between two steps, in the order of the calls."""
+
+    def __call__(self, function: Callable[[], T]) -> Awaitable[T]:
+        """Ask for a run; the result need not be awaited. A caller that is cancelled does not learn whether the function ran."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportPlan:
+    """What of an offer is missing here, and has host blocks now: the pieces to read, each with its bytes at the source.
+
+    `num_tokens` is the length of the prefix that is a hit once all of it is written.
+    """
+
+    pieces: tuple[tuple[BlockRange, int], ...]
+    num_tokens: int
+    num_blocks: int
+    full_length_bytes: int
+
+
+class KvStore(Protocol):
+    """One worker's KV cache, as KV transfer uses it."""
+
+    # Source
+
+    def open_export(self, export_id: str, query: PrefixQuery) -> PrefixOffer | None:
+        """Reference the live blocks at the query's longest boundary that is a hit here; None where there is none.
+
+        Raises:
+            ValueError: the cache has other groups than the query says.
+        """
+
+    def read_export(self, export_id: str, blocks: BlockRange) -> Sequence[bytes]:
+        """Read blocks of an export, one after the other, for each rank. Raises KeyError: the export has ended."""
+
+    def close_export(self, export_id: str) -> None:
+        """Give the references back."""
+
+    # Target
+
+    def query(self, request_id: str, num_tokens: int) -> PrefixQuery | None:
+        """The query for the first tokens of a held request; None where it has ended, or has nothing to ask for."""
+
+    def has(self, request_id: str, query: PrefixQuery) -> bool:
+        """Whether as many tokens as the router expects from the source are a hit here already; what was imported of them is kept
+        for this request, too.
+        """
+
+    def begin_import(self, import_id: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
+        """Take host blocks for what of the offer is missing here; None where the host tier has no room."""
+
+    def convert(self, offer: PrefixOffer, blocks: BlockRange, data: Sequence[Bytes]) -> Sequence[Bytes]:
+        """Cut and join the source's bytes to those of this worker's ranks, in its number format. Any thread may call it."""
+
+    def write_import(self, import_id: str, blocks: BlockRange, data: Sequence[Bytes]) -> None:
+        """Write converted blocks. Raises KeyError: the import has ended, since the cache was emptied."""
+
+    def publish_import(self, import_id: str, request_id: str) -> None:
+        """Publish the imported blocks in the host tier, where they are kept until the request is admitted or has ended, or for a
+        limited time. Raises KeyError: the import has ended.
+        """
+
+    def drop_import(self, import_id: str) -> None:
+        """Free the blocks of an import that is not complete."""

@@ -1,0 +1,105 @@
+"""`PrefixExports`: the source's side of KV transfer: it lends the live blocks of a prefix to other workers while they read them.
+
+- **export**: the referenced blocks of one prefix. They cannot be evicted before the export ends.
+- **lease**: an export ends when its target has not been heard of for `lease_s`: it died, or its connection did.
+
+Exports run on the worker's event loop; each touches the cache on the engine's thread, between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from uuid import uuid4
+
+import numpy as np
+
+from transom_core.config import TransferConfig
+from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
+from transom_core.contract.prefix_peers import Bytes
+from transom_worker.kvcache.tiers.transfer.kv_store import KvStore, OnEngine
+from transom_worker.kvcache.tiers.transfer.observer import TransferObserver
+
+logger = logging.getLogger("transom.worker")
+
+MAX_EXPORTS = 64
+"""Exports that are open at once; more are refused. Their blocks cannot be evicted, so they must not become the whole cache."""
+
+
+class PrefixExports:
+    """The open exports of one worker."""
+
+    def __init__(self, store: KvStore, on_engine: OnEngine, config: TransferConfig, observer: TransferObserver) -> None:
+        self._store, self._on_engine, self._observer = store, on_engine, observer
+        self._lease_s = config.timeout_s
+        self._leases: dict[str, asyncio.TimerHandle | None] = {}  # by export id
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    async def open(self, query: PrefixQuery) -> PrefixOffer | str:
+        """Reference the longest prefix of the query that is here, and offer it; else an `ExportOutcome`."""
+        if len(self._leases) >= MAX_EXPORTS:
+            self._observer.exported("refused")
+            return "refused"
+        export_id = uuid4().hex
+        self._leases[export_id] = None
+        offer = None
+        try:
+            offer = await self._on_engine(lambda: self._store.open_export(export_id, query))
+        except ValueError as error:
+            logger.warning("Another worker asks for a prefix that is not of this model's cache: %s", error)
+            self._observer.exported("refused")
+            return "refused"
+        finally:
+            if offer is None:
+                self._end(export_id)
+        if offer is None:
+            self._observer.exported("not_found")
+            return "not_found"
+        self._renew(export_id)
+        return offer
+
+    async def read(self, export_id: str, blocks: BlockRange) -> list[Bytes]:
+        """The bytes of some blocks of an open export, for each rank.
+
+        Raises:
+            KeyError: the export has ended.
+        """
+        self._renew(export_id)
+        data = await self._on_engine(lambda: self._store.read_export(export_id, blocks))
+        pieces = [
+            np.frombuffer(part, np.uint8) for part in data
+        ]  # Ray moves arrays without copying them into its messages
+        if export_id in self._leases:
+            self._renew(export_id)
+        self._observer.sent(sum(piece.nbytes for piece in pieces))
+        return pieces
+
+    def close(self, export_id: str) -> None:
+        """End an export whose target has everything, or has given up; an unknown one is ignored."""
+        if export_id in self._leases:
+            self._observer.exported("read")
+            self._end(export_id)
+
+    def close_all(self) -> None:
+        """End all exports."""
+        for export_id in list(self._leases):
+            self._end(export_id)
+
+    def _renew(self, export_id: str) -> None:
+        lease = self._leases[export_id]
+        if lease is not None:
+            lease.cancel()
+        self._leases[export_id] = asyncio.get_running_loop().call_later(self._lease_s, self._expire, export_id)
+
+    def _expire(self, export_id: str) -> None:
+        self._observer.exported("expired")
+        self._end(export_id)
+
+    def _end(self, export_id: str) -> None:
+        """Give the references back. The engine runs this after what it was asked before, whether or not that was awaited."""
+        lease = self._leases.pop(export_id)
+        if lease is not None:
+            lease.cancel()
+        self._on_engine(lambda: self._store.close_export(export_id))

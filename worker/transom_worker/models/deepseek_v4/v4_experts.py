@@ -1,0 +1,74 @@
+"""DeepSeek V4's MoE layer: routed experts, chosen by score or looked up by token id (hash routing), and one shared expert.
+
+Every rank holds a part of the inner width of each expert, routed or shared, so each rank's output is a partial sum over the
+inner width. Routed and shared partial sums are added first; then one all-reduce completes both.
+
+Legend: T tokens, N hidden width, I inner width, E experts, V vocabulary, K experts chosen per token.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_core.errors import ModelError
+from transom_core.model_config.architecture import Architecture
+from transom_core.model_config.deepseek_v4 import DeepseekV4Shape
+from transom_kernels.moe import GateRule
+from transom_kernels.route import Routing
+from transom_worker.models.expert_loading import experts_by_name
+from transom_worker.models.layers.expert_router import ExpertRouter
+from transom_worker.models.layers.experts import apply_gate, make_experts
+from transom_worker.models.loading import Loader
+
+_NAMES = ("experts.{}.w1.weight", "experts.{}.w3.weight", "experts.{}.w2.weight")
+
+
+class ExpertLayer:
+    """The experts of one layer.
+
+    `load` reads the tensors below the prefix `ffn.` of the layer. With `hashed`, a table gives the experts of each token id.
+    """
+
+    def __init__(self, load: Loader, architecture: Architecture, shape: DeepseekV4Shape, *, hashed: bool) -> None:
+        mixture = architecture.mixture
+        if mixture is None or mixture.clamp is None:
+            raise ModelError("A deepseek_v4 model has experts in every layer; config.json gives none.")
+        routing = Routing(num_chosen=mixture.num_chosen, score=shape.expert_score, scale=mixture.scale)
+        hidden, inner, experts = architecture.hidden_size, mixture.inner_size, mixture.num_experts
+        table_shape = (architecture.vocab_size, mixture.num_chosen)
+        self._chosen_VK = _experts_by_token(load, table_shape, experts) if hashed else None
+        correction = None if hashed else load.tensor("gate.bias", torch.float32, shape=(experts,))
+        gate_EN = load.tensor("gate.weight", torch.float32, shape=(experts, hidden))
+        self._router = ExpertRouter(gate_EN, routing, correction_E=correction)
+        self._rule = GateRule(limit=mixture.clamp)
+        weights = experts_by_name(load, _NAMES, mixture, hidden)
+        self._experts = make_experts(weights, self._rule, quantization=load.quantization)
+        self._comm = load.comm
+        own = load.cut(inner)  # this rank's part of the inner width
+        shared = load.under("shared_experts.")
+        self._shared_in = shared.linear("w1", "w3", shapes=[(inner, hidden)] * 2, rows=[own] * 2)
+        # `partial`: without an all-reduce of its own, since the layer reduces routed and shared outputs together
+        self._shared_out = shared.partial().row_parallel("w2", shape=(hidden, inner), columns=own)
+        parts = (self._router, self._experts, self._shared_in, self._shared_out)
+        table_bytes = 0 if self._chosen_VK is None else self._chosen_VK.nbytes
+        self.weight_bytes = table_bytes + sum(part.weight_bytes for part in parts)
+
+    def __call__(self, x_TN: torch.Tensor, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """The output [T, N] of `x` [T, N]."""
+        chosen_TK = None if self._chosen_VK is None else self._chosen_VK[token_ids_T]
+        routed_TN = self._experts(x_TN, self._router(x_TN, chosen_TK))
+        return self._comm.all_reduce_(self._shared_out.add_to(routed_TN, apply_gate(self._shared_in(x_TN), self._rule)))
+
+
+def _experts_by_token(load: Loader, shape: tuple[int, int], num_experts: int) -> torch.Tensor:
+    """The table [V, K] of the experts of each token id.
+
+    Raises:
+        ModelError: the table names an expert that does not exist.
+    """
+    name = f"{load.prefix}gate.tid2eid"
+    table_VK = load.weights(name, shape=shape).to(device=load.device, dtype=torch.int64)
+    low, high = int(table_VK.min()), int(table_VK.max())
+    if low < 0 or high >= num_experts:
+        raise ModelError(f"Tensor {name!r} names experts {low} to {high}; the model has {num_experts}, from 0.")
+    return table_VK

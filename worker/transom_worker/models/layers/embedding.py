@@ -1,0 +1,115 @@
+"""Token embedding and LM head; the two may share their weight.
+
+With several ranks the vocabulary is sharded: each rank has the rows of its own tokens, for looking up and for logits.
+
+Legend: T tokens, R rows that need logits, V vocabulary of this rank, N hidden width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from transom_kernels.launch import uses_cpu_kernels
+from transom_kernels.linear import PackedWeight, embedding_rows
+from transom_worker.models.layers.linear import KernelLinear, Linear, PlainLinear, make_linear
+from transom_worker.models.layers.quantisation import Quantization, Weight
+from transom_worker.models.parallel import SINGLE_RANK, Communicator
+
+
+class Embedding:
+    """Looks tokens up in a table, and multiplies the rows by `scale`, which is rounded to the table's dtype.
+
+    The table is a tensor [V, N], until a tied head packs it and shares the packed weight (`LmHead`).
+    """
+
+    def __init__(self, weight_VN: torch.Tensor, *, scale: float = 1.0) -> None:
+        self.table: torch.Tensor | PackedWeight = weight_VN
+        self._scale = float(torch.tensor(scale, dtype=weight_VN.dtype))
+        self.weight_bytes = weight_VN.nbytes
+
+    def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Return the rows of these tokens, [T, N]."""
+        if self._runs_kernel:
+            return self._rows(token_ids_T)
+        assert isinstance(self.table, torch.Tensor)
+        rows_TN = F.embedding(token_ids_T, self.table)
+        return rows_TN if self._scale == 1.0 else rows_TN.mul_(self._scale)
+
+    @property
+    def _runs_kernel(self) -> bool:
+        return isinstance(self.table, PackedWeight) or uses_cpu_kernels(self.table)
+
+    def _rows(self, token_ids_T: torch.Tensor, first_id: int = 0) -> torch.Tensor:
+        return embedding_rows(token_ids_T, self.table, first_id=first_id, scale=self._scale)
+
+
+class ShardedEmbedding(Embedding):
+    """The embedding of one of several ranks: a token of another rank is a row of zeros here, and an all-reduce adds up the
+    ranks' rows.
+    """
+
+    def __init__(self, weight_VN: torch.Tensor, *, first_id: int, comm: Communicator, scale: float = 1.0) -> None:
+        """`first_id` is the token id of the table's first row."""
+        super().__init__(weight_VN, scale=scale)
+        self._first_id, self._comm, self._num_rows = first_id, comm, len(weight_VN)
+
+    def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Return the rows of these tokens, [T, N]."""
+        if self._runs_kernel:
+            return self._comm.all_reduce_(self._rows(token_ids_T, self._first_id))
+        rows_T = token_ids_T - self._first_id
+        absent_T = (rows_T < 0) | (rows_T >= self._num_rows)
+        rows_TN = super().__call__(rows_T.masked_fill_(absent_T, 0))
+        return self._comm.all_reduce_(rows_TN.masked_fill_(absent_T[:, None], 0.0))
+
+
+def make_embedding(weight_VN: torch.Tensor, *, first_id: int, comm: Communicator, scale: float = 1.0) -> Embedding:
+    """Return the embedding over this rank's rows of a table."""
+    if comm is SINGLE_RANK:
+        return Embedding(weight_VN, scale=scale)
+    return ShardedEmbedding(weight_VN, first_id=first_id, comm=comm, scale=scale)
+
+
+class LmHead:
+    """Computes logits in float32 over this rank's vocabulary.
+
+    A tied head shares its weight with the embedding, also where it is packed. A quantised head has a second copy, because rows
+    cannot be looked up in it.
+    """
+
+    def __init__(
+        self,
+        weight_VN: Weight | None,
+        *,
+        quantization: Quantization,
+        tied_to: Embedding | None = None,
+        scale: float = 1.0,
+        soft_cap: float | None = None,
+    ) -> None:
+        """Logits are multiplied by `scale`; then `soft_cap` bounds them smoothly: soft_cap * tanh(logit / soft_cap).
+
+        With `tied_to` the weight is that of the embedding, and `weight_VN` is None.
+        """
+        self._scale, self._soft_cap = scale, soft_cap
+        if tied_to is not None:
+            assert isinstance(tied_to.table, torch.Tensor)
+            weight_VN = tied_to.table
+        assert weight_VN is not None
+        # with 4 bits in the other layers the head has 8: its rounding goes into the logits as it is
+        self._linear = make_linear(weight_VN, quantization="int8" if quantization == "int4" else quantization)
+        self.weight_bytes = self._linear.weight_bytes
+        shared = _table_of(self._linear)
+        if tied_to is not None and shared is not None:
+            tied_to.table, self.weight_bytes = shared, 0
+
+    def __call__(self, x_RN: torch.Tensor) -> torch.Tensor:
+        """Return logits, [R, V] float32."""
+        return self._linear.logits(x_RN, scale=self._scale, soft_cap=self._soft_cap)
+
+
+def _table_of(layer: Linear) -> torch.Tensor | PackedWeight | None:
+    """The weight of a layer as an embedding's table; None where rows cannot be looked up in it."""
+    if isinstance(layer, PlainLinear):
+        return layer.weight_NK
+    return layer.weight if isinstance(layer, KernelLinear) and isinstance(layer.weight, PackedWeight) else None

@@ -1,0 +1,160 @@
+"""The experts of a mixture-of-experts layer: feed-forward layers, each of which runs over the tokens that are routed to it.
+
+With several ranks, each rank has a part of every expert's inner width. Its output is then a part of a sum, and the caller adds
+the parts of all ranks.
+
+Legend: T tokens, N hidden width, I inner width of this rank, E experts, K experts chosen per token, P = T K pairs of token and
+expert.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from transom_kernels.cpu.recording import refuse_recording
+from transom_kernels.gated_mlp import gated_activation
+from transom_kernels.launch import uses_cpu_kernels, uses_triton
+from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, PackedExperts, moe, pack_experts
+from transom_worker.models.layers.expert_router import Routes
+from transom_worker.models.layers.linear import Linear, make_linear
+from transom_worker.models.layers.quantisation import Quantization
+
+
+class Experts(ABC):
+    """The experts of one layer. `weight_bytes` is the size of their weights."""
+
+    weight_bytes: int
+
+    @abstractmethod
+    def __call__(self, x_TN: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """Return the weighted sum of each token's experts, [T, N]."""
+
+
+def make_experts(
+    weights: ExpertTensors, rule: GateRule, *, quantization: Quantization, scales_input: bool = False
+) -> Experts:
+    """Return the fastest implementation for the device and dtype of these weights.
+
+    With `scales_input`, a route's weight multiplies the expert's input; otherwise it multiplies the output.
+    """
+    if isinstance(weights.down, MxTensor) or runs_grouped(weights.down, quantization):
+        return GroupedExperts(weights, rule, scales_input=scales_input)
+    return SequentialExperts(weights, rule, quantization=quantization, scales_input=scales_input)
+
+
+def runs_grouped(like: torch.Tensor, quantization: Quantization) -> bool:
+    """Whether experts in the device and dtype of `like` run as grouped matrix products, which take MXFP4 weights as stored."""
+    if quantization != "none":
+        return False
+    return uses_triton(like) or (like.dtype in (torch.bfloat16, torch.float32) and uses_cpu_kernels(like))
+
+
+class GroupedExperts(Experts):
+    """All experts in two grouped matrix products. The device finds each expert's rows, so the host does not wait for their
+    number.
+
+    On CPUs weights are packed into the layout of the kernels; what was given is not kept.
+    """
+
+    def __init__(self, weights: ExpertTensors, rule: GateRule, *, scales_input: bool) -> None:
+        self._rule, self._scales_input = rule, scales_input
+        self._weights: ExpertTensors | PackedExperts
+        parts = (weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias)
+        self.weight_bytes = sum(
+            _bytes(part) for part in parts if part is not None
+        )  # without the padding of packed ones
+        if uses_cpu_kernels(weights.down.blocks if isinstance(weights.down, MxTensor) else weights.down):
+            self._weights = pack_experts(weights)
+            return
+        self._weights = ExpertTensors(
+            gate_up=_contiguous(weights.gate_up),
+            down=_contiguous(weights.down),
+            gate_up_bias=weights.gate_up_bias,
+            down_bias=weights.down_bias,
+            interleaved=weights.interleaved,
+        )
+
+    def __call__(self, x_TN: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """Return the weighted sum of each token's experts, added in the order in which the token chose them, [T, N]."""
+        x_TN = x_TN.contiguous()
+        return moe(
+            x_TN, routes.experts_TK, routes.weights_TK, self._weights, self._rule, scales_input=self._scales_input
+        )
+
+
+class SequentialExperts(Experts):
+    """Runs one expert after the other over its tokens; the host reads how many tokens each expert has.
+
+    Weights that need no packing stay views of the stacked tensors. Beyond the rounding of a product with more rows, a token's
+    result does not depend on other tokens, because its experts are added in the order in which the token chose them.
+    """
+
+    def __init__(
+        self, weights: ExpertTensors, rule: GateRule, *, quantization: Quantization, scales_input: bool
+    ) -> None:
+        """The weights must be plain tensors with all gates before all ups."""
+        assert isinstance(weights.gate_up, torch.Tensor)
+        assert isinstance(weights.down, torch.Tensor)
+        assert not weights.interleaved
+
+        def linears(stacked: torch.Tensor, biases: torch.Tensor | None) -> list[Linear]:
+            each = [None] * len(stacked) if biases is None else biases.unbind()
+            return [
+                make_linear(weight, bias, quantization=quantization)
+                for weight, bias in zip(stacked.unbind(), each, strict=True)
+            ]
+
+        self._gate_up = linears(weights.gate_up, weights.gate_up_bias)
+        self._down = linears(weights.down, weights.down_bias)
+        self._rule, self._scales_input = rule, scales_input
+        self.weight_bytes = sum(linear.weight_bytes for linear in (*self._gate_up, *self._down))
+
+    def __call__(self, x_TN: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """Return the weighted sum of each token's experts, [T, N]."""
+        chosen_P, num_chosen = routes.experts_TK.flatten(), routes.experts_TK.shape[1]
+        order_P = chosen_P.argsort(stable=True)  # by expert, then by token
+        x_PN = x_TN.index_select(0, order_P // num_chosen)
+        if self._scales_input:
+            x_PN = (x_PN.float() * routes.weights_TK.flatten()[order_P, None]).to(x_TN.dtype)
+        y_PN = torch.empty_like(x_PN)
+        refuse_recording("experts in torch read the number of tokens of each expert in Python")
+        y_PN[order_P] = self._apply(x_PN, torch.bincount(chosen_P, minlength=len(self._down)).tolist())
+        y_TKN = y_PN.view(*routes.experts_TK.shape, x_TN.shape[1]).float()
+        if self._scales_input:
+            return y_TKN.sum(dim=1).to(x_TN.dtype)
+        return torch.bmm(routes.weights_TK[:, None], y_TKN).squeeze(1).to(x_TN.dtype)
+
+    def _apply(self, x_PN: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Return every expert's output over its rows of `x_PN`, [P, N]; `counts` are the rows of each expert."""
+        y_PN = torch.empty_like(x_PN)
+        start = 0
+        for gate_up, down, count in zip(self._gate_up, self._down, counts, strict=True):
+            if count:
+                rows = slice(start, start + count)
+                y_PN[rows] = down(apply_gate(gate_up(x_PN[rows]), self._rule))
+                start += count
+        return y_PN
+
+
+def apply_gate(gate_up: torch.Tensor, rule: GateRule) -> torch.Tensor:
+    """Return the gated activation of `gate_up` [P, 2I], gates before ups, by `rule`, [P, I]."""
+    if rule.gain == 1.0 and rule.up_offset == 0.0:
+        return gated_activation(gate_up, rule.activation, rule.limit)
+    gate, up = gate_up.chunk(2, dim=-1)
+    if rule.limit is not None:
+        gate, up = gate.clamp(max=rule.limit), up.clamp(-rule.limit, rule.limit)
+    return gate * torch.sigmoid(gate * rule.gain) * (up + rule.up_offset)
+
+
+def _contiguous(weight: torch.Tensor | MxTensor) -> torch.Tensor | MxTensor:
+    if isinstance(weight, MxTensor):
+        return MxTensor(blocks=weight.blocks.contiguous(), scales=weight.scales.contiguous())
+    return weight.contiguous()
+
+
+def _bytes(weight: torch.Tensor | MxTensor) -> int:
+    if isinstance(weight, MxTensor):
+        return weight.blocks.nbytes + weight.scales.nbytes
+    return weight.nbytes

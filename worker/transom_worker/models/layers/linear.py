@@ -1,0 +1,97 @@
+"""Linear layers: torch's own, and CPU kernels over packed weights, in the model's dtype or in 8 or 4 bits.
+
+Legend: M rows, K input width, N output width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from transom_kernels.launch import uses_cpu_kernels
+from transom_kernels.linear import PackedWeight, can_pack, linear, pack_weight
+from transom_kernels.quantised_linear import PackedPanels, pack, quantised_linear
+from transom_worker.models.layers.quantisation import Quantization, Weight, quantised_rows
+
+
+class Linear(ABC):
+    """`x @ weight.T + bias`, alone or added to a residual. `weight_bytes` is the size of the weight."""
+
+    weight_bytes: int
+    adds_in_product = False  # whether `add_to` adds the residual in the product, without another pass over memory
+
+    @abstractmethod
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        """Return `x @ weight.T + bias`, [M, N]."""
+
+    def add_to(self, residual_MN: torch.Tensor, x_MK: torch.Tensor) -> torch.Tensor:
+        """Return `residual + self(x)`, [M, N]; `residual` is not changed."""
+        return residual_MN + self(x_MK)
+
+    def logits(self, x_MK: torch.Tensor, *, scale: float, soft_cap: float | None) -> torch.Tensor:
+        """Return `cap(scale * self(x))` in float32, [M, N], where cap(y) is `soft_cap * tanh(y / soft_cap)`."""
+        y_MN = self(x_MK).float()
+        if scale != 1.0:
+            y_MN = y_MN.mul_(scale)
+        return y_MN if soft_cap is None else y_MN.div_(soft_cap).tanh_().mul_(soft_cap)
+
+
+def make_linear(
+    weight_NK: Weight, bias_N: torch.Tensor | None = None, *, quantization: Quantization = "none"
+) -> Linear:
+    """Return the fastest linear layer for this weight's device and dtype.
+
+    Raises:
+        ConfigError: a quantisation was requested, but the weight is not on a CPU in bfloat16 or float32.
+    """
+    rows = quantised_rows(weight_NK, quantization)
+    if rows is not None:
+        return KernelLinear(pack(rows, bias_N))
+    assert isinstance(weight_NK, torch.Tensor)
+    if runs_packed(weight_NK):
+        return KernelLinear(pack_weight(weight_NK, bias_N))
+    return PlainLinear(weight_NK, bias_N)
+
+
+def runs_packed(weight_NK: torch.Tensor) -> bool:
+    """Whether a weight that is not quantised is packed for the CPU kernels."""
+    return uses_cpu_kernels(weight_NK) and can_pack(weight_NK)
+
+
+class PlainLinear(Linear):
+    """torch's own linear layer."""
+
+    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
+        self.weight_NK, self._bias_N = weight_NK.contiguous(), bias_N
+        self.weight_bytes = weight_NK.nbytes
+
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        """Return `x @ weight.T + bias`, [M, N]."""
+        return F.linear(x_MK, self.weight_NK, self._bias_N)
+
+
+class KernelLinear(Linear):
+    """A weight, with its bias, that CPU kernels multiply; they add the residual, scale and cap in the same pass."""
+
+    adds_in_product = True
+
+    def __init__(self, weight: PackedWeight | PackedPanels) -> None:
+        """A packed weight in the model's dtype, or in 8 or 4 bits."""
+        self.weight = weight
+        self._product: Callable[..., torch.Tensor] = linear if isinstance(weight, PackedWeight) else quantised_linear
+        self.weight_bytes = weight.nbytes
+
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        """Return `x @ weight.T + bias`, [M, N]."""
+        return self._product(x_MK, self.weight)
+
+    def add_to(self, residual_MN: torch.Tensor, x_MK: torch.Tensor) -> torch.Tensor:
+        """Return `residual + self(x)`, rounded once, [M, N]."""
+        return self._product(x_MK, self.weight, residual_MN)
+
+    def logits(self, x_MK: torch.Tensor, *, scale: float, soft_cap: float | None) -> torch.Tensor:
+        """See `Linear.logits`."""
+        return self._product(x_MK, self.weight, scale=scale, soft_cap=soft_cap, out_dtype=torch.float32)

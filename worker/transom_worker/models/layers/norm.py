@@ -1,0 +1,116 @@
+"""Normalisation layers.
+
+QK norms normalise queries and keys before attention, each head by itself or all heads together.
+
+Legend: T tokens, N hidden width, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from transom_kernels.layer_norm import layer_norm
+from transom_kernels.rms_norm import head_norm_, rms_norm
+from transom_worker.models.parallel import Communicator
+
+
+class Norm(Protocol):
+    """A layer that normalises rows."""
+
+    weight_bytes: int
+
+    def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
+        """Return the normalised rows, [T, N]."""
+        ...
+
+
+class RmsNorm:
+    """Root-mean-square normalisation with a learned weight."""
+
+    def __init__(self, weight_N: torch.Tensor, eps: float) -> None:
+        self.weight_N, self.eps = weight_N, eps
+        self.weight_bytes = weight_N.nbytes
+
+    def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
+        """Return the normalised rows, [T, N]."""
+        return rms_norm(x_TN, self.weight_N, self.eps)[0]
+
+    def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
+        """Return `residual + norm(x)`, [T, N]."""
+        return rms_norm(x_TN, None, self.eps, residual_TN, inner=self.weight_N)[1]
+
+
+class LayerNorm:
+    """Normalisation by mean and variance, with a learned weight and no bias."""
+
+    def __init__(self, weight_N: torch.Tensor, eps: float) -> None:
+        self._weight_N, self._eps = weight_N, eps
+        self.weight_bytes = weight_N.nbytes
+
+    def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
+        """Return the normalised rows, [T, N]."""
+        return layer_norm(x_TN, self._weight_N, self._eps)
+
+
+class QkNorm:
+    """Root-mean-square normalisation of each head by itself, in place. Without a weight, every head is scaled to one length."""
+
+    def __init__(self, weight_HD: torch.Tensor | None, eps: float) -> None:
+        self.weight_HD, self.eps = None if weight_HD is None else weight_HD.contiguous(), eps
+        self.weight_bytes = 0 if weight_HD is None else weight_HD.nbytes
+
+    def __call__(self, x_THD: torch.Tensor) -> None:
+        """Normalise `x` [T, H, D], which may be strided."""
+        head_norm_(x_THD, self.weight_HD, self.eps)
+
+
+class AllHeadsQkNorm:
+    """Root-mean-square normalisation over all query heads together, and over all key heads together, in place."""
+
+    def __init__(self, query_weight: torch.Tensor, key_weight: torch.Tensor, eps: float) -> None:
+        self._weights, self._eps = (query_weight, key_weight), eps
+        self.weight_bytes = query_weight.nbytes + key_weight.nbytes
+
+    def __call__(self, x_THD: torch.Tensor) -> None:
+        """Normalise `x` [T, query heads + key heads, D]."""
+        sizes = [weight.numel() // x_THD.shape[-1] for weight in self._weights]
+        for part, weight in zip(x_THD.split_with_sizes(sizes, dim=1), self._weights, strict=True):
+            head_norm_(part.view(len(part), 1, weight.numel()), weight[None], self._eps)
+
+
+class ShardedAllHeadsQkNorm:
+    """`AllHeadsQkNorm` where each of several ranks has some of the heads: an all-reduce adds up the squares of all ranks."""
+
+    def __init__(
+        self,
+        query_weight: torch.Tensor,
+        key_weight: torch.Tensor,
+        eps: float,
+        *,
+        widths: tuple[int, int],
+        counts_keys: bool,
+        comm: Communicator,
+    ) -> None:
+        """The weights are those of this rank's heads; `widths` are those of all query heads and of all key heads.
+
+        Where several ranks hold the same key heads, exactly one of them has `counts_keys`, so that their squares are counted
+        once.
+        """
+        self._weights, self._eps, self._comm = (query_weight, key_weight), eps, comm
+        counts = (1.0 / widths[0], (1.0 / widths[1]) if counts_keys else 0.0)
+        self._shares_2 = torch.tensor(counts, dtype=torch.float32, device=query_weight.device)
+        self.weight_bytes = query_weight.nbytes + key_weight.nbytes
+
+    def __call__(self, x_THD: torch.Tensor) -> None:
+        """Normalise `x` [T, query heads + key heads of this rank, D]."""
+        width = x_THD.shape[-1]
+        sizes = [weight.numel() // width for weight in self._weights]
+        parts = [part.float() for part in x_THD.split_with_sizes(sizes, dim=1)]
+        squares_T2 = torch.stack([part.square().sum(dim=(1, 2)) for part in parts], dim=1)
+        mean_T2 = self._comm.all_reduce_(squares_T2.mul_(self._shares_2))
+        scale_T211 = mean_T2.add_(self._eps).rsqrt_()[:, :, None, None]
+        pairs = zip(parts, self._weights, strict=True)
+        normed = [part * scale_T211[:, i] * weight.view(-1, width) for i, (part, weight) in enumerate(pairs)]
+        x_THD.copy_(torch.cat(normed, dim=1))

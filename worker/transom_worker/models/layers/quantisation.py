@@ -1,0 +1,48 @@
+"""Which layers have weights in 8 or 4 bits, and in which format.
+
+- int8, int4: weights are rounded while they are loaded, with a scale and a minimum for every 32 columns of a row.
+- gguf: matrices that a GGUF file stores in such groups (Q8_0, Q4_0, Q4_1) stay as they are stored; others are dequantised.
+
+Activations are rounded to 16 bits, row by row and group by group (`transom_kernels.quantised_linear`).
+
+Legend: N output width, K input width.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from transom_core.errors import ConfigError
+from transom_kernels.quantised_linear import Format, QuantisedRows, quantise
+
+Quantization = Literal["none", "int8", "int4", "gguf"]
+Weight = torch.Tensor | QuantisedRows  # [N, K]
+
+_FORMATS: dict[Quantization, Format] = {"int8": "int8_min", "int4": "int4_min"}
+
+
+def quantised_rows(weight_NK: Weight, quantization: Quantization) -> QuantisedRows | None:
+    """Return a layer's weight in 8 or 4 bits: rounded now, or as it was stored. None: the layer computes in the weight's dtype.
+
+    Raises:
+        ConfigError: the weight is not on a CPU in bfloat16 or float32.
+    """
+    if isinstance(weight_NK, QuantisedRows):
+        return weight_NK
+    check_quantization(quantization, weight_NK.device, weight_NK.dtype)
+    return quantise(weight_NK, _FORMATS[quantization]) if quantization in _FORMATS else None
+
+
+def check_quantization(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> None:
+    """Check that layers on this device and in this dtype can have weights in 8 or 4 bits.
+
+    Raises:
+        ConfigError: they are not on a CPU in bfloat16 or float32.
+    """
+    if quantization != "none" and (device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32)):
+        raise ConfigError(
+            f"quantization {quantization} was requested on {device.type} in {dtype}; it runs on CPUs in bfloat16 or float32. "
+            "Use --device cpu --dtype bfloat16, or --quantization none."
+        )

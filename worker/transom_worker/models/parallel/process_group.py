@@ -1,0 +1,115 @@
+"""The communicator for ranks on several hosts or on CUDA devices: torch.distributed, with gloo on CPUs and nccl on CUDA."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from transom_core.errors import RankLost
+
+c10d: Any = torch.distributed  # its stubs lack much of what it exports
+
+
+class ProcessGroup:
+    """A communicator over a torch.distributed process group that belongs to this worker alone."""
+
+    def __init__(self, address: str, *, rank: int, size: int, timeout_s: float, device: str = "cpu") -> None:
+        """Connect to the other ranks through the TCPStore that listens at `address`, "IP:PORT"; host names are never looked up.
+
+        Raises:
+            RankLost: no store listens there, or a rank did not connect within `timeout_s`.
+        """
+        self._rank, self._size, self._device, self._timeout_s = rank, size, device, timeout_s
+        ip, _, port = address.rpartition(":")
+        make = _gloo if device == "cpu" else _nccl
+        self._group: Any = self._try(lambda: make(ip, int(port), rank, size, timedelta(seconds=timeout_s)))
+
+    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Communicator.all_reduce_`."""
+        if not x.is_contiguous():
+            return x.copy_(self.all_reduce_(x.contiguous()))
+        self._run(lambda group: group.allreduce([x]))
+        return x
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
+        """See `Communicator.gather`. Tensors are padded to the widest last axis on the way."""
+        widths = torch.zeros(self._size, dtype=torch.int64, device=x.device)
+        widths[self._rank] = x.shape[-1]
+        sizes: list[int] = self.all_reduce_(widths).tolist()
+        padded = x.new_empty(*x.shape[:-1], max(sizes))
+        padded[..., : x.shape[-1]] = x
+        parts = [torch.empty_like(padded) for _ in sizes] if self._rank == 0 else []
+        self._run(lambda group: group.gather([parts] if self._rank == 0 else [], [padded], c10d.GatherOptions()))
+        return [part[..., :width] for part, width in zip(parts, sizes, strict=True)] if self._rank == 0 else None
+
+    def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Communicator.broadcast_`."""
+        if not x.is_contiguous():
+            return x.copy_(self.broadcast_(x.contiguous()))
+        self._run(lambda group: group.broadcast([x]))
+        return x
+
+    def close(self) -> None:
+        """Close the connections; ranks that wait for this rank raise RankLost. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def _run(self, start: Callable[[Any], Any]) -> None:
+        group = self._group
+        if group is None:
+            raise RankLost(f"Rank {self._rank} was closed.")
+        self._try(lambda: start(group).wait())
+
+    def _try(self, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            late = f"Rank {self._rank} lost the other ranks, or they are late by {self._timeout_s:g} s"
+            raise RankLost(f"{late}: {reason}") from error
+
+
+def listen(ip: str) -> Any:
+    """Open a TCPStore at a free port of `ip`, through which ranks find each other. It listens while the result is referenced.
+
+    Raises:
+        RankLost: `ip` is no address of this host.
+    """
+    try:
+        listener = socket.create_server((ip, 0), family=_family(ip))
+    except OSError as error:
+        raise RankLost(f"The ranks cannot rendezvous at {ip}: {error}.") from error
+    port = listener.getsockname()[1]
+    return c10d.TCPStore(ip, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _gloo(ip: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
+    store = c10d.TCPStore(ip, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    options = c10d.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_own_ip(ip, port))]
+    return c10d.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(ip: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
+    store = c10d.TCPStore(ip, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return c10d.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _own_ip(ip: str, port: int) -> str:
+    """This host's address on the way to `ip`; without it gloo looks its own name up, which can take seconds."""
+    with socket.socket(_family(ip), socket.SOCK_DGRAM) as probe:
+        probe.connect((ip, port))
+        return str(probe.getsockname()[0])
+
+
+def _family(ip: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in ip else socket.AF_INET

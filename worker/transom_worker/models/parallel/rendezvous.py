@@ -1,0 +1,65 @@
+"""How the ranks of a worker find each other.
+
+One process opens a `Rendezvous` and gives its address to every rank; each rank calls `connect` with that address and gets its
+communicator. The address names the transport: `memory:PATH` for ranks that share memory on one host, `tcp:IP:PORT` for all others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator
+from transom_worker.models.parallel.process_group import ProcessGroup, listen
+from transom_worker.models.parallel.rank_memory import MemoryFile
+from transom_worker.models.parallel.shared_memory import SharedMemory, is_supported
+
+MEMORY, TCP = "memory:", "tcp:"
+
+
+def host_id() -> str:
+    """Return an id that two processes have in common exactly if they can share memory: one running system, one pid namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+
+
+class Rendezvous:
+    """The place where ranks connect. It stays open from before the first rank connects until the last rank has ended.
+
+    Where all ranks are on one host, any process of that host may open it. Where they are on several hosts, a process that all
+    ranks can reach over the network opens it, such as rank 0. `address` is what every rank passes to `connect`.
+    """
+
+    def __init__(self, hosts: Sequence[str], *, device: str = "cpu", ip: str = "127.0.0.1") -> None:
+        """`hosts` are the ranks' `host_id()`s; `ip` is this process's address as the ranks see it, used between hosts.
+
+        Raises:
+            RankLost: `ip` cannot be listened on.
+        """
+        self._opened: Any
+        if device == "cpu" and is_supported() and set(hosts) == {host_id()}:
+            self._opened = MemoryFile(len(hosts))
+            self.address = MEMORY + self._opened.path
+        else:
+            self._opened = listen(ip)
+            self.address = f"{TCP}{ip}:{self._opened.port}"
+
+    def close(self) -> None:
+        """Close the rendezvous: no further rank can connect. Idempotent."""
+        if isinstance(self._opened, MemoryFile):
+            self._opened.close()
+        self._opened = None  # a store ends with its last reference
+
+
+def connect(address: str, *, rank: int, size: int, timeout_s: float, device: str = "cpu") -> Communicator:
+    """Wait until all `size` ranks have connected, and return rank `rank`'s communicator, whose operations wait `timeout_s` at most.
+
+    Raises:
+        RankLost: a rank did not connect in time, or the rendezvous is closed.
+    """
+    if size == 1:
+        return SINGLE_RANK
+    if address.startswith(MEMORY):
+        return SharedMemory(address.removeprefix(MEMORY), rank=rank, size=size, timeout_s=timeout_s)
+    return ProcessGroup(address.removeprefix(TCP), rank=rank, size=size, timeout_s=timeout_s, device=device)

@@ -1,0 +1,177 @@
+"""Reads a GGUF file: tensors are dequantised to float32, or read as stored (`gguf_groups`), and have their Hugging Face names,
+which `gguf_names` lists by model family.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from typing import TypeVar
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from transom_core.errors import ModelError
+from transom_core.model_files.gguf_header import GgufTensor, read_gguf_header
+from transom_core.model_files.resolve import ModelFiles
+from transom_worker.models.weights.checkpoint import ALL, GROUP, WHOLE, Part, StoredGroups, check_shape
+from transom_worker.models.weights.gguf_groups import STORED_KINDS, stored_groups
+from transom_worker.models.weights.gguf_names import INTERLEAVED_ROPE, NAMES, NORMS_PLUS_ONE, NOT_WEIGHTS, PARAMETERS
+
+_REORDERED_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+# The package dequantises 16 rows at a time; longer rows (whole quantisation blocks) make fewer, larger numpy calls.
+_ROW_BYTES = 1 << 17
+
+logger = logging.getLogger("transom.worker")
+
+Floats = npt.NDArray[np.float32]
+Number = TypeVar("Number", np.float32, np.uint8)
+
+
+class GgufWeights:
+    """The tensors of one GGUF file, read through a memory map and dequantised on request.
+
+    Raises:
+        ModelError: the file is cut off, or holds a tensor of an unknown name or type; the message names both.
+    """
+
+    def __init__(self, files: ModelFiles) -> None:
+        self._path = files.path
+        self._config, self._family = files.config, str(files.config["model_type"])
+        header = read_gguf_header(files.path)
+        self._tensors = {self._hf_name(name): t for name, t in header.tensors.items() if name not in NOT_WEIGHTS}
+        self._data: npt.NDArray[np.uint8] = np.memmap(files.path, dtype=np.uint8, mode="r")
+        for tensor in self._tensors.values():
+            if tensor.offset + self._num_bytes(tensor) > self._data.size:
+                raise ModelError(f"{files.path} is cut off within tensor {tensor.name!r}; download it again.")
+        self.names = tuple(sorted(self._tensors))
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Always empty: opening the file refuses a tensor that no model of the family uses, so there is none to warn about."""
+        return ()
+
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
+        """Read one tensor in float32, or a part of it; see `Weights.__call__`."""
+        tensor = self._find(name, shape)
+        num_heads = self._num_reordered(name)
+        if num_heads:
+            return torch.from_numpy(self._whole_heads(tensor, num_heads, part))
+        values = self._dequantise(tensor, part)
+        if self._family in NORMS_PLUS_ONE and name.endswith("norm.weight"):
+            values -= 1.0
+        return torch.from_numpy(values)
+
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredGroups | None:
+        """Read a matrix or a part of it as it is stored; None if it is not in groups, or the part cuts groups."""
+        tensor = self._find(name, shape)
+        kind = gguf.GGMLQuantizationType(tensor.ggml_type)
+        if kind not in STORED_KINDS:
+            return None
+        rows, columns = (*part, *[ALL] * (2 - len(part)))
+        first, end, _ = columns.indices(tensor.shape[1])
+        if first % GROUP or end % GROUP:
+            logger.info(
+                "%s: %s is dequantised, because a rank's columns cut its groups of %d.", self._path, name, GROUP
+            )
+            return None
+        start, stop, _ = rows.indices(tensor.shape[0])
+        num_heads = self._num_reordered(name)
+        head_rows = tensor.shape[0] // num_heads if num_heads else 1
+        begin, behind = start // head_rows, -(-stop // head_rows)
+        blocks = self._blocks(tensor)[begin * head_rows : behind * head_rows, first // GROUP : end // GROUP]
+        if num_heads:
+            flat = np.ascontiguousarray(blocks).reshape(len(blocks), -1)
+            blocks = _half_split(flat, behind - begin).reshape(blocks.shape)
+        return stored_groups(blocks[start - begin * head_rows : stop - begin * head_rows], kind)
+
+    def close(self) -> None:
+        """Drop the memory map; tensors that were read stay valid."""
+        self._data = np.empty(0, dtype=np.uint8)
+
+    def _hf_name(self, name: str) -> str:
+        stem, _, kind = name.rpartition(".")
+        layer = re.search(r"\.(\d+)\.", name)
+        hf_pattern = NAMES[self._family].get(stem.replace(layer[0], ".{}.", 1) if layer else stem)
+        if hf_pattern is None or kind not in ("weight", "bias"):
+            raise ModelError(f"{self._path} holds tensor {name!r}, which Transom's {self._family} model does not use.")
+        hf_name = hf_pattern.format(layer[1]) if layer else hf_pattern
+        return hf_name if hf_name.endswith(PARAMETERS) else f"{hf_name}.{kind}"
+
+    def _find(self, name: str, shape: tuple[int, ...] | None) -> GgufTensor:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise ModelError(f"{self._path} has no tensor {name!r}; the checkpoint is incomplete or of another family.")
+        check_shape(torch.empty(tensor.shape, device="meta"), shape, name=name, file=self._path)
+        return tensor
+
+    def _num_reordered(self, name: str) -> int:
+        """The number of heads whose rows llama.cpp reorders in this tensor; 0: it reorders none."""
+        heads = _REORDERED_HEADS.get(name.split(".")[-2])
+        return int(self._config[heads]) if heads and self._family in INTERLEAVED_ROPE else 0
+
+    def _num_bytes(self, tensor: GgufTensor) -> int:
+        try:
+            block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.ggml_type)]
+        except (KeyError, ValueError):
+            raise ModelError(f"{self._path}: tensor {tensor.name!r} has unknown type {tensor.ggml_type}.") from None
+        if math.prod(tensor.shape[-1:]) % int(block):
+            raise ModelError(f"{self._path}: tensor {tensor.name!r} has rows that are no whole blocks; it is broken.")
+        return math.prod(tensor.shape) // int(block) * int(size)
+
+    def _whole_heads(self, tensor: GgufTensor, num_heads: int, part: Part) -> Floats:
+        """Return a part of a tensor whose rows llama.cpp reorders in each head: reads whole heads, restores the order, and cuts
+        the part out.
+        """
+        rows, *columns = part or (ALL,)
+        start, stop, _ = rows.indices(tensor.shape[0])
+        width = tensor.shape[0] // num_heads
+        first, end = start // width, -(-stop // width)
+        values = _half_split(self._dequantise(tensor, (slice(first * width, end * width), *columns)), end - first)
+        return values[start - first * width : stop - first * width]
+
+    def _blocks(self, tensor: GgufTensor) -> npt.NDArray[np.uint8]:
+        """The tensor's bytes: its axes, of which the last counts quantisation blocks, and the bytes of a block."""
+        _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.ggml_type)]
+        raw = self._data[tensor.offset : tensor.offset + self._num_bytes(tensor)]
+        return raw.reshape(*tensor.shape[:-1], -1, num_bytes)
+
+    def _dequantise(self, tensor: GgufTensor, part: Part) -> Floats:
+        """Read and dequantise only the quantisation blocks that hold the part; every row has whole blocks."""
+        kind = gguf.GGMLQuantizationType(tensor.ggml_type)
+        length, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+        *leading, columns = (*part, *[ALL] * (len(tensor.shape) - len(part)))
+        start, stop, _ = columns.indices(tensor.shape[-1])
+        first = start // length
+        chosen = self._blocks(tensor)[(*leading, slice(first, -(-stop // length)))]
+        try:
+            values = gguf.dequantize(_long_rows(chosen.reshape(-1), num_bytes), kind)
+        except NotImplementedError:
+            raise ModelError(
+                f"{self._path}: tensor {tensor.name!r} has type {kind.name}, which cannot be read."
+            ) from None
+        # F32 is returned as a view of the file, so it is copied: the caller may need writable memory
+        own = np.array(values, dtype=np.float32, copy=kind is gguf.GGMLQuantizationType.F32)
+        return own.reshape(*chosen.shape[:-2], -1)[..., start - first * length : stop - first * length]
+
+
+def _long_rows(raw: npt.NDArray[np.uint8], block_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return the same bytes as rows of about _ROW_BYTES, each of whole blocks; fewer rows where the blocks do not divide
+    evenly.
+    """
+    num_blocks = raw.size // block_bytes
+    num_rows = max(1, raw.size // _ROW_BYTES)
+    while num_blocks % num_rows:
+        num_rows -= 1
+    return raw.reshape(num_rows, -1)
+
+
+def _half_split(weight: npt.NDArray[Number], num_heads: int) -> npt.NDArray[Number]:
+    """Undo llama.cpp's order of rows in each head: from rotary pairs as neighbours to all first elements, then all second
+    elements.
+    """
+    pairs = weight.reshape(num_heads, weight.shape[0] // num_heads // 2, 2, -1)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)

@@ -1,0 +1,27 @@
+"""Opens a model's checkpoint, whichever its format: safetensors, quantised safetensors, or GGUF."""
+
+from __future__ import annotations
+
+from transom_core.model_files.resolve import ModelFiles
+from transom_worker.models.weights.checkpoint import Weights
+from transom_worker.models.weights.gguf_experts import with_hf_experts
+from transom_worker.models.weights.gguf_file import GgufWeights
+from transom_worker.models.weights.quantised_checkpoint import open_quantised
+from transom_worker.models.weights.renamed_weights import text_decoder
+from transom_worker.models.weights.safetensors_files import SafetensorsWeights
+
+
+def load_weights(files: ModelFiles) -> Weights:
+    """Open a model's checkpoint; its tensors are read when they are requested.
+
+    Of a multimodal model, the result has the weights of the text decoder, under the names of a text-only model.
+
+    Raises:
+        ModelError: a file is missing, broken (the message names it), or quantised in a way that cannot be read.
+    """
+    if files.is_gguf:
+        family, experts = str(files.config["model_type"]), int(files.config.get("num_local_experts", 0))
+        return with_hf_experts(GgufWeights(files), family, num_experts=experts)
+    plain = SafetensorsWeights(files.path)
+    config = files.config.get("quantization_config")
+    return text_decoder(plain if config is None else open_quantised(plain, config))

@@ -1,0 +1,133 @@
+"""A safetensors checkpoint whose larger tensors are MXFP4 or fp8 in blocks; a model builder sees dequantised tensors.
+
+- MXFP4 experts are stored as `X_blocks` and `X_scales`, each expert [out, in]. They appear as `X`, [experts, in, out], which is
+  how transformers stores them unquantised.
+- fp8 matrices are stored as `X.weight` with `X.weight_scale_inv` or, in DeepSeek's own files, with `X.scale`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from transom_core.errors import ModelError
+from transom_worker.models.weights.checkpoint import ALL, WHOLE, Mxfp4Tensors, Part, check_shape
+from transom_worker.models.weights.dequantise import GROUP, dequantise_blockwise, dequantise_mxfp4
+from transom_worker.models.weights.safetensors_files import SafetensorsWeights
+
+_METHODS = ("mxfp4", "fp8")
+_DEFAULT_BLOCK = (128, 128)
+
+
+def open_quantised(plain: SafetensorsWeights, config: Any) -> QuantisedWeights:
+    """Return the checkpoint that a config.json's `quantization_config` describes.
+
+    Raises:
+        ModelError: the quantisation method, or a setting of it, is not supported.
+    """
+    method = config.get("quant_method") if isinstance(config, Mapping) else config
+    if method not in _METHODS:
+        raise ModelError(
+            f"config.json says that the weights are quantised by {method!r}; supported: {', '.join(map(repr, _METHODS))}. "
+            "Give the unquantised checkpoint."
+        )
+    block = config.get("weight_block_size", _DEFAULT_BLOCK)
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
+        raise ModelError(
+            f"config.json has weight_block_size {block!r} in its quantization_config; two numbers of rows and columns with one "
+            "scale are needed, such as [128, 128]."
+        )
+    return QuantisedWeights(plain, (block[0], block[1]))
+
+
+class QuantisedWeights:
+    """Dequantises the tensors that have scales, and reads all others as they are."""
+
+    def __init__(self, plain: SafetensorsWeights, block: tuple[int, int]) -> None:
+        self._plain, self._block = plain, block
+        stored_names = set(plain.names)
+        self._mxfp4_experts = {
+            name.removesuffix(part) for part in ("_blocks", "_scales") for name in stored_names if name.endswith(part)
+        }
+        self._scale_of = {name: scale for name in stored_names if (scale := _scale_name(name, stored_names))}
+        internal_names = set(self._scale_of.values()) | {
+            f"{name}_{part}" for name in self._mxfp4_experts for part in ("blocks", "scales")
+        }
+        self.names = tuple(sorted((stored_names - internal_names) | self._mxfp4_experts))
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The names of the tensors in the files that were not read yet."""
+        return self._plain.unread
+
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
+        """Read one tensor; see `Weights.__call__`."""
+        if name in self._mxfp4_experts:
+            return self._experts(name, shape, part)
+        if name in self._scale_of:
+            return self._matrix(name, shape, part)
+        return self._plain(name, shape=shape, part=part)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._plain.close()
+
+    def mxfp4(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Mxfp4Tensors | None:
+        """Read one tensor as it is stored, if it is stored as MXFP4; see `read_mxfp4`."""
+        if name in self._mxfp4_experts:
+            experts, columns, rows = (*part, *[ALL] * (3 - len(part)))
+            blocks, scales, _ = self._blocks_and_scales(name, shape)
+            return _whole_groups(blocks[experts, rows].flatten(-2), scales[experts, rows], columns)
+        if name not in self._scale_of or shape[1] % GROUP or (values := self._plain.read(name)).dtype != torch.int8:
+            return None
+        check_shape(values, (shape[0], shape[1] // 2), name=name, file=self._plain.file_of(name))
+        scale = self._scale_of[name]
+        scales = check_shape(
+            self._plain.read(scale), (shape[0], shape[1] // GROUP), name=scale, file=self._plain.file_of(scale)
+        )
+        rows, columns = (*part, *[ALL] * (2 - len(part)))
+        return _whole_groups(values.view(torch.uint8)[rows], scales.view(torch.uint8)[rows], columns)
+
+    def _experts(self, name: str, shape: tuple[int, ...] | None, part: Part) -> torch.Tensor:
+        experts_part, into, out = (*part, *[ALL] * (3 - len(part)))
+        blocks, scales, file = self._blocks_and_scales(name, shape)
+        try:
+            return dequantise_mxfp4(blocks[experts_part, out], scales[experts_part, out], into).transpose(-1, -2)
+        except (ValueError, IndexError) as error:
+            raise ModelError(f"{file}: tensor {name!r} cannot be dequantised: {error}.") from None
+
+    def _blocks_and_scales(self, name: str, shape: tuple[int, ...] | None) -> tuple[torch.Tensor, torch.Tensor, Path]:
+        """Read the blocks and scales of experts, [experts, in, out] together, and return them with the file of the blocks."""
+        file = self._plain.file_of(f"{name}_blocks")
+        blocks, scales = self._plain.read(f"{name}_blocks"), self._plain.read(f"{name}_scales")
+        if shape is not None:
+            experts, columns, rows_each = shape
+            packed_shape = (experts, rows_each, columns // GROUP, GROUP // 2)
+            check_shape(blocks, packed_shape, name=f"{name}_blocks", file=file)
+            check_shape(scales, packed_shape[:-1], name=f"{name}_scales", file=self._plain.file_of(f"{name}_scales"))
+        return blocks, scales, file
+
+    def _matrix(self, name: str, shape: tuple[int, ...] | None, part: Part) -> torch.Tensor:
+        file, values = self._plain.file_of(name), self._plain.read(name)
+        halves = 2 if values.dtype == torch.int8 else 1
+        if shape is not None:
+            check_shape(values, (*shape[:-1], shape[-1] // halves), name=name, file=file)
+        try:
+            return dequantise_blockwise(values, self._plain.read(self._scale_of[name]), self._block, part)
+        except ValueError as error:
+            raise ModelError(f"{file}: tensor {name!r} cannot be dequantised: {error}.") from None
+
+
+def _whole_groups(blocks: torch.Tensor, scales: torch.Tensor, columns: slice) -> Mxfp4Tensors | None:
+    start, stop, _ = columns.indices(2 * blocks.shape[-1])
+    if start % GROUP or stop % GROUP:
+        return None
+    return blocks[..., start // 2 : stop // 2], scales[..., start // GROUP : stop // GROUP]
+
+
+def _scale_name(name: str, stored_names: set[str]) -> str | None:
+    candidates = (f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scale")
+    return next((scale for scale in candidates if scale in stored_names), None) if name.endswith(".weight") else None

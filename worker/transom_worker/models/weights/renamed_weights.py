@@ -1,0 +1,59 @@
+"""Reads a checkpoint whose tensors have other names than the model asks for, such as the text decoder of a multimodal model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from transom_worker.models.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, Weights, read_mxfp4
+
+# Name prefixes of a text-only model -> prefixes in checkpoints of multimodal models, first the older layout, then the newer one.
+_DECODERS = (
+    {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    {"model.": "model.language_model."},
+)
+
+
+class RenamedWeights:
+    """Reads tensor `rename(name)` of `weights` when tensor `name` is requested. `names` and `unread` are the checkpoint's own
+    names.
+    """
+
+    def __init__(self, weights: Weights, rename: Callable[[str], str]) -> None:
+        self._weights, self._rename = weights, rename
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the checkpoint's tensors, not renamed."""
+        return self._weights.names
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The names of the tensors that were not read yet, not renamed."""
+        return self._weights.unread
+
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
+        """Read one tensor; see `Weights.__call__`."""
+        return self._weights(self._rename(name), shape=shape, part=part)
+
+    def mxfp4(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Mxfp4Tensors | None:
+        """Read one tensor as it is stored, if it is stored as MXFP4; see `read_mxfp4`."""
+        return read_mxfp4(self._weights, self._rename(name), shape=shape, part=part)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._weights.close()
+
+
+def text_decoder(weights: Weights) -> Weights:
+    """Return a view of the weights in which the text decoder has the names of a text-only model."""
+    for prefixes in _DECODERS:
+        if any(name.startswith(prefixes["model."]) for name in weights.names):
+            return RenamedWeights(weights, partial(_replace_start, prefixes))
+    return weights
+
+
+def _replace_start(prefixes: dict[str, str], name: str) -> str:
+    return next((new + name.removeprefix(old) for old, new in prefixes.items() if name.startswith(old)), name)

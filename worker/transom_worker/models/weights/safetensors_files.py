@@ -1,0 +1,106 @@
+"""Reads the safetensors files of one folder: a single file, or shards with an index."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from transom_core.errors import ModelError
+from transom_core.model_files.weight_index import INDEX_FILE, SINGLE_FILE, read_weight_index
+from transom_worker.models.weights.checkpoint import WHOLE, Part, check_shape
+
+
+class SafetensorsWeights:
+    """Tensors mapped from the files of one folder, so that the system reads their pages on first use.
+
+    Raises:
+        ModelError: a file is missing, cut off or not safetensors; the message names it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[Path, Any] = {}
+        self._file_of = _files_by_tensor(folder, self._reader)
+        self.names = tuple(sorted(self._file_of))
+        self._read: set[str] = set()
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The names of the tensors that were not read yet."""
+        return tuple(name for name in self.names if name not in self._read)
+
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
+        """Read one tensor, or a part of it; see `Weights.__call__`."""
+        tensor = self.read(name)
+        if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
+            raise ModelError(
+                f"{self.file_of(name)}: tensor {name!r} holds {str(tensor.dtype).removeprefix('torch.')}, and neither config.json "
+                "(quantization_config) nor a scale beside it says what that means; give the unquantised checkpoint."
+            )
+        return check_shape(tensor, shape, name=name, file=self.file_of(name))[part]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor as the file has it, in whatever number format.
+
+        Raises:
+            ModelError: the tensor is missing or cut off.
+        """
+        path = self.file_of(name)
+        self._read.add(name)
+        try:
+            tensor: torch.Tensor = self._reader(path).get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(f"{path}: tensor {name!r} cannot be read: {error}.") from None
+        return tensor
+
+    def file_of(self, name: str) -> Path:
+        """Return the file that holds a tensor.
+
+        Raises:
+            ModelError: no file holds it.
+        """
+        path = self._file_of.get(name)
+        if path is None:
+            files = sorted({path.name for path in self._file_of.values()})
+            more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+            raise ModelError(
+                f"{self._folder} has no tensor {name!r} in {files[0]}{more}; the checkpoint is incomplete or of another family."
+            )
+        return path
+
+    def close(self) -> None:
+        """Close the files; tensors that were read stay valid."""
+        self._open.clear()
+
+    def _reader(self, path: Path) -> Any:
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(path, framework="pt", device="cpu")
+            except FileNotFoundError:
+                raise ModelError(f"{path} is missing; the checkpoint is incomplete, download it again.") from None
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} is cut off or not safetensors ({error}); download it again.") from None
+        return self._open[path]
+
+
+def _files_by_tensor(folder: Path, reader: Any) -> dict[str, Path]:
+    """Return the file of every tensor: from the index if there is one, else from the files' own headers."""
+    index = folder / INDEX_FILE
+    if index.exists():
+        return _read_index(index)
+    single = folder / SINGLE_FILE
+    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} has no .safetensors file; pickled weights are never loaded, convert them.")
+    return {name: path for path in files for name in reader(path).keys()}  # noqa: SIM118  a reader is no dict
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    entries = read_weight_index(index)
+    missing = sorted({file for file in entries.values() if not (index.parent / file).exists()})
+    if missing:
+        raise ModelError(f"{index.parent} lacks {', '.join(missing[:3])}, which {index.name} names; download it again.")
+    return {name: index.parent / file for name, file in entries.items()}

@@ -1,0 +1,93 @@
+"""Divides a model's layers into KV cache groups: parts of layers that keep the same tokens for the same time share a group.
+
+Example: gpt-oss alternates layers with a window of 128 tokens and layers with full attention, so it has two groups, `full` and
+`window_128`. A layer of DeepSeek V4 has parts in several groups: recent rows, compressed entries and compressor state.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from transom_core.errors import ConfigError
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
+from transom_core.kv_cache.layout import Role
+from transom_core.model_config.architecture import Architecture
+from transom_core.model_config.layer_attention import LayerAttention
+
+
+class Rule(NamedTuple):
+    """Which tokens a part of a layer's cache keeps (`kvcache.groups`); the sizes that its kind has no use for are 0.
+
+    Parts with equal rules share a group.
+    """
+
+    kind: GroupKind
+    window: int = 0  # tokens that a query reads, itself included
+    sinks: int = 0  # first tokens that are always kept
+    chunk: int = 0  # tokens of a chunk of local attention
+    ratio: int = 0  # tokens per compressed entry
+    overlap: int = 0  # earlier runs of `ratio` tokens that an entry is also made of
+
+    @property
+    def name(self) -> str:
+        """The group's name in reports and metrics, such as window_128."""
+        sizes = {"sinks": self.sinks, "window": self.window, "chunk": self.chunk}
+        words = [f"{word}_{size}" for word, size in sizes.items() if size]
+        return "_".join(words) or (f"{self.kind}_{self.ratio}" if self.ratio else str(self.kind))
+
+
+def layer_rules(layer: LayerAttention, *, hybrid: bool) -> dict[Role, Rule]:
+    """Return the parts of a layer's cache and the rule of each; none if the layer reads another layer's cache.
+
+    `hybrid=False` keeps every token, also where a window, chunk or compressor state would free it.
+    """
+    if layer.reads_cache_of is not None:
+        return {}
+    everything = Rule(GroupKind.LATENT if layer.latent else GroupKind.FULL)
+    rules = {Role.KV: _kv_rule(layer, everything) if hybrid else everything}
+    compression = layer.compression
+    if compression is None:
+        return rules
+    ratio = compression.ratio
+    state = Rule(GroupKind.COMPRESSOR_STATE, ratio=ratio, overlap=compression.overlap) if hybrid else everything
+    rules |= {Role.COMPRESSED: Rule(GroupKind.COMPRESSED, ratio=ratio), Role.STATE: state}
+    if compression.index_size:
+        rules |= {Role.INDEXER: Rule(GroupKind.INDEXER, ratio=ratio), Role.INDEXER_STATE: state}
+    return rules
+
+
+def make_groups(architecture: Architecture, *, block_size: int, hybrid: bool) -> tuple[GroupSpec, ...]:
+    """Return the groups: those that keep every token first, then the others (*sliding groups*), each in the order of their first
+    layer.
+
+    A block has `block_size` tokens; in groups of compressed entries it has at least one entry.
+
+    Raises:
+        ConfigError: neither of the block size and the compression ratio divides the other.
+    """
+    members: dict[Rule, list[int]] = {}
+    for index, layer in enumerate(architecture.layers):
+        for rule in dict.fromkeys(layer_rules(layer, hybrid=hybrid).values()):
+            members.setdefault(rule, []).append(index)
+    groups = [_group(rule, tuple(layers), block_size) for rule, layers in members.items()]
+    return tuple(sorted(groups, key=lambda group: (not group.keeps_everything, group.layers[0])))
+
+
+def _kv_rule(layer: LayerAttention, everything: Rule) -> Rule:
+    """Return the rule of a layer's keys and values; `everything` if it has neither window nor chunk."""
+    if layer.window is not None:
+        kind = GroupKind.SINKS_WINDOW if layer.sinks else GroupKind.WINDOW
+        return Rule(kind, window=layer.window, sinks=layer.sinks)
+    return everything if layer.chunk is None else Rule(GroupKind.CHUNK, chunk=layer.chunk)
+
+
+def _group(rule: Rule, layers: tuple[int, ...], hash_block_size: int) -> GroupSpec:
+    """Return the group of these layers; `hash_block_size` is `--block-size`, the tokens that are hashed together."""
+    by_entry = rule.kind in (GroupKind.COMPRESSED, GroupKind.INDEXER)
+    block_size = max(hash_block_size, rule.ratio) if by_entry else hash_block_size
+    if by_entry and (block_size % hash_block_size or block_size % rule.ratio):
+        raise ConfigError(
+            f"--block-size is {hash_block_size}, and layers compress {rule.ratio} tokens to an entry; give a block size that "
+            f"divides {rule.ratio} or is a multiple of it."
+        )
+    return GroupSpec(name=rule.name, layers=layers, block_size=block_size, **rule._asdict())

@@ -1,0 +1,106 @@
+"""`Report`: the figures of one simulation: hit, repaired and missed prompt tokens, evictions, and how long it took.
+
+A token is *repaired* if it was cached for full-attention layers, and was computed again because its sliding windows were evicted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from transom_worker.kvcache.prefix.prefix_outcome import HIT, REPAIRED
+from transom_worker.kvcache.stats import CacheStats
+
+MISSED = "missed_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """One replay's raw counts; prompt tokens by outcome are in the cache's statistics."""
+
+    requests: int
+    refused: dict[str, int]  # by error class
+    output_tokens: int
+    host_tokens: int  # of the hit tokens, those that the host tier spared
+    steps: int
+    preemptions: int
+    fragmentation: float  # mean fraction of the leased memory that lies in free blocks
+    cache: CacheStats
+    seconds: float  # of real time
+    virtual_seconds: float  # on the virtual clock of the simulation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One replay's counts and settings. `bounds` are hit tokens of other caches (`simulate.bounds`)."""
+
+    counts: Counts
+    setup: dict[str, object]
+    memory_bytes: int
+    bounds: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> dict[str, int]:
+        """Prompt tokens by outcome."""
+        return self.counts.cache.outcome_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of all requests that were served."""
+        return sum(self.outcome.values())
+
+    @property
+    def hit_tokens(self) -> int:
+        """Prompt tokens found in the cache."""
+        return self.outcome.get(HIT, 0)
+
+    @property
+    def repaired_tokens(self) -> int:
+        """Prompt tokens that were computed again to restore a window."""
+        return self.outcome.get(REPAIRED, 0)
+
+    @property
+    def missed_tokens(self) -> dict[str, int]:
+        """Prompt tokens that were computed, by reason."""
+        return {name.removeprefix(MISSED): n for name, n in sorted(self.outcome.items()) if name.startswith(MISSED)}
+
+    @property
+    def evictions(self) -> dict[str, int]:
+        """Blocks of all groups that were evicted, by reason."""
+        total: Counter[str] = Counter()
+        for group in self.counts.cache.groups:
+            total.update(group.evicted_blocks)
+        return dict(sorted(total.items()))
+
+    def share(self, num_tokens: int) -> float:
+        """Return a number of tokens as a fraction of the prompt tokens."""
+        return num_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def as_json(self) -> dict[str, object]:
+        """Return the report as JSON values, in one object."""
+        counts = self.counts
+        num_tokens = self.prompt_tokens + counts.output_tokens
+        report: dict[str, object] = {
+            **self.setup,
+            "memory_bytes": self.memory_bytes,
+            "requests": counts.requests,
+            "refused": counts.refused,
+            "prompt_tokens": self.prompt_tokens,
+            "hit_tokens": self.hit_tokens,
+            "host_tokens": counts.host_tokens,
+            "repaired_tokens": self.repaired_tokens,
+            "missed_tokens": self.missed_tokens,
+            "hit_share": self.share(self.hit_tokens),
+            "repaired_share": self.share(self.repaired_tokens),
+            "output_tokens": counts.output_tokens,
+            "steps": counts.steps,
+            "preemptions": counts.preemptions,
+            "evictions": self.evictions,
+            "fragmentation": counts.fragmentation,
+            "virtual_seconds": counts.virtual_seconds,
+            "seconds": counts.seconds,
+            "tokens_per_s": num_tokens / counts.seconds if counts.seconds else 0.0,
+        }
+        if self.bounds:
+            report["bounds"] = {name: {"hit_tokens": n, "hit_share": self.share(n)} for name, n in self.bounds.items()}
+        return report

@@ -1,0 +1,193 @@
+"""The watchers of one worker's blocks, and the loop that makes frames for them.
+
+- **watcher**: one client that receives this worker's frames over HTTP.
+- **frame**: one message of the block map: all blocks (a whole frame), or the changes since the frame before.
+- **round**: the time from the first watcher's arrival until no watcher is left.
+
+A frame is made in two parts: the engine's thread copies the state (`SnapshotTaker`), and another thread finds what changed
+(`Encoder`). So a step waits for the copy at most, and while there is no watcher it waits for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, TypeVar
+
+from transom_core.errors import Overloaded, RequestError
+from transom_worker.scheduling.scheduler import Scheduler
+from transom_worker.telemetry.blockmap.describe import describe_block, describe_host_block
+from transom_worker.telemetry.blockmap.encoder import Encoder, WorkerIdentity
+from transom_worker.telemetry.blockmap.log import BlockMapLog
+from transom_worker.telemetry.blockmap.snapshot import Snapshot, SnapshotTaker
+from transom_worker.telemetry.blockmap.watcher import Watcher
+
+logger = logging.getLogger("transom.worker")
+
+MAX_WATCHERS = 16
+LEAST_PERIOD_S = 0.1
+HEARTBEAT_S = 5.0
+
+T = TypeVar("T")
+
+
+class OnEngine:
+    """Runs a command on the engine's thread, between two steps, for the event loop."""
+
+    def __init__(self, post: Callable[[Callable[[], Any]], Any]) -> None:
+        self._post = post  # takes a command, returns a concurrent future
+
+    async def __call__(self, command: Callable[[], T]) -> T:
+        """Run `command`; returns its result."""
+        result: T = await asyncio.wrap_future(self._post(command))
+        return result
+
+
+class BlockMap:
+    """The block map of one worker. One event loop calls all methods."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        scheduler: Scheduler,
+        log: BlockMapLog,
+        on_engine: OnEngine,
+        *,
+        least_period_s: float = LEAST_PERIOD_S,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        """Watchers get frames no more often than every `least_period_s`, and while nothing changes every `heartbeat_s`."""
+        self._identity = identity
+        self._scheduler = scheduler
+        self._log = log
+        self._on_engine = on_engine
+        self._least_period_s = least_period_s
+        self._heartbeat_s = heartbeat_s
+        self._watchers: set[Watcher] = set()
+        self._came = asyncio.Event()  # a watcher came or went
+        self._maker: asyncio.Task[None] | None = None
+
+    @property
+    def num_watchers(self) -> int:
+        """The number of watchers now."""
+        return len(self._watchers)
+
+    async def watch(self, period_s: float) -> AsyncGenerator[bytes, None]:
+        """Stream frames every `period_s` at most, or more often where another watcher has a shorter period; the first one is whole.
+
+        Raises:
+            Overloaded: there are too many watchers already.  RequestError: the period is too short.
+        """
+        if not period_s >= self._least_period_s:
+            raise RequestError(f"period_s is {period_s}; it must be at least {self._least_period_s}.", param="period_s")
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise Overloaded(f"{MAX_WATCHERS} others watch the blocks of this worker already; close one of them first.")
+        watcher = Watcher(period_s)
+        self._watchers.add(watcher)
+        self._came.set()
+        if self._maker is None:
+            # outside the first watcher's context: Serve must not end it with that call
+            self._maker = asyncio.create_task(self._make_frames(), context=contextvars.Context())
+        number = 0
+        try:
+            while True:
+                frame = await watcher.next()
+                yield frame.numbered(number)
+                number += 1
+        finally:
+            self._watchers.discard(watcher)
+            self._came.set()
+
+    async def describe(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
+        """Describe one block as it is now, as `describe_block` and `describe_host_block` do; `tier` is "device" or "host"."""
+        describe = describe_host_block if tier == "host" else describe_block
+        return await self._on_engine(lambda: describe(self._scheduler, group, block))
+
+    async def _make_frames(self) -> None:
+        """Make frames while there are watchers. A watcher that comes while a round ends gets another round."""
+        try:
+            while self._watchers:
+                await self._round()
+        except Exception as error:
+            logger.exception("The block map failed.")
+            for watcher in self._watchers:
+                watcher.fail(error)
+        finally:
+            self._maker = None
+
+    async def _round(self) -> None:
+        snapshots = SnapshotTaker(self._scheduler, self._log.events)
+        try:
+            frames = FrameMaker(self._log, snapshots, self._on_engine, heartbeat_s=self._heartbeat_s)
+            layout, history = self._scheduler.cache.layout, self._log.history
+            host_layout = None if snapshots.host is None else snapshots.host.layout
+            frames.encoder = await asyncio.to_thread(Encoder, self._identity, layout, history, host_layout)
+            await frames.begin(len(layout.groups))
+            while self._watchers:
+                self._came.clear()
+                await frames.make(self._watchers, min(watcher.period_s for watcher in self._watchers))
+                await self._pause(frames.due_s)
+        finally:
+            with contextlib.suppress(Exception):  # the engine may have ended
+                await self._on_engine(snapshots.end)
+
+    async def _pause(self, until_s: float) -> None:
+        """Wait until the next snapshot is due, or a watcher came or went."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
+                await self._came.wait()
+
+
+class FrameMaker:
+    """Makes the frames of one round: changes for the watchers that have a whole frame already, whole frames for the others."""
+
+    def __init__(self, log: BlockMapLog, snapshots: SnapshotTaker, on_engine: OnEngine, *, heartbeat_s: float) -> None:
+        self.encoder: Encoder
+        self.due_s = 0.0  # when the next snapshot may be taken
+        self._log = log
+        self._snapshots = snapshots
+        self._on_engine = on_engine
+        self._heartbeat_s = heartbeat_s
+        self._num_seen = -1  # the log's `num_changes` at the last snapshot
+        self._sent_s = 0.0  # time of the last frame
+
+    async def begin(self, num_groups: int) -> None:
+        """Copy all blocks, a group or a piece of the host tier at a time: steps can run in between."""
+        await self._on_engine(self._snapshots.begin)
+        for group in range(num_groups):
+            copy = await self._on_engine(functools.partial(self._snapshots.copy, group))
+            await asyncio.to_thread(self.encoder.start, group, copy)
+        if (host := self._snapshots.host) is not None:
+            for pages in host.pieces:
+                piece = await self._on_engine(functools.partial(host.copy, pages))
+                await asyncio.to_thread(self.encoder.start_host, piece)
+
+    async def make(self, watchers: set[Watcher], period_s: float) -> None:
+        """Make a frame of changes, if it is due and anything changed, and a whole frame for the watchers that need one."""
+        begin_s = time.monotonic()
+        if begin_s >= self.due_s:
+            self.due_s = begin_s + period_s
+            if (frame := await self._changes(begin_s)) is not None:
+                self._sent_s = begin_s
+                for watcher in watchers:
+                    watcher.offer(frame, whole=False)
+        if waiting := [watcher for watcher in watchers if watcher.needs_whole_now]:
+            whole = await asyncio.to_thread(self.encoder.whole, time.time())
+            for watcher in waiting:
+                watcher.offer(whole, whole=True)
+
+    async def _changes(self, now_s: float) -> Any:
+        if self._log.num_changes != self._num_seen:
+            self._num_seen, snapshot = await self._on_engine(self._take)
+            return await asyncio.to_thread(self.encoder.update, snapshot)
+        if not self.encoder.is_settled or now_s - self._sent_s >= self._heartbeat_s:
+            return await asyncio.to_thread(self.encoder.again, time.time())
+        return None
+
+    def _take(self) -> tuple[int, Snapshot]:
+        return self._log.num_changes, self._snapshots.take()

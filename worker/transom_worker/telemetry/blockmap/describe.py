@@ -1,0 +1,148 @@
+"""Describes one block in full, for the person who selects it on the block map's page. Runs on the engine's thread.
+
+It may search all sequences and checkpoints, since one person asks for one block at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from transom_core.kv_cache.layout import ArenaLayout
+from transom_core.kv_cache.tiers import DEVICE, HOST
+from transom_worker.kvcache.blocks.arena import FREE
+from transom_worker.kvcache.manager import KvCache
+from transom_worker.scheduling.scheduler import Scheduler
+
+HASH_CHARS = 16
+
+
+def describe_block(scheduler: Scheduler, group: int, block: int) -> dict[str, Any]:
+    """A block's state, the sequences that use it, its prefix hash and its checkpoints; `error` alone where there is no such
+    block."""
+    cache = scheduler.cache
+    layout = cache.layout
+    if error := _missing(layout, group, block):
+        return {"error": error}
+    pool, page = cache.pools[group], cache.arena.page_of(group, block)
+    name = pool.published.get(block)
+    users = _users(scheduler, group, block)
+    owner = cache.arena.owner[page] if page < layout.num_pages else FREE
+    return {
+        "group": group,
+        "name": layout.groups[group].spec.name,
+        "block": block,
+        "state": _state(
+            scheduler, group, block, is_leased=owner == group, repairs=any(user["repair"] for user in users)
+        ),
+        "references": pool.refs[block],
+        "sequences": users,
+        "hash": None if name is None else name[0].hex()[:HASH_CHARS],
+        "logical": users[0]["logical"] if users else None if name is None else name[1],
+        "cached_s": cache.registry.cached_age_s(group, block) if name is not None and not pool.refs[block] else None,
+        "page": page,
+        "page_group": None if owner == FREE else layout.groups[owner].spec.name,
+        "first_byte": block * layout.groups[group].stride_bytes,
+        "bytes": layout.groups[group].block_bytes,
+        "tokens": layout.groups[group].spec.block_size,
+        "checkpoints": [] if name is None else _checkpoints(cache, group, name[0], DEVICE),
+        "time_s": time.time(),
+    }
+
+
+def describe_host_block(scheduler: Scheduler, group: int, block: int) -> dict[str, Any]:
+    """What a block of the host tier holds and who needs it; `error` alone where there is no such block."""
+    cache = scheduler.cache
+    host = cache.host
+    if host is None:
+        return {"error": "This worker has no host tier."}
+    if error := _missing(host.layout, group, block):
+        return {"error": error}
+    pool, page = host.pools[group], host.arena.page_of(group, block)
+    name = pool.published.get(block)
+    owner = host.arena.owner[page] if page < host.layout.num_pages else FREE
+    layout = host.layout.groups[group]
+    return {
+        "tier": "host",
+        "group": group,
+        "name": layout.spec.name,
+        "block": block,
+        "references": pool.refs[block],
+        "sequences": _host_users(scheduler, group, block),
+        "hash": None if name is None else name[0].hex()[:HASH_CHARS],
+        "logical": None if name is None else name[1],
+        "page": page,
+        "page_group": None if owner == FREE else host.layout.groups[owner].spec.name,
+        "first_byte": block * layout.stride_bytes,
+        "bytes": layout.block_bytes,
+        "tokens": layout.spec.block_size,
+        "checkpoints": [] if name is None else _checkpoints(cache, group, name[0], HOST),
+        "time_s": time.time(),
+    }
+
+
+def _missing(layout: ArenaLayout, group: int, block: int) -> str:
+    """What is wrong with the number of a group or block; "" if there is such a block."""
+    if not 0 <= group < len(layout.groups):
+        return f"There is no group {group}; this worker has {len(layout.groups)}, from 0 on."
+    if not 0 <= block < layout.dump_block(group):
+        return f"Group {group} has no block {block}; its blocks are 0 to {layout.dump_block(group) - 1}."
+    return ""
+
+
+def _host_users(scheduler: Scheduler, group: int, block: int) -> list[dict[str, Any]]:
+    """The sequences that are loaded from a block of the host tier, or swapped into it."""
+    held = [(one, one.swapped or one.blocks) for one in scheduler.by_request.values()]
+    return [
+        {"id": one.seq_id, "request": one.request.request_id, "processed": blocks.processed}
+        for one, blocks in held
+        if blocks is not None and blocks.to_load and block in blocks.to_load[group]
+    ]
+
+
+def _state(scheduler: Scheduler, group: int, block: int, *, is_leased: bool, repairs: bool) -> str:
+    pool = scheduler.cache.pools[group]
+    if not is_leased:
+        return "gone"
+    if pool.refs[block]:
+        return "repair" if repairs else "active"
+    if pool.pins[block]:
+        return "held"
+    return "loose" if block in pool.published else "empty"
+
+
+def _users(scheduler: Scheduler, group: int, block: int) -> list[dict[str, Any]]:
+    """The sequences that reference a block."""
+    users = []
+    for sequence in scheduler.sequences_with_blocks():
+        blocks = sequence.blocks
+        assert blocks is not None
+        table = blocks.tables[group]
+        if table.holds(block):
+            users.append(
+                {
+                    "id": sequence.seq_id,
+                    "request": sequence.request.request_id,
+                    "logical": table.logical_of(block),
+                    "processed": blocks.processed,
+                    "repair": blocks.processed < blocks.repair_until
+                    and not blocks.retentions[group].keeps_everything
+                    and block in table.run,
+                }
+            )
+    return users
+
+
+def _checkpoints(cache: KvCache, group: int, digest: bytes, tier: int) -> list[dict[str, Any]]:
+    """The checkpoints that pin a tier's block: those whose windows have it, and the one whose part of the prefix chain it is in."""
+    return [
+        {
+            "kind": node.kind.value,
+            "boundary_tokens": node.boundary * cache.block_size,
+            "turns": node.num_returns,
+            "running": node.locks,
+            "part": part,
+        }
+        for node, part in cache.checkpoints.pinning_nodes(group, digest)
+        if (node.tier if part == "chain" else node.windows_tier) == tier
+    ]

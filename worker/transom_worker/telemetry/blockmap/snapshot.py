@@ -1,0 +1,218 @@
+"""SnapshotTaker for the block map, copied on the engine's thread: the cache's changes, the sequences with blocks, and the
+newest events.
+
+A snapshot has only the blocks that were appended to a block table since the snapshot before: a table grows at its end and
+shrinks at its front. When compaction has moved blocks, which changes a table in its middle, the next snapshot has the whole
+tables. Tables with gaps, from which KV policies remove blocks anywhere, are short and always whole.
+
+With a host tier there are also the sequences that are *swapped*: they wait for their return with all their blocks in the host tier.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from transom_worker.kvcache.blocks.block_table import BlockTable, GappedBlockTable
+from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
+from transom_worker.kvcache.cache_snapshot import CacheSnapshot, GroupCopy
+from transom_worker.kvcache.host_snapshot import HostSnapshots
+from transom_worker.kvcache.prefix.prefix_outcome import HIT, REPAIRED
+from transom_worker.scheduling.scheduler import Scheduler
+from transom_worker.scheduling.sequence import Sequence as ScheduledSequence
+from transom_worker.scheduling.sequence import SequenceStatus
+from transom_worker.telemetry.blockmap.events import EventLog, MapEvent
+
+SWAPPED_PHASE = "swapped"
+
+
+class TablePieces(NamedTuple):
+    """One block table: its bounds, and the blocks that no earlier snapshot had, as pieces of (first logical index, blocks)."""
+
+    is_new: bool  # the pieces are the whole table
+    num_sink_blocks: int  # blocks of sink tokens, from logical index 0 on, which never slide out
+    first_block: int  # logical index of the first block after the sink blocks
+    pieces: list[tuple[int, list[int]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSnapshot:
+    """One sequence with blocks. `replay` is the token range that its window repair computes, while it runs.
+
+    `in_host` are the blocks of the host tier, by group, from which it is being loaded or, where it is swapped, will be; the list
+    is never changed.
+    """
+
+    seq_id: int
+    request_id: str
+    phase: str
+    processed: int
+    num_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    replay: tuple[int, int] | None
+    tables: list[TablePieces]
+    in_host: Sequence[Sequence[int]] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The state of cache and sequences at one moment between two steps."""
+
+    time_s: float
+    cache: CacheSnapshot
+    sequences: list[SequenceSnapshot]
+    num_running: int
+    num_waiting: int
+    totals: dict[str, int]
+    events: list[MapEvent]
+    num_dropped_events: int
+
+
+class SnapshotTaker:
+    """Takes snapshots of one scheduler. After `begin` and a `copy` of each group, each `take` has the changes since the last one.
+
+    The engine's thread calls all methods.
+    """
+
+    def __init__(self, scheduler: Scheduler, events: EventLog) -> None:
+        self._scheduler = scheduler
+        self._events = events
+        self._ends: dict[
+            int, list[int]
+        ] = {}  # by sequence, by group: the logical index up to which snapshots have its table
+        self._num_compacted = 0
+
+    def begin(self) -> None:
+        """Begin to record changes: there is a watcher."""
+        self._scheduler.cache.snapshots.begin()
+        self._events.begin()
+
+    def copy(self, group: int) -> GroupCopy:
+        """Copy all blocks of one group. The next `take` has what changes from now on."""
+        return self._scheduler.cache.snapshots.copy(group)
+
+    @property
+    def host(self) -> HostSnapshots | None:
+        """What copies the host tier, between `begin` and the first `take`; None without one."""
+        return self._scheduler.cache.snapshots.host
+
+    def take(self) -> Snapshot:
+        """Take a snapshot."""
+        scheduler = self._scheduler
+        cache = scheduler.cache.snapshots.take()
+        if cache.num_compacted != self._num_compacted:
+            self._ends, self._num_compacted = {}, cache.num_compacted
+        sequences = [self._sequence(sequence) for sequence in scheduler.sequences_with_blocks()]
+        if cache.host is not None:
+            sequences += [
+                _swapped(one, one.swapped) for one in scheduler.by_request.values() if one.swapped is not None
+            ]
+        present = {sequence.seq_id for sequence in sequences}
+        self._ends = {seq_id: ends for seq_id, ends in self._ends.items() if seq_id in present}
+        events, num_dropped = self._events.take()
+        return Snapshot(
+            time_s=time.time(),
+            cache=cache,
+            sequences=sequences,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            totals=self._totals(cache),
+            events=events,
+            num_dropped_events=num_dropped,
+        )
+
+    def end(self) -> None:
+        """Stop recording changes: the last watcher has left."""
+        self._scheduler.cache.snapshots.end()
+        self._events.end()
+
+    def _sequence(self, sequence: ScheduledSequence) -> SequenceSnapshot:
+        blocks = sequence.blocks
+        assert blocks is not None
+        replays = blocks.processed < blocks.repair_until
+        ends = self._ends.get(sequence.seq_id)
+        is_new = ends is None
+        if ends is None:
+            ends = self._ends[sequence.seq_id] = [0] * len(blocks.tables)
+        tables = []
+        for group, table in enumerate(blocks.tables):
+            tables.append(_pieces(table, ends[group], is_new=is_new))
+            ends[group] = table.end_block
+        return SequenceSnapshot(
+            seq_id=sequence.seq_id,
+            request_id=sequence.request.request_id,
+            phase=_phase(sequence, blocks.processed, replays=replays),
+            processed=blocks.processed,
+            num_tokens=len(sequence.token_ids),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_cached_tokens=sequence.num_cached_tokens,
+            replay=(blocks.repair_from, blocks.repair_until) if replays else None,
+            tables=tables,
+            in_host=blocks.to_load,
+        )
+
+    def _totals(self, cache: CacheSnapshot) -> dict[str, int]:
+        scheduler = self._scheduler
+        tokens = cache.outcome_tokens
+        host = {} if cache.host is None else cache.host.moves
+        moves = {f"{name}_blocks": sum(counts) for name, counts in host.items()}
+        return moves | {
+            "hit_tokens": tokens.get(HIT, 0),
+            "repaired_tokens": tokens.get(REPAIRED, 0),
+            "missed_tokens": sum(count for name, count in tokens.items() if name not in (HIT, REPAIRED)),
+            "evicted_blocks": sum(sum(group.num_evicted.values()) for group in cache.groups),
+            "preemptions": sum(scheduler.preemptions.values()),
+            "repairs": cache.num_repairs,
+        }
+
+
+def _swapped(sequence: ScheduledSequence, blocks: SequenceBlocks) -> SequenceSnapshot:
+    nothing = [TablePieces(True, 0, 0, []) for _ in blocks.tables]
+    return SequenceSnapshot(
+        seq_id=sequence.seq_id,
+        request_id=sequence.request.request_id,
+        phase=SWAPPED_PHASE,
+        processed=blocks.processed,
+        num_tokens=len(sequence.token_ids),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_cached_tokens=sequence.num_cached_tokens,
+        replay=None,
+        tables=nothing,
+        in_host=blocks.to_load,
+    )
+
+
+def _phase(sequence: ScheduledSequence, processed: int, *, replays: bool) -> str:
+    if sequence.status is SequenceStatus.LOADING:
+        return "loading"
+    if sequence.status is not SequenceStatus.RUNNING:
+        return "leaving"
+    if replays:
+        return "repair"
+    return "decode" if len(sequence.token_ids) - processed <= 1 and sequence.has_output else "prefill"
+
+
+def _pieces(table: BlockTable, num_known: int, *, is_new: bool) -> TablePieces:
+    if isinstance(table, GappedBlockTable):
+        return _all_pieces(table)
+    num_sink_blocks, first_block = len(table.sink_blocks), table.first_block
+    pieces = []
+    if num_known < num_sink_blocks:
+        pieces.append((num_known, table.sink_blocks[num_known:]))
+    begin = max(num_known, first_block)
+    if begin < first_block + len(table.run):
+        pieces.append((begin, table.run[begin - first_block :]))
+    return TablePieces(is_new, num_sink_blocks, first_block, pieces)
+
+
+def _all_pieces(table: GappedBlockTable) -> TablePieces:
+    pieces = [(0, table.sink_blocks)] if table.sink_blocks else []
+    for logical, block in zip(table.run_logicals, table.run, strict=True):
+        if len(pieces) > 1 and logical == pieces[-1][0] + len(pieces[-1][1]):
+            pieces[-1][1].append(block)
+        else:
+            pieces.append((logical, [block]))
+    return TablePieces(True, len(table.sink_blocks), table.first_block, pieces)

@@ -1,0 +1,63 @@
+"""Metric families of KV policies: requests, what they keep and drop, and how far they are from full attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import Metric
+
+from transom_core.telemetry.own_labels import OwnLabels
+
+if TYPE_CHECKING:
+    from transom_worker.scheduling.policy_counts import PolicyStats
+
+
+def policy_families(own: OwnLabels, policies: Mapping[str, PolicyStats]) -> Iterator[Metric]:
+    """Every family, with a series for each type of policy."""
+    counters = (
+        (
+            "requests",
+            "Requests that the worker took with a KV policy, by type: window, adaptive or heavy.",
+            "num_requests",
+        ),
+        ("dropped_blocks", "KV blocks that policies dropped from running requests.", "num_dropped_blocks"),
+        (
+            "compared_tokens",
+            "Tokens of requests with kv_quality whose policy was compared with full attention.",
+            "num_compared",
+        ),
+        (
+            "agreeing_tokens",
+            "Compared tokens whose most likely next token is that of full attention.",
+            "num_agreeing",
+        ),
+        (
+            "kl_nats",
+            "KL divergence of the policy's next-token distribution from that of full attention, summed over compared tokens.",
+            "kl",
+        ),
+        (
+            "dropped_attention",
+            "Share of full attention on keys that the policy does not read, summed over compared tokens.",
+            "dropped_mass",
+        ),
+    )
+    gauges = (
+        ("running_requests", "Running requests with a KV policy.", "num_running"),
+        ("seen_tokens", "Tokens of running requests with a KV policy that were computed or found.", "seen_tokens"),
+        ("kept_tokens", "Tokens that the KV blocks of running requests with a KV policy have room for.", "kept_tokens"),
+        (
+            "window_tokens",
+            "The same without the blocks of sinks: the windows of all running requests together.",
+            "window_tokens",
+        ),
+    )
+    for name, text, field in counters:
+        yield own.counters(f"transom_kv_policy_{name}", text, ("policy",), _series(policies, field))
+    for name, text, field in gauges:
+        yield own.gauges(f"transom_kv_policy_{name}", text, ("policy",), _series(policies, field))
+
+
+def _series(policies: Mapping[str, PolicyStats], field: str) -> list[tuple[tuple[str, ...], float]]:
+    return [((policy,), getattr(stats, field)) for policy, stats in policies.items()]
