@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"transom_cluster": "cluster", "transom_worker": "worker", "transom_kernels": "kernels"}
+PACKAGES = {"transom_cluster": "cluster", "transom_core": "worker", "transom_worker": "worker", "transom_kernels": "kernels"}
 TIMEOUT_S = 240
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
 

@@ -312,7 +312,7 @@ def _free_port(host: str) -> int:
 def failure_reason(messages: list[str]) -> str:
     """The message of our own error in Serve's tracebacks; without one, the tracebacks' last lines."""
     text = "\n".join(messages)
-    ours = re.findall(r"^\s*transom_worker\.errors\.\w+: (.+)$", text, flags=re.MULTILINE)
+    ours = re.findall(r"^\s*transom_core\.errors\.\w+: (.+)$", text, flags=re.MULTILINE)
     if ours:
         return str(ours[-1])
     lines = [line for line in text.splitlines() if line.strip()]

@@ -194,7 +194,7 @@ def test_shutdown_does_not_wait_for_a_restart(engine: Engine) -> None:
     assert "interrupted" in str(engine.dead)
 
 
-@pytest.mark.parametrize("fails", ["engine.engine.Scheduler", "startup.startup_report"])
+@pytest.mark.parametrize("fails", ["engine.engine.Scheduler", "engine.startup.startup_report"])
 def test_an_engine_that_cannot_be_made_leaves_no_ranks(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
