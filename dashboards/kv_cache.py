@@ -229,8 +229,8 @@ POOL = Section(
         lines(
             About(
                 title="Headroom in requests",
-                shows="How many requests of so many tokens could start now, all workers together; `max` is the longest that the "
-                "model takes. Cached blocks count as room. Dashed: 1 and 4.",
+                shows="How many requests of each length in tokens could start now, all workers together; `max` is the "
+                "longest that the model takes. Cached blocks count as room. Dashed: 1 and 4.",
                 act="At zero for a length, such requests wait or preempt others: add workers or memory.",
             ),
             split(total, "transom_kv_headroom_requests", WORKER, "length"),

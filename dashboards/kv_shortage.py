@@ -102,7 +102,7 @@ SHORTAGE = Section(
         lines(
             About(
                 title="Prompt tokens that the host tier spared",
-                shows="Prompt tokens a second that were loaded from the host tier in place of being computed.",
+                shows="Prompt tokens a second that were loaded from the host tier instead of being computed.",
                 act="0 beside spilled blocks: nothing returns, or loading takes longer than computing.",
             ),
             [Query(expr=rate("transom_prefix_host_tokens_total", WORKER), legend="spared")],
