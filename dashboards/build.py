@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
@@ -15,7 +16,7 @@ FOLDER = Path(__file__).with_name("json")
 def documents() -> dict[str, str]:
     """File name and text of every dashboard."""
     boards = [module.build() for module in (overview, kv_cache, workers, router)]
-    return {f"{board.uid}.json": json.dumps(board.build(), cls=JSONEncoder, indent=2) + "\n" for board in boards}
+    return {f"{board.uid}.json": _text(board.build()) for board in boards}
 
 
 def main() -> None:
@@ -24,6 +25,21 @@ def main() -> None:
     for name, text in documents().items():
         (FOLDER / name).write_text(text)
         print(f"dashboards/json/{name}")
+
+
+def _text(board: dict[str, Any]) -> str:
+    """JSON with a line for each panel and for each other field, so that a diff has one line for each panel that changed."""
+    fields = [f"{json.dumps(name)}: {_field(name, value)}" for name, value in board.items()]
+    return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def _field(name: str, value: object) -> str:
+    plain = json.loads(json.dumps(value, cls=JSONEncoder))
+    if name != "panels":
+        return json.dumps(plain)
+    # The title comes first, where a reader looks for it.
+    panels = [json.dumps({"title": panel["title"], **panel}) for panel in plain]
+    return "[\n" + ",\n".join(panels) + "\n]"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from dashboards.kv_disk import DISK
 from dashboards.kv_policies import POLICIES
 from dashboards.kv_transfers import TRANSFERS
 from dashboards.panels import About, grid, high_is_bad, lines, low_is_bad, number
-from dashboards.queries import GROUP, WORKER, Query, each_of, or_zero, rate, ratio, total
+from dashboards.queries import GROUP, WORKER, Query, each_of, or_zero, rate, ratio, split, total
 
 UID = "transom-kv-cache"
 PAGES = total("transom_kv_pages", WORKER)
@@ -139,9 +139,8 @@ POOL = Section(
         lines(
             About(
                 title="Bytes by group and state",
-                shows="Active blocks belong to running requests, cached ones can be hit, empty ones are "
-                "free inside leased pages. "
-                "Dashed: the whole pool, all groups.",
+                shows="Active blocks belong to running requests, cached ones can be hit, empty ones are free inside "
+                "leased pages. Dashed: the whole pool, all groups.",
                 act="Cached near nothing: prefixes do not survive, so add memory. Empty large: see "
                 "*Fragmentation and waste*.",
             ),
@@ -162,7 +161,7 @@ POOL = Section(
                 act="Workers differ much: the router sends prefixes to few of them, see *Router*, placements. One falls "
                 "to zero: it was started again.",
             ),
-            [Query(expr=total("transom_kv_bytes", f'{GROUP},state="cached"', "worker"), legend="{{worker}}")],
+            split(total, "transom_kv_bytes", f'{GROUP},state="cached"', "worker"),
             "bytes",
             stack=True,
             width=12,
@@ -184,7 +183,7 @@ POOL = Section(
                 shows="Numbers of blocks; a group's blocks all have one size.",
                 act="Active blocks of a window group grow with the length of requests: its window does not slide.",
             ),
-            [Query(expr=total("transom_kv_blocks", GROUP, "group", "state"), legend="{{group}} {{state}}")],
+            split(total, "transom_kv_blocks", GROUP, "group", "state"),
             "short",
             stack=True,
             shades=BLOCK_STATES,
@@ -195,7 +194,7 @@ POOL = Section(
                 shows="Cached blocks that a checkpoint pins, by group; the other cached blocks are evicted first.",
                 act="Near zero though blocks are cached: hits end early; see *Checkpoints by kind*.",
             ),
-            [Query(expr=total("transom_kv_held_blocks", GROUP, "group"), legend="{{group}}")],
+            split(total, "transom_kv_held_blocks", GROUP, "group"),
             "short",
         ),
         lines(
@@ -204,7 +203,7 @@ POOL = Section(
                 shows="Arena pages: leased by a group, or free for any.",
                 act="Leased at the top is normal. Pages that change hands often show up as compaction below.",
             ),
-            [Query(expr=total("transom_kv_pages", WORKER, "state"), legend="{{state}}")],
+            split(total, "transom_kv_pages", WORKER, "state"),
             "short",
             stack=True,
             colors=PAGE_STATES,
@@ -212,9 +211,8 @@ POOL = Section(
         lines(
             About(
                 title="Fragmentation and waste",
-                shows="Fragmentation: bytes in empty blocks over leased ones. Waste: share of a page "
-                "that no block covers, by geometry, of the worst worker. "
-                "Dashed: 20 % and 40 %.",
+                shows="Fragmentation: bytes in empty blocks over leased ones. Waste: share of a page that no block "
+                "covers, by geometry, of the worst worker. Dashed: 20 % and 40 %.",
                 act="Waste does not change while a worker runs: another `--block-size` does. "
                 "Fragmentation: watch compaction.",
             ),
@@ -231,11 +229,11 @@ POOL = Section(
         lines(
             About(
                 title="Headroom in requests",
-                shows="How many requests of so many tokens could start now, all workers together; `max` is the longest that the "
-                "model takes. Cached blocks count as room. Dashed: 1 and 4.",
+                shows="How many requests of each length in tokens could start now, all workers together; `max` is the "
+                "longest that the model takes. Cached blocks count as room. Dashed: 1 and 4.",
                 act="At zero for a length, such requests wait or preempt others: add workers or memory.",
             ),
-            [Query(expr=total("transom_kv_headroom_requests", WORKER, "length"), legend="{{length}}")],
+            split(total, "transom_kv_headroom_requests", WORKER, "length"),
             "short",
             limits=low_is_bad(1, 4),
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dashboards.board import Section
 from dashboards.panels import About, lines
-from dashboards.queries import WORKER, Query, rate, total
+from dashboards.queries import WORKER, Query, rate, split, total
 
 DISK = Section(
     title="Disk tier",
@@ -17,7 +17,7 @@ DISK = Section(
                 act="`broken`, `failed`: the disk or its file system; those prompts are computed. `dropped`: the disk is slower "
                 "than blocks leave the memory. Far more `evicted` than `read`: a larger `--disk-space`.",
             ),
-            [Query(expr=rate("transom_disk_blocks_total", WORKER, "event"), legend="{{event}}")],
+            split(rate, "transom_disk_blocks_total", WORKER, "event"),
             "ops",
         ),
         lines(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dashboards.board import Section
 from dashboards.colors import OUTCOMES
 from dashboards.panels import About, heat, lines
-from dashboards.queries import GROUP, WORKER, Query, buckets, mean, quantile, rate, ratio, total
+from dashboards.queries import GROUP, WORKER, Query, buckets, mean, quantile, rate, ratio, split, total
 
 PREFIX = "transom_prefix_tokens_total"
 FOUND = f'{WORKER},outcome=~"hit|repaired"'
@@ -20,11 +20,10 @@ HITS = Section(
                 title="Prompt tokens by outcome",
                 shows="Every prompt token, a second: hit, repaired, or missed with its reason. They add "
                 "up to all prompt tokens. Red and orange: more memory would have hit.",
-                act="`never_seen` is new text. `full_evicted`, `window_evicted`: too little memory. "
-                "`below_alignment`, `last_token`: "
-                "normal in small amounts. `policy`: a client or setting turned the cache off.",
+                act="`never_seen` is new text. `full_evicted`, `window_evicted`: too little memory. `below_alignment`, "
+                "`last_token`: normal in small amounts. `policy`: a client or setting turned the cache off.",
             ),
-            [Query(expr=rate(PREFIX, WORKER, "outcome", "reason"), legend="{{outcome}} {{reason}}")],
+            split(rate, PREFIX, WORKER, "outcome", "reason"),
             "short",
             stack=True,
             colors=OUTCOMES,
@@ -54,7 +53,7 @@ HITS = Section(
                 act="Few hits though clients share prompts: their text differs early, for instance by "
                 "a date in the first line.",
             ),
-            [Query(expr=rate("transom_prefix_requests_total", WORKER, "outcome"), legend="{{outcome}}")],
+            split(rate, "transom_prefix_requests_total", WORKER, "outcome"),
             "reqps",
             stack=True,
             colors=OUTCOMES,
@@ -119,12 +118,7 @@ EVICTION = Section(
                 shows="Blocks evicted, a second, by what needed their memory.",
                 act="Compare with *Misses from lack of memory*: evictions without misses cost nothing.",
             ),
-            [
-                Query(
-                    expr=rate("transom_kv_evicted_blocks_total", GROUP, "reason"),
-                    legend="{{reason}}",
-                )
-            ],
+            split(rate, "transom_kv_evicted_blocks_total", GROUP, "reason"),
             "ops",
             stack=True,
         ),
@@ -166,7 +160,7 @@ CHECKPOINTS = Section(
                 act="None while requests end: prefix caching is off. Only `prompt` and `generation`: "
                 "turns are not recognised.",
             ),
-            [Query(expr=total("transom_kv_checkpoints", WORKER, "kind"), legend="{{kind}}")],
+            split(total, "transom_kv_checkpoints", WORKER, "kind"),
             "short",
             stack=True,
         ),
@@ -176,7 +170,7 @@ CHECKPOINTS = Section(
                 shows="Placed, hit, evicted (given_up), or only their windows evicted (windows_given_up), a second.",
                 act="Evicted as fast as placed, with few hits: memory is short.",
             ),
-            [Query(expr=rate("transom_kv_checkpoint_changes_total", WORKER, "change"), legend="{{change}}")],
+            split(rate, "transom_kv_checkpoint_changes_total", WORKER, "change"),
             "ops",
         ),
         lines(
@@ -185,12 +179,7 @@ CHECKPOINTS = Section(
                 shows="Requests that continued from a checkpoint, a second, by what it was placed for.",
                 act="A kind with many checkpoints and no hits does not pay: requests do not return to it.",
             ),
-            [
-                Query(
-                    expr=rate("transom_kv_checkpoint_changes_total", f'{WORKER},change="hit"', "kind"),
-                    legend="{{kind}}",
-                )
-            ],
+            split(rate, "transom_kv_checkpoint_changes_total", f'{WORKER},change="hit"', "kind"),
             "ops",
             stack=True,
         ),

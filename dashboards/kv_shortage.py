@@ -5,7 +5,7 @@ from __future__ import annotations
 from dashboards.board import Section
 from dashboards.colors import BLOCK_STATES, OUTCOMES, PHASES
 from dashboards.panels import About, high_is_bad, lines
-from dashboards.queries import GROUP, WORKER, Query, each_of, rate, ratio, total
+from dashboards.queries import GROUP, WORKER, Query, each_of, rate, ratio, split, total
 
 COMPUTED = rate("transom_computed_tokens_total", WORKER)
 THROWN_AWAY = ratio(rate("transom_preempted_tokens_total", f'{WORKER},mode="recompute"'), COMPUTED)
@@ -54,12 +54,7 @@ SHORTAGE = Section(
                 shows="Requests preempted, sent back to the queue for lack of blocks, a second, by worker.",
                 act="On one worker only: it has the long requests; see *Router*, in flight. On all: add memory.",
             ),
-            [
-                Query(
-                    expr=rate("transom_preemptions_total", WORKER, "worker", "mode"),
-                    legend="{{worker}} {{mode}}",
-                )
-            ],
+            split(rate, "transom_preemptions_total", WORKER, "worker", "mode"),
             "ops",
         ),
         lines(
@@ -107,7 +102,7 @@ SHORTAGE = Section(
         lines(
             About(
                 title="Prompt tokens that the host tier spared",
-                shows="Prompt tokens a second that were loaded from the host tier in place of being computed.",
+                shows="Prompt tokens a second that were loaded from the host tier instead of being computed.",
                 act="0 beside spilled blocks: nothing returns, or loading takes longer than computing.",
             ),
             [Query(expr=rate("transom_prefix_host_tokens_total", WORKER), legend="spared")],
@@ -116,8 +111,7 @@ SHORTAGE = Section(
         lines(
             About(
                 title="Tokens thrown away",
-                shows="Computed tokens that preemptions threw away, over all that were computed. "
-                "Dashed: 5 % and 20 %. "
+                shows="Computed tokens that preemptions threw away, over all that were computed. Dashed: 5 % and 20 %. "
                 "The cache may give some of them back.",
                 act="Over 5 %: the batch is larger than the pool; lower `--max-num-seqs`.",
             ),
@@ -132,7 +126,7 @@ SHORTAGE = Section(
                 shows="Blocks moved to let an allocation succeed, a second, by worker.",
                 act="Constant: groups compete for pages; more memory ends it.",
             ),
-            [Query(expr=rate("transom_kv_compacted_blocks_total", WORKER, "worker"), legend="{{worker}}")],
+            split(rate, "transom_kv_compacted_blocks_total", WORKER, "worker"),
             "ops",
             width=12,
         ),
@@ -166,7 +160,7 @@ EACH_WORKER = Section(
                 shows="Prompt tokens of this worker, a second: hit, repaired, missed.",
                 act="Fewer hits than elsewhere: it lost its cache (a restart), or gets the requests without hits.",
             ),
-            [Query(expr=rate("transom_prefix_tokens_total", WORKER, "outcome"), legend="{{outcome}}")],
+            split(rate, "transom_prefix_tokens_total", WORKER, "outcome"),
             "short",
             stack=True,
             colors=OUTCOMES,

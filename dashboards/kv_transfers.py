@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dashboards.board import Section
 from dashboards.panels import About, lines
-from dashboards.queries import WORKER, Query, quantile, rate
+from dashboards.queries import WORKER, Query, quantile, rate, split
 
 TRANSFERS = Section(
     title="Transfers between workers",
@@ -16,12 +16,7 @@ TRANSFERS = Section(
                 act="`not_found`: sources evict too early. `no_space`: a larger `--swap-space`. `timeout`, "
                 "`source_lost`, `expired`: the network or a worker. Every one of these costs a prompt to compute.",
             ),
-            [
-                Query(
-                    expr=rate("transom_kv_transfers_total", WORKER, "direction", "outcome"),
-                    legend="{{direction}} {{outcome}}",
-                )
-            ],
+            split(rate, "transom_kv_transfers_total", WORKER, "direction", "outcome"),
             "ops",
         ),
         lines(

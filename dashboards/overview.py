@@ -7,19 +7,7 @@ from dashboards.board import Board, Section, firing, to_board
 from dashboards.colors import BREAKS, ENDPOINTS, ENDS, STATUSES
 from dashboards.colors import ERRORS as ERROR_COLORS
 from dashboards.panels import About, high_is_bad, lines, low_is_bad, named_numbers, number
-from dashboards.queries import (
-    API,
-    ROUTER,
-    WORKER,
-    Query,
-    happening,
-    or_zero,
-    quantile,
-    rate,
-    ratio,
-    seen,
-    total,
-)
+from dashboards.queries import API, ROUTER, WORKER, Query, happening, or_zero, quantile, rate, ratio, seen, split, total
 from dashboards.service_levels import BUSY, FIRST_TOKEN_LIMITS, INTER_TOKEN_LIMITS
 
 UID = "transom-overview"
@@ -80,8 +68,7 @@ NOW = Section(
                 title="First token p95",
                 shows="From a request's arrival to its first token. Orange from half the objective of 2 "
                 "s, red above it.",
-                act="*Parts of the first token* says whether requests wait in the queue (add workers) "
-                "or compute long "
+                act="*Parts of the first token* says whether requests wait in the queue (add workers) or compute long "
                 "prompts (look at the hit rate).",
             ),
             Query(expr=quantile(0.95, "transom_router_first_token_seconds", ROUTER)),
@@ -173,9 +160,8 @@ TRAFFIC = Section(
         lines(
             About(
                 title="Error ratio",
-                shows="Shares of `/v1` requests: server errors (5xx), refused for a client's limit "
-                "(429), left by the client (499). "
-                "Dashed: the objective of 0.1 %, and ten times that.",
+                shows="Shares of `/v1` requests: server errors (5xx), refused for a client's limit (429), left by the "
+                "client (499). Dashed: the objective of 0.1 %, and ten times that.",
                 act="5xx over the line: runbook of TransomErrorsBurnBudget. Many 499: clients give "
                 "up, look at latency.",
             ),
@@ -195,7 +181,7 @@ TRAFFIC = Section(
                 act="`length` for most: clients' `max_tokens` cuts answers. `error`: read the "
                 "worker's log. `abort`: clients leave.",
             ),
-            [Query(expr=rate("transom_requests_total", WORKER, "finish_reason"), legend="{{finish_reason}}")],
+            split(rate, "transom_requests_total", WORKER, "finish_reason"),
             "reqps",
             stack=True,
             colors=ENDS,

@@ -126,7 +126,7 @@ def lines(
 def number(
     about: About, query: Query, unit: str, *, limits: Limits = NO_LIMITS, width: int = 3, decimals: int | None = None
 ) -> stat.Panel:
-    """One value, coloured by its limits, with its course behind it."""
+    """One value, coloured by its limits, with its course over time in the background."""
     panel = _common(stat.Panel(), about, [query], unit, limits).span(width).height(4)
     graph = shapes.BigValueGraphMode.NONE if query.instant else shapes.BigValueGraphMode.AREA
     panel.graph_mode(graph).color_mode(shapes.BigValueColorMode.VALUE).justify_mode(shapes.BigValueJustifyMode.AUTO)

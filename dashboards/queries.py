@@ -5,6 +5,7 @@ Rates are taken over `$__rate_interval`, which Grafana makes long enough for the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 WORKER = 'model=~"$model",worker=~"$worker"'
@@ -43,6 +44,11 @@ def seen(metric: str, labels: str, *by: str) -> str:
     """A gauge that every router tells alike: each model's once, not once a router."""
     each = f"max by ({', '.join(('model', *by))}) ({metric}{{{labels}}})"
     return f"sum{_by(by)} ({each})"
+
+
+def split(function: Callable[..., str], metric: str, labels: str, *by: str) -> list[Query]:
+    """A series for each value of the labels `by`, with these values as its name; `function` is one of the above."""
+    return [Query(expr=function(metric, labels, *by), legend=" ".join(f"{{{{{label}}}}}" for label in by))]
 
 
 def happening(expr: str) -> str:

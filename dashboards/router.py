@@ -17,6 +17,7 @@ from dashboards.queries import (
     rate,
     ratio,
     seen,
+    split,
     total,
 )
 from dashboards.router_answers import ANSWERS
@@ -143,7 +144,7 @@ PLACEMENT = Section(
                 act="One worker has most: one prefix has most of the traffic; see *In flight by "
                 "worker* for whether it copes.",
             ),
-            [Query(expr=rate("transom_router_placements_total", PLACED, "worker"), legend="{{worker}}")],
+            split(rate, "transom_router_placements_total", PLACED, "worker"),
             "reqps",
             stack=True,
         ),
@@ -153,7 +154,7 @@ PLACEMENT = Section(
                 shows="Requests sent, a second, by the policy that chose.",
                 act="Another policy than `--routing-policy` names: routers were started with different settings.",
             ),
-            [Query(expr=rate("transom_router_placements_total", PLACED, "policy"), legend="{{policy}}")],
+            split(rate, "transom_router_placements_total", PLACED, "policy"),
             "reqps",
             stack=True,
         ),
@@ -163,7 +164,7 @@ PLACEMENT = Section(
                 shows="Requests that each worker has from these routers.",
                 act="Far apart while the low ones' pools have room: hits are weighed too high, or loads come late.",
             ),
-            [Query(expr=total("transom_router_in_flight_requests", PLACED, "worker"), legend="{{worker}}")],
+            split(total, "transom_router_in_flight_requests", PLACED, "worker"),
             "short",
             stack=True,
         ),
@@ -185,7 +186,7 @@ PLACEMENT = Section(
                 act="All routers: no worker has room. One router: it does not see the workers; "
                 "restart it if that lasts.",
             ),
-            [Query(expr=total("transom_router_waiting_requests", ROUTER, "router"), legend="{{router}}")],
+            split(total, "transom_router_waiting_requests", ROUTER, "router"),
             "short",
             stack=True,
             width=12,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dashboards.board import Section
 from dashboards.colors import DRAINS, FAILOVERS, WORKER_CHANGES, WORKER_STATES
 from dashboards.panels import About, lines, rows
-from dashboards.queries import PLACED, ROUTER, Query, quantile, rate, seen, total
+from dashboards.queries import PLACED, ROUTER, Query, quantile, rate, seen, split, total
 from dashboards.worker_machines import info
 
 VERSIONS = f"transom_router_mirror_version{{{PLACED}}}"
@@ -37,7 +37,7 @@ MIRRORS = Section(
                 act="More than now and then: updates are lost between worker and router; look at the "
                 "network and the router's CPU.",
             ),
-            [Query(expr=rate("transom_router_resyncs_total", PLACED, "worker"), legend="{{worker}}")],
+            split(rate, "transom_router_resyncs_total", PLACED, "worker"),
             "ops",
         ),
     ],
@@ -85,7 +85,7 @@ FLEET = Section(
                 shows="Workers that went, a second: everything there had finished, or what had not was moved.",
                 act="`moved` often: answers take longer than drains wait; clients see a pause and nothing else.",
             ),
-            [Query(expr=rate("transom_router_drains_total", ROUTER, "outcome"), legend="{{outcome}}")],
+            split(rate, "transom_router_drains_total", ROUTER, "outcome"),
             "ops",
             colors=DRAINS,
         ),
@@ -96,7 +96,7 @@ FLEET = Section(
                 act="`gave_up`: clients got an error, see TransomRequestsLost. `poison`: one request kills workers, "
                 "see TransomPoisonRequest.",
             ),
-            [Query(expr=rate("transom_router_failovers_total", ROUTER, "outcome"), legend="{{outcome}}")],
+            split(rate, "transom_router_failovers_total", ROUTER, "outcome"),
             "reqps",
             colors=FAILOVERS,
             width=12,
@@ -107,7 +107,7 @@ FLEET = Section(
                 shows="Workers that were lost with requests, a second: what they, their ranks or Ray said.",
                 act="`hung`, `crash`, `exception`, `device_error`: the worker's log has the step. `unknown`: see its host's log.",
             ),
-            [Query(expr=rate("transom_router_worker_losses_total", ROUTER, "cause"), legend="{{cause}}")],
+            split(rate, "transom_router_worker_losses_total", ROUTER, "cause"),
             "ops",
             width=12,
         ),
@@ -117,7 +117,7 @@ FLEET = Section(
                 shows="Requests that may have ended a worker, a second: suspected, then released, cleared, or the culprit.",
                 act="Many suspected, none a culprit: workers fail by themselves, see *Losses of workers by cause*.",
             ),
-            [Query(expr=rate("transom_router_suspects_total", ROUTER, "judgement"), legend="{{judgement}}")],
+            split(rate, "transom_router_suspects_total", ROUTER, "judgement"),
             "reqps",
             width=12,
         ),
@@ -127,7 +127,7 @@ FLEET = Section(
                 shows="Pages of workers or routers that came too late, a second.",
                 act="Runbook of TransomScrapesDropped.",
             ),
-            [Query(expr=rate("transom_router_dropped_scrapes_total", ROUTER, "target"), legend="{{target}}")],
+            split(rate, "transom_router_dropped_scrapes_total", ROUTER, "target"),
             "ops",
             width=12,
         ),
@@ -145,7 +145,7 @@ ROUTERS = Section(
                 shows="HTTP requests, a second, scrapes and health checks included.",
                 act="One router has none: the balancer does not know it.",
             ),
-            [Query(expr=rate("transom_router_requests_total", ROUTER, "router"), legend="{{router}}")],
+            split(rate, "transom_router_requests_total", ROUTER, "router"),
             "reqps",
             stack=True,
         ),
@@ -164,7 +164,7 @@ ROUTERS = Section(
                 shows="Streamed answers that are being sent.",
                 act="All on one router: the balancer keeps connections; that is right for few clients.",
             ),
-            [Query(expr=total("transom_router_open_streams", ROUTER, "router"), legend="{{router}}")],
+            split(total, "transom_router_open_streams", ROUTER, "router"),
             "short",
             stack=True,
         ),
@@ -174,7 +174,7 @@ ROUTERS = Section(
                 shows="Cores that each router's process keeps busy; one is all that it can use.",
                 act="Near 1: add routers (`--router-replicas`).",
             ),
-            [Query(expr=rate("transom_router_process_cpu_seconds_total", ROUTER, "router"), legend="{{router}}")],
+            split(rate, "transom_router_process_cpu_seconds_total", ROUTER, "router"),
             "short",
         ),
         lines(
@@ -183,7 +183,7 @@ ROUTERS = Section(
                 shows="Resident bytes of each router's process.",
                 act="It grows with mirrors and open streams; without either, it is a leak, worth a report.",
             ),
-            [Query(expr=total("transom_router_process_resident_bytes", ROUTER, "router"), legend="{{router}}")],
+            split(total, "transom_router_process_resident_bytes", ROUTER, "router"),
             "bytes",
         ),
         lines(
@@ -192,7 +192,7 @@ ROUTERS = Section(
                 shows="asyncio tasks of each router's event loop: a few for each request and each worker.",
                 act="They do not fall when requests end: a leak, worth a report.",
             ),
-            [Query(expr=total("transom_router_tasks", ROUTER, "router"), legend="{{router}}")],
+            split(total, "transom_router_tasks", ROUTER, "router"),
             "short",
         ),
         rows(

@@ -18,6 +18,7 @@ from dashboards.queries import (
     rate,
     ratio,
     seen,
+    split,
     total,
 )
 
@@ -71,9 +72,8 @@ LATENCY = Section(
                 title="Parts of the first token",
                 shows="Each part's p95. Waiting in the router's queue; in workers: waiting for the first step, computing the "
                 "prompt, and both; and all that the router saw.",
-                act="Queue high: add workers. Prefill high: prompts are long or miss the cache. "
-                "Router far above worker: "
-                "requests wait at the router, or its process is short of CPU.",
+                act="Queue high: add workers. Prefill high: prompts are long or miss the cache. Router far above "
+                "worker: requests wait at the router, or its process is short of CPU.",
             ),
             [
                 Query(expr=quantile(0.95, "transom_router_wait_seconds", ROUTER), legend="queue, router"),
@@ -185,7 +185,7 @@ SATURATION = Section(
                 shows="Open ones take requests; closed ones start or are lost; draining ones end what they have.",
                 act="Closed for long: a worker does not start. Its log says why; *Router* has joins and losses.",
             ),
-            [Query(expr=seen("transom_router_workers", ROUTER, "state"), legend="{{state}}")],
+            split(seen, "transom_router_workers", ROUTER, "state"),
             "short",
             stack=True,
             colors=WORKER_STATES,
@@ -196,7 +196,7 @@ SATURATION = Section(
                 shows="Streamed answers that are being sent, by router.",
                 act="Constant though no tokens go out: clients read slowly, or a worker hangs; see *Workers*, steps.",
             ),
-            [Query(expr=total("transom_router_open_streams", ROUTER, "router"), legend="{{router}}")],
+            split(total, "transom_router_open_streams", ROUTER, "router"),
             "short",
             stack=True,
         ),
@@ -216,7 +216,7 @@ SATURATION = Section(
                 shows="Steps a second, by worker.",
                 act="None while requests run: that worker hangs. Runbook of TransomWorkerStalled.",
             ),
-            [Query(expr=rate("transom_steps_total", WORKER, "worker"), legend="{{worker}}")],
+            split(rate, "transom_steps_total", WORKER, "worker"),
             "ops",
         ).links([to_board(workers.UID, "Workers")]),
         lines(

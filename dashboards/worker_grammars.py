@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dashboards.board import Section
 from dashboards.panels import About, high_is_bad, lines
-from dashboards.queries import WORKER, Query, rate, ratio, total
+from dashboards.queries import WORKER, Query, rate, ratio, split, total
 
 GRAMMARS = Section(
     title="Grammars",
@@ -35,7 +35,7 @@ GRAMMARS = Section(
                 shows="Share of its time that each worker's engine waits for masks of allowed tokens. Dashed: 3 % and 10 %.",
                 act="Over 3 %: schemas with hundreds of optional properties, or many constrained requests on few cores.",
             ),
-            [Query(expr=rate("transom_grammar_mask_seconds_total", WORKER, "worker"), legend="{{worker}}")],
+            split(rate, "transom_grammar_mask_seconds_total", WORKER, "worker"),
             "percentunit",
             limits=high_is_bad(0.03, 0.1),
         ),
@@ -63,7 +63,7 @@ GRAMMARS = Section(
                 shows="Bytes of compiled grammars that each worker keeps, of 256 MiB at most.",
                 act="At its bound: clients send ever new schemas, and each is compiled.",
             ),
-            [Query(expr=total("transom_grammar_cache_bytes", WORKER, "worker"), legend="{{worker}}")],
+            split(total, "transom_grammar_cache_bytes", WORKER, "worker"),
             "bytes",
         ),
         lines(

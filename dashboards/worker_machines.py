@@ -5,7 +5,7 @@ from __future__ import annotations
 from dashboards.board import Section
 from dashboards.colors import MEMORY
 from dashboards.panels import About, bars, high_is_bad, lines, rows
-from dashboards.queries import WORKER, Query, rate, ratio, total
+from dashboards.queries import WORKER, Query, rate, ratio, split, total
 
 CONFIG_COLUMNS = (
     "model",
@@ -45,7 +45,7 @@ RANKS = Section(
                 shows="Bytes of weights, KV cache and everything else, all ranks together.",
                 act="`other` grows for hours: a leak, worth a report.",
             ),
-            [Query(expr=total("transom_rank_memory_bytes", WORKER, "kind"), legend="{{kind}}")],
+            split(total, "transom_rank_memory_bytes", WORKER, "kind"),
             "bytes",
             stack=True,
             colors=MEMORY,
@@ -197,12 +197,7 @@ PROCESSES = Section(
                 shows="Cores that each worker's main process keeps busy; ranks are processes of their own.",
                 act="Near 1 with slow steps: scheduling and detokenising are the limit; add workers.",
             ),
-            [
-                Query(
-                    expr=rate("transom_process_cpu_seconds_total", f'{WORKER},worker!=""', "worker"),
-                    legend="{{worker}}",
-                )
-            ],
+            split(rate, "transom_process_cpu_seconds_total", f'{WORKER},worker!=""', "worker"),
             "short",
         ),
         lines(
@@ -211,12 +206,7 @@ PROCESSES = Section(
                 shows="Resident bytes of each worker's main process.",
                 act="It grows for hours under even load: a leak, worth a report.",
             ),
-            [
-                Query(
-                    expr=total("transom_process_resident_bytes", f'{WORKER},worker!=""', "worker"),
-                    legend="{{worker}}",
-                )
-            ],
+            split(total, "transom_process_resident_bytes", f'{WORKER},worker!=""', "worker"),
             "bytes",
         ),
         bars(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dashboards.board import Section
 from dashboards.colors import BREAKS
 from dashboards.panels import About, high_is_bad, lines
-from dashboards.queries import WORKER, Query, quantile, rate, total
+from dashboards.queries import WORKER, Query, quantile, rate, split, total
 
 TIMES = (("queue", "transom_queue_seconds"), ("prefill", "transom_prefill_seconds"))
 REQUESTS = Section(
@@ -17,7 +17,7 @@ REQUESTS = Section(
                 shows="How many requests each worker's batch has.",
                 act="One worker has few while others queue: it is new, or closed to requests; see *Router*.",
             ),
-            [Query(expr=total("transom_requests_running", WORKER, "worker"), legend="{{worker}}")],
+            split(total, "transom_requests_running", WORKER, "worker"),
             "short",
             stack=True,
             width=12,
@@ -28,7 +28,7 @@ REQUESTS = Section(
                 shows="How many requests each worker's queue has.",
                 act="One queue grows alone: its worker is slow or gets one prefix's traffic; see *Router*.",
             ),
-            [Query(expr=total("transom_requests_waiting", WORKER, "worker"), legend="{{worker}}")],
+            split(total, "transom_requests_waiting", WORKER, "worker"),
             "short",
             stack=True,
             width=12,
@@ -65,7 +65,7 @@ REQUESTS = Section(
                 act="`overloaded`: add workers, or raise `--max-waiting` if clients would rather wait. `internal_error`: a bug; "
                 "the worker's log has it.",
             ),
-            [Query(expr=rate("transom_requests_refused_total", WORKER, "reason"), legend="{{reason}}")],
+            split(rate, "transom_requests_refused_total", WORKER, "reason"),
             "reqps",
             stack=True,
             colors=BREAKS,
@@ -78,7 +78,7 @@ REQUESTS = Section(
                 act="One worker alone: it has the long requests; see *Router*, placements. All: the pool is too small for "
                 "the batch; runbook of TransomCacheThrashing.",
             ),
-            [Query(expr=rate("transom_preemptions_total", WORKER, "worker"), legend="{{worker}}")],
+            split(rate, "transom_preemptions_total", WORKER, "worker"),
             "ops",
             width=12,
         ),

@@ -7,7 +7,7 @@ from dashboards.board import Board, Section
 from dashboards.colors import PARTS as PART_COLORS
 from dashboards.colors import PHASES
 from dashboards.panels import About, heat, high_is_bad, lines, number
-from dashboards.queries import WORKER, Query, buckets, each_of, increase, mean, quantile, quantiles, rate
+from dashboards.queries import WORKER, Query, buckets, each_of, increase, mean, quantile, quantiles, rate, split
 
 UID = "transom-workers"
 STEP_RATE = rate("transom_steps_total", WORKER)
@@ -138,7 +138,7 @@ STEPS = Section(
                 shows="Steps a second.",
                 act="None while requests run: that worker hangs. Runbook of TransomWorkerStalled.",
             ),
-            [Query(expr=rate("transom_steps_total", WORKER, "worker"), legend="{{worker}}")],
+            split(rate, "transom_steps_total", WORKER, "worker"),
             "ops",
         ),
     ],
@@ -167,7 +167,7 @@ BATCHES = Section(
                 "necessary again.",
                 act="Recompute is waste: see *KV cache*, shortage.",
             ),
-            [Query(expr=rate("transom_computed_tokens_total", WORKER, "phase"), legend="{{phase}}")],
+            split(rate, "transom_computed_tokens_total", WORKER, "phase"),
             "short",
             stack=True,
             colors=PHASES,

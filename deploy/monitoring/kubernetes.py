@@ -2,7 +2,7 @@
 
     python deploy/monitoring/kubernetes.py | kubectl apply --server-side -f -
 
-Server-side, since a dashboard is longer than the annotation in which the client would keep it. Needs PyYAML alone.
+Server-side, so that no dashboard is kept a second time in an annotation. Needs PyYAML alone.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ export RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S=2
 export RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S=2
 export RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=2
 
-# The production token path, a quarter of the CPU per token: HAProxy in place of Serve's own proxies.
+# The production token path, a quarter of the CPU per token: HAProxy instead of Serve's own proxies.
 # export RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1
 
 # What differs from host to host, for hosts that are not alike: TRANSOM_RAY_ARGS for `ray start`, such as --num-gpus=4.

@@ -72,7 +72,7 @@ class MapPage:
         self.settle()
 
     def wait_for_frames(self, number: int) -> None:
-        """Wait until so many frames were taken and drawn."""
+        """Wait until this number of frames was taken and drawn."""
         self.page.wait_for_function(TAKEN, arg=number)
 
     def settle(self) -> None:

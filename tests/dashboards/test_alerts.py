@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from tests.prometheus_programs import run_promtool
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "deploy/monitoring"
@@ -18,30 +19,12 @@ ALERTS = [rule for rule in RULES if "alert" in rule]
 EACH = pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"] + rule["labels"].get("speed", ""))
 
 
-@pytest.fixture(scope="module")
-def promtool() -> str:
-    """Its path; nothing is downloaded for a test."""
-    command: list[str | Path] = [ROOT / "scripts/prometheus", "promtool", "--offline"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    if found.returncode:
-        pytest.skip(found.stderr.strip())
-    return found.stdout.strip()
+def test_promtool_takes_the_rules() -> None:
+    assert f"{len(RULES)} rules found" in run_promtool("check", "rules", MONITORING / "alerts.yml")
 
 
-def run(promtool: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [promtool, *arguments], cwd=MONITORING, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_promtool_takes_the_rules(promtool: str) -> None:
-    assert f"{len(RULES)} rules found" in run(promtool, "check", "rules", "alerts.yml")
-
-
-def test_the_rules_do_what_their_tests_say(promtool: str) -> None:
-    assert "SUCCESS" in run(promtool, "test", "rules", "alerts_test.yml")
+def test_the_rules_do_what_their_tests_say() -> None:
+    assert "SUCCESS" in run_promtool("test", "rules", MONITORING / "alerts_test.yml")
 
 
 def test_every_alert_is_seen_firing_in_a_test() -> None:

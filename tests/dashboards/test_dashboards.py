@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from typing import Any
 
@@ -35,6 +36,14 @@ def overlaps(board: dict[str, Any]) -> list[tuple[str, str]]:
 def test_the_files_are_what_the_code_makes() -> None:
     """Another text here means: run `make dashboards`."""
     assert {path.name: path.read_text() for path in FOLDER.iterdir()} == documents()
+
+
+def test_a_panel_is_one_line_that_begins_with_its_title() -> None:
+    for text in documents().values():
+        titles = [panel["title"] for panel in json.loads(text)["panels"]]
+        starts = [f'{{"title": {json.dumps(title)}, ' for title in titles]
+        lines = [line for line in text.splitlines() if line.startswith('{"title": ')]
+        assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
 
 
 def test_there_are_four_with_names_that_stay() -> None:

@@ -15,10 +15,9 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
-from scripts.monitor_settings import CannotStart, first_key, grafana_command, prometheus_configuration
 
 from tests.free_ports import free_port
+from tests.prometheus_programs import prometheus_program
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 240.0
@@ -61,10 +60,7 @@ def router() -> Iterator[str]:
 
 @pytest.fixture
 def prometheus() -> None:
-    command: list[str | Path] = [ROOT / "scripts/prometheus", "prometheus", "--offline"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    if found.returncode:
-        pytest.skip(found.stderr.strip())
+    prometheus_program("prometheus")
 
 
 def monitor(*arguments: str, path: Path | None = None) -> subprocess.Popen[str]:
@@ -142,32 +138,6 @@ def test_a_port_that_is_taken_is_named(router: str, tmp_path: Path) -> None:
     assert process.returncode == 1
     assert "address already in use" in errors
     assert "answers 401. Give the server's keys with --api-key-file." in errors
-
-
-def test_keys_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    (tmp_path / "empty").write_text("# nothing\n")
-    for name, problem in (("gone", "cannot be read"), ("empty", "has no key")):
-        with pytest.raises(CannotStart, match=problem):
-            first_key(tmp_path / name)
-
-
-def test_without_a_key_none_is_sent() -> None:
-    (job,) = yaml.safe_load(prometheus_configuration("https://host:9/", ""))["scrape_configs"]
-    assert "authorization" not in job
-    assert (job["scheme"], job["static_configs"]) == ("https", [{"targets": ["host:9"]}])
-
-
-def test_an_older_grafana_is_started_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf/defaults.ini").touch()
-    program = tmp_path / "bin/grafana-server"
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert grafana_command() == [str(program), "--homepath", str(tmp_path)]
-    program.unlink()
-    assert grafana_command() is None
 
 
 def test_debians_package_is_unpacked_where_nothing_is_installed(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from transom_cluster.app import SERVE_PROXY_SETTINGS
 from transom_core.settings.settings import Settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-CRDS = Path(__file__).with_name("crds")
 DEPLOYMENTS = {"Router", "Worker"}
 
 

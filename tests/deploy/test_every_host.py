@@ -25,7 +25,7 @@ case "$*" in *192.0.2.12*) [ ! -e {broken} ] || {{ echo "no route to host" >&2; 
 
 @pytest.fixture
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module, with its cluster's YAML and the stand-ins; `no_app` in place of ending Serve."""
+    """The module, with its cluster's YAML and the stand-ins; `no_app` instead of ending Serve."""
     spec = importlib.util.spec_from_file_location("every_host", DEPLOY / "node/every_host.py")
     assert spec is not None
     assert spec.loader is not None

@@ -9,20 +9,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
 
-from tests.deploy.deploy_files import CRDS, DEPLOY, document
+from tests.deploy.deploy_files import DEPLOY, document
 from tests.deploy.kuberay_services import services
-from tests.deploy.strict_schema import strict
+from tests.deploy.resource_schemas import problems
 
-FILES = {
-    "PodMonitor": "podmonitors.yaml",
-    "ServiceMonitor": "servicemonitors.yaml",
-    "PrometheusRule": "prometheusrules.yaml",
-}
 BYTES_OF_A_CONFIG_MAP = 1 << 20
 
 
@@ -37,27 +30,9 @@ def found() -> list[dict[str, Any]]:
     return printed("--namespace", "models", "--label", "release=stack", "--runbooks", "https://host/")
 
 
-def problems(one: dict[str, Any]) -> list[str]:
-    if one["kind"] not in FILES:
-        kubernetes_validate.validate(one, "1.34", strict=True)
-        return []
-    (version,) = [v for v in document(CRDS / FILES[one["kind"]])["spec"]["versions"] if v["name"] == "v1"]
-    schema = strict(version["schema"]["openAPIV3Schema"])
-    schema["properties"]["metadata"] = {"type": "object"}  # the API server's own business
-    errors = jsonschema.Draft202012Validator(schema).iter_errors(one)
-    return [f"{'.'.join(map(str, error.absolute_path))}: {error.message}" for error in errors]
-
-
 def test_schemas_take_everything(found: list[dict[str, Any]]) -> None:
     assert [problem for one in found for problem in problems(one)] == []
     assert [one["kind"] for one in found] == ["ServiceMonitor", "PodMonitor", "PrometheusRule"] + ["ConfigMap"] * 4
-
-
-def test_misspelt_keys_are_caught(found: list[dict[str, Any]]) -> None:
-    for one, endpoints in zip(found[:2], ("endpoints", "podMetricsEndpoints"), strict=True):
-        monitor = json.loads(json.dumps(one))
-        monitor["spec"][endpoints][0]["intervall"] = "5s"
-        assert any("intervall" in problem for problem in problems(monitor))
 
 
 def test_every_object_has_the_labels_that_selectors_look_for(found: list[dict[str, Any]]) -> None:

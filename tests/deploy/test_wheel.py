@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import sysconfig
 import zipfile
@@ -10,26 +9,19 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = {"transom_cluster": "cluster", "transom_core": "worker", "transom_worker": "worker", "transom_kernels": "kernels"}
-TIMEOUT_S = 240
-PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+from tests.deploy.wheel import PIP, ROOT, build_wheel, run
 
-
-def run(*command: str | Path, cwd: Path | None = None) -> str:
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S, cwd=cwd, check=False
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+PACKAGES = {
+    "transom_cluster": "cluster",
+    "transom_core": "worker",
+    "transom_worker": "worker",
+    "transom_kernels": "kernels",
+}
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, ROOT)
-    (built,) = folder.glob("*.whl")
-    return built
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def test_it_has_every_module_and_nothing_else(wheel: Path) -> None:
@@ -47,6 +39,6 @@ def test_an_environment_of_its_own_runs_it(wheel: Path, tmp_path: Path) -> None:
     run(*PIP, "--python", python, "install", "--no-deps", "--no-index", "--no-compile", wheel)
     packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    where = run(python, "-c", "import transom_cluster; print(transom_cluster.__file__)", cwd=tmp_path)
+    where = run(python, "-I", "-c", "import transom_cluster; print(transom_cluster.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(packages)
     assert "0.1.0" in run(tmp_path / "venv/bin/transom", "version", cwd=tmp_path)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,23 +90,6 @@ class OnPremise:
             "worker_ips": [self._hosts.address(name) for name in self._workers],
         }
         return cluster | {"provider": provider, "auth": cluster["auth"] | {"ssh_user": "root"}}
-
-
-def build_wheel(folder: Path) -> Path:
-    """This source as a wheel, made without a package index."""
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-    ]
-    subprocess.run([*pip, "-q", "-w", str(folder), str(ROOT)], check=True, timeout=120)
-    (wheel,) = folder.glob("transom-*.whl")
-    return wheel
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:

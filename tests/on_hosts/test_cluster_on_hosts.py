@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
+from tests.deploy.wheel import build_wheel
 from tests.on_hosts.hosts import ADMIN, Host, Hosts, missing
-from tests.on_hosts.on_premise import API_KEY, OnPremise, build_wheel
+from tests.on_hosts.on_premise import API_KEY, OnPremise
 from tests.tiny_checkpoints import tiny_llama
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
