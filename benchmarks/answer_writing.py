@@ -20,8 +20,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from transom_cluster.openai.chat_writer import ChatWriter
-from transom_cluster.openai.writers import ResponseMetadata
+from transom_cluster.openai.answer.chat_writer import ChatWriter
+from transom_cluster.openai.answer.writers import ResponseMetadata
 from transom_core.contract import OutputEvent, Request, SamplingParams
 
 WORD = "word "
@@ -70,8 +70,8 @@ def writer_of(kind: str) -> ChatWriter:
     metadata = ResponseMetadata(id="chatcmpl-1", model="m")
     if kind == "plain":
         return ChatWriter(metadata, [request], Words(""), include_usage=True)
-    from transom_cluster.openai.answer_reader import AnswerReader  # another checkout may not have these
-    from transom_cluster.openai.chat_answer import ChatAnswer
+    from transom_cluster.openai.answer.answer_reader import AnswerReader  # another checkout may not have these
+    from transom_cluster.openai.answer.chat_answer import ChatAnswer
     from transom_core.text.markup.context import AnswerContext, ToolSpec
     from transom_core.text.markup.formats import answer_format
 

@@ -26,8 +26,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transom_cluster.openai.message_fields import ChatMessage
-from transom_cluster.openai.prompts import chat_prompt
+from transom_cluster.openai.prompt.prompts import chat_prompt
+from transom_cluster.openai.request.message_fields import ChatMessage
 from transom_core.model_files.resolve import resolve_model
 from transom_core.text.template_renderer import shared_renderer
 from transom_core.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transom_cluster.openai.answer_markup import PLAIN
+from transom_cluster.openai.answer.answer_markup import PLAIN
 from transom_cluster.router.router import Router
 from transom_core.config import ServerConfig
 from transom_core.contract import WorkerInfo, WorkerLoad, WorkerMessage

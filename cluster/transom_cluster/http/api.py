@@ -31,7 +31,7 @@ from transom_cluster.http.openai_routes import OpenAiRoutes
 from transom_cluster.http.request_id_middleware import RequestIdMiddleware
 from transom_cluster.http.request_preparation import RequestPreparation
 from transom_cluster.http.tokenize_routes import TokenizeRoutes
-from transom_cluster.openai.error_responses import HttpError, WireError, http_status_error, wire_error
+from transom_cluster.openai.answer.error_responses import HttpError, WireError, http_status_error, wire_error
 from transom_cluster.openai.openapi_document import complete_openapi_document
 from transom_cluster.router.router import Router
 from transom_core import __version__

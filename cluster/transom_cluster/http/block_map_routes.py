@@ -11,7 +11,7 @@ from starlette.responses import HTMLResponse, Response
 from transom_cluster.blockmap.feed import describe_error
 from transom_cluster.blockmap.static_files import DEMO, PAGE, file_response
 from transom_cluster.http.block_map_stream import BlockStream
-from transom_cluster.openai.error_responses import HttpError, http_status_error, not_found
+from transom_cluster.openai.answer.error_responses import HttpError, http_status_error, not_found
 from transom_cluster.router.router import Router
 from transom_core.errors import WorkerLost
 

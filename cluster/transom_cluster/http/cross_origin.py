@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from transom_cluster.openai.error_responses import wire_error
+from transom_cluster.openai.answer.error_responses import wire_error
 from transom_core.errors import RequestError
 
 METHODS = ("GET", "HEAD", "POST", "OPTIONS")

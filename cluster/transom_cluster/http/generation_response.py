@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 from transom_cluster.http.client_disconnect import run_until_disconnect
 from transom_cluster.http.request_state import request_state
 from transom_cluster.http.response_metrics import ResponseMetrics
-from transom_cluster.openai.error_responses import STREAM_CODES, WireError, wire_error, wire_error_from_info
-from transom_cluster.openai.json_pieces import PIECE_CHARS, joined_pieces, json_pieces
-from transom_cluster.openai.writers import ResponseWriter
+from transom_cluster.openai.answer.error_responses import STREAM_CODES, WireError, wire_error, wire_error_from_info
+from transom_cluster.openai.answer.json_pieces import PIECE_CHARS, joined_pieces, json_pieces
+from transom_cluster.openai.answer.writers import ResponseWriter
 from transom_cluster.router.output_stream import OutputStream
 from transom_cluster.router.router import Router
 from transom_cluster.telemetry.request_events import ClientLeft, RequestEvents

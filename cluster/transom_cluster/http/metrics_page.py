@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from transom_cluster.openai.error_responses import process_silent, unknown_process
+from transom_cluster.openai.answer.error_responses import process_silent, unknown_process
 from transom_cluster.router.peers import MetricsQuery, ProcessMetricsQuery, ProcessNameQuery
 from transom_cluster.router.router import Router
 from transom_cluster.router.worker_client import WorkerClient

@@ -21,7 +21,7 @@ from transom_cluster.http.client_limits import ClientLimits
 from transom_cluster.http.declared_statuses import OTHER
 from transom_cluster.http.request_state import request_state
 from transom_cluster.http.routed_path import routed_path
-from transom_cluster.openai.error_responses import (
+from transom_cluster.openai.answer.error_responses import (
     WireError,
     admin_key_required,
     body_too_large,

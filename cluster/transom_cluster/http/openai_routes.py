@@ -14,26 +14,26 @@ from transom_cluster.http.request_id_middleware import set_response_id
 from transom_cluster.http.request_preparation import RequestPreparation
 from transom_cluster.http.request_state import RequestState, request_state
 from transom_cluster.http.routed_path import routed_path
-from transom_cluster.openai.answer_markup import PLAIN
-from transom_cluster.openai.answer_request import answer_request
-from transom_cluster.openai.body import BodyParser
-from transom_cluster.openai.body_shape import SMALL_BODY_BYTES
-from transom_cluster.openai.chat_types import ChatCompletionRequest
-from transom_cluster.openai.chat_writer import ChatWriter
-from transom_cluster.openai.completion_types import CompletionRequest
-from transom_cluster.openai.completion_writer import CompletionWriter, EchoedPrompt
-from transom_cluster.openai.field_rules import CHAT_RULES, COMPLETION_RULES
-from transom_cluster.openai.prompts import (
+from transom_cluster.openai.answer.answer_markup import PLAIN
+from transom_cluster.openai.answer.answer_request import answer_request
+from transom_cluster.openai.answer.chat_writer import ChatWriter
+from transom_cluster.openai.answer.completion_writer import CompletionWriter, EchoedPrompt
+from transom_cluster.openai.answer.writers import ResponseMetadata, ResponseWriter
+from transom_cluster.openai.prompt.prompts import (
     MAX_INLINE_CHARS,
     Prompt,
     completion_prompts,
 )
+from transom_cluster.openai.request.body import BodyParser
+from transom_cluster.openai.request.body_shape import SMALL_BODY_BYTES
+from transom_cluster.openai.request.chat_request import ChatCompletionRequest
+from transom_cluster.openai.request.completion_request import CompletionRequest
+from transom_cluster.openai.request.field_rules import CHAT_RULES, COMPLETION_RULES
 from transom_cluster.openai.responses.chat_form import chat_form
 from transom_cluster.openai.responses.output_items import ItemOptions
 from transom_cluster.openai.responses.request_body import RESPONSES_RULES, ResponsesRequest
 from transom_cluster.openai.responses.request_echo import request_echo
 from transom_cluster.openai.responses.responses_writer import ResponsesWriter
-from transom_cluster.openai.writers import ResponseMetadata, ResponseWriter
 from transom_cluster.router.router import Router
 from transom_cluster.telemetry.span_attributes import request_attributes
 from transom_core import contract

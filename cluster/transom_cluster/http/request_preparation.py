@@ -15,19 +15,19 @@ from fastapi import Request
 
 from transom_cluster.http.api_keys import client_cache_salt
 from transom_cluster.http.request_state import RequestState, request_state
-from transom_cluster.openai.answer_reader import AnswerReader
-from transom_cluster.openai.answer_request import answer_request
-from transom_cluster.openai.body import BodyParser, Model
-from transom_cluster.openai.body_shape import SMALL_BODY_BYTES
-from transom_cluster.openai.chat_answer import ChatAnswer
-from transom_cluster.openai.chat_types import ChatCompletionRequest
+from transom_cluster.openai.answer.answer_reader import AnswerReader
+from transom_cluster.openai.answer.answer_request import answer_request
+from transom_cluster.openai.answer.chat_answer import ChatAnswer
+from transom_cluster.openai.answer.writers import ResponseMetadata
+from transom_cluster.openai.engine_requests import build_requests
 from transom_cluster.openai.fair_threads import ClientThreads, RequestThreads
-from transom_cluster.openai.kv_policy_field import kv_policy_of
-from transom_cluster.openai.prompt_limits import ModelLimits
-from transom_cluster.openai.prompts import MAX_INLINE_CHARS, Prompt, chat_prompt
-from transom_cluster.openai.sampling_fields import SamplingFields
-from transom_cluster.openai.to_contract import build_requests
-from transom_cluster.openai.writers import ResponseMetadata
+from transom_cluster.openai.prompt.prompts import MAX_INLINE_CHARS, Prompt, chat_prompt
+from transom_cluster.openai.request.body import BodyParser, Model
+from transom_cluster.openai.request.body_shape import SMALL_BODY_BYTES
+from transom_cluster.openai.request.chat_request import ChatCompletionRequest
+from transom_cluster.openai.request.kv_policy_field import kv_policy_of
+from transom_cluster.openai.request.prompt_limits import ModelLimits
+from transom_cluster.openai.request.sampling_fields import SamplingFields
 from transom_cluster.router.router import Router
 from transom_core import contract
 from transom_core.contract import KvPolicy, SamplingParams
@@ -89,7 +89,7 @@ class RequestPreparation:
         params = body.params()
         kv_policy, limits = self.kv_policy(body, params)
         tokenizer, markup = self._router.tokenizer, self._router.answer_markup
-        read_options = functools.partial(body.answer_options, markup, tokenizer.marker_id)
+        read_options = functools.partial(body.answer_options, markup.reasoning_parser, tokenizer.marker_id)
         options = await threads.run(read_options, num_chars=body.num_option_bytes, inline_chars=MAX_INLINE_CHARS)
         markup.check_demand(options.tools_demand)
         prompt = await chat_prompt(

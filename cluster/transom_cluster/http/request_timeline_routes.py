@@ -11,7 +11,7 @@ from fastapi import FastAPI, Query, Request
 
 from transom_cluster.http.request_state import request_state
 from transom_cluster.http.request_timeline_report import recent_requests, request_report
-from transom_cluster.openai.error_responses import HttpError, not_found
+from transom_cluster.openai.answer.error_responses import HttpError, not_found
 from transom_cluster.router.router import Router
 from transom_core.telemetry.request_timelines import MAX_TIMELINES
 

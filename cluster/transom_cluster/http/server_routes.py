@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response
 
-from transom_cluster.openai.response_types import Health, ModelCard, ModelList
+from transom_cluster.openai.answer.response_types import Health, ModelCard, ModelList
 from transom_cluster.router.router import Router
 from transom_cluster.router.worker_pool import describe_connection
 from transom_core import __version__

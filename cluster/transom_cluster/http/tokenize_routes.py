@@ -9,13 +9,13 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from transom_cluster.http.request_preparation import RequestPreparation
-from transom_cluster.openai.body import BodyParser
-from transom_cluster.openai.completion_types import DetokenizeRequest, TokenizeRequest
+from transom_cluster.openai.answer.response_types import Text, Tokens
 from transom_cluster.openai.fair_threads import ClientThreads
-from transom_cluster.openai.field_rules import NO_RULES, TOKENIZE_RULES
-from transom_cluster.openai.prompts import MAX_INLINE_CHARS, Prompt, chat_prompt
-from transom_cluster.openai.response_types import Text, Tokens
-from transom_cluster.openai.token_id_lists import check_vocabulary
+from transom_cluster.openai.prompt.prompts import MAX_INLINE_CHARS, Prompt, chat_prompt
+from transom_cluster.openai.request.body import BodyParser
+from transom_cluster.openai.request.completion_request import DetokenizeRequest, TokenizeRequest
+from transom_cluster.openai.request.field_rules import NO_RULES, TOKENIZE_RULES
+from transom_cluster.openai.request.token_id_lists import check_vocabulary
 from transom_cluster.router.router import Router
 from transom_core.errors import RequestError
 

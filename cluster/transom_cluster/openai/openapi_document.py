@@ -12,11 +12,17 @@ from typing import Any
 import msgspec
 from pydantic import TypeAdapter
 
-from transom_cluster.openai import response_types
-from transom_cluster.openai.body import WireModel
-from transom_cluster.openai.chat_types import ChatCompletionRequest
-from transom_cluster.openai.completion_types import CompletionRequest, DetokenizeRequest, TokenizeRequest
-from transom_cluster.openai.field_rules import CHAT_RULES, COMPLETION_RULES, NO_RULES, TOKENIZE_RULES, FieldRules
+from transom_cluster.openai.answer import response_types
+from transom_cluster.openai.request.body import WireModel
+from transom_cluster.openai.request.chat_request import ChatCompletionRequest
+from transom_cluster.openai.request.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from transom_cluster.openai.request.field_rules import (
+    CHAT_RULES,
+    COMPLETION_RULES,
+    NO_RULES,
+    TOKENIZE_RULES,
+    FieldRules,
+)
 from transom_cluster.openai.responses.object_types import ResponseObject
 from transom_cluster.openai.responses.request_body import RESPONSES_RULES, ResponsesRequest
 

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
-from transom_cluster.openai.prompt_limits import ModelLimits
+from transom_cluster.openai.request.prompt_limits import ModelLimits
 from transom_cluster.router.background_tasks import BackgroundTasks
 from transom_cluster.router.failover import Cause
 from transom_cluster.router.in_flight_requests import InFlightRequest, InFlightRequests, OutputListener

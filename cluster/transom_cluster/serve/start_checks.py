@@ -26,7 +26,7 @@ def check_start(settings: Settings) -> None:
         ConfigError: a setting does not fit this machine or this model.
         ModelError: the model is missing, incomplete, or not supported.
     """
-    from transom_cluster.openai.answer_markup import AnswerMarkup
+    from transom_cluster.openai.answer.answer_markup import AnswerMarkup
     from transom_core.model_config.architecture import choose_max_model_len, read_architecture, runnable, with_windows
     from transom_core.model_config.kv_policy_obstacle import kv_policy_obstacle
     from transom_core.model_files.resolve import check_weights, resolve_text_files

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from transom_cluster.openai.answer_reader import AnswerReader
+from transom_cluster.openai.answer.answer_reader import AnswerReader
 from transom_cluster.telemetry.metric_families import RouterFamilies
 
 NO_PARSER = "none"

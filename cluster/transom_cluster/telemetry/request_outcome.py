@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from starlette.types import Message
 
-from transom_cluster.openai.error_responses import STREAM_CODES, WireError
+from transom_cluster.openai.answer.error_responses import STREAM_CODES, WireError
 
 CLIENT_DISCONNECTED_STATUS = 499  # never sent; proxies' access logs made this number known
 CLIENT_DISCONNECTED = "client_left"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from transom_cluster.openai.answer_reader import AnswerReader
+from transom_cluster.openai.answer.answer_reader import AnswerReader
 from transom_cluster.telemetry.request_events import (
     Arrived,
     ChoiceEvent,

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cluster.conftest import Api, num_in_flight, running_api
-from transom_cluster.openai.body import WireModel
-from transom_cluster.openai.chat_types import ChatCompletionRequest
-from transom_cluster.openai.completion_types import CompletionRequest, DetokenizeRequest, TokenizeRequest
-from transom_cluster.openai.field_rules import CHAT_RULES, COMPLETION_RULES
+from transom_cluster.openai.request.body import WireModel
+from transom_cluster.openai.request.chat_request import ChatCompletionRequest
+from transom_cluster.openai.request.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from transom_cluster.openai.request.field_rules import CHAT_RULES, COMPLETION_RULES
 
 MODELS: dict[str, tuple[type[WireModel], Any]] = {
     "/v1/chat/completions": (ChatCompletionRequest, CHAT_RULES),

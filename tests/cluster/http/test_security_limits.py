@@ -17,7 +17,7 @@ from tests.cluster.http.test_http_errors import problem
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.http.client_limits import MAX_IDLE_CLIENTS, ClientLimits
-from transom_cluster.openai.prompt_field import MAX_CHOICES
+from transom_cluster.openai.request.prompt_field import MAX_CHOICES
 from transom_core.config import LimitsConfig, PriorityConfig
 from transom_core.contract import ErrorInfo, OutputEvent
 from transom_core.errors import RateLimited, RequestTimeout, StepFailed
@@ -234,7 +234,7 @@ async def test_a_field_that_asks_for_too_much(api, fields, param):
 
 
 async def test_the_tokens_of_all_prompts_together_are_bounded(api, monkeypatch):
-    monkeypatch.setattr("transom_cluster.openai.prompt_limits.MAX_PROMPT_TOKENS", 600)
+    monkeypatch.setattr("transom_cluster.openai.request.prompt_limits.MAX_PROMPT_TOKENS", 600)
     assert (await api.complete(prompt=["x" * 100] * 2, n=3)).status_code == 200
     error = problem(await api.complete(prompt=["x" * 101] * 2, n=3), 400)
     assert error["param"] == "prompt"

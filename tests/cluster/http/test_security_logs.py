@@ -130,7 +130,7 @@ def break_it(api: Api, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif where == "template":
         monkeypatch.setattr(api.router.tokenizer, "apply_chat_template", bug)
     elif where == "stream":
-        monkeypatch.setattr("transom_cluster.openai.usage.UsageTotals.add", bug)
+        monkeypatch.setattr("transom_cluster.openai.answer.usage.UsageTotals.add", bug)
     else:
         monkeypatch.setattr(api.router, "generate", bug)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from transom_cluster.openai.answer_reader import NO_TOKEN_ID
+from transom_cluster.openai.answer.answer_reader import NO_TOKEN_ID
 from transom_core.contract import FinishReason, Logprob, OutputEvent, Request, SamplingParams, TokenLogprobs, Usage
 from transom_core.text.markup.parts import AnswerPart, AnswerState
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.cluster.openai.scripted_answer import ScriptedParser, ScriptedTokenizer, Step, events_of, request_of
-from transom_cluster.openai.answer_reader import AnswerReader
-from transom_cluster.openai.chat_answer import ChatAnswer
-from transom_cluster.openai.chat_writer import ChatWriter
-from transom_cluster.openai.json_pieces import json_pieces
-from transom_cluster.openai.writers import ResponseMetadata
+from transom_cluster.openai.answer.answer_reader import AnswerReader
+from transom_cluster.openai.answer.chat_answer import ChatAnswer
+from transom_cluster.openai.answer.chat_writer import ChatWriter
+from transom_cluster.openai.answer.json_pieces import json_pieces
+from transom_cluster.openai.answer.writers import ResponseMetadata
 from transom_core.text.markup.parts import AnswerPart, CallArguments, CallBegin, CallEnd, MessageText, ReasoningText
 
 THINKING = (

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.how_many import num_examples
-from transom_cluster.openai.answer_reader import NO_TOKEN_ID, AnswerReader
+from transom_cluster.openai.answer.answer_reader import NO_TOKEN_ID, AnswerReader
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.output_events import joined
 from transom_cluster.router.output_stream import OutputStream

@@ -8,8 +8,8 @@ import pytest
 
 from tests.cluster.conftest import Api, running_api
 from tests.cluster.http.test_http_errors import problem
-from transom_cluster.openai.answer_markup import AnswerMarkup
-from transom_cluster.openai.reasoning_fields import reasoning_variables
+from transom_cluster.openai.answer.answer_markup import AnswerMarkup
+from transom_cluster.openai.request.reasoning_fields import reasoning_variables
 from transom_core.errors import ConfigError, RequestError
 from transom_core.text.markup.formats import answer_format
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transom_cluster.openai import body_shape
-from transom_cluster.openai.body_shape import MAX_CONTAINERS, MAX_STRINGS, SMALL_BODY_BYTES, check_shape
+from transom_cluster.openai.request import body_shape
+from transom_cluster.openai.request.body_shape import MAX_CONTAINERS, MAX_STRINGS, SMALL_BODY_BYTES, check_shape
 from transom_core.errors import RequestError
 
 STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from transom_cluster.openai.call_id_forms import with_learnt_call_ids
+from transom_cluster.openai.prompt.call_id_forms import with_learnt_call_ids
 
 
 def call(call_id: str | None, name: str) -> dict[str, Any]:

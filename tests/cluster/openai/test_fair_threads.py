@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from transom_cluster.openai.body import BodyParser
-from transom_cluster.openai.body_shape import SMALL_BODY_BYTES
 from transom_cluster.openai.fair_threads import MAX_SHORT_CHARS, THREAD_NAME, FairThreads, RequestThreads
-from transom_cluster.openai.message_fields import MAX_MESSAGES
+from transom_cluster.openai.request.body import BodyParser
+from transom_cluster.openai.request.body_shape import SMALL_BODY_BYTES
+from transom_cluster.openai.request.message_fields import MAX_MESSAGES
 
 
 async def settle() -> None:

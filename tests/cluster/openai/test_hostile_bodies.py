@@ -9,14 +9,13 @@ import msgspec
 import pytest
 
 from hostile_bodies import BODIES, SMALL_BODIES
-from transom_cluster.openai.answer_markup import PLAIN
-from transom_cluster.openai.body import BodyParser
-from transom_cluster.openai.chat_types import ChatCompletionRequest
-from transom_cluster.openai.completion_types import CompletionRequest, DetokenizeRequest
-from transom_cluster.openai.message_fields import template_messages
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
-from transom_cluster.openai.prompt_limits import ModelLimits
-from transom_cluster.openai.token_id_lists import PIECE_BYTES
+from transom_cluster.openai.request.body import BodyParser
+from transom_cluster.openai.request.chat_request import ChatCompletionRequest
+from transom_cluster.openai.request.completion_request import CompletionRequest, DetokenizeRequest
+from transom_cluster.openai.request.message_fields import template_messages
+from transom_cluster.openai.request.prompt_limits import ModelLimits
+from transom_cluster.openai.request.token_id_lists import PIECE_BYTES
 from transom_core.errors import RequestError
 
 BODY_BYTES = 2**20
@@ -52,7 +51,7 @@ def read(path: str, body: bytes) -> object:
     if isinstance(parsed, CompletionRequest):
         return parsed.params(), parsed.prompts(LIMITS), parsed.answer_options(lambda _: None)
     if isinstance(parsed, ChatCompletionRequest):
-        return parsed.params(), parsed.answer_options(PLAIN, lambda _: None), template_messages(parsed.messages)
+        return parsed.params(), parsed.answer_options(None, lambda _: None), template_messages(parsed.messages)
     return parsed.token_ids(LIMITS) if isinstance(parsed, DetokenizeRequest) else parsed
 
 
@@ -96,7 +95,9 @@ def test_equal_ids_of_a_long_list_are_one_object():
 
 def test_lists_that_are_too_long_are_refused_before_any_id_is_read(monkeypatch):
     short = ModelLimits(max_model_len=1000, vocab_size=1000)
-    monkeypatch.setattr("transom_cluster.openai.prompt_field.read_ids", lambda *_: pytest.fail("the ids were read"))
+    monkeypatch.setattr(
+        "transom_cluster.openai.request.prompt_field.read_ids", lambda *_: pytest.fail("the ids were read")
+    )
     with pytest.raises(RequestError, match="2000 tokens"):
         PARSERS["/v1/completions"].parse(msgspec.json.encode({"prompt": [1] * 2000})).prompts(short)
     with pytest.raises(RequestError, match="2,000 ids"):

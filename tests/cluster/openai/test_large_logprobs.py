@@ -14,12 +14,12 @@ from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.conftest import running_api, until
 from tests.cluster.stub_worker import MAX_MODEL_LEN, ByteTokenizer, StubWorker, logprobs_of
 from transom_cluster.http.api import build_api
-from transom_cluster.openai import json_pieces as pieces
-from transom_cluster.openai.chat_writer import ChatWriter
-from transom_cluster.openai.completion_writer import CompletionWriter, EchoedPrompt
-from transom_cluster.openai.logprob_budget import MAX_LOGPROB_ENTRIES, check_logprob_budget
-from transom_cluster.openai.prompt_limits import ModelLimits
-from transom_cluster.openai.writers import ResponseMetadata, ResponseWriter
+from transom_cluster.openai.answer import json_pieces as pieces
+from transom_cluster.openai.answer.chat_writer import ChatWriter
+from transom_cluster.openai.answer.completion_writer import CompletionWriter, EchoedPrompt
+from transom_cluster.openai.answer.writers import ResponseMetadata, ResponseWriter
+from transom_cluster.openai.request.logprob_budget import MAX_LOGPROB_ENTRIES, check_logprob_budget
+from transom_cluster.openai.request.prompt_limits import ModelLimits
 from transom_core.config import FailoverConfig
 from transom_core.contract import LogprobTable, OutputEvent, Request, SamplingParams
 from transom_core.errors import RequestError

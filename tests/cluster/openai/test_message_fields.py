@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from transom_cluster.openai.message_fields import ChatMessage, template_messages
+from transom_cluster.openai.request.message_fields import ChatMessage, template_messages
 from transom_core.errors import RequestError
 
 

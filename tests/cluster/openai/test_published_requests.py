@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.cluster.openai.published_document import published_document
-from transom_cluster.openai.body import BodyParser
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
+from transom_cluster.openai.request.body import BodyParser
 
 LEAST_BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from tests.cluster.conftest import Api
 from tests.cluster.openai.published_document import check_published
 from tests.cluster.openai.scripted_chat import ALL, TALKING, THINKING, WEATHER, call, stream, whole, writer_of
-from transom_cluster.openai import response_types
+from transom_cluster.openai.answer import response_types
 from transom_core.contract import ErrorInfo
 from transom_core.errors import StepFailed
 

@@ -22,11 +22,11 @@ from tests.core.text.markup.canitoolcall_fixtures import (
     parsers_of,
     read_answer,
 )
-from transom_cluster.openai.answer_reader import AnswerReader
-from transom_cluster.openai.chat_answer import ChatAnswer
-from transom_cluster.openai.chat_writer import ChatWriter
-from transom_cluster.openai.json_pieces import json_pieces
-from transom_cluster.openai.writers import ResponseMetadata
+from transom_cluster.openai.answer.answer_reader import AnswerReader
+from transom_cluster.openai.answer.chat_answer import ChatAnswer
+from transom_cluster.openai.answer.chat_writer import ChatWriter
+from transom_cluster.openai.answer.json_pieces import json_pieces
+from transom_cluster.openai.answer.writers import ResponseMetadata
 from transom_cluster.router.output_events import joined
 from transom_core.contract import OutputEvent, Request, SamplingParams
 from transom_core.text.markup.formats import answer_format

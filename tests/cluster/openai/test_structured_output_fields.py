@@ -9,7 +9,12 @@ import msgspec
 import pytest
 from msgspec import Raw
 
-from transom_cluster.openai.structured_output_fields import FIELDS, MAX_FORMAT_BYTES, AnswerForm, read_answer_form
+from transom_cluster.openai.request.structured_output_fields import (
+    FIELDS,
+    MAX_FORMAT_BYTES,
+    AnswerForm,
+    read_answer_form,
+)
 from transom_core.errors import RequestError
 from transom_core.text.markup.context import ChoiceAnswer, FreeAnswer, JsonAnswer, LarkAnswer, RegexAnswer
 

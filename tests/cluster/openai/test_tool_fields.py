@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec import Raw
 
-from transom_cluster.openai.tool_fields import (
+from transom_cluster.openai.request.tool_fields import (
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
     NO_PARAMETERS,

@@ -12,9 +12,9 @@ from openai.types import completion_create_params as completion_params
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat import completion_create_params as chat_params
 
-from transom_cluster.openai.chat_types import ChatCompletionRequest
-from transom_cluster.openai.completion_types import CompletionRequest
-from transom_cluster.openai.field_rules import CHAT_RULES, COMPLETION_RULES
+from transom_cluster.openai.request.chat_request import ChatCompletionRequest
+from transom_cluster.openai.request.completion_request import CompletionRequest
+from transom_cluster.openai.request.field_rules import CHAT_RULES, COMPLETION_RULES
 
 CHATS = [{}, {"n": 3}, {"logprobs": True}, {"n": 2, "logprobs": True, "top_logprobs": 3}, {"max_tokens": 1}]
 COMPLETIONS = [{}, {"n": 2, "prompt": ["a", "bc"]}, {"logprobs": 2}, {"echo": True}, {"echo": True, "max_tokens": 0}]

@@ -22,10 +22,10 @@ from tests.cluster.speaking_worker import Fate, SpeakingWorker
 from tests.cluster.stub_worker import VOCAB_SIZE, ByteTokenizer, StubDirectory
 from tests.how_many import ALL_TESTS
 from transom_cluster.http.generation_response import GenerationResponse
-from transom_cluster.openai.answer_reader import AnswerReader
-from transom_cluster.openai.chat_answer import ChatAnswer
-from transom_cluster.openai.chat_writer import ChatWriter
-from transom_cluster.openai.writers import ResponseMetadata
+from transom_cluster.openai.answer.answer_reader import AnswerReader
+from transom_cluster.openai.answer.chat_answer import ChatAnswer
+from transom_cluster.openai.answer.chat_writer import ChatWriter
+from transom_cluster.openai.answer.writers import ResponseMetadata
 from transom_cluster.router.router import Router
 from transom_cluster.telemetry.request_events import RequestEvents
 from transom_core.config import FailoverConfig, ServerConfig

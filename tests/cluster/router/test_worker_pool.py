@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.conftest import Api, make_router, num_in_flight, running_api, timings, until
 from tests.cluster.stub_worker import StubDirectory, StubWorker
 from tests.how_many import num_examples
-from transom_cluster.openai.prompt_field import MAX_CHOICES
+from transom_cluster.openai.request.prompt_field import MAX_CHOICES
 from transom_cluster.router import request_queue
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.output_stream import OutputStream

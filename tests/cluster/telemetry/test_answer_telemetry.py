@@ -13,7 +13,7 @@ from tests.cluster.openai.scripted_answer import ScriptedParser, ScriptedTokeniz
 from tests.cluster.speaking_worker import SpeakingWorker
 from tests.cluster.stub_worker import ByteTokenizer
 from transom_cluster.http.api import build_api
-from transom_cluster.openai.answer_reader import AnswerReader
+from transom_cluster.openai.answer.answer_reader import AnswerReader
 from transom_cluster.telemetry.request_events import Arrived, Ended
 from transom_cluster.telemetry.request_timeline import RequestTimelines
 from transom_cluster.telemetry.router_metrics import RouterMetrics

@@ -12,8 +12,8 @@ from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.conftest import Api, make_router, running_api, until
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
-from transom_cluster.openai.completion_writer import CompletionWriter
-from transom_cluster.openai.error_responses import STREAM_CODES
+from transom_cluster.openai.answer.completion_writer import CompletionWriter
+from transom_cluster.openai.answer.error_responses import STREAM_CODES
 from transom_core.config import FailoverConfig, LimitsConfig
 from transom_core.contract import ErrorInfo, OutputEvent
 from transom_core.errors import Overloaded, PoisonRequest, RequestError, RequestTimeout, StepFailed

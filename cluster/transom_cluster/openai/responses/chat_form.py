@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from transom_cluster.openai.body import NULL, decode_field
-from transom_cluster.openai.chat_types import ChatCompletionRequest
+from transom_cluster.openai.request.body import NULL, decode_field
+from transom_cluster.openai.request.chat_request import ChatCompletionRequest
 from transom_cluster.openai.responses.input_items import read_messages
 from transom_cluster.openai.responses.request_body import ResponsesRequest, TextFormat
 from transom_cluster.openai.responses.responses_tools import read_tool_choice, read_tools

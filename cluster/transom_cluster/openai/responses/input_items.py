@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from transom_cluster.openai.body import decode_field
-from transom_cluster.openai.message_fields import MAX_MESSAGES
+from transom_cluster.openai.request.body import decode_field
+from transom_cluster.openai.request.message_fields import MAX_MESSAGES
 from transom_cluster.openai.responses.opaque_reasoning import read_reasoning
 from transom_cluster.openai.responses.tool_names import CUSTOM_INPUT, ToolNames
 from transom_core.errors import RequestError

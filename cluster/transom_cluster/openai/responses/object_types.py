@@ -11,7 +11,7 @@ from typing import (
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from transom_cluster.openai.response_types import ChosenToken, KvQualityObject
+from transom_cluster.openai.answer.response_types import ChosenToken, KvQualityObject
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

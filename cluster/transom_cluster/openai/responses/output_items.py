@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import Any, Literal
 
-from transom_cluster.openai.call_ids import call_id
-from transom_cluster.openai.json_pieces import LazyList
-from transom_cluster.openai.logprobs import TokenBytes, chat_logprobs
-from transom_cluster.openai.response_types import ChosenToken
+from transom_cluster.openai.answer.call_ids import call_id
+from transom_cluster.openai.answer.json_pieces import LazyList
+from transom_cluster.openai.answer.response_types import ChosenToken
+from transom_cluster.openai.answer.shown_logprobs import TokenBytes, chat_logprobs
 from transom_cluster.openai.responses.custom_input import CustomInput
 from transom_cluster.openai.responses.object_types import ItemStatus, OutputItem, ReasoningItem
 from transom_cluster.openai.responses.opaque_reasoning import write_reasoning

@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw
 
-from transom_cluster.openai.body import WireModel, any_json
-from transom_cluster.openai.field_rules import FieldRules
-from transom_cluster.openai.kv_policy_field import KvPolicyField
-from transom_cluster.openai.late_field import LateField
-from transom_cluster.openai.reasoning_fields import ReasoningEffort, Verbosity
-from transom_cluster.openai.sampling_fields import MAX_CACHE_KEY_CHARS, MAX_NUMBER, StopString
-from transom_cluster.openai.template_variables import TEMPLATE_VARIABLES
+from transom_cluster.openai.request.body import WireModel, any_json
+from transom_cluster.openai.request.field_rules import FieldRules
+from transom_cluster.openai.request.kv_policy_field import KvPolicyField
+from transom_cluster.openai.request.late_field import LateField
+from transom_cluster.openai.request.reasoning_fields import ReasoningEffort, Verbosity
+from transom_cluster.openai.request.sampling_fields import MAX_CACHE_KEY_CHARS, MAX_NUMBER, StopString
+from transom_cluster.openai.request.template_variables import TEMPLATE_VARIABLES
 from transom_core.contract import MAX_LOGPROBS
 from transom_core.errors import RequestError
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from transom_cluster.openai.body import NULL
-from transom_cluster.openai.json_pieces import JsonText
+from transom_cluster.openai.answer.json_pieces import JsonText
+from transom_cluster.openai.request.body import NULL
 from transom_cluster.openai.responses.object_types import RequestEcho
 from transom_cluster.openai.responses.request_body import METADATA, ReasoningField, ResponsesRequest, TextField
 from transom_core.contract import SamplingParams

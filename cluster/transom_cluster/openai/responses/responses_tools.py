@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Raw
 
-from transom_cluster.openai.body import NULL, decode_field
+from transom_cluster.openai.request.body import NULL, decode_field
 from transom_cluster.openai.responses.tool_names import CUSTOM_INPUT, ToolName, ToolNames
 from transom_core.errors import RequestError
 

@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from transom_cluster.openai.chat_answer import ChatAnswer
-from transom_cluster.openai.error_responses import WireError
-from transom_cluster.openai.json_pieces import JsonText, json_pieces
+from transom_cluster.openai.answer.chat_answer import ChatAnswer
+from transom_cluster.openai.answer.error_responses import WireError
+from transom_cluster.openai.answer.json_pieces import JsonText, json_pieces
+from transom_cluster.openai.answer.writers import ResponseMetadata, ResponseWriter
 from transom_cluster.openai.responses.object_types import ResponseError, ResponseUsage
 from transom_cluster.openai.responses.output_items import Event, ItemOptions, OutputItems
-from transom_cluster.openai.writers import ResponseMetadata, ResponseWriter
 from transom_core.contract import FinishReason, OutputEvent, Request
 from transom_core.text.markup.parts import MessageText
 

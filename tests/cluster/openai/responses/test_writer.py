@@ -12,16 +12,16 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from tests.cluster.openai.published_document import check_event, check_published
-from transom_cluster.openai.body import BodyParser
-from transom_cluster.openai.chat_answer import ChatAnswer
-from transom_cluster.openai.error_responses import wire_error
-from transom_cluster.openai.json_pieces import json_pieces
+from transom_cluster.openai.answer.chat_answer import ChatAnswer
+from transom_cluster.openai.answer.error_responses import wire_error
+from transom_cluster.openai.answer.json_pieces import json_pieces
+from transom_cluster.openai.answer.writers import ResponseMetadata
+from transom_cluster.openai.request.body import BodyParser
 from transom_cluster.openai.responses.output_items import ItemOptions
 from transom_cluster.openai.responses.request_body import RESPONSES_RULES, ResponsesRequest
 from transom_cluster.openai.responses.request_echo import request_echo
 from transom_cluster.openai.responses.responses_writer import ResponsesWriter
 from transom_cluster.openai.responses.tool_names import ToolName, ToolNames
-from transom_cluster.openai.writers import ResponseMetadata
 from transom_core.contract import Logprob, OutputEvent, Request, SamplingParams, TokenLogprobs, Usage
 from transom_core.errors import RequestTimeout
 from transom_core.text.markup.parts import (

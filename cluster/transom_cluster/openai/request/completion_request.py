@@ -6,15 +6,15 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Raw
 
-from transom_cluster.openai.answer_request import AnswerOptions
-from transom_cluster.openai.body import WireModel, any_json
-from transom_cluster.openai.message_fields import MAX_MESSAGES, ChatMessage
-from transom_cluster.openai.prompt_field import PROMPT_SCHEMA, TOKENS_SCHEMA, read_prompts, read_tokens
-from transom_cluster.openai.prompt_limits import ModelLimits
-from transom_cluster.openai.sampling_fields import SamplingFields
-from transom_cluster.openai.structured_output_fields import FindMarker
-from transom_cluster.openai.template_variables import TEMPLATE_VARIABLES, read_template_variables
-from transom_cluster.openai.tool_fields import TOOLS_SCHEMA, read_tools, template_tools
+from transom_cluster.openai.request.answer_options import AnswerOptions
+from transom_cluster.openai.request.body import WireModel, any_json
+from transom_cluster.openai.request.message_fields import MAX_MESSAGES, ChatMessage
+from transom_cluster.openai.request.prompt_field import PROMPT_SCHEMA, TOKENS_SCHEMA, read_prompts, read_tokens
+from transom_cluster.openai.request.prompt_limits import ModelLimits
+from transom_cluster.openai.request.sampling_fields import SamplingFields
+from transom_cluster.openai.request.structured_output_fields import FindMarker
+from transom_cluster.openai.request.template_variables import TEMPLATE_VARIABLES, read_template_variables
+from transom_cluster.openai.request.tool_fields import TOOLS_SCHEMA, read_tools, template_tools
 from transom_core.contract import MAX_LOGPROBS, SamplingParams
 from transom_core.errors import RequestError
 

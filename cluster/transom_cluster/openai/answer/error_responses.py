@@ -9,7 +9,7 @@ import json
 import math
 from dataclasses import dataclass, field
 
-from transom_cluster.openai.response_types import ErrorBody
+from transom_cluster.openai.answer.response_types import ErrorBody
 from transom_core import errors
 from transom_core.contract import ErrorInfo
 

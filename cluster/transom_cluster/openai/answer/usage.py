@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transom_cluster.openai.answer_reader import AnswerReader
-from transom_cluster.openai.response_types import KvQualityObject, UsageObject
+from transom_cluster.openai.answer.answer_reader import AnswerReader
+from transom_cluster.openai.answer.response_types import KvQualityObject, UsageObject
 from transom_core.contract import KvQuality, OutputEvent, Request, Usage
 
 

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Raw
 
-from transom_cluster.openai.body import WireModel, any_json
-from transom_cluster.openai.kv_policy_field import KvPolicyField
-from transom_cluster.openai.late_field import LateField
-from transom_cluster.openai.structured_output_fields import (
+from transom_cluster.openai.request.body import WireModel, any_json
+from transom_cluster.openai.request.kv_policy_field import KvPolicyField
+from transom_cluster.openai.request.late_field import LateField
+from transom_cluster.openai.request.structured_output_fields import (
     FIELDS,
     SCHEMAS,
     AnswerForm,

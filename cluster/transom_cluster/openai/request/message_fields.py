@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
-from transom_cluster.openai.body import NULL, WireModel, any_json, decode_field
-from transom_cluster.openai.body_shape import check_depth
+from transom_cluster.openai.request.body import NULL, WireModel, any_json, decode_field
+from transom_cluster.openai.request.body_shape import check_depth
 from transom_core.errors import RequestError
 
 MAX_MESSAGES = 4096  # the chat template is rendered once for each of the last turns

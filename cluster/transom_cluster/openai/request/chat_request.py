@@ -6,15 +6,14 @@ from typing import Annotated
 
 from msgspec import Meta, Raw
 
-from transom_cluster.openai.answer_markup import AnswerMarkup
-from transom_cluster.openai.answer_request import AnswerOptions
-from transom_cluster.openai.body import any_json
-from transom_cluster.openai.message_fields import MAX_MESSAGES, ChatMessage
-from transom_cluster.openai.reasoning_fields import ReasoningEffort, Verbosity, reasoning_variables
-from transom_cluster.openai.sampling_fields import SamplingFields
-from transom_cluster.openai.structured_output_fields import FindMarker
-from transom_cluster.openai.template_variables import TEMPLATE_VARIABLES, read_template_variables
-from transom_cluster.openai.tool_fields import (
+from transom_cluster.openai.request.answer_options import AnswerOptions
+from transom_cluster.openai.request.body import any_json
+from transom_cluster.openai.request.message_fields import MAX_MESSAGES, ChatMessage
+from transom_cluster.openai.request.reasoning_fields import ReasoningEffort, Verbosity, reasoning_variables
+from transom_cluster.openai.request.sampling_fields import SamplingFields
+from transom_cluster.openai.request.structured_output_fields import FindMarker
+from transom_cluster.openai.request.template_variables import TEMPLATE_VARIABLES, read_template_variables
+from transom_cluster.openai.request.tool_fields import (
     TOOL_CHOICE_SCHEMA,
     TOOLS_SCHEMA,
     read_tool_choice,
@@ -66,7 +65,7 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
             len(memoryview(text)) for text in (self.tools, self.tool_choice, self.chat_template_kwargs)
         )
 
-    def answer_options(self, markup: AnswerMarkup, find_marker: FindMarker) -> AnswerOptions:
+    def answer_options(self, reasoning_parser: str | None, find_marker: FindMarker) -> AnswerOptions:
         """Read what the body says about the answer: tools, the message's form, and variables of the chat template.
 
         Raises:
@@ -74,7 +73,7 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
         """
         tools = read_tools(self.tools)
         parallel = self.parallel_tool_calls is not False
-        variables = reasoning_variables(self.reasoning_effort, reasoning_parser=markup.reasoning_parser)
+        variables = reasoning_variables(self.reasoning_effort, reasoning_parser=reasoning_parser)
         if self.verbosity is not None:
             variables["verbosity"] = self.verbosity
         return AnswerOptions(

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from transom_cluster.openai.body import decode_field
-from transom_cluster.openai.prompt_limits import ModelLimits, check_length, check_total
-from transom_cluster.openai.token_id_lists import count_ids, read_id_lists, read_ids
+from transom_cluster.openai.request.body import decode_field
+from transom_cluster.openai.request.prompt_limits import ModelLimits, check_length, check_total
+from transom_cluster.openai.request.token_id_lists import count_ids, read_id_lists, read_ids
 from transom_core.errors import RequestError
 
 MAX_CHOICES = 1024  # a worker could never admit more of them together (--max-waiting), so a retry would not help

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from transom_cluster.openai.body import WireModel
+from transom_cluster.openai.request.body import WireModel
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, WindowPolicy
 from transom_core.contract.kv_policy import DEFAULT_SINKS
 

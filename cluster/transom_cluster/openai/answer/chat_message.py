@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from io import StringIO
 
-from transom_cluster.openai.response_types import AssistantMessage, ToolCall
+from transom_cluster.openai.answer.response_types import AssistantMessage, ToolCall
 from transom_core.text.markup.parts import AnswerPart, CallArguments, CallBegin, MessageText, ReasoningText
 
 

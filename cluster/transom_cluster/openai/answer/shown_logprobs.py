@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
-from transom_cluster.openai.json_pieces import LazyList
-from transom_cluster.openai.response_types import ChosenToken, PromptTokenLogprob, TextLogprobs, TokenEntry
+from transom_cluster.openai.answer.json_pieces import LazyList
+from transom_cluster.openai.answer.response_types import ChosenToken, PromptTokenLogprob, TextLogprobs, TokenEntry
 from transom_core.contract import Logprob, TokenLogprobs
 
 MIN_LOGPROB = -9999.0  # OpenAI sends this for tokens with probability 0, since JSON has no infinity

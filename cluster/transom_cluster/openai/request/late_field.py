@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import Raw
 
-from transom_cluster.openai.body import decode_field
-from transom_cluster.openai.body_shape import check_depth
+from transom_cluster.openai.request.body import decode_field
+from transom_cluster.openai.request.body_shape import check_depth
 from transom_core.errors import RequestError
 
 MAX_FIELD_BYTES = 64 * 2**10

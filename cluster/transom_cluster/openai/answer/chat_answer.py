@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from transom_cluster.openai.answer_reader import AnswerReader
-from transom_cluster.openai.response_types import FinishReason
+from transom_cluster.openai.answer.answer_reader import AnswerReader
+from transom_cluster.openai.answer.response_types import FinishReason
 from transom_core.contract import OutputEvent, TokenLogprobs
 from transom_core.text.markup.parts import (
     AnswerPart,

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transom_cluster.openai.answer_reader import AnswerReader
-from transom_cluster.openai.choice_output import ChoiceOutput
-from transom_cluster.openai.error_responses import WireError
-from transom_cluster.openai.response_types import FinishReason
-from transom_cluster.openai.usage import UsageTotals
+from transom_cluster.openai.answer.answer_reader import AnswerReader
+from transom_cluster.openai.answer.choice_output import ChoiceOutput
+from transom_cluster.openai.answer.error_responses import WireError
+from transom_cluster.openai.answer.response_types import FinishReason
+from transom_cluster.openai.answer.usage import UsageTotals
 from transom_core import __version__, contract
 from transom_core.contract import OutputEvent, Request
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transom_cluster.openai.prompt_limits import ModelLimits
+from transom_cluster.openai.request.prompt_limits import ModelLimits
 from transom_core.contract import SamplingParams
 from transom_core.errors import RequestError
 

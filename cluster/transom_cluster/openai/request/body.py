@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Raw
 from pydantic_core import from_json
 
-from transom_cluster.openai.body_shape import SMALL_BODY_BYTES, check_shape
-from transom_cluster.openai.field_errors import field_error
-from transom_cluster.openai.field_rules import FieldRules
+from transom_cluster.openai.request.body_shape import SMALL_BODY_BYTES, check_shape
+from transom_cluster.openai.request.field_errors import field_error
+from transom_cluster.openai.request.field_rules import FieldRules
 from transom_core.errors import RequestError
 
 NULL = Raw(b"null")

@@ -8,43 +8,18 @@ then to write calls of these tools and nothing else.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
-from transom_cluster.openai.answer_markup import AnswerMarkup
+from transom_cluster.openai.answer.answer_markup import AnswerMarkup
 from transom_cluster.openai.fair_threads import ClientThreads
-from transom_cluster.openai.structured_output_fields import AnswerForm
-from transom_cluster.openai.tool_fields import template_tools
+from transom_cluster.openai.request.answer_options import AnswerOptions
 from transom_core.text.markup.answer_format import AnswerFormat
-from transom_core.text.markup.context import AnswerContext, ToolsDemand, ToolSpec
+from transom_core.text.markup.context import AnswerContext
 from transom_core.text.markup.parts import AnswerParser
 from transom_core.text.tokenizer import Tokenizer
 
 MAX_INLINE_CHARS = 2_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerOptions:
-    """What a request's body says about its answer.
-
-    `tools` are rendered into the prompt; `tools_demand` says which of them may or must be called, and None that the answer has no
-    calls. `form` is the form of its message. `template_variables` go to the chat template. The JSON of all these has `num_chars`.
-    """
-
-    tools: tuple[ToolSpec, ...] = ()
-    tools_demand: ToolsDemand | None = None
-    form: AnswerForm = field(default_factory=AnswerForm)
-    include_reasoning: bool = True
-    template_variables: Mapping[str, Any] = field(default_factory=dict)
-    num_chars: int = 0
-
-    @property
-    def prompt_variables(self) -> dict[str, Any]:
-        """The variables for the chat template, with the tools."""
-        if self.tools_demand is None:
-            return dict(self.template_variables)
-        return {**self.template_variables, "tools": template_tools(self.tools)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Raw
 
-from transom_cluster.openai.late_field import LateField
+from transom_cluster.openai.request.late_field import LateField
 from transom_core.errors import RequestError
 
 TEMPLATE_VARIABLES: LateField[dict[str, Any]] = LateField("chat_template_kwargs", dict[str, Any])

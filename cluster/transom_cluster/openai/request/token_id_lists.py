@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from transom_cluster.openai.body import decode_field
-from transom_cluster.openai.field_errors import field_error
+from transom_cluster.openai.request.body import decode_field
+from transom_cluster.openai.request.field_errors import field_error
 from transom_core.errors import RequestError
 
 PIECE_BYTES = 64 * 2**10

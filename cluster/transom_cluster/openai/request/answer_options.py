@@ -1,0 +1,34 @@
+"""`AnswerOptions`: what a request's body says about its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transom_cluster.openai.request.structured_output_fields import AnswerForm
+from transom_cluster.openai.request.tool_fields import template_tools
+from transom_core.text.markup.context import ToolsDemand, ToolSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """What a request's body says about its answer.
+
+    `tools` are rendered into the prompt; `tools_demand` says which of them may or must be called, and None that the answer has no
+    calls. `form` is the form of its message. `template_variables` go to the chat template. The JSON of all these has `num_chars`.
+    """
+
+    tools: tuple[ToolSpec, ...] = ()
+    tools_demand: ToolsDemand | None = None
+    form: AnswerForm = field(default_factory=AnswerForm)
+    include_reasoning: bool = True
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    num_chars: int = 0
+
+    @property
+    def prompt_variables(self) -> dict[str, Any]:
+        """The variables for the chat template, with the tools."""
+        if self.tools_demand is None:
+            return dict(self.template_variables)
+        return {**self.template_variables, "tools": template_tools(self.tools)}
