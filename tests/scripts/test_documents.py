@@ -33,6 +33,18 @@ def test_the_glossary_names_modules_that_exist() -> None:
     assert [path for path in modules if not (ROOT / path).exists()] == []
 
 
+def test_the_architecture_page_names_every_package() -> None:
+    """The first two levels of packages; the kernels' operators are told as one."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    layout = page.partition("## Layout")[2].partition("## Which package")[0]
+    roots = [path for root in ("cluster", "worker") for path in (ROOT / root).glob("transom_*")]
+    packages = {
+        init.parent for root in roots for pattern in ("*", "*/*") for init in root.glob(f"{pattern}/__init__.py")
+    }
+    unnamed = {str(path.relative_to(ROOT)) for path in packages if f"{path.name}/" not in layout}
+    assert unnamed == set()
+
+
 def test_pictures_are_small() -> None:
     pictures = sorted((ROOT / "docs/images").glob("*.png"))
     assert [picture.name for picture in pictures if picture.stat().st_size > MAX_PICTURE_BYTES] == []
