@@ -16,7 +16,7 @@ from pathlib import Path
 from time import process_time, thread_time
 from typing import Any
 
-from transom_cluster.http.metrics_format import GZIP_LEVEL
+from transom_cluster.http.metrics_page import GZIP_LEVEL
 from transom_cluster.telemetry.merge_metrics import merge_pages
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.router_state import RouterState

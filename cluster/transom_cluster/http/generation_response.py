@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator, Sequence
 
 from starlette.responses import Response
@@ -14,13 +15,13 @@ from starlette.types import Receive, Scope, Send
 
 from transom_cluster.http.client_disconnect import run_until_disconnect
 from transom_cluster.http.request_state import request_state
-from transom_cluster.http.response_metrics import ResponseMetrics
 from transom_cluster.openai.answer.error_responses import STREAM_CODES, WireError, wire_error, wire_error_from_info
 from transom_cluster.openai.answer.json_pieces import PIECE_CHARS, joined_pieces, json_pieces
 from transom_cluster.openai.answer.writers import ResponseWriter
 from transom_cluster.router.output_stream import OutputStream
 from transom_cluster.router.router import Router
 from transom_cluster.telemetry.request_events import ClientLeft, RequestEvents
+from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.tracebacks import traceback_lines
 from transom_core.contract import OutputEvent, Request
 
@@ -177,3 +178,34 @@ class GenerationResponse(Response):
         self._metrics.event_sent(event)
         self._writer.usage.add(index, event)
         return event
+
+
+class ResponseMetrics:
+    """Measures each choice's time to first token and inter-token latency, and counts tokens as `usage` does."""
+
+    def __init__(self, metrics: RouterMetrics, requests: Sequence[Request]) -> None:
+        self._metrics = metrics
+        self._requests = requests
+        self._start_s = time.perf_counter()
+        self._last_token_s = [0.0] * len(requests)
+
+    def requests_submitted(self) -> None:
+        """The router has accepted all engine requests. A prompt counts once, however many choices it has."""
+        prompts = (request.num_prompt_tokens for request in self._requests if request.choice_index == 0)
+        self._metrics.prompt_tokens.inc(sum(prompts))
+
+    def event_received(self, index: int, event: OutputEvent) -> None:
+        """An output event of choice `index` has arrived and is about to be sent."""
+        if not event.token_ids:
+            return
+        now_s = time.perf_counter()
+        if self._last_token_s[index]:
+            self._metrics.inter_token_s.observe(now_s - self._last_token_s[index])
+        else:
+            self._metrics.first_token(now_s - self._start_s, self._requests[index].request_id)
+        self._last_token_s[index] = now_s
+
+    def event_sent(self, event: OutputEvent) -> None:
+        """The client gets this event; `echo` with `max_tokens` 0 has removed its token."""
+        if event.token_ids:
+            self._metrics.output_tokens.inc(len(event.token_ids))

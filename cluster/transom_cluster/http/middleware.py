@@ -19,8 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transom_cluster.http.api_keys import ApiKeys, shows_all_clients
 from transom_cluster.http.client_limits import ClientLimits
 from transom_cluster.http.declared_statuses import OTHER
-from transom_cluster.http.request_state import request_state
-from transom_cluster.http.routed_path import routed_path
+from transom_cluster.http.request_state import request_state, routed_path
 from transom_cluster.openai.answer.error_responses import (
     WireError,
     admin_key_required,

@@ -12,10 +12,9 @@ from starlette.responses import Response
 from transom_cluster.http.generation_response import GenerationResponse
 from transom_cluster.http.request_id_middleware import set_response_id
 from transom_cluster.http.request_preparation import RequestPreparation
-from transom_cluster.http.request_state import RequestState, request_state
-from transom_cluster.http.routed_path import routed_path
+from transom_cluster.http.request_state import RequestState, request_state, routed_path
+from transom_cluster.openai.answer.answer_grammar import answer_grammar
 from transom_cluster.openai.answer.answer_markup import PLAIN
-from transom_cluster.openai.answer.answer_request import answer_request
 from transom_cluster.openai.answer.chat_writer import ChatWriter
 from transom_cluster.openai.answer.completion_writer import CompletionWriter, EchoedPrompt
 from transom_cluster.openai.answer.writers import ResponseMetadata, ResponseWriter
@@ -39,6 +38,7 @@ from transom_cluster.telemetry.span_attributes import request_attributes
 from transom_core import contract
 from transom_core.contract import SamplingParams
 from transom_core.errors import RequestError
+from transom_core.text.markup.context import AnswerContext
 
 _CHAT = BodyParser(ChatCompletionRequest, CHAT_RULES)
 _COMPLETION = BodyParser(CompletionRequest, COMPLETION_RULES)
@@ -127,16 +127,16 @@ class OpenAiRoutes:
         )
         read_options = functools.partial(body.answer_options, self._router.tokenizer.marker_id)
         options = await threads.run(read_options, num_chars=body.num_form_bytes, inline_chars=MAX_INLINE_CHARS)
-        answer = await answer_request(
+        grammar = await answer_grammar(
             PLAIN,
             self._router.tokenizer,
             options,
-            prompt_end="",
+            AnswerContext(),
             threads=threads,
             checker=self._router.grammar_checker,
         )
         requests = await self._preparation.engine_requests(
-            state, metadata, body, prompts, params, limits, kv_policy, grammar=answer.grammar, prompt_param="prompt"
+            state, metadata, body, prompts, params, limits, kv_policy, grammar=grammar, prompt_param="prompt"
         )
         echo = functools.partial(self._echoed_prompts, given, prompts, params.n)
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)

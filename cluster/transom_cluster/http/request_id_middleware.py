@@ -12,8 +12,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from transom_cluster.http.request_state import RequestState, attach_request_state
-from transom_cluster.http.routed_path import routed_path
+from transom_cluster.http.request_state import RequestState, attach_request_state, routed_path
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 from transom_cluster.telemetry.request_outcome import CLIENT_DISCONNECTED_STATUS
 from transom_cluster.telemetry.router_tracing import RequestTrace, RouterTracing

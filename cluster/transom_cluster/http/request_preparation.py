@@ -15,8 +15,8 @@ from fastapi import Request
 
 from transom_cluster.http.api_keys import client_cache_salt
 from transom_cluster.http.request_state import RequestState, request_state
+from transom_cluster.openai.answer.answer_grammar import answer_grammar
 from transom_cluster.openai.answer.answer_reader import AnswerReader
-from transom_cluster.openai.answer.answer_request import answer_request
 from transom_cluster.openai.answer.chat_answer import ChatAnswer
 from transom_cluster.openai.answer.writers import ResponseMetadata
 from transom_cluster.openai.engine_requests import build_requests
@@ -102,26 +102,22 @@ class RequestPreparation:
             tool_parser=markup.tool_parser,
             limits=limits,
         )
-        answer = await answer_request(
-            markup,
-            tokenizer,
-            options,
-            prompt_end=prompt.text_end,
-            threads=threads,
-            checker=self._router.grammar_checker,
+        context = markup.context(options, prompt_end=prompt.text_end)
+        grammar = await answer_grammar(
+            markup, tokenizer, options, context, threads=threads, checker=self._router.grammar_checker
         )
         requests = await self.engine_requests(
-            state, metadata, body, [prompt], params, limits, kv_policy, grammar=answer.grammar, prompt_param="messages"
+            state, metadata, body, [prompt], params, limits, kv_policy, grammar=grammar, prompt_param="messages"
         )
         answers = [
             ChatAnswer(
-                AnswerReader(tokenizer, one.params, answer.parser(tokenizer)),
+                AnswerReader(tokenizer, one.params, markup.format.parser(tokenizer, context)),
                 include_reasoning=options.include_reasoning,
                 parallel_tool_calls=options.tools_demand is None or options.tools_demand.parallel,
             )
             for one in requests
         ]
-        return PreparedChat(params=params, requests=requests, answers=answers, is_parsed=answer.is_parsed)
+        return PreparedChat(params=params, requests=requests, answers=answers, is_parsed=context.is_parsed)
 
     def kv_policy(self, body: SamplingFields, params: SamplingParams) -> tuple[KvPolicy | None, ModelLimits]:
         """The KV policy of a request, its own or the server's default, and its limits: a policy may allow longer streams.

@@ -19,11 +19,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 MAX_SHORT_CHARS = 100_000
-NUM_SHORT_THREADS, NUM_LONG_THREADS = (
-    2,
-    1,
-)  # fewer long ones than chat template processes, so that a short chat finds one free
-NUM_CHECK_THREADS = 2  # they only wait: a child process checks a grammar, and each may take seconds
+# There are fewer long threads than chat template processes, so that a short chat finds a process free.
+NUM_SHORT_THREADS, NUM_LONG_THREADS = 2, 1
+# Threads of checks only wait: a child process checks a grammar, and each check may take seconds.
+NUM_CHECK_THREADS = 2
 THREAD_NAME = "transom-bodies"
 
 Result = TypeVar("Result")

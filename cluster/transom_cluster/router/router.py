@@ -18,8 +18,8 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from zlib import crc32
 
+from transom_cluster.openai.answer.answer_grammar import ChecksGrammars
 from transom_cluster.openai.answer.answer_markup import AnswerMarkup
-from transom_cluster.openai.answer.answer_request import ChecksGrammars
 from transom_cluster.openai.answer.error_responses import unknown_model
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import ModelLimitsTracker

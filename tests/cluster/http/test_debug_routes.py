@@ -14,7 +14,7 @@ from tests.cluster.conftest import Api, running_api, until
 from tests.cluster.engine_server import engine_server
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
-from transom_cluster.http.request_timeline_report import clock_difference_s, phase_times
+from transom_cluster.http.request_timeline_routes import clock_difference_s, phase_times
 from transom_cluster.telemetry.request_timeline import RequestTimelines
 from transom_core.config import FailoverConfig
 from transom_core.contract import ErrorInfo

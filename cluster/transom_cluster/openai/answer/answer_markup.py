@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from transom_cluster.openai.request.answer_options import AnswerOptions
 from transom_core.config import NO_PARSER
 from transom_core.errors import ConfigError, RequestError
 from transom_core.text.markup.answer_format import AnswerFormat
-from transom_core.text.markup.context import ToolsDemand
+from transom_core.text.markup.context import AnswerContext, ToolsDemand
 from transom_core.text.markup.detection import detect
 from transom_core.text.markup.formats import answer_format
 from transom_core.text.tokenizer import Tokenizer
@@ -64,6 +65,15 @@ class AnswerMarkup:
         """How answers are read, for the log."""
         tools, reasoning = self.tool_parser or "ordinary text", self.reasoning_parser or "ordinary text"
         return f"tool calls as {tools}, reasoning as {reasoning}"
+
+    def context(self, options: AnswerOptions, *, prompt_end: str) -> AnswerContext:
+        """How the answers to a request are read. `prompt_end` is the end of the rendered prompt."""
+        return AnswerContext(
+            tools=options.tools if options.tools_demand else (),
+            parses_tools=options.tools_demand is not None,
+            parses_reasoning=self.reasoning_parser is not None,
+            prompt_end=prompt_end,
+        )
 
     def check_demand(self, demand: ToolsDemand | None) -> None:
         """Check that the model can call tools, where a request wants calls.

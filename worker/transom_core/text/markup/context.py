@@ -47,6 +47,11 @@ class AnswerContext:
     parses_reasoning: bool = False
     prompt_end: str = ""
 
+    @property
+    def is_parsed(self) -> bool:
+        """Whether an answer may have other parts than its message. Otherwise its text goes to the client as it is."""
+        return self.parses_tools or self.parses_reasoning
+
 
 @dataclass(frozen=True, slots=True)
 class FreeAnswer:
