@@ -11,7 +11,7 @@ from transom_core.settings.settings import Settings
 
 def test_defaults_resolve() -> None:
     config = Settings.parse(model="m").engine_config()
-    assert (config.model.model, config.cache.block_size, config.scheduler.steps_in_flight) == ("m", 16, 1)
+    assert (config.model.model, config.cache.block_size, config.scheduler.steps_in_flight) == ("m", 16, None)
     assert Settings.parse(model="m").server_config().served_model_name == "m"
 
 
@@ -20,11 +20,6 @@ def test_how_long_a_request_waits_for_a_worker() -> None:
     assert Settings.parse(model="m", worker_wait_s=5).server_config().failover.wait_s == 5.0
     with pytest.raises(ConfigError, match="worker_wait_s"):
         Settings.parse(model="m", worker_wait_s=0)
-
-
-def test_two_steps_in_flight_on_gpus_and_with_several_ranks() -> None:
-    for settings in ({"device": "cuda"}, {"tensor_parallel_size": 2}):
-        assert Settings.parse(model="m", **settings).engine_config().scheduler.steps_in_flight == 2
 
 
 @pytest.mark.parametrize(

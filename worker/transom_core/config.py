@@ -55,14 +55,15 @@ class SchedulerConfig:
     """How the scheduler fills a step. `max_waiting` bounds its queue; it refuses more requests with `Overloaded`.
 
     Steps with prompts should take `target_step_s` seconds at most while other requests decode or wait; None: no limit.
-    `preemption_mode` says what becomes of a preempted sequence's blocks where there is a host tier.
+    `preemption_mode` says what happens to a preempted sequence's blocks where there is a host tier. Where `steps_in_flight` is
+    None, the worker chooses it when it knows its device (`engine.startup.resolve_steps_in_flight`); a scheduler alone has 1.
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
     policy: SchedulingPolicy = "fcfs"
     max_waiting: int = 1024
-    steps_in_flight: int = 1
+    steps_in_flight: int | None = None
     target_step_s: float | None = None
     preemption_mode: PreemptionMode = "auto"
 

@@ -179,8 +179,7 @@ class Settings(BaseModel):
         None,
         ge=1,
         le=2,
-        description="Steps that are planned ahead of their results; if unset 2 with --device cuda or several ranks, "
-        "else 1.",
+        description="Steps that are planned ahead of their results; if unset 2 on GPUs and with several ranks, else 1.",
     )
     seed: int | None = Field(None, description="Makes requests without a seed of their own repeatable.")
     num_threads: int | None = Field(
@@ -461,7 +460,7 @@ class Settings(BaseModel):
         ]
 
     def engine_config(self) -> EngineConfig:
-        """The settings of one worker. An unset `steps_in_flight` becomes 2 with `device="cuda"` and with several ranks, else 1."""
+        """The settings of one worker."""
         return EngineConfig(
             model=ModelConfig(
                 model=self.model,
@@ -492,8 +491,7 @@ class Settings(BaseModel):
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 policy=self.scheduling_policy,
                 max_waiting=self.max_waiting,
-                steps_in_flight=self.steps_in_flight
-                or (2 if self.device == "cuda" or self.tensor_parallel_size > 1 else 1),
+                steps_in_flight=self.steps_in_flight,
                 target_step_s=self.target_step_s or None,
                 preemption_mode=self.preemption_mode,
             ),

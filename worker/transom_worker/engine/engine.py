@@ -127,9 +127,7 @@ class Engine:
         )
         self._eos_token_ids = frozenset(info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
         self.grammars = AnswerGrammars(tokenizer, vocab_size=info.vocab_size, eos_token_ids=self._eos_token_ids)
-        self._pipeline = StepPipeline(
-            self.scheduler, executor, self.grammars, steps_in_flight=config.scheduler.steps_in_flight
-        )
+        self._pipeline = StepPipeline(self.scheduler, executor, self.grammars)
         self.clock = clock
         self._deadlines: list[tuple[float, str]] = []  # a heap of (time, request id)
         self._ready: list[OutputEvent] = []  # events for the next step's return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 from transom_core.clock import steady_time_s
 from transom_core.config import EngineConfig
@@ -38,6 +39,7 @@ def build_engine(
     """
     tracing = None if config.tracing is None else Tracing(config.tracing, role="worker", name=worker)
     begin_s = time.perf_counter()
+    config = resolve_steps_in_flight(config)
     files = resolve_text_files(config.model.model)  # the ranks load the weights
     metrics = EngineMetrics(model=model_name or config.model.model, worker=worker)
     tokenizer, executor = Tokenizer.load(files), executor or create_executor(config)
@@ -52,3 +54,17 @@ def build_engine(
     for line in engine.report.splitlines():
         logger.info(line)
     return engine
+
+
+def resolve_steps_in_flight(config: EngineConfig) -> EngineConfig:
+    """Return the config with a number of steps in flight: 2 on a GPU and with several ranks, else 1, where it has none.
+
+    The second step hides the time in which the engine handles the tokens of the first one. On a CPU with one rank both would run
+    on the same cores. Only the worker's process can tell what the device `auto` stands for.
+    """
+    if config.scheduler.steps_in_flight is not None:
+        return config
+    from transom_worker.execution.model_loading import choose_device  # imports torch
+
+    has_two = config.ranks.size > 1 or choose_device(config.model.device).type == "cuda"
+    return replace(config, scheduler=replace(config.scheduler, steps_in_flight=2 if has_two else 1))

@@ -32,13 +32,10 @@ class FinishedStep(NamedTuple):
 class StepPipeline:
     """The submitted plans without a result."""
 
-    def __init__(
-        self, scheduler: Scheduler, executor: Executor, grammars: AnswerGrammars, *, steps_in_flight: int
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, grammars: AnswerGrammars) -> None:
         self._scheduler = scheduler
         self._grammars = grammars
         self._executor = executor
-        self._steps_in_flight = steps_in_flight
         self._sizes: deque[tuple[int, int]] = deque()  # tokens and sequences of each submitted plan
 
     @property
@@ -47,11 +44,8 @@ class StepPipeline:
         return bool(self._sizes)
 
     def fill(self) -> Iterator[StepPlan]:
-        """Submit plans until `steps_in_flight` are submitted or the scheduler has none; yields each plan after it is submitted."""
-        while len(self._sizes) < self._steps_in_flight:
-            plan = self._scheduler.schedule()
-            if plan is None:
-                return
+        """Submit plans until the scheduler has none, or `steps_in_flight` are submitted; yields each plan after it is submitted."""
+        while (plan := self._scheduler.schedule()) is not None:
             if grammar_rows := self._scheduler.steps_in_flight[-1].grammar_rows:
                 plan.grammar_mask = self._grammars.plan_mask(grammar_rows, sum(plan.sample))
             self._executor.submit(plan)

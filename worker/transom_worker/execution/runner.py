@@ -359,7 +359,7 @@ class ModelRunner:
             max_model_len=self._max_model_len,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             tensor_parallel_size=self._parallel.size,
-            steps_in_flight=scheduler.steps_in_flight,
+            steps_in_flight=scheduler.steps_in_flight or 1,
             host_bytes=self._config.cache.swap_space_bytes,
         )
         return with_rank_shares(plan, self._loaded.architecture)

@@ -275,7 +275,7 @@ class Scheduler:
 
         The caller sets its `grammar_mask` if the newest of `steps_in_flight` has `grammar_rows`.
         """
-        if len(self.steps_in_flight) >= self.config.steps_in_flight:
+        if len(self.steps_in_flight) >= (self.config.steps_in_flight or 1):
             return None
         step = self._planner.plan(steps_in_flight=len(self.steps_in_flight))
         if step is None:
