@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from transom_core.settings.settings import Settings
+from transom_core.settings.settings import SECTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "flags.md"
@@ -24,111 +24,23 @@ mean the same here. A setting that is on by default has a flag that turns it off
 
 `make docs` writes this page from `worker/transom_core/settings/settings.py`.
 """
-Section = tuple[str, tuple[str, ...]]  # title, settings
-SECTIONS: Sequence[Section] = (
-    (
-        "Model",
-        ("model", "served_model_name", "dtype", "device", "quantization", "max_model_len", "seed", "enforce_eager"),
-    ),
-    (
-        "KV cache",
-        (
-            "block_size",
-            "kv_cache_dtype",
-            "kv_cache_memory_bytes",
-            "gpu_memory_utilization",
-            "enable_prefix_caching",
-            "window_repair",
-            "hybrid_kv_cache",
-            "swap_space",
-            "disk_cache",
-            "disk_space",
-            "kv_policy",
-        ),
-    ),
-    ("Any model as a hybrid", ("window", "sinks", "chunk", "window_pattern")),
-    (
-        "Batching",
-        (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "target_step_s",
-            "max_waiting",
-            "scheduling_policy",
-            "max_priority",
-            "steps_in_flight",
-            "preemption_mode",
-        ),
-    ),
-    ("Ranks", ("tensor_parallel_size", "num_threads", "step_timeout_s")),
-    (
-        "Workers and routers",
-        (
-            "replicas",
-            "min_replicas",
-            "max_replicas",
-            "first_token_objective_s",
-            "upscale_delay_s",
-            "downscale_delay_s",
-            "router_replicas",
-            "routing_policy",
-            "max_resumes",
-            "max_lost_workers",
-            "worker_wait_s",
-            "role",
-            "worker_group",
-            "kv_transfer",
-            "kv_transfer_timeout_s",
-        ),
-    ),
-    ("Tools and reasoning", ("tool_call_parser", "enable_auto_tool_choice", "reasoning_parser")),
-    (
-        "HTTP",
-        ("host", "port", "haproxy", "request_timeout_s", "max_body_bytes", "max_header_bytes", "allowed_origins"),
-    ),
-    (
-        "Keys and limits",
-        (
-            "api_key",
-            "api_key_file",
-            "admin_api_key_file",
-            "salt_by_key",
-            "requests_per_minute",
-            "concurrent_requests",
-            "get_requests_per_minute",
-            "concurrent_get_requests",
-            "block_map_streams",
-        ),
-    ),
-    ("Logs and traces", ("log_format", "log_prompts", "otlp_traces_endpoint", "trace_sample_ratio")),
-)
 
 
 def main() -> None:
     """Write the page."""
-    PAGE.write_text(page(SECTIONS))
+    PAGE.write_text(page())
     print(f"{PAGE.relative_to(ROOT)} is written.")
 
 
-def page(sections: Sequence[Section]) -> str:
-    """The whole page: a table for each section.
-
-    Raises:
-        ValueError: a setting belongs to no section.
-    """
-    fields = dict(Settings.model_fields)
-    parts = [INTRODUCTION]
-    for title, names in sections:
-        parts.append(_table(f"## {title}", [(name, fields.pop(name)) for name in names]))
-    if fields:
-        raise ValueError(f"{sorted(fields)} belong to no section of docs/flags.md; name one in scripts/flags_page.py.")
-    return "\n".join(parts)
+def page() -> str:
+    """The whole page: a table for each section."""
+    return "\n".join([INTRODUCTION, *(_table(f"## {title}", part.model_fields) for title, part in SECTIONS.items())])
 
 
-def _table(title: str, settings: Sequence[tuple[str, FieldInfo]]) -> str:
+def _table(title: str, settings: Mapping[str, FieldInfo]) -> str:
     rows = [
         f"| {_flag(name)} | {_default(field)} | {_values(name, field)} | {field.description} |"
-        for name, field in settings
+        for name, field in settings.items()
     ]
     return "\n".join([title, "", "| flag | default | values | meaning |", "|---|---|---|---|", *rows, ""])
 

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
+from transom_core import config
 from transom_core.errors import ConfigError
 from transom_core.settings.byte_sizes import parse_bytes
 from transom_core.settings.settings import Settings
 
 
 def test_defaults_resolve() -> None:
-    config = Settings.parse(model="m").engine_config()
-    assert (config.model.model, config.cache.block_size, config.scheduler.steps_in_flight) == ("m", 16, None)
+    engine = Settings.parse(model="m").engine_config()
+    assert (engine.model.model, engine.cache.block_size, engine.scheduler.steps_in_flight) == ("m", 16, None)
     assert Settings.parse(model="m").server_config().served_model_name == "m"
+
+
+def test_every_field_of_a_config_comes_from_a_setting() -> None:
+    """But for these, which `Settings` gives under another name, or which are set where the machine is known."""
+    given = {
+        *("swap_space_bytes", "disk_space_bytes", "policy", "size", "is_on", "timeout_s", "api_keys", "wait_s"),
+        *("launcher", "max_bytes_in_flight", "core_share"),
+        *("endpoint", "sample_ratio"),
+    }
+    parts = [one for one in vars(config).values() if isinstance(one, type) and one.__name__.endswith("Config")]
+    sections = {"model", "cache", "scheduler", "ranks", "transfer", "tracing", "limits", "priorities", "failover"}
+    unknown = {field.name for part in parts for field in fields(part)} - set(Settings.model_fields) - sections
+    assert unknown == given
 
 
 def test_how_long_a_request_waits_for_a_worker() -> None:
@@ -82,8 +98,8 @@ def test_a_disk_tier_has_a_host_tier() -> None:
 
 def test_parsers_go_to_routers_and_other_names_are_refused_with_the_list() -> None:
     given = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3", "enable_auto_tool_choice": False}
-    config = Settings.parse(model="m", **given).server_config()
-    assert {name: getattr(config, name) for name in given} == given
+    server = Settings.parse(model="m", **given).server_config()
+    assert {name: getattr(server, name) for name in given} == given
     for name in ("tool_call_parser", "reasoning_parser"):
         Settings.parse(model="m", **{name: "none"})
         with pytest.raises(ConfigError, match=r"'gpt_9'; there are .*mistral"):

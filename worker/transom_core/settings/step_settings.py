@@ -1,0 +1,76 @@
+"""Settings of a worker's steps: what the scheduler puts into one, and the ranks that compute it."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+from transom_core.config import PreemptionMode, SchedulingPolicy
+
+
+class BatchingSettings(BaseModel):
+    """What the scheduler puts into a step, and in which order requests are served."""
+
+    max_num_seqs: int = Field(64, ge=1, description="Most sequences that one worker runs at once.")
+    max_num_batched_tokens: int = Field(
+        1024,
+        ge=1,
+        description="Most tokens that one step computes; longer prompts take several steps (chunked prefill).",
+    )
+    target_step_s: float | None = Field(
+        None,
+        ge=0,
+        description="While other requests decode or wait, a step computes only as many prompt tokens as take about so "
+        "many seconds; 0: as --max-num-batched-tokens allows. If unset: 0.2 for the workers of a server on CPUs, else 0.",
+    )
+    max_waiting: int = Field(
+        1024,
+        ge=0,
+        description="Most requests that wait at one worker; it refuses more, and the client gets 503 where every worker "
+        "does.",
+    )
+    scheduling_policy: SchedulingPolicy = Field(
+        "fcfs",
+        description="priority: requests with lower numbers run first; a priority of 1 more counts as much as having "
+        "arrived 30 s later.",
+    )
+    max_priority: int = Field(
+        4,
+        ge=0,
+        le=1000,
+        description="Clients may ask for priorities from -N to N, others are refused with 400; a request of priority p is "
+        "overtaken only by requests that arrive within 30 (p + N) seconds after it.",
+    )
+    steps_in_flight: int | None = Field(
+        None,
+        ge=1,
+        le=2,
+        description="Steps that are planned ahead of their results; if unset 2 on GPUs and with several ranks, else 1.",
+    )
+    preemption_mode: PreemptionMode = Field(
+        "auto",
+        description="What happens to the KV of a request that is preempted: swap moves it to the host tier, recompute drops it; "
+        "auto chooses what takes less time, and without a host tier recompute.",
+    )
+
+
+class RanksSettings(BaseModel):
+    """The ranks of each worker."""
+
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="Ranks of each worker: processes that split every layer, with one GPU each where there are GPUs; "
+        "heads need not divide evenly.",
+    )
+    num_threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads of each rank. If unset: on GPUs all cores of the machine, on CPUs an equal share of "
+        "them for each rank of each worker there.",
+    )
+    step_timeout_s: float = Field(
+        300.0,
+        gt=0,
+        description="A step that takes longer, in seconds, counts as hung: its requests migrate, and the worker's process or its "
+        "ranks start again.",
+    )
