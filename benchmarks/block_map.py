@@ -62,7 +62,7 @@ def measure(num_blocks: int, num_sequences: int, num_frames: int) -> dict[str, A
     gc.collect()
     gc.freeze()  # as the engine does after start
     log = BlockMapLog()
-    scheduler.listen(log)
+    scheduler.admission.listeners.append(log)
     snapshots = SnapshotTaker(scheduler, log.events)
     encoder = Encoder(WorkerIdentity("w", "m"), scheduler.cache.layout, log.history)
     snapshots.begin()
@@ -145,7 +145,7 @@ def run(scheduler: Scheduler, num_steps: int) -> None:
         result = StepResult(step_id=plan.step_id, sampled_ids=[5] * sum(plan.sample))
         for output in scheduler.receive(result):
             if output.at_limit:
-                scheduler.finish(output.request_id)
+                scheduler.abort(output.request_id)
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float]:

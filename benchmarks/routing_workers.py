@@ -117,7 +117,7 @@ class ScheduledWorker:
     @property
     def num_preempted(self) -> int:
         """Preemptions so far."""
-        return sum(self.scheduler.preemptions.values())
+        return sum(self.scheduler.work.preemptions.values())
 
     def submit(self, request: Request, answer: Run, now_s: float) -> None:
         """A request arrives."""
@@ -147,7 +147,7 @@ class ScheduledWorker:
                     Progress(name, output.is_first, output.at_limit, output.num_cached_tokens, output.index_version)
                 )
             if output.at_limit:
-                self.scheduler.finish(name)
+                self.scheduler.abort(name)
                 self.executor.forget(name)
         self._plan = None
         return progress

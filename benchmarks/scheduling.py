@@ -79,7 +79,7 @@ def decode_step_ms(num_sequences: int, *, num_pages: int, num_steps: int = 160) 
         "receive": statistics.median(receiving),
         "mean": statistics.fmean(both),
         "max": max(both),
-        "preemptions": scheduler.preemptions["recompute"],
+        "preemptions": scheduler.work.preemptions["recompute"],
     }
 
 

@@ -179,7 +179,7 @@ def test_a_held_request_that_is_aborted_leaves_nothing(tiny_model: Path, tmp_pat
     assert imports is not None
     engine.add(make_request("held", prompts(1)[0], max_tokens=6))
     engine.add(make_request("twin", prompts(1)[0], max_tokens=6))
-    assert engine.scheduler.num_held == 2
+    assert len(engine.scheduler.admission.waiting.held) == 2
     assert len(imports.opened) == 1
     assert engine.has_work  # although no request can run
     engine.abort("held")
@@ -203,7 +203,7 @@ def test_a_restart_of_the_ranks_ends_imports(tiny_model: Path, tmp_path: Path, f
     engine.add(make_request("held", prompts(1)[0], max_tokens=6))
     assert engine._disk is not None
     assert engine.scheduler.cache.is_fetching
-    assert engine.scheduler.num_held == 1
+    assert len(engine.scheduler.admission.waiting.held) == 1
     executor.is_lost = True
     (event,) = engine.step()
     assert event.error is not None
@@ -280,12 +280,12 @@ def test_a_slow_disk_does_not_stop_other_requests(
     lister = threading.Thread(target=engine._disk.watch.look)
     lister.start()
     engine.add(make_request("slow", prompts(1)[0], max_tokens=6))
-    assert engine.scheduler.num_held == 1
+    assert len(engine.scheduler.admission.waiting.held) == 1
     events = []
     engine.add(make_request("quick", [3, 4, 5], max_tokens=6))
     while "quick" in engine.requests:
         events += engine.step()
-    assert engine.scheduler.num_held == 1
+    assert len(engine.scheduler.admission.waiting.held) == 1
     goes_on.set()
     lister.join()
     while engine.has_work:

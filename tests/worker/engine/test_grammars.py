@@ -123,7 +123,7 @@ def test_plans_do_not_change_answers(tiny_model: Path, calm: list[Whole], settin
         if "window" not in settings:
             assert all(map(same, got, calm))
         if "kv_cache_memory_bytes" in settings:
-            assert engine.scheduler.preemptions["swap" if "swap_space" in settings else "recompute"]
+            assert engine.scheduler.work.preemptions["swap" if "swap_space" in settings else "recompute"]
         assert not len(engine.grammars.masks)
     finally:
         engine.shutdown()

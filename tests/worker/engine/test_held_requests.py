@@ -61,7 +61,7 @@ def test_a_held_request_can_end(engine: Engine) -> None:
     assert engine.abort("aborted")
     engine.stop_holding("aborted", FETCHED)
     engine.stop_holding("unknown", FETCHED)
-    assert engine.scheduler.num_held == 1
+    assert len(engine.scheduler.admission.waiting.held) == 1
     assert [event.request_id for event in engine.fail(RuntimeError("lost"))] == ["failed"]
 
 

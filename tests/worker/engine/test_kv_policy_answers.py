@@ -76,7 +76,7 @@ def test_windows_survive_preemption_and_migration(folder: Path, oracle: PreTrain
     with engine(folder, kv_cache_memory_bytes=30 * 4096, max_num_seqs=6, max_model_len=96) as llm:
         for out in answers(llm, prompts, WINDOW, 60):
             check_greedy(oracle, [*out.prompt_token_ids, *out.outputs[0].token_ids], 8, window_mask(21, 5))
-        assert llm.engine.scheduler.preemptions["recompute"]
+        assert llm.engine.scheduler.work.preemptions["recompute"]
     with engine(folder) as llm:
         whole = answers(llm, prompts[:1], WINDOW, 60)[0].outputs[0].token_ids
         assert resumed(llm, prompts[0], whole[:33], WINDOW, 60) == whole

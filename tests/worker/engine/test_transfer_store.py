@@ -65,7 +65,7 @@ class Worker:
         root = chain_root(BLOCK, kv_policy=None if policy is None else policy.text)
         chain: list[bytes] = []
         extend_chain(chain, root, tokens, BLOCK)
-        retentions = self.scheduler.retentions_of(policy)
+        retentions = self.scheduler.policy_retentions.of(policy)
         hit = self.cache.find(chain, len(tokens), retentions)
         blocks = self.cache.begin(chain, root, hit=hit, retentions=retentions)
         for end in range(blocks.processed + 1, len(tokens) + 1):
@@ -76,7 +76,7 @@ class Worker:
 
     def windows(self, policy: WindowPolicy) -> GroupSpec:
         """What a policy makes of the first group."""
-        return self.scheduler.retentions_of(policy).specs[0]
+        return self.scheduler.policy_retentions.of(policy).specs[0]
 
     def fill(self) -> None:
         for group, found in enumerate(self.cache.index.tiers[DEVICE]):

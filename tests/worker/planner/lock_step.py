@@ -51,5 +51,5 @@ def run_together(
         result.attention_mass = {row: [1.0] * length for row, wants in enumerate(plan.wants_mass) if wants}
         for output in scheduler.receive(result):
             if output.at_limit:
-                scheduler.finish(output.request_id)
-    return not scheduler.preemptions["recompute"]
+                scheduler.abort(output.request_id)
+    return not scheduler.work.preemptions["recompute"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.worker.kvcache.cache_model import BLOCK
 from transom_worker.kvcache.tiers.loads import Load
 from transom_worker.scheduling.scheduler import Scheduler
-from transom_worker.scheduling.sequence import SequenceStatus
+from transom_worker.scheduling.sequence import AwaitsPrefix, Held, InQueue, SequenceStatus
 
 
 def check_waiters(scheduler: Scheduler) -> int:
@@ -14,14 +14,14 @@ def check_waiters(scheduler: Scheduler) -> int:
     """
     admission = scheduler.admission
     prefixes, running = admission.in_flight_prefixes, list(admission.running)
-    waiters = list(prefixes.waiters)
+    waiters = list(admission.waiting.awaiting_prefix)
     assert admission.num_running_slots_used <= scheduler.config.max_num_seqs
-    assert set(waiters) == set(prefixes.producers)
-    assert not set(waiters) & set(admission.waiting)
+    assert {id(one) for one in waiters} == {id(one) for those in prefixes.waiters_of.values() for one in those}
+    check_places(scheduler)
     for waiter in waiters:
-        producer = prefixes.producers[waiter]
-        num_needed = prefixes.waiters_of[producer][waiter]
-        assert waiter.status is SequenceStatus.WAITING
+        assert isinstance(waiter.wait, AwaitsPrefix)
+        producer, num_needed = waiter.wait.producer, waiter.wait.num_hash_blocks
+        assert waiter in prefixes.waiters_of[producer]
         assert waiter.blocks is None
         assert num_needed * BLOCK < len(waiter.token_ids)
         if isinstance(producer, Load):
@@ -47,6 +47,17 @@ def check_waiters(scheduler: Scheduler) -> int:
         assert digest in sequence.chain[pending.begin : pending.end]
     check_loads(scheduler)
     return len(waiters)
+
+
+def check_places(scheduler: Scheduler) -> None:
+    """A WAITING sequence is at one place, the one that its `wait` says; all others run, or a step in flight still uses them."""
+    waiting = scheduler.admission.waiting
+    places = {InQueue: waiting.queue, AwaitsPrefix: waiting.awaiting_prefix, Held: waiting.held}
+    for sequence in scheduler.by_request.values():
+        found = [kind for kind, place in places.items() if sequence in list(place)]
+        assert found == ([] if sequence.wait is None else [type(sequence.wait)])
+        assert bool(found) == (sequence.status is SequenceStatus.WAITING)
+    assert len(waiting) == sum(one.wait is not None for one in scheduler.by_request.values())
 
 
 def check_loads(scheduler: Scheduler) -> None:

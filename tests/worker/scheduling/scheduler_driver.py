@@ -91,7 +91,7 @@ class Driver:
         if min_shared_tokens is not None:
             self.scheduler.admission.in_flight_prefixes.min_shared_tokens = min_shared_tokens
         self.admitted: set[str] = set()  # requests that were admitted at least once
-        self.scheduler.listen(AdmittedRequests(self.admitted))
+        self.scheduler.admission.listeners.append(AdmittedRequests(self.admitted))
         self.max_model_len = max_model_len
         self.executor = ReplayExecutor(layout, load_after=load_after)
         self.mirror = Mirror(len(layout.groups))
@@ -119,7 +119,7 @@ class Driver:
     def schedule(self) -> StepPlan | None:
         plan = self.scheduler.schedule()
         if plan is not None:
-            least = 0 if self.scheduler.admission.is_loading else 1
+            least = 0 if self.scheduler.admission.moves.is_loading else 1
             assert least <= plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
             assert len(plan.seq_ids) == len(set(plan.seq_ids)) <= self.scheduler.config.max_num_seqs
             self.executor.submit(plan)
@@ -160,7 +160,7 @@ class Driver:
         at_limit = len(tokens) == item.params.max_tokens or item.num_prompt_tokens + len(tokens) == longest
         assert output.at_limit == at_limit
         if at_limit or len(tokens) == self.stop_at.get(name):
-            self.scheduler.finish(name)
+            self.scheduler.abort(name)
             self.finished.append(name)
 
     def step(self) -> None:
@@ -211,7 +211,7 @@ class Driver:
     def check_window_blocks(self) -> None:
         """Beyond what a sequence always holds, window blocks are bounded once for the engine, by tokens in flight."""
         config, cache = self.scheduler.config, self.scheduler.cache
-        most = -(-config.max_num_batched_tokens // BLOCK) * config.steps_in_flight
+        most = -(-config.max_num_batched_tokens // BLOCK) * (config.steps_in_flight or 1)
         running = [s.blocks for s in self.scheduler.by_request.values() if s.blocks]
         for group, retention in enumerate(cache.retentions):
             if not retention.keeps_everything:

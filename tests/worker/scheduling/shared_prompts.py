@@ -38,4 +38,4 @@ def cached(driver: Driver) -> dict[str, int]:
 
 
 def num_waiters(driver: Driver) -> int:
-    return len(driver.scheduler.admission.in_flight_prefixes.waiters)
+    return len(driver.scheduler.admission.waiting.awaiting_prefix)

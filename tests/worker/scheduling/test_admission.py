@@ -33,7 +33,7 @@ def test_a_prompt_needs_room_for_one_more_token() -> None:
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
     small = driver(num_pages=6)
-    capacity = small.scheduler.capacity_tokens
+    capacity = small.scheduler.cache.capacity.longest_tokens(small.scheduler.max_model_len)
     assert 20 < capacity < 95
     small.add(request("fits", range(20), capacity - 20))
     with pytest.raises(

@@ -72,8 +72,8 @@ def test_sequences_behind_a_waiter_run_and_do_not_take_its_running_slot() -> Non
     for name, prompt in (("a", PROMPT), ("b", PROMPT), ("c", [9] * 5), ("d", [8] * 5)):
         driver.add(request(name, prompt, 3))
     assert planned(driver) == {"a": (0, 40), "c": (0, 5)}
-    assert [sequence.request.request_id for sequence in driver.scheduler.admission.all_waiting] == ["d", "b"]
-    assert driver.scheduler.admission.num_before(driver.scheduler.by_request["d"]) == 1
+    assert [sequence.request.request_id for sequence in driver.scheduler.admission.waiting] == ["d", "b"]
+    assert driver.scheduler.admission.waiting.num_before(driver.scheduler.by_request["d"]) == 1
     driver.run()
     assert driver.finished == ["a", "c", "b", "d"]
 

@@ -50,7 +50,7 @@ def num_needed(driver: Driver) -> int:
 def test_a_tight_pool_does_not_thrash(num_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Admission leaves a block for each running sequence; without that, far more tokens are computed twice."""
     driver = crowd(num_pages)
-    preemptions = driver.scheduler.preemptions["recompute"]
+    preemptions = driver.scheduler.work.preemptions["recompute"]
     assert 0 < preemptions <= 2 * len(driver.requests)
     assert driver.executor.num_computed <= 1.5 * num_needed(driver)
 
@@ -61,7 +61,7 @@ def test_a_tight_pool_does_not_thrash(num_pages: int, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(KvCache, "extend", careless)
     thrashing = crowd(num_pages)
-    assert thrashing.scheduler.preemptions["recompute"] > 1.5 * preemptions
+    assert thrashing.scheduler.work.preemptions["recompute"] > 1.5 * preemptions
 
 
 def test_a_preempted_request_continues_where_its_cached_blocks_end() -> None:
@@ -102,7 +102,7 @@ def test_a_request_that_does_not_fit_is_not_tried_at_every_step(monkeypatch: pyt
         num_steps += 1
     assert num_steps > 30
     assert len(tried) < num_steps / 3
-    assert driver.scheduler.preemptions["recompute"] == 0
+    assert driver.scheduler.work.preemptions["recompute"] == 0
     driver.run()
 
 
@@ -113,5 +113,5 @@ def test_two_that_cannot_run_together_do_not_take_turns() -> None:
     driver.add(request("young", range(100, 140), 50))
     driver.run()
     assert driver.finished == ["old", "young"]
-    assert driver.scheduler.preemptions["recompute"] <= 2
+    assert driver.scheduler.work.preemptions["recompute"] <= 2
     assert driver.executor.num_computed <= 2 * num_needed(driver)

@@ -58,9 +58,9 @@ def test_an_aborted_load_is_released_when_the_ranks_have_done_it() -> None:
     load_beside_another(driver)
     driver.abort("again")
     driver.check()
-    assert driver.scheduler.admission.is_loading
+    assert driver.scheduler.admission.moves.is_loading
     driver.run()
-    assert not driver.scheduler.admission.is_loading
+    assert not driver.scheduler.admission.moves.is_loading
     driver.check_idle()
 
 
@@ -120,7 +120,7 @@ def test_a_request_whose_first_step_runs_out_of_memory_is_not_swapped() -> None:
     driver.add(request("first", [7] * 10, 2))
     driver.schedule()
     driver.run_out_of_memory()
-    assert driver.scheduler.preemptions == {"recompute": 1, "swap": 0}
+    assert driver.scheduler.work.preemptions == {"recompute": 1, "swap": 0}
     driver.run(max_steps=100)
     driver.check_idle()
 

@@ -297,7 +297,7 @@ def test_random_requests_with_policies(steps_in_flight: int) -> None:
         random_run(seed, steps_in_flight=steps_in_flight, policies=(None, *WINDOWS, *HISTORIES))
         for seed in range(num_examples(daily=12, exhaustive=60))
     ]
-    assert any(run.scheduler.preemptions["recompute"] for run in runs)
+    assert any(run.scheduler.work.preemptions["recompute"] for run in runs)
 
 
 @settings(max_examples=num_examples(daily=15, exhaustive=80), deadline=None)
@@ -317,7 +317,7 @@ def test_a_preempted_history_is_computed_again_with_equal_decisions() -> None:
     for i in range(4):
         one.add(request(f"h{i}", range(i, 50 + i), 30, kv_policy=HISTORIES[5]))
     one.run()
-    assert one.scheduler.preemptions["recompute"]
+    assert one.scheduler.work.preemptions["recompute"]
     check_kept(one)
     one.check_idle()
 
@@ -351,8 +351,8 @@ def swapped(policies: Sequence[KvPolicy], *, mode: str, steps_in_flight: int, nu
 def test_policies_are_preempted_by_swap(policies: Sequence[KvPolicy], steps_in_flight: int) -> None:
     """A swapped sequence comes back with what its policy keeps, however many gaps its table has, and computes nothing again."""
     one = swapped(policies, mode="swap", steps_in_flight=steps_in_flight, num_pages=5)
-    assert one.scheduler.preemptions["swap"] > 3
-    assert one.scheduler.preemptions["recompute"] == one.scheduler.work.recompute_tokens == 0
+    assert one.scheduler.work.preemptions["swap"] > 3
+    assert one.scheduler.work.preemptions["recompute"] == one.scheduler.work.recompute_tokens == 0
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
@@ -362,7 +362,7 @@ def test_a_measured_request_is_swapped_with_what_its_policy_dropped(
 ) -> None:
     """The executor compares each measured token with the keys of everything that the sequence ever had."""
     one = swapped(policies, mode="swap", steps_in_flight=steps_in_flight, num_pages=9, kv_quality=True)
-    assert one.scheduler.preemptions["swap"] > 3
+    assert one.scheduler.work.preemptions["swap"] > 3
     assert one.scheduler.work.recompute_tokens == 0
     measured = [output for outputs in one.outputs.values() for output in outputs if output.quality is not None]
     assert len(measured) == 6 * 5
@@ -376,7 +376,7 @@ def test_masses_of_a_row_that_is_in_flight_at_a_preemption_count() -> None:
         for i in range(6):
             one.add(request(f"r{i}", range(i, 40 + i), 40, kv_policy=HISTORIES[i]))
         one.run()
-        num_swaps += one.scheduler.preemptions["swap"]
+        num_swaps += one.scheduler.work.preemptions["swap"]
         check_kept(one)
         one.check_idle()
     assert num_swaps > 10
@@ -386,7 +386,7 @@ def test_auto_swaps_a_history_whatever_copying_costs() -> None:
     """Replayed in other steps, its masses would be rounded otherwise; a window is computed again where that is cheaper."""
     for policies, mode in ((HISTORIES, "swap"), (WINDOWS[3:], "recompute")):
         one = swapped(policies, mode="auto", steps_in_flight=2, num_pages=5)
-        assert {mode} == {mode for mode, count in one.scheduler.preemptions.items() if count}
+        assert {mode} == {mode for mode, count in one.scheduler.work.preemptions.items() if count}
 
 
 def test_a_history_that_finds_no_room_in_the_host_tier_is_computed_again_to_the_same_blocks() -> None:
@@ -394,7 +394,7 @@ def test_a_history_that_finds_no_room_in_the_host_tier_is_computed_again_to_the_
     for i in range(6):
         one.add(request(f"r{i}", range(i, 8 + i), 60, kv_policy=HISTORIES[5]))
     one.run()
-    assert one.scheduler.preemptions["recompute"]
+    assert one.scheduler.work.preemptions["recompute"]
     check_kept(one)
     one.check_idle()
 
@@ -409,4 +409,4 @@ def test_dropped_blocks_of_swapped_requests_stay_counted() -> None:
         dropped = one.scheduler.policy_stats()["heavy"].num_dropped_blocks
         assert dropped >= counted
         counted = dropped
-    assert one.scheduler.preemptions["swap"]
+    assert one.scheduler.work.preemptions["swap"]

@@ -106,7 +106,7 @@ def test_preempted_requests_continue_with_the_same_inputs() -> None:
         for name in "abc":
             driver.add(request(name, [ord(name)] * 8, 20))
         driver.run()
-        assert driver.scheduler.preemptions["recompute"] > 0
+        assert driver.scheduler.work.preemptions["recompute"] > 0
         assert driver.finished[0] == "a"  # the oldest is never set back
         assert {name: len(tokens) for name, tokens in driver.tokens.items()} == dict.fromkeys("abc", 20)
         driver.check_idle()
@@ -117,7 +117,7 @@ def test_a_preempted_request_finds_its_own_blocks() -> None:
     for name in "abc":
         driver.add(request(name, [ord(name)] * 30, 24))
     driver.run()
-    assert driver.scheduler.preemptions["recompute"] > 0
+    assert driver.scheduler.work.preemptions["recompute"] > 0
     stats = driver.scheduler.stats()
     assert sum(stats.outcome_tokens.values()) == 90  # counted at first admission alone
 
@@ -181,7 +181,7 @@ def test_prompt_logprobs_survive_preemption() -> None:
     for name in "abc":
         driver.add(request(name, [ord(name) + i for i in range(30)], params=params))
     driver.run()
-    assert driver.scheduler.preemptions["recompute"] > 0
+    assert driver.scheduler.work.preemptions["recompute"] > 0
     for name in "abc":
         entries = driver.outputs[name][0].prompt_logprobs
         assert entries is not None
@@ -210,7 +210,7 @@ def test_a_failed_step_takes_its_requests_and_no_more(steps_in_flight: int) -> N
         pass
     driver.abort("b")
     assert driver.scheduler.fail_in_flight() == ["a"]
-    assert driver.scheduler.num_in_flight == 0
+    assert not driver.scheduler.steps_in_flight
     assert driver.scheduler.stats().groups[0].active_blocks == 0
     plan = driver.scheduler.schedule()
     assert plan is not None

@@ -100,7 +100,9 @@ def test_random_requests(mix: tuple[str, ...], steps_in_flight: int) -> None:
     ]
     if mix[0] != "full":
         return
-    assert any(driver.scheduler.preemptions["recompute"] for driver in drivers)  # the pools are tiny enough to matter
+    assert any(
+        driver.scheduler.work.preemptions["recompute"] for driver in drivers
+    )  # the pools are tiny enough to matter
     assert any(driver.executor.num_repaired for driver in drivers) == (len(mix) > 1)
 
 
@@ -112,7 +114,7 @@ def test_random_requests_on_two_tiers(mix: tuple[str, ...]) -> None:
         for seed in range(num_examples(daily=4, exhaustive=16))
     ]
     assert sum(driver.executor.num_loaded for driver in drivers) > 0
-    assert sum(driver.scheduler.preemptions["swap"] for driver in drivers) > 0
+    assert sum(driver.scheduler.work.preemptions["swap"] for driver in drivers) > 0
 
 
 @pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)

@@ -158,8 +158,8 @@ def test_a_request_is_overtaken_for_a_bounded_time_and_ends_after_bounded_work(
         return
     victim, ahead = driver.scheduler.by_request["victim"], attack.unfinished
     max_steps = sum(attack.total(name) + 2 * steps_in_flight for name in {*ahead, "victim"})
-    watch = Watch(victim, admission.waiting, may_pass=ahead)
-    driver.scheduler.listen(watch)
+    watch = Watch(victim, admission.waiting.queue, may_pass=ahead)
+    driver.scheduler.admission.listeners.append(watch)
     for _ in range(max_steps):
         attack.take_turn()
         driver.step()

@@ -56,7 +56,7 @@ def test_a_preemption_throws_away_what_is_computed_again() -> None:
         driver.add(request(name, [ord(name)] * 8, 20))
     driver.run()
     work = driver.scheduler.work
-    assert work.num_preemptions == driver.scheduler.preemptions["recompute"] > 0
+    assert work.num_preemptions == driver.scheduler.work.preemptions["recompute"] > 0
     assert work.recompute_tokens == work.preempted_tokens == driver.work.thrown_away > 0  # nothing is cached
     assert work.prefill_tokens == 3 * 8
     assert work.decode_tokens == 3 * 19

@@ -106,9 +106,11 @@ class Engine:
             window_repair=config.cache.window_repair,
             kv_policy_obstacle=info.kv_policy_obstacle,
         )
-        self.scheduler.listen(self.events)
+        self.scheduler.admission.listeners.append(self.events)
         self.scheduler.max_model_len = fit_model_len(
-            self.scheduler.capacity_tokens, info.max_model_len, is_requested=config.model.max_model_len is not None
+            self.scheduler.cache.capacity.longest_tokens(info.max_model_len),
+            info.max_model_len,
+            is_requested=config.model.max_model_len is not None,
         )
         self.info: ExecutorInfo = replace(info, max_model_len=self.scheduler.max_model_len)
         self.requests: dict[str, RunningRequest] = {}  # queued and running, by id
@@ -145,12 +147,10 @@ class Engine:
         if self.dead is not None:
             return bool(self._ready)
         return bool(
-            len(self.requests) > self.scheduler.num_held
+            self.scheduler.has_work
             or self._ready
-            or self._pipeline.is_busy
             or self.grammars.is_compiling
             or (self._disk is not None and self._disk.is_busy)
-            or self.scheduler.is_loading
             or self._has_unpublished_abort
             or self.is_restarting
             or self.executor.lost
@@ -336,7 +336,7 @@ class Engine:
         else:
             self.events.token(running.times, now_s)
         if event.finish_reason is not None or event.is_handover:
-            self.scheduler.finish(output.request_id)
+            self.scheduler.abort(output.request_id)
             self._report_end(self._remove(output.request_id), event.finish_reason or "handover")
         return event
 
@@ -346,7 +346,7 @@ class Engine:
         """Let the requests run whose grammars are ready, and end those whose grammars cannot be used."""
         if not self.grammars.is_compiling:
             return
-        is_idle = len(self.requests) <= self.scheduler.num_held and not (events or self._pipeline.is_busy)
+        is_idle = not (events or self.scheduler.has_work)
         for running, matcher, error in self.grammars.take_ready(may_wait=is_idle):
             request_id = running.request.request_id
             if self.requests.get(request_id) is not running:  # it was aborted

@@ -41,8 +41,6 @@ def worker_state(
         stats=scheduler.stats(),
         load=worker_load(scheduler, rates),
         work=scheduler.work.copy(),
-        preemptions=scheduler.preemptions,
-        preempted_tokens=scheduler.preempted_tokens,
         headroom=_headroom(scheduler),
         policies=scheduler.policy_stats(),
         grammars=grammars,

@@ -44,7 +44,7 @@ class TransferStore:
         if query.groups != shape.groups or query.block_size != shape.block_size:
             raise ValueError(f"it has the groups {[group.name for group in query.groups]}")
         hit = self._find(query)
-        retentions = self._scheduler.retentions_of(query.kv_policy)
+        retentions = self._scheduler.policy_retentions.of(query.kv_policy)
         opened = self._cache.export_blocks(query.chain, hit, retentions) if hit.start else None
         if opened is None:
             return None
@@ -119,7 +119,7 @@ class TransferStore:
             full_groups_reach=offer.num_hash_blocks,
             limit=len(query.chain),
         )
-        retentions = self._scheduler.retentions_of(query.kv_policy)
+        retentions = self._scheduler.policy_retentions.of(query.kv_policy)
         opened = self._cache.import_blocks(query.chain, hit, retentions)
         if opened is None:
             return None
@@ -167,7 +167,7 @@ class TransferStore:
 
     def _find(self, query: PrefixQuery) -> PrefixHit:
         """The hit of a query's prefix here, as a request behind it would find it."""
-        retentions = self._scheduler.retentions_of(query.kv_policy)
+        retentions = self._scheduler.policy_retentions.of(query.kv_policy)
         return self._cache.find(query.chain, len(query.chain) * self._cache.block_size + 1, retentions)
 
     def _pieces(self, offer: PrefixOffer, group: int, missing: Sequence[int]) -> list[tuple[BlockRange, int]]:

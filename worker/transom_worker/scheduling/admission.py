@@ -11,9 +11,9 @@ Terms:
                      its blocks go to the host tier and come back ("swap", `sequence_moves`)
     producer         a running sequence that computes, or a load that brings, a prefix which a waiting sequence needs too
                      (`in_flight_prefixes`)
-    waiter           a sequence that waits for a producer's prefix, outside of the queue
+    waiter           a sequence that awaits a producer's prefix, outside of the queue
     reserved tokens  tokens of a step that a running sequence leaves to former waiters that stand before it in order
-    held             said of a new sequence that stays outside of the queue while its prefix comes from another worker
+    held             said of a new sequence that stays outside of the queue, since it lacks its prefix or its grammar
     blocked          said of the first sequence of the queue if it did not fit when it was last tried
     checkpoint       a boundary of a prompt at which the cache keeps what a later request needs to continue there
 
@@ -22,8 +22,8 @@ Three rules:
 - The first running sequence in order always makes progress. Blocks that it lacks are taken from the last running sequence,
   which is preempted. Alone it always fits: requests that could not are refused (`request_validation.length_limit`), and where
   its blocks would lie scattered, the cache moves blocks together.
-- If the first sequence of the queue lacks blocks, no sequence behind it is admitted, so the order is kept. A waiter is not in
-  the queue, so sequences behind it are admitted.
+- If the first sequence of the queue lacks blocks, no sequence after it is admitted, so the order is kept. A waiter is not in
+  the queue, so sequences after it are admitted.
 - The blocks of a sequence that a step in flight computes are released only when that step has answered.
 
 Example of the last rule, with two steps in flight: step 7 computes sequence B. While step 7 is unanswered, A needs a block and
@@ -33,7 +33,7 @@ the queue, and the next plan computes A.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from transom_core.config import PreemptionMode
@@ -47,85 +47,55 @@ from transom_worker.scheduling.attention_history import AttentionHistory
 from transom_worker.scheduling.in_flight_prefixes import InFlightPrefixes
 from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.policy_counts import PolicyCounts
-from transom_worker.scheduling.queue import OrderedQueue
-from transom_worker.scheduling.sequence import Sequence, SequenceStatus
+from transom_worker.scheduling.queue import OrderedQueue, WaitingSequences
+from transom_worker.scheduling.sequence import CachedPrompt, InQueue, Sequence, SequenceStatus, Wait
 from transom_worker.scheduling.sequence_moves import SequenceMoves
 from transom_worker.scheduling.work_counts import WorkCounts
 
 
 class AdmissionControl:
-    """Owns the queue, the running sequences and the ids that the ranks must still be told to forget."""
+    """Owns the waiting and the running sequences, and the ids that the ranks must still be told to forget."""
 
     def __init__(self, cache: KvCache, work: WorkCounts, *, preemption_mode: PreemptionMode = "auto") -> None:
         self.cache = cache
         self.moves = SequenceMoves(cache, work, mode=preemption_mode)
         self._work = work
         self.running = OrderedQueue()
-        self.waiting = OrderedQueue()  # "the queue" of the module's docstring: without waiters
-        self.held = OrderedQueue()
-        self.in_flight_prefixes = InFlightPrefixes(cache.block_size)
+        self.waiting = WaitingSequences()
+        self.in_flight_prefixes = InFlightPrefixes(cache.block_size, self.waiting)
         self.listeners: list[SchedulerListener] = []
         self.policy_counts = PolicyCounts()
         self._finished_ids: list[int] = []  # released sequences that no plan has named as finished yet
         self._num_awaiting_release = 0  # PREEMPTING or FINISHED sequences whose blocks a step in flight still uses
         self._next_seq_id = 0
-        self.blocked: Sequence | None = None  # the first waiting sequence, if it did not fit
+        self.blocked: Wait | None = None  # the wait of the queue's first sequence, if that did not fit
         self.blocked_at = 0  # `cache.num_releases` when it did not fit
 
     @property
-    def num_waiting(self) -> int:
-        """Sequences that are not running, waiters and held ones included."""
-        return len(self.waiting) + len(self.in_flight_prefixes.waiters) + len(self.held)
-
-    @property
     def num_running_slots_used(self) -> int:
-        """Running slots (`max_num_seqs`) in use: a waiter keeps one, so that a sequence behind it cannot take it."""
-        return len(self.running) + len(self.in_flight_prefixes.waiters)
-
-    @property
-    def all_waiting(self) -> Iterator[Sequence]:
-        """All sequences that are not running, waiters and held ones included."""
-        yield from self.waiting
-        yield from self.in_flight_prefixes.waiters
-        yield from self.held
+        """Running slots (`max_num_seqs`) in use: a waiter keeps one, so that a sequence after it cannot take it."""
+        return len(self.running) + len(self.waiting.awaiting_prefix)
 
     @property
     def first_is_blocked(self) -> bool:
         """Whether the first sequence of the queue waits for memory, so that none can be admitted now."""
-        return bool(self.waiting) and bool(self.running) and self._is_blocked(self.waiting.first)
-
-    def num_before(self, sequence: Sequence) -> int:
-        """Return how many sequences that are not running stand before this one."""
-        queues = (self.waiting, self.in_flight_prefixes.waiters, self.held)
-        return sum(queue.num_before(sequence) for queue in queues)
-
-    def enqueue(self, sequence: Sequence, *, is_held: bool = False) -> None:
-        """Add a new sequence to the queue, or hold it until `stop_holding`."""
-        sequence.is_held = is_held
-        (self.held if is_held else self.waiting).add(sequence)
-
-    def stop_holding(self, sequence: Sequence) -> None:
-        """Move a held sequence to the queue; it has kept its place in the order."""
-        sequence.is_held = False
-        self.held.remove(sequence)
-        self.waiting.add(sequence)
+        queue = self.waiting.queue
+        return bool(queue) and bool(self.running) and self._is_blocked(queue.first)
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence of any status; if a step in flight computes it, `release_after_step` releases its blocks later."""
         if sequence.status is SequenceStatus.WAITING:
-            if sequence.is_held:
-                self.held.remove(sequence)
-            elif not self.in_flight_prefixes.stop_waiting(sequence):
-                self.waiting.remove(sequence)
+            self.in_flight_prefixes.forget_waiter(sequence)
             self.moves.drop_swapped(sequence)
+            self.waiting.remove(sequence)
         else:
-            self._requeue(self.in_flight_prefixes.stopped_running(sequence))
+            self.in_flight_prefixes.stopped_running(sequence)
             if sequence.num_in_flight and sequence.status is not SequenceStatus.PREEMPTING:
                 self._num_awaiting_release += 1
             self.running.remove(sequence)
             if not sequence.num_in_flight:
                 self._release_finished(sequence)
-        sequence.status = SequenceStatus.FINISHED
+        sequence.move_to(SequenceStatus.FINISHED)
 
     def release_after_step(self, sequence: Sequence) -> None:
         """Release a PREEMPTING or FINISHED sequence, which no step in flight computes any more."""
@@ -142,9 +112,8 @@ class AdmissionControl:
         """
         while True:
             num_fitting = self._allocate(sequence, count)
-            if (
-                num_fitting or self._num_awaiting_release
-            ):  # rather wait for blocks of a step in flight than preempt another one
+            # It waits for the blocks of a step in flight rather than preempt another one.
+            if num_fitting or self._num_awaiting_release:
                 return num_fitting
             victim = self.running.last
             if victim is sequence and len(self.running) == 1:
@@ -161,8 +130,8 @@ class AdmissionControl:
     def preempt(self, sequence: Sequence, *, may_swap: bool = True) -> None:
         """Return a running sequence to the queue and release its blocks. No step in flight may compute it.
 
-        It is swapped to the host tier, or computed again later. Then its whole hash blocks stay in the prefix cache until they are
-        evicted, so it computes only the tokens behind them.
+        It is swapped to the host tier, or computed again later. In the second case its whole hash blocks stay in the prefix cache
+        until they are evicted, so it computes only the tokens after them.
         """
         blocks = sequence.blocks
         assert blocks is not None
@@ -172,19 +141,14 @@ class AdmissionControl:
         for listener in self.listeners:
             listener.preempted(sequence, mode="swap" if is_swapped else "recompute")
         self.running.remove(sequence)
-        self._requeue(self.in_flight_prefixes.stopped_running(sequence))
+        self.in_flight_prefixes.stopped_running(sequence)
         if is_swapped:
             self._left_device(sequence, blocks)
-            sequence.keep_swapped(blocks)
         else:
             self._release(sequence, CheckpointKind.PREEMPTED)
-            sequence.reset_computed()
-        self.waiting.add(sequence)
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether a load was not reported by the ranks yet."""
-        return self.moves.is_loading
+        sequence.leave_device(is_swapped=is_swapped)
+        sequence.move_to(SequenceStatus.WAITING)
+        self.waiting.put(sequence, InQueue(swapped=blocks if is_swapped else None))
 
     def loaded(self, ticket: int) -> None:
         """Let the sequence run whose load the ranks have reported, or release it if it was preempted or finished meanwhile.
@@ -195,16 +159,16 @@ class AdmissionControl:
         if ended is None:
             return
         sequence, load = ended
-        self._requeue(self.in_flight_prefixes.load_ended(load))
+        self.in_flight_prefixes.ended(load)
         if sequence.status is SequenceStatus.RUNNING:
-            self.published(sequence)
+            self.in_flight_prefixes.published(sequence)
         elif not sequence.num_in_flight:
             self.release_after_step(sequence)
 
     def abandon_loads(self) -> None:
         """Forget all loads, since the ranks were restarted."""
         for load in self.cache.unfinished_loads:
-            self._requeue(self.in_flight_prefixes.load_ended(load))
+            self.in_flight_prefixes.ended(load)
         for sequence in self.moves.abandon_loads():
             self.release_after_step(sequence)
 
@@ -218,18 +182,14 @@ class AdmissionControl:
                 self._preempt_after_step(sequence)
             elif sequence.status is SequenceStatus.RUNNING:
                 self.preempt(sequence, may_swap=False)
-        self.moves.lose_swapped(self.all_waiting)
+        self.moves.lose_swapped(self.waiting)
         self.cache.evict_all()
 
     def _preempt_after_step(self, sequence: Sequence) -> None:
         """Preempt a running sequence when the step or the load in flight has answered, which uses its blocks."""
-        sequence.status = SequenceStatus.PREEMPTING
-        self._requeue(self.in_flight_prefixes.stopped_running(sequence))
+        sequence.move_to(SequenceStatus.PREEMPTING)
+        self.in_flight_prefixes.stopped_running(sequence)
         self._num_awaiting_release += 1
-
-    def published(self, sequence: Sequence) -> None:
-        """Return waiters to the queue whose whole prefix this running sequence has published (put into the prefix cache) by now."""
-        self._requeue(self.in_flight_prefixes.published(sequence))
 
     def reserved_before(self, sequence: Sequence, *, num_free_slots: int) -> int:
         """Return how many tokens of a step a running sequence leaves to former waiters that stand before it in order.
@@ -239,7 +199,7 @@ class AdmissionControl:
         sequence, and one slot is free: 64 tokens.
         """
         reserved_tokens = 0
-        for waiting in islice(self.waiting, max(0, num_free_slots)):
+        for waiting in islice(self.waiting.queue, max(0, num_free_slots)):
             if not waiting.reserved_tokens or waiting.order_key > sequence.order_key:
                 break
             reserved_tokens += waiting.reserved_tokens
@@ -251,7 +211,7 @@ class AdmissionControl:
         0 tokens: the sequence became a waiter or loads blocks from the host tier, and the next one in the queue may be tried.
         None: it cannot be admitted now.
         """
-        sequence = self.waiting.first
+        sequence = self.waiting.queue.first
         busy = len(self.running) > 0 or self._num_awaiting_release > 0
         if sequence.num_ready <= 0:  # it was preempted at its length limit, and the engine will finish it
             return None
@@ -262,7 +222,7 @@ class AdmissionControl:
             return sequence, 0
         count = self._admit(sequence, hit, budget, busy)
         if count is None:
-            self.blocked, self.blocked_at = sequence, self.cache.num_releases
+            self.blocked, self.blocked_at = sequence.wait, self.cache.num_releases
             return None
         return sequence, count
 
@@ -295,7 +255,7 @@ class AdmissionControl:
         window. It is repeated when more blocks were freed than there are running sequences, each of which may have taken one.
         Example: with 3 running sequences the sequence is tried again after 4 freed blocks.
         """
-        return self.blocked is sequence and self.cache.num_releases - self.blocked_at <= len(self.running)
+        return self.blocked is sequence.wait and self.cache.num_releases - self.blocked_at <= len(self.running)
 
     def _becomes_waiter(self, sequence: Sequence, hit: PrefixHit) -> bool:
         """Make the sequence a waiter if a running sequence computes a prefix that it lacks, or a load brings blocks that it would
@@ -316,16 +276,8 @@ class AdmissionControl:
             num_hash_blocks = hit.start // self.cache.block_size
         else:
             return False
-        self.waiting.remove(sequence)
         self.in_flight_prefixes.wait_for(sequence, producer, num_hash_blocks)
         return True
-
-    def _requeue(self, waiters: Iterable[Sequence]) -> None:
-        """Return waiters to the queue, in order. One that was blocked is tried again even if no memory was freed since."""
-        for sequence in waiters:
-            self.waiting.add(sequence)
-            if self.blocked is sequence:
-                self.blocked = None
 
     def _admit(self, sequence: Sequence, hit: PrefixHit | None, budget: int, busy: bool) -> int | None:
         """Start a sequence on its hit and move it to the running ones.
@@ -334,7 +286,8 @@ class AdmissionControl:
         sequences hold blocks.
         """
         index_version = self.cache.index_version
-        sequence.reserved_tokens = 0
+        assert isinstance(sequence.wait, InQueue)
+        sequence.wait.reserved_tokens = 0
         if sequence.swapped is not None:
             return 0 if self._resume(sequence, sequence.swapped, busy) else None
         # Reference the hit's blocks, and allocate blocks for the first tokens.
@@ -360,7 +313,7 @@ class AdmissionControl:
             fits = count > 0
         if not fits:
             self.cache.release(blocks, kind=None)
-            sequence.reset_computed()
+            sequence.leave_device(is_swapped=False)
             return None
         # The sequence runs from here on.
         self.cache.plan_checkpoints(
@@ -377,14 +330,14 @@ class AdmissionControl:
         return True
 
     def _starts(self, sequence: Sequence, blocks: SequenceBlocks, *, tokens: Mapping[str, int]) -> None:
-        """Move an admitted sequence from the queue to the running ones; it is LOADING first if it has a load.
+        """Move an admitted sequence from the queue to the running ones. One that has a load is LOADING first.
 
         `tokens` are its tokens by outcome of the hit search, for the listeners.
         """
         self._work.admitted(sequence, blocks)
         self.waiting.remove(sequence)
         self.running.add(sequence)
-        sequence.status = SequenceStatus.RUNNING
+        sequence.move_to(SequenceStatus.LOADING if blocks.load_ticket else SequenceStatus.RUNNING)
         if blocks.load_ticket:
             self.moves.begin_load(sequence, blocks)
         sequence.seq_id = self._next_seq_id
@@ -394,7 +347,7 @@ class AdmissionControl:
             listener.admitted(sequence, tokens=tokens)
 
     def _checkpoint_boundaries(self, sequence: Sequence, hit: PrefixHit | None) -> list[tuple[int, CheckpointKind]]:
-        """Return where to place checkpoints behind the hit, as (boundary in hash blocks, kind).
+        """Return where to place checkpoints after the hit, as (boundary in hash blocks, kind).
 
         Later requests are expected to continue from the end of the system prompt, from the ends of the last two turns, and from
         the end of the prompt. Example with hash blocks of 16 tokens: turns that end at tokens 40, 100 and 200 and a prompt of
@@ -439,12 +392,9 @@ class AdmissionControl:
             if hit is None:
                 return {}
             return {"hit": hit.start, "repaired": hit.num_hash_blocks * self.cache.block_size - hit.start}
-        sequence.was_admitted = True
-        sequence.index_version = index_version
         num_prompt = sequence.num_prompt_tokens
-        if hit is not None:
-            sequence.num_cached_tokens = min(hit.start, num_prompt)
-            sequence.num_host_tokens = sequence.num_cached_tokens - min(hit.device_start, num_prompt)
+        start, device_start = (0, 0) if hit is None else (min(hit.start, num_prompt), min(hit.device_start, num_prompt))
+        sequence.cached_prompt = CachedPrompt(start, start - device_start, index_version)
         return self.cache.outcomes.count(
             hit, sequence.chain, num_tokens=len(sequence.token_ids), num_prompt_tokens=num_prompt
         )

@@ -1,5 +1,5 @@
-"""Lets a waiting sequence wait for a prefix that a running sequence computes now, or that a load brings from the host tier, in
-place of computing or loading it a second time.
+"""Lets a waiting sequence wait for a prefix that a running sequence computes now, or that a load brings from the host tier, instead
+of computing or loading it a second time.
 
 Terms:
 
@@ -10,10 +10,10 @@ Terms:
     load             copies of a loading sequence's blocks from the host tier to the device, which the ranks make now
     producer         a running sequence that will publish hash blocks which are not in the prefix cache yet, or a load
     waiter           a waiting sequence that needs those hash blocks; it holds no KV blocks and keeps its running slot
-    reserved tokens  tokens that a waiter will compute itself; sequences behind it leave it so many in a step's budget
+    reserved tokens  tokens that a waiter will compute itself; sequences after it in order leave it as many in a step's budget
 
 Example, hash blocks of 16 tokens. Sequence P computes a prompt of 640 tokens (40 hash blocks), 128 tokens a step. Sequence W
-arrives behind it, and the first 400 tokens (25 hash blocks) of its prompt of 450 tokens are those of P's:
+arrives after it, and the first 400 tokens (25 hash blocks) of its prompt of 450 tokens are those of P's:
 
     P   |##########|..............|......................|    # published   . in flight or still to compute
     W   |==========|==============|++++|                      = shared with P   + W's own tokens
@@ -27,22 +27,21 @@ The rule: a sequence waits only for a producer that stands before it in order, a
 the sequence's own hit reaches. Such a producer is served first in each step, so the sequence itself would publish these hash
 blocks later than the producer.
 
-A load is under way whatever becomes of the sequence that it is for, and the ranks make loads one behind the other: a second load
-of the same blocks would end later. So a sequence waits for a load of any other one, until the ranks have reported it, also if
-that sequence is preempted, aborted or fails meanwhile. It does so where the load brings all that it would load itself, which
-costs no time, or much of it; then it begins to load the rest a step or two later.
+A load goes on even if the sequence that it is for is preempted, aborted or fails. The ranks make one load after the other, so a
+second load of the same blocks would end later. Therefore a sequence waits for a load of any other one, until the ranks have
+reported it. It waits if the load brings all that it would load itself, which costs no time, or much of it; in that case it begins
+to load the rest a step or two later.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from transom_core.kv_cache.prefix_search import PrefixHit
 from transom_worker.kvcache.tiers.loads import Load
-from transom_worker.scheduling.queue import OrderedQueue
-from transom_worker.scheduling.sequence import Sequence
+from transom_worker.scheduling.queue import WaitingSequences
+from transom_worker.scheduling.sequence import AwaitsPrefix, InQueue, Sequence
 
 # Waiting costs a sequence a step or two. Computing this many tokens takes about as long as a GPU takes to read a model's weights.
 MIN_SHARED_TOKENS = 128
@@ -65,14 +64,12 @@ class InFlightPrefixes:
     queue.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self.waiters = OrderedQueue()
+    def __init__(self, block_size: int, waiting: WaitingSequences) -> None:
+        self._waiting = waiting
         self.min_shared_tokens = MIN_SHARED_TOKENS
         self.producer_by_digest: dict[bytes, Sequence] = {}
         self.ranges: dict[Sequence, UnpublishedRange] = {}  # by running producer
-        self.producers: dict[Sequence, Sequence | Load] = {}  # by waiter
-        # By producer: its waiters, each with the number of hash blocks, from the prompt's start, that it waits for.
-        self.waiters_of: dict[Sequence | Load, dict[Sequence, int]] = {}
+        self.waiters_of: dict[Sequence | Load, list[Sequence]] = {}  # producer -> those that wait for it
         self._block_size = block_size
 
     def register(self, sequence: Sequence) -> None:
@@ -113,7 +110,10 @@ class InFlightPrefixes:
         return None
 
     def is_worth_waiting(self, sequence: Sequence, hit: PrefixHit, num_blocks: list[int]) -> bool:
-        """Return whether a sequence with this hit should wait for a load that brings so many of its blocks of each group."""
+        """Return whether a sequence with this hit should wait for a load that brings `num_blocks` of its blocks, by group.
+
+        It should if these are all the blocks that it would load itself, or at least `min_shared_tokens` tokens of one group.
+        """
         return tuple(num_blocks) == hit.num_loaded or any(
             count * retention.block_size >= self.min_shared_tokens
             for count, retention in zip(num_blocks, sequence.retentions, strict=True)
@@ -124,60 +124,51 @@ class InFlightPrefixes:
 
         It waits until the end of a load in any case; `num_hash_blocks` are those of its hit then.
         """
-        self.waiters_of.setdefault(producer, {})[sequence] = num_hash_blocks
-        self.producers[sequence] = producer
+        self.waiters_of.setdefault(producer, []).append(sequence)
         # Rounded up to whole blocks, since a step's budget also counts the blocks of sliding windows.
         num_known_blocks = -(-len(sequence.token_ids) // self._block_size)
-        sequence.reserved_tokens = (num_known_blocks - num_hash_blocks) * self._block_size
-        self.waiters.add(sequence)
+        reserved = (num_known_blocks - num_hash_blocks) * self._block_size
+        wait = AwaitsPrefix(producer=producer, num_hash_blocks=num_hash_blocks, reserved_tokens=reserved)
+        self._waiting.put(sequence, wait)
 
-    def published(self, sequence: Sequence) -> Iterable[Sequence]:
-        """Note what a running sequence has published by now; return the waiters whose hash blocks are all published."""
+    def published(self, sequence: Sequence) -> None:
+        """Note what a running sequence has published by now; waiters whose hash blocks are all published return to the queue."""
         unpublished = self.ranges.get(sequence)
         if unpublished is None:
-            return ()
+            return
         assert sequence.blocks is not None
         num_published = sequence.blocks.processed // self._block_size
         self._remove_below(sequence, unpublished, num_published)
-        waiters = self.waiters_of.get(sequence, {})
-        ready = [waiter for waiter, num_needed in waiters.items() if num_needed <= num_published]
-        for waiter in ready:
-            self.stop_waiting(waiter)
+        for waiter in list(self.waiters_of.get(sequence, ())):
+            if isinstance(waiter.wait, AwaitsPrefix) and waiter.wait.num_hash_blocks <= num_published:
+                self._requeue(waiter)
         if unpublished.begin >= unpublished.end:
             del self.ranges[sequence]
-        return ready
 
-    def stopped_running(self, sequence: Sequence) -> Iterable[Sequence]:
-        """Note that a sequence does not run any more, so it produces nothing; return the sequences that waited for it."""
-        unpublished = self.ranges.get(sequence)
-        if unpublished is None:
-            return ()
-        self._remove_below(sequence, unpublished, unpublished.end)
-        del self.ranges[sequence]
-        return self._end_waits_for(sequence)
+    def stopped_running(self, sequence: Sequence) -> None:
+        """Note that a sequence does not run any more, so it produces nothing; those that waited for it return to the queue."""
+        unpublished = self.ranges.pop(sequence, None)
+        if unpublished is not None:
+            self._remove_below(sequence, unpublished, unpublished.end)
+            self.ended(sequence)
 
-    def load_ended(self, load: Load) -> Iterable[Sequence]:
-        """Note that a load has ended; return the sequences that waited for it."""
-        return self._end_waits_for(load)
+    def ended(self, producer: Sequence | Load) -> None:
+        """Note that a load or a producer has ended; the sequences that waited for it return to the queue."""
+        for waiter in list(self.waiters_of.get(producer, ())):
+            self._requeue(waiter)
 
-    def stop_waiting(self, sequence: Sequence) -> bool:
-        """End a sequence's wait; return whether it waited for a producer."""
-        producer = self.producers.pop(sequence, None)
-        if producer is None:
-            return False
-        waiters = self.waiters_of[producer]
-        del waiters[sequence]
-        if not waiters:
-            del self.waiters_of[producer]
-        self.waiters.remove(sequence)
-        return True
+    def forget_waiter(self, sequence: Sequence) -> None:
+        """Note that a sequence does not wait for its producer any more; nothing happens if it does not wait for one."""
+        if isinstance(sequence.wait, AwaitsPrefix):
+            waiters = self.waiters_of[sequence.wait.producer]
+            waiters.remove(sequence)
+            if not waiters:
+                del self.waiters_of[sequence.wait.producer]
 
-    def _end_waits_for(self, producer: Sequence | Load) -> list[Sequence]:
-        """End all waits for a producer; return the sequences that waited."""
-        waiters = list(self.waiters_of.get(producer, ()))
-        for waiter in waiters:
-            self.stop_waiting(waiter)
-        return waiters
+    def _requeue(self, waiter: Sequence) -> None:
+        reserved_tokens = waiter.reserved_tokens
+        self.forget_waiter(waiter)
+        self._waiting.put(waiter, InQueue(reserved_tokens=reserved_tokens))
 
     def _remove_below(self, producer: Sequence, unpublished: UnpublishedRange, end: int) -> None:
         """Remove the hash blocks below `end` from a producer's unpublished range."""

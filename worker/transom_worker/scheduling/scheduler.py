@@ -25,18 +25,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from transom_core.config import SchedulerConfig
-from transom_core.contract import KvPolicy, Request, check_kv_policy
+from transom_core.contract import Request, check_kv_policy
 from transom_core.errors import Overloaded
 from transom_core.kv_cache.groups import GroupKind
 from transom_core.kv_cache.hashing import chain_root
 from transom_core.kv_cache.layout import ArenaLayout
-from transom_core.kv_cache.retention_set import RetentionSet
 from transom_worker.kvcache.eviction.eviction_policy import EvictionPolicy
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.policy_retentions import PolicyRetentions
 from transom_worker.kvcache.stats import CacheStats
 from transom_worker.scheduling.admission import AdmissionControl
-from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.memory_shortage import LargestRow, StepTokenLimit, largest_row
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.policy_counts import PolicyStats
@@ -44,7 +42,7 @@ from transom_worker.scheduling.prompt_pace import PromptPace
 from transom_worker.scheduling.queue import order_time_s
 from transom_worker.scheduling.rate_meter import RateMeter
 from transom_worker.scheduling.request_validation import check_new, length_limit
-from transom_worker.scheduling.sequence import Sequence, SequenceStatus
+from transom_worker.scheduling.sequence import Held, InQueue, Sequence, SequenceStatus
 from transom_worker.scheduling.step import StepPlan, StepResult
 from transom_worker.scheduling.step_budget import chunk_limit
 from transom_worker.scheduling.step_planner import PlannedStep, StepPlanner
@@ -55,7 +53,7 @@ class Scheduler:
     """Plans steps over integers alone: no tensors. Not thread-safe: only the engine's thread calls it.
 
     With no plan in flight, `schedule` returns a plan whenever a request can compute a token. A sequence at its length limit
-    computes nothing more and keeps its blocks until the engine calls `finish`.
+    computes nothing more and keeps its blocks until the engine calls `abort`.
 
     `max_chunk` is the most tokens of one sequence in a step (derived from the layout if None); `pace` limits the prompt tokens
     of a step (made from the config if None); `policy` decides which cached blocks are evicted (the cache's own policy if None);
@@ -91,7 +89,7 @@ class Scheduler:
             clock=clock,
         )
         self.kv_policy_obstacle = kv_policy_obstacle or _policy_obstacle(layout)
-        self._policy_retentions = PolicyRetentions(self.cache.retentions, block_size=block_size)
+        self.policy_retentions = PolicyRetentions(self.cache.retentions, block_size=block_size)
         self.work = WorkCounts()
         self.admission = AdmissionControl(self.cache, self.work, preemption_mode=config.preemption_mode)
         self._pace = pace or (PromptPace(config.target_step_s) if config.target_step_s else None)
@@ -112,13 +110,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished, any plan is in flight, or the ranks have not reported a load."""
-        return bool(self.by_request) or bool(self.steps_in_flight) or self.admission.is_loading
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether the ranks have not reported a load, of a request that may have ended."""
-        return self.admission.is_loading
+        """Whether a request is unfinished and not held, a plan is in flight, or the ranks have not reported a load."""
+        num_held = len(self.admission.waiting.held)
+        return len(self.by_request) > num_held or bool(self.steps_in_flight) or self.admission.moves.is_loading
 
     @property
     def num_running(self) -> int:
@@ -128,46 +122,17 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that are not running: new and preempted ones, and those that wait for a prefix that another computes."""
-        return self.admission.num_waiting
-
-    @property
-    def num_held(self) -> int:
-        """Sequences that are not admitted before `stop_holding`."""
-        return len(self.admission.held)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Plans in flight."""
-        return len(self.steps_in_flight)
-
-    @property
-    def preemptions(self) -> dict[str, int]:
-        """Preemptions since start, by mode."""
-        return {"recompute": self.work.num_preemptions, "swap": self.work.num_swaps}
-
-    @property
-    def preempted_tokens(self) -> dict[str, int]:
-        """Computed tokens that preemptions discarded since start, or kept in the host tier, by mode."""
-        return {"recompute": self.work.preempted_tokens, "swap": self.work.swapped_tokens}
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Longest sequence, up to the model's length, that the KV pool can hold alone."""
-        return self.cache.capacity.longest_tokens(self.max_model_len)
+        return len(self.admission.waiting)
 
     @property
     def waiting_tokens(self) -> int:
         """Tokens to compute before every request has its next output token.
 
         A waiting sequence counts with all its tokens, since its prefix-cache hit is not known yet; a sequence that waits for
-        another's prefix counts with the tokens behind that prefix.
+        another's prefix counts with the tokens after that prefix.
         """
-        waiting = sum(sequence.reserved_tokens or len(sequence.token_ids) for sequence in self.admission.all_waiting)
+        waiting = sum(sequence.reserved_tokens or len(sequence.token_ids) for sequence in self.admission.waiting)
         return waiting + sum(max(0, sequence.num_ready - 1) for sequence in self.admission.running)
-
-    def listen(self, listener: SchedulerListener) -> None:
-        """Call this listener from now on."""
-        self.admission.listeners.append(listener)
 
     def sequences_with_blocks(self) -> list[Sequence]:
         """Return all sequences that hold KV blocks: running ones, and finished ones that a step in flight still computes."""
@@ -186,10 +151,6 @@ class Scheduler:
     def policy_stats(self) -> dict[str, PolicyStats]:
         """Return what KV policies keep, drop and change, by type."""
         return self.admission.policy_counts.stats(self.sequences_with_blocks(), block_size=self.cache.block_size)
-
-    def retentions_of(self, policy: KvPolicy | None) -> RetentionSet:
-        """Return what sequences with this KV policy keep of each group; None: without one."""
-        return self._policy_retentions.of(policy)
 
     # Requests in and out
 
@@ -210,7 +171,7 @@ class Scheduler:
             max_model_len=self.max_model_len,
             obstacle=self.kv_policy_obstacle,
         )
-        retentions = self.retentions_of(request.kv_policy)
+        retentions = self.policy_retentions.of(request.kv_policy)
         limit = length_limit(
             request,
             self.cache,
@@ -239,15 +200,15 @@ class Scheduler:
         )
         self.by_request[request.request_id] = sequence
         self.admission.policy_counts.queued(request)
-        self.admission.enqueue(sequence, is_held=is_held)
+        self.admission.waiting.put(sequence, Held() if is_held else InQueue())
         for listener in self.admission.listeners:
-            listener.queued(sequence, num_ahead=self.admission.num_before(sequence))
+            listener.queued(sequence, num_ahead=self.admission.waiting.num_before(sequence))
 
     def stop_holding(self, request_id: str) -> None:
         """Let a held request be admitted; any other id is ignored, since the request may have ended meanwhile."""
         sequence = self.by_request.get(request_id)
         if sequence is not None and sequence.is_held:
-            self.admission.stop_holding(sequence)
+            self.admission.waiting.put(sequence, InQueue())
 
     def waits_for_admission(self, request_id: str) -> bool:
         """Return whether a request has not been admitted yet, held or not; False for an unknown id."""
@@ -255,18 +216,15 @@ class Scheduler:
         return sequence is not None and not sequence.was_admitted
 
     def abort(self, request_id: str) -> bool:
-        """End a request in any status; return whether there was one. Blocks that a step in flight uses are freed when it
-        answers.
+        """End a request in any status, complete or not; return whether there was one.
+
+        Blocks that a step in flight uses are freed when it answers; its token is discarded.
         """
         sequence = self.by_request.pop(request_id, None)
         if sequence is None:
             return False
         self.admission.finish(sequence)
         return True
-
-    def finish(self, request_id: str) -> None:
-        """End a request that the engine found complete; a token in flight is discarded. An unknown id is ignored."""
-        self.abort(request_id)
 
     # Steps
 
@@ -308,7 +266,7 @@ class Scheduler:
             assert blocks is not None
             if processed >= blocks.next_event_at:
                 self.cache.advance(blocks, sequence.token_ids, processed)
-                self.admission.published(sequence)
+                self.admission.in_flight_prefixes.published(sequence)
             else:
                 blocks.processed = processed
             if sequence.status is not SequenceStatus.FINISHED:

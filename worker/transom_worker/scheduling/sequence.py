@@ -1,20 +1,21 @@
 """`Sequence`: what the scheduler knows about one request: its tokens, how far they are computed, and its status.
 
-The status of a sequence:
+The status of a sequence, and what changes it (`TRANSITIONS`, from which this table is made):
 
-                     admitted
-    add --> WAITING -----------> RUNNING
-               ^                 |     |
-               |    preempted    |     |  preempted while a step in flight computes it
-               +-----------------+     v
-               +-------------------- PREEMPTING
-                  that step answered
+    WAITING    -> LOADING    admitted; its blocks come from the host tier first
+    WAITING    -> RUNNING    admitted
+    WAITING    -> FINISHED   stopped, aborted or failed
+    LOADING    -> RUNNING    the ranks have reported its load
+    LOADING    -> PREEMPTING preempted while the ranks make its load
+    LOADING    -> FINISHED   stopped, aborted or failed
+    RUNNING    -> WAITING    preempted
+    RUNNING    -> PREEMPTING preempted while a step in flight computes it
+    RUNNING    -> FINISHED   stopped, aborted or failed
+    PREEMPTING -> WAITING    that step has answered, or that load was reported
+    PREEMPTING -> FINISHED   stopped, aborted or failed
 
-    every status --> FINISHED, when the engine stops the request, the client aborts it, or a step fails
-
-A WAITING sequence holds no KV blocks. It stands in the queue, it waits for a prefix that a running sequence computes
-(`in_flight_prefixes`), or it is *held* while its prefix comes from another worker. PREEMPTING and FINISHED sequences
-keep their blocks while a step in flight still reads or writes them.
+A WAITING sequence holds no KV blocks on the device; its `wait` says where it waits and for what. A LOADING sequence holds blocks
+and computes nothing. PREEMPTING and FINISHED sequences keep their blocks while a step in flight, or a load, still uses them.
 
 How far a sequence is computed, as intervals over its token positions:
 
@@ -37,6 +38,7 @@ from enum import Enum, auto
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, LogprobTable, Request, TokenLogprobs
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
+from transom_worker.kvcache.tiers.loads import Load
 from transom_worker.scheduling.attention_history import AttentionHistory
 from transom_worker.scheduling.outputs import SequenceOutput
 from transom_worker.scheduling.step import PolicyQuality
@@ -45,13 +47,74 @@ OrderKey = tuple[float, int]  # (`queue.order_time_s`, counter): the smaller key
 
 
 class SequenceStatus(Enum):
-    """The five statuses of a sequence; the module's docstring has the transitions."""
+    """The statuses of a sequence; the module's docstring has the transitions."""
 
     WAITING = auto()
     LOADING = auto()
     RUNNING = auto()
     PREEMPTING = auto()
     FINISHED = auto()
+
+
+_ENDS = {SequenceStatus.FINISHED: "stopped, aborted or failed"}
+
+TRANSITIONS: dict[SequenceStatus, dict[SequenceStatus, str]] = {
+    SequenceStatus.WAITING: {
+        SequenceStatus.LOADING: "admitted; its blocks come from the host tier first",
+        SequenceStatus.RUNNING: "admitted",
+        **_ENDS,
+    },
+    SequenceStatus.LOADING: {
+        SequenceStatus.RUNNING: "the ranks have reported its load",
+        SequenceStatus.PREEMPTING: "preempted while the ranks make its load",
+        **_ENDS,
+    },
+    SequenceStatus.RUNNING: {
+        SequenceStatus.WAITING: "preempted",
+        SequenceStatus.PREEMPTING: "preempted while a step in flight computes it",
+        **_ENDS,
+    },
+    SequenceStatus.PREEMPTING: {
+        SequenceStatus.WAITING: "that step has answered, or that load was reported",
+        **_ENDS,
+    },
+    SequenceStatus.FINISHED: {},
+}
+"""What may follow each status, with the reason."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class InQueue:
+    """The sequence stands in the queue, and may be admitted when it is the first one."""
+
+    swapped: SequenceBlocks | None = None  # its blocks in the host tier, after a preemption by swap
+    reserved_tokens: int = 0  # tokens of a step that later sequences leave it, because it waited for a prefix before
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class AwaitsPrefix:
+    """The sequence waits until a producer has published the first `num_hash_blocks` of its prompt (`in_flight_prefixes`)."""
+
+    producer: Sequence | Load
+    num_hash_blocks: int
+    reserved_tokens: int  # tokens that it will compute itself
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Held:
+    """The sequence is new, and its prefix is on its way from another worker or from the disk, or its grammar is compiled."""
+
+
+Wait = InQueue | AwaitsPrefix | Held
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrompt:
+    """What the first admission of a sequence found of its prompt in the prefix cache."""
+
+    num_tokens: int = 0
+    num_host_tokens: int = 0  # of these, the ones that the host tier spared
+    index_version: int = 0  # of the prefix index at that time
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,29 +130,52 @@ class Sequence:
     retentions: RetentionSet  # what the sequence keeps, by its KV policy if it has one
     chain: list[bytes] = field(default_factory=list)  # digests of `token_ids`, one per `--block-size` tokens
     status: SequenceStatus = SequenceStatus.WAITING
+    wait: Wait | None = None  # where a WAITING sequence waits; None for any other
     seq_id: int = -1  # the ranks' name of it; a fresh one at each admission
     blocks: SequenceBlocks | None = None
     scheduled: int = 0  # tokens that plans have scheduled
-    num_in_flight: int = 0  # plans that compute the sequence and have not answered
+    num_in_flight: int = 0  # plans and loads that use the sequence's blocks and have not answered
     num_pending: int = 0  # tokens that those plans sample
     num_tokens_on_ranks: int = 0  # tokens whose ids, or the rows that sample them, the ranks have been told
     sampled_step: int = -1  # id of the plan that samples the newest token
     sampled_row: int = -1  # the row of that plan
-    swapped: SequenceBlocks | None = None  # of a WAITING sequence whose KV is in the host tier
-    is_held: bool = False  # its prefix is on its way from another worker
-    was_admitted: bool = False  # at least once
-    num_cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
-    num_host_tokens: int = 0  # of them, those that the host tier spared
-    index_version: int = 0  # of the prefix index when `num_cached_tokens` were found
+    cached_prompt: CachedPrompt | None = None  # None before the first admission
     prompt_logprobs: LogprobTable | None = None  # of the prompt tokens from the second one on, as far as computed
     has_output: bool = False
     num_found_at_admission: int = 0  # tokens that the last admission found in the prefix cache
     recompute_until: int = 0  # a preemption discarded what was computed below this position
-    reserved_tokens: int = 0  # tokens of a step that later sequences leave it, because it waited for a prefix
-    history: AttentionHistory | None = (
-        None  # of a sequence with a KV policy that depends on its attention, while it runs
-    )
+    history: AttentionHistory | None = None  # while it runs under a KV policy that depends on its attention
     decode_from: int = 0  # from this position on only tokens that were sampled here are computed
+
+    def move_to(self, status: SequenceStatus) -> None:
+        """Change the status, which must be one that may follow the present one."""
+        assert status in TRANSITIONS[self.status], f"{self.request.request_id}: {self.status} -> {status}"
+        self.status = status
+
+    @property
+    def was_admitted(self) -> bool:
+        """Whether the sequence was admitted at least once."""
+        return self.cached_prompt is not None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the first admission found in the prefix cache."""
+        return 0 if self.cached_prompt is None else self.cached_prompt.num_tokens
+
+    @property
+    def swapped(self) -> SequenceBlocks | None:
+        """The blocks of a WAITING sequence whose KV is in the host tier; None for any other."""
+        return self.wait.swapped if isinstance(self.wait, InQueue) else None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the sequence must not be admitted yet."""
+        return isinstance(self.wait, Held)
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Tokens of a step that later sequences leave this one, because it waits or waited for a prefix; else 0."""
+        return self.wait.reserved_tokens if isinstance(self.wait, InQueue | AwaitsPrefix) else 0
 
     @property
     def num_tokens_at_arrival(self) -> int:
@@ -126,19 +212,16 @@ class Sequence:
         if isinstance(policy, AdaptivePolicy | HeavyPolicy):
             self.history = AttentionHistory(policy, block_size=block_size, num_prompt_tokens=self.num_prompt_tokens)
 
-    def reset_computed(self) -> None:
-        """Return to WAITING with nothing computed. The caller has released the KV blocks."""
-        self.status = SequenceStatus.WAITING
-        self.blocks = self.history = None
-        self.scheduled = self.num_tokens_on_ranks = 0
-        self.num_pending = 0  # not 0 where the step that was to sample the token ran out of memory
-        self.prompt_logprobs = None
+    def leave_device(self, *, is_swapped: bool) -> None:
+        """Note that the sequence has no blocks on the device any more, so that nothing of it counts as computed.
 
-    def keep_swapped(self, blocks: SequenceBlocks) -> None:
-        """Return to WAITING with these blocks in the host tier; what was computed stays computed."""
-        self.status = SequenceStatus.WAITING
-        self.blocks, self.swapped = None, blocks
+        What a swapped sequence has computed besides its KV stays, since its blocks come back.
+        """
+        self.blocks = None
+        # A pending token is left where the step that was to sample it ran out of memory.
         self.scheduled = self.num_tokens_on_ranks = self.num_pending = 0
+        if not is_swapped:
+            self.history = self.prompt_logprobs = None
 
     def take_prompt_logprobs(self, logprobs: LogprobTable) -> None:
         """Append the log-probabilities of the next prompt tokens."""
@@ -160,16 +243,27 @@ class Sequence:
             self.has_output = True
             if self.request.params.prompt_logprobs is not None:
                 prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs or LogprobTable(1), None
-        return SequenceOutput(  # by position: names would cost a third of this function
+        cached = self.cached_prompt or CachedPrompt()
+        # By position: names would cost a third of this function's time.
+        return SequenceOutput(
             self.request.request_id,
             token_id,
             num_tokens - 1 - self.num_prompt_tokens,
-            self.num_cached_tokens,
-            self.index_version,
+            cached.num_tokens,
+            cached.index_version,
             is_first,
             num_tokens >= self.max_tokens_total,
             logprobs,
             prompt_logprobs,
             quality,
-            self.num_host_tokens,
+            cached.num_host_tokens,
         )
+
+
+def transition_table() -> str:
+    """Return the lines of the module's docstring that show `TRANSITIONS`."""
+    return "\n".join(
+        f"    {source.name:10} -> {target.name:10} {reason}"
+        for source, targets in TRANSITIONS.items()
+        for target, reason in targets.items()
+    )

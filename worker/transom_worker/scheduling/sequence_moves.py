@@ -2,9 +2,10 @@
 
 Terms:
 
-    swap out   copy a preempted sequence's blocks to the host tier, in place of computing them again later
+    swap out   copy a preempted sequence's blocks to the host tier, instead of computing them again later
     swap in    load them back
-    load       copies from the host tier to the device; the ranks make them beside the steps and report the load's *ticket*
+    load       copies from the host tier to the device; the ranks make them beside the steps and report the load's *ticket*.
+               A load that is sent again has a new ticket, so a loading sequence is known by its blocks
 
 A sequence whose load the ranks have not reported is LOADING: it holds its blocks on the device and computes nothing. If it is
 preempted or ended meanwhile, its blocks are released when the load is reported, as if a step in flight computed it.
@@ -19,7 +20,7 @@ from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.tiers.loads import Load
 from transom_worker.kvcache.tiers.swapping import num_live_blocks
-from transom_worker.scheduling.sequence import Sequence, SequenceStatus
+from transom_worker.scheduling.sequence import InQueue, Sequence, SequenceStatus
 from transom_worker.scheduling.work_counts import WorkCounts
 
 
@@ -30,7 +31,9 @@ class SequenceMoves:
         self._cache = cache
         self._work = work
         self._mode = mode
-        self._loading: dict[int, Sequence] = {}  # by id() of the blocks: those whose load the ranks have not reported
+        self._loading: dict[
+            int, Sequence
+        ] = {}  # id() of its blocks -> a sequence whose load the ranks have not reported
 
     # Loads
 
@@ -40,8 +43,7 @@ class SequenceMoves:
         return bool(self._loading)
 
     def begin_load(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
-        """Make an admitted sequence LOADING, whose load the next plan brings to the ranks."""
-        sequence.status = SequenceStatus.LOADING
+        """Note that an admitted sequence has become LOADING; the next plan brings its load to the ranks."""
         sequence.num_in_flight += 1
         self._loading[id(blocks)] = sequence
 
@@ -78,18 +80,21 @@ class SequenceMoves:
         return True
 
     def swap_in(self, sequence: Sequence, blocks: SequenceBlocks, *, reserve: int, compact: bool) -> bool:
-        """Begin to load a swapped sequence; return False if it does not fit. Arguments are as in `KvCache.extend`."""
+        """Give a swapped sequence blocks on the device, and queue the copies to them; return False if it does not fit.
+
+        The caller then makes it LOADING and calls `begin_load`. `reserve` free blocks stay for running sequences; `compact`: the
+        cache may move blocks together to make room.
+        """
         if not self._cache.swap_in(blocks, reserve=reserve, compact=compact):
             return False
-        sequence.blocks, sequence.swapped = blocks, None
-        sequence.scheduled = blocks.processed
+        sequence.blocks, sequence.scheduled = blocks, blocks.processed
         return True
 
     def drop_swapped(self, sequence: Sequence) -> None:
         """Release what a waiting sequence has in the host tier, if anything; it is computed again."""
-        if sequence.swapped is not None:
-            self._cache.drop_swapped(sequence.swapped)
-            sequence.swapped = sequence.history = sequence.prompt_logprobs = None
+        if isinstance(sequence.wait, InQueue) and sequence.wait.swapped is not None:
+            self._cache.drop_swapped(sequence.wait.swapped)
+            sequence.wait.swapped = sequence.history = sequence.prompt_logprobs = None
 
     def lose_swapped(self, sequences: Iterable[Sequence]) -> None:
         """Have waiting sequences that were swapped computed again, since the host tier's contents are not known any more."""
@@ -101,8 +106,9 @@ class SequenceMoves:
     def _prefers_swap(self, sequence: Sequence, blocks: SequenceBlocks) -> bool:
         """Return whether to swap a sequence, if there is room.
 
-        With "auto" that is so if copying its blocks twice takes no longer than computing its tokens again, and always if its KV
-        policy depends on its history: computed again in other steps, sums of attention are rounded otherwise.
+        With "auto" a sequence is swapped if copying its blocks twice, out and back, takes no longer than computing its tokens
+        again. One with private blocks is always swapped: its KV policy chose them by sums of attention. If the tokens were computed
+        again in other steps, these sums would be rounded in another way, and the policy could choose other blocks.
         """
         rates = self._cache.changes.rates
         never_ran = not (sequence.num_tokens_on_ranks or blocks.was_swapped)
@@ -116,4 +122,4 @@ class SequenceMoves:
 def _stop_loading(sequence: Sequence) -> None:
     sequence.num_in_flight -= 1
     if sequence.status is SequenceStatus.LOADING:
-        sequence.status = SequenceStatus.RUNNING
+        sequence.move_to(SequenceStatus.RUNNING)

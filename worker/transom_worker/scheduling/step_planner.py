@@ -98,7 +98,7 @@ class StepPlanner:
 
     def _must_reach_ranks(self, steps_in_flight: int) -> bool:
         """Return whether the ranks must get a plan without rows: with a load, or to ask whether one is done."""
-        if not (self._admission.is_loading or self._admission.cache.is_fetching):
+        if not (self._admission.moves.is_loading or self._admission.cache.is_fetching):
             return False
         return not steps_in_flight or any(copy.ticket for copy in self._admission.cache.copies.waiting)
 
@@ -112,7 +112,7 @@ class StepPlanner:
         prompts = [one for one in running if one.num_ready > 1]
         num_free_slots = max(0, self._config.max_num_seqs - admission.num_running_slots_used)
         num_waiting = 0 if admission.first_is_blocked else min(num_free_slots, MAX_SHARING)
-        waiting = list(islice(admission.waiting, num_waiting))
+        waiting = list(islice(admission.waiting.queue, num_waiting))
         together = [*prompts, *waiting]
         decodes = len(running) > len(prompts)
         if not together or (len(together) == 1 and not decodes):
@@ -145,7 +145,7 @@ class StepPlanner:
             )
             if sequence.status is not SequenceStatus.RUNNING or ready <= 0:
                 continue
-            # A chunk leaves a token for each running sequence behind it, so that a long prompt does not pause their outputs.
+            # A chunk leaves a token for each running sequence after it, so that a long prompt does not pause their outputs.
             count = (
                 1 if ready == 1 else min(ready, max(1, budget.num_tokens - num_after - self._reserved_before(sequence)))
             )
@@ -191,10 +191,12 @@ class StepPlanner:
         """Admit waiting sequences in order and add their rows, until one does not fit, has no share, or the step is full."""
         admission = self._admission
         num_new_waiters = 0
-        while admission.waiting and budget.for_new and admission.num_running_slots_used < self._config.max_num_seqs:
+        while (
+            admission.waiting.queue and budget.for_new and admission.num_running_slots_used < self._config.max_num_seqs
+        ):
             num_tokens = budget.for_new
             if shares is not None:
-                num_tokens = min(num_tokens, shares.get(admission.waiting.first, 0))
+                num_tokens = min(num_tokens, shares.get(admission.waiting.queue.first, 0))
             admitted = admission.admit_next(num_tokens) if num_tokens else None
             if admitted is None:
                 return

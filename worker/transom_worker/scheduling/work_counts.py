@@ -46,6 +46,16 @@ class WorkCounts:
         return self.num_tokens - self.prefill_tokens - self.repair_tokens - self.recompute_tokens
 
     @property
+    def preemptions(self) -> dict[str, int]:
+        """Preemptions since start, by mode."""
+        return {"recompute": self.num_preemptions, "swap": self.num_swaps}
+
+    @property
+    def tokens_of_preempted(self) -> dict[str, int]:
+        """Computed tokens that preemptions discarded since start, or kept in the host tier, by mode."""
+        return {"recompute": self.preempted_tokens, "swap": self.swapped_tokens}
+
+    @property
     def num_preempted(self) -> int:
         """Preemptions by recompute and by swap."""
         return self.num_preemptions + self.num_swaps

@@ -20,7 +20,7 @@ def num_quiet_steps(scheduler: Scheduler) -> int:
     """Return how many of the next steps are quiet, if no request arrives before them."""
     admission = scheduler.admission
     cache = scheduler.cache
-    if not admission.running or admission.waiting or admission.is_loading or scheduler.steps_in_flight:
+    if not admission.running or admission.waiting.queue or admission.moves.is_loading or scheduler.steps_in_flight:
         return 0
     if cache.copies.waiting or cache.is_fetching or len(admission.running) > scheduler.config.max_num_batched_tokens:
         return 0

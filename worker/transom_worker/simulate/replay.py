@@ -64,7 +64,7 @@ class Replay:
             output_tokens=self._num_output_tokens,
             host_tokens=self._num_host_tokens,
             steps=self._num_steps,
-            preemptions=sum(self._scheduler.preemptions.values()),
+            preemptions=sum(self._scheduler.work.preemptions.values()),
             fragmentation=fmean(self._fragmentation or [0.0]),
             cache=self._scheduler.stats(),
             seconds=perf_counter() - begin_s,
@@ -109,7 +109,7 @@ class Replay:
                 self._num_host_tokens += output.num_host_tokens
             if output.at_limit:
                 self._fragmentation.append(self._scheduler.stats().fragmentation)
-                self._scheduler.finish(output.request_id)
+                self._scheduler.abort(output.request_id)
                 self._executor.forget(output.request_id)
                 self._end(int(output.request_id), on_progress)
 

@@ -32,16 +32,13 @@ class GrammarStats:
 class WorkerState:
     """The state of queue, cache and ranks at one moment. It is not changed afterwards.
 
-    `preemptions` and `preempted_tokens` (tokens whose computation they threw away) are by mode, such as "recompute". `headroom`
-    is the number of requests that could start now, by their length in tokens or "max". `oldest_waiting_s` is the arrival time
-    of the oldest request that no step has computed yet, in seconds since the epoch, or 0.
+    `headroom` is the number of requests that could start now, by their length in tokens or "max". `oldest_waiting_s` is the arrival
+    time of the oldest request that no step has computed yet, in seconds since the epoch, or 0.
     """
 
     stats: CacheStats
     load: WorkerLoad
     work: WorkCounts
-    preemptions: dict[str, int] = field(default_factory=dict)
-    preempted_tokens: dict[str, int] = field(default_factory=dict)
     headroom: dict[str, int] = field(default_factory=dict)
     policies: dict[str, PolicyStats] = field(default_factory=dict)  # by type of KV policy
     grammars: GrammarStats = GrammarStats()

@@ -93,7 +93,7 @@ def test_frames_say_what_kv_policies_keep(steps_in_flight: int) -> None:
         HeavyPolicy(sinks=5, budget=48),
     )
     watches = [random_lives(("full",), seed, steps_in_flight=steps_in_flight, policies=policies) for seed in range(4)]
-    assert sum(watch.scheduler.preemptions["swap"] for watch in watches) > 0
+    assert sum(watch.scheduler.work.preemptions["swap"] for watch in watches) > 0
 
 
 def test_numbers_beyond_a_byte_are_in_the_records() -> None:

@@ -30,7 +30,7 @@ class Worker:
         self.driver = Driver(layout(("full", "window"), num_pages=num_pages), max_num_batched_tokens=64)
         self.log = BlockMapLog()
         self.scheduler = self.driver.scheduler
-        self.scheduler.listen(self.log)
+        self.scheduler.admission.listeners.append(self.log)
         self.num_commands = 0
         self.map = BlockMap(
             WorkerIdentity("w0", "tiny"),

@@ -46,7 +46,7 @@ class Watch:
     def __init__(self, scheduler: Scheduler, between: Callable[[], object] = lambda: None) -> None:
         self.scheduler = scheduler
         self.log = BlockMapLog()
-        scheduler.listen(self.log)
+        scheduler.admission.listeners.append(self.log)
         self.snapshots = SnapshotTaker(scheduler, self.log.events)
         host = self.snapshots.host
         self.encoder = Encoder(

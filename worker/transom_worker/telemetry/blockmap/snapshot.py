@@ -164,7 +164,7 @@ class SnapshotTaker:
             "repaired_tokens": tokens.get(REPAIRED, 0),
             "missed_tokens": sum(count for name, count in tokens.items() if name not in (HIT, REPAIRED)),
             "evicted_blocks": sum(sum(group.num_evicted.values()) for group in cache.groups),
-            "preemptions": sum(scheduler.preemptions.values()),
+            "preemptions": sum(scheduler.work.preemptions.values()),
             "repairs": cache.num_repairs,
         }
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "handover")
 REFUSALS = ("overloaded", "worker_unavailable", "request_refused", "internal_error")
-PREEMPTION_MODES = ("recompute", "swap")
 HIT_OUTCOMES = ("hit", "repaired", "missed")
 MISS_REASONS = ("never_seen", "full_evicted", "window_evicted", "below_alignment", "last_token", "policy")
 EVICTION_REASONS = ("own_group", "other_group", "compaction", "reset")

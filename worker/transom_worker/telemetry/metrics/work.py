@@ -9,7 +9,6 @@ from prometheus_client.core import Metric
 
 from transom_core.clock import steady_time_s
 from transom_core.telemetry.own_labels import OwnLabels
-from transom_worker.telemetry.metrics.fixed_values import PREEMPTION_MODES, with_zeros
 
 if TYPE_CHECKING:
     from transom_core.contract import WorkerLoad
@@ -24,14 +23,14 @@ def work_families(own: OwnLabels, state: WorkerState) -> Iterator[Metric]:
         "transom_preemptions",
         "Running requests that were put back into the queue to free memory, by mode.",
         ("mode",),
-        [((mode,), count) for mode, count in with_zeros(PREEMPTION_MODES, state.preemptions).items()],
+        [((mode,), count) for mode, count in state.work.preemptions.items()],
     )
     yield own.counters(
         "transom_preempted_tokens",
         "Computed tokens of preempted requests, by mode: recompute threw them away (the prefix cache may give some back), swap "
         "kept them in the host tier.",
         ("mode",),
-        [((mode,), count) for mode, count in with_zeros(PREEMPTION_MODES, state.preempted_tokens).items()],
+        [((mode,), count) for mode, count in state.work.tokens_of_preempted.items()],
     )
     yield own.gauges(
         "transom_kv_headroom_requests",
