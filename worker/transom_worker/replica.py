@@ -14,7 +14,6 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from transom_core.config import EngineConfig
 from transom_core.contract import ErrorInfo, KvGroupInfo, OutputEvent, Request, WorkerInfo, WorkerLoad, WorkerMessage
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import Bytes, PrefixPeers
-from transom_core.errors import EngineDead, RequestError
+from transom_core.errors import EngineDead
 from transom_core.logs import show_logs
 from transom_core.machine.cores import keep_to_share
 from transom_core.machine.openmp import call_on_thread
@@ -32,6 +31,7 @@ from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.engine.router_outbox import RouterOutbox
 from transom_worker.engine.startup import build_engine
 from transom_worker.kvcache.tiers.transfer.kv_transfer import KvTransfer
+from transom_worker.scheduling.request_validation import ids_in_use
 from transom_worker.telemetry.blockmap.block_map import BlockMap, OnEngine
 from transom_worker.telemetry.blockmap.encoder import WorkerIdentity
 
@@ -139,8 +139,8 @@ class WorkerReplica:
             )
         request_ids = [request.request_id for request in requests]
         # Checked here, and not by the scheduler alone: `_routers` must not lose the router of the request with that id.
-        if taken := {one for one, count in Counter(request_ids).items() if count > 1 or one in self._routers}:
-            return [_in_use(one) if one in taken else None for one in request_ids]
+        if any(errors := ids_in_use(requests, self._routers)):
+            return [None if error is None else ErrorInfo.of(error) for error in errors]
         for request_id in request_ids:
             self._routers[request_id] = router_id  # before admission: the first events may come before its result
         held = {} if self.transfer is None else self.transfer.fetched_by(requests, self._worker)
@@ -299,9 +299,3 @@ def _end_process() -> None:
     """End this process, once its event loop has had time to send the error events of its requests."""
     threading.Event().wait(LAST_EVENTS_S)
     os._exit(HUNG_EXIT_CODE)
-
-
-def _in_use(request_id: str) -> ErrorInfo:
-    return ErrorInfo.of(
-        RequestError(f"Request id {request_id!r} is already in use; ids must be unique.", param="request_id")
-    )

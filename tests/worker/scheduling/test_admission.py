@@ -10,7 +10,7 @@ import pytest
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
 from transom_core.contract import CONTRACT_VERSION, Request
 from transom_core.errors import Overloaded, PromptTooLong, RequestError, RequestTooLarge, WorkerLost
-from transom_worker.scheduling.request_validation import check_request
+from transom_worker.scheduling.request_validation import check_tokens
 
 
 def driver(num_pages: int = 100, **config: Any) -> Driver:
@@ -19,7 +19,7 @@ def driver(num_pages: int = 100, **config: Any) -> Driver:
 
 def test_a_request_of_another_version_goes_to_another_worker() -> None:
     with pytest.raises(WorkerLost, match=f"version {CONTRACT_VERSION - 1}; this worker speaks {CONTRACT_VERSION}"):
-        check_request(replace(request("old", range(3)), version=CONTRACT_VERSION - 1), vocab_size=100)
+        check_tokens(replace(request("old", range(3)), version=CONTRACT_VERSION - 1), vocab_size=100)
 
 
 def test_a_prompt_needs_room_for_one_more_token() -> None:

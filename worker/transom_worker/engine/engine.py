@@ -41,7 +41,7 @@ from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.kvcache.tiers.transfer.kv_store import KvStore
 from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
 from transom_worker.scheduling.outputs import SequenceOutput
-from transom_worker.scheduling.request_validation import check_request, fit_model_len, stream_limit
+from transom_worker.scheduling.request_validation import check_tokens, fit_model_len, stream_limit
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
 from transom_worker.telemetry.blockmap.log import BlockMapLog
@@ -193,7 +193,7 @@ class Engine:
             raise EngineDead(f"The worker's engine has ended: {self.dead}")
         if self.is_restarting:
             raise WorkerLost(RESTARTING)
-        check_request(request, vocab_size=self.info.vocab_size)
+        check_tokens(request, vocab_size=self.info.vocab_size)
         arrival_s = self.clock() if arrival_s is None else arrival_s
         running = RunningRequest(
             request,

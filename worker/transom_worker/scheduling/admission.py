@@ -20,7 +20,7 @@ Terms:
 Three rules:
 
 - The first running sequence in order always makes progress. Blocks that it lacks are taken from the last running sequence,
-  which is preempted. Alone it always fits: requests that could not are refused (`request_validation.length_limit`), and where
+  which is preempted. Alone it always fits: requests that could not are refused (`request_validation`), and where
   its blocks would lie scattered, the cache moves blocks together.
 - If the first sequence of the queue lacks blocks, no sequence after it is admitted, so the order is kept. A waiter is not in
   the queue, so sequences after it are admitted.

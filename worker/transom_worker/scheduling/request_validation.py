@@ -1,24 +1,44 @@
 """Validates requests when they arrive at a worker, and refuses those that it cannot serve, with the numbers in the message.
 
-`check_request` needs the model's vocabulary, so the engine calls it; the scheduler calls `check_new` and `length_limit`. Each
-condition is checked in only one of them. *Resumed output* is output that a request arrives with, since its stream began on a
-worker that was lost.
+A request is validated in two places. The router checks what a client asks for before the request leaves it
+(`transom_cluster.openai`, module `to_contract`), so that most wrong requests never come here. The worker checks in this module
+everything that it relies on, whoever has sent the request. Each condition is checked by one of three functions:
+
+    ids_in_use        the replica, before it notes which router a request belongs to: the id is new
+    check_tokens      the engine, before it reads resumed output: version and vocabulary
+    check_admission   the scheduler, before it queues the request: the rest; it returns the request's length limit
+
+*Resumed output* is output that a request arrives with, since its stream began on a worker that was lost.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+from collections import Counter
+from collections.abc import Container, Sequence
 
-from transom_core.contract import CONTRACT_VERSION, Request, max_stream_len
+from transom_core.contract import CONTRACT_VERSION, Request, check_kv_policy, max_stream_len
 from transom_core.errors import ConfigError, PromptTooLong, RequestError, RequestTooLarge, WorkerLost
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.policy_retentions import PolicyRetentions
 
 logger = logging.getLogger("transom.worker")
 
 
-def check_request(request: Request, *, vocab_size: int) -> None:
+def ids_in_use(requests: Sequence[Request], in_use: Container[str]) -> list[RequestError | None]:
+    """Return an error for each of these requests whose id is `in_use` or is given to two of them, None for each other one."""
+    counts = Counter(request.request_id for request in requests)
+    taken = {one for one, count in counts.items() if count > 1 or one in in_use}
+    return [
+        RequestError(f"Request id {request.request_id!r} is already in use; ids must be unique.", param="request_id")
+        if request.request_id in taken
+        else None
+        for request in requests
+    ]
+
+
+def check_tokens(request: Request, *, vocab_size: int) -> None:
     """Check the contract's version and the token ids of a request.
 
     Raises:
@@ -40,11 +60,24 @@ def check_request(request: Request, *, vocab_size: int) -> None:
             raise RequestError(f"Token id {wrong} is outside the vocabulary (0 to {vocab_size - 1}).", param=name)
 
 
-def check_new(request: Request, *, in_use: Container[str]) -> None:
-    """Check that a request asks for something that a worker can do, under an id that is not `in_use`.
+def check_admission(
+    request: Request,
+    cache: KvCache,
+    *,
+    in_use: Container[str],
+    policy_retentions: PolicyRetentions,
+    max_model_len: int,
+    kv_policy_obstacle: str,
+) -> int:
+    """Return the most tokens, prompt and output together, that the request may reach.
+
+    `in_use` are the ids of the scheduler's requests; `policy_retentions` tells what the request keeps by its KV policy;
+    `kv_policy_obstacle` says why the model takes no policy, empty if it does.
 
     Raises:
-        RequestError: the prompt is empty, the resumed output is complete already, or the id is in use.
+        RequestError: the prompt is empty, the resumed output is complete already, the id is in use, or the KV policy does not
+            suit the model.
+        PromptTooLong, RequestTooLarge: see `_length_limit`.
     """
     if not request.prompt_token_ids:
         raise RequestError("The prompt is empty; give at least one token.", param="prompt")
@@ -56,6 +89,16 @@ def check_new(request: Request, *, in_use: Container[str]) -> None:
         )
     if request.request_id in in_use:
         raise RequestError(f"request_id {request.request_id!r} is already being served.", param="request_id")
+    check_kv_policy(
+        request.kv_policy,
+        kv_quality=request.kv_quality,
+        block_size=cache.block_size,
+        max_model_len=max_model_len,
+        obstacle=kv_policy_obstacle,
+    )
+    # For the comparison with full attention, nothing is freed.
+    kept = cache.retentions if request.kv_quality else policy_retentions.of(request.kv_policy)
+    return _length_limit(request, cache, max_model_len=stream_limit(request, max_model_len), retentions=kept)
 
 
 def stream_limit(request: Request, max_model_len: int) -> int:
@@ -70,14 +113,13 @@ def stream_limit(request: Request, max_model_len: int) -> int:
     )
 
 
-def length_limit(request: Request, cache: KvCache, *, max_model_len: int, retentions: RetentionSet) -> int:
+def _length_limit(request: Request, cache: KvCache, *, max_model_len: int, retentions: RetentionSet) -> int:
     """Return the most tokens, prompt and output together, that the request may reach. `retentions` is what it keeps.
 
     Raises:
         PromptTooLong: `max_model_len` leaves no room for one more token.
         RequestTooLarge: the KV pool could not hold that many tokens, even with nothing else running.
     """
-    max_model_len = stream_limit(request, max_model_len)
     num_prompt, num_resumed = request.num_prompt_tokens, len(request.resumed_output_ids)
     if num_prompt + num_resumed + 1 > max_model_len:
         resumed = f" and {num_resumed} resumed output tokens" if num_resumed else ""

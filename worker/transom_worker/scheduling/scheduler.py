@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from transom_core.config import SchedulerConfig
-from transom_core.contract import Request, check_kv_policy
+from transom_core.contract import Request
 from transom_core.errors import Overloaded
 from transom_core.kv_cache.groups import GroupKind
 from transom_core.kv_cache.hashing import chain_root
@@ -41,7 +41,7 @@ from transom_worker.scheduling.policy_counts import PolicyStats
 from transom_worker.scheduling.prompt_pace import PromptPace
 from transom_worker.scheduling.queue import order_time_s
 from transom_worker.scheduling.rate_meter import RateMeter
-from transom_worker.scheduling.request_validation import check_new, length_limit
+from transom_worker.scheduling.request_validation import check_admission
 from transom_worker.scheduling.sequence import Held, InQueue, Sequence, SequenceStatus
 from transom_worker.scheduling.step import StepPlan, StepResult
 from transom_worker.scheduling.step_budget import chunk_limit
@@ -158,26 +158,16 @@ class Scheduler:
         """Queue a request; where `is_held`, it is not admitted before `stop_holding`.
 
         Raises:
-            RequestError: its prompt is empty, it asks for what no worker supports, or its id is in use.
-            PromptTooLong: the model's length leaves no room for one more token.
-            RequestTooLarge: it could never fit the KV pool, even alone.
+            RequestError, PromptTooLong, RequestTooLarge: see `request_validation.check_admission`.
             Overloaded: the queue is full.
         """
-        check_new(request, in_use=self.by_request)
-        check_kv_policy(
-            request.kv_policy,
-            kv_quality=request.kv_quality,
-            block_size=self.cache.block_size,
-            max_model_len=self.max_model_len,
-            obstacle=self.kv_policy_obstacle,
-        )
-        retentions = self.policy_retentions.of(request.kv_policy)
-        limit = length_limit(
+        limit = check_admission(
             request,
             self.cache,
+            in_use=self.by_request,
+            policy_retentions=self.policy_retentions,
             max_model_len=self.max_model_len,
-            # For the comparison with full attention, nothing is freed.
-            retentions=self.cache.retentions if request.kv_quality else retentions,
+            kv_policy_obstacle=self.kv_policy_obstacle,
         )
         ahead = self.num_waiting + len(self.admission.running) - self.config.max_num_seqs
         if ahead >= self.config.max_waiting:
@@ -196,7 +186,7 @@ class Scheduler:
                 kv_policy=None if request.kv_policy is None else request.kv_policy.text,
             ),
             token_ids=[*request.prompt_token_ids, *request.resumed_output_ids],
-            retentions=retentions,
+            retentions=self.policy_retentions.of(request.kv_policy),
         )
         self.by_request[request.request_id] = sequence
         self.admission.policy_counts.queued(request)
