@@ -42,7 +42,7 @@ from transom_cluster.telemetry.request_events import (
 )
 from transom_core.config import SchedulingPolicy
 from transom_core.contract import ErrorInfo, OutputEvent, Request, Usage
-from transom_core.contract.priority import virtual_arrival_s
+from transom_core.contract.request import virtual_arrival_s
 from transom_core.errors import WorkerLost
 
 
@@ -81,7 +81,7 @@ class InFlightRequest:
         self._usage: Usage | None = None  # as the first worker reported it
 
     def queue_order(self, policy: SchedulingPolicy) -> tuple[bool, float]:
-        """The sort key in the request queue: first streams that have begun, then earlier virtual arrivals (`contract.priority`)."""
+        """The sort key in the request queue: first streams that have begun, then earlier virtual arrivals (`contract.request`)."""
         has_output = bool(self.token_ids)
         return not has_output, virtual_arrival_s(self.submitted_s, self.original.priority, policy)
 

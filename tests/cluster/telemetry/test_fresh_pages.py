@@ -16,16 +16,14 @@ from transom_cluster.routing.policy import REASONS
 from transom_cluster.telemetry.request_outcome import BREAK_REASONS
 from transom_cluster.telemetry.router_metrics import MAIN_ENDPOINTS
 from transom_core.errors import LOSS_CAUSES
-from transom_worker.telemetry.metrics.fixed_values import (
+from transom_worker.telemetry.metrics.cache import (
     CHECKPOINT_KINDS,
     EVICTION_REASONS,
-    FINISH_REASONS,
     HIT_OUTCOMES,
     HOST_EVICTION_REASONS,
     MISS_REASONS,
-    PREEMPTION_MODES,
-    REFUSALS,
 )
+from transom_worker.telemetry.metrics.requests import FINISH_REASONS, REFUSALS
 from transom_worker.telemetry.metrics.steps import STEP_PARTS
 from transom_worker.telemetry.metrics.transfers import OUTCOMES as TRANSFER_OUTCOMES
 
@@ -48,8 +46,8 @@ OF_WORKERS: dict[str, Values] = {
     "transom_prefix_tokens": {("hit", ""), ("repaired", ""), *(("missed", reason) for reason in MISS_REASONS)},
     "transom_prefix_requests": one(*HIT_OUTCOMES),
     "transom_kv_checkpoint_changes": set(product(CHECKPOINT_KINDS, ("placed", "given_up", "windows_given_up", "hit"))),
-    "transom_preemptions": one(*PREEMPTION_MODES),
-    "transom_preempted_tokens": one(*PREEMPTION_MODES),
+    "transom_preemptions": one(*("recompute", "swap")),
+    "transom_preempted_tokens": one(*("recompute", "swap")),
     "transom_kv_host_moved_blocks": set(product(("full",), ("spilled", "swapped", "imported", "loaded"))),
     "transom_kv_host_evicted_blocks": set(product(("full",), HOST_EVICTION_REASONS)),
     "transom_kv_evicted_blocks": set(product(("full",), EVICTION_REASONS)),

@@ -18,6 +18,7 @@ from transom_core.contract import KvPolicy, WindowPolicy, WorkerMessage
 from transom_core.errors import ConfigError, EngineDead, Overloaded
 from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_core.kv_cache.tiers import DISK
+from transom_worker.engine.disk_tier import EngineDiskTier
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.execution.executor import DiskUsage
@@ -95,7 +96,7 @@ def test_within_one_engine_and_beside_other_requests(tiny_model: Path, tmp_path:
     disk = engine.executor._runner._copies._disk  # type: ignore[attr-defined]
     while disk._queued_bytes:
         os.sched_yield()
-    assert engine._disk is not None
+    assert isinstance(engine._disk, EngineDiskTier)
     engine._disk.watch.look()
     requests = [make_request(f"again {number}", prompt, max_tokens=6) for number, prompt in enumerate(prompts(8)[:4])]
     requests += [make_request(f"twin {number}", prompt, max_tokens=6) for number, prompt in enumerate(prompts(8)[:4])]
@@ -174,7 +175,7 @@ def test_a_held_request_that_is_aborted_leaves_nothing(tiny_model: Path, tmp_pat
     answers(first, prompts(8))
     first.shutdown()
     engine = engine_on(tiny_model, tmp_path)
-    assert engine._disk is not None
+    assert isinstance(engine._disk, EngineDiskTier)
     imports = engine.scheduler.cache.imports
     assert imports is not None
     engine.add(make_request("held", prompts(1)[0], max_tokens=6))
@@ -201,14 +202,14 @@ def test_a_restart_of_the_ranks_ends_imports(tiny_model: Path, tmp_path: Path, f
     executor = engine.executor
     assert isinstance(executor, Fragile)
     engine.add(make_request("held", prompts(1)[0], max_tokens=6))
-    assert engine._disk is not None
+    assert isinstance(engine._disk, EngineDiskTier)
     assert engine.scheduler.cache.is_fetching
     assert len(engine.scheduler.admission.waiting.held) == 1
     executor.is_lost = True
     (event,) = engine.step()
     assert event.error is not None
     assert event.error.kind == "WorkerLost"
-    assert engine._disk is not None
+    assert isinstance(engine._disk, EngineDiskTier)
     assert not engine._disk.is_busy
     assert not engine.scheduler.cache.imports.opened  # type: ignore[union-attr]
     engine.step()
@@ -263,7 +264,7 @@ def test_a_slow_disk_does_not_stop_other_requests(
     answers(first, prompts(8))
     first.shutdown()
     engine = engine_on(tiny_model, tmp_path)
-    assert engine._disk is not None
+    assert isinstance(engine._disk, EngineDiskTier)
     tier = engine.executor._runner._copies._disk  # type: ignore[attr-defined]
     goes_on, read = threading.Event(), tier._folder.read
 
@@ -301,7 +302,7 @@ def test_a_missing_file_is_tried_once(tiny_model: Path, tmp_path: Path, fast_rea
     answers(first, prompts(8))
     first.shutdown()
     engine = engine_on(tiny_model, tmp_path)
-    assert engine._disk is not None
+    assert isinstance(engine._disk, EngineDiskTier)
     (engine._disk.watch._ended).set()  # no listing but those of the test
     index = engine.scheduler.cache.disk
     assert index is not None
@@ -358,7 +359,7 @@ def test_the_end_does_not_wait_long_for_a_slow_disk(
 
 def test_an_idle_engine_tells_routers_of_files_that_others_write(tiny_model: Path, tmp_path: Path) -> None:
     engine = engine_on(tiny_model, tmp_path)
-    assert engine._disk is not None
+    assert isinstance(engine._disk, EngineDiskTier)
     delivered: SimpleQueue[WorkerMessage] = SimpleQueue()
     thread = EngineThread(engine, delivered.put)
     other = engine_on(tiny_model, tmp_path)

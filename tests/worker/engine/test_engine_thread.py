@@ -191,10 +191,10 @@ def test_an_aborted_load_of_an_idle_engine_gives_its_blocks_back(tiny_model: Pat
 
     engine.executor.receive = receive_late  # type: ignore[method-assign]
     engine.step()
-    assert engine.scheduler.is_loading
+    assert engine.scheduler.admission.moves.is_loading
     engine.abort("again")
     while engine.has_work:
         engine.step()
-    assert not engine.scheduler.is_loading
+    assert not engine.scheduler.admission.moves.is_loading
     assert all(group.active_blocks == 0 for group in engine.scheduler.stats().groups)
     engine.shutdown()

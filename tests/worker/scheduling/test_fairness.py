@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
-from transom_core.contract.priority import PRIORITY_AGING_S
+from transom_core.contract.request import PRIORITY_AGING_S
 from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.manager import KvCache
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.how_many import num_examples
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
-from transom_core.contract.priority import PRIORITY_AGING_S
+from transom_core.contract.request import PRIORITY_AGING_S
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.prompt_pace import PromptPace

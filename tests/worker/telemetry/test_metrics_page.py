@@ -19,8 +19,8 @@ from transom_worker.engine.engine import Engine
 from transom_worker.kvcache.blocks.allocator import EVICTED_FOR_OTHER_GROUP, EVICTED_FOR_OWN_GROUP
 from transom_worker.kvcache.prefix import prefix_outcome
 from transom_worker.kvcache.prefix.tree import CheckpointKind
-from transom_worker.telemetry.metrics import EngineMetrics, fixed_values
-from transom_worker.telemetry.request_times import RequestTimes
+from transom_worker.telemetry.engine_events import RequestTimes
+from transom_worker.telemetry.metrics import EngineMetrics, cache, requests
 
 OWN = {"model", "worker"}
 TIMES = ("queue", "prefill", "first_token", "decode")
@@ -247,12 +247,12 @@ def test_whatever_an_id_is_the_page_stays_whole(request_id: str, trace_parent: s
 
 
 def test_fixed_label_values_are_those_of_the_code() -> None:
-    assert set(fixed_values.FINISH_REASONS) == {*get_args(FinishReason), "handover"}
-    assert set(fixed_values.CHECKPOINT_KINDS) == {kind.value for kind in CheckpointKind}
+    assert set(requests.FINISH_REASONS) == {*get_args(FinishReason), "handover"}
+    assert set(cache.CHECKPOINT_KINDS) == {kind.value for kind in CheckpointKind}
     missed = {name for name in vars(prefix_outcome).values() if isinstance(name, str) and name.startswith("missed_")}
-    assert {f"missed_{reason}" for reason in fixed_values.MISS_REASONS} == missed
-    assert {EVICTED_FOR_OWN_GROUP, EVICTED_FOR_OTHER_GROUP} < set(fixed_values.EVICTION_REASONS)
-    assert set(fixed_values.HIT_OUTCOMES) == {prefix_outcome.HIT, prefix_outcome.REPAIRED, prefix_outcome.MISSED}
+    assert {f"missed_{reason}" for reason in cache.MISS_REASONS} == missed
+    assert {EVICTED_FOR_OWN_GROUP, EVICTED_FOR_OTHER_GROUP} < set(cache.EVICTION_REASONS)
+    assert set(cache.HIT_OUTCOMES) == {prefix_outcome.HIT, prefix_outcome.REPAIRED, prefix_outcome.MISSED}
 
 
 def test_versions_are_read_and_nothing_is_imported() -> None:

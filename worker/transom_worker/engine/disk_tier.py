@@ -25,11 +25,46 @@ FLUSH_S = 5.0  # for which an engine that is stopped writes what is cached
 FLUSH_PIECE_BYTES = 8 << 20  # of each rank, in one plan
 
 
-class EngineDiskTier:
+class NoDiskTier:
+    """The disk tier of an engine without one: no file comes or goes, and no request waits for one."""
+
+    exists = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request waits for a load from the disk, or files were found to have come or gone."""
+        return False
+
+    def on_news(self, call: Callable[[], object]) -> None:
+        """Call this, on another thread, when files have come or gone."""
+
+    def begin(self, request: Request) -> bool:
+        """Begin to import the prefix of a new request; False if it need not be held."""
+        return False
+
+    def take_news(self) -> None:
+        """Take note of the files that have come and gone."""
+
+    def step_done(self, result: StepResult) -> None:
+        """Take note of the loads that have ended."""
+
+    def forget_loads(self) -> None:
+        """End all imports, since the ranks were restarted. All requests have ended."""
+
+    def close(self) -> None:
+        """End the thread that lists the files."""
+
+    def flush(self, executor: Executor) -> None:
+        """Write what is cached, the most valuable prefixes first, as far as it takes no longer than `FLUSH_S`."""
+
+
+class EngineDiskTier(NoDiskTier):
     """The disk tier of one engine, whose thread calls it.
 
     `end_hold` lets a request be admitted for which so many tokens of its prefix were imported; `kept` keeps what was imported.
     """
+
+    exists = True
 
     def __init__(
         self,
@@ -45,21 +80,9 @@ class EngineDiskTier:
         self.watch = DiskWatch(folder, scheduler.cache.disk)
         self._imports = DiskImports(scheduler, self.watch, kept, end_hold=end_hold)
 
-    @classmethod
-    def open(
-        cls,
-        config: CacheConfig,
-        info: ExecutorInfo,
-        scheduler: Scheduler,
-        kept: KeptImports,
-        *,
-        end_hold: Callable[[str, int], object],
-    ) -> EngineDiskTier | None:
-        """Return the disk tier that the settings say; None without one."""
-        if config.disk_cache is None:
-            return None
-        folder = BlockFolder(Path(config.disk_cache), info.disk_fingerprint, space_bytes=config.disk_space_bytes)
-        return cls(scheduler, folder, kept, end_hold=end_hold)
+    def on_news(self, call: Callable[[], object]) -> None:
+        """Call this, on another thread, when files have come or gone."""
+        self.watch.on_news(call)
 
     @property
     def is_busy(self) -> bool:
@@ -99,3 +122,18 @@ class EngineDiskTier:
                 executor.receive()
         except Exception as error:  # the end must come, whatever becomes of the cache
             logger.warning("What is cached could not be written to the disk tier: %s", error)
+
+
+def open_disk_tier(
+    config: CacheConfig,
+    info: ExecutorInfo,
+    scheduler: Scheduler,
+    kept: KeptImports,
+    *,
+    end_hold: Callable[[str, int], object],
+) -> NoDiskTier:
+    """Return the disk tier that the settings say."""
+    if config.disk_cache is None:
+        return NoDiskTier()
+    folder = BlockFolder(Path(config.disk_cache), info.disk_fingerprint, space_bytes=config.disk_space_bytes)
+    return EngineDiskTier(scheduler, folder, kept, end_hold=end_hold)

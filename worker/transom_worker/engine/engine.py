@@ -10,7 +10,6 @@ an event loop.
 
 from __future__ import annotations
 
-import heapq
 import logging
 import time
 from collections.abc import Callable
@@ -30,7 +29,8 @@ from transom_core.errors import (
 )
 from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.answer_grammars import AnswerGrammars
-from transom_worker.engine.disk_tier import EngineDiskTier
+from transom_worker.engine.deadlines import Deadlines
+from transom_worker.engine.disk_tier import NoDiskTier, open_disk_tier
 from transom_worker.engine.kept_imports import KeptImports
 from transom_worker.engine.running_request import RunningRequest
 from transom_worker.engine.state_report import worker_load, worker_state
@@ -124,14 +124,14 @@ class Engine:
         self.transfer_store: KvStore | None = None  # None: this worker takes no part in KV transfer
         if info.shares is not None and config.cache.enable_prefix_caching:
             self.transfer_store = TransferStore(self.scheduler, executor, info.shares, self._kept_imports)
-        self._disk = EngineDiskTier.open(
+        self._disk = open_disk_tier(
             config.cache, info, self.scheduler, self._kept_imports, end_hold=self._end_disk_hold
         )
         self._eos_token_ids = frozenset(info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
         self.grammars = AnswerGrammars(tokenizer, vocab_size=info.vocab_size, eos_token_ids=self._eos_token_ids)
         self._pipeline = StepPipeline(self.scheduler, executor, self.grammars)
         self.clock = clock
-        self._deadlines: list[tuple[float, str]] = []  # a heap of (time, request id)
+        self._deadlines = Deadlines(self.requests)
         self._ready: list[OutputEvent] = []  # events for the next step's return
         self._rates = StepRates()
         self._num_out_of_memory = 0  # steps in a row
@@ -150,7 +150,7 @@ class Engine:
             self.scheduler.has_work
             or self._ready
             or self.grammars.is_compiling
-            or (self._disk is not None and self._disk.is_busy)
+            or self._disk.is_busy
             or self._has_unpublished_abort
             or self.is_restarting
             or self.executor.lost
@@ -158,21 +158,23 @@ class Engine:
 
     def on_disk_news(self, call: Callable[[], object]) -> None:
         """Call this, on another thread, when files of the disk tier have come or gone, so that an idle engine takes note of it."""
-        if self._disk is not None:
-            self._disk.watch.on_news(call)
+        self._disk.on_news(call)
 
     @property
     def blocked_s(self) -> float:
         """For how long `step` would do nothing, unless something is called before: above 0 where the requests wait for blocks that
         another worker reads. At most `MAX_BLOCKED_S`, and no longer than until the next deadline.
         """
-        others = self._ready or self.grammars.is_compiling or self._has_unpublished_abort or self.executor.lost
+        others = (
+            self._ready
+            or self.grammars.is_compiling
+            or self._disk.is_busy
+            or self._has_unpublished_abort
+            or self.executor.lost
+        )
         if others or not (self._made_no_plan and self.requests and self.scheduler.cache.is_read_by_others):
             return 0.0
-        if self._disk is not None and self._disk.is_busy:
-            return 0.0
-        deadline_s = self._deadlines[0][0] - self.clock() if self._deadlines else MAX_BLOCKED_S
-        return max(0.0, min(MAX_BLOCKED_S, deadline_s))
+        return max(0.0, min(MAX_BLOCKED_S, self._deadlines.next_s - self.clock()))
 
     def load(self) -> WorkerLoad:
         """How much this worker has to do now, for routers and the autoscaler."""
@@ -205,17 +207,16 @@ class Engine:
         if running.finish_reason is not None:
             self._ready.append(running.end_event())
             return
-        looks_on_disk = self._disk is not None and not is_held
+        looks_on_disk = self._disk.exists and not is_held
         running.num_holds = int(is_held or looks_on_disk) + (request.grammar is not None)
         self.scheduler.add(request, is_held=running.num_holds > 0)
         self.requests[request.request_id] = running
         if request.grammar is not None:
             self.grammars.begin(running, request.grammar)
-        if self._disk is not None and looks_on_disk and not self._disk.begin(request):
+        if looks_on_disk and not self._disk.begin(request):
             self._end_hold(request.request_id)
         if request.time_left_s is not None:
-            running.deadline_s = arrival_s + request.time_left_s
-            self._watch_deadline(running.deadline_s, request.request_id)
+            self._deadlines.watch(running, arrival_s + request.time_left_s)
 
     def stop_holding(self, request_id: str, report: FetchReport) -> None:
         """Let a held request run, since the fetch of its prefix has ended; any other id is ignored."""
@@ -238,7 +239,7 @@ class Engine:
         return True
 
     def _end_disk_hold(self, request_id: str, num_tokens: int) -> None:
-        """Let a request run for which so many tokens were imported from the disk."""
+        """Let a request run for which `num_tokens` tokens were imported from the disk."""
         self.requests[request_id].num_disk_tokens = num_tokens
         self._end_hold(request_id)
 
@@ -289,8 +290,7 @@ class Engine:
         begin_s = time.perf_counter()
         self.executor.check()
         self._take_grammars(events)
-        if self._disk is not None:
-            self._disk.take_news()
+        self._disk.take_news()
         self._fill()
         self._kept_imports.end_admitted()
         if not self._pipeline.is_busy:
@@ -300,8 +300,7 @@ class Engine:
         self._made_no_plan = False
         scheduled_s = time.perf_counter()
         done = self._pipeline.receive()
-        if self._disk is not None:
-            self._disk.step_done(done.result)
+        self._disk.step_done(done.result)
         self._num_out_of_memory = 0
         self.forward_s += done.timings.forward_s
         now_s = self.clock()
@@ -377,23 +376,11 @@ class Engine:
             self._report_end(self._remove(request_id), "stop")
         return True
 
-    def _watch_deadline(self, deadline_s: float, request_id: str) -> None:
-        """Note a deadline. Those of requests that have ended are removed when they are most of all."""
-        heapq.heappush(self._deadlines, (deadline_s, request_id))
-        if len(self._deadlines) > 2 * len(self.requests) + 64:
-            running = self.requests.items()
-            self._deadlines = [(one.deadline_s, name) for name, one in running if one.deadline_s is not None]
-            heapq.heapify(self._deadlines)
-
     def _expire(self, events: list[OutputEvent]) -> None:
         """End the requests whose deadline has passed with an error."""
-        now_s = self.clock()
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            deadline_s, request_id = heapq.heappop(self._deadlines)
-            running = self.requests.get(request_id)
-            if running is not None and running.deadline_s == deadline_s:  # else its id was used again
-                self.scheduler.abort(request_id)
-                events.append(self._end_with_error(request_id, RequestTimeout("The request's deadline has passed.")))
+        for request_id in self._deadlines.take_passed(self.clock()):
+            self.scheduler.abort(request_id)
+            events.append(self._end_with_error(request_id, RequestTimeout("The request's deadline has passed.")))
 
     # Failures
 
@@ -446,8 +433,7 @@ class Engine:
         if events and self._num_out_of_memory == MAX_OUT_OF_MEMORY:
             return events + self.fail(error)
         self._pipeline.forget()
-        if self._disk is not None:
-            self._disk.forget_loads()
+        self._disk.forget_loads()
         self._kept_imports.forget()
         self.scheduler.reset()
         lost = WorkerLost(f"The worker lost a rank: {error}", loss_cause=error.loss_cause)
@@ -481,12 +467,11 @@ class Engine:
         than by being stopped.
         """
         self.grammars.close()
-        if self._disk is not None:
-            self._disk.close()
-            was_stopped = isinstance(self.dead, EngineDead) and self.dead.loss_cause == "stopped"
-            if not self.is_restarting and (self.dead is None or was_stopped):
-                self._disk.flush(self.executor)
-            self._disk = None
+        disk, self._disk = self._disk, NoDiskTier()
+        disk.close()
+        was_stopped = isinstance(self.dead, EngineDead) and self.dead.loss_cause == "stopped"
+        if not self.is_restarting and (self.dead is None or was_stopped):
+            disk.flush(self.executor)
         self.executor.shutdown()
         self.events.close()
 

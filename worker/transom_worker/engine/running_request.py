@@ -13,7 +13,7 @@ from transom_core.text.detokenizer import Detokenizer
 from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.stop_strings import StopStrings
 from transom_worker.scheduling.outputs import SequenceOutput
-from transom_worker.telemetry.request_times import RequestTimes
+from transom_worker.telemetry.engine_events import RequestTimes
 
 
 class RunningRequest:

@@ -1,7 +1,7 @@
 """`OrderedQueue`: sequences in the order in which the scheduler serves them; it preempts them in the reverse order.
 `WaitingSequences`: all that wait, each at one place.
 
-The order key of a sequence is its *virtual arrival* (`contract.priority`), then a counter. With the policy `fcfs` the counter
+The order key of a sequence is its *virtual arrival* (`contract.request`), then a counter. With the policy `fcfs` the counter
 alone decides, but for streams that migrated from a lost worker. With `priority` the virtual arrival is on this worker's clock:
 the arrival here, less the time that the request waited before in its router, plus 30 seconds for each step of its priority
 number.
@@ -21,7 +21,7 @@ from itertools import chain
 
 from transom_core.config import SchedulerConfig
 from transom_core.contract import Request
-from transom_core.contract.priority import virtual_arrival_s
+from transom_core.contract.request import virtual_arrival_s
 from transom_worker.scheduling.sequence import AwaitsPrefix, Held, InQueue, OrderKey, Sequence, Wait
 
 

@@ -22,8 +22,7 @@ from transom_core.telemetry.request_timelines import Timeline, TimelineEvent, Ti
 from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan, StepTimings
-from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes
-from transom_worker.telemetry.request_times import RequestTimes
+from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes, RequestTimes
 from transom_worker.telemetry.worker_state import WorkerState
 
 Clock = Callable[[], float]

@@ -8,8 +8,7 @@ from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan, StepTimings
 from transom_worker.telemetry.blockmap.events import EventLog
 from transom_worker.telemetry.blockmap.history import History
-from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes
-from transom_worker.telemetry.request_times import RequestTimes
+from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes, RequestTimes
 from transom_worker.telemetry.worker_state import WorkerState
 
 

@@ -8,24 +8,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
 from transom_core.telemetry.own_labels import Buckets, OwnLabels
-from transom_worker.telemetry.metrics.fixed_values import (
-    CHECKPOINT_KINDS,
-    EVICTION_REASONS,
-    HIT_OUTCOMES,
-    HOST_EVICTION_REASONS,
-    MISS_REASONS,
-    with_zeros,
-)
 
 if TYPE_CHECKING:
     from transom_worker.kvcache.histogram import HistogramStats
     from transom_worker.kvcache.stats import CacheStats, CheckpointStats, GroupStats
+
+
+# Label values that are known in advance. Their series exist, at 0, before the first event: a rate needs the value before it.
+HIT_OUTCOMES = ("hit", "repaired", "missed")
+MISS_REASONS = ("never_seen", "full_evicted", "window_evicted", "below_alignment", "last_token", "policy")
+EVICTION_REASONS = ("own_group", "other_group", "compaction", "reset")
+HOST_EVICTION_REASONS = ("own_group", "other_group", "reset")
+CHECKPOINT_KINDS = ("system", "turn", "prompt", "generation", "fork", "preempted")
 
 
 def cache_families(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
@@ -48,14 +48,14 @@ def _prefixes(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
         "Prompt tokens of admitted requests by outcome of the hit search: hit, repaired (computed again to restore a window) or "
         "missed for a reason; they sum to transom_prompt_tokens_total.",
         ("outcome", "reason"),
-        [(_outcome(name), tokens) for name, tokens in with_zeros(fixed, stats.outcome_tokens).items()],
+        [(_outcome(name), tokens) for name, tokens in _with_zeros(fixed, stats.outcome_tokens).items()],
     )
     yield own.counters(
         "transom_prefix_requests",
         "Admitted requests by outcome of the hit search: repaired where a window was restored, else hit where anything was "
         "found, else missed.",
         ("outcome",),
-        [((name,), count) for name, count in with_zeros(HIT_OUTCOMES, stats.outcome_requests).items()],
+        [((name,), count) for name, count in _with_zeros(HIT_OUTCOMES, stats.outcome_requests).items()],
     )
     yield own.counter(
         "transom_prefix_host_tokens",
@@ -104,7 +104,7 @@ def _checkpoints(own: OwnLabels, stats: CheckpointStats) -> Iterator[Metric]:
         "transom_kv_checkpoints",
         "Checkpoints in the prefix cache (positions that a request can continue from), by kind: what they were placed for.",
         ("kind",),
-        [((kind,), count) for kind, count in with_zeros(CHECKPOINT_KINDS, stats.current).items()],
+        [((kind,), count) for kind, count in _with_zeros(CHECKPOINT_KINDS, stats.current).items()],
     )
     changes = (
         ("placed", stats.placed),
@@ -120,7 +120,7 @@ def _checkpoints(own: OwnLabels, stats: CheckpointStats) -> Iterator[Metric]:
         [
             ((kind, change), count)
             for change, counts in changes
-            for kind, count in with_zeros(CHECKPOINT_KINDS, counts).items()
+            for kind, count in _with_zeros(CHECKPOINT_KINDS, counts).items()
         ],
     )
 
@@ -159,7 +159,7 @@ def _blocks(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
         [
             ((group.name, reason), count)
             for group in groups
-            for reason, count in with_zeros(EVICTION_REASONS, group.evicted_blocks).items()
+            for reason, count in _with_zeros(EVICTION_REASONS, group.evicted_blocks).items()
         ],
     )
 
@@ -237,9 +237,14 @@ def _host(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
         [
             ((group.name, reason), count)
             for group in groups
-            for reason, count in with_zeros(HOST_EVICTION_REASONS, group.evicted_blocks).items()
+            for reason, count in _with_zeros(HOST_EVICTION_REASONS, group.evicted_blocks).items()
         ],
     )
+
+
+def _with_zeros(values: Iterable[str], counts: dict[str, int]) -> dict[str, int]:
+    """Return counts by label value, with 0 for each of `values` that has no count."""
+    return dict.fromkeys(values, 0) | counts
 
 
 def _buckets(times: HistogramStats) -> Buckets:

@@ -13,17 +13,15 @@ from prometheus_client.registry import Collector
 from transom_core.errors import Overloaded, RequestError, WorkerLost
 from transom_core.telemetry.own_labels import OwnLabels
 from transom_core.telemetry.process import Process
-from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes
+from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes, RequestTimes
+from transom_worker.telemetry.metrics.answers import grammar_families, policy_families
 from transom_worker.telemetry.metrics.cache import cache_families
-from transom_worker.telemetry.metrics.grammars import grammar_families
 from transom_worker.telemetry.metrics.identity import Identity
-from transom_worker.telemetry.metrics.kv_policies import policy_families
 from transom_worker.telemetry.metrics.ranks import rank_families
 from transom_worker.telemetry.metrics.requests import Requests
 from transom_worker.telemetry.metrics.steps import Steps
 from transom_worker.telemetry.metrics.transfers import Transfers
 from transom_worker.telemetry.metrics.work import work_families
-from transom_worker.telemetry.request_times import RequestTimes
 
 if TYPE_CHECKING:
     from transom_core.config import EngineConfig

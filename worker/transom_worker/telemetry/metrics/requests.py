@@ -6,13 +6,15 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from transom_core.clock import steady_time_s
 from transom_core.telemetry.own_labels import OwnLabels
-from transom_worker.telemetry.metrics.fixed_values import FINISH_REASONS, REFUSALS
-from transom_worker.telemetry.request_times import RequestTimes
+from transom_worker.telemetry.engine_events import RequestTimes
 
 REQUEST_BUCKETS_S = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0),
     *(20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0),
 )
+# Label values that are known in advance. Their series exist, at 0, before the first event: a rate needs the value before it.
+FINISH_REASONS = ("stop", "length", "abort", "error", "handover")
+REFUSALS = ("overloaded", "worker_unavailable", "request_refused", "internal_error")
 LENGTH_BUCKETS = (1, 4, 16, *(2**power for power in range(5, 21)))  # tokens
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,6 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from transom_core.telemetry.own_labels import Buckets, OwnLabels
-from transom_worker.telemetry.metrics.tally import Tally
 
 if TYPE_CHECKING:
     from transom_worker.scheduling.step import StepTimings
@@ -23,6 +23,29 @@ INTER_TOKEN_BUCKETS_S = (
 STEP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 TOKEN_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class Tally:
+    """A histogram for the step loop. It needs neither lock nor label look-up: one thread adds values, and scrapes only read.
+
+    `counts[i]` is the number of values in `(bounds[i - 1], bounds[i]]`; the last count is of those above every bound.
+    """
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> Buckets:
+        """Return the counts so far."""
+        return Buckets(self.bounds, self.counts.copy(), self.sum)
 
 
 class Steps(Collector):
@@ -63,14 +86,14 @@ class Steps(Collector):
             "transom_inter_token_seconds",
             "Seconds between two tokens of one request.",
             (),
-            [((), _buckets(self.inter_token))],
+            [((), self.inter_token.buckets())],
         )
         yield own.histograms(
             "transom_step_seconds",
             "Seconds of one step by part: schedule, wait (for the ranks' result) and output (text, stops and events) are the "
             "engine's; prepare, copy (of blocks), forward and sample are the first rank's, inside wait.",
             ("part",),
-            [((part,), _buckets(tally)) for part, tally in zip(STEP_PARTS, self._parts, strict=True)],
+            [((part,), tally.buckets()) for part, tally in zip(STEP_PARTS, self._parts, strict=True)],
         )
         yield own.counter("transom_steps", "Steps whose result has come back.", self._num_steps)
         yield own.counter(
@@ -78,11 +101,7 @@ class Steps(Collector):
             "Steps that ran out of memory: the request that asked for the most ended, and the others were computed again.",
             self.num_out_of_memory,
         )
-        yield own.histograms("transom_step_tokens", "Tokens computed in one step.", (), [((), _buckets(self._tokens))])
+        yield own.histograms("transom_step_tokens", "Tokens computed in one step.", (), [((), self._tokens.buckets())])
         yield own.histograms(
-            "transom_step_sequences", "Sequences computed in one step.", (), [((), _buckets(self._sequences))]
+            "transom_step_sequences", "Sequences computed in one step.", (), [((), self._sequences.buckets())]
         )
-
-
-def _buckets(tally: Tally) -> Buckets:
-    return Buckets(tally.bounds, tally.counts.copy(), tally.sum)
