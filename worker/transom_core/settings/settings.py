@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -46,9 +46,6 @@ from transom_core.settings.model_settings import HybridSettings, ModelSettings
 from transom_core.settings.step_settings import BatchingSettings, RanksSettings
 from transom_core.settings.worker_settings import WorkerGroup, WorkersSettings
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 DISK_HOST_BYTES = 1 << 30  # of the host tier, where a disk tier or a role is asked for and no host tier
 
 SECTIONS: dict[str, type[BaseModel]] = {
@@ -65,7 +62,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
 }
 """The classes of settings by the titles of their sections in docs/flags.md, which is made from them."""
 
-Config = TypeVar("Config", bound="DataclassInstance")
+Config = TypeVar("Config")
 
 
 class Settings(
@@ -179,7 +176,8 @@ class Settings(
 
     def _config(self, kind: type[Config], **resolved: object) -> Config:
         """Make one config: each field has the value in `resolved`, or of the setting with its name, or else its default."""
-        named = {one.name: getattr(self, one.name) for one in fields(kind) if one.name in SETTING_NAMES}
+        names = {one.name for one in fields(kind)}  # type: ignore[arg-type]  # a dataclass
+        named = {name: getattr(self, name) for name in names & SETTING_NAMES}
         return kind(**(named | resolved))
 
     def _swap_space_bytes(self) -> int:
