@@ -73,7 +73,7 @@ class RanksConfig:
     """The ranks of one worker: the processes that split every layer of its model.
 
     Where there are several, `launcher` starts them as local processes or as Ray actors. A step that takes longer than
-    `step_timeout_s` counts as hung, also that of a single rank.
+    `step_timeout_s` counts as hung, even that of a single rank.
     """
 
     size: int = 1
@@ -152,7 +152,7 @@ class PriorityConfig:
 class FailoverConfig:
     """What a router does with the requests of a lost worker.
 
-    A request migrates `max_resumes` times at most. A request with so many strikes as `max_lost_workers`, each for a worker that
+    A request migrates `max_resumes` times at most. A request with `max_lost_workers` strikes, each for a worker that
     was lost with it, is stopped. It waits `wait_s` seconds for a worker that can take it.
     """
 

@@ -155,7 +155,7 @@ def serve(respond: Callable[[Message], Message], *, prepare: Callable[[Message],
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while (task := _receive(tasks)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends the process, whatever code is running
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends the process inside any code
         try:
             answer = respond(task)
         except MemoryError:

@@ -40,7 +40,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """Formats each line as one JSON object, whatever its message contains.
+    """Formats each line as one JSON object, for any message.
 
     `about` are fields that every line of this process has; `extra={"facts": {...}}` adds fields to one line.
     """
@@ -123,7 +123,7 @@ def process_name() -> str:
 
 @contextlib.contextmanager
 def request_log_scope() -> Iterator[None]:
-    """A context at whose end lines are about no request again, whatever `about_request` has set inside."""
+    """A context at whose end lines are about no request again, even if `about_request` has set one inside."""
     token = _request.set(("", ""))
     try:
         yield

@@ -47,8 +47,8 @@ class Compiled:
 def precompile(
     model: str, *, dtype: str = "auto", quantization: str = "none", kv_cache_dtype: str = "auto"
 ) -> Compiled:
-    """Load a model on the CPU and let it answer, also under KV policies if it can, so that every kernel is compiled that is not in
-    the cache yet.
+    """Load a model on the CPU and let it answer, under KV policies as well if it can. Then every kernel that is not in the cache yet
+    is compiled.
 
     Raises:
         ConfigError, ModelError: settings or checkpoint are wrong.

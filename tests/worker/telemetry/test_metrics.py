@@ -17,6 +17,7 @@ from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.kvcache.histogram import Histogram
 from transom_worker.kvcache.stats import CacheStats, CheckpointStats, GroupStats
 from transom_worker.scheduling.work_counts import WorkCounts
+from transom_worker.telemetry.engine_events import EngineEvents
 from transom_worker.telemetry.metrics import EngineMetrics
 from transom_worker.telemetry.worker_state import WorkerState
 
@@ -171,7 +172,7 @@ def test_the_page_has_fragmentation_checkpoints_and_residency() -> None:
         checkpoints=CheckpointStats(current={"prompt": 4, "fork": 2}),
         num_compacted_blocks=7,
     )
-    metrics.published(WorkerState(stats=stats, load=WorkerLoad(), work=WorkCounts()))
+    EngineEvents(*metrics.sinks).published(WorkerState(stats=stats, load=WorkerLoad(), work=WorkCounts()))
     assert total(metrics, "transom_kv_fragmentation_ratio") == 0.2
     assert total(metrics, "transom_kv_waste_ratio") == 0.01
     assert total(metrics, "transom_kv_checkpoints", kind="prompt") == 4

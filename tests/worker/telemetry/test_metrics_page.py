@@ -19,7 +19,7 @@ from transom_worker.engine.engine import Engine
 from transom_worker.kvcache.blocks.allocator import EVICTED_FOR_OTHER_GROUP, EVICTED_FOR_OWN_GROUP
 from transom_worker.kvcache.prefix import prefix_outcome
 from transom_worker.kvcache.prefix.tree import CheckpointKind
-from transom_worker.telemetry.engine_events import RequestTimes
+from transom_worker.telemetry.engine_events import EngineEvents, RequestTimes
 from transom_worker.telemetry.metrics import EngineMetrics, cache, requests
 
 OWN = {"model", "worker"}
@@ -238,7 +238,7 @@ def test_whatever_an_id_is_the_page_stays_whole(request_id: str, trace_parent: s
     metrics = EngineMetrics()
     times = RequestTimes(1.0, request_id=request_id, trace_parent=trace_parent)
     times.scheduled_s = 2.0
-    metrics.first_scheduled(times, num_prompt_tokens=3)
+    EngineEvents(*metrics.sinks).first_scheduled(times, num_prompt_tokens=3)
     families = {family.name: family for family in parse_openmetrics(metrics.text(openmetrics=True).decode())}
     exemplars = [sample.exemplar for sample in families["transom_queue_seconds"].samples if sample.exemplar]
     labels = exemplars[0].labels if exemplars else {}

@@ -2,7 +2,7 @@
 
 Terms:
 
-    sinks    the first tokens of a sequence, which every policy keeps: models put much attention on them, whatever they say
+    sinks    the first tokens of a sequence, which every policy keeps: models put much attention on them, even if they say little
     window   the most recent tokens, the one that is computed included
     budget   the most tokens that a sequence keeps
 
@@ -130,7 +130,7 @@ class HeavyPolicy:
 KvPolicy = WindowPolicy | AdaptivePolicy | HeavyPolicy
 _EXAMPLE = 'Give one such as {"type": "window", "sinks": 4, "window": 1024}.'
 MIN_ADAPTIVE_BLOCKS = 2  # one that is kept, and one that is being filled
-MIN_HEAVY_BLOCKS = 3  # behind the sinks: one kept for its attention, the most recent one, and one that is being filled
+MIN_HEAVY_BLOCKS = 3  # after the sinks: one kept for its attention, the most recent one, and one that is being filled
 
 
 def check_kv_policy(

@@ -46,7 +46,7 @@ class PrefixOffer:
 
     export_id: str
     num_hash_blocks: int
-    start: int  # the first token to compute behind the prefix; below its end where windows must be repaired
+    start: int  # the first token to compute after the prefix; below its end where windows must be repaired
     blocks: tuple[tuple[int, ...], ...]
     shares: KvShares
 

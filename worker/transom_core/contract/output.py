@@ -116,7 +116,7 @@ class OutputEvent:
     text: str = ""
     text_offset: int = 0
     logprobs: Sequence[TokenLogprobs] | None = None  # one per token id; a LogprobTable where they are many
-    prompt_logprobs: LogprobTable | None = None  # of the prompt's second token and all behind it; once
+    prompt_logprobs: LogprobTable | None = None  # of the prompt's second token and all after it; once
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the token id or string that stopped it; None for end of text
     usage: Usage | None = None  # on the first and the last event

@@ -33,7 +33,7 @@ class PrefixSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to continue, with all that a worker needs, whichever router sends it and at whatever output position it begins.
+    """One sequence to continue, with all that a worker needs, from any router and at any output position.
 
     `resumed_output_ids` are output tokens that the client has already, from a worker that was lost. `turn_boundaries` are
     prompt positions where the turns of a chat end (ascending): the prefix cache prefers to keep states at these. A lower
@@ -82,7 +82,7 @@ class Request:
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether the request may begin behind a cached prefix, wherever that comes from.
+        """Whether the request may begin after a cached prefix, wherever that comes from.
 
         Prompt log-probabilities and the comparison of a KV policy with full attention need every token to be computed, and what a
         policy keeps that depends on its history is in no cache.

@@ -29,7 +29,7 @@ Owner = TypeVar("Owner")
 
 
 class CompiledGrammar(NamedTuple, Generic[Owner]):
-    """What became of the grammar of a request (its owner): a matcher behind the output that it arrived with, or an error."""
+    """What a request (the owner) gets for its grammar: a matcher that has consumed its resumed output, or an error."""
 
     owner: Owner
     matcher: GrammarMatcher | None
@@ -89,7 +89,7 @@ class GrammarCompiler(Generic[Owner]):
         return bool(self._jobs or self._running or self._ready)
 
     def begin(self, owner: Owner, text: str, resumed_output_ids: Sequence[int] = ()) -> None:
-        """Have a request's grammar compiled; `take_ready` returns what becomes of it."""
+        """Have a request's grammar compiled; `take_ready` returns the outcome."""
         with self._changed:
             if self._thread is None:
                 self._start()
@@ -143,7 +143,7 @@ class GrammarCompiler(Generic[Owner]):
                 matcher = self._compiled(job)
             except RequestError as caught:
                 error = caught
-            except Exception as caught:  # whatever a text sets off is that request's error alone
+            except Exception as caught:  # any error of a text is that request's error alone
                 error = RequestError(f"The grammar of the answer cannot be used: {caught}.", param="grammar")
             with self._changed:
                 if self._thread is not me:
@@ -162,7 +162,7 @@ class GrammarCompiler(Generic[Owner]):
             return self._running
 
     def _compiled(self, job: _Job[Owner]) -> GrammarMatcher:
-        """Return a matcher of the job's text, behind the job's output. Raises RequestError."""
+        """Return a matcher of the job's text, which has consumed the job's output. Raises RequestError."""
         with self._changed:
             entry = self._entries.get(job.text)
             if entry is not None:

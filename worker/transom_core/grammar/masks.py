@@ -19,7 +19,7 @@ from transom_core.grammar.matcher import GrammarMatcher
 MAX_THREADS = 8
 LEAST_ROWS = 16
 INLINE_S = 0.001
-MEASURED_PERIOD = 16  # one call in so many is computed on the calling thread in any case, which measures the masks
+MEASURED_PERIOD = 16  # one call in this many is computed on the calling thread in any case, which measures the masks
 NEWEST_SHARE = 0.3  # with which a measurement changes the estimate
 
 

@@ -8,8 +8,8 @@ GNU's OpenMP library (libgomp, which comes with torch) reads its variables once,
 process. Two facts decide whether they count:
 
 - Every thread that runs operators has OpenMP threads of its own until it ends. Where all of these together are more than the cores,
-  libgomp spins 100 rounds at most, whatever the variables say. `call_on_thread` loads a model on a thread that ends, so that the
-  OpenMP threads of the thread which runs the steps are the only ones.
+  libgomp spins 100 rounds at most, even if the variables say more. `call_on_thread` loads a model on a thread that ends, so that
+  the OpenMP threads of the thread which runs the steps are the only ones.
 - `GOMP_SPINCOUNT` counts before `OMP_WAIT_POLICY`.
 """
 

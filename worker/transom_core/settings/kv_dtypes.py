@@ -91,7 +91,7 @@ class KvDtypes:
 
 
 def as_text(value: str | Mapping[str, str]) -> str:
-    """Return the setting as text; Python and YAML may give a mapping of groups to formats in place of it."""
+    """Return the setting as text; Python and YAML may give a mapping of groups to formats instead."""
     return value if isinstance(value, str) else ",".join(f"{group}={name}" for group, name in value.items())
 
 

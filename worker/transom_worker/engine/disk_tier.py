@@ -61,7 +61,7 @@ class NoDiskTier:
 class EngineDiskTier(NoDiskTier):
     """The disk tier of one engine, whose thread calls it.
 
-    `end_hold` lets a request be admitted for which so many tokens of its prefix were imported; `kept` keeps what was imported.
+    `end_hold` lets a request be admitted of whose prefix a number of tokens were imported; `kept` keeps what was imported.
     """
 
     exists = True
@@ -120,7 +120,7 @@ class EngineDiskTier(NoDiskTier):
                     break
                 executor.submit(plan)
                 executor.receive()
-        except Exception as error:  # the end must come, whatever becomes of the cache
+        except Exception as error:  # the engine must end, even if the cache is lost
             logger.warning("What is cached could not be written to the disk tier: %s", error)
 
 

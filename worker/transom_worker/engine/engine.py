@@ -93,7 +93,7 @@ class Engine:
         self.metrics = metrics
         self.timelines = EngineTimelines(worker, clock)
         self.block_map_log = BlockMapLog()
-        self.events = EngineEvents(self.block_map_log, self.timelines, metrics)
+        self.events = EngineEvents(self.block_map_log, self.timelines, *metrics.sinks)
         self.executor = executor
         info = executor.start()
         self.scheduler = Scheduler(
@@ -278,7 +278,7 @@ class Engine:
             events += self._run_out_of_memory(error)
         except RankLost as error:
             events += self._lose_ranks(error)
-        except Exception as error:  # whatever an executor raises ends this engine, but no request may wait for ever
+        except Exception as error:  # any error of an executor ends this engine, but no request may wait for ever
             events += self.fail(error)
         except BaseException:
             self._drop_in_flight()

@@ -179,7 +179,7 @@ class EngineThread:
         self._wake.clear()
 
     def _give_up(self, error: EngineDead) -> None:
-        """Called by the watchdog: end the requests of a thread that hangs. Whatever that thread does later has no effect."""
+        """Called by the watchdog: end the requests of a thread that hangs. Nothing that this thread does later has an effect."""
         self._is_hung = True
         self._engine.executor.interrupt()
         events = self._engine.fail(error)
@@ -218,7 +218,7 @@ class EngineThread:
             try:
                 self._engine.add(request, arrival_s=arrival_s, is_held=request.request_id in held)
                 results.append(None)
-            except Exception as error:  # whatever a request sets off at admission is that request's error alone
+            except Exception as error:  # any error at the admission of a request is that request's error alone
                 if not isinstance(error, TransomError):
                     logger.exception("A request could not be admitted.", extra={"request_id": request.request_id})
                 self._engine.events.refused(error)

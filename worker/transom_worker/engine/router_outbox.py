@@ -1,6 +1,7 @@
 """`RouterOutbox`: what a worker has not sent to one router yet, and when the next message is due.
 
-A message costs a router 0.3 to 0.9 ms of CPU time, whatever it carries (docs/routing.md), and 200 workers send to each router. So
+A message costs a router 0.3 to 0.9 ms of CPU time, even if it carries little (docs/routing.md), and 200 workers send to each
+router. So
 
 - **events** of requests are due at once, and their message carries all news;
 - **news** (changes of the prefix index, a load that routers would judge differently) without events is due at once after
@@ -107,7 +108,7 @@ class RouterOutbox:
 
 
 def is_news(sent: WorkerLoad, load: WorkerLoad) -> bool:
-    """Whether routers would judge a worker differently if they knew `load` in place of `sent`."""
+    """Whether routers would judge a worker differently if they knew `load` instead of `sent`."""
     sent_requests, requests = sent.num_running + sent.num_waiting, load.num_running + load.num_waiting
     return (
         bool(sent_requests) != bool(requests)

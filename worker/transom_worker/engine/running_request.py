@@ -48,7 +48,7 @@ class RunningRequest:
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
-        self._grammar: GrammarMatcher | None = None  # behind the output so far
+        self._grammar: GrammarMatcher | None = None  # has consumed the output so far
         self.num_holds = 0  # what must end before the request may be admitted: a fetch, a load from the disk, compiling
         self._num_chars = 0  # of all final text
         self._end_text = ""  # that a request which ends between two tokens had held back

@@ -11,7 +11,7 @@ thread is inside a compiler goes on, for `COMPILE_LIMIT_S` at most. The process 
 suspended machine: a look that comes much too late counts as one look's period.
 
 A thread can only notice a hang that lets other Python threads run. Against one that holds the interpreter's lock, `Watchdog` keeps
-a timer outside of Python (`faulthandler`): it is set anew at every look, and where no look comes in time it writes the stacks of
+a timer outside of Python (`faulthandler`): it is set again at every look, and where no look comes in time it writes the stacks of
 all threads and ends the process.
 """
 
@@ -125,7 +125,7 @@ class Watchdog:
     def _set_timer(self) -> None:
         if self._ends_process:
             timeout_s = self._turns.limit_s + 2 * self._turns.period_s
-            faulthandler.dump_traceback_later(timeout_s, exit=True, file=STANDARD_ERROR)  # in place of the last one
+            faulthandler.dump_traceback_later(timeout_s, exit=True, file=STANDARD_ERROR)  # instead of the last one
 
 
 def log_hang(error: EngineDead) -> None:

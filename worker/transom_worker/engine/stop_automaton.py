@@ -6,7 +6,7 @@ is `abc`, and its fail node is `bc`. The next character `d` leads to `abcd`, whi
 of the fail node to `bcx`; any other character leads to the root, the empty beginning.
 
 A character costs one move to a longer node or to the root, and each move along a fail node shortens the text's node. So n
-characters make at most 2n moves, whatever the number and length of the stop strings. A node is made when the text first reaches
+characters make at most 2n moves, for any number and length of stop strings. A node is made when the text first reaches
 its parent: a request pays for the part of its stop strings that its text repeats, and nothing when it starts. The library
 `pyahocorasick` builds the whole automaton first, and does not tell how long the present node is, which is the length of the text
 to hold back.

@@ -7,7 +7,7 @@ Terms:
     decision      the choice of the blocks that stay, at a *decision point*; between two points (an *interval*) no block leaves
     oldest block  the first block of the run: the far edge of an adaptive window
 
-Decision points are fixed positions: in the prompt every `_interval_blocks`, behind it every block. A row of a step never
+Decision points are fixed positions: in the prompt every `_interval_blocks`, after it every block. A row of a step never
 crosses one, and a decision waits for the results of all rows below it. So what a sequence keeps follows from its tokens alone,
 however they were cut into steps: a sequence that is computed again, after a preemption or on another worker, keeps the same
 blocks (up to the rounding of masses).
@@ -100,7 +100,7 @@ class AttentionHistory:
         return sorted(sorted(older, key=lambda logical: (self.mass[logical], logical))[:num_leaving])
 
     def _point_behind(self, position: int) -> int:
-        """Return the first decision point behind a position."""
+        """Return the first decision point after a position."""
         point = (position // self._interval_tokens + 1) * self._interval_tokens
         if point <= self._num_prompt_tokens:
             return point

@@ -93,7 +93,7 @@ class InFlightPrefixes:
         """
         block_size, chain = self._block_size, sequence.chain
         min_blocks = -(-(hit.start + self.min_shared_tokens) // block_size)
-        # The hash block behind the hit is the next to compute. Where the hit needs a window repair (computing the tokens of a
+        # The hash block after the hit is the next to compute. Where the hit needs a window repair (computing the tokens of a
         # sliding window again), another sequence may be repairing the same windows: that one produces the hit's last hash block.
         lacking = (
             (hit.num_hash_blocks, hit.num_hash_blocks - 1) if hit.needs_repair(block_size) else (hit.num_hash_blocks,)

@@ -6,7 +6,7 @@ Times are compared by ratios: 4 and 1/4 are equally far from 1. Terms:
     uncertainty  the variance of the average's logarithm; a measurement's weight is its share in uncertainty + noise
 
 The average is of about the last `1 / sqrt(DRIFT)` = 18 measurements, so that noise hardly moves it. Two in succession that are off
-to the same side, by more than `CHANGE` times what noise explains, are a change: the average begins anew.
+to the same side, by more than `CHANGE` times what noise explains, are a change: the average starts again.
 
 Example: loads took 0.2 s each, with noise of a factor 1.5; now they take 4 s. The first one might be an outlier: the average is
 0.27 s. With the second one it is 2 to 7 s, and soon 4 s.
@@ -46,7 +46,7 @@ class NoisyMean:
         self._last_log = log
 
     def mean(self, *, optimism: float = 0.0) -> float:
-        """Return the mean of what was measured, less so many standard deviations of its own uncertainty."""
+        """Return the mean of what was measured, less that number of standard deviations of its own uncertainty."""
         return math.exp(self._log + self._noise / 2 - optimism * math.sqrt(self._uncertainty))
 
     def _learn_noise(self, difference: float) -> None:

@@ -12,7 +12,7 @@ class SequenceOutput(NamedTuple):
     """One new token of one request.
 
     `position` is the token's index in the output; output that the request arrived with (a stream that migrated from a lost
-    worker) counts. `prompt_logprobs` is set once, with the first token: it has the prompt's second token and all behind it.
+    worker) counts. `prompt_logprobs` is set once, with the first token: it has the prompt's second token and all after it.
     `at_limit`: the request has reached its length limit, and the engine must finish it.
     """
 

@@ -24,7 +24,7 @@ from transom_worker.scheduling.step import NO_ID, TIER_DISK, WHOLE_TABLE, NewSeq
 from transom_worker.scheduling.work_counts import WorkCounts
 
 MEASURED_PERIOD = 13
-"""Of a sequence with `kv_quality` one token in so many is compared with full attention; no block's size is a multiple of it."""
+"""Of a sequence with `kv_quality` one token in this many is compared with full attention; no block's size is a multiple of it."""
 
 
 class PlanBuilder:

@@ -8,7 +8,7 @@ context (the tokens before a chunk), since attention makes later chunks of a pro
 
 Example: the target is 0.2 s, a step that only decodes takes 0.06 s, and a prompt token takes 0.5 ms: 280 tokens, rounded to
 256. Prompts get at least half of the target, and at least as much time as decoding, so that they go on where decode steps are
-slow. A limit is at least `LEAST_TOKENS`, since a step costs time of its own, whatever it computes, and a multiple of
+slow. A limit is at least `LEAST_TOKENS`, since each step costs time of its own besides its tokens, and a multiple of
 `ROUNDED_TO`, since kernels compute rows in tiles. It is `FIRST_TOKENS` until a step with prompt tokens has been measured.
 
 Times come with the steps' results, so that a recorded run gives the same limits again.
@@ -34,7 +34,7 @@ class PromptPace:
         self._token_s: dict[int, float] = {}  # seconds per prompt token, by class of context
 
     def limit(self, context: int, *, decodes: bool) -> int:
-        """Return the most prompt tokens of a step whose oldest prompt is computed behind `context` tokens.
+        """Return the most prompt tokens of a step whose oldest prompt is computed after `context` tokens.
 
         `decodes`: the step also computes tokens of requests that decode.
         """

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-QUANTUM = 16  # tokens that a waiting prompt starts with where only prompts behind it have a share
+QUANTUM = 16  # tokens that a waiting prompt starts with where only prompts after it have a share
 
 
 def share_limit(limit: int, needs: Sequence[int], *, num_running: int) -> list[int]:
@@ -21,7 +21,7 @@ def share_limit(limit: int, needs: Sequence[int], *, num_running: int) -> list[i
 
     `needs` are the tokens that the prompts still have to compute: first those of the running prompts in order, of which the
     first is the oldest, then those of waiting ones, in the queue's order. A waiting prompt can be admitted only after those
-    before it, so these get `QUANTUM` tokens, even beyond the limit, where one behind them has a share.
+    before it, so these get `QUANTUM` tokens, even beyond the limit, where one after them has a share.
     """
     if not needs:
         return []

@@ -27,7 +27,7 @@ from transom_worker.scheduling.step import StepPlan, StepTimings
 LEAST_TOKENS = 32  # of prompts in a step; fewer are no measure of what a prompt token costs
 STEP = 1.25  # rates change when they are off by this factor
 OPTIMISM = 1.0  # standard deviations by which the estimate of a load is below the mean
-STALE_STEPS = 16  # steps with prompts and without a load, behind which the estimate of a load decays
+STALE_STEPS = 16  # steps with prompts and without a load, after which the estimate of a load decays
 DECAY = 0.8
 MOST_DECAYS = 12  # to 7 % of what was measured
 
@@ -54,14 +54,14 @@ class RateMeter:
                 self._num_decays = min(self._num_decays + 1, MOST_DECAYS)
 
     def loaded(self, num_blocks: Sequence[int], elapsed_s: float) -> None:
-        """Learn from a load of so many blocks of each group."""
+        """Learn from a load of `num_blocks` blocks, by group."""
         num_bytes = sum(count * size for count, size in zip(num_blocks, self._block_bytes, strict=True))
         if elapsed_s > 0 and num_bytes:
             self._byte_s.add(elapsed_s / num_bytes, drift=self._num_decays * math.log(DECAY))
             self._num_steps = self._num_decays = 0
 
     def next_rates(self, present: LoadRates) -> LoadRates | None:
-        """Return the rates that should hold in place of the present ones; None if those are near enough."""
+        """Return the rates that should hold instead of the present ones; None if those are near enough."""
         token_ns, block_ns = present.token_ns, present.block_ns
         if self._token_s.num_measured:
             token_ns = _stepwise(token_ns, self._token_s.mean() * 1e9)

@@ -13,7 +13,7 @@ from transom_core.kv_cache.load_rates import LoadRates
 
 WEIGHT = 0.3  # of the newest measurement in the moving average
 STEP = 1.25  # rates change when they are off by this factor
-STALE_REQUESTS = 16  # without a read, behind which the estimate decays
+STALE_REQUESTS = 16  # without a read, after which the estimate decays
 DECAY = 0.8
 MOST_DECAYS = 12  # to 7 % of what was measured
 
@@ -28,7 +28,7 @@ class ReadMeter:
         self._num_decays = 0  # since the last read
 
     def read(self, num_blocks: Sequence[int], elapsed_s: float) -> None:
-        """Learn from a load of so many blocks of each group."""
+        """Learn from a load of `num_blocks` blocks, by group."""
         num_bytes = sum(count * size for count, size in zip(num_blocks, self._block_bytes, strict=True))
         if elapsed_s <= 0 or not num_bytes:
             return
@@ -46,7 +46,7 @@ class ReadMeter:
                 self._byte_ns *= DECAY
 
     def next_rates(self, present: LoadRates) -> LoadRates | None:
-        """Return the rates that should hold in place of the present ones; None if those are near enough."""
+        """Return the rates that should hold instead of the present ones; None if those are near enough."""
         read_ns = tuple(
             self._near(ns, self._byte_ns * size) for ns, size in zip(present.read_ns, self._block_bytes, strict=True)
         )

@@ -316,7 +316,7 @@ class Scheduler:
         """Forget all plans in flight, since the oldest one failed and left the ranks able to go on; compute their requests again.
 
         What the failed step has written is not used: sequences are preempted, and only blocks of steps with a result have been
-        published. The ranks get every sequence anew, so that it does not matter how much of the plan they have done. They make the
+        published. The ranks get every sequence again, so that it does not matter how much of the plan they have done. They make the
         block copies of all plans, and report their loads, in any case (`StepPlan`).
         """
         self._take_back_plans(self._compute_again)

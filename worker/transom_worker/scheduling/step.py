@@ -40,7 +40,7 @@ class NewSequence:
     """A sequence that the ranks do not know: a new one, or one that was preempted and admitted again.
 
     `token_ids` are the prompt followed by the known output (after a preemption or migration), `num_prompt_tokens` is where the
-    output begins. Penalties and sampling noise need it: the token behind `n` tokens has output position `n -
+    output begins. Penalties and sampling noise need it: the token after `n` tokens has output position `n -
     num_prompt_tokens`.
 
     With a `kv_policy`, the sequence's tables have `ceil(kv_policy.sinks / block size)` sink blocks, whatever the group's own
@@ -77,7 +77,7 @@ class StepPlan:
     contents.
 
     **Removals** (of sequences with a KV policy). Logical block `removed_logical[x]` leaves the run of (`removed_seq`,
-    `removed_group`), so that a run may have gaps. Appended blocks have the logical indices behind the table's last one, removed or
+    `removed_group`), so that a run may have gaps. Appended blocks have the logical indices after the table's last one, removed or
     not. The delta of a sequence that comes back from the host tier has all its logical blocks, and the plan removes its gaps: where
     a gap's contents are not kept, the delta has -1.
 
@@ -203,7 +203,7 @@ class StepResult:
     """What the first rank reports of one step. Results arrive in the order of their plans.
 
     `sampled_ids` and `logprobs` are in the order of the plan's sampling rows (`sample[b] == 1`, in order of b).
-    `prompt_logprobs[b]` has the log-probabilities of the prompt tokens behind positions `[logits_from[b], ...)`, for sequences
+    `prompt_logprobs[b]` has the log-probabilities of the prompt tokens after positions `[logits_from[b], ...)`, for sequences
     that request them.
 
     `attention_mass[b]` has one number per block of the row's table, sink blocks first, gaps left out: the attention of the

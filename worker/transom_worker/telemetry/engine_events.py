@@ -72,10 +72,10 @@ class EngineEventSink:
         """The engine has refused a request with `error`."""
 
     def queued(self, sequence: Sequence, *, num_ahead: int) -> None:
-        """A request has entered the scheduler's queue, behind `num_ahead` others."""
+        """A request has entered the scheduler's queue, after `num_ahead` others."""
 
     def prefix_fetched(self, times: RequestTimes, report: FetchReport) -> None:
-        """The fetch of a held request's prefix from another worker has ended, in whatever way; the request may be admitted now."""
+        """The fetch of a held request's prefix from another worker has ended, well or not; the request may be admitted now."""
 
     def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
         """The scheduler has admitted a request, for the first time or after a preemption.

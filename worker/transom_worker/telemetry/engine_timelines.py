@@ -46,7 +46,7 @@ class _Phase:
     num_steps: int
     num_rows: int
     num_chunks: int = 0  # steps that computed tokens of a prefill
-    # Steps that were planned behind a prefill's last step before its token came: they belong to the decode phase.
+    # Steps that were planned after a prefill's last step before its token came: they belong to the decode phase.
     num_steps_ahead: int = 0
     num_rows_ahead: int = 0
 
@@ -114,7 +114,7 @@ class EngineTimelines(EngineEventSink):
     # Events (see `EngineEventSink`)
 
     def queued(self, sequence: Sequence, *, num_ahead: int) -> None:
-        """A request has entered the scheduler's queue, behind `num_ahead` others."""
+        """A request has entered the scheduler's queue, after `num_ahead` others."""
         now_s = self._clock()
         timeline = EngineTimeline(sequence, now_s)
         facts: dict[str, Any] = {"ahead": num_ahead, "prompt_tokens": timeline.num_prompt_tokens}

@@ -125,7 +125,7 @@ def message_expression(lark: LarkText, demand: MessageDemand) -> str:
 
 
 class _Answer:
-    """Reads one answer: reasoning, message and calls, in whatever order they come."""
+    """Reads one answer: reasoning, message and calls, in any order."""
 
     def __init__(
         self,

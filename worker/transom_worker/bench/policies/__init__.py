@@ -2,7 +2,7 @@
 
 - `runs`: runs requests on an engine and notes memory, time and preemptions.
 - `scenarios`: memory and throughput, preemptions under a tight budget, quality by window, requests in a fixed budget.
-- `losing_cases`: tasks whose answer lies far behind: a needle in a haystack, JSON brackets, repetition.
+- `losing_cases`: tasks whose answer lies far back: a needle in a haystack, JSON brackets, repetition.
 - `streams`: text of several times the model's trained length.
 - `report`: all figures as tables and as PNG plots.
 """

@@ -1,4 +1,4 @@
-"""Tasks whose answers follow from text far behind: what a window has dropped, it cannot know."""
+"""Tasks whose answers follow from text far back: what a window has dropped, it cannot know."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Recall:
 
 
 RECALL_BUDGETS = (128, 256)
-RECALL_DISTANCE = 288  # tokens: behind the largest window; the list that is repeated is behind the smaller one alone
+RECALL_DISTANCE = 288  # tokens: beyond the largest window; the list that is repeated is beyond the smaller one alone
 
 
 def recall(

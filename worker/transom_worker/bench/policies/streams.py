@@ -15,7 +15,7 @@ from transom_worker.engine.engine import Engine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPart:
-    """A part of a stream: perplexity of its tokens, and the CPU time of a decode step behind it."""
+    """A part of a stream: perplexity of its tokens, and the CPU time of a decode step after it."""
 
     policy: str
     begin: int

@@ -75,7 +75,7 @@ def _needle(tokenizer: Tokenizer, filler: list[int]) -> RecallTask:
 
 
 def _brackets(tokenizer: Tokenizer, num_filler: int) -> RecallTask:
-    """A long JSON list, in one object or in two: only its first tokens show how many braces must be closed behind it.
+    """A long JSON list, in one object or in two: only its first tokens show how many braces must be closed after it.
 
     Short documents of both kinds stand before it, so that the model knows what is asked.
     """
@@ -101,7 +101,7 @@ def _item(rng: random.Random, index: int) -> str:
 
 
 def _repetition(tokenizer: Tokenizer, period: int) -> RecallTask:
-    """A list of random words, three times: each word of the last copy stands one list behind the word's last occurrence."""
+    """A list of random words, three times: each word of the last copy stands one list after the word's last occurrence."""
     from pydoc_data.topics import topics
 
     words = sorted({word for text in topics.values() for word in re.findall(r"\b[a-z]{4,8}\b", text)})

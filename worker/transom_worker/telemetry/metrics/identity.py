@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from transom_core.telemetry.build_versions import build_versions
 from transom_core.telemetry.own_labels import OwnLabels
+from transom_worker.telemetry.engine_events import EngineEventSink
 
 if TYPE_CHECKING:
     from transom_core.config import EngineConfig
@@ -31,7 +32,7 @@ CONFIG_LABELS = (
 )
 
 
-class Identity(Collector):
+class Identity(EngineEventSink, Collector):
     """Two families whose value is always 1, the limits of batch and queue, bytes per token, and the seconds of the start."""
 
     def __init__(self, own: OwnLabels) -> None:
@@ -42,8 +43,8 @@ class Identity(Collector):
         self._token_bytes: list[tuple[tuple[str, str], float]] = []  # by group and number format
         self.start_s = 0.0
 
-    def configure(self, config: EngineConfig, info: ExecutorInfo) -> None:
-        """Set the values that are known once the executor has started: device, number format, longest sequence and kernels."""
+    def started(self, config: EngineConfig, info: ExecutorInfo) -> None:
+        """Set the values that are known now: device, number format, longest sequence and kernels."""
         scheduler = config.scheduler
         values = (
             info.dtype,

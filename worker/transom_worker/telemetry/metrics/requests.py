@@ -5,8 +5,9 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from transom_core.clock import steady_time_s
+from transom_core.errors import Overloaded, RequestError, WorkerLost
 from transom_core.telemetry.own_labels import OwnLabels
-from transom_worker.telemetry.engine_events import RequestTimes
+from transom_worker.telemetry.engine_events import EngineEventSink, RequestTimes
 
 REQUEST_BUCKETS_S = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0),
@@ -15,10 +16,13 @@ REQUEST_BUCKETS_S = (
 # Label values that are known in advance. Their series exist, at 0, before the first event: a rate needs the value before it.
 FINISH_REASONS = ("stop", "length", "abort", "error", "handover")
 REFUSALS = ("overloaded", "worker_unavailable", "request_refused", "internal_error")
+REFUSAL_REASONS = ((Overloaded, "overloaded"), (WorkerLost, "worker_unavailable"), (RequestError, "request_refused"))
+"""Label values of `transom_requests_refused_total` by class of error; any other error is an `internal_error`."""
+
 LENGTH_BUCKETS = (1, 4, 16, *(2**power for power in range(5, 21)))  # tokens
 
 
-class Requests:
+class Requests(EngineEventSink):
     """Counters and histograms of requests. Exemplars (of request, queue, prefill and first-token times) show in OpenMetrics
     alone."""
 
@@ -68,9 +72,10 @@ class Requests:
             "transom_decode_seconds", "Seconds from a request's first token to its last one."
         )
 
-    def refused(self, reason: str) -> None:
-        """The engine has refused a request; `reason` is one of `REFUSALS`."""
-        self._refused[reason].inc()
+    def refused(self, error: Exception) -> None:
+        """The engine has refused a request with `error`."""
+        reasons = (reason for kind, reason in REFUSAL_REASONS if isinstance(error, kind))
+        self._refused[next(reasons, "internal_error")].inc()
 
     def first_scheduled(self, times: RequestTimes, *, num_prompt_tokens: int) -> None:
         """A request left the queue for the first time."""

@@ -10,10 +10,11 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from transom_core.telemetry.own_labels import Buckets, OwnLabels
+from transom_worker.telemetry.engine_events import EngineEventSink
 
 if TYPE_CHECKING:
-    from transom_worker.scheduling.step import StepTimings
-    from transom_worker.telemetry.engine_events import EngineStepTimes
+    from transom_worker.scheduling.step import StepPlan, StepTimings
+    from transom_worker.telemetry.engine_events import EngineStepTimes, RequestTimes
 
 STEP_PARTS = ("schedule", "wait", "output", "prepare", "copy", "forward", "sample")
 INTER_TOKEN_BUCKETS_S = (
@@ -48,23 +49,39 @@ class Tally:
         return Buckets(self.bounds, self.counts.copy(), self.sum)
 
 
-class Steps(Collector):
+class Steps(EngineEventSink, Collector):
     """Plain numbers: the engine's thread adds to them, and a scrape reads them."""
 
     def __init__(self, own: OwnLabels) -> None:
         self._own = own
-        self.output_tokens = 0
-        self.inter_token = Tally(INTER_TOKEN_BUCKETS_S)
-        self.num_out_of_memory = 0
+        self._output_tokens = 0
+        self._inter_token = Tally(INTER_TOKEN_BUCKETS_S)
+        self._num_out_of_memory = 0
         self._num_steps = 0
         self._parts = tuple(Tally(STEP_BUCKETS_S) for _ in STEP_PARTS)
         self._tokens = Tally(TOKEN_BUCKETS)
         self._sequences = Tally(SEQUENCE_BUCKETS)
 
-    def scheduled(self, *, num_tokens: int, num_seqs: int) -> None:
+    def scheduled(self, plan: StepPlan) -> None:
         """The engine has sent a step's plan to the ranks."""
-        self._tokens.observe(num_tokens)
-        self._sequences.observe(num_seqs)
+        self._tokens.observe(plan.num_tokens)
+        self._sequences.observe(len(plan.seq_ids))
+
+    def first_token(self, times: RequestTimes, now_s: float) -> None:
+        """A request has its first token from this worker."""
+        self._output_tokens += 1
+        times.last_token_s = now_s
+
+    def token(self, times: RequestTimes, now_s: float) -> None:
+        """A request has another token."""
+        last_s = times.last_token_s
+        self._output_tokens += 1
+        times.last_token_s = now_s
+        self._inter_token.observe(now_s - last_s if now_s > last_s else 0.0)
+
+    def ran_out_of_memory(self) -> None:
+        """A step ran out of memory."""
+        self._num_out_of_memory += 1
 
     def stepped(self, rank_times: StepTimings, engine_times: EngineStepTimes) -> None:
         """A step's result has arrived."""
@@ -81,12 +98,12 @@ class Steps(Collector):
     def collect(self) -> Iterator[Metric]:
         """Make the metric families; the client library calls this at each scrape."""
         own = self._own
-        yield own.counter("transom_output_tokens", "Tokens generated.", self.output_tokens)
+        yield own.counter("transom_output_tokens", "Tokens generated.", self._output_tokens)
         yield own.histograms(
             "transom_inter_token_seconds",
             "Seconds between two tokens of one request.",
             (),
-            [((), self.inter_token.buckets())],
+            [((), self._inter_token.buckets())],
         )
         yield own.histograms(
             "transom_step_seconds",
@@ -99,7 +116,7 @@ class Steps(Collector):
         yield own.counter(
             "transom_out_of_memory_steps",
             "Steps that ran out of memory: the request that asked for the most ended, and the others were computed again.",
-            self.num_out_of_memory,
+            self._num_out_of_memory,
         )
         yield own.histograms("transom_step_tokens", "Tokens computed in one step.", (), [((), self._tokens.buckets())])
         yield own.histograms(

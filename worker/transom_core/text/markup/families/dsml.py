@@ -7,7 +7,7 @@
     </｜DSML｜invoke>
     </｜DSML｜tool_calls>
 
-A parameter is a string as it is, or else JSON, as it says. It goes up to its end tag, whatever other tags it has. V3.2 says
+A parameter is a string as it is, or else JSON, as it says. It goes up to its end tag, with any other tags inside. V3.2 says
 `function_calls`; V4.1 writes a space after `｜DSML｜`, and `calls`. All forms are read, whichever a model is known for.
 """
 

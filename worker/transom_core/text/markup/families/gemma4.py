@@ -2,7 +2,7 @@
 
     <|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:[1,2],at:{home:true}}<tool_call|>
 
-Strings are raw: nothing is escaped in them, and they go up to the next `<|"|>`, whatever markers they have.
+Strings are raw: nothing is escaped in them, and they go up to the next `<|"|>`, with any markers inside.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Grammars for Gemma 4's notation of a call's arguments, so that they are valid against the tool's schema.
 
-Properties come in the alphabet's order, whatever their case, as the models' chat template writes them.
+Properties come in the alphabet's order, upper and lower case alike, as the models' chat template writes them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     </tool_call>
 
 GLM 4.7 and 5 leave out the line ends. A value is a string as it is, or else JSON: the tool's schema tells which. A value goes
-up to `</arg_value>`, whatever markers it has; where that is missing, a `</tool_call>` at the answer's very end counts.
+up to `</arg_value>`, with any markers inside; where that is missing, a `</tool_call>` at the answer's very end counts.
 """
 
 from __future__ import annotations
