@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from ray import serve
@@ -193,7 +194,7 @@ def worker_deployment(settings: Settings, resources: WorkerResources, *, name: s
             request_router_class="transom_cluster.serve.replica_router.ReplicaRequestRouter"
         ),
         graceful_shutdown_timeout_s=WORKER_DRAIN_S,
-        max_surge_percent=SURGE_PERCENT if resources.can_start_one_more else 0,
+        **_surge_options(SURGE_PERCENT if resources.can_start_one_more else 0),
         **({"placement_group_bundles": resources.bundles} if resources.bundles else {}),
         **_shared_options(),
     )
@@ -206,7 +207,7 @@ def router_deployment(settings: Settings) -> Any:
         name="Router",
         num_replicas=settings.router_replicas,
         ray_actor_options={"num_cpus": ROUTER_CPUS},
-        max_surge_percent=SURGE_PERCENT,
+        **_surge_options(SURGE_PERCENT),
         graceful_shutdown_timeout_s=max(ROUTER_DRAIN_S, settings.request_timeout_s or 0),
         **_shared_options(),
     )
@@ -216,6 +217,11 @@ def _num_workers_options(settings: Settings) -> dict[str, Any]:
     if (autoscaling := settings.autoscaling_config()) is None:
         return {"num_replicas": settings.replicas}
     return {"autoscaling_config": serve_autoscaling(autoscaling, initial_replicas=settings.replicas)}
+
+
+def _surge_options(percent: int) -> dict[str, int]:
+    """How many replicas a redeploy starts before it stops old ones. Ray before 2.60 has no such option: it stops one first."""
+    return {"max_surge_percent": percent} if "max_surge_percent" in signature(serve.deployment).parameters else {}
 
 
 def _shared_options() -> dict[str, Any]:

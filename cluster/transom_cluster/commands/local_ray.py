@@ -28,7 +28,6 @@ from transom_cluster.commands.process_tree import (
     is_running,
     kill_processes,
 )
-from transom_cluster.commands.ray_services import needed_services
 from transom_cluster.commands.startup_progress import StartupProgress
 from transom_cluster.serve.worker_resources import ClusterResources, check_gpus, worker_resources
 from transom_core.settings.settings import Settings
@@ -39,7 +38,6 @@ APP_NAME = "transom"
 OBJECT_STORE_BYTES = 100 * 2**20  # no large object passes through it
 POLL_S = 0.25  # each poll takes milliseconds of CPU, which the start itself needs
 WATCH_S = 1.0
-PROXY_TIMEOUT_S = 60.0
 DRAIN_S = 35.0  # a little more than `Router.stop` waits
 STOP_WORKERS_S = 15.0  # an engine writes its cache for 5 s, and its ranks what is queued for another 5 s
 SETTLE_S = 0.1  # time in which the proxy sends what routers wrote last
@@ -58,8 +56,6 @@ _ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "1000",
     # Serve replaces a proxy that is not ready after three times this, and this process would wait for the one that is gone.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
-    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "transom_cluster.serve.control_loop.adapt_interval",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "transom_cluster.serve.proxy_clock.slow_clock",
 }
 
 
@@ -74,7 +70,6 @@ class LocalRay:
         self._settings = settings
         self._port = settings.port  # 0: chosen at the start
         self._folder: str | None = None
-        self._proxies: list[Any] = []  # Ray's references, which are resolved when the proxies listen
         self._follower: LogFollower | None = None
         # Held until Ray has ended: Ray takes many ports while it starts, and these are listened on later.
         self._reserved_ports: dict[str, socket.socket] = {}
@@ -160,17 +155,15 @@ class LocalRay:
         import ray
 
         self._folder = tempfile.mkdtemp(prefix="transom-")
-        agent = self._reserved_ports["RUNTIME_ENV_AGENT"] = _reserve_port()
-        with needed_services(agent_port=agent.getsockname()[1]):
-            ray.init(
-                address="local",
-                num_cpus=len(os.sched_getaffinity(0)),
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-                _temp_dir=self._folder,
-            )
+        ray.init(
+            address="local",
+            num_cpus=len(os.sched_getaffinity(0)),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            _temp_dir=self._folder,
+        )
 
     def _haproxy_environment(self) -> dict[str, str]:
         """Choose free ports for HAProxy's own pages, since a second server on this machine could not use the default ones."""
@@ -194,7 +187,7 @@ class LocalRay:
         from transom_cluster.app import SERVE_PROXY_SETTINGS, build_local_app
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        self._proxies = start_controller(
+        serve.start(
             http_options={"host": self._settings.host, "port": self._port},
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
@@ -207,15 +200,12 @@ class LocalRay:
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
     def _wait_for_app(self) -> None:
-        import ray
         from ray import serve
 
         while True:
             app = serve.status().applications.get(APP_NAME)
             state = "" if app is None else app.status.value
             if state == "RUNNING":
-                with _as_start_failure("Serve's proxy"):
-                    ray.get(self._proxies, timeout=PROXY_TIMEOUT_S)
                 return
             if app is not None and state in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise StartFailed(failure_reason([app.message, *(d.message for d in app.deployments.values())]))
@@ -237,22 +227,6 @@ async def _stop_workers(settings: Settings) -> None:
     handles = [serve.get_deployment_handle(name, APP_NAME) for name in worker_names(settings)]
     stops = [handle.broadcast("stop").results_async(timeout_s=STOP_WORKERS_S) for handle in handles]
     await asyncio.gather(*stops)
-
-
-def start_controller(*, http_options: dict[str, Any], logging_config: dict[str, Any]) -> list[Any]:
-    """Do what `serve.start` does without waiting for the proxies, and return the references that are resolved when they listen.
-
-    So the proxies start at the same time as the replicas of the app.
-    """
-    from ray.serve._private.api import _create_controller_and_proxy_refs, _set_global_client
-    from ray.serve._private.client import ServeControllerClient
-    from ray.serve.config import ControllerOptions, ProxyLocation
-
-    controller, proxies = _create_controller_and_proxy_refs(
-        http_options, None, logging_config, None, ControllerOptions(), ProxyLocation.HeadOnly
-    )
-    _set_global_client(ServeControllerClient(controller))
-    return list(proxies)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,17 @@ router forgets that worker's blocks and asks the worker for its whole index (`re
 
 A prompt of 8,192 hash blocks among 200 workers: the walk looks each block up once, and keeps the workers that have all blocks so
 far as 200 bits. It ends with the last worker. Sliding groups are searched backwards from there, again for all workers together.
+
+A set of digests for each worker, searched by the worker's own `find_hit`, would be a tenth of this code. It was measured on a
+2-core machine (CPU time of one search, one full group and one window of 1,024 tokens, blocks of 16 tokens, two workers with the
+whole prompt, the others with its first 64 blocks; in brackets all workers with the whole prompt):
+
+    tokens      16 workers            64 workers
+    10,000      0.6 ms (0.8 ms)       6.1 ms (9.4 ms)
+    100,000     1.2 ms (15.5 ms)      7.7 ms (64 ms)
+
+A router places requests on one event loop, so 64 workers would take most of it at 100 requests a second. A block of one worker
+would take about 110 bytes, not 15.
 """
 
 from __future__ import annotations

@@ -26,39 +26,25 @@ class ServeRouterPeers:
         self._handle: Any = None
 
     async def ask_others(self, query: PeerQuery[T], *, timeout_s: float) -> list[T | BaseException]:
-        """Send a query to every other router, as `RouterPeers` says."""
+        """Send a query to every other router, as `RouterPeers` says. Serve has all results or, where one router is late, none: then
+        one TimeoutError stands for all routers."""
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         try:
             async with asyncio.timeout_at(deadline_s):
-                calls = await self._call_all(query)
+                if self._handle is None:
+                    self._handle = await asyncio.to_thread(self._find_handle)
+            response = self._handle.broadcast("answer_peer", self._router_id, query)
+            left_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
+            results = await response.results_async(timeout_s=left_s, return_exceptions=True)
+        except TimeoutError as late:
+            return [late]
         except Exception as error:  # Serve is starting or stopping: no replica is known
             logger.info("The other routers did not get the query %s: %r", type(query).__name__, error)
             return []
-        answers = await asyncio.gather(*(_answer(call, deadline_s) for call in calls))
+        answers = [("", result) if isinstance(result, BaseException) else result for result in results]
         return [answer for router_id, answer in answers if router_id != self._router_id]
-
-    async def _call_all(self, query: PeerQuery[Any]) -> list[Any]:
-        """Call each replica, and return the calls without waiting for their results.
-
-        Serve's public `results_async` returns all results or, if one is late, none. So this class waits for each call by itself.
-        """
-        if self._handle is None:
-            self._handle = await asyncio.to_thread(self._find_handle)
-        response = self._handle.broadcast("answer_peer", self._router_id, query)
-        calls: list[Any] = await response._fetch_replica_results_async()
-        return calls
 
 
 def answer_peer(router: QueriedRouter, asker_id: str, query: PeerQuery[T]) -> tuple[str, T | None]:
     """Answer a query that the router `asker_id` sent: this router's id and its answer; None instead of an answer to itself."""
     return router.router_id, None if asker_id == router.router_id else query.answer(router)
-
-
-async def _answer(call: Any, deadline_s: float) -> tuple[str, Any]:
-    """The id of the replica that answered, and its answer; an empty id and the exception where no answer came in time."""
-    try:
-        async with asyncio.timeout_at(deadline_s):
-            answer: tuple[str, Any] = await call.get_async()
-            return answer
-    except Exception as error:
-        return "", error

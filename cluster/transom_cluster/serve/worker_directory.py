@@ -1,61 +1,16 @@
-"""Tells a router which worker replicas run now, as Ray Serve's controller reports them to this process.
-
-Serve's request router (`serve.replica_router`) publishes the running replicas on Serve's event loop. `ServeWorkerDirectory` reads
-them on the router's event loop.
-"""
+"""Tells a router which worker replicas run now: `serve.running_replicas` of one or several deployments as a `WorkerDirectory`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import contextvars
-import threading
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, cast
 
 from transom_cluster.router.worker_client import WorkerClient
+from transom_cluster.serve.running_replicas import running_replicas_of
 from transom_cluster.serve.serve_worker_client import ServeWorkerClient
-
-
-class RunningReplicas:
-    """The running replicas of one deployment by worker id. One thread publishes them, event loops of other threads read them."""
-
-    def __init__(self) -> None:
-        self.replicas: Mapping[str, Any] = {}
-        self._lock = threading.Lock()
-        self._subscribers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
-
-    def publish(self, replicas: Mapping[str, Any]) -> None:
-        """Replace the running replicas and wake the subscribers. Any thread may call this."""
-        with self._lock:
-            if replicas.keys() == self.replicas.keys():
-                return
-            self.replicas = replicas
-            for changed, loop in self._subscribers.items():
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(changed.set)
-
-    @contextlib.contextmanager
-    def subscribed(self, changed: asyncio.Event | None = None) -> Iterator[asyncio.Event]:
-        """Provide an event that is set at every change, on the caller's event loop; `changed` if the caller has one."""
-        changed = changed or asyncio.Event()
-        with self._lock:
-            self._subscribers[changed] = asyncio.get_running_loop()
-        try:
-            yield changed
-        finally:
-            with self._lock:
-                del self._subscribers[changed]
-
-
-_by_deployment: dict[tuple[str, str], RunningReplicas] = {}
-_by_deployment_lock = threading.Lock()
-
-
-def running_replicas_of(deployment: str, app: str) -> RunningReplicas:
-    """This process's `RunningReplicas` of a deployment, shared by the publisher and all readers."""
-    with _by_deployment_lock:
-        return _by_deployment.setdefault((deployment, app), RunningReplicas())
 
 
 class ServeWorkerDirectory:
@@ -81,11 +36,11 @@ class ServeWorkerDirectory:
             while True:
                 changed.clear()
                 clients = {
-                    worker_id: clients.get(worker_id) or ServeWorkerClient(handle, worker_id, replica)
+                    worker_id: clients.get(worker_id) or ServeWorkerClient(handle, worker_id, running)
                     for handle, running in sources
-                    for worker_id, replica in running.replicas.items()
+                    for worker_id in running.replicas
                 }
-                yield dict(clients)
+                yield cast(dict[str, WorkerClient], dict(clients))
                 await changed.wait()
 
     def wake(self) -> None:

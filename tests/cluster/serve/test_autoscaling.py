@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import warnings
 from typing import Any
@@ -30,7 +31,10 @@ def decide(*loads: WorkerLoad, target: int, queued: float = 0.0, **settings: Any
     assert autoscaling is not None
     serve_config = pickle.loads(pickle.dumps(serve_autoscaling(autoscaling, initial_replicas=1)))
     reports = {name: {f"r{i}": asdict(load)[name] for i, load in enumerate(loads)} for name in asdict(IDLE)}
+    # Ray before 2.60 also asks for the calls of its task consumers, of which there are none.
+    asks_for_async = "total_pending_async_requests" in inspect.signature(AutoscalingContext).parameters
     context = AutoscalingContext(
+        **({"total_pending_async_requests": None} if asks_for_async else {}),
         deployment_id=None,
         deployment_name="Worker",
         app_name="transom",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import itertools
 import warnings
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -16,8 +18,20 @@ with warnings.catch_warnings():
 
     from transom_cluster.serve.replica_router import ReplicaRequestRouter
 
-from transom_cluster.serve.worker_directory import ServeWorkerDirectory, running_replicas_of
+from transom_cluster.router.worker_client import WorkerClient
+from transom_cluster.serve.running_replicas import running_replicas_of
+from transom_cluster.serve.serve_worker_client import STREAMS, ServeWorkerClient
+from transom_cluster.serve.worker_directory import ServeWorkerDirectory
 from transom_core.errors import WorkerLost
+from transom_worker.replica import WorkerReplica
+
+
+def test_every_call_of_a_router_is_a_method_of_the_worker() -> None:
+    calls = {name: call for name, call in vars(WorkerClient).items() if not name.startswith("_")}
+    for name, call in calls.items():
+        method = getattr(WorkerReplica, name)
+        assert inspect.signature(method).parameters.keys() == inspect.signature(call).parameters.keys()
+        assert inspect.isasyncgenfunction(method) is (name in STREAMS)
 
 
 class Replica:
@@ -29,6 +43,9 @@ class Replica:
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
         return 0
+
+
+_NUMBERS = itertools.count()
 
 
 class Handle:
@@ -56,7 +73,7 @@ async def router(deployment: DeploymentID) -> ReplicaRequestRouter:
 
 async def choose(router: ReplicaRequestRouter, worker_id: str, *, is_retry: bool = False) -> Any:
     """The replica for a call to a worker, by the method that Ray Serve calls, which has no public name."""
-    metadata = RequestMetadata(request_id="r", internal_request_id=f"i{worker_id}", session_id=worker_id)
+    metadata = RequestMetadata(request_id="r", internal_request_id=str(next(_NUMBERS)), session_id=worker_id)
     request = PendingRequest(args=[], kwargs={}, metadata=metadata)
     return await router._choose_replica_for_request(request, is_retry=is_retry)
 
@@ -76,15 +93,33 @@ async def test_a_draining_replica_is_reached_as_long_as_it_is_held(
 ) -> None:
     one, two = Replica(deployment, "one"), Replica(deployment, "two")
     router.update_replicas([one, two])
+    running = running_replicas_of(deployment.name, "app")
+    client = ServeWorkerClient(Handle(deployment), "one", running)
     router.update_replicas([two])
+    running.check("one")
     await asyncio.sleep(0)  # Serve's own look at the queues of new replicas
     assert await choose(router, "one") is one
-    with pytest.raises(WorkerLost):  # it did not take the call, and no other may have it
+    router.on_replica_actor_unavailable(one.replica_id)
+    with pytest.raises(WorkerLost):  # it may have taken the call, and no other may have it
         await choose(router, "one", is_retry=True)
+    assert await choose(router, "one") is one
     router.on_replica_actor_died(one.replica_id)
     with pytest.raises(WorkerLost):
         await choose(router, "one")
-    assert list(running_replicas_of(deployment.name, "app").replicas) == ["two"]
+    assert list(running.replicas) == ["two"]
+    with pytest.raises(WorkerLost):
+        await client.info()
+
+
+async def test_a_draining_replica_without_a_client_is_forgotten(
+    router: ReplicaRequestRouter, deployment: DeploymentID
+) -> None:
+    one = Replica(deployment, "one")
+    router.update_replicas([one])
+    router.update_replicas([])
+    assert not router.curr_replicas
+    with pytest.raises(WorkerLost):
+        running_replicas_of(deployment.name, "app").check("one")
 
 
 async def test_a_call_without_a_worker_waits_for_the_first(

@@ -1,0 +1,72 @@
+"""Which worker replicas of a deployment run, as Ray Serve's controller reports them to this process.
+
+Serve's request router (`serve.replica_router`) publishes them on Serve's event loop; the router's event loop reads them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+from transom_core.errors import WorkerLost
+
+
+def gone(worker_id: str) -> WorkerLost:
+    """The error of a call to a worker that no longer runs."""
+    return WorkerLost(f"Worker {worker_id} is gone.")
+
+
+class RunningReplicas:
+    """The running replicas of one deployment by worker id. One thread publishes them, event loops of other threads read them.
+
+    `clients` are the clients that exist in this process: their workers can be called even if they drain.
+    """
+
+    def __init__(self) -> None:
+        self.replicas: Mapping[str, Any] = {}
+        self.clients: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        self._reachable: Collection[str] = ()  # those that run, and those that drain and have a client
+        self._lock = threading.Lock()
+        self._subscribers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+
+    def publish(self, replicas: Mapping[str, Any], reachable: Collection[str] | None = None) -> None:
+        """Replace the running replicas, and those that calls can reach, and wake the subscribers. Any thread may call this."""
+        with self._lock:
+            self._reachable = replicas.keys() if reachable is None else reachable
+            if replicas.keys() == self.replicas.keys():
+                return
+            self.replicas = dict(replicas)
+            for changed, loop in self._subscribers.items():
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(changed.set)
+
+    def check(self, worker_id: str) -> None:
+        """Raise WorkerLost if no call can reach a worker."""
+        if worker_id not in self._reachable:
+            raise gone(worker_id)
+
+    @contextlib.contextmanager
+    def subscribed(self, changed: asyncio.Event | None = None) -> Iterator[asyncio.Event]:
+        """Provide an event that is set at every change, on the caller's event loop; `changed` if the caller has one."""
+        changed = changed or asyncio.Event()
+        with self._lock:
+            self._subscribers[changed] = asyncio.get_running_loop()
+        try:
+            yield changed
+        finally:
+            with self._lock:
+                del self._subscribers[changed]
+
+
+_by_deployment: dict[tuple[str, str], RunningReplicas] = {}
+_by_deployment_lock = threading.Lock()
+
+
+def running_replicas_of(deployment: str, app: str) -> RunningReplicas:
+    """This process's `RunningReplicas` of a deployment, shared by the publisher and all readers."""
+    with _by_deployment_lock:
+        return _by_deployment.setdefault((deployment, app), RunningReplicas())
