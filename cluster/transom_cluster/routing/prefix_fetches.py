@@ -1,4 +1,4 @@
-"""Decides whether a worker should fetch a cached prefix from another worker or compute it. Pure; docs/kv_transfer.md has figures.
+"""Decides whether a worker should fetch a cached prefix from another worker or compute it. Pure; docs/kv_tiers.md has figures.
 
 - **source**: the worker with the longest hit in its memory among those that may be asked. What only its disk has it does not offer.
 - **target**: the worker that would run the request. What it has itself need not be fetched.

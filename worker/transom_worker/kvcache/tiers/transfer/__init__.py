@@ -8,5 +8,5 @@
 
 The two sides talk through `messages`, over whatever implements `peers.PrefixPeers`; each reaches its own KV cache through
 `kv_store.KvStore`. A source or target that dies, hangs or refuses costs the target a prompt to compute, and nothing else:
-docs/kv_transfer.md has the protocol.
+docs/kv_tiers.md has the protocol.
 """
