@@ -68,7 +68,8 @@ docs: $(DEV) ## Write docs/metrics.md and docs/flags.md anew, from the code
 	@$(BIN)/python scripts/metrics_page.py
 	@$(BIN)/python scripts/flags_page.py
 
-images: $(DEV) ## Take the README's pictures again (needs Chromium and npm; ARGS=prefix_hits for one)
+images: $(DEV) ## Draw the plots and take the README's pictures again (needs Chromium and npm; ARGS=block_map for one picture)
+	@$(BIN)/python docs/images/plots.py
 	@$(BIN)/python docs/images/make.py $(ARGS)
 
 lock: $(DEV) ## Pin what is installed now in constraints.txt

@@ -1,18 +1,16 @@
 #!/usr/bin/env python3
-"""Make the README's pictures: the live block map, a Grafana dashboard, and the plot of prefix hits.
+"""Take the README's pictures of a running server: the live block map, and a Grafana dashboard. `plots.py` draws the plots.
 
-    .venv/bin/python docs/images/make.py [block_map] [dashboard] [prefix_hits]
+    .venv/bin/python docs/images/make.py [block_map] [dashboard]
 
-Chromium takes each picture from the real page. `block_map` and `dashboard` start `transom serve` with the demo model and send
-it conversations; `dashboard` also needs npm, for Grafana's panel components, and Debian's Prometheus (`make setup` fetches it).
-`prefix_hits` reads its figures from docs/cache_simulation.md.
+Chromium takes each picture from the real page, of `transom serve` with the demo model and conversations. `dashboard` also needs
+npm, for Grafana's panel components, and Debian's Prometheus (`make setup` fetches it).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shutil
 import signal
 import socket
@@ -35,10 +33,9 @@ from playwright.sync_api import Browser, sync_playwright
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
 DASHBOARD = ROOT / "dashboards/json/transom-kv-cache.json"
-RESULTS = ROOT / "docs/cache_simulation.md"
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 MAX_BYTES = 150_000
-PICTURES = ("block_map", "dashboard", "prefix_hits")
+PICTURES = ("block_map", "dashboard")
 MODEL_FLAGS = ("--window", "256", "--sinks", "4", "--window-pattern", "SSF", "--kv-cache-memory-bytes", "40MiB")
 NUM_SESSIONS = 5
 TURN_TOKENS = 24
@@ -46,26 +43,6 @@ TRAFFIC_S = 150.0
 BLOCK_MAP_AFTER_S = 60.0
 START_TIMEOUT_S = 240.0
 SIZE = {"width": 1200, "height": 700}
-BARS = (  # a group's title, and the rows of docs/cache_simulation.md with their labels
-    (
-        "16 conversations taking turns, by size of the pool",
-        {
-            "sessions, gemma-4-31b-like, 3x": "Gemma-4-like, 3x",
-            "sessions, gemma-4-31b-like, 2x": "Gemma-4-like, 2x",
-            "sessions, gpt-oss-20b, 0.8x": "gpt-oss-20b, 0.8x",
-        },
-    ),
-    (
-        "A recorded conversation trace, by memory for KV",
-        {
-            "gpt-oss-20b, 20 GiB": "gpt-oss-20b, 20 GiB",
-            "gpt-oss-20b, 40 GiB": "gpt-oss-20b, 40 GiB",
-            "gpt-oss-20b, 80 GiB": "gpt-oss-20b, 80 GiB",
-            "gemma-4-31b-like, 20 GiB": "Gemma-4-like, 20 GiB",
-            "gemma-4-31b-like, 80 GiB": "Gemma-4-like, 80 GiB",
-        },
-    ),
-)
 
 
 def main() -> None:
@@ -74,10 +51,7 @@ def main() -> None:
     if unknown := set(names) - set(PICTURES):
         sys.exit(f"unknown pictures {sorted(unknown)}; choose from {', '.join(PICTURES)}.")
     with browser() as chromium, tempfile.TemporaryDirectory() as temporary:
-        if "prefix_hits" in names:
-            prefix_hits(chromium)
-        if {"block_map", "dashboard"} & set(names):
-            live_pictures(chromium, Path(temporary), names)
+        live_pictures(chromium, Path(temporary), names)
 
 
 def live_pictures(chromium: Browser, folder: Path, names: list[str]) -> None:
@@ -111,57 +85,6 @@ def dashboard(chromium: Browser, panels: Path, prometheus_url: str) -> None:
         page.wait_for_function("() => document.title === 'ready'", timeout=120_000)
         page.wait_for_timeout(1_000)  # Grafana's plots draw themselves after their first layout
         save(page, "dashboard")
-
-
-def prefix_hits(chromium: Browser) -> None:
-    """Pairs of bars: Transom, and the better mode of vLLM's cache classes."""
-    found = dict(simulated_hits())
-    groups = "".join(
-        f"<h2>{title}</h2>" + "".join(_bars(label, *found[case]) for case, label in rows.items())
-        for title, rows in BARS
-    )
-    page = chromium.new_page(viewport={"width": 900, "height": 10})
-    page.set_content(f"<style>{STYLE}</style>{LEGEND}{groups}")
-    save(page, "prefix_hits", full_page=True)
-
-
-def simulated_hits() -> Iterator[tuple[str, tuple[float, float]]]:
-    """Each case of docs/cache_simulation.md that has both: percent of prompt tokens that Transom and vLLM hit."""
-    header: list[str] = []
-    for line in RESULTS.read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if cells[0] == "case":
-            header = cells if "vLLM" in cells else []
-        elif header and len(cells) == len(header):
-            row = dict(zip(header, cells, strict=True))
-            rivals = [float(value) for value in (row["vLLM"], row.get("dense", "")) if re.fullmatch(r"[\d.]+", value)]
-            own = re.match(r"[\d.]+", row["own policy"])
-            if rivals and own:
-                yield row["case"], (float(own[0]), max(rivals))
-
-
-STYLE = """
-body { margin: 16px 20px; background: #fff; color: #1f2328; font: 14px/1.3 system-ui, "DejaVu Sans", sans-serif; }
-h1 { font-size: 17px; margin: 0 0 6px; } h2 { font-size: 14px; font-weight: 600; margin: 14px 0 4px; }
-.row { display: grid; grid-template-columns: 190px 1fr; align-items: center; margin: 5px 0; }
-.bar { display: flex; align-items: center; height: 13px; margin: 1px 0; font-size: 12px; }
-.bar i { display: block; height: 100%; margin-right: 6px; border-radius: 0 2px 2px 0; }
-.own i { background: #2563eb; } .other i { background: #a8b0ba; }
-.legend span { margin-right: 18px; } .legend b { display: inline-block; width: 12px; height: 12px; margin-right: 5px; }
-"""
-LEGEND = (
-    "<h1>Prompt tokens found in the prefix cache when memory is short, percent</h1>"
-    '<div class="legend"><span><b style="background:#2563eb"></b>Transom</span>'
-    '<span><b style="background:#a8b0ba"></b>vLLM 0.32 cache classes, the better of two modes</span></div>'
-)
-
-
-def _bars(label: str, own: float, other: float) -> str:
-    bars = "".join(
-        f'<div class="bar {kind}"><i style="width:{6 * value:.0f}px"></i>{value:.1f}</div>'
-        for kind, value in (("own", own), ("other", other))
-    )
-    return f'<div class="row"><span>{label}</span><div>{bars}</div></div>'
 
 
 @contextlib.contextmanager
