@@ -19,8 +19,9 @@ PAGE = ROOT / "docs" / "flags.md"
 INTRODUCTION = """# Flags
 
 Every setting of Transom. `transom serve MODEL` takes them as flags, `LLM(...)` takes those of the engine as keywords
-(`max_model_len=4096`), and the Serve YAML takes them under `args:` (`max_model_len: 4096`). Names that `vllm serve` users know
-mean the same here. A setting that is on by default has a flag that turns it off: `--no-enable-prefix-caching`.
+(`max_model_len=4096`), and the Serve YAML takes them under `args:` (`max_model_len: 4096`). A setting that is on by default has
+a flag that turns it off: `--no-enable-prefix-caching`. [Setups](setups.md) says which to begin with, [coming from vLLM](from_vllm.md)
+what differs from `vllm serve`.
 
 `make docs` writes this page from `worker/transom_core/settings/settings.py`.
 """
@@ -71,7 +72,7 @@ def _values(name: str, field: FieldInfo) -> str:
         return "bytes, or text such as `512MiB`"
     if name == "swap_space":
         return "GiB, or text such as `512MiB`"
-    words = {int: "integer", float: "number", str: "text", bool: "on, off"}[kinds[0]]
+    words = {int: "integer", float: "number", str: "text", bool: ""}[kinds[0]]  # a switch's default tells its values
     limits = [text for constraint in field.metadata for text in _limits(constraint)]
     return ", ".join([words, *limits])
 

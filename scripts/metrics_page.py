@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -37,7 +38,7 @@ LISTED = frozenset(
         "target",
     ]
 )
-"""Labels whose values are few and always the same: the page names them."""
+"""Labels whose values are few and always the same: the page names them, unless the family's text does."""
 
 Section = tuple[str, tuple[str, ...]]  # title, beginnings of names
 OF_WORKERS: Sequence[Section] = (
@@ -73,7 +74,7 @@ OF_ROUTERS: Sequence[Section] = (
         ("router_placement", "router_predicted", "router_actual", "router_hit", "router_resync", "router_mirror"),
     ),
     (
-        "Workers, and what becomes of requests when they go",
+        "Workers, and requests whose worker goes",
         ("router_w", "router_in_", "router_fail", "router_suspects", "router_drain", "router_desired"),
     ),
     ("Pages and the process", ("router_dropped", "router_process", "router_tasks", "build_")),
@@ -125,7 +126,7 @@ def _sections(families: Iterable[Metric], sections: Sequence[Section]) -> Iterat
     for title, beginnings in sections:
         names = [name for name in left if name.removeprefix("transom_").startswith(beginnings)]
         rows = [_row(name, left.pop(name)) for name in names]
-        yield "\n".join([f"### {title}\n", "| name | type | labels | |", "|---|---|---|---|", *rows, ""])
+        yield "\n".join([f"### {title}\n", "| name | labels | |", "|---|---|---|", *rows, ""])
     if left:
         raise ValueError(
             f"{sorted(left)} belong to no section of docs/metrics.md; name one in scripts/metrics_page.py."
@@ -143,12 +144,15 @@ def _row(name: str, family: Metric) -> str:
             if label not in (*OWN_LABELS[:1], "le") and value not in values.setdefault(label, []):
                 values[label].append(value)
     own = OWN_LABELS[2] if OWN_LABELS[2] in values else OWN_LABELS[1]
-    labels = "; ".join(_label(label, found) for label, found in values.items() if label != own)
-    return f"| `{name}` | {family.type} | {labels} | {family.documentation} |"
+    text = family.documentation
+    labels = "; ".join(_label(label, found, text) for label, found in values.items() if label != own)
+    shown = f"{name}_bucket" if family.type == "histogram" else name
+    return f"| `{shown}` | {labels} | {text} |"
 
 
-def _label(label: str, values: Sequence[str]) -> str:
-    if label not in LISTED:
+def _label(label: str, values: Sequence[str], text: str) -> str:
+    """The label, with its values if they are few and the family's text does not name all of them."""
+    if label not in LISTED or set(values) <= set(re.findall(r"\w+", text)):
         return f"`{label}`"
     return f"`{label}`: {', '.join(value or '(none)' for value in values)}"
 
