@@ -147,15 +147,15 @@ def test_words_name_flags_and_alerts_that_exist(board: dict[str, Any]) -> None:
 
 
 def test_words_name_panels_that_exist() -> None:
-    """`*Panel*` or `*Section*` in a description; `*Dashboard, Panel*` in the runbooks."""
+    """`*Panel*` or `*Section*` in a description; `*Dashboard, Panel*` in the documents."""
     titles = {board["title"].removeprefix("Transom / "): {one["title"] for one in board["panels"]} for board in BOARDS}
     for board in BOARDS:
         own = titles[board["title"].removeprefix("Transom / ")]
         for panel in panels(board):
             named = set(re.findall(r"(?<!\*)\*([A-Z][^*]+)\*(?!\*)", panel["description"]))
             assert named <= own | set(titles), panel["title"]
-    runbooks = (FOLDER.parents[1] / "docs/monitoring.md").read_text()
-    for board_title, panel_title in re.findall(r"\*([A-Z][\w ]+), ([A-Z][^*\n]+)\*", runbooks):
+    documents = " ".join(page.read_text() for page in sorted((FOLDER.parents[1] / "docs").glob("*.md")))
+    for board_title, panel_title in re.findall(r"\*([A-Z][\w ]+), ([A-Z][^*\n]+)\*", documents):
         assert board_title not in titles or panel_title in titles[board_title], panel_title
 
 

@@ -13,6 +13,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 MAX_PICTURE_BYTES = 150_000
 FOLDERS = ("docs", "deploy")
+SOURCES = ("cluster", "worker", "kernels", "dashboards", "deploy", "docs", "scripts", "tests")
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -26,11 +27,29 @@ def test_links_lead_to_files(page):
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
-def test_the_glossary_names_modules_that_exist() -> None:
-    rows = [line for line in (ROOT / "docs/glossary.md").read_text().splitlines() if line.startswith("| ")]
-    modules = [path for row in rows for path in re.findall(r"`([\w/]+(?:\.py|/))`", row.rsplit(" | ", 1)[1])]
-    assert len(modules) > 100
-    assert [path for path in modules if not (ROOT / path).exists()] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_headings(page):
+    targets = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text())
+    wrong = [(name, anchor) for name, anchor in targets if anchor not in anchors(page.parent / name if name else page)]
+    assert wrong == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and most viewers of Markdown make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_exist(page):
+    named = re.findall(rf"(?<![\w/.])((?:{'|'.join(SOURCES)})/[\w./-]*\w(?:\.\w+|/))", page.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_index_names_every_page() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert {name for name in pages if f"({name})" not in index} == set()
 
 
 def test_the_architecture_page_names_every_package() -> None:
