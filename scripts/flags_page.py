@@ -20,8 +20,8 @@ INTRODUCTION = """# Flags
 
 Every setting of Transom. `transom serve MODEL` takes them as flags, `LLM(...)` takes those of the engine as keywords
 (`max_model_len=4096`), and the Serve YAML takes them under `args:` (`max_model_len: 4096`). A setting that is on by default has
-a flag that turns it off: `--no-enable-prefix-caching`. [Setups](setups.md) says which to begin with, [coming from vLLM](from_vllm.md)
-what differs from `vllm serve`.
+a flag that turns it off: `--no-enable-prefix-caching`. [Setups](setups.md) says which to begin with, and
+[coming from vLLM](from_vllm.md) what differs from `vllm serve`.
 
 `make docs` writes this page from `worker/transom_core/settings/settings.py`.
 """
