@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from scripts.flags_page import PAGE, SECTIONS, page
+from scripts.flags_page import PAGE, page
 
-from transom_core.settings.settings import Settings
+from transom_core.settings.settings import SECTIONS, Settings
 
 
 def test_the_page_is_that_of_the_code_and_has_every_setting() -> None:

@@ -1,4 +1,4 @@
-"""What a layer launches for one token where Triton computes: the table in docs/kernels.md."""
+"""What a layer launches for one token where Triton computes, as docs/kernels.md says."""
 
 from __future__ import annotations
 
