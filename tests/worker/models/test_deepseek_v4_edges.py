@@ -14,9 +14,10 @@ from tests.engine_driver import make_engine, make_request, run
 from tests.lost_windows import lose_windows
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from transom_core.contract import LogprobTable
+from transom_core.settings.settings import Settings
 from transom_kernels.latent_attention import select_entries
 from transom_worker.engine.engine import Engine
-from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.setup.model_setup import ModelSetup
 from transom_worker.models.deepseek_v4 import compressor
 
 TOLERANCE = 1e-3
@@ -139,16 +140,17 @@ def test_repairs_at_every_boundary(
 def test_the_step_that_sizes_the_pool_scores_a_whole_sequences_entries(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runners: list[ModelRunner] = []
-    prepare, choose = ModelRunner.__init__, select_entries
-
-    def kept(self: ModelRunner, *args: Any, **kwargs: Any) -> None:
-        runners.append(self)
-        prepare(self, *args, **kwargs)
-
-    monkeypatch.setattr(ModelRunner, "__init__", kept)
-    start(folder, max_num_batched_tokens=40, max_num_seqs=3)
-    seen: set[tuple[int, torch.Size]] = set()
+    choose, seen = select_entries, set[tuple[int, torch.Size]]()
+    settings = Settings.parse(
+        model=str(folder),
+        dtype="float32",
+        max_model_len=256,
+        max_num_batched_tokens=40,
+        max_num_seqs=3,
+        kv_cache_memory_bytes="8MiB",
+    )
+    setup = ModelSetup(settings.engine_config())
+    runner = setup.allocate(setup.pool_bytes())
 
     def watched(
         q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, *rest: Any, **how: Any
@@ -157,5 +159,5 @@ def test_the_step_that_sizes_the_pool_scores_a_whole_sequences_entries(
         return choose(q, weights, keys, slots, *rest, **how)
 
     monkeypatch.setattr(compressor, "select_entries", watched)
-    runners[0]._forward_probe(runners[0]._layout)
+    setup._run_worst_case(runner.tiers.device.layout)
     assert seen == {(40, (3, 256 // 4))}

@@ -40,7 +40,7 @@ def programs_of(folder: Path, **settings: Any) -> list[Program]:
         return program, logits
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transom_worker.execution.programs.decode_programs.record_program", recording)
+        patch.setattr("transom_worker.execution.replay.decode_programs.record_program", recording)
         engine = make_engine(str(folder), **settings)
         run(engine, [make_request("one", prompt(3), max_tokens=4)])
         engine.shutdown()

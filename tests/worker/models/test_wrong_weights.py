@@ -14,7 +14,7 @@ from tests.checkpoints import make_checkpoint
 from tests.worker.models.quantised_checkpoints import to_mxfp4
 from transom_core.config import ModelConfig
 from transom_core.errors import ModelError
-from transom_worker.execution.model_loading import load_model
+from transom_worker.execution.setup.model_loading import load_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},

@@ -63,14 +63,16 @@ class DiskUsage:
 class RankUsage:
     """What one rank has used since its process began.
 
-    `num_eager_steps` counts the steps whose kernels the host launched one by one; `num_graph_steps` counts the steps that were
-    replayed from a CUDA graph. `other_bytes` is the memory that the process holds now beyond weights and KV pool.
+    `num_eager_steps` counts the steps whose kernels the host launched one by one, and `num_eager_decodes` those of them that only
+    decode. `num_graph_steps` counts the steps that were replayed from a CUDA graph or a recorded program; all of them only decode.
+    `other_bytes` is the memory that the process holds now beyond weights and KV pool.
     """
 
     forward_s: float = 0.0
     busy_s: float = 0.0
     other_bytes: int = 0
     num_eager_steps: int = 0
+    num_eager_decodes: int = 0
     num_graph_steps: int = 0
     disk: DiskUsage | None = None  # None without a disk tier
 
@@ -92,9 +94,8 @@ class ExecutorInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     memory: MemoryReport
-    ranks: tuple[
-        RankInfo, ...
-    ] = ()  # empty for a single rank in the engine's process; `memory` is the sum over all ranks
+    # Empty for a single rank in the engine's process; otherwise `memory` is the sum over all ranks.
+    ranks: tuple[RankInfo, ...] = ()
     dtype: str = ""  # the model's number format, torch's name
     kernels: str = "torch"  # what computes the operators: "triton", "cpu" (compiled CPU kernels) or "torch"
     compile_s: float = 0.0  # seconds for which this start compiled CPU kernels

@@ -19,12 +19,12 @@ from transom_kernels.paged_attention.launches import launch_keys_of
 from transom_kernels.quantised_kv import FORMATS, head_width, quantise_rows
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
-from transom_worker.execution.batch.slab import block_rows
 from transom_worker.execution.batch.step_arrays import StepArrays
-from transom_worker.execution.graphs.decode_graphs import DecodeGraphs
-from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes
-from transom_worker.execution.graphs.graph_capture import CaptureDevice
-from transom_worker.execution.graphs.static_batch import GroupLaunchKey
+from transom_worker.execution.replay.decode_graphs import DecodeGraphs
+from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
+from transom_worker.execution.replay.graph_capture import CaptureDevice
+from transom_worker.execution.replay.graph_inputs import GroupLaunchKey
+from transom_worker.execution.tiers.device_slab import block_rows
 from transom_worker.models.model import Model
 from transom_worker.scheduling.step import NewSequence, StepPlan
 

@@ -16,7 +16,7 @@ from transom_core.model_config.architecture import Architecture, read_architectu
 from transom_core.model_config.sharding import check_size
 from transom_core.model_files.resolve import ModelFiles, eos_token_ids, resolve_model
 from transom_kernels.cpu import threads
-from transom_worker.execution.load_progress import OnProgress, ProgressWeights, fetch_with_progress
+from transom_worker.execution.setup.load_progress import OnProgress, ProgressWeights, fetch_with_progress
 from transom_worker.models.model import Model
 from transom_worker.models.parallel import Parallel
 from transom_worker.models.registry import build_model
