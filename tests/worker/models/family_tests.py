@@ -26,6 +26,7 @@ from tests.engine_driver import Whole, make_engine, make_request, run
 from tests.lost_windows import lose_windows
 from tests.matrices import some_daily
 from transom_core.contract import MAX_LOGPROBS
+from transom_kernels.launch import has_cpu_kernels
 from transom_worker.engine.engine import Engine
 
 TOLERANCE = 1e-3
@@ -131,6 +132,14 @@ class FamilyTests:
         engine = family.engine(enable_prefix_caching=False)
         for i in range(len(LENGTHS)):
             family.ask(engine, f"alone{i}-", [i])
+
+    @pytest.mark.skipif(not has_cpu_kernels(), reason="this processor has no kernels")
+    def test_its_decode_steps_are_recorded_and_replayed(self, family: Family, caplog: pytest.LogCaptureFixture) -> None:
+        """Fails where a layer of the family reads a tensor's value in Python: all decode steps would run eagerly."""
+        engine = family.engine(enable_prefix_caching=False)
+        family.ask(engine, "replayed-", [1])
+        use = engine.executor.rank_reports()[0].usage
+        assert (use.num_eager_decodes, use.num_graph_steps) == (0, NUM_TOKENS - 1), caplog.text
 
     @pytest.mark.parametrize("steps_in_flight", some_daily([1, 2], daily=[2]))
     def test_together_in_small_chunks_then_from_the_cache_then_with_lost_windows(

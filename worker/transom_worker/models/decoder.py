@@ -42,7 +42,7 @@ class Decoder:
         scales, tied = architecture.scales, architecture.tie_embeddings
         table = (architecture.vocab_size, architecture.hidden_size)
         self.architecture, self._style = architecture, style
-        self.vocab = load.cut(architecture.vocab_size)
+        self.vocab = load.share(architecture.vocab_size)
         self._embedding = load.embedding("model.embed_tokens", table, scale=scales.embedding)
         self._layers = [
             DecoderLayer(architecture, index, style, load.under(f"model.layers.{index}."))

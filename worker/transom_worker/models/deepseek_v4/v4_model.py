@@ -44,7 +44,7 @@ class DeepseekV4:
         load = replace(load, weights=either_name(load.weights))
         eps, table = architecture.rms_norm_eps, (architecture.vocab_size, architecture.hidden_size)
         self.architecture, self._num_residual_streams = architecture, shape.num_residual_streams
-        self.vocab = load.cut(architecture.vocab_size)
+        self.vocab = load.share(architecture.vocab_size)
         self._embedding = load.embedding("model.embed_tokens", table)
         self._layers = [
             DeepseekV4Layer(load.under(f"model.layers.{index}."), architecture, shape, index)
