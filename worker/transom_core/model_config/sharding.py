@@ -19,7 +19,8 @@ from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.layer_attention import LayerAttention
 
 ALIGNED_WIDTH = 32  # columns: a multiple of any device's vector width and of an MXFP4 group
-# Columns are divided in aligned widths only if each rank gets at least so many, so that uneven parts differ by an eighth at most.
+# Columns are divided in aligned widths only if each rank gets at least this number of them: uneven shares then differ by at most an
+# eighth.
 MIN_ALIGNED_WIDTHS = 8
 
 

@@ -1,5 +1,5 @@
-"""Runs a step's forward pass: replays a decode step that was recorded (`replay`), and otherwise runs the model eagerly, which
-means that the host launches its kernels one by one.
+"""Runs a step's forward pass: replays a decode step that was recorded (`replay`), and runs the model eagerly for all other steps,
+which means that the host launches its kernels one by one.
 """
 
 from __future__ import annotations

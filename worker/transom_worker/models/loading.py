@@ -27,7 +27,7 @@ from transom_worker.models.weights import ALL, WHOLE, Part, read_groups
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """Reads tensors whose names begin with `prefix`. Shapes are those of whole tensors, before they are cut for ranks."""
+    """Reads tensors whose names begin with `prefix`. Shapes are those of whole tensors, before they are divided among ranks."""
 
     weights: Weights
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class Loader:
         return self.parallel.comm if self.sums_over_ranks else SINGLE_RANK
 
     def under(self, prefix: str) -> Loader:
-        """A loader for names that begin with `prefix` behind this loader's own prefix."""
+        """A loader for names that begin with this loader's own prefix and `prefix`."""
         return replace(self, prefix=self.prefix + prefix)
 
     def partial(self) -> Loader:

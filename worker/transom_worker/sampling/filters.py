@@ -114,7 +114,7 @@ def _log_total(logits_RV: torch.Tensor, top_k_bound_R1: torch.Tensor) -> torch.T
     if len(rows):
         part_logits = logits_RV if len(rows) == len(logits_RV) else logits_RV[rows]
         best_N1 = first_argmax(part_logits)[:, None]
-        logprobs = part_logits.log_softmax(-1)  # unlike a sum, it treats each row alike whatever the batch
+        logprobs = part_logits.log_softmax(-1)  # unlike a sum, it treats each row alike in any batch
         total_R1[rows] = part_logits.gather(1, best_N1).to(torch.float64) - logprobs.gather(1, best_N1)
     return total_R1
 

@@ -213,7 +213,7 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent closes the pipe; the pipe also closes when the parent ends, for whatever reason."""
+    """End this process when its parent closes the pipe; the pipe also closes when the parent ends, for any reason."""
     sys.stdin.buffer.read()
     os._exit(1)
 

@@ -119,7 +119,7 @@ class _RandomSteps:
     def step(self, builder: BatchBuilder, size: DecodeSize, sizes: DecodeSizes, *, seed: int) -> StepArrays:
         """Make a step that fills the size's sequences: one long sequence, the others short.
 
-        With seed 1 the long sequence is as long as the size's level allows, otherwise five eighths of that.
+        With seed 1 the long sequence is as long as the size's level allows; with another seed it is five eighths as long.
         """
         random = np.random.default_rng(seed)
         num_seqs, specs = size.num_seqs, self._specs

@@ -50,7 +50,7 @@ def load_model(
 
     Raises:
         ModelError: the model's files are missing, broken or of an unknown family.  ConfigError: the configured device does not
-            exist, or so many ranks cannot share the model.
+            exist, or the model cannot be shared by this number of ranks.
     """
     files = (
         fetch_with_progress(lambda: resolve_model(config.model), on_progress)
