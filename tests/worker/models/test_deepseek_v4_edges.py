@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from tests.checkpoints import greedy, load_oracle, prompt
 from tests.engine_driver import make_engine, make_request, run
 from tests.lost_windows import lose_windows
+from tests.matrices import some_daily
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from transom_core.contract import LogprobTable
 from transom_core.settings.settings import Settings
@@ -61,7 +62,9 @@ def reported(engine: Engine, prompts: list[list[int]]) -> list[LogprobTable]:
     return [found[str(index)] for index in range(len(prompts))]
 
 
-@pytest.mark.parametrize(("chunk", "block_size"), [(1, 16), (3, 4), (16, 16), (23, 32), (1024, 8)])
+@pytest.mark.parametrize(
+    ("chunk", "block_size"), some_daily([(1, 16), (3, 4), (16, 16), (23, 32), (1024, 8)], daily=[(3, 4), (23, 32)])
+)
 def test_every_position_in_any_chunks(folder: Path, oracle: PreTrainedModel, chunk: int, block_size: int) -> None:
     lengths = (130,) if chunk == 1 else (2, 3, 4, 5, 15, 16, 17, 33, 130)
     prompts = [prompt(length, salt=length) for length in lengths]
@@ -102,7 +105,10 @@ def fill(engine: Engine, boundaries: range) -> None:
 
 
 @pytest.mark.parametrize(
-    ("block_size", "chunk", "hybrid"), [(4, 29, True), (16, 1024, True), (32, 5, True), (4, 64, False)]
+    ("block_size", "chunk", "hybrid"),
+    some_daily(
+        [(4, 29, True), (16, 1024, True), (32, 5, True), (4, 64, False)], daily=[(16, 1024, True), (32, 5, True)]
+    ),
 )
 def test_hits_at_every_boundary(
     folder: Path,
@@ -118,7 +124,10 @@ def test_hits_at_every_boundary(
     assert check(engine, continuations(boundaries), oracle, answers) == list(boundaries)
 
 
-@pytest.mark.parametrize(("block_size", "chunk", "steps_in_flight"), [(4, 7, 1), (4, 1024, 2), (16, 13, 2)])
+@pytest.mark.parametrize(
+    ("block_size", "chunk", "steps_in_flight"),
+    some_daily([(4, 7, 1), (4, 1024, 2), (16, 13, 2)], daily=[(4, 7, 1), (16, 13, 2)]),
+)
 def test_repairs_at_every_boundary(
     folder: Path,
     oracle: PreTrainedModel,
