@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
+from tests.matrices import some_daily
 from tests.worker.models.quantised_checkpoints import to_mxfp4
 from transom_core.config import ModelConfig
 from transom_core.errors import ModelError
@@ -32,7 +33,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, "gpt_oss in MXFP4"])
+DAILY = ["llama", "qwen3_moe", "llama4_text", "gpt_oss in MXFP4"]
+
+
+@pytest.fixture(scope="module", params=some_daily([*FAMILIES, "gpt_oss in MXFP4"], daily=DAILY))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("family")
     family = request.param.split()[0]

@@ -180,7 +180,7 @@ def test_a_plan_that_fails_in_the_middle(engine: Engine) -> None:
     engine.add(make_request("r", PROMPT))
     plan = engine.scheduler.schedule()
     assert plan is not None
-    plan.logits_from = [plan.start[0] + plan.count[0]]  # and it is to sample
+    plan.logits_from, plan.sample = [plan.start[0] + plan.count[0]], [1]  # a token of no logits
     executor.submit(plan)
     with pytest.raises(RankLost, match=r"Rank [01] of 2"):
         executor.receive()

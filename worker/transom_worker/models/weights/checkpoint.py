@@ -17,9 +17,8 @@ import torch
 from transom_core.errors import ModelError
 
 Part = tuple[slice, ...]  # of a tensor: a range of each of its first axes
-Mxfp4Tensors = tuple[
-    torch.Tensor, torch.Tensor
-]  # MXFP4 as stored: bytes of two elements [..., N / 2], exponents [..., N / 32]
+# MXFP4 as stored: bytes of two elements [..., N / 2], exponents [..., N / 32].
+Mxfp4Tensors = tuple[torch.Tensor, torch.Tensor]
 GROUP = 32  # columns that share a scale
 ALL = slice(None)
 WHOLE: Part = ()
