@@ -25,7 +25,7 @@ from transom_core.settings.settings import Settings
 from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.local_executor import LocalExecutor
-from transom_worker.execution.model_loading import LoadedModel
+from transom_worker.execution.setup.model_loading import LoadedModel
 from transom_worker.models.registry import build_model
 from transom_worker.telemetry.metrics import EngineMetrics
 

@@ -27,7 +27,7 @@ from transom_core.contract import SamplingParams
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
 from transom_kernels.cpu.memory import lazy_bytes
-from transom_worker.execution.tiers.block_copies import BlockCopies, TierMemory
+from transom_worker.execution.tiers.rank_tiers import RankTiers, TierMemory
 from transom_worker.llm import LLM
 from transom_worker.scheduling.step import TIER_DEVICE, TIER_HOST, StepPlan
 
@@ -46,7 +46,7 @@ class Copies:
         self.num_blocks = COPIED_BYTES // block_bytes
         layout = ArenaLayout(page_bytes=block_bytes, num_pages=self.num_blocks, groups=(group,))
         slabs = [lazy_bytes(layout.slab_bytes).fill_(tier) for tier in range(2)]
-        self.made = BlockCopies({tier: TierMemory(layout, slab) for tier, slab in enumerate(slabs)})
+        self.made = RankTiers({tier: TierMemory(layout, slab) for tier, slab in enumerate(slabs)})
         self.num_bytes = self.num_blocks * block_bytes
         self._num_plans = 0
 

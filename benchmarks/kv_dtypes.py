@@ -39,8 +39,8 @@ from transom_core.model_files.resolve import resolve_config, resolve_text_files
 from transom_core.settings.byte_sizes import parse_bytes
 from transom_core.text.tokenizer import Tokenizer
 from transom_kernels.paged_attention.batch import PagedBatch
-from transom_worker.execution.batch.slab import allocate_slab, layer_caches
-from transom_worker.execution.model_loading import LoadedModel, load_model
+from transom_worker.execution.setup.model_loading import LoadedModel, load_model
+from transom_worker.execution.tiers.device_slab import allocate_slab, layer_caches
 from transom_worker.models.layers.forward_batch import ForwardBatch, LayerCache
 from transom_worker.planner import cache_groups, make_layout, plan_from_config
 

@@ -22,7 +22,7 @@ from transom_core.settings.settings import Settings
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.startup import build_engine
 from transom_worker.execution.local_executor import LocalExecutor
-from transom_worker.execution.model_loading import load_model, set_threads
+from transom_worker.execution.setup.model_loading import load_model, set_threads
 
 NUM_CLIENTS = 16
 NUM_REQUESTS = 32

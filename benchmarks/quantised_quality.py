@@ -29,7 +29,7 @@ import torch
 from transom_core.config import ModelConfig
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_worker import LLM, SamplingParams
-from transom_worker.execution.model_loading import LoadedModel, load_model
+from transom_worker.execution.setup.model_loading import LoadedModel, load_model
 from transom_worker.models.layers.forward_batch import ForwardBatch, LayerCache
 from transom_worker.models.weights import load_weights
 
@@ -153,7 +153,7 @@ def main() -> None:
     print(f"{len(texts)} prompts, {total} tokens of answers")
     if options.noise:
         mock.patch(
-            "transom_worker.execution.model_loading.load_weights",
+            "transom_worker.execution.setup.model_loading.load_weights",
             lambda files: NoisyWeights(load_weights(files), options.noise),
         ).start()
     base = load_model(ModelConfig(model=options.model, device="cpu", dtype="bfloat16"))

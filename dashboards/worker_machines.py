@@ -34,7 +34,8 @@ BY = ("worker", "rank")
 FORWARD = rate("transom_rank_forward_seconds_total", WORKER, *BY)
 BUSY = rate("transom_rank_busy_seconds_total", WORKER, *BY)
 RANK_STEPS = rate("transom_rank_steps_total", WORKER, "worker")
-REPLAYED = rate("transom_rank_steps_total", f'{WORKER},forward="replayed"', "worker")
+DECODE_STEPS = rate("transom_decode_steps_total", WORKER, "worker")
+REPLAYED = rate("transom_decode_steps_total", f'{WORKER},mode="replayed"', "worker")
 RANK_COLUMNS = ("model", *BY, "host", "device", "pid")
 RANKS = Section(
     title="Ranks",
@@ -115,12 +116,16 @@ RANKS = Section(
         ),
         lines(
             About(
-                title="Steps from CUDA graphs",
-                shows="Share of steps whose forward pass was replayed from a graph, which costs the host next to nothing. "
-                "Steps with prompts never are; on CPUs none is.",
-                act="Low while only answers are computed: batches differ from the sizes that were captured.",
+                title="Steps that were replayed",
+                shows="Share of steps without prompts, and of all steps, that were replayed from a CUDA graph or a recorded "
+                "program, which costs the host next to nothing. Steps with prompts never are.",
+                act="Few decode steps: recording failed, which the worker's log explains, or batches differ from the sizes that "
+                "were captured.",
             ),
-            [Query(expr=ratio(REPLAYED, RANK_STEPS, "worker"), legend="{{worker}}")],
+            [
+                Query(expr=ratio(REPLAYED, DECODE_STEPS, "worker"), legend="{{worker}} decode steps"),
+                Query(expr=ratio(REPLAYED, RANK_STEPS, "worker"), legend="{{worker}} all steps"),
+            ],
             "percentunit",
             maximum=1,
         ),

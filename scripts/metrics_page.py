@@ -44,14 +44,24 @@ Section = tuple[str, tuple[str, ...]]  # title, beginnings of names
 OF_WORKERS: Sequence[Section] = (
     (
         "Requests",
-        ("requests", "request_", "queue_", "first_token", "decode_", "inter_token", "prefill_", "output_t", "prompt_t"),
+        (
+            "requests",
+            "request_",
+            "queue_",
+            "first_token",
+            "decode_sec",
+            "inter_token",
+            "prefill_",
+            "output_t",
+            "prompt_t",
+        ),
     ),
     ("Steps", ("step", "computed", "out_of_memory")),
     ("Prefix cache", ("prefix", "kv_repair", "kv_checkpoint", "kv_reuse", "kv_held")),
     ("KV pool", ("kv_", "preempt")),
     ("Grammars", ("grammar_",)),
     ("Load, as routers and the autoscaler see it", ("load_",)),
-    ("Ranks", ("rank_",)),
+    ("Ranks", ("rank_", "decode_steps")),
     ("Disk tier", ("disk_",)),
     ("The process", ("worker_", "process_", "build_")),
 )

@@ -23,6 +23,7 @@ from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport
 from transom_worker.execution.forward_pass import ForwardPass
 from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.setup.model_setup import ModelSetup
 from transom_worker.execution.step_logits import StepLogits
 from transom_worker.execution.tiers.load_reports import LoadReports
 from transom_worker.models.parallel import SINGLE_RANK, Parallel
@@ -176,14 +177,14 @@ class ThreadRanks(Executor):
         self._loads = LoadReports(size)
 
     def start(self) -> ExecutorInfo:
-        self.runners = self.threads.on_each(lambda parallel: ModelRunner(self._config, parallel))
-        pool_bytes = min(self.threads.on_each(lambda parallel: self.runners[parallel.rank].pool_bytes()))
-        infos = self.threads.on_each(lambda parallel: self.runners[parallel.rank].allocate(pool_bytes))
+        setups = self.threads.on_each(lambda parallel: ModelSetup(self._config, parallel))
+        pool_bytes = min(self.threads.on_each(lambda parallel: setups[parallel.rank].pool_bytes()))
+        self.runners = self.threads.on_each(lambda parallel: setups[parallel.rank].allocate(pool_bytes))
         for runner in self.runners:
             kept = KeptLogits(runner._forward)
             runner._forward = kept  # type: ignore[assignment]
             self._kept.append(kept)
-        return infos[0]
+        return self.runners[0].info
 
     def logits(self) -> list[torch.Tensor]:
         """Logits of all steps so far, over the whole vocabulary; then they are forgotten."""
@@ -229,23 +230,23 @@ class ThreadRanks(Executor):
         self._plans.clear()
 
     def _execute_all(self) -> None:
-        """Blocks are read and written behind the plans that were submitted before."""
+        """Blocks are read and written after the plans that were submitted before."""
         while self._plans:
             self._execute_oldest()
 
     def read_blocks(self, tier: int, group: int, blocks: Sequence[int]) -> list[bytes]:
         self._execute_all()
-        return [runner.read_blocks(tier, group, blocks) for runner in self.runners]
+        return [runner.tiers.read(tier, group, blocks) for runner in self.runners]
 
     def write_blocks(self, tier: int, group: int, blocks: Sequence[int], data: Sequence[bytes]) -> None:
         self._execute_all()
         for runner, part in zip(self.runners, data, strict=True):
-            runner.write_blocks(tier, group, blocks, part)
+            runner.tiers.write(tier, group, blocks, part)
 
     def rank_reports(self) -> tuple[RankReport, ...]:
         return tuple(
             RankReport(
-                info=RankInfo(process_id=os.getpid(), ip=platform.node(), memory=runner.memory_report),
+                info=RankInfo(process_id=os.getpid(), ip=platform.node(), memory=runner.info.memory),
                 usage=runner.usage,
             )
             for runner in self.runners

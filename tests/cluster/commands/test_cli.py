@@ -153,7 +153,7 @@ def test_a_broken_list_of_batches_is_a_usage_error():
 
 def test_offline_figures_as_json(tiny_model, monkeypatch):
     monkeypatch.setattr(
-        "transom_worker.execution.runner.set_threads", lambda _, **ranks: None
+        "transom_worker.execution.setup.model_setup.set_threads", lambda _, **ranks: None
     )  # for the other tests' sake
     sizes = ("--batches", "1,2", "--output-tokens", "3", "--repeats", "1", "--json")
     result = transom("bench", "offline", str(tiny_model), "--prompt-tokens", "20", *sizes)

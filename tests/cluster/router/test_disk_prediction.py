@@ -79,7 +79,7 @@ class Workers:
     def hear(self) -> None:
         """Every engine lists its folder once all files are written, and the router learns of it."""
         for engine in self.engines.values():  # a write may remove files that another engine knows, for want of space
-            tier = engine.executor._runner._copies._disk  # type: ignore[attr-defined]
+            tier = engine.executor._runner.tiers._disk  # type: ignore[attr-defined]
             while tier is not None and tier._queued_bytes:
                 os.sched_yield()
         for name, engine in self.engines.items():

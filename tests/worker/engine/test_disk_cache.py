@@ -93,7 +93,7 @@ def test_two_ranks_have_their_own_files(tiny_model: Path, tmp_path: Path, fast_r
 def test_within_one_engine_and_beside_other_requests(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
     engine = engine_on(tiny_model, tmp_path)
     expected = answers(engine, prompts(8))
-    disk = engine.executor._runner._copies._disk  # type: ignore[attr-defined]
+    disk = engine.executor._runner.tiers._disk  # type: ignore[attr-defined]
     while disk._queued_bytes:
         os.sched_yield()
     assert isinstance(engine._disk, EngineDiskTier)
@@ -265,7 +265,7 @@ def test_a_slow_disk_does_not_stop_other_requests(
     first.shutdown()
     engine = engine_on(tiny_model, tmp_path)
     assert isinstance(engine._disk, EngineDiskTier)
-    tier = engine.executor._runner._copies._disk  # type: ignore[attr-defined]
+    tier = engine.executor._runner.tiers._disk  # type: ignore[attr-defined]
     goes_on, read = threading.Event(), tier._folder.read
 
     def wait_and_read(group: int, digest: bytes, num_bytes: int) -> bytes | None:

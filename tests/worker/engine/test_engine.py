@@ -24,7 +24,7 @@ from transom_core.errors import (
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.running_request import RunningRequest
 from transom_worker.execution.local_executor import LocalExecutor
-from transom_worker.execution.model_loading import load_model
+from transom_worker.execution.setup.model_loading import load_model
 from transom_worker.scheduling.outputs import SequenceOutput
 
 

@@ -7,6 +7,9 @@ import itertools
 from transom_core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from transom_core.contract import SamplingParams
 from transom_core.kv_cache.layout import ArenaLayout
+from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.setup.model_loading import LoadedModel
+from transom_worker.execution.setup.model_setup import ModelSetup
 from transom_worker.scheduling.step import NO_ID, NewSequence, StepPlan, StepResult
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -21,6 +24,12 @@ def engine_config(
         scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64),
         num_threads=1,
     )
+
+
+def make_runner(config: EngineConfig, loaded: LoadedModel | None = None) -> ModelRunner:
+    """Return a rank's runner, of the config's model or of a loaded one."""
+    setup = ModelSetup(config, loaded=loaded)
+    return setup.allocate(setup.pool_bytes())
 
 
 class Blocks:

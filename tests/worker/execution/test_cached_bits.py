@@ -29,10 +29,10 @@ def cached(model: Path, lengths: list[int], *, chunk: int) -> Blocks:
     run(engine, [make_request(f"{length}", prompt(length), max_tokens=1) for length in lengths])
     runner, found = ranks.runners[0], {}
     for index, pool in enumerate(engine.scheduler.cache.pools):
-        group = runner._layout.groups[index]
+        group = runner.info.layout.groups[index]
         for block, (digest, _) in pool.published.items():
             begin = block * group.stride_bytes
-            found[index, digest] = runner._slab[begin : begin + group.block_bytes].clone()
+            found[index, digest] = runner.tiers.device.slab[begin : begin + group.block_bytes].clone()
     engine.shutdown()
     return found
 

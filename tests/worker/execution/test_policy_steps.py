@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from tests.checkpoints import load_oracle, make_checkpoint, prompt
 from tests.tiny_checkpoints import visible
-from tests.worker.execution.hand_scheduler import engine_config
+from tests.worker.execution.hand_scheduler import engine_config, make_runner
 from tests.worker.execution.policy_scheduler import PolicyScheduler
 from transom_core.contract import HeavyPolicy, WindowPolicy
 from transom_kernels.launch import INTERPRETED, prefer
@@ -49,12 +49,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return make
 
 
-def make_runner(folder: Path, *, kv_cache_dtype: str = "auto", **settings: Any) -> ModelRunner:
+def start_runner(folder: Path, *, kv_cache_dtype: str = "auto", **settings: Any) -> ModelRunner:
     config = engine_config(pool_bytes=2**21, dtype="float32", **settings)
     cache = replace(config.cache, kv_cache_dtype=kv_cache_dtype)
-    runner = ModelRunner(replace(config, model=replace(config.model, model=str(folder)), cache=cache))
-    runner.allocate(runner.pool_bytes())
-    return runner
+    return make_runner(replace(config, model=replace(config.model, model=str(folder)), cache=cache))
 
 
 @contextmanager
@@ -96,7 +94,7 @@ def window_mask(window: int, sinks: int) -> Callable[[int], torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_window_with_sinks_equals_transformers_with_the_same_mask(family: str, checkpoint: Any) -> None:
     folder = checkpoint(family)
-    hand, model = PolicyScheduler(make_runner(folder)), load_oracle(folder)
+    hand, model = PolicyScheduler(start_runner(folder)), load_oracle(folder)
     tokens = prompt(150)
     hand.add(0, tokens, WindowPolicy(sinks=5, window=21))
     for count in (40, 1, 63, 46):
@@ -109,7 +107,7 @@ def test_a_window_with_sinks_equals_transformers_with_the_same_mask(family: str,
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_rows_of_all_kinds_side_by_side(checkpoint: Any, enforce_eager: bool) -> None:
     folder = checkpoint("llama")
-    hand, model = PolicyScheduler(make_runner(folder, enforce_eager=enforce_eager)), load_oracle(folder)
+    hand, model = PolicyScheduler(start_runner(folder, enforce_eager=enforce_eager)), load_oracle(folder)
     hand.add(0, prompt(50), WindowPolicy(sinks=0, window=9))
     hand.add(1, prompt(60, salt=1))
     hand.add(2, prompt(3, salt=2), WindowPolicy(sinks=17, window=30))
@@ -130,7 +128,7 @@ def test_rows_of_all_kinds_side_by_side(checkpoint: Any, enforce_eager: bool) ->
 
 def test_attention_mass_is_that_of_transformers_by_block(checkpoint: Any) -> None:
     folder = checkpoint("qwen3")
-    hand, model = PolicyScheduler(make_runner(folder)), load_oracle(folder)
+    hand, model = PolicyScheduler(start_runner(folder)), load_oracle(folder)
     hand.add(0, prompt(30), WindowPolicy(sinks=3, window=11))
     results = [hand.step({0: 17}, mass=True), hand.step({0: 13}, mass=True), *hand.decode(0, 6, mass=True)]
     assert hand.runner.usage.num_graph_steps == 6
@@ -150,7 +148,7 @@ def test_attention_mass_is_that_of_transformers_by_block(checkpoint: Any) -> Non
 
 def test_quality_compares_with_attention_to_all_that_was_dropped(checkpoint: Any) -> None:
     folder = checkpoint("llama")
-    hand, model = PolicyScheduler(make_runner(folder)), load_oracle(folder)
+    hand, model = PolicyScheduler(start_runner(folder)), load_oracle(folder)
     hand.add(0, prompt(60), WindowPolicy(sinks=3, window=11), quality=True)
     hand.add(1, prompt(20))
     hand.step({0: 60})
@@ -179,7 +177,7 @@ def test_quality_compares_with_attention_to_all_that_was_dropped(checkpoint: Any
 def test_blocks_removed_from_the_middle_are_not_read(checkpoint: Any) -> None:
     """As if the mask had hidden these keys from the row on that first lacks them."""
     folder = checkpoint("llama")
-    hand, model = PolicyScheduler(make_runner(folder)), load_oracle(folder)
+    hand, model = PolicyScheduler(start_runner(folder)), load_oracle(folder)
     hand.add(0, prompt(41), HeavyPolicy(sinks=4, budget=32), quality=True)
     hand.step({0: 41})
     hand.decode(0, 2)
@@ -225,7 +223,7 @@ def test_streams_beyond_the_trained_length_rotate_a_second_query_for_sinks(
         return (weights @ values).transpose(1, 2).contiguous(), weights
 
     with prefer(kernels):
-        hand = PolicyScheduler(make_runner(folder))
+        hand = PolicyScheduler(start_runner(folder))
         hand.add(0, prompt(50), WindowPolicy(sinks=6, window=20))
         hand.add(1, prompt(40, salt=1))
         hand.step({0: 50, 1: 14})
@@ -250,7 +248,7 @@ def test_triton_computes_policy_rows_over_quantised_caches_as_torch_does(kv_cach
     tokens, masses = [], []
     for kernels in ("reference", "interpreted"):
         with prefer(kernels):
-            hand = PolicyScheduler(make_runner(folder, kv_cache_dtype=kv_cache_dtype))
+            hand = PolicyScheduler(start_runner(folder, kv_cache_dtype=kv_cache_dtype))
             hand.add(0, prompt(60), WindowPolicy(sinks=6, window=20))
             hand.step({0: 40})
             results = [hand.step({0: 20}, mass=True), *hand.decode(0, 7, mass=True)]

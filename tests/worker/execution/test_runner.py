@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.worker.execution.hand_scheduler import GREEDY, HandScheduler, engine_config
+from tests.worker.execution.hand_scheduler import GREEDY, HandScheduler, engine_config, make_runner
 from tests.worker.execution.toy_decoder import VOCABULARY, ToyDecoder, layer, load_toy
 from transom_core.contract import SamplingParams
 from transom_core.errors import StepFailed
@@ -23,8 +23,7 @@ LAYERS = {
 
 def make(kind: str, **settings: object) -> tuple[ModelRunner, HandScheduler, ToyDecoder]:
     loaded = load_toy(LAYERS[kind], eos=(2,))
-    runner = ModelRunner(engine_config(**settings), loaded=loaded)  # type: ignore[arg-type]
-    runner.allocate(runner.pool_bytes())
+    runner = make_runner(engine_config(**settings), loaded)  # type: ignore[arg-type]
     assert isinstance(loaded.model, ToyDecoder)
     return runner, HandScheduler(runner.info.layout), loaded.model
 
@@ -168,7 +167,9 @@ def test_window_repair_by_hand() -> None:
 
 def _block_bytes(runner: ModelRunner, blocks: dict[int, int]) -> list[bytes]:
     stride = runner.info.layout.groups[0].stride_bytes
-    return [runner._slab[block * stride : (block + 1) * stride].numpy().tobytes() for block in blocks.values()]
+    return [
+        runner.tiers.device.slab[block * stride : (block + 1) * stride].numpy().tobytes() for block in blocks.values()
+    ]
 
 
 def test_block_copies_before_the_forward_pass() -> None:

@@ -26,6 +26,7 @@ from tests.engine_driver import Whole, make_engine, make_request, run
 from tests.lost_windows import lose_windows
 from tests.matrices import some_daily
 from transom_core.contract import MAX_LOGPROBS
+from transom_kernels.launch import has_cpu_kernels
 from transom_worker.engine.engine import Engine
 
 TOLERANCE = 1e-3
@@ -111,12 +112,15 @@ class Family:
 class FamilyTests:
     """What every family is asked every day. Inherit, and give the fixture `family`."""
 
+    records = True  # whether its decode steps are recorded
+
     def test_margins_are_clear_and_text_is_not_degenerate(self, family: Family) -> None:
         assert all(answer.is_clear for answer in family.answers), [
             (f"prompt of {len(answer.prompt)}", answer.margin, answer.choice_margin) for answer in family.answers
         ]
         assert min(len(set(answer.token_ids)) for answer in family.answers) >= 8
 
+    @pytest.mark.exhaustive  # it asks transformers alone: whether the cases would show a mistake of ours
     def test_mistakes_would_show(self, family: Family) -> None:
         assert family.case.mistakes
         for mistake in family.case.mistakes:
@@ -131,6 +135,16 @@ class FamilyTests:
         engine = family.engine(enable_prefix_caching=False)
         for i in range(len(LENGTHS)):
             family.ask(engine, f"alone{i}-", [i])
+
+    @pytest.mark.skipif(not has_cpu_kernels(), reason="this processor has no kernels")
+    def test_its_decode_steps_are_recorded_and_replayed(self, family: Family, caplog: pytest.LogCaptureFixture) -> None:
+        """Fails if a layer of the family reads a tensor's value in Python: all decode steps would run eagerly."""
+        engine = family.engine(enable_prefix_caching=False)
+        family.ask(engine, "replayed-", [1])
+        use = engine.executor.rank_reports()[0].usage
+        num_decodes = NUM_TOKENS - 1
+        expected = (0, num_decodes) if self.records else (num_decodes, 0)
+        assert (use.num_eager_decodes, use.num_graph_steps) == expected, caplog.text
 
     @pytest.mark.parametrize("steps_in_flight", some_daily([1, 2], daily=[2]))
     def test_together_in_small_chunks_then_from_the_cache_then_with_lost_windows(

@@ -13,7 +13,7 @@ import torch
 from tests.graph_recorder import RecorderDevice
 from tests.worker.models.interpreted import Run, check_preempted, run_engine
 from transom_kernels.paged_attention import tuning
-from transom_worker.execution import forward_pass
+from transom_worker.execution.replay import backends
 
 SPLIT_KEYS = 16  # so that short sequences are shared out over programs, and levels differ
 SETTINGS = {"max_num_seqs": 2, "max_model_len": 32}
@@ -25,7 +25,7 @@ def recording() -> Iterator[RecorderDevice]:
     """Engines that are made within record and replay their decode steps."""
     device = RecorderDevice()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward_pass, "capture_device", lambda _: device)
+        patch.setattr(backends, "capture_device", lambda _: device)
         yield device
 
 

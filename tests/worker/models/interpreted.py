@@ -18,7 +18,7 @@ from tests.engine_driver import Whole, make_request, run
 from tests.lost_windows import lose_windows
 from tests.thread_ranks import make_sharded_engine
 from transom_kernels.launch import Kernels, prefer
-from transom_worker.execution import dummy_run
+from transom_worker.execution.setup import dummy_run
 from transom_worker.planner import CachePlan
 
 TOLERANCE = 1e-3

@@ -17,7 +17,7 @@ from tests.checkpoints import prompt
 from tests.engine_driver import make_request, run
 from tests.thread_ranks import make_sharded_engine
 from tests.worker.models.interpreted import SETTINGS, kernels_of
-from transom_worker.execution import model_loading
+from transom_worker.execution.setup import model_loading
 from transom_worker.models.registry import build_model
 
 

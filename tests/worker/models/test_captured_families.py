@@ -11,11 +11,12 @@ pytest.importorskip("triton")
 
 from tests.cpu_threads import NUM_THREADS
 from tests.graph_recorder import RecorderDevice
+from tests.worker.execution.hand_scheduler import make_runner
 from tests.worker.models.test_sharded_families import FAMILIES, make_folder
 from transom_core.settings.settings import Settings
 from transom_kernels.launch import INTERPRETED, prefer
-from transom_worker.execution import dummy_run, forward_pass
-from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.replay import backends
+from transom_worker.execution.setup import dummy_run
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -28,7 +29,7 @@ def test_a_decode_step_is_captured_and_checked(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, device = make_folder(tmp_path, name), RecorderDevice()
-    monkeypatch.setattr(forward_pass, "capture_device", lambda _: device)
+    monkeypatch.setattr(backends, "capture_device", lambda _: device)
     monkeypatch.setattr(dummy_run, "WARM_UP_TOKENS", 1)
     settings = {
         "kv_cache_memory_bytes": "4MiB",
@@ -38,7 +39,6 @@ def test_a_decode_step_is_captured_and_checked(
         "num_threads": NUM_THREADS,
     }
     with prefer("interpreted"), caplog.at_level(logging.INFO):
-        runner = ModelRunner(Settings.parse(model=str(folder), dtype="float32", **settings).engine_config())
-        runner.allocate(runner.pool_bytes())
+        runner = make_runner(Settings.parse(model=str(folder), dtype="float32", **settings).engine_config())
     assert runner.info.num_graphs == len(device.graphs) == 1
     assert "differs by" not in caplog.text

@@ -24,6 +24,8 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 class TestDeepseekV4(FamilyTests):
     """All of `FamilyTests`."""
 
+    records = False  # what its compressed layers read in a step is chosen with the host's help
+
 
 class TestDeepseekV4InSmallPools(SmallPoolTests):
     """All of `SmallPoolTests`."""

@@ -134,9 +134,8 @@ def test_a_missing_or_wrong_tensor_is_named(folder: Path, tmp_path: Path, publis
         changed = OneChanged(weights, name, tensor)
         build_model(architecture, changed, dtype=torch.float32, device="cpu")  # type: ignore[arg-type]
 
-    names = [
-        name for name in weights.names if ".experts." not in name or ".experts.1." in name
-    ]  # others are like the second
+    # The other experts are like the second.
+    names = [name for name in weights.names if ".experts." not in name or ".experts.1." in name]
     for index, name in enumerate(names):
         with pytest.raises(ModelError, match=f"no {name}$"):
             build(name, None)

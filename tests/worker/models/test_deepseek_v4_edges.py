@@ -12,11 +12,13 @@ from transformers import PreTrainedModel
 from tests.checkpoints import greedy, load_oracle, prompt
 from tests.engine_driver import make_engine, make_request, run
 from tests.lost_windows import lose_windows
+from tests.matrices import some_daily
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from transom_core.contract import LogprobTable
+from transom_core.settings.settings import Settings
 from transom_kernels.latent_attention import select_entries
 from transom_worker.engine.engine import Engine
-from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.setup.model_setup import ModelSetup
 from transom_worker.models.deepseek_v4 import compressor
 
 TOLERANCE = 1e-3
@@ -60,7 +62,9 @@ def reported(engine: Engine, prompts: list[list[int]]) -> list[LogprobTable]:
     return [found[str(index)] for index in range(len(prompts))]
 
 
-@pytest.mark.parametrize(("chunk", "block_size"), [(1, 16), (3, 4), (16, 16), (23, 32), (1024, 8)])
+@pytest.mark.parametrize(
+    ("chunk", "block_size"), some_daily([(1, 16), (3, 4), (16, 16), (23, 32), (1024, 8)], daily=[(3, 4), (23, 32)])
+)
 def test_every_position_in_any_chunks(folder: Path, oracle: PreTrainedModel, chunk: int, block_size: int) -> None:
     lengths = (130,) if chunk == 1 else (2, 3, 4, 5, 15, 16, 17, 33, 130)
     prompts = [prompt(length, salt=length) for length in lengths]
@@ -101,7 +105,10 @@ def fill(engine: Engine, boundaries: range) -> None:
 
 
 @pytest.mark.parametrize(
-    ("block_size", "chunk", "hybrid"), [(4, 29, True), (16, 1024, True), (32, 5, True), (4, 64, False)]
+    ("block_size", "chunk", "hybrid"),
+    some_daily(
+        [(4, 29, True), (16, 1024, True), (32, 5, True), (4, 64, False)], daily=[(16, 1024, True), (32, 5, True)]
+    ),
 )
 def test_hits_at_every_boundary(
     folder: Path,
@@ -117,7 +124,10 @@ def test_hits_at_every_boundary(
     assert check(engine, continuations(boundaries), oracle, answers) == list(boundaries)
 
 
-@pytest.mark.parametrize(("block_size", "chunk", "steps_in_flight"), [(4, 7, 1), (4, 1024, 2), (16, 13, 2)])
+@pytest.mark.parametrize(
+    ("block_size", "chunk", "steps_in_flight"),
+    some_daily([(4, 7, 1), (4, 1024, 2), (16, 13, 2)], daily=[(4, 7, 1), (16, 13, 2)]),
+)
 def test_repairs_at_every_boundary(
     folder: Path,
     oracle: PreTrainedModel,
@@ -139,16 +149,17 @@ def test_repairs_at_every_boundary(
 def test_the_step_that_sizes_the_pool_scores_a_whole_sequences_entries(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runners: list[ModelRunner] = []
-    prepare, choose = ModelRunner.__init__, select_entries
-
-    def kept(self: ModelRunner, *args: Any, **kwargs: Any) -> None:
-        runners.append(self)
-        prepare(self, *args, **kwargs)
-
-    monkeypatch.setattr(ModelRunner, "__init__", kept)
-    start(folder, max_num_batched_tokens=40, max_num_seqs=3)
-    seen: set[tuple[int, torch.Size]] = set()
+    choose, seen = select_entries, set[tuple[int, torch.Size]]()
+    settings = Settings.parse(
+        model=str(folder),
+        dtype="float32",
+        max_model_len=256,
+        max_num_batched_tokens=40,
+        max_num_seqs=3,
+        kv_cache_memory_bytes="8MiB",
+    )
+    setup = ModelSetup(settings.engine_config())
+    runner = setup.allocate(setup.pool_bytes())
 
     def watched(
         q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, *rest: Any, **how: Any
@@ -157,5 +168,5 @@ def test_the_step_that_sizes_the_pool_scores_a_whole_sequences_entries(
         return choose(q, weights, keys, slots, *rest, **how)
 
     monkeypatch.setattr(compressor, "select_entries", watched)
-    runners[0]._forward_probe(runners[0]._layout)
+    setup._run_worst_case(runner.tiers.device.layout)
     assert seen == {(40, (3, 256 // 4))}

@@ -15,7 +15,7 @@ from transom_core.config import ModelConfig
 from transom_core.errors import ConfigError
 from transom_core.model_config.architecture import read_architecture
 from transom_core.model_files.resolve import resolve_model
-from transom_worker.execution.model_loading import load_model
+from transom_worker.execution.setup.model_loading import load_model
 from transom_worker.models.registry import build_model
 from transom_worker.models.weights import load_weights
 

@@ -23,9 +23,8 @@ DENSE_LAYER = Counter(norm_rows=2, product=4, prepare_and_write=1, attend=1, act
 ROUTER = Counter(score_experts=1, choose_experts=1)  # for every kind of score
 EXPERTS = Counter(full=1, sort_pairs=1, into_experts=1, out_of_experts=1, sum_experts=1)
 MIXTURE_LAYER = Counter(norm_rows=2, product=2, prepare_and_write=1, attend=1) + ROUTER + EXPERTS
-HYPER_CONNECTION = Counter(
-    normalise_streams=1, product=1, pre_and_mix=1, post_and_mix=1
-)  # of a sublayer, for any number of rounds
+# Of a sublayer, for any number of rounds.
+HYPER_CONNECTION = Counter(normalise_streams=1, product=1, pre_and_mix=1, post_and_mix=1)
 LATENT = Counter(norm_rows=3, product=3, bmm=1, prepare_and_write=1, attend_rows=1, neg=1, rotate=1)
 SHARED_EXPERT = Counter(product=2, activate=1, add=1)
 WINDOW_LAYER = HYPER_CONNECTION + HYPER_CONNECTION + LATENT + ROUTER + EXPERTS + SHARED_EXPERT

@@ -33,7 +33,9 @@ FORMATS = ("fp8", "int8", "int4")
 BOUNDS = {"fp8": 0.25, "int8": 0.01, "int4": 2.5}
 BOUNDS_WITH_EXPERTS = {"fp8": 1.0, "int8": 0.2, "int4": 4.0}
 NAMES = [name for name in CASES if " in " not in name]
-DAILY = [(name, FORMATS[at % 3]) for at, name in enumerate(NAMES)]
+# Every day families of each kind of layer: plain, windows, shared caches, experts, learned sinks, chunks, narrow values.
+KINDS = ("llama3", "gemma3", "gemma4", "gemma4 with experts", "gpt_oss", "llama4", "mimo_v2_flash")
+DAILY = [(name, FORMATS[at % 3]) for at, name in enumerate(KINDS)]
 CHUNKS: dict[str, Any] = {"block_size": 8, "max_model_len": 256, "max_num_batched_tokens": 45, "dtype": "float32"}
 
 
@@ -89,7 +91,7 @@ def test_groups_of_different_formats(folder: Path, request: pytest.FixtureReques
 
 
 @pytest.mark.parametrize("folder", ["llama3"], indirect=True)
-@pytest.mark.parametrize("asked", FORMATS)
+@pytest.mark.parametrize("asked", some_daily(FORMATS, daily=["int8"]))
 def test_a_wrong_scale_would_show(monkeypatch: pytest.MonkeyPatch, folder: Path, asked: str) -> None:
     exact = log_probabilities(folder)
     name = "transom_kernels.paged_attention.gather.dequantise_rows"
@@ -97,7 +99,7 @@ def test_a_wrong_scale_would_show(monkeypatch: pytest.MonkeyPatch, folder: Path,
     assert divergence(folder, exact, kv_cache_dtype=asked) > BOUNDS[asked]
 
 
-@pytest.mark.parametrize("asked", FORMATS)
+@pytest.mark.parametrize("asked", some_daily(FORMATS, daily=["fp8", "int4"]))
 @pytest.mark.parametrize("folder", ["gpt_oss"], indirect=True)
 def test_schedules_write_the_same_and_read_the_same(folder: Path, asked: str) -> None:
     """Tokens are equal whether prompts come in chunks, together, from the cache, over a repaired window or after preemption."""
@@ -126,10 +128,13 @@ def tokens_of(engine: Engine, lengths: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "folder", some_daily(["gpt_oss", "gemma4", "llama with nine heads"], daily=["gpt_oss"]), indirect=True
+    ("folder", "asked", "size"),
+    some_daily(
+        product(["gpt_oss", "gemma4", "llama with nine heads"], FORMATS, [2, 3]),
+        daily=[("gpt_oss", "fp8", 2), ("gpt_oss", "int4", 3)],
+    ),
+    indirect=["folder"],
 )
-@pytest.mark.parametrize("asked", FORMATS)
-@pytest.mark.parametrize("size", [2, 3])
 def test_ranks_stay_near_one_rank(folder: Path, asked: str, size: int) -> None:
     """Sums of several ranks round otherwise, and a number at the edge of two stored ones may fall to the other side."""
     logits = []

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.checkpoints import SIZES, make_checkpoint
+from tests.matrices import matrix
 from tests.thread_ranks import RankThreads, make_sharded_engine
 from tests.worker.models.quantised_checkpoints import to_mxfp4
 from tests.worker.models.test_sharded_families import CHUNKS, make_folder, put
@@ -63,8 +64,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", [*CASES, "gpt_oss in MXFP4"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("name", "size"), matrix([*CASES, "gpt_oss in MXFP4"], [2, 4], strength=1))
 def test_a_rank_reads_its_part_alone(tmp_path: Path, name: str, size: int) -> None:
     family = name.split()[0]
     folder = make_checkpoint(tmp_path / "plain", family, **(WIDE | CASES[family]))

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
+from tests.matrices import some_daily
 from tests.worker.models.quantised_checkpoints import to_mxfp4
 from transom_core.config import ModelConfig
 from transom_core.errors import ModelError
-from transom_worker.execution.model_loading import load_model
+from transom_worker.execution.setup.model_loading import load_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
@@ -32,7 +33,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, "gpt_oss in MXFP4"])
+DAILY = ["llama", "qwen3_moe", "llama4_text", "gpt_oss in MXFP4"]
+
+
+@pytest.fixture(scope="module", params=some_daily([*FAMILIES, "gpt_oss in MXFP4"], daily=DAILY))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("family")
     family = request.param.split()[0]

@@ -71,7 +71,7 @@ def test_several_ranks_and_command_agree_too(model: Path) -> None:
     try:
         assert {"model": str(model), "kv_policy": None, **engine.info.plan.as_json()} == planned
         assert [rank["heads"][0]["kv_heads"] for rank in planned["ranks"]] == [[0, 1], [1, 2]]
-        assert [runner._layout.groups[0].block_bytes for runner in ranks.runners] == [
+        assert [runner.info.layout.groups[0].block_bytes for runner in ranks.runners] == [
             planned["groups"][0]["block_bytes"]
         ] * 2
     finally:

@@ -12,7 +12,7 @@ from tests.worker.planner.model_configs import CONFIGS
 from transom_core.errors import ConfigError
 from transom_core.model_config.architecture import Architecture, LayerAttention, read_architecture
 from transom_core.model_config.rank_shares import rank_lines, rank_shares, replicated_parts
-from transom_core.model_config.sharding import check_size, cut, head_share, kv_holders, largest_size
+from transom_core.model_config.sharding import check_size, head_share, kv_holders, largest_size, width_share
 from transom_worker.planner import cache_groups, make_layout, plan_from_config, rank_layout
 from transom_worker.planner.blocks import DTYPE_BYTES
 
@@ -92,7 +92,7 @@ def test_another_ranks_layout_is_refused() -> None:
 
 @given(total=st.integers(1, 5000), size=st.integers(1, 16))
 def test_columns_are_cut_evenly(total: int, size: int) -> None:
-    parts = [cut(total, rank, size) for rank in range(size)]
+    parts = [width_share(total, rank, size) for rank in range(size)]
     assert spans(parts) == list(range(total))
     if total >= size:
         widths = [part.stop - part.start for part in parts]

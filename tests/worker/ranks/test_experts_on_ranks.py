@@ -21,16 +21,16 @@ def answers(model: Path, **settings: Any) -> list[Whole]:
         str(model), block_size=8, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=32, device="cpu", **settings
     )
     found = []
-    for turn, params in enumerate(
-        ({}, SAMPLED, LOOKED_AT)
-    ):  # the second one finds the first one's prompts in the cache
+    # The second one finds the first one's prompts in the cache.
+    for turn, params in enumerate(({}, SAMPLED, LOOKED_AT)):
         requests = [make_request(f"{turn}-{n}", prompt(n), max_tokens=10, **params) for n in LENGTHS]
         found += run(engine, requests)
     engine.shutdown()
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # every day ranks are threads of one process, see `models/test_sharded_families`
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_answer_as_one(tmp_path: Path, ranks: int) -> None:
     make_checkpoint(tmp_path, "gpt_oss", **CONFIG)
     alone = answers(tmp_path)

@@ -31,12 +31,12 @@ RANK = """
 import logging, threading, warnings
 from transom_worker.execution.ranks import rank_main
 
-class Runner(rank_main.ModelRunner):
+class Setup(rank_main.ModelSetup):
     def allocate(self, pool_bytes):
         {}
         return super().allocate(pool_bytes)
 
-rank_main.ModelRunner = Runner
+rank_main.ModelSetup = Setup
 rank_main.main()
 """
 TALK = (

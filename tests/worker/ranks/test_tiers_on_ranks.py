@@ -19,22 +19,26 @@ from transom_worker.scheduling.step import TIER_DEVICE, TIER_HOST, StepPlan, Ste
 
 
 @pytest.fixture(scope="module")
-def executor(tiny_model: Path) -> Iterator[RanksExecutor]:
+def started(tiny_model: Path) -> Iterator[tuple[RanksExecutor, ExecutorInfo]]:
     config = Settings.parse(
         model=str(tiny_model), kv_cache_memory_bytes="1MiB", num_threads=1, device="cpu", tensor_parallel_size=2
     ).engine_config()
     config = replace(config, cache=replace(config.cache, swap_space_bytes=1 << 20))
     executor = RanksExecutor(config, RankProcesses)
     try:
-        executor.start()
-        yield executor
+        yield executor, executor.start()
     finally:
         executor.shutdown()
 
 
-@pytest.fixture(scope="module")
-def info(executor: RanksExecutor) -> ExecutorInfo:
-    return executor.restart()
+@pytest.fixture
+def executor(started: tuple[RanksExecutor, ExecutorInfo]) -> RanksExecutor:
+    return started[0]
+
+
+@pytest.fixture
+def info(started: tuple[RanksExecutor, ExecutorInfo]) -> ExecutorInfo:
+    return started[1]
 
 
 def contents(info: ExecutorInfo, count: int, seed: int) -> list[bytes]:

@@ -69,7 +69,7 @@ def test_banned_tokens_never_come_back(top_p: float) -> None:
 
 
 def test_a_nucleus_deep_in_the_tail_is_found() -> None:
-    """Nearly flat rows: every token is rarer than the tail that is looked at first."""
+    """Nearly flat rows: every token is rare."""
     logits = torch.randn(2, 30_000, generator=torch.Generator().manual_seed(0)) * 0.1
     logits[1, 5] = 12.0
     expected = [kept_by_numpy(row.numpy(), 0, 0.9, 0.0) for row in logits]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.worker.sampling.test_sampler import KINDS, VOCABULARY, add, run
+from tests.worker.sampling.test_sampler import VOCABULARY, add
 from transom_core.contract import SamplingParams
 from transom_kernels.launch import prefer
 from transom_worker.sampling.sampler import Sampler
@@ -65,19 +65,6 @@ def test_thousands_of_random_parameters_draw_the_same(group: int) -> None:
         with prefer("reference"):
             wanted = texts(seed)
         assert texts(seed) == wanted
-
-
-def test_every_kind_of_row_draws_the_same() -> None:
-    with prefer("reference"):
-        wanted = [[token for token, _ in rows] for rows in run(list(KINDS), steps=12).values()]
-    assert [[token for token, _ in rows] for rows in run(list(KINDS), steps=12).values()] == wanted
-
-
-def test_a_mask_of_a_wrong_length_is_refused() -> None:
-    sampler = Sampler()
-    add(sampler, 0, [1], 1, KINDS["plain"])
-    with pytest.raises(ValueError, match="grammar mask has 3 bytes"):
-        sampler.sample(torch.zeros(1, VOCABULARY), [0], b"abc")
 
 
 def test_a_sequence_that_is_replaced_has_its_new_parameters() -> None:

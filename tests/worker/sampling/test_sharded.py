@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.how_many import num_examples
 from tests.thread_ranks import ThreadComm, on_ranks
 from tests.worker.sampling.test_sampler import KINDS
 from transom_core.contract import SamplingParams
@@ -57,7 +58,7 @@ def run(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=num_examples(daily=10, exhaustive=100))
 @given(seed=st.integers(0, 2**32), vocab_size=st.sampled_from([11, 64, 200, 1000]), num_rows=st.integers(1, 12))
 def test_any_rows_over_any_slices(size: int, seed: int, vocab_size: int, num_rows: int) -> None:
     rng = np.random.default_rng(seed)
@@ -79,39 +80,47 @@ def test_any_rows_over_any_slices(size: int, seed: int, vocab_size: int, num_row
         assert all(step.logprobs == [] for step in other)
 
 
+def share(parallel: Parallel, num_ids: int) -> slice:
+    """A rank's slice of the vocabulary."""
+    return slice(parallel.rank * num_ids // parallel.size, (parallel.rank + 1) * num_ids // parallel.size)
+
+
 def test_a_large_vocabulary() -> None:
     logits = torch.randn(8, 49_152, generator=torch.Generator().manual_seed(1)) * 2
     kinds = [GREEDY, NOISY] * 4
 
     def one_rank(parallel: Parallel) -> list[int]:
-        share = parallel.share(49_152)
-        sampler = ShardedSampler(parallel, first_id=share.start)
-        return run(sampler, kinds, [logits[:, share]], [None])[0].token_ids
+        own = share(parallel, 49_152)
+        return run(ShardedSampler(parallel, first_id=own.start), kinds, [logits[:, own]], [None])[0].token_ids
 
     expected = run(Sampler(), kinds, [logits], [None])[0].token_ids
     assert on_ranks(5, one_rank) == [expected] * 5
 
 
-def test_only_rows_that_need_it_are_gathered() -> None:
+@pytest.mark.parametrize(
+    ("kinds", "size", "exchanged"),
+    [
+        (
+            [GREEDY, NOISY, SamplingParams(top_k=5), SamplingParams(temperature=0.5), KINDS["penalised"]],
+            2,
+            (2 * 500, 3),
+        ),
+        ([GREEDY, NOISY], 3, (0, 1)),  # a step of local rows is one all-reduce
+    ],
+    ids=["gathered", "local"],
+)
+def test_only_rows_that_need_it_are_gathered(
+    kinds: list[SamplingParams], size: int, exchanged: tuple[int, int]
+) -> None:
+    """`exchanged` are the elements that each rank gathers, and the collectives of the step."""
+
     def one_rank(parallel: Parallel) -> tuple[int, int]:
-        share = parallel.share(1000)
-        sampler = ShardedSampler(parallel, first_id=share.start)
-        kinds = [GREEDY, NOISY, SamplingParams(top_k=5), SamplingParams(temperature=0.5), KINDS["penalised"]]
-        run(sampler, kinds, [torch.zeros(5, 1000)[:, share]], [None])
+        own = share(parallel, 1000)
+        run(ShardedSampler(parallel, first_id=own.start), kinds, [torch.zeros(len(kinds), 1000)[:, own]], [None])
         assert isinstance(parallel.comm, ThreadComm)
         return parallel.comm.gathered_elements, parallel.comm.num_operations
 
-    assert on_ranks(2, one_rank) == [(2 * 500, 3)] * 2
-
-
-def test_a_step_of_local_rows_is_one_all_reduce() -> None:
-    def one_rank(parallel: Parallel) -> tuple[int, int]:
-        share = parallel.share(1000)
-        run(ShardedSampler(parallel, first_id=share.start), [GREEDY, NOISY], [torch.zeros(2, 1000)[:, share]], [None])
-        assert isinstance(parallel.comm, ThreadComm)
-        return parallel.comm.gathered_elements, parallel.comm.num_operations
-
-    assert on_ranks(3, one_rank) == [(0, 1)] * 3
+    assert on_ranks(size, one_rank) == [exchanged] * size
 
 
 def test_only_rows_that_a_grammar_holds_are_gathered() -> None:
@@ -119,10 +128,10 @@ def test_only_rows_that_a_grammar_holds_are_gathered() -> None:
     mask = b"\xff" * 125 + (b"\x01" + b"\xff" * 124) + b"\xff" * 125
 
     def one_rank(parallel: Parallel) -> tuple[list[int], int, int]:
-        share = parallel.share(1000)
+        own = share(parallel, 1000)
         logits = torch.arange(1000.0).flip(0).repeat(3, 1)
         logits[1, 5] = 2000.0  # which the grammar does not allow
-        tokens = run(ShardedSampler(parallel, first_id=share.start), [GREEDY] * 3, [logits[:, share]], [mask])
+        tokens = run(ShardedSampler(parallel, first_id=own.start), [GREEDY] * 3, [logits[:, own]], [mask])
         assert isinstance(parallel.comm, ThreadComm)
         return tokens[0].token_ids, parallel.comm.gathered_elements, parallel.comm.num_operations
 
@@ -142,8 +151,8 @@ def test_log_probabilities_of_prompts(size: int) -> None:
     chosen = [row % 500 for row in range(150)]
 
     def one_rank(parallel: Parallel) -> list:
-        share = parallel.share(500)
-        return list(ShardedSampler(parallel, first_id=share.start).logprob_table(logits[:, share], chosen, 3))
+        own = share(parallel, 500)
+        return list(ShardedSampler(parallel, first_id=own.start).logprob_table(logits[:, own], chosen, 3))
 
     expected = on_ranks(1, one_rank)[0]
     assert expected == token_logprobs(logits, chosen, [3] * 150)
@@ -154,6 +163,8 @@ def test_log_probabilities_of_prompts(size: int) -> None:
 def test_gather_rows(rows: list[int]) -> None:
     logits = torch.arange(40.0).view(4, 10)
     for size in (1, 3):
-        cut = on_ranks(size, lambda parallel: ShardedSampler(parallel).gather_rows(logits[:, parallel.share(10)], rows))
-        assert torch.equal(cut[0], logits[rows])
-        assert cut[1:] == [None] * (size - 1)
+        gathered = on_ranks(
+            size, lambda parallel: ShardedSampler(parallel).gather_rows(logits[:, share(parallel, 10)], rows)
+        )
+        assert torch.equal(gathered[0], logits[rows])
+        assert gathered[1:] == [None] * (size - 1)

@@ -90,6 +90,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "transom_rank_forward_seconds": ("rank",),
     "transom_rank_busy_seconds": ("rank",),
     "transom_rank_steps": ("rank", "forward"),
+    "transom_decode_steps": ("rank", "mode"),
     "transom_rank_info": ("rank", "device", "pid", "host"),
     "transom_kv_pages": ("state",),
     "transom_kv_pool_bytes": (),

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from transom_core.model_config.architecture import Architecture
-from transom_core.model_config.sharding import cut, head_share, inner_sizes, kv_holders
+from transom_core.model_config.sharding import head_share, inner_sizes, kv_holders, width_share
 
 Span = tuple[int, int]  # [start, end)
 
@@ -53,8 +53,8 @@ def rank_shares(architecture: Architecture, size: int) -> tuple[RankShare, ...]:
         RankShare(
             rank=rank,
             heads=_heads(architecture, rank, size),
-            columns={what: _span(cut(width, rank, size)) for what, width in inner_sizes(architecture).items()},
-            vocabulary=_span(cut(architecture.vocab_size, rank, size)),
+            columns={what: _span(width_share(width, rank, size)) for what, width in inner_sizes(architecture).items()},
+            vocabulary=_span(width_share(architecture.vocab_size, rank, size)),
         )
         for rank in range(size)
     )

@@ -1,9 +1,9 @@
 """Computes which heads, columns and vocabulary rows each tensor-parallel rank holds. Integers only; this module imports no torch.
 
-A *unit* is what is never divided between ranks: a KV head with the query heads that read it, an output group of DeepSeek V4 (heads
-that are projected together), a column of a feed-forward layer, a row of the vocabulary. The parts of the ranks are contiguous and
-cover everything once, except that with more ranks than KV heads several ranks hold a KV head and divide its query heads. Where
-units do not divide evenly, the first ranks hold one more.
+A rank's *share* is the slice of something that the rank holds. A *unit* is what is never divided between ranks: a KV head with the
+query heads that read it, an output group of DeepSeek V4 (heads that are projected together), a column of a feed-forward layer, a
+row of the vocabulary. The shares of the ranks are contiguous and cover everything once, except that with more ranks than KV heads
+several ranks hold a KV head and divide its query heads. If units do not divide evenly, the first ranks hold one more.
 
 Example: 9 query heads and 3 KV heads on 2 ranks: rank 0 holds 6 and 2, rank 1 holds 3 and 1. On 4 ranks the KV heads 0, 1 and 2 are
 held by 1, 1 and 2 ranks, and the ranks hold 3, 3, 2 and 1 query heads.
@@ -19,7 +19,8 @@ from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.layer_attention import LayerAttention
 
 ALIGNED_WIDTH = 32  # columns: a multiple of any device's vector width and of an MXFP4 group
-# Columns are divided in aligned widths only if each rank gets at least so many, so that uneven parts differ by an eighth at most.
+# Columns are divided in aligned widths only if each rank gets at least this number of them: uneven shares then differ by at most an
+# eighth.
 MIN_ALIGNED_WIDTHS = 8
 
 
@@ -49,36 +50,36 @@ class Limit:
     what: str  # such as "query heads"
 
 
-def cut(total: int, rank: int, size: int) -> slice:
-    """Return a rank's part of `total` columns or rows, in multiples of `ALIGNED_WIDTH` where every rank gets enough of them.
+def width_share(total: int, rank: int, size: int) -> slice:
+    """Return a rank's share of `total` columns or rows, in multiples of `ALIGNED_WIDTH` if every rank gets enough of them.
 
     Example: 1,000 columns on 3 ranks are 32 aligned widths, the last of 8 columns: 352, 352 and 296 columns.
     """
     unit = ALIGNED_WIDTH if total >= MIN_ALIGNED_WIDTHS * ALIGNED_WIDTH * size else 1
-    share = _share(-(-total // unit), rank, size)
+    share = _unit_share(-(-total // unit), rank, size)
     return slice(share.start * unit, min(share.stop * unit, total))
 
 
 def head_share(architecture: Architecture, index: int, rank: int, size: int) -> HeadShare:
     """Return a rank's heads of layer `index`.
 
-    KV heads are divided among ranks; where there are more ranks than KV heads, ranks are divided among KV heads. The query heads of
+    KV heads are divided among ranks; if there are more ranks than KV heads, ranks are divided among KV heads. The query heads of
     a KV head go with it. Which KV heads a rank holds depends on their number alone, so a layer that reads another layer's cache
     finds the KV heads that its queries read.
     """
     layer = architecture.layers[index]
-    if layer.latent:
-        return HeadShare(
-            queries=_whole_units(layer.num_heads, _latent_units(architecture, layer), rank, size), kv=_all(1)
-        )
+    if layer.latent:  # every rank holds the one latent row, which all heads read
+        units = _latent_units(architecture, layer)
+        return HeadShare(queries=_query_share(layer.num_heads, units, rank, size), kv=slice(0, 1))
     source = layer if layer.reads_cache_of is None else architecture.layers[layer.reads_cache_of]
     num_kv = source.num_kv_heads
     if size <= num_kv:
-        return HeadShare(queries=_whole_units(layer.num_heads, num_kv, rank, size), kv=_share(num_kv, rank, size))
+        queries = _query_share(layer.num_heads, num_kv, rank, size)
+        return HeadShare(queries=queries, kv=_unit_share(num_kv, rank, size))
     head, ranks = next((head, ranks) for head, ranks in enumerate(_holders(num_kv, size)) if rank in ranks)
-    readers = layer.num_heads // num_kv
-    own = _share(readers, rank - ranks.start, len(ranks))
-    first = head * readers
+    num_readers = layer.num_heads // num_kv  # query heads that read this KV head, which its ranks divide
+    own = _unit_share(num_readers, rank - ranks.start, len(ranks))
+    first = head * num_readers
     return HeadShare(queries=slice(first + own.start, first + own.stop), kv=slice(head, head + 1))
 
 
@@ -86,8 +87,8 @@ def kv_holders(num_kv_heads: int, head: int, size: int) -> range:
     """Return the ranks that hold a KV head."""
     if size > num_kv_heads:
         return list(_holders(num_kv_heads, size))[head]
-    holds = (rank for rank in range(size) if _share(num_kv_heads, rank, size).stop > head)
-    return range(first := next(holds), first + 1)
+    holder = next(rank for rank in range(size) if _unit_share(num_kv_heads, rank, size).stop > head)
+    return range(holder, holder + 1)
 
 
 def largest_size(architecture: Architecture) -> Limit:
@@ -122,7 +123,8 @@ def inner_sizes(architecture: Architecture) -> dict[str, int]:
     if mixture is None:
         return {"inner columns": architecture.intermediate_size}
     sizes = {"inner columns of an expert": mixture.inner_size}
-    if len(mixture.layers) < architecture.num_layers or architecture.family == "gemma4_text":
+    has_dense_beside_experts = architecture.family == "gemma4_text"  # in every layer; the only family that has
+    if len(mixture.layers) < architecture.num_layers or has_dense_beside_experts:
         sizes["inner columns of a dense layer"] = mixture.dense_size
     return sizes
 
@@ -150,18 +152,14 @@ def _holders(num_kv_heads: int, size: int) -> Iterator[range]:
         start += count
 
 
-def _whole_units(num_heads: int, units: int, rank: int, size: int) -> slice:
-    """Return a rank's query heads, if `num_heads` heads form `units` units."""
-    share, heads = _share(units, rank, size), num_heads // units
+def _query_share(num_heads: int, units: int, rank: int, size: int) -> slice:
+    """Return a rank's share of `num_heads` query heads that form `units` units."""
+    share, heads = _unit_share(units, rank, size), num_heads // units
     return slice(share.start * heads, share.stop * heads)
 
 
-def _all(count: int) -> slice:
-    return slice(0, count)
-
-
-def _share(units: int, rank: int, size: int) -> slice:
-    """Return a rank's contiguous part of the units; the first ranks hold one more where they do not divide evenly."""
+def _unit_share(units: int, rank: int, size: int) -> slice:
+    """Return a rank's contiguous share of the units; the first ranks hold one more if units do not divide evenly."""
     base, extra = divmod(units, size)
     start = rank * base + min(rank, extra)
     return slice(start, start + base + (rank < extra))

@@ -207,9 +207,8 @@ def _rope_scaling(header: GgufHeader, name: str) -> dict[str, Any] | None:
         "factor": _number(header, f"{name}.rope.scaling.factor", default=1.0),
         "original_max_position_embeddings": header.metadata.get(f"{name}.rope.scaling.original_context_length"),
         **{ours: value for ours, values in given.items() for value in values[::-1] if value not in _UNSET},
-        **(
-            {"truncate": False} if name == "gpt-oss" else {}
-        ),  # as in the published config.json; the files do not have it
+        # As in gpt-oss's published config.json; the files do not have it.
+        **({"truncate": False} if name == "gpt-oss" else {}),
     }
 
 

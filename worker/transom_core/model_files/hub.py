@@ -58,7 +58,7 @@ def download_model(hub_id: str) -> Path:
         ModelError: they could not be downloaded, and are not in the local cache; or the index is wrong.
     """
     folder = _download(hub_id, [*TEXT_FILES, INDEX_FILE])
-    commit = folder.name  # the same one for the weights, whatever is pushed meanwhile
+    commit = folder.name  # the same one for the weights, even if another is pushed meanwhile
     if (folder / INDEX_FILE).exists():
         names = sorted({glob.escape(name) for name in read_weight_index(folder / INDEX_FILE).values()})
         return _download(hub_id, names, revision=commit)

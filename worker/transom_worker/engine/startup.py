@@ -64,7 +64,7 @@ def resolve_steps_in_flight(config: EngineConfig) -> EngineConfig:
     """
     if config.scheduler.steps_in_flight is not None:
         return config
-    from transom_worker.execution.model_loading import choose_device  # imports torch
+    from transom_worker.execution.setup.model_loading import choose_device  # imports torch
 
     has_two = config.ranks.size > 1 or choose_device(config.model.device).type == "cuda"
     return replace(config, scheduler=replace(config.scheduler, steps_in_flight=2 if has_two else 1))

@@ -42,7 +42,7 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskUsage:
-    """What became of the blocks and files of one rank's disk tier since the rank began.
+    """What happened to the blocks and files of one rank's disk tier since the rank began.
 
     `num_dropped` blocks were not written because writing did not keep up, `num_failed` writes ended with an error. `num_missing`
     and `num_broken` files were asked for and not there, or not whole. `num_evicted` files were removed for newer ones. While
@@ -63,14 +63,16 @@ class DiskUsage:
 class RankUsage:
     """What one rank has used since its process began.
 
-    `num_eager_steps` counts the steps whose kernels the host launched one by one; `num_graph_steps` counts the steps that were
-    replayed from a CUDA graph. `other_bytes` is the memory that the process holds now beyond weights and KV pool.
+    `num_eager_steps` counts the steps whose kernels the host launched one by one, and `num_eager_decodes` those of them that only
+    decode. `num_graph_steps` counts the steps that were replayed from a CUDA graph or a recorded program; all of them only decode.
+    `other_bytes` is the memory that the process holds now beyond weights and KV pool.
     """
 
     forward_s: float = 0.0
     busy_s: float = 0.0
     other_bytes: int = 0
     num_eager_steps: int = 0
+    num_eager_decodes: int = 0
     num_graph_steps: int = 0
     disk: DiskUsage | None = None  # None without a disk tier
 
@@ -92,9 +94,8 @@ class ExecutorInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     memory: MemoryReport
-    ranks: tuple[
-        RankInfo, ...
-    ] = ()  # empty for a single rank in the engine's process; `memory` is the sum over all ranks
+    # Empty for a single rank in the engine's process; otherwise `memory` is the sum over all ranks.
+    ranks: tuple[RankInfo, ...] = ()
     dtype: str = ""  # the model's number format, torch's name
     kernels: str = "torch"  # what computes the operators: "triton", "cpu" (compiled CPU kernels) or "torch"
     compile_s: float = 0.0  # seconds for which this start compiled CPU kernels
@@ -105,7 +106,7 @@ class ExecutorInfo:
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
-        """Bytes of one block of each group, over all ranks; where heads are cut unevenly, as if each had what the largest has."""
+        """Bytes of one block of each group, over all ranks; if ranks have unequal heads, as if each had what the largest has."""
         return tuple(one.block_bytes * self.plan.tensor_parallel_size for one in self.layout.groups)
 
     @property
@@ -125,10 +126,9 @@ class Executor(ABC):
     `submit` hands over one plan and returns at once; `receive` waits for the result of the oldest plan in flight. If a step
     fails, `receive` raises StepFailed, and the executor drops the plans that were submitted after it. If the step ran out of
     memory, `receive` raises OutOfMemory, and the executor takes further plans; the sequences of the failed plan may be half
-    updated, so later plans must not go on with them. If a rank is lost,
-    `submit` or `receive` raises RankLost, and nothing works until `restart`; its cause is OutOfMemory where the rank ran out of
-    memory in the middle of a step. Only the engine's thread calls the executor,
-    except for `lost` and `interrupt`, which any thread may call. The engine calls `shutdown` in every case.
+    updated, so later plans must not go on with them. If a rank is lost, `submit` or `receive` raises RankLost, and nothing works
+    until `restart`; its cause is OutOfMemory if the rank ran out of memory in the middle of a step. Only the engine's thread calls
+    the executor, except for `lost` and `interrupt`, which any thread may call. The engine calls `shutdown` in every case.
     """
 
     @abstractmethod
@@ -162,10 +162,10 @@ class Executor(ABC):
 
     @abstractmethod
     def read_blocks(self, tier: int, group: int, blocks: Sequence[int]) -> list[bytes]:
-        """Return the contents of a group's blocks in a tier, as they are behind every plan that was submitted until now.
+        """Return the contents of a group's blocks in a tier, as they are after every plan that was submitted until now.
 
-        The list has the bytes of every rank, in order of rank: one block behind the other, `block_bytes` each of that rank's own
-        layout. A piece is at most `PIECE_BYTES` a rank. A plan that fails meanwhile is reported by `receive`.
+        The list has the bytes of every rank, in order of rank: one block after the other, `block_bytes` each of that rank's own
+        layout. A piece is at most `PIECE_BYTES` a rank. If a plan fails meanwhile, `receive` reports it.
 
         Raises:
             ValueError: there is no such tier, group or block, or the piece is too large.  StepFailed: the executor does not run.
@@ -174,7 +174,7 @@ class Executor(ABC):
 
     @abstractmethod
     def write_blocks(self, tier: int, group: int, blocks: Sequence[int], data: Sequence[bytes]) -> None:
-        """Write what `read_blocks` returns into blocks, behind every plan that was submitted until now. Raises as that does."""
+        """Write what `read_blocks` returns into blocks, after every plan that was submitted until now. Raises as that does."""
 
     def rank_reports(self) -> tuple[RankReport, ...]:
         """Return the last report of each rank, in order of rank, for metrics."""

@@ -11,18 +11,19 @@ from transom_core.config import EngineConfig
 from transom_core.errors import OutOfMemory, StepFailed
 from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport
 from transom_worker.execution.loss_causes import cause_of_error
-from transom_worker.execution.model_loading import LoadedModel
 from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.setup.model_loading import LoadedModel
+from transom_worker.execution.setup.model_setup import ModelSetup
 from transom_worker.execution.tiers.load_reports import LoadReports
 from transom_worker.scheduling.step import StepPlan, StepResult
 
 
 class LocalExecutor(Executor):
-    """Executes the oldest plan, on the calling thread, when its result is received, or earlier where blocks are read or written
-    behind it."""
+    """Executes the oldest plan, on the calling thread, when its result is received, or earlier if blocks are read or written
+    after it."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
-        """Create an executor for the model that the config names, or for `loaded` in its place."""
+        """Create an executor for the model that the config names, or for `loaded` instead."""
         self._config = config
         self._loaded = loaded
         self._runner: ModelRunner | None = None
@@ -36,10 +37,9 @@ class LocalExecutor(Executor):
         Raises:
             ConfigError: the model or the memory cannot meet the settings.  ModelError: the model cannot be loaded.
         """
-        runner = ModelRunner(self._config, loaded=self._loaded)
-        info = runner.allocate(runner.pool_bytes())
-        self._runner = runner
-        return info
+        setup = ModelSetup(self._config, loaded=self._loaded)
+        self._runner = setup.allocate(setup.pool_bytes())
+        return self._runner.info
 
     def submit(self, plan: StepPlan) -> None:
         """Queue one plan."""
@@ -57,15 +57,15 @@ class LocalExecutor(Executor):
         return self._load_reports.deliver(done)
 
     def read_blocks(self, tier: int, group: int, blocks: Sequence[int]) -> list[bytes]:
-        """Return the contents of blocks behind the queued plans, which are executed first."""
-        return [self._runner_behind_plans().read_blocks(tier, group, blocks)]
+        """Return the contents of blocks after the queued plans, which are executed first."""
+        return [self._runner_after_plans().tiers.read(tier, group, blocks)]
 
     def write_blocks(self, tier: int, group: int, blocks: Sequence[int], data: Sequence[bytes]) -> None:
-        """Write the contents of blocks behind the queued plans, which are executed first."""
+        """Write the contents of blocks after the queued plans, which are executed first."""
         (own,) = data
-        self._runner_behind_plans().write_blocks(tier, group, blocks, own)
+        self._runner_after_plans().tiers.write(tier, group, blocks, own)
 
-    def _runner_behind_plans(self) -> ModelRunner:
+    def _runner_after_plans(self) -> ModelRunner:
         if self._runner is None:
             raise StepFailed("Blocks were asked of an executor that is not running.")
         while self._plans:
@@ -103,7 +103,7 @@ class LocalExecutor(Executor):
         """Return a report of the only rank, as it is now."""
         if self._runner is None:
             return ()
-        info = RankInfo(process_id=os.getpid(), ip=platform.node(), memory=self._runner.memory_report)
+        info = RankInfo(process_id=os.getpid(), ip=platform.node(), memory=self._runner.info.memory)
         return (RankReport(info=info, usage=self._runner.usage),)
 
     @property

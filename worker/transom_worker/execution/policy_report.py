@@ -1,10 +1,19 @@
 """What a step reports of its rows with KV policies: attention mass by block, and how far the policy moves the next token.
 
-A *measured* row, which samples a token, is computed twice. The first pass attends to all keys that still have their contents,
-those that the policy dropped included; the second is the step's own. Both write the row's keys and values, so that those of the
-second pass stay.
+    report = PolicyReport(plan, arrays, store, builder)
+    report.attach(batch)          an eager pass will add up mass, or
+    report.take_mass(mass)        a replayed pass will add up mass here
+    report.measure(model)         before the step's own pass
+    report.fill(logits, result)   after it
 
-Legend: B policy rows, N table columns, M measured rows, V this rank's part of the vocabulary, W the whole vocabulary.
+A *measured* row, which samples a token, is computed twice. The first pass attends to all keys that still have their contents,
+those that the policy dropped included; the second is the step's own. Both write the row's keys and values, so the pass that
+measures comes first, and what the step's own pass writes stays.
+
+Rows are counted in four ways: `b` counts the rows of the plan, `p` those with KV policies, `s` those that sample a token, and `m`
+those that are measured.
+
+Legend: P policy rows, N table columns, M measured rows, V this rank's part of the vocabulary, W the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +24,7 @@ import numpy as np
 import torch
 
 from transom_core.model_config.architecture import Architecture
-from transom_worker.execution.batch.batch import BatchBuilder
+from transom_worker.execution.batch.batch import BatchBuilder, MeasuredRows
 from transom_worker.execution.batch.policy_arrays import RowMask, policy_arrays
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.batch.step_arrays import StepArrays
@@ -35,11 +44,11 @@ class PolicyReport:
         policies = arrays.groups[0].policies
         assert policies is not None
         self._plan, self._policies = plan, policies
-        self._measured = [b for b, measure in enumerate(plan.measure) if measure and plan.sample[b]]
-        self._block_mass: torch.Tensor | None = None
-        self._full_MV: torch.Tensor | None = None
-        self._dropped = torch.zeros(len(self._measured), dtype=torch.float32, device=builder.device)
-        self._second = _measured_batch(plan, arrays, store, builder, self._measured, self._dropped)
+        self._measured = [b for b, measure in enumerate(plan.measure) if measure and plan.sample[b]]  # m -> b
+        self._block_mass_PN: torch.Tensor | None = None
+        self._full_MV: torch.Tensor | None = None  # logits of the pass that attends to everything
+        self._dropped_M = torch.zeros(len(self._measured), dtype=torch.float32, device=builder.device)
+        self._measuring_batch = _measuring_batch(plan, arrays, store, builder, self._measured, self._dropped_M)
 
     @property
     def wants_mass(self) -> bool:
@@ -47,25 +56,24 @@ class PolicyReport:
         return any(self._plan.wants_mass)
 
     def attach(self, batch: ForwardBatch) -> None:
-        """Let a forward pass of the step add up attention mass, if a row wants it."""
+        """Let an eager pass of the step add up attention mass, if a row wants it."""
         if not self.wants_mass:
             return
-        self._block_mass = None
+        self._block_mass_PN = None
         for group in batch.groups:
             if isinstance(group, MixedBatch):
-                if self._block_mass is None:
-                    shape, device = group.policies.block_table.shape, group.policies.block_table.device
-                    self._block_mass = torch.zeros(shape, dtype=torch.float32, device=device)
-                group.meter = MassMeter(block_mass=self._block_mass)
+                if self._block_mass_PN is None:
+                    self._block_mass_PN = torch.zeros_like(group.policies.block_table, dtype=torch.float32)
+                group.meter = MassMeter(block_mass=self._block_mass_PN)
 
-    def take_mass(self, block_mass: torch.Tensor) -> None:
-        """Report this mass [B or more, N or more], which a recorded step adds up."""
-        self._block_mass = block_mass
+    def take_mass(self, block_mass: torch.Tensor | None) -> None:
+        """Report this mass [P or more, N or more], which a replayed step adds up."""
+        self._block_mass_PN = block_mass
 
     def measure(self, model: Model) -> None:
-        """Run the pass that attends to everything. It comes before the step's own pass, which overwrites what it writes."""
-        if self._second is not None:
-            self._full_MV = model.forward(self._second).clone()
+        """Run the pass that attends to everything, if a row is measured."""
+        if self._measuring_batch is not None:
+            self._full_MV = model.forward(self._measuring_batch).clone()
 
     def fill(
         self,
@@ -76,47 +84,55 @@ class PolicyReport:
         parallel: Parallel,
         sampler: ShardedSampler,
     ) -> None:
-        """Write mass and quality into the result, behind the step's own pass."""
-        heads = sum(layer.num_heads for layer in architecture.layers)
-        if self._block_mass is not None:
-            columns = self._policies.block_table.shape[1]
-            mass = self._block_mass[: len(self._policies.batch_rows), :columns].contiguous()
-            mass = parallel.comm.all_reduce_(mass) / heads
-            for row, b in enumerate(self._policies.batch_rows):
+        """Write mass and quality into the result, after the step's own pass.
+
+        Layers add up probabilities of each head, so both are divided by the heads of all layers: 1.0 is a query's whole attention.
+        """
+        num_heads = sum(layer.num_heads for layer in architecture.layers)
+        if self._block_mass_PN is not None:
+            num_rows, num_columns = self._policies.block_table.shape
+            mass_PN = self._block_mass_PN[:num_rows, :num_columns].contiguous()
+            mass_PN = parallel.comm.all_reduce_(mass_PN) / num_heads
+            for p, b in enumerate(self._policies.batch_rows):
                 if self._plan.wants_mass[b]:
-                    result.attention_mass[b] = mass[row, : self._policies.num_columns[row]].tolist()
+                    result.attention_mass[b] = mass_PN[p, : self._policies.num_columns[p]].tolist()
         if self._full_MV is not None:
-            self._fill_quality(logits, result, heads, parallel, sampler)
+            dropped_M = parallel.comm.all_reduce_(self._dropped_M) / num_heads
+            self._fill_quality(self._full_MV, dropped_M, logits, result, sampler)
 
     def _fill_quality(
-        self, logits: StepLogits, result: StepResult, heads: int, parallel: Parallel, sampler: ShardedSampler
+        self,
+        full_MV: torch.Tensor,
+        dropped_M: torch.Tensor,
+        logits: StepLogits,
+        result: StepResult,
+        sampler: ShardedSampler,
     ) -> None:
-        assert self._full_MV is not None
-        sampled = [b for b, sample in enumerate(self._plan.sample) if sample]
-        rows = [sampled.index(b) for b in self._measured]
-        dropped = parallel.comm.all_reduce_(self._dropped) / heads
-        policy_MW = sampler.gather_rows(logits.sampled_SV, rows)
-        full_MW = sampler.gather_rows(self._full_MV, range(len(rows)))
+        """Compare the next token's distribution with the policy (p) and without it (q): KL(q || p), the top token, and the mass
+        that the policy dropped."""
+        sampled = [b for b, sample in enumerate(self._plan.sample) if sample]  # s -> b
+        policy_MW = sampler.gather_rows(logits.sampled_SV, [sampled.index(b) for b in self._measured])
+        full_MW = sampler.gather_rows(full_MV, range(len(self._measured)))
         if policy_MW is None or full_MW is None:  # not rank 0
             return
         log_p, log_q = policy_MW.double().log_softmax(-1), full_MW.double().log_softmax(-1)
-        kl = (log_q.exp() * (log_q - log_p)).nan_to_num(0.0).sum(-1).clamp(min=0.0)
-        agrees = log_p.argmax(-1) == log_q.argmax(-1)
-        for index, b in enumerate(self._measured):
+        kl_M = (log_q.exp() * (log_q - log_p)).nan_to_num(0.0).sum(-1).clamp(min=0.0)
+        agrees_M = log_p.argmax(-1) == log_q.argmax(-1)
+        for m, b in enumerate(self._measured):
             result.quality[b] = PolicyQuality(
-                kl=float(kl[index]),
-                top_token_agrees=bool(agrees[index]),
-                dropped_mass=min(1.0, max(0.0, float(dropped[index]))),
+                kl=float(kl_M[m]),
+                top_token_agrees=bool(agrees_M[m]),
+                dropped_mass=min(1.0, max(0.0, float(dropped_M[m]))),
             )
 
 
-def _measured_batch(
+def _measuring_batch(
     plan: StepPlan,
     arrays: StepArrays,
     store: SequenceStore,
     builder: BatchBuilder,
     measured: list[int],
-    dropped: torch.Tensor,
+    dropped_M: torch.Tensor,
 ) -> ForwardBatch | None:
     """The batch of the measured rows alone, which attends to everything; None without such rows.
 
@@ -130,8 +146,8 @@ def _measured_batch(
             raise ValueError(
                 f"Batch row {b} is to be measured; it must sample one token of a sequence with a KV policy."
             )
-    tokens = [int(arrays.rows.offset[b]) for b in measured]
-    parts = []
+    tokens = [int(arrays.rows.offset[b]) for b in measured]  # m -> query token of the step
+    groups = []
     for index, group in enumerate(arrays.groups):
         tables = [compact[index] for b in measured if (compact := store[plan.seq_ids[b]].compact) is not None]
         masks = [RowMask(window=plan.row_window[b], sinks=plan.row_sinks[b]) for b in measured]
@@ -143,7 +159,13 @@ def _measured_batch(
             batch_rows=measured,
             token_rows=np.arange(len(measured)),
         )
-        everything = [RowMask(window=0, sinks=mask.sinks) for mask in masks]
-        whole = one_token_each([table.with_gone() for table in tables], everything)
-        parts.append((group.slots[tokens], whole, one_token_each(tables, masks)))
-    return builder.measured_batch(arrays, tokens, parts, dropped)
+        no_window = [RowMask(window=0, sinks=mask.sinks) for mask in masks]
+        whole_tables = [table.with_gone() for table in tables]
+        groups.append(
+            MeasuredRows(
+                slots=group.slots[tokens],
+                everything=one_token_each(whole_tables, no_window),
+                masked=one_token_each(tables, masks),
+            )
+        )
+    return builder.measured_batch(arrays, tokens, groups, dropped_M)

@@ -1,6 +1,6 @@
 """Measures what a step's seconds went into: preparing inputs, block copies, the forward pass, and sampling.
 
-A GPU runs behind the host. The host launches a forward pass in less time than the GPU computes it, and then waits where it
+A GPU lags the host: the host launches a forward pass in less time than the GPU computes it, and then waits where it
 reads the sampled ids. So on a GPU, events on the device measure the copies and the forward pass. The clock reads these events
 after the host has read the sampled ids, so that reading them never waits.
 """
@@ -35,7 +35,7 @@ class DeviceEvent(Protocol):
     """A point in the stream of work that was launched on a device, such as a `torch.cuda.Event`."""
 
     def record(self) -> None:
-        """Place the event behind all work that was launched until now."""
+        """Place the event after all work that was launched until now."""
         ...
 
     def query(self) -> bool:

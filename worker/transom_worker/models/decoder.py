@@ -42,7 +42,7 @@ class Decoder:
         scales, tied = architecture.scales, architecture.tie_embeddings
         table = (architecture.vocab_size, architecture.hidden_size)
         self.architecture, self._style = architecture, style
-        self.vocab = load.cut(architecture.vocab_size)
+        self.vocab = load.share(architecture.vocab_size)
         self._embedding = load.embedding("model.embed_tokens", table, scale=scales.embedding)
         self._layers = [
             DecoderLayer(architecture, index, style, load.under(f"model.layers.{index}."))
@@ -125,7 +125,7 @@ class DecoderLayer:
         query_scale_T11: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> None:
-        """Add to the residual [T, N]; with `rows` keep only these rows of it behind attention (no later layer reads the others)."""
+        """Add to the residual [T, N]; with `rows` keep only these rows of it after attention (no later layer reads the others)."""
         seen_TN = residual.read(self._before_attention)
         attention = (seen_TN, tables, cache, batch, query_scale_T11)
         if self._parallel_residual:

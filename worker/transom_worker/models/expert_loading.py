@@ -26,7 +26,7 @@ from transom_worker.models.weights import ALL, Mxfp4Tensors, Part, read_mxfp4
 def experts_by_name(load: Loader, names: Sequence[str], mixture: Mixture, hidden_size: int) -> ExpertTensors:
     """Experts with one tensor each: `names` of gate, up and down, where {} stands for the expert's number."""
     gate, up, down = (load.prefix + name for name in names)
-    inner, own = mixture.inner_size, load.cut(mixture.inner_size)
+    inner, own = mixture.inner_size, load.share(mixture.inner_size)
     if _takes_packed(load):
         into, out = (inner, hidden_size), (hidden_size, inner)
         stacks = [
@@ -53,7 +53,7 @@ def experts_by_stack(
 
     `interleaved`: gate and up columns alternate. Experts in MXFP4 stay packed on devices that compute with MXFP4.
     """
-    experts, inner, own = mixture.num_experts, mixture.inner_size, load.cut(mixture.inner_size)
+    experts, inner, own = mixture.num_experts, mixture.inner_size, load.share(mixture.inner_size)
     halves = [slice(2 * own.start, 2 * own.stop)] if interleaved else _gates_and_ups(own, inner)
     packed = _packed_pair(load, mixture, hidden_size, halves[0], own) if interleaved and _takes_packed(load) else None
 
@@ -85,7 +85,7 @@ def experts_by_stack(
 
 def experts_by_rows(load: Loader, mixture: Mixture, hidden_size: int) -> ExpertTensors:
     """Experts in two tensors, `gate_up_proj` [E, 2 I, N] and `down_proj` [E, N, I]."""
-    experts, inner, own = mixture.num_experts, mixture.inner_size, load.cut(mixture.inner_size)
+    experts, inner, own = mixture.num_experts, mixture.inner_size, load.share(mixture.inner_size)
     shape = (experts, 2 * inner, hidden_size)
     halves = [load.tensor("gate_up_proj", shape=shape, part=(ALL, half)) for half in _gates_and_ups(own, inner)]
     return ExpertTensors(
@@ -153,7 +153,7 @@ def _stacked(
     down: Callable[[int], torch.Tensor],
 ) -> ExpertTensors:
     """Plain tensors of all experts."""
-    own = load.cut(mixture.inner_size)
+    own = load.share(mixture.inner_size)
     experts, width = mixture.num_experts, own.stop - own.start
     return ExpertTensors(
         gate_up=_stack(load, gate_up, (experts, 2 * width, hidden_size)),

@@ -1,7 +1,7 @@
 """Gemma 4's text decoder.
 
 - The last layers have no KV cache of their own: they read the cache of an earlier layer of their type.
-- Each layer has an own embedding of every token (per-layer embedding), which is added behind the layer; then the sum is scaled.
+- Each layer has an own embedding of every token (per-layer embedding), which is added after the layer; then the sum is scaled.
 - Head widths and KV heads differ between layers with a window and full layers; queries, keys and values are normalised by head.
 - Some models have experts beside the dense MLP (`gemma4_experts.py`).
 

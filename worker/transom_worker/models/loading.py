@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from transom_core.model_config.scales import NO_SCALES, Scales
-from transom_core.model_config.sharding import cut
+from transom_core.model_config.sharding import width_share
 from transom_kernels.gated_mlp import Activation
 from transom_kernels.quantised_linear import QuantisedRows, concatenated
 from transom_worker.models.layers.embedding import Embedding, LmHead, make_embedding
@@ -27,7 +27,7 @@ from transom_worker.models.weights import ALL, WHOLE, Part, read_groups
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """Reads tensors whose names begin with `prefix`. Shapes are those of whole tensors, before they are cut for ranks."""
+    """Reads tensors whose names begin with `prefix`. Shapes are those of whole tensors, before they are divided among ranks."""
 
     weights: Weights
     dtype: torch.dtype
@@ -43,16 +43,16 @@ class Loader:
         return self.parallel.comm if self.sums_over_ranks else SINGLE_RANK
 
     def under(self, prefix: str) -> Loader:
-        """A loader for names that begin with `prefix` behind this loader's own prefix."""
+        """A loader for names that begin with this loader's own prefix and `prefix`."""
         return replace(self, prefix=self.prefix + prefix)
 
     def partial(self) -> Loader:
         """A loader for layers whose partial outputs the caller sums over the ranks."""
         return replace(self, sums_over_ranks=False)
 
-    def cut(self, total: int) -> slice:
-        """This rank's part of `total` columns or rows."""
-        return cut(total, self.parallel.rank, self.parallel.size)
+    def share(self, total: int) -> slice:
+        """This rank's share of `total` columns or rows."""
+        return width_share(total, self.parallel.rank, self.parallel.size)
 
     def tensor(
         self, name: str, dtype: torch.dtype | None = None, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE
@@ -76,7 +76,7 @@ class Loader:
 
     def embedding(self, name: str, shape: tuple[int, int], *, scale: float = 1.0) -> Embedding:
         """This rank's rows of a token embedding."""
-        rows = self.cut(shape[0])
+        rows = self.share(shape[0])
         table = self.tensor(f"{name}.weight", shape=shape, part=(rows,))
         return make_embedding(table, first_id=rows.start, comm=self.parallel.comm, scale=scale)
 
@@ -84,7 +84,7 @@ class Loader:
         self, name: str, shape: tuple[int, int], *, tied_to: Embedding | None, scales: Scales = NO_SCALES
     ) -> LmHead:
         """This rank's rows of the output head; `name` is the embedding's if the head is tied to it."""
-        part = (self.cut(shape[0]),)
+        part = (self.share(shape[0]),)
         stored = self._stored(f"{name}.weight", shape, part)
         rows_VN: Weight | None = stored
         if stored is not None:
@@ -131,7 +131,7 @@ class Loader:
     ) -> GatedMlp:
         """A gated MLP of these (hidden, inner) sizes."""
         hidden, inner = sizes
-        load, own = self.under(prefix), self.cut(inner)
+        load, own = self.under(prefix), self.share(inner)
         names = ("gate_proj.weight", "up_proj.weight")
         alike = _alike([load._stored(name, (inner, hidden), (own,)) for name in names])
         gate_up: Sequence[Weight] = alike or [load.tensor(name, shape=(inner, hidden), part=(own,)) for name in names]

@@ -68,13 +68,11 @@ class Style:
     norm_takes_mean: bool = False  # LayerNorm instead of RMS norm
     norm_plus_one: bool = False  # the checkpoint holds norm weights minus 1; they multiply in float32
     norm_wide: bool = False  # norm weights multiply in float32
-    qk_norm: Literal["none", "each", "all"] = (
-        "none"  # RMS norm of queries and keys before RoPE: of each head, or over all heads
-    )
+    # RMS norm of queries and keys before RoPE: of each head, or over all heads.
+    qk_norm: Literal["none", "each", "all"] = "none"
     qk_norm_after_rotation: bool = False  # RMS norm of each query and key head without a weight, in layers with RoPE
     value_norm: bool = False  # RMS norm of each value head without a weight
     sink_logits: str = ""  # tensor name within attention, in the architecture's `sink_layers`; "": none
     feed_forward: MakeFeedForward = dense_feed_forward
-    query_scale: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = (
-        None  # factor [T] of queries by positions [T], in layers without RoPE
-    )
+    # The factor [T] of queries by positions [T], in layers without RoPE.
+    query_scale: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None

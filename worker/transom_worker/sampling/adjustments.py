@@ -67,18 +67,23 @@ class Adjustments:
         return self._table.gather(rows, [one for one in pairs if one is not None], values, device)
 
 
-def _allowed(grammar_mask: bytes, logits_SV: torch.Tensor) -> torch.Tensor:
-    """Return the mask as bools [S, V].
+def mask_bytes(grammar_mask: bytes, logits_SV: torch.Tensor) -> torch.Tensor:
+    """Return a grammar's mask of these rows as a tensor of bytes, [S * ceil(V / 8)].
 
     Raises:
-        ValueError: its length is not S * ceil(V / 8).
+        ValueError: it has another length.
     """
     num_rows, vocab_size = logits_SV.shape
     if len(grammar_mask) != num_rows * -(-vocab_size // 8):
         raise ValueError(f"The grammar mask has {len(grammar_mask)} bytes for {num_rows} rows of {vocab_size} tokens.")
-    device = logits_SV.device
+    return torch.from_numpy(np.frombuffer(grammar_mask, dtype=np.uint8).copy())
+
+
+def _allowed(grammar_mask: bytes, logits_SV: torch.Tensor) -> torch.Tensor:
+    """Return the mask as bools [S, V]."""
+    (num_rows, vocab_size), device = logits_SV.shape, logits_SV.device
     # The bits are unpacked on the device: an eighth of the bytes to copy.
-    bits = torch.from_numpy(np.frombuffer(grammar_mask, dtype=np.uint8).copy()).to(device, non_blocking=True)
+    bits = mask_bytes(grammar_mask, logits_SV).to(device, non_blocking=True)
     places = torch.arange(8, dtype=torch.uint8, device=device)
     allowed = (bits.view(num_rows, -1, 1) >> places) & 1  # [S, ceil(V / 8), 8], lowest bit first
     return allowed.view(num_rows, -1)[:, :vocab_size].bool()

@@ -18,8 +18,6 @@ import torch
 
 from transom_worker.sampling.row_ops import entries_at_least, first_argmax, packed_columns, sort_descending
 
-LIKELY_TAIL = 1e-4  # a nucleus seldom holds tokens below this probability
-
 
 @dataclass(slots=True, kw_only=True)
 class Filters:
@@ -70,41 +68,18 @@ def _top_p_bound(
 ) -> torch.Tensor:
     """Return the lowest logit inside each row's nucleus, [R, 1].
 
-    Sorting is costly, so only tokens of probability `LIKELY_TAIL` and more are sorted first. Rows whose nucleus holds less
-    likely tokens are computed again, from all tokens that can be in a nucleus.
+    Sorting is costly, so only tokens are sorted that can be in the nucleus. Tokens of probability below (1 - p) / V cannot: all of
+    them together weigh less than 1 - p.
     """
-    vocab_size = logits_RV.shape[1]
     log_total_R1 = _log_total(logits_RV, top_k_bound_R1)
-    bound_R1, reached_R1 = _bound_above(LIKELY_TAIL, logits_RV, best_R1, top_k_bound_R1, top_p_R1, log_total_R1)
-    rows = (~reached_R1[:, 0]).nonzero()[:, 0]
-    if len(rows):
-        # Tokens of probability below (1 - p) / V are outside the nucleus: all of them together weigh less than 1 - p.
-        tail_R1 = (1.0 - top_p_R1[rows]) / vocab_size
-        arguments = (tensor[rows] for tensor in (logits_RV, best_R1, top_k_bound_R1, top_p_R1, log_total_R1))
-        bound_R1[rows], _ = _bound_above(tail_R1, *arguments)
-    return bound_R1
-
-
-def _bound_above(
-    tail: float | torch.Tensor,
-    logits_RV: torch.Tensor,
-    best_R1: torch.Tensor,
-    top_k_bound_R1: torch.Tensor,
-    top_p_R1: torch.Tensor,
-    log_total_R1: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the lowest logit of the nucleus among tokens of probability `tail` and more, and whether these tokens reach top_p;
-    both [R, 1].
-    """
-    tail_R1 = (log_total_R1 + torch.as_tensor(tail, dtype=torch.float64).log()).to(logits_RV.dtype)
+    tail_R1 = (log_total_R1 + ((1.0 - top_p_R1) / logits_RV.shape[1]).log()).to(logits_RV.dtype)
     has_top_k_R1 = top_k_bound_R1 > -torch.inf
     sorted_RC = sort_descending(_pack(logits_RV, torch.where(has_top_k_R1, top_k_bound_R1, tail_R1)).logits_RC)
     weights_RC = (sorted_RC - best_R1).exp_().to(torch.float64)
     mass_RC = weights_RC.cumsum(-1)
     total_R1 = torch.where(has_top_k_R1, mass_RC[:, -1:], (log_total_R1 - best_R1).exp_())
-    target_R1 = top_p_R1 * total_R1
-    outside_RC = mass_RC - weights_RC >= target_R1
-    return sorted_RC.masked_fill_(outside_RC, torch.inf).amin(-1, keepdim=True), mass_RC[:, -1:] >= target_R1
+    outside_RC = mass_RC - weights_RC >= top_p_R1 * total_R1  # the tokens before one already reach top_p
+    return sorted_RC.masked_fill_(outside_RC, torch.inf).amin(-1, keepdim=True)
 
 
 def _log_total(logits_RV: torch.Tensor, top_k_bound_R1: torch.Tensor) -> torch.Tensor:
@@ -114,7 +89,7 @@ def _log_total(logits_RV: torch.Tensor, top_k_bound_R1: torch.Tensor) -> torch.T
     if len(rows):
         part_logits = logits_RV if len(rows) == len(logits_RV) else logits_RV[rows]
         best_N1 = first_argmax(part_logits)[:, None]
-        logprobs = part_logits.log_softmax(-1)  # unlike a sum, it treats each row alike whatever the batch
+        logprobs = part_logits.log_softmax(-1)  # unlike a sum, it treats each row alike in any batch
         total_R1[rows] = part_logits.gather(1, best_N1).to(torch.float64) - logprobs.gather(1, best_N1)
     return total_R1
 

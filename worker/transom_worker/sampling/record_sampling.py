@@ -16,6 +16,7 @@ import torch
 
 from transom_kernels.sample.cpu import sample_records
 from transom_kernels.sample.table import Adjustments, SampleTable
+from transom_worker.sampling.adjustments import mask_bytes
 from transom_worker.sampling.noise import signed_key
 from transom_worker.sampling.penalties import TokenCounts
 from transom_worker.sampling.sequence_state import SequenceState
@@ -75,7 +76,7 @@ class RecordSampler:
             logits_SV,
             self._table,
             batch.numbers_S,
-            allowed=None if grammar_mask is None else _allowed(grammar_mask, logits_SV),
+            allowed=None if grammar_mask is None else mask_bytes(grammar_mask, logits_SV),
             first_id=first_id,
             scores=scores_S,
         )
@@ -118,10 +119,3 @@ def _adjustments(state: SequenceState) -> Adjustments | None:
         presence=params.presence_penalty,
         frequency=params.frequency_penalty,
     )
-
-
-def _allowed(grammar_mask: bytes, logits_SV: torch.Tensor) -> torch.Tensor:
-    num_rows, vocab_size = logits_SV.shape
-    if len(grammar_mask) != num_rows * -(-vocab_size // 8):
-        raise ValueError(f"The grammar mask has {len(grammar_mask)} bytes for {num_rows} rows of {vocab_size} tokens.")
-    return torch.from_numpy(np.frombuffer(grammar_mask, dtype=np.uint8).copy())

@@ -24,8 +24,7 @@ from transom_worker.sampling.gumbel_max import gumbel_argmax
 from transom_worker.sampling.logprobs import token_logprobs
 from transom_worker.sampling.noise import gumbel
 from transom_worker.sampling.row_ops import first_argmax, take_rows
-from transom_worker.sampling.sequence_state import SequenceState
-from transom_worker.sampling.temperature import apply_temperature, noise_key_tensor
+from transom_worker.sampling.sequence_state import SequenceState, apply_temperature, noise_key_tensor
 
 if TYPE_CHECKING:
     from transom_worker.sampling.record_sampling import RecordSampler

@@ -29,8 +29,7 @@ from transom_worker.sampling.gumbel_max import gumbel_argmax
 from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS, logprob_table
 from transom_worker.sampling.row_ops import first_argmax, take_rows
 from transom_worker.sampling.sampler import Sampler, SamplerOutput
-from transom_worker.sampling.sequence_state import SequenceState
-from transom_worker.sampling.temperature import apply_temperature, noise_key_tensor
+from transom_worker.sampling.sequence_state import SequenceState, apply_temperature, noise_key_tensor
 
 
 class ShardedSampler(Sampler):

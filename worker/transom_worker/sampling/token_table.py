@@ -157,6 +157,6 @@ class TokenTable:
 
 
 def _packed(*columns: Sequence[float] | Floats) -> Ints:
-    """The columns as float32, one behind the other, in the memory of whole int64 numbers."""
+    """The columns as float32, one after the other, in the memory of whole int64 numbers."""
     floats = np.concatenate([np.asarray(column, np.float32) for column in columns])
     return np.concatenate([floats, np.zeros(len(floats) % 2, np.float32)]).view(np.int64)

@@ -2,7 +2,7 @@
 smaller for a while.
 
 Memory of a step grows with its tokens, with the positions whose logits are needed, and with the tokens that its queries attend
-to. At start the memory of the largest step is measured and kept free (`execution.dummy_run`). So a step runs out of memory
+to. At start the memory of the largest step is measured and kept free (`execution.setup.dummy_run`). So a step runs out of memory
 where another process takes memory of the device, or where the measurement missed something. Then the next steps are smaller:
 half of the step that failed, and twice as large again after each `STEPS_BEFORE_GROWTH` steps with a result. Example with
 `max_num_batched_tokens` of 2,048 and a failed step of 1,500 tokens: 750 tokens for 16 steps, 1,500 for 16 steps, then 2,048.

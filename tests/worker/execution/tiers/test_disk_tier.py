@@ -10,11 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.worker.execution.tiers.test_block_copies import LAYOUTS, add, rows, slabs
+from tests.worker.execution.tiers.test_rank_tiers import LAYOUTS, add, rows, slabs
 from transom_core.errors import StepFailed
 from transom_worker.execution.executor import DiskUsage
 from transom_worker.execution.tiers import disk_blocks as disk_tier
-from transom_worker.execution.tiers.block_copies import BlockCopies, TierMemory
+from transom_worker.execution.tiers.rank_tiers import RankTiers, TierMemory
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.scheduling.step import TIER_DEVICE, TIER_DISK, TIER_HOST, StepPlan, StepResult
 
@@ -23,9 +23,9 @@ def digest(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def copies_over(memory: list[torch.Tensor], path: Path) -> BlockCopies:
+def copies_over(memory: list[torch.Tensor], path: Path) -> RankTiers:
     tiers = {tier: TierMemory(layout, slab) for tier, (layout, slab) in enumerate(zip(LAYOUTS, memory, strict=True))}
-    return BlockCopies(tiers, BlockFolder(path, b"m" * 32, space_bytes=1 << 20))
+    return RankTiers(tiers, BlockFolder(path, b"m" * 32, space_bytes=1 << 20))
 
 
 def stores(blocks: list[tuple[int, int, int]], tier: int = TIER_HOST) -> StepPlan:
@@ -46,7 +46,7 @@ def fetches(blocks: list[tuple[int, int, int]], ticket: int) -> StepPlan:
     return plan
 
 
-def ended(made: BlockCopies) -> StepResult:
+def ended(made: RankTiers) -> StepResult:
     for _ in range(10_000):
         found = made.ended_loads(wait=True)
         if found.loaded or found.failed:
@@ -58,7 +58,7 @@ def contents(memory: list[torch.Tensor], tier: int, group: int, block: int) -> t
     return rows(memory, tier, group)[block, : LAYOUTS[0].groups[group].block_bytes]
 
 
-def usage(made: BlockCopies) -> DiskUsage:
+def usage(made: RankTiers) -> DiskUsage:
     found = made.disk_usage
     assert found is not None
     return found
@@ -126,7 +126,7 @@ def test_a_full_disk_is_no_disk_tier_for_a_while(tmp_path: Path, caplog: pytest.
     made.close()
 
 
-def wait_until_written(made: BlockCopies) -> None:
+def wait_until_written(made: RankTiers) -> None:
     """Wait for the thread to have taken everything: what is queued behind a load's answer would be written later."""
     disk = made._disk
     assert disk is not None
@@ -145,7 +145,7 @@ def test_writing_that_does_not_keep_up_drops_blocks(tmp_path: Path) -> None:
 
 def test_a_rank_without_a_disk_tier_refuses(tmp_path: Path) -> None:
     memory = slabs()
-    made = BlockCopies({TIER_DEVICE: TierMemory(LAYOUTS[0], memory[0])})
+    made = RankTiers({TIER_DEVICE: TierMemory(LAYOUTS[0], memory[0])})
     assert made.disk_usage is None
     with pytest.raises(StepFailed, match="this rank has no disk tier"):
         made.run(stores([(0, 1, 10)], TIER_DEVICE))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.worker.execution.hand_scheduler import engine_config
+from tests.worker.execution.hand_scheduler import engine_config, make_runner
 from tests.worker.execution.toy_decoder import layer, load_toy
 from transom_core.errors import ConfigError
 from transom_core.kv_cache.layout import ArenaLayout
-from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.tiers.host_slab import allocate_host_slab
 
 LAYOUT = ArenaLayout(page_bytes=1 << 20, num_pages=64, groups=())
@@ -24,20 +23,19 @@ def test_memory_that_is_short_is_refused_with_the_numbers() -> None:
 
 
 def test_a_host_tier_on_a_runner() -> None:
-    runner = ModelRunner(engine_config(host_bytes=2**21), loaded=load_toy([layer(), layer(window=7)]))
-    info = runner.allocate(runner.pool_bytes())
+    runner = make_runner(engine_config(host_bytes=2**21), load_toy([layer(), layer(window=7)]))
+    info = runner.info
     assert info.host_layout is not None
     assert info.host_layout.groups == info.layout.groups
     assert info.host_layout.num_pages == 2**21 // info.layout.page_bytes
     block = info.host_layout.num_block_ids(0) - 2
     data = bytes(range(256)) * (info.layout.groups[0].block_bytes // 256)
-    runner.write_blocks(1, 0, [block], data)
-    assert runner.read_blocks(1, 0, [block]) == data
+    runner.tiers.write(1, 0, [block], data)
+    assert runner.tiers.read(1, 0, [block]) == data
     runner.close()
     runner.close()
 
 
 def test_a_host_tier_larger_than_the_memory_ends_the_start() -> None:
-    runner = ModelRunner(engine_config(host_bytes=2**50), loaded=load_toy([layer()]))
     with pytest.raises(ConfigError, match=r"--swap-space asks for a host tier of \d+ bytes; .* Give at most"):
-        runner.allocate(runner.pool_bytes())
+        make_runner(engine_config(host_bytes=2**50), load_toy([layer()]))

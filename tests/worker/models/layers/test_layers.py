@@ -1,10 +1,8 @@
-"""The other layers, each against its formula, and a rank's share."""
+"""The other layers, each against its formula."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -65,14 +63,6 @@ def test_lm_head_gives_float32_and_counts_its_weight():
     assert LmHead(None, quantization="int8", tied_to=Embedding(table)).weight_bytes > 0
     halves = Embedding(table.bfloat16())
     assert LmHead(None, quantization="none", tied_to=halves)(rows.bfloat16()).dtype == torch.float32
-
-
-@given(st.integers(1, 9), st.integers(0, 40))
-def test_shares_cover_all_units_once_and_evenly(size, units):
-    shares = [range(units)[Parallel(rank=rank, size=size).share(units)] for rank in range(size)]
-    assert [unit for share in shares for unit in share] == list(range(units))
-    lengths = [len(share) for share in shares]
-    assert max(lengths) - min(lengths) <= 1
 
 
 def test_a_rank_outside_its_group_is_refused():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.thread_ranks import RankThreads
-from transom_core.model_config.sharding import cut
+from transom_core.model_config.sharding import width_share
 from transom_worker.models.layers.embedding import Embedding, make_embedding
 from transom_worker.models.layers.linear import make_linear
 from transom_worker.models.layers.norm import AllHeadsQkNorm, ShardedAllHeadsQkNorm
@@ -15,7 +15,7 @@ from transom_worker.models.parallel import SINGLE_RANK, Parallel
 
 
 def part(total: int, parallel: Parallel) -> slice:
-    return cut(total, parallel.rank, parallel.size)
+    return width_share(total, parallel.rank, parallel.size)
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])

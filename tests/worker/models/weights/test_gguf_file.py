@@ -192,9 +192,8 @@ def demo_by_transformers() -> dict[str, torch.Tensor]:
 
 
 def test_the_demo_equals_transformers_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)
-    )  # transformers builds it 397 times
+    # transformers builds it 397 times.
+    monkeypatch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
     oracle, weights = demo_by_transformers(), load_weights(resolve_model("smollm2"))
     assert set(weights.names) == set(oracle)
     for name in weights.names:

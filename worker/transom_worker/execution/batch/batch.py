@@ -14,11 +14,20 @@ from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.policy_attention import PolicyBatch
 from transom_worker.execution.batch.policy_arrays import PolicyArrays
 from transom_worker.execution.batch.sequences import SequenceStore
-from transom_worker.execution.batch.slab import compressed_caches, group_of_layer, layer_caches
 from transom_worker.execution.batch.step_arrays import GroupArrays, RowRanges, StepArrays, row_ranges, step_arrays
+from transom_worker.execution.tiers.device_slab import compressed_caches, group_of_layer, layer_caches
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.layers.policy_rows import MassMeter, MixedBatch
 from transom_worker.scheduling.step import StepPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRows:
+    """One group's inputs of rows that attend to everything, to measure what their KV policies drop."""
+
+    slots: NDArray[np.int64]
+    everything: PolicyArrays  # what they attend to
+    masked: PolicyArrays  # what their policies would let them attend to
 
 
 class BatchBuilder:
@@ -107,16 +116,11 @@ class BatchBuilder:
         )
 
     def measured_batch(
-        self,
-        arrays: StepArrays,
-        tokens: list[int],
-        parts: list[tuple[NDArray[np.int64], PolicyArrays, PolicyArrays]],
-        dropped: torch.Tensor,
+        self, arrays: StepArrays, tokens: list[int], groups: list[MeasuredRows], dropped: torch.Tensor
     ) -> ForwardBatch:
-        """Return a batch of some of a step's query tokens.
+        """Return a batch of some of a step's query tokens, which attend to everything.
 
-        By group, `parts` are these tokens' slots, what they attend to, and what their policies would let them attend to. Layers
-        add to `dropped` how much attention goes to the difference.
+        Layers add to `dropped` [tokens] how much attention goes to what the tokens' policies mask.
         """
         positions = arrays.rows.positions[tokens]
         count = len(tokens)
@@ -126,23 +130,23 @@ class BatchBuilder:
             logit_rows=np.arange(count),
             groups=tuple(
                 GroupArrays(
-                    block_size=policies.block_size,
+                    block_size=rows.everything.block_size,
                     num_sink_blocks=0,
                     block_table=np.empty((0, 1), dtype=np.int32),
                     first_block=np.empty(0, dtype=np.int64),
                     attend_from_host=[],
-                    slots=slots,
+                    slots=rows.slots,
                     rows=_rows_of(positions[:0]),
-                    policies=policies,
+                    policies=rows.everything,
                 )
-                for slots, policies, _ in parts
+                for rows in groups
             ),
             has_policies=True,
         )
         batch = self.batch(whole)
-        for group, (_, _, masked) in zip(batch.groups, parts, strict=True):
+        for group, rows in zip(batch.groups, groups, strict=True):
             assert isinstance(group, MixedBatch)
-            group.meter = MassMeter(dropped=dropped, masked=self.policy_batch(masked))
+            group.meter = MassMeter(dropped=dropped, masked=self.policy_batch(rows.masked))
         return batch
 
     def policy_batch(self, arrays: PolicyArrays) -> PolicyBatch:

@@ -23,7 +23,7 @@ class CompactTable:
         self.blocks: list[int] = []  # of each column
         self.gone: dict[int, int] = {}  # logical block to block id, of what left the table
         self._remembers_gone = remembers_gone
-        self._next = 0  # the logical block behind the last one that was appended
+        self._next = 0  # the logical block after the last one that was appended
 
     def apply(self, *, dropped: int, first_block: int, blocks: list[int]) -> None:
         """Drop `dropped` blocks from the front of the run, then append `blocks`; an empty run begins at `first_block`.

@@ -55,9 +55,8 @@ class GroupArrays:
     attend_from_host: list[int]  # [B]
     slots: Ints  # [T], of all rows of the step
     rows: RowRanges
-    policies: PolicyArrays | None = (
-        None  # rows with KV policies; the fields above, but for `slots`, are then of the others
-    )
+    # Rows with KV policies; the fields above, except `slots`, are then of the other rows.
+    policies: PolicyArrays | None = None
 
     @property
     def first_block_host(self) -> list[int]:

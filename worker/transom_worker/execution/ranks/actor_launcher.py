@@ -1,7 +1,7 @@
 """Launches ranks as Ray actors in the placement group that this process runs in: rank i in bundle i + 1, this process in bundle
 0.
 
-Ray ends the actors when this process ends, for whatever reason it ends.
+Ray ends the actors when this process ends, for any reason.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from transom_worker.execution.ranks.launcher import Launcher, OnRankExit, RankEx
 from transom_worker.execution.ranks.messages import RankSetup
 
 KILL_TIMEOUT_S = 10.0
-POLL_PERIOD_S = (
-    0.5  # how often the watching thread checks whether the launcher was killed; it sees an actor's end at once
-)
+# How often the watching thread checks whether the launcher was killed; it sees an actor's end at once.
+POLL_PERIOD_S = 0.5
 NODE_DIED = "its node has died"  # in Ray's words on an actor whose host is gone
 
 
@@ -51,7 +50,7 @@ class RankActors(Launcher):
         return str(get_node_ip_address())
 
     def launch(self, setups: Sequence[RankSetup], on_exit: OnRankExit) -> None:
-        """Start every rank's actor. Raises ConfigError where this process runs in no placement group with a bundle for each
+        """Start every rank's actor. Raises ConfigError if this process runs in no placement group with a bundle for each
         rank.
         """
         group = _placement_group(len(setups))

@@ -67,9 +67,8 @@ class ExecutorChannel:
 
     def wake(self) -> None:
         """Make `receive` return at once: the current call, or the next one."""
-        with contextlib.suppress(
-            OSError
-        ):  # a full socket wakes `receive` anyway; a closed one has no `receive` to wake
+        # A full socket wakes `receive` anyway, and a closed one has no `receive` to wake.
+        with contextlib.suppress(OSError):
             self._waker.send(b"\0")
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """Kill all processes at once, whatever they are doing; idempotent."""
+        """Kill all processes at once, even if they are busy; idempotent."""
 
     @abstractmethod
     def close(self) -> None:

@@ -17,7 +17,7 @@
     LoadsEnded ...      ->                    loads that have ended, from every other rank
                         <-  ReadBlocks, WriteBlocks    to every rank, between plans
     BlocksDone          ->
-    RankFailed          ->                    at any time, in place of the next message
+    RankFailed          ->                    at any time, instead of the next message
 
 Messages are plain data and pickled. Both ends are the same program, and the channel's keys keep other programs out.
 """
@@ -144,9 +144,9 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class LoadsEnded:
-    """Tickets of loads that have ended on this rank, and that have failed; sent behind a step.
+    """Tickets of loads that have ended on this rank, and that have failed; sent after a step.
 
-    Behind a step without rows it is sent always, so that the executor knows that the rank has got so far.
+    After a step without rows it is always sent, so that the executor knows that the rank has done the step.
     """
 
     step_id: int

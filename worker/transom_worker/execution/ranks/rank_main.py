@@ -21,7 +21,6 @@ from transom_core.errors import StepFailed, TransomError
 from transom_core.logs import show_all_logs
 from transom_core.machine.cores import keep_to_share
 from transom_worker.execution.loss_causes import cause_of_error
-from transom_worker.execution.model_loading import choose_device
 from transom_worker.execution.ranks.channel import RankChannel
 from transom_worker.execution.ranks.messages import (
     BlocksDone,
@@ -43,7 +42,8 @@ from transom_worker.execution.ranks.messages import (
     StepDone,
     WriteBlocks,
 )
-from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.setup.model_loading import choose_device
+from transom_worker.execution.setup.model_setup import ModelSetup
 from transom_worker.models.parallel import SINGLE_RANK, Communicator, Parallel
 from transom_worker.models.parallel.rendezvous import Rendezvous, connect, host_id
 
@@ -127,13 +127,14 @@ class _Rank:
         """Load the weights, allocate the KV pool, and report that the rank is ready."""
         parallel = Parallel(rank=self._setup.rank, size=self._setup.size, comm=self._comm)
         config = _on_own_cores(self._setup.config, load)
-        self._runner = ModelRunner(config, parallel, ranks_on_host=load.ranks_on_host, on_progress=self._send_progress)
+        setup = ModelSetup(config, parallel, ranks_on_host=load.ranks_on_host, on_progress=self._send_progress)
         self._channel.send(Loaded())
         message = self._channel.receive()
         if isinstance(message, Measure):
-            self._channel.send(KvCapacity(self._runner.pool_bytes()))
+            self._channel.send(KvCapacity(setup.pool_bytes()))
             message = self._channel.receive()
-        self._channel.send(Ready(self._runner.allocate(message.pool_bytes)))
+        self._runner = setup.allocate(message.pool_bytes)
+        self._channel.send(Ready(self._runner.info))
 
     def _send_progress(self, share: float, num_bytes: int) -> None:
         self._channel.send(LoadProgress(share, num_bytes))
@@ -147,7 +148,7 @@ class _Rank:
         try:
             result = self._runner.execute(step.plan)
         except Exception as error:
-            if self._runner.is_committed:
+            if self._runner.was_committed:
                 raise
             self._epoch += 1
             self._runner.abandon(step.plan)
@@ -164,8 +165,8 @@ class _Rank:
         """Read or write blocks. A call that names wrong blocks changes nothing, and its answer says so."""
         try:
             if isinstance(message, ReadBlocks):
-                return BlocksDone(message.call, self._runner.read_blocks(message.tier, message.group, message.blocks))
-            self._runner.write_blocks(message.tier, message.group, message.blocks, message.data)
+                return BlocksDone(message.call, self._runner.tiers.read(message.tier, message.group, message.blocks))
+            self._runner.tiers.write(message.tier, message.group, message.blocks, message.data)
         except ValueError as error:
             return BlocksDone(message.call, refusal=str(error))
         return BlocksDone(message.call)
@@ -212,7 +213,7 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent closes the pipe; the pipe also closes when the parent ends, for whatever reason."""
+    """End this process when its parent closes the pipe; the pipe also closes when the parent ends, for any reason."""
     sys.stdin.buffer.read()
     os._exit(1)
 

@@ -40,12 +40,10 @@ from transom_worker.scheduling.step import StepPlan, StepResult
 
 T = TypeVar("T")
 
-SILENCE_TIMEOUT_S = (
-    120.0  # longest time in start-up without a message from any rank; a rank that loads reports every second
-)
-FAILURE_TIMEOUT_S = (
-    10.0  # a step that every rank refuses has been refused by all ranks within this time of the first refusal
-)
+# The longest time in start-up without a message from any rank; a rank that loads reports every second.
+SILENCE_TIMEOUT_S = 120.0
+# A step that every rank refuses has been refused by all ranks within this time of the first refusal.
+FAILURE_TIMEOUT_S = 10.0
 # Added to the step timeout: ranks that wait for a hanging rank report which one it is, and need time to run for that.
 HANG_GRACE_S = 5.0
 INTERRUPTED = "The ranks were interrupted: their worker ends."
@@ -106,7 +104,7 @@ class RanksExecutor(Executor):
         """Wait for the oldest plan's result.
 
         Raises:
-            StepFailed: every rank refused the step before its first collective.  OutOfMemory: so, for want of memory.
+            StepFailed: every rank refused the step before its first collective.  OutOfMemory: the same, because memory was short.
             RankLost: a rank died, hung, or failed alone.
         """
         if self._refused is not None:
@@ -133,18 +131,18 @@ class RanksExecutor(Executor):
         self._on_lost = callback
 
     def drop_in_flight(self) -> None:
-        """Forget the plans in flight: the ranks still run them, and the executor keeps nothing of their results but their loads."""
+        """Forget the plans in flight: the ranks still run them, and of their results the executor keeps only the loads."""
         self._forget_plans()
         self._refused = None
 
     def read_blocks(self, tier: int, group: int, blocks: Sequence[int]) -> list[bytes]:
-        """Return the contents of blocks of every rank, behind the plans in flight. Raises ValueError, StepFailed, RankLost."""
+        """Return the contents of blocks of every rank, after the plans in flight. Raises ValueError, StepFailed, RankLost."""
         self._num_calls += 1
         message = ReadBlocks(self._num_calls, tier, group, tuple(blocks))
         return self._call([message] * self._config.ranks.size)
 
     def write_blocks(self, tier: int, group: int, blocks: Sequence[int], data: Sequence[bytes]) -> None:
-        """Write the contents of blocks of every rank, behind the plans in flight. Raises ValueError, StepFailed, RankLost."""
+        """Write the contents of blocks of every rank, after the plans in flight. Raises ValueError, StepFailed, RankLost."""
         if len(data) != self._config.ranks.size:
             raise ValueError(f"blocks were given for {len(data)} ranks; there are {self._config.ranks.size}.")
         self._num_calls += 1
@@ -161,7 +159,7 @@ class RanksExecutor(Executor):
         return self._start()
 
     def interrupt(self) -> None:
-        """Kill the ranks, also those that are being started, and make every later start fail too."""
+        """Kill the ranks, even those that are being started, and make every later start fail too."""
         self._interrupted = True
         group = self._starting or self._group
         if group is not None:
@@ -260,7 +258,7 @@ class RanksExecutor(Executor):
             except RankLost:
                 raise
             except (StepFailed, OutOfMemory) as error:
-                self._refused = error  # the answer to a plan, which `receive` raises
+                self._refused = error  # the refusal of a plan, which `receive` raises
         refusals = [answer.refusal for answer in self._blocks.values() if answer.refusal]
         if refusals:
             raise ValueError(refusals[0])
@@ -317,8 +315,8 @@ class RanksExecutor(Executor):
         self._last_result_s = 0.0  # when the last result arrived
         self._epoch = 0
         self._load_reports = LoadReports(self._config.ranks.size)
-        # Steps without rows have no collectives, in which the ranks would keep in step. Their result is delivered when so many
-        # ranks have done them, so that an engine that polls for loads does not run ahead of a slower rank.
+        # Steps without rows have no collectives, in which the ranks would keep in step. Their result is delivered when that
+        # number of ranks have done them, so that an engine that polls for loads does not run ahead of a slower rank.
         self._without_rows: dict[int, int] = {}
         self._results: deque[StepResult] = deque()  # of the first rank, not delivered yet
         self._blocks = {}

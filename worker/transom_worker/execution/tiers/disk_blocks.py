@@ -1,12 +1,12 @@
-"""`DiskTier`: a rank's blocks in files. Blocks that leave the memory are written behind; loads from the disk run beside the steps.
+"""`DiskTier`: a rank's blocks in files. A thread writes the blocks that leave the memory; loads from the disk run beside the steps.
 
-    store     takes the bytes of a block at once; a thread writes the file later. Where the thread does not keep up, blocks are
+    store     takes the bytes of a block at once; a thread writes the file later. If the thread does not keep up, blocks are
               dropped: the disk must not slow steps down
     fetch     a thread reads the blocks of one load, under a *ticket*, into the host's arena; the load fails if a block is missing
               or its file is broken
 
-A write that fails, for want of space or otherwise, pauses writing for `PAUSE_S`: there is no disk tier for new blocks then. What
-was written before can still be read, since each file is checked.
+A write that fails, because the disk is full or for another reason, pauses writing for `PAUSE_S`: meanwhile new blocks are dropped.
+What was written before can still be read, since each file is checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 
 logger = logging.getLogger("transom.worker")
 
-QUEUED_BYTES = 64 << 20  # that may wait to be written
+QUEUED_BYTES = 64 << 20  # the most that may wait to be written
 PAUSE_S = 60.0
 CLOSE_S = 5.0
 
@@ -64,7 +64,7 @@ class DiskTier:
 
     @property
     def usage(self) -> DiskUsage:
-        """What became of blocks and files since the start of the process."""
+        """What happened to blocks and files since the start of the process."""
         counts = self._folder.counts
         return DiskUsage(
             is_usable=self._paused_until_s is None,
@@ -160,9 +160,7 @@ class DiskTier:
                     self._board.ended(ticket, time.perf_counter() - begin_s)
                 else:
                     self._board.failed(ticket)
-        except (
-            BaseException
-        ) as error:  # whatever it is, the rank must learn of it, and no request may wait for the load
+        except BaseException as error:  # the rank must learn of any error, and no request may wait for the load
             self._board.broke(error)
 
     def _read_all(self, blocks: Sequence[FetchedBlock]) -> bool:

@@ -60,7 +60,7 @@ class LoadBoard:
             self._num_in_flight += 1
 
     def ended(self, ticket: int, seconds: float) -> None:
-        """Note that a load has ended, which took so many seconds."""
+        """Note that a load has ended after `seconds`."""
         with self._changed:
             self._ended.loaded.append(ticket)
             self._ended.load_s.append(seconds)
@@ -105,15 +105,15 @@ class Loads(ABC):
 
     @abstractmethod
     def start(self, ticket: int, copies: list[RowCopies]) -> None:
-        """Begin a load behind everything that the rank has done until now."""
+        """Begin a load after everything that the rank has done until now."""
 
     @abstractmethod
     def poll(self, *, wait: bool) -> None:
-        """Report the loads that have ended, where no thread does that; `wait` for the oldest one."""
+        """Report the loads that have ended, if no thread does that; `wait` for the oldest one."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for the running load, and drop those behind it; idempotent."""
+        """Wait for the running load, and drop those after it; idempotent."""
 
 
 class ThreadLoads(Loads):
@@ -147,7 +147,7 @@ class ThreadLoads(Loads):
         try:
             while (load := self._queue.get()) is not None and not self._is_closed:
                 self._copy(*load)
-        except BaseException as error:  # whatever it is, the rank must learn of it, and no step may wait for the load
+        except BaseException as error:  # the rank must learn of any error, and no step may wait for the load
             self._board.broke(error)
 
     def _copy(self, ticket: int, copies: list[RowCopies]) -> None:
@@ -165,10 +165,10 @@ class StreamLoads(Loads):
     def __init__(self, board: LoadBoard, device: torch.device) -> None:
         self._board, self._device = board, device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._running: deque[tuple[int, Any, Any]] = deque()  # ticket, events before and behind the copies
+        self._running: deque[tuple[int, Any, Any]] = deque()  # ticket, events before and after the copies
 
     def start(self, ticket: int, copies: list[RowCopies]) -> None:
-        """Launch a load behind the work that the step's stream has got until now: that may still use the targets."""
+        """Launch a load after the work that the step's stream has got until now, which may still use the targets."""
         self._board.started()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

@@ -52,7 +52,7 @@ class AttentionMetadata:
         return self._slots_cache[key]
 
     def entries(self, group: int, ratio: int) -> torch.Tensor:
-        """Slots of each sequence's entries, [B, N]; -1 behind its last entry."""
+        """Slots of each sequence's entries, [B, N]; -1 after its last entry."""
         key = ("entries", group)
         if key not in self._slots_cache:
             paged = self.batch.groups[group]

@@ -30,10 +30,10 @@ class HyperConnection:
         projection = self._projection
         return hc_pre(x_TSN, projection(x_TSN), projection.scale, projection.base, rounds=self._rounds, eps=self._eps)
 
-    def behind_sublayer(
+    def after_sublayer(
         self, y_TN: torch.Tensor, x_TSN: torch.Tensor, post_TS: torch.Tensor, mix_TSS: torch.Tensor
     ) -> torch.Tensor:
-        """The residual streams [T, S, N] behind the sublayer whose output is `y` [T, N] (`hc_post`)."""
+        """The residual streams [T, S, N] after the sublayer whose output is `y` [T, N] (`hc_post`)."""
         return hc_post(y_TN, x_TSN, post_TS, mix_TSS)
 
 

@@ -44,7 +44,7 @@ class ExpertLayer:
         weights = experts_by_name(load, _NAMES, mixture, hidden)
         self._experts = make_experts(weights, self._rule, quantization=load.quantization)
         self._comm = load.comm
-        own = load.cut(inner)  # this rank's part of the inner width
+        own = load.share(inner)
         shared = load.under("shared_experts.")
         self._shared_in = shared.linear("w1", "w3", shapes=[(inner, hidden)] * 2, rows=[own] * 2)
         # `partial`: without an all-reduce of its own, since the layer reduces routed and shared outputs together

@@ -44,7 +44,7 @@ class DeepseekV4:
         load = replace(load, weights=either_name(load.weights))
         eps, table = architecture.rms_norm_eps, (architecture.vocab_size, architecture.hidden_size)
         self.architecture, self._num_residual_streams = architecture, shape.num_residual_streams
-        self.vocab = load.cut(architecture.vocab_size)
+        self.vocab = load.share(architecture.vocab_size)
         self._embedding = load.embedding("model.embed_tokens", table)
         self._layers = [
             DeepseekV4Layer(load.under(f"model.layers.{index}."), architecture, shape, index)
@@ -106,7 +106,7 @@ class DeepseekV4Layer:
         self.weight_bytes = sum(part.weight_bytes for part in (self._attention, self._experts, *norms, *mixers))
 
     def attend(self, x_TSN: torch.Tensor, tables: RotaryTables, metadata: AttentionMetadata) -> torch.Tensor:
-        """The residual streams [T, S, N] behind attention."""
+        """The residual streams [T, S, N] after attention."""
         batch, index = metadata.batch, self._index
         x_TN, post_TS, mix_TSS = self._attention_connection.before_sublayer(x_TSN)
         y_TN = self._attention(
@@ -117,13 +117,13 @@ class DeepseekV4Layer:
             batch.compressed[index] if batch.compressed else None,
             metadata,
         )
-        return self._attention_connection.behind_sublayer(y_TN, x_TSN, post_TS, mix_TSS)
+        return self._attention_connection.after_sublayer(y_TN, x_TSN, post_TS, mix_TSS)
 
     def feed_forward(self, x_TSN: torch.Tensor, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """The residual streams [T, S, N] behind the experts."""
+        """The residual streams [T, S, N] after the experts."""
         x_TN, post_TS, mix_TSS = self._expert_connection.before_sublayer(x_TSN)
         y_TN = self._experts(self._expert_norm(x_TN), token_ids_T)
-        return self._expert_connection.behind_sublayer(y_TN, x_TSN, post_TS, mix_TSS)
+        return self._expert_connection.after_sublayer(y_TN, x_TSN, post_TS, mix_TSS)
 
 
 def _checked(architecture: Architecture) -> DeepseekV4Shape:

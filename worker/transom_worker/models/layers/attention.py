@@ -203,7 +203,7 @@ class Attention:
         return q, sink_q
 
     def _rotated(self, qk: torch.Tensor, tables: RotaryTables | None) -> torch.Tensor:
-        """Rotate queries and keys in place, and normalise them where that comes behind rotation."""
+        """Rotate queries and keys in place, and normalise them if that comes after rotation."""
         if tables is not None:
             rotary_(qk, tables.cos, tables.signed_sin, interleaved=tables.interleaved)
         if self._options.norm_after_rotation is not None:

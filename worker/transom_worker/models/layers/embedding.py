@@ -74,7 +74,7 @@ def make_embedding(weight_VN: torch.Tensor, *, first_id: int, comm: Communicator
 class LmHead:
     """Computes logits in float32 over this rank's vocabulary.
 
-    A tied head shares its weight with the embedding, also where it is packed. A quantised head has a second copy, because rows
+    A tied head shares its weight with the embedding, even if it is packed. A quantised head has a second copy, because rows
     cannot be looked up in it.
     """
 

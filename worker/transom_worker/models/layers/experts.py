@@ -62,9 +62,8 @@ class GroupedExperts(Experts):
         self._rule, self._scales_input = rule, scales_input
         self._weights: ExpertTensors | PackedExperts
         parts = (weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias)
-        self.weight_bytes = sum(
-            _bytes(part) for part in parts if part is not None
-        )  # without the padding of packed ones
+        # Without the padding of packed weights.
+        self.weight_bytes = sum(_bytes(part) for part in parts if part is not None)
         if uses_cpu_kernels(weights.down.blocks if isinstance(weights.down, MxTensor) else weights.down):
             self._weights = pack_experts(weights)
             return

@@ -60,6 +60,5 @@ class ForwardBatch:
     caches: tuple[LayerCache, ...]  # by layer: its keys and values
     logit_rows: torch.Tensor  # [R] int64, ascending: which of the T rows need logits
     compressed: tuple[CompressedCache | None, ...] = ()  # by layer; empty where no layer is compressed
-    sink_positions: torch.Tensor | None = (
-        None  # [T] int64: positions of queries that meet sink tokens; None: `positions`
-    )
+    # [T] int64: positions of queries that meet sink tokens; None: `positions`.
+    sink_positions: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer, in place of a feed-forward layer.
+"""A mixture-of-experts layer, instead of a feed-forward layer.
 
 Legend: T tokens, N hidden width, K experts chosen per token.
 """

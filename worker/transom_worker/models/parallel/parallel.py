@@ -23,12 +23,3 @@ class Parallel:
     def is_first(self) -> bool:
         """Whether this is the first rank, which samples tokens and reports results."""
         return self.rank == 0
-
-    def share(self, units: int) -> slice:
-        """Return this rank's contiguous range of `units` heads, columns or rows.
-
-        Where `units` is no multiple of the number of ranks, the first ranks take one more: 7 units on 3 ranks are 3, 2 and 2.
-        """
-        base, extra = divmod(units, self.size)
-        start = self.rank * base + min(self.rank, extra)
-        return slice(start, start + base + (self.rank < extra))

@@ -13,9 +13,8 @@ import time
 from transom_core.errors import RankLost
 
 SPINS = 200  # some microseconds: a rank that computes the same layer is seldom later
-YIELD_S = (
-    2e-4  # for which each check yields the core; on a busy machine a yield costs a scheduler turn, so not for long
-)
+# For this long each check yields the core; on a busy machine a yield costs a scheduler turn, so not for longer.
+YIELD_S = 2e-4
 NAP_S = 2e-5  # between checks after that, for NAPS_S
 NAPS_S = 20e-3
 POLL_MS = 1  # between checks from then on

@@ -17,9 +17,8 @@ import torch
 from transom_core.errors import ModelError
 
 Part = tuple[slice, ...]  # of a tensor: a range of each of its first axes
-Mxfp4Tensors = tuple[
-    torch.Tensor, torch.Tensor
-]  # MXFP4 as stored: bytes of two elements [..., N / 2], exponents [..., N / 32]
+# MXFP4 as stored: bytes of two elements [..., N / 2], exponents [..., N / 32].
+Mxfp4Tensors = tuple[torch.Tensor, torch.Tensor]
 GROUP = 32  # columns that share a scale
 ALL = slice(None)
 WHOLE: Part = ()
@@ -75,7 +74,7 @@ class Weights(Protocol):
 
 
 def read_mxfp4(weights: Weights, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Mxfp4Tensors | None:
-    """Read a tensor or a part of it as it is stored, if that is MXFP4 and the part has whole groups; otherwise return None.
+    """Read a tensor or a part of it as it is stored, if that is MXFP4 and the part has whole groups; else return None.
 
     Rows are those of a matrix product: a stack of experts [E, in, out] is returned as [E, out, in], and a matrix [out, in]
     unchanged.
@@ -88,7 +87,7 @@ def read_mxfp4(weights: Weights, name: str, *, shape: tuple[int, ...], part: Par
 
 
 def read_groups(weights: Weights, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredGroups | None:
-    """Read a matrix or a part of it as it is stored, if that is in groups and the part has whole groups; otherwise return None.
+    """Read a matrix or a part of it as it is stored, if that is in groups and the part has whole groups; else return None.
 
     Raises:
         ModelError: as `Weights.__call__` does.

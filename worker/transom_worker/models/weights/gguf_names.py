@@ -82,5 +82,5 @@ INTERLEAVED_ROPE = (
     "llama",
     "mixtral",
     "smollm3",
-)  # rows of q and k are reordered: the two elements of a rotary pair are neighbours
+)  # rows of q and k are reordered: a rotary pair's elements are neighbours
 NORMS_PLUS_ONE = ("gemma2", "gemma3_text")  # 1 is added to the weights of norms

@@ -43,7 +43,7 @@ class SafetensorsWeights:
         return check_shape(tensor, shape, name=name, file=self.file_of(name))[part]
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor as the file has it, in whatever number format.
+        """Read one tensor as the file has it, in any number format.
 
         Raises:
             ModelError: the tensor is missing or cut off.

@@ -63,7 +63,7 @@ def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
     yield own.counters(
         "transom_rank_steps",
         "Steps that a rank has computed, by how its forward pass ran: launched (by the host, kernel by kernel) or replayed "
-        "(a decode step, from a CUDA graph).",
+        "(a decode step, from a CUDA graph or a recorded program).",
         ("rank", "forward"),
         [
             ((rank, forward), num_steps)
@@ -71,6 +71,21 @@ def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
             for forward, num_steps in (
                 ("launched", report.usage.num_eager_steps),
                 ("replayed", report.usage.num_graph_steps),
+            )
+        ],
+    )
+
+    yield own.counters(
+        "transom_decode_steps",
+        "Steps without prompts that a rank has computed, by how: replayed (from a CUDA graph or a recorded program) or eager (the "
+        "host launches kernel by kernel, which is slower).",
+        ("rank", "mode"),
+        [
+            ((rank, mode), num_steps)
+            for rank, report in named
+            for mode, num_steps in (
+                ("replayed", report.usage.num_graph_steps),
+                ("eager", report.usage.num_eager_decodes),
             )
         ],
     )

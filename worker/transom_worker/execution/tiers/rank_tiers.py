@@ -1,36 +1,37 @@
-"""Makes the block copies of plans on one rank: inside the KV pool, between device and host, and loads beside the steps.
+"""`RankTiers`: one rank's tiers of KV memory, and all movements of blocks between them.
 
-    tier     the device's arena or the host's arena: memory with the same groups and blocks, in another number; or the disk's files
-    ticket   0: the copy is done before the plan's forward pass. Above 0: a *load*, which goes on beside this and later steps
+    tier     memory with the same groups and blocks, in another number: the device's slab or the host's; or the files on disk
+    ticket   0: a copy that is done before the plan's forward pass. Above 0: a *load*, which goes on beside this and later steps
     piece    what one `read` or `write` moves, at most `PIECE_BYTES`, so that steps wait for it only a moment
 
-A plan's copies are made once, also where the plan fails or is dropped: `run` may be called again for the same plan.
+A plan's copies are made once, even if the plan fails or is dropped: `run` may be called again for the same plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from transom_core.errors import StepFailed, TransomError
+from transom_core.config import CacheConfig
+from transom_core.errors import ConfigError, StepFailed, TransomError
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_kernels.block_copy import block_copy, block_copy_between
-from transom_worker.execution.batch.slab import block_rows
 from transom_worker.execution.executor import PIECE_BYTES, DiskUsage
+from transom_worker.execution.tiers.device_slab import block_rows
 from transom_worker.execution.tiers.disk_blocks import DiskTier, FetchedBlock, StoredBlock
 from transom_worker.execution.tiers.load_copies import EndedLoads, LoadBoard, RowCopies, make_loads
+from transom_worker.kvcache.tiers.disk.block_file import HEADER_BYTES
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.scheduling.step import LOAD_WAIT_S, TIER_DEVICE, TIER_DISK, StepPlan
 
-DISK_WAIT_S = 2.0  # for which a plan waits for its files at most, where it says so
+DISK_WAIT_S = 2.0  # the longest time that a plan with `waits_for_disk` waits for its files
 
 
-@dataclass(frozen=True, slots=True)
-class TierMemory:
+class TierMemory(NamedTuple):
     """One tier's memory on this rank."""
 
     layout: ArenaLayout
@@ -50,16 +51,22 @@ class _Copy(NamedTuple):
     ticket: int
 
 
-class BlockCopies:
-    """The copies of one rank. `memories` has the tiers by number; only the rank's thread calls it."""
+class RankTiers:
+    """The tiers of one rank. Only the rank's thread calls it."""
 
     def __init__(self, memories: Mapping[int, TierMemory], disk_folder: BlockFolder | None = None) -> None:
+        """`memories` maps TIER_DEVICE, and TIER_HOST if there is a host tier, to their memory."""
         self._memories = memories
         self._device = memories[TIER_DEVICE].slab.device
         self._board = LoadBoard()
         self._loads = make_loads(self._board, self._device)
         self._disk = None if disk_folder is None else DiskTier(disk_folder, self._board)
         self._last_plan: StepPlan | None = None
+
+    @property
+    def device(self) -> TierMemory:
+        """The memory of the device tier, which forward passes read and write."""
+        return self._memories[TIER_DEVICE]
 
     def run(self, plan: StepPlan) -> int:
         """Make a plan's copies and begin its loads, unless that is done already; return the number of copies.
@@ -96,8 +103,9 @@ class BlockCopies:
             self._board.wait(LOAD_WAIT_S)
         return self._board.take()
 
+    @torch.inference_mode()
     def read(self, tier: int, group: int, blocks: Sequence[int]) -> bytes:
-        """Return the contents of blocks, one behind the other, `block_bytes` of this rank each.
+        """Return the contents of blocks, one after the other, `block_bytes` of this rank each.
 
         Raises:
             ValueError: there is no such tier, group or block, or the piece is too large.
@@ -106,6 +114,7 @@ class BlockCopies:
         self._finish_spills()
         return rows.index_select(0, ids).cpu().numpy().tobytes()
 
+    @torch.inference_mode()
     def write(self, tier: int, group: int, blocks: Sequence[int], data: bytes | memoryview) -> None:
         """Write what `read` returns into blocks.
 
@@ -123,14 +132,14 @@ class BlockCopies:
             rows[ids] = new.to(rows.device)
 
     def close(self) -> None:
-        """Wait for the running load, drop those behind it, and write what is queued for the disk; idempotent."""
+        """Wait for the running load, drop those after it, and write what is queued for the disk; idempotent."""
         self._loads.close()
         if self._disk is not None:
             self._disk.close()
 
     @property
     def disk_usage(self) -> DiskUsage | None:
-        """What became of the disk tier's blocks and files; None without a disk tier."""
+        """What happened to the disk tier's blocks and files; None without a disk tier."""
         return None if self._disk is None else self._disk.usage
 
     def _copy_now(self, copies: list[_Copy], digests: Sequence[bytes]) -> None:
@@ -209,6 +218,22 @@ class BlockCopies:
                 f"{len(blocks)} blocks of {rows.shape[1]} bytes are more than a piece of {PIECE_BYTES} bytes; move them in pieces."
             )
         return rows, torch.tensor(list(blocks), dtype=torch.int64, device=rows.device)
+
+
+def open_disk_folder(cache: CacheConfig, layout: ArenaLayout, fingerprint: bytes) -> BlockFolder:
+    """Open the files of a rank's blocks in `cache.disk_cache`. Only files with this fingerprint are read.
+
+    Raises:
+        ConfigError: the directory cannot be used, or its space is smaller than a block.
+    """
+    assert cache.disk_cache is not None
+    least = HEADER_BYTES + max(group.block_bytes for group in layout.groups)
+    if cache.disk_space_bytes < least:
+        raise ConfigError(
+            f"--disk-space is {cache.disk_space_bytes} bytes; the file of one KV block of this model takes up to {least}. Give "
+            "at least that, or leave out --disk-cache."
+        )
+    return BlockFolder(Path(cache.disk_cache), fingerprint, space_bytes=cache.disk_space_bytes)
 
 
 def _copies_of(plan: StepPlan) -> Iterator[_Copy]:

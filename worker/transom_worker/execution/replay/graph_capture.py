@@ -1,4 +1,4 @@
-"""Captures a forward pass and replays it: CUDA graphs, behind a protocol that tests implement without a GPU.
+"""Captures a forward pass and replays it: CUDA graphs, by a protocol that tests implement without a GPU.
 
 Capturing runs the host's code of the pass once, and records the kernels that it would launch, with their addresses and numbers.
 A replay launches exactly these kernels: a number that the host computed during the capture keeps its value in every replay.

@@ -19,12 +19,12 @@ from transom_kernels.paged_attention.launches import launch_keys_of
 from transom_kernels.quantised_kv import FORMATS, head_width, quantise_rows
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
-from transom_worker.execution.batch.slab import block_rows
 from transom_worker.execution.batch.step_arrays import StepArrays
-from transom_worker.execution.graphs.decode_graphs import DecodeGraphs
-from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes
-from transom_worker.execution.graphs.graph_capture import CaptureDevice
-from transom_worker.execution.graphs.static_batch import GroupLaunchKey
+from transom_worker.execution.replay.decode_graphs import DecodeGraphs
+from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
+from transom_worker.execution.replay.graph_capture import CaptureDevice
+from transom_worker.execution.replay.graph_inputs import GroupLaunchKey
+from transom_worker.execution.tiers.device_slab import block_rows
 from transom_worker.models.model import Model
 from transom_worker.scheduling.step import NewSequence, StepPlan
 
@@ -119,7 +119,7 @@ class _RandomSteps:
     def step(self, builder: BatchBuilder, size: DecodeSize, sizes: DecodeSizes, *, seed: int) -> StepArrays:
         """Make a step that fills the size's sequences: one long sequence, the others short.
 
-        With seed 1 the long sequence is as long as the size's level allows, otherwise five eighths of that.
+        With seed 1 the long sequence is as long as the size's level allows; with another seed it is five eighths as long.
         """
         random = np.random.default_rng(seed)
         num_seqs, specs = size.num_seqs, self._specs

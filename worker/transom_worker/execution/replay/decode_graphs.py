@@ -1,15 +1,13 @@
 """Decode steps as captured CUDA graphs: the host writes a step's inputs, copies them once, and replays a graph.
 
 Every size of decode steps is captured at start-up (`decode_sizes`). A graph is trusted only after a replay over other inputs
-has given what the forward pass gives over these inputs. If a capture or a check fails, all decode steps are launched kernel by
-kernel.
+has given what the forward pass gives over these inputs. If a capture or a check fails, all decode steps run eagerly.
 
 Legend: B sequences of a size, V vocabulary.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,15 +17,16 @@ import torch
 from transom_kernels.paged_attention.work_items import WorkPlan
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
-from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes
-from transom_worker.execution.graphs.graph_capture import CaptureDevice, Replayable
-from transom_worker.execution.graphs.static_batch import (
+from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
+from transom_worker.execution.replay.graph_capture import CaptureDevice, Replayable
+from transom_worker.execution.replay.graph_inputs import (
+    GraphInputs,
     GroupLaunchKey,
-    StaticBatch,
     buffer_bytes,
     plan_work_by_key,
     size_of,
 )
+from transom_worker.execution.replay.replay import DecodeReplay, DecodeStep, check_replay
 from transom_worker.models.model import Model
 
 # Accepted differences, as a share of the largest logit. Equal bits are expected, but cuBLAS promises them only on one stream and
@@ -36,18 +35,16 @@ from transom_worker.models.model import Model
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 QUANTISED_TOLERANCE = 5e-2
 
-logger = logging.getLogger("transom.worker")
-
 
 @dataclass(slots=True)
 class _Captured:
     """One size's graph and the input arrays that it reads."""
 
-    batch: StaticBatch
+    inputs: GraphInputs
     graph: Replayable
 
 
-class DecodeGraphs:
+class DecodeGraphs(DecodeReplay):
     """The graphs of one model's decode steps, by size."""
 
     def __init__(
@@ -61,7 +58,7 @@ class DecodeGraphs:
         """`launch_keys` are the launch keys of all attention layers, see `launches.launch_keys_of`."""
         self.builder, self.sizes = builder, sizes
         self._model, self._launch_keys, self._device = model, tuple(launch_keys), device
-        self._tolerance = max(TOLERANCES.get(cache.k.dtype, QUANTISED_TOLERANCE) for cache in builder.caches)
+        self.tolerance = max(TOLERANCES.get(cache.k.dtype, QUANTISED_TOLERANCE) for cache in builder.caches)
         num_bytes = max(buffer_bytes(size, sizes, launch_keys, builder) for size in sizes.all)
         self._host = device.host_buffer(num_bytes)
         self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=builder.device)
@@ -72,65 +69,47 @@ class DecodeGraphs:
 
     @property
     def num_graphs(self) -> int:
-        """How many graphs steps may replay."""
+        """See `DecodeReplay.num_graphs`."""
         return len(self._captured)
 
-    def prepare(self, arrays: StepArrays) -> Callable[[], torch.Tensor] | None:
-        """Copy a decode step's inputs to the device, and return the function that replays its graph.
-
-        The function returns logits [sequences, V], which stay valid until the next step. If no graph fits the step, `prepare`
-        does nothing and returns None.
-        """
-        if not arrays.only_decodes:
+    def prepare(self, step: DecodeStep) -> Callable[[], torch.Tensor] | None:
+        """See `DecodeReplay.prepare`. A step with KV policies always runs eagerly."""
+        arrays = step.arrays
+        if not arrays.only_decodes or step.policy is not None:
             return None
         work_plans = plan_work_by_key(arrays, self._launch_keys)
         size = self.sizes.smallest_for(size_of(arrays, work_plans))
         captured = None if size is None else self._captured.get(size)
         if captured is None:
             return None
-        self._load(captured.batch, arrays, work_plans)
+        self._load(captured.inputs, arrays, work_plans)
         return partial(self._replayed, captured.graph, len(arrays.token_ids))
 
     def capture(self, size: DecodeSize, first: StepArrays, second: StepArrays) -> None:
         """Capture one size over the first step, and check the graph over the second. Both steps run, and write into the cache.
 
         Raises:
-            GraphMismatch: a replay over the second step gives other logits than its forward pass.  Any other error: the device
+            ReplayMismatch: a replay over the second step gives other logits than its forward pass.  Any other error: the device
                 cannot capture.
         """
-        batch = StaticBatch(size, self.sizes, self._launch_keys, self.builder, host=self._host, device=self._inputs)
-        self._load(batch, first, plan_work_by_key(first, self._launch_keys))
+        inputs = GraphInputs(size, self.sizes, self._launch_keys, self.builder, host=self._host, device=self._inputs)
+        self._load(inputs, first, plan_work_by_key(first, self._launch_keys))
 
         def run() -> None:
-            self._logits_BV[: size.num_seqs].copy_(self._model.forward(batch.forward_batch()))
+            self._logits_BV[: size.num_seqs].copy_(self._model.forward(inputs.forward_batch()))
 
         graph = self._device.capture(run)
-        self._load(batch, second, plan_work_by_key(second, self._launch_keys))
-        graph.replay()
-        self._compare(size, self._logits_BV[: size.num_seqs], self._model.forward(batch.forward_batch()))
-        self._captured[size] = _Captured(batch, graph)
+        self._load(inputs, second, plan_work_by_key(second, self._launch_keys))
+        replayed_BV, logits_BV = self._replayed(graph, size.num_seqs), self._model.forward(inputs.forward_batch())
+        check_replay(str(size), replayed_BV, logits_BV, tolerance=self.tolerance)
+        self._captured[size] = _Captured(inputs, graph)
 
     def _replayed(self, graph: Replayable, num_seqs: int) -> torch.Tensor:
         graph.replay()
         return self._logits_BV[:num_seqs]
 
-    def _load(self, batch: StaticBatch, arrays: StepArrays, work_plans: Sequence[WorkPlan]) -> None:
+    def _load(self, inputs: GraphInputs, arrays: StepArrays, work_plans: Sequence[WorkPlan]) -> None:
+        """Write a step to the host buffer once the device has read the last one, and begin to copy it to the device."""
         self._device.wait_uploaded()
-        batch.write(arrays, work_plans)
-        self._device.upload(self._host[: batch.num_bytes], self._inputs[: batch.num_bytes])
-
-    def _compare(self, size: DecodeSize, replayed_BV: torch.Tensor, logits_BV: torch.Tensor) -> None:
-        if torch.equal(replayed_BV, logits_BV):
-            return
-        # The tolerance is for finite logits; infinite ones must be equal.
-        most = float(logits_BV.abs().nan_to_num(posinf=0.0).max())
-        differs = float((replayed_BV - logits_BV).abs().nan_to_num(nan=most).max())
-        if not torch.allclose(replayed_BV, logits_BV, rtol=0.0, atol=self._tolerance * most, equal_nan=True):
-            raise GraphMismatch(
-                f"{size}: logits of up to {most:.4g} differ by up to {differs:.4g} from the forward pass"
-            )
-        logger.info("The graph of %s differs by up to %.3g in logits of up to %.3g.", size, differs, most)
-
-
-class GraphMismatch(Exception):
-    """A graph does not compute what its forward pass computes; start-up catches this error and goes on without graphs."""
+        inputs.write(arrays, work_plans)
+        self._device.upload(self._host[: inputs.num_bytes], self._inputs[: inputs.num_bytes])

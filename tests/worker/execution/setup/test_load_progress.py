@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from transom_worker.execution import load_progress
-from transom_worker.execution.load_progress import fetch_with_progress
+from transom_worker.execution.setup import load_progress
+from transom_worker.execution.setup.load_progress import fetch_with_progress
 
 
 def test_a_long_download_reports_progress(monkeypatch: pytest.MonkeyPatch) -> None:

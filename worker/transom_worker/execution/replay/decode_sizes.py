@@ -8,8 +8,10 @@ A step replays the graph of the smallest size that it fits into. A size has two 
 - work item: what one program of an attention kernel computes, per KV head: one sequence's query over a range of keys. A sequence
   with more than `tuning.DECODE_SPLIT_KEYS` keys is split into several work items, whose partial results are combined afterwards.
 
-Example with DECODE_SPLIT_KEYS 1,024: level 0 has one work item per sequence, for contexts up to 1,024; level 1 reaches up to 2 x
-1,024 x 4 = 8,192 tokens, level 2 up to 32,768.
+Level 0 has one work item per sequence. Level n above it has work items for 4**n per sequence on average. Sequences are unequal, so
+its tables are wide enough for one that is twice as long as this average.
+
+Example with DECODE_SPLIT_KEYS 1,024: level 0 reaches up to 1,024 tokens; level 1 up to 2 x 1,024 x 4 = 8,192, level 2 up to 32,768.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from dataclasses import dataclass
 from transom_core.kv_cache.groups import GroupSpec
 from transom_kernels.paged_attention import tuning
 
-# The largest number of work items of an attention layer. A step with more reads so many keys that the device is slower than the
-# host, so a graph would gain nothing. At this limit, partial results take up to 128 MiB, at 8 KV heads of 128.
+# The largest number of work items of an attention layer. With more, the device takes longer to read the keys than the host takes to
+# launch the kernels, so a graph would gain nothing. At this limit, partial results take up to 128 MiB, at 8 KV heads of 128.
 MAX_ITEMS = 1024
-LEVEL_FACTOR = 4  # each level reaches so many times as far as the level below
+LEVEL_FACTOR = 4  # each level has this many times the work items of the level below
+LONGEST_TO_AVERAGE = 2  # the longest sequence of a level above 0, in lengths of its average sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -57,7 +60,9 @@ class DecodeSizes:
     ) -> None:
         self._split_keys = tuning.DECODE_SPLIT_KEYS
         self._groups, self._max_model_len, self._most_new = tuple(groups), max_model_len, max_num_batched_tokens
-        self._most_splits = -(-max_model_len // self._split_keys) + 1  # of one sequence
+        # Work items of the longest sequence. One more, because splits end at multiples of `split_keys`, and keys of a window may
+        # begin between two.
+        self._most_splits = -(-max_model_len // self._split_keys) + 1
         self.num_seqs = _buckets(max_num_seqs)
         self.num_levels = next(level for level in range(64) if self._reaches_all(level)) + 1
 
@@ -91,31 +96,45 @@ class DecodeSizes:
 
     def reach_tokens(self, level: int) -> int:
         """Return the longest sequence of a level, for groups without a window."""
-        reach = self._split_keys if level == 0 else 2 * self._split_keys * LEVEL_FACTOR**level
+        reach = self._split_keys if level == 0 else LONGEST_TO_AVERAGE * self._split_keys * LEVEL_FACTOR**level
         return min(reach, self._max_model_len)
 
     def longest_tokens(self, size: DecodeSize) -> int:
         """Return the longest sequence that fits into a size if all its other sequences are short enough for one work item each."""
+        # The others take one work item each, and the longest has what is left.
         num_left = self.num_items(size) - size.num_seqs + 1
         return min(self.reach_tokens(size.level), num_left * self._split_keys)
 
     def num_items(self, size: DecodeSize) -> int:
-        """Return the number of work items of each attention layer, per KV head."""
+        """Return the number of work items of each attention layer, per KV head.
+
+        At level 0 every sequence has one. Above, the number has room for either of two steps, within two limits:
+
+        - an even step: each sequence has the level's average, LEVEL_FACTOR**level;
+        - an uneven step: one sequence is as long as the level reaches, and the others have one work item each;
+        - limit: the sequences cannot have more work items than if all were as long as the model allows;
+        - limit: `MAX_ITEMS`, but at least two work items for each sequence, since a size without splits would be that of level 0.
+        """
+        num_seqs = size.num_seqs
         if size.level == 0:
-            return size.num_seqs
-        one_long = -(-self.reach_tokens(size.level) // self._split_keys) + size.num_seqs
-        wanted: int = max(size.num_seqs * LEVEL_FACTOR**size.level, one_long)
-        return min(wanted, size.num_seqs * self._most_splits, max(MAX_ITEMS, 2 * size.num_seqs))
+            return num_seqs
+        even = num_seqs * LEVEL_FACTOR**size.level
+        uneven = -(-self.reach_tokens(size.level) // self._split_keys) + num_seqs
+        return min(max(even, uneven), num_seqs * self._most_splits, max(MAX_ITEMS, 2 * num_seqs))
 
     def num_combine_items(self, size: DecodeSize) -> int:
-        """Return how many sequences may have combined work items: each of them has two work items or more."""
+        """Return how many sequences may have combined work items.
+
+        Each of them has two work items or more, so they are at most half as many as the work items.
+        """
         return 0 if size.level == 0 else min(size.num_seqs, self.num_items(size) // 2)
 
     def num_columns(self, size: DecodeSize, group: int) -> int:
         """Return the columns of a group's block table."""
         spec = self._groups[group]
         columns = -(-self.reach_tokens(size.level) // spec.block_size)
-        if not spec.keeps_everything:  # the tokens that are read, a step's new tokens, and a partial block at both ends
+        if not spec.keeps_everything:
+            # The tokens that are read and a step's new tokens are kept, and both ends of them may lie inside a block.
             kept = (spec.window or spec.chunk) + self._most_new
             columns = min(columns, -(-kept // spec.block_size) + 2)
         return columns + spec.num_sink_blocks

@@ -10,8 +10,8 @@ from transom_core.config import SchedulerConfig
 from transom_core.model_config.architecture import Architecture
 from transom_kernels.launch import next_power_of_two
 from transom_kernels.paged_attention.tuning import MIN_DOT_ROWS
-from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes
 from transom_worker.execution.memory import activation_bytes
+from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
 
 # What the driver needs for one graph: some hundred launches and their arguments. An estimate, which was never measured.
 GRAPH_BYTES = 8 * 2**20

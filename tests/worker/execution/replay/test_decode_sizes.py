@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
-from transom_worker.execution.graphs.decode_sizes import MAX_ITEMS, DecodeSize, DecodeSizes, StepSize
+from transom_worker.execution.replay.decode_sizes import MAX_ITEMS, DecodeSize, DecodeSizes, StepSize
 
 FULL = GroupSpec(name="full", kind=GroupKind.FULL, layers=(0,), block_size=16)
 WINDOW = GroupSpec(name="window", kind=GroupKind.SINKS_WINDOW, layers=(1,), block_size=16, window=128, sinks=4)

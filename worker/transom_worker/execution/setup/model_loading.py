@@ -16,7 +16,7 @@ from transom_core.model_config.architecture import Architecture, read_architectu
 from transom_core.model_config.sharding import check_size
 from transom_core.model_files.resolve import ModelFiles, eos_token_ids, resolve_model
 from transom_kernels.cpu import threads
-from transom_worker.execution.load_progress import OnProgress, ProgressWeights, fetch_with_progress
+from transom_worker.execution.setup.load_progress import OnProgress, ProgressWeights, fetch_with_progress
 from transom_worker.models.model import Model
 from transom_worker.models.parallel import Parallel
 from transom_worker.models.registry import build_model
@@ -50,7 +50,7 @@ def load_model(
 
     Raises:
         ModelError: the model's files are missing, broken or of an unknown family.  ConfigError: the configured device does not
-            exist, or so many ranks cannot share the model.
+            exist, or the model cannot be shared by this number of ranks.
     """
     files = (
         fetch_with_progress(lambda: resolve_model(config.model), on_progress)

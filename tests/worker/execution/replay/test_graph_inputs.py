@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from tests.worker.execution.hand_scheduler import HandScheduler, engine_config
+from tests.worker.execution.hand_scheduler import HandScheduler, engine_config, make_runner
 from tests.worker.execution.toy_decoder import layer, load_toy
 from transom_kernels.paged_attention.launches import LaunchKey, launches_of
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.work_items import ITEM_FIELDS
 from transom_worker.execution.batch.step_arrays import StepArrays
-from transom_worker.execution.graphs.decode_sizes import DecodeSize, DecodeSizes
-from transom_worker.execution.graphs.graph_memory import GRAPH_BYTES, graph_bytes
-from transom_worker.execution.graphs.static_batch import StaticBatch, buffer_bytes, plan_work_by_key, size_of
+from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
+from transom_worker.execution.replay.graph_inputs import GraphInputs, buffer_bytes, plan_work_by_key, size_of
+from transom_worker.execution.replay.graph_memory import GRAPH_BYTES, graph_bytes
 from transom_worker.execution.runner import ModelRunner
 
-SPLIT = 1024
+CONFIG = engine_config(pool_bytes=2**20)
 ASKS = tuple(
     (group, LaunchKey(rule=MaskRule(window=window), group=1, key_size=8, element_bytes=4, cache_bytes=4))
     for group, window in ((0, None), (1, 6))
@@ -23,10 +23,7 @@ ASKS = tuple(
 
 
 def make() -> tuple[ModelRunner, DecodeSizes]:
-    runner = ModelRunner(
-        engine_config(pool_bytes=2**20), loaded=load_toy([layer(), layer(window=6)], max_position=4000)
-    )
-    runner.allocate(2**20)
+    runner = make_runner(CONFIG, load_toy([layer(), layer(window=6)], max_position=4000))
     specs = [group.spec for group in runner.info.layout.groups]
     return runner, DecodeSizes(specs, max_num_seqs=8, max_model_len=4000, max_num_batched_tokens=64)
 
@@ -47,7 +44,7 @@ def test_a_step_in_a_larger_size() -> None:
     runner, sizes = make()
     builder, size = runner._builder, DecodeSize(level=1, num_seqs=4)
     host, device = (torch.full((buffer_bytes(size, sizes, ASKS, builder),), 77, dtype=torch.uint8) for _ in range(2))
-    batch = StaticBatch(size, sizes, ASKS, builder, host=host, device=device)
+    batch = GraphInputs(size, sizes, ASKS, builder, host=host, device=device)
     for lengths in ([1500, 3, 40, 9], [5, 1100, 11]):  # what the first leaves does not matter
         arrays = decoding(runner, lengths)
         works = plan_work_by_key(arrays, ASKS)
@@ -70,17 +67,8 @@ def test_a_step_in_a_larger_size() -> None:
         num, combine_items = len(own.items), len(own.combine_items)
         assert torch.equal(work.items[:num], own.items)
         assert torch.equal(work.combine_items[:combine_items], own.combine_items)
-        assert work.items[num].tolist() == [
-            3,
-            1,
-            -1,
-            3,
-            0,
-            0,
-            0,
-            0,
-            -1,
-        ]  # row 3 of sequence 3: a token that sees no key
+        # Row 3 of sequence 3 is a token that sees no key.
+        assert work.items[num].tolist() == [3, 1, -1, 3, *[0] * 4, -1]
         assert work.items[num + 1 :].tolist() == [[0] * (ITEM_FIELDS - 1) + [-1]] * (sizes.num_items(size) - num - 1)
         assert not work.combine_items[combine_items:].any()
         assert work.num_partials == sizes.num_items(size) >= own.num_partials
@@ -104,7 +92,7 @@ def test_steps_with_prompts_are_none() -> None:
 
 def test_memory_is_set_aside_for_what_graphs_hold() -> None:
     runner, sizes = make()
-    architecture, scheduler = runner._loaded.architecture, runner._config.scheduler
+    architecture, scheduler = runner._architecture, CONFIG.scheduler
     assert graph_bytes(None, architecture, scheduler, "float32") == 0
     held = graph_bytes(sizes, architecture, scheduler, "float32")
     top = DecodeSize(level=sizes.num_levels - 1, num_seqs=8)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from transom_core.errors import ConfigError
 from transom_core.kv_cache.layout import ArenaLayout, GroupLayout, LayerTensors, Role
 from transom_kernels.cpu.memory import lazy_bytes
 from transom_worker.models.layers.forward_batch import CachePart, CompressedCache, LayerCache
@@ -23,10 +24,19 @@ def allocate_slab(layout: ArenaLayout, device: torch.device) -> torch.Tensor:
 
     The zeros matter: masked keys still take part in matrix products, where garbage could be NaN. On CPUs the operating system
     provides zeroed pages on first touch, so that a large pool costs nothing until it is used.
+
+    Raises:
+        ConfigError: the memory is too small.
     """
-    if device.type == "cpu":
-        return lazy_bytes(layout.slab_bytes)  # in huge pages, which made decoding 32 sequences 1.26 times as fast
-    return torch.zeros(layout.slab_bytes, dtype=torch.uint8, device=device)
+    try:
+        if device.type == "cpu":
+            return lazy_bytes(layout.slab_bytes)  # in huge pages, which made decoding 32 sequences 1.26 times as fast
+        return torch.zeros(layout.slab_bytes, dtype=torch.uint8, device=device)
+    except (OSError, MemoryError, torch.OutOfMemoryError) as error:
+        raise ConfigError(
+            f"A KV pool of {layout.pool_bytes} bytes cannot be allocated on {device} ({error}); give a smaller "
+            "--kv-cache-memory-bytes."
+        ) from error
 
 
 def layer_caches(layout: ArenaLayout, slab: torch.Tensor) -> tuple[LayerCache, ...]:

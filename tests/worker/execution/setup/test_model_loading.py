@@ -10,7 +10,7 @@ from transom_core.config import ModelConfig
 from transom_core.errors import ConfigError
 from transom_core.model_files.resolve import ModelFiles, eos_token_ids
 from transom_kernels.cpu import threads
-from transom_worker.execution import model_loading
+from transom_worker.execution.setup import model_loading
 
 LLAMA = {
     "model_type": "llama",

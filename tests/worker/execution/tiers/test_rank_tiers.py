@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from transom_core.errors import StepFailed
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
-from transom_worker.execution.batch.slab import block_rows
 from transom_worker.execution.executor import PIECE_BYTES
-from transom_worker.execution.tiers import block_copies as block_copies_module
-from transom_worker.execution.tiers.block_copies import BlockCopies, TierMemory
+from transom_worker.execution.tiers import rank_tiers as rank_tiers_module
+from transom_worker.execution.tiers.device_slab import block_rows
 from transom_worker.execution.tiers.load_copies import LoadBoard, RowCopies, ThreadLoads
+from transom_worker.execution.tiers.rank_tiers import RankTiers, TierMemory
 from transom_worker.scheduling.step import StepPlan
 
 STRIDES = (512, 256, 768)
@@ -45,9 +45,9 @@ def slabs() -> list[torch.Tensor]:
     return [torch.randint(0, 255, (layout.slab_bytes,), dtype=torch.uint8) for layout in LAYOUTS]
 
 
-def block_copies(slabs: list[torch.Tensor]) -> BlockCopies:
+def block_copies(slabs: list[torch.Tensor]) -> RankTiers:
     pairs = zip(LAYOUTS, slabs, strict=True)
-    return BlockCopies({tier: TierMemory(layout, slab) for tier, (layout, slab) in enumerate(pairs)})
+    return RankTiers({tier: TierMemory(layout, slab) for tier, (layout, slab) in enumerate(pairs)})
 
 
 def rows(slabs: list[torch.Tensor], tier: int, group: int) -> torch.Tensor:
@@ -96,7 +96,7 @@ def test_copies_are_as_one_after_the_other_over_all_groups_and_tiers(copies: lis
     made.close()
 
 
-def take(made: BlockCopies, ticket: int) -> None:
+def take(made: RankTiers, ticket: int) -> None:
     for _ in range(10_000):
         ended = made.ended_loads(wait=True)
         if ended.loaded:
@@ -111,8 +111,8 @@ def test_copies_inside_the_host_tier_wait_for_spills_that_a_gpu_still_makes(monk
     stream = SimpleNamespace(synchronize=lambda: calls.append("waited"))
     monkeypatch.setattr(made, "_device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(block_copies_module, "block_copy_between", lambda *_: calls.append("spilled"))
-    monkeypatch.setattr(block_copies_module, "block_copy", lambda *_: calls.append("copied"))
+    monkeypatch.setattr(rank_tiers_module, "block_copy_between", lambda *_: calls.append("spilled"))
+    monkeypatch.setattr(rank_tiers_module, "block_copy", lambda *_: calls.append("copied"))
     made.run(plan_of([(1, 0, 2, 0, 3), (1, 0, 2, 1, 7), (1, 1, 7, 1, 8)]))
     assert calls == ["copied", "spilled", "waited", "copied"]
     made.close()

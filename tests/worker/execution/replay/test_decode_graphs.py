@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from tests.worker.execution.hand_scheduler import HandScheduler
+from tests.worker.execution.hand_scheduler import HandScheduler, make_runner
 
 pytest.importorskip("triton")
 
@@ -25,10 +25,11 @@ from transom_kernels.launch import INTERPRETED, Kernels, prefer
 from transom_kernels.moe.dispatch import block_rows
 from transom_kernels.moe.sort import MAX_PAIRS
 from transom_kernels.paged_attention import tuning
-from transom_worker.execution import dummy_run, forward_pass
-from transom_worker.execution.graphs.decode_graphs import GraphMismatch
-from transom_worker.execution.graphs.static_batch import StaticBatch
+from transom_worker.execution.replay import backends
+from transom_worker.execution.replay.graph_inputs import GraphInputs
+from transom_worker.execution.replay.replay import ReplayMismatch, check_replay
 from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.setup import dummy_run
 from transom_worker.execution.step_logits import StepLogits
 from transom_worker.execution.step_sampling import sample_step
 from transom_worker.models.layers.forward_batch import ForwardBatch
@@ -59,12 +60,10 @@ def runner_of(
 ) -> Iterator[ModelRunner]:
     """A runner on interpreted kernels that records on `device`."""
     with prefer(kernels), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward_pass, "capture_device", lambda _: device)
+        patch.setattr(backends, "capture_device", lambda _: device)
         patch.setattr(tuning, "DECODE_SPLIT_KEYS", 8)  # so that a dozen tokens are shared out
         patch.setattr(dummy_run, "WARM_UP_TOKENS", 1)
-        runner = ModelRunner(Settings.parse(model=str(checkpoint), **(SETTINGS | settings)).engine_config())
-        runner.allocate(runner.pool_bytes())
-        yield runner
+        yield make_runner(Settings.parse(model=str(checkpoint), **(SETTINGS | settings)).engine_config())
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +198,7 @@ def test_families(tmp_path: Path, family: str) -> None:
 def test_the_cache_is_blank_after_start_up(graphed: tuple[ModelRunner, RecorderDevice]) -> None:
     runner, device = graphed
     assert len(device.graphs) == 1
-    assert not runner._slab[: runner.info.layout.pool_bytes].any()
+    assert not runner.tiers.device.slab[: runner.info.layout.pool_bytes].any()
 
 
 class BakedGraph(RecordedGraph):
@@ -229,7 +228,7 @@ class FailingDevice(RecorderDevice):
     [
         (
             BakingDevice(),
-            "capturing 2 sequences at level 0 failed (GraphMismatch: 2 sequences at level 0: logits of up to",
+            "capturing 2 sequences at level 0 failed (ReplayMismatch: 2 sequences at level 0: logits of up to",
         ),
         (FailingDevice(), "capturing 1 sequences at level 0 failed (RuntimeError: operation not permitted"),
     ],
@@ -256,20 +255,22 @@ def test_an_input_that_is_kept_from_the_first_step_is_noticed(
     checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In bits, or beyond the tolerance: what is kept is a copy, which later steps do not write to."""
-    plain = StaticBatch.forward_batch
+    plain = GraphInputs.forward_batch
 
-    def kept(self: StaticBatch) -> ForwardBatch:
+    def kept(self: GraphInputs) -> ForwardBatch:
         recordings = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recording)]
         if not recordings:
             return plain(self)
-        real = self._device
+        real = self.arrays.device
         with _disable_current_modes():
-            self._device = {key: value.clone() if key.split()[0] == name else value for key, value in real.items()}
+            self.arrays.device = {
+                key: value.clone() if key.split()[0] == name else value for key, value in real.items()
+            }
         batch = plain(self)
-        self._device = real
+        self.arrays.device = real
         return batch
 
-    monkeypatch.setattr(StaticBatch, "forward_batch", kept)
+    monkeypatch.setattr(GraphInputs, "forward_batch", kept)
     with (
         caplog.at_level(logging.INFO),
         runner_of(checkpoint, RecorderDevice(), max_num_seqs=1, max_model_len=32) as runner,
@@ -301,23 +302,20 @@ def test_a_start_without_memory_or_time_runs_without_graphs(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(f"transom_worker.execution.graphs.graph_warm_up.{name}", value)
+    monkeypatch.setattr(f"transom_worker.execution.replay.graph_warm_up.{name}", value)
     device = RecorderDevice()
     with caplog.at_level(logging.WARNING), runner_of(checkpoint, device, max_num_seqs=2, max_model_len=8) as runner:
         assert message in caplog.text
-        assert (runner.info.num_graphs, runner._forward._graphs, device.graphs) == (0, None, [])
+        assert (runner.info.num_graphs, runner._forward._replay, device.graphs) == (0, None, [])
 
 
-def test_infinite_logits_do_not_void_the_check(graphed: tuple[ModelRunner, RecorderDevice]) -> None:
+def test_infinite_logits_do_not_void_the_check() -> None:
     """The tolerance goes by the largest finite logit."""
-    runner, _ = graphed
-    graphs, (size,) = runner._forward._graphs, runner._decode_sizes.all  # type: ignore[union-attr]
-    assert graphs is not None
     right = torch.tensor([[1.0, -torch.inf, torch.nan]])
-    graphs._compare(size, right.clone(), right)
+    check_replay("a step", right.clone(), right, tolerance=1e-4)
     for wrong in ([[2.0, -torch.inf, torch.nan]], [[1.0, 5.0, torch.nan]], [[1.0, -torch.inf, 0.0]]):
-        with pytest.raises(GraphMismatch):
-            graphs._compare(size, torch.tensor(wrong), right)
+        with pytest.raises(ReplayMismatch):
+            check_replay("a step", torch.tensor(wrong), right, tolerance=1e-4)
 
 
 def test_experts_of_many_sequences_are_found_in_a_graph() -> None:

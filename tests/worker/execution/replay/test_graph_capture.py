@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from transom_worker.execution.graphs.graph_capture import CudaCapture
+from transom_worker.execution.replay.graph_capture import CudaCapture
 
 POOL = (0, 7)
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.worker.execution.hand_scheduler import engine_config
+from tests.worker.execution.hand_scheduler import engine_config, make_runner
 from tests.worker.execution.toy_decoder import ToyDecoder, layer, load_toy
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
-from transom_worker.execution.batch.slab import allocate_slab, block_rows
-from transom_worker.execution.dummy_run import (
+from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.setup.dummy_run import (
     dummy_run,
     prompt_steps,
     warm_up,
     worst_case_start,
     worst_case_step,
 )
-from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.tiers.device_slab import allocate_slab, block_rows
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.parallel import SINGLE_RANK, Parallel
 from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS
@@ -48,9 +48,7 @@ class RecordingBuilder(BatchBuilder):
 def make(max_position: int) -> tuple[ModelRunner, ToyDecoder]:
     loaded = load_toy([layer(), layer(window=6), layer(window=5, sinks=3)], eos=(2,), max_position=max_position)
     assert isinstance(loaded.model, ToyDecoder)
-    runner = ModelRunner(engine_config(), loaded=loaded)
-    runner.allocate(runner.pool_bytes())
-    return runner, loaded.model
+    return make_runner(engine_config(), loaded), loaded.model
 
 
 @pytest.mark.parametrize("max_model_len", [1, 3, 4, 100])

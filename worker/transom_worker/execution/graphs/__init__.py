@@ -1,1 +1,0 @@
-"""CUDA graphs of decode steps: their sizes, their input arrays, capturing and replaying them, and checking them at start-up."""

@@ -1,1 +1,0 @@
-"""Decode steps on CPUs as recorded programs, which run without the model's Python code."""

@@ -1,0 +1,153 @@
+"""Decode steps on CPUs as recorded programs: each number of sequences is recorded when it first occurs, and replayed from then on.
+
+A program is trusted only after a replay over another step's inputs has given the same bits as the forward pass over them:
+
+    first step of a size     runs the forward pass and records it
+    second step              replays, runs the forward pass too, and compares the logits
+    later steps              replay
+
+If a model's step cannot be recorded, or a comparison fails, all decode steps run eagerly from then on.
+
+Legend: B sequences of a step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from transom_core.errors import RankLost
+from transom_kernels.cpu.program import Program, ReplayMemory, record_program
+from transom_worker.execution.batch.batch import BatchBuilder
+from transom_worker.execution.batch.step_arrays import StepArrays
+from transom_worker.execution.out_of_memory import is_out_of_memory
+from transom_worker.execution.replay.fixed_inputs import FixedArrays, FixedInputs, step_fields
+from transom_worker.execution.replay.policy_inputs import PolicyInputs, policy_fields
+from transom_worker.execution.replay.replay import (
+    DecodeReplay,
+    DecodeStep,
+    PolicyVariant,
+    ReplayMismatch,
+    check_replay,
+)
+from transom_worker.models.layers.forward_batch import ForwardBatch
+from transom_worker.models.model import Model
+
+logger = logging.getLogger("transom.worker")
+
+Key = tuple[int, PolicyVariant | None]  # number of sequences, and what rows with KV policies ask for
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """One size's program and the logits that it writes, [B, V]."""
+
+    program: Program
+    logits_BV: torch.Tensor
+    is_checked: bool = False
+
+
+class DecodePrograms(DecodeReplay):
+    """The programs of one model's decode steps, by number of sequences."""
+
+    def __init__(self, model: Model, builder: BatchBuilder, *, max_num_seqs: int, max_model_len: int) -> None:
+        """`builder` makes the batches of the model's slab."""
+        self._model, self._builder, self._memory = model, builder, ReplayMemory()
+        groups = builder.layout.groups
+        # One column more than the longest sequence fills: a window's run may begin and end inside a block.
+        self._num_columns = [g.spec.num_sink_blocks + -(-max_model_len // g.rows_per_block) + 1 for g in groups]
+        self._max_num_seqs = max_num_seqs
+        fields = step_fields(builder, max_num_seqs, self._num_columns)
+        arrays = FixedArrays.on_cpu(fields | policy_fields(fields))
+        self._inputs, self._policy_inputs = FixedInputs(builder, arrays), PolicyInputs(builder, arrays)
+        self._recorded: dict[Key, _Recorded] = {}
+        self._is_refused = False
+
+    @property
+    def num_programs(self) -> int:
+        """How many sizes are recorded."""
+        return len(self._recorded)
+
+    @property
+    def block_mass(self) -> torch.Tensor:
+        """See `DecodeReplay.block_mass`."""
+        return self._policy_inputs.block_mass
+
+    def prepare(self, step: DecodeStep) -> Callable[[], torch.Tensor] | None:
+        """See `DecodeReplay.prepare`."""
+        arrays, key = step.arrays, (len(step.arrays.token_ids), step.policy)
+        if self._is_refused or not arrays.only_decodes or not self._fits(arrays):
+            return None
+        if step.policy is None:
+            self._inputs.write(arrays, len(arrays.token_ids))
+        else:
+            self._policy_inputs.write(arrays)
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            run = partial(self._record, key, step.eager_batch)
+        elif not recorded.is_checked:
+            run = partial(self._check, key, recorded)
+        else:
+            run = partial(_replay, recorded)
+        return partial(self._run_with_mass, run) if step.policy is not None and step.policy.wants_mass else run
+
+    def _fits(self, arrays: StepArrays) -> bool:
+        """Whether the fixed arrays have room for a step. A step with KV policies must have policy rows only."""
+        for group, num_columns in zip(arrays.groups, self._num_columns, strict=True):
+            policies = group.policies
+            if policies is not None and len(policies.batch_rows) != len(arrays.token_ids):
+                return False
+            table = group.block_table if policies is None else policies.block_table
+            if table.shape[1] > num_columns:
+                return False
+        return len(arrays.token_ids) <= self._max_num_seqs
+
+    def _fixed_batch(self, key: Key) -> ForwardBatch:
+        """The inputs of the step that was written last."""
+        num_seqs, policy = key
+        if policy is None:
+            return self._inputs.forward_batch(num_seqs)
+        return self._policy_inputs.forward_batch(num_seqs, policy)
+
+    def _run_with_mass(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self._policy_inputs.clear_mass()
+        return run()
+
+    def _record(self, key: Key, eager_batch: Callable[[], ForwardBatch]) -> torch.Tensor:
+        """Run the forward pass and record it. If recording fails, run the forward pass without it."""
+        batch = self._fixed_batch(key)
+        try:
+            program, logits_BV = record_program(lambda: self._model.forward(batch), self._memory)
+        except Exception as error:  # the forward pass below raises it again if the recording was not its reason
+            if isinstance(error, RankLost) or is_out_of_memory(error):
+                raise
+            self._refuse(f"{type(error).__name__}: {error}")
+            return self._model.forward(eager_batch())
+        self._recorded[key] = _Recorded(program, logits_BV)
+        return logits_BV
+
+    def _check(self, key: Key, recorded: _Recorded) -> torch.Tensor:
+        """Replay a program for the first time, and compare it with the forward pass."""
+        replayed_BV = _replay(recorded).clone()
+        self._policy_inputs.clear_mass()
+        logits_BV = self._model.forward(self._fixed_batch(key))
+        try:
+            check_replay(f"a step of {key[0]} sequences", replayed_BV, logits_BV)
+            recorded.is_checked = True
+        except ReplayMismatch as error:
+            self._refuse(str(error))
+        return logits_BV
+
+    def _refuse(self, reason: str) -> None:
+        logger.warning("Decode steps run without recorded programs, which is slower: %s", reason)
+        self._is_refused = True
+        self._recorded.clear()
+
+
+def _replay(recorded: _Recorded) -> torch.Tensor:
+    recorded.program.replay()
+    return recorded.logits_BV

@@ -1,0 +1,101 @@
+"""The inputs of recorded decode steps some of whose rows have KV policies; all rows are then computed as policy rows.
+
+They share the arrays of `fixed_inputs` and add those of policies. Block tables are compact then (`batch.compact_tables`).
+
+Legend: B sequences of a step, each with one new token; N table columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from transom_kernels.policy_attention import PolicyBatch
+from transom_worker.execution.batch.batch import BatchBuilder
+from transom_worker.execution.batch.step_arrays import StepArrays
+from transom_worker.execution.replay.fixed_inputs import FLOAT, INT, LONG, Field, Fields, FixedArrays, FixedInputs
+from transom_worker.execution.replay.replay import PolicyVariant
+from transom_worker.models.layers.forward_batch import ForwardBatch
+from transom_worker.models.layers.policy_rows import MassMeter, MixedBatch
+
+
+def policy_fields(steps: Fields) -> dict[str, Field]:
+    """Return the arrays of policies that belong to the arrays `steps` of a decode step."""
+    (num_seqs,), _ = steps["token_ids"]
+    fields: dict[str, Field] = {"sink_positions": ((num_seqs,), LONG)}
+    for name in [name for name in steps if name.startswith("block_table")]:
+        group = name.split()[1]
+        fields[f"key_blocks {group}"] = (steps[name][0], INT)
+        fields[f"mass {group}"] = (steps[name][0], FLOAT)
+        for row in ("num_columns", "window", "sinks"):
+            fields[f"{row} {group}"] = ((num_seqs,), INT)
+    return fields
+
+
+class PolicyInputs:
+    """A decode step of policy rows in fixed arrays, which have at least `policy_fields`."""
+
+    def __init__(self, builder: BatchBuilder, arrays: FixedArrays) -> None:
+        self._builder, self._arrays = builder, arrays
+        self._inputs = FixedInputs(builder, arrays)
+
+    @property
+    def block_mass(self) -> torch.Tensor:
+        """The attention mass that the last step has added up, [B or more, N or more]."""
+        return self._arrays.device["mass 0"]
+
+    def write(self, arrays: StepArrays) -> None:
+        """Write a step all of whose rows are policy rows."""
+        num_seqs, to = len(arrays.token_ids), self._arrays.host
+        self._inputs.write_tokens(arrays, num_seqs)
+        to["sink_positions"][:num_seqs] = self._builder.sink_positions(arrays)
+        for index, group in enumerate(arrays.groups):
+            policies = group.policies
+            assert policies is not None
+            self._inputs.write_table(f"block_table {index}", policies.block_table)
+            self._inputs.write_table(f"key_blocks {index}", policies.key_blocks)
+            to[f"num_columns {index}"][:num_seqs] = policies.num_columns
+            to[f"window {index}"][:num_seqs] = policies.window
+            to[f"sinks {index}"][:num_seqs] = policies.sinks
+
+    def clear_mass(self) -> None:
+        """Begin a new sum of attention mass."""
+        for index in range(len(self._builder.layout.groups)):
+            self._arrays.host[f"mass {index}"].fill(0.0)
+
+    def forward_batch(self, num_seqs: int, variant: PolicyVariant) -> ForwardBatch:
+        """Return the first `num_seqs` sequences' inputs, as `FixedInputs.forward_batch` does."""
+        batch = self._inputs.forward_batch(num_seqs)
+        batch.groups = tuple(self._mixed_batch(index, num_seqs, variant) for index in range(len(batch.groups)))
+        if variant.passes_trained_len:
+            batch.sink_positions = self._arrays.device["sink_positions"][:num_seqs]
+        return batch
+
+    def _mixed_batch(self, index: int, num_seqs: int, variant: PolicyVariant) -> MixedBatch:
+        """The group's metadata. No row is of another kind, so all fields of other rows are empty but `slots`, which are of all."""
+        others, on = self._inputs.paged_batch(index, 0), self._arrays.device
+        fields = {field.name: getattr(others, field.name) for field in dataclasses.fields(others)}
+        return MixedBatch(
+            **(fields | {"slots": on[f"slots {index}"][:num_seqs]}),
+            policies=self._policy_batch(index, num_seqs),
+            policy_rows=None,
+            other_rows=None,
+            meter=MassMeter(block_mass=on[f"mass {index}"][:num_seqs]) if variant.wants_mass else None,
+        )
+
+    def _policy_batch(self, index: int, num_seqs: int) -> PolicyBatch:
+        on = self._arrays.device
+        offsets = on["query_offset"][: num_seqs + 1]
+        return PolicyBatch(
+            block_size=self._builder.layout.groups[index].rows_per_block,
+            block_table=on[f"block_table {index}"][:num_seqs],
+            key_blocks=on[f"key_blocks {index}"][:num_seqs],
+            num_columns=on[f"num_columns {index}"][:num_seqs],
+            window=on[f"window {index}"][:num_seqs],
+            sinks=on[f"sinks {index}"][:num_seqs],
+            start=on["start"][:num_seqs],
+            query_offset=offsets,
+            row_sequence=offsets[:num_seqs],
+            count_host=[],
+        )

@@ -1,0 +1,84 @@
+"""Plans the KV cache of one rank's model: its groups, the arena of all ranks, and what tells this rank's blocks from others'."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transom_core.config import EngineConfig
+from transom_core.kv_cache.kv_shares import KvShares
+from transom_core.kv_cache.layout import GroupLayout
+from transom_core.model_config.architecture import choose_max_model_len
+from transom_core.model_config.sharding import head_share
+from transom_kernels.launch import kernels_on
+from transom_worker.execution import memory
+from transom_worker.execution.setup.model_loading import LoadedModel
+from transom_worker.kvcache.tiers.disk.fingerprint import fingerprint
+from transom_worker.models.parallel import Parallel
+from transom_worker.planner import CachePlan, cache_groups, check_runs, plan_cache, with_rank_shares
+
+
+class CacheSetup:
+    """The cache of a loaded model. `max_model_len` is the longest sequence, from the settings or the model."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, parallel: Parallel) -> None:
+        """Raises ConfigError if this model's blocks cannot be stored as the settings ask."""
+        self._config, self._loaded, self._parallel = config, loaded, parallel
+        self.max_model_len = choose_max_model_len(config.model.max_model_len, loaded.architecture)
+        self.groups = self._groups_of(parallel.rank)  # of this rank
+        check_runs(self.groups, loaded.dtype)
+
+    @property
+    def max_useful_bytes(self) -> int:
+        """The bytes of a pool that holds as many sequences as may run, each of `max_model_len` tokens."""
+        return memory.max_useful_bytes(self.groups, self._config.scheduler, self.max_model_len)
+
+    def plan(self, pool_bytes: int) -> CachePlan:
+        """Return the plan for a pool of this size on every rank.
+
+        Raises:
+            ConfigError: the pool is too small for the model.
+        """
+        scheduler = self._config.scheduler
+        plan = plan_cache(
+            self._groups_of(0),
+            memory_bytes=pool_bytes,
+            block_size=self._config.cache.block_size,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            tensor_parallel_size=self._parallel.size,
+            steps_in_flight=scheduler.steps_in_flight or 1,
+            host_bytes=self._config.cache.swap_space_bytes,
+        )
+        return with_rank_shares(plan, self._loaded.architecture)
+
+    def shares(self) -> KvShares:
+        """Return what the blocks of every rank contain."""
+        architecture, ranks = self._loaded.architecture, range(self._parallel.size)
+        layers = range(architecture.num_layers)
+        held = [[head_share(architecture, layer, rank, self._parallel.size).kv for layer in layers] for rank in ranks]
+        return KvShares(
+            groups=tuple(self._groups_of(rank) for rank in ranks),
+            heads=tuple(tuple((heads.start, heads.stop) for heads in one) for one in held),
+        )
+
+    def disk_fingerprint(self, rank: int) -> bytes:
+        """Return the fingerprint of a rank's blocks. Blocks in files with another fingerprint mean something else."""
+        loaded, model = self._loaded, self._config.model
+        facts = (
+            replace(model, model="", max_model_len=None),
+            (loaded.dtype, loaded.device.type, kernels_on(loaded.device)),
+            (self._config.cache.block_size, rank, self._parallel.size),
+            self._groups_of(rank),
+        )
+        return fingerprint(loaded.files, *facts)
+
+    def _groups_of(self, rank: int) -> tuple[GroupLayout, ...]:
+        return cache_groups(
+            self._loaded.architecture,
+            block_size=self._config.cache.block_size,
+            dtype=self._loaded.dtype,
+            kv_cache_dtype=self._config.cache.kv_cache_dtype,
+            tensor_parallel_size=self._parallel.size,
+            rank=rank,
+            hybrid=self._config.model.hybrid_kv_cache,
+        )

@@ -1,0 +1,197 @@
+"""Sets up one rank: loads its part of the model, finds out how large its KV pool may be, allocates the pool, and warms up.
+
+    setup = ModelSetup(config, parallel)         the model is loaded
+    num_bytes = setup.pool_bytes()               how large a KV pool then fits into this rank's memory
+    runner = setup.allocate(num_bytes)           with the smallest of these numbers of all ranks
+
+With several ranks, each rank makes the three calls at the same time as the others, because the forward passes in them contain
+collectives.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_core.config import EngineConfig
+from transom_core.contract import SamplingParams
+from transom_core.kv_cache.layout import ArenaLayout
+from transom_core.machine.host_memory import available_host_bytes
+from transom_core.model_config.kv_policy_obstacle import kv_policy_obstacle
+from transom_kernels.launch import compile_seconds, kernels_on, uses_cpu_kernels
+from transom_worker.execution import memory
+from transom_worker.execution.batch.batch import BatchBuilder
+from transom_worker.execution.executor import ExecutorInfo, MemoryReport
+from transom_worker.execution.forward_pass import ForwardPass
+from transom_worker.execution.replay.backends import decode_sizes, make_replay
+from transom_worker.execution.replay.graph_memory import graph_bytes
+from transom_worker.execution.replay.recorded_collectives import with_recorded_collectives
+from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.setup.cache_setup import CacheSetup
+from transom_worker.execution.setup.dummy_run import warm_up, worst_case_counts, worst_case_start, worst_case_step
+from transom_worker.execution.setup.load_progress import OnProgress
+from transom_worker.execution.setup.model_loading import ONE_RANK, LoadedModel, load_model, set_threads
+from transom_worker.execution.tiers.device_slab import allocate_slab
+from transom_worker.execution.tiers.host_slab import allocate_host_slab
+from transom_worker.execution.tiers.rank_tiers import RankTiers, TierMemory, open_disk_folder
+from transom_worker.models.parallel import Parallel
+from transom_worker.planner import CachePlan, make_layout, rank_layout
+from transom_worker.sampling.sharded import ShardedSampler
+from transom_worker.scheduling.step import TIER_DEVICE, TIER_HOST
+
+WARM_UP_SAMPLING = SamplingParams(repetition_penalty=1.1, logprobs=1)  # so that the kernels for these are compiled, too
+
+
+class ModelSetup:
+    """Makes the runner of one rank."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        parallel: Parallel = ONE_RANK,
+        loaded: LoadedModel | None = None,
+        *,
+        ranks_on_host: int = 1,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """Load the model, or take over `loaded` instead. `ranks_on_host` ranks share this host's cores and memory.
+
+        Raises:
+            ConfigError: the model cannot meet the settings.  ModelError: the model cannot be loaded.
+        """
+        set_threads(config.num_threads, ranks_on_host=ranks_on_host)
+        self._parallel = with_recorded_collectives(parallel)
+        self._config, self._ranks_on_host = config, ranks_on_host
+        self._loaded = loaded or load_model(config.model, self._parallel, on_progress)
+        self._cache = CacheSetup(config, self._loaded, self._parallel)
+        self._decode_sizes = decode_sizes(
+            config,
+            self._parallel,
+            [group.spec for group in self._cache.groups],
+            max_model_len=self._cache.max_model_len,
+            device=self._loaded.device,
+        )
+
+    def pool_bytes(self) -> int:
+        """Return how many bytes of KV pool fit into this rank's memory.
+
+        Raises:
+            ConfigError: no memory is left for a pool.
+        """
+        loaded, groups = self._loaded, self._cache.groups
+        small = make_layout(groups, 8 * len(groups) * max(group.stride_bytes for group in groups))
+        return memory.pool_bytes(
+            self._config.cache,
+            device=loaded.device,
+            max_useful_bytes=self._cache.max_useful_bytes,
+            ranks_on_host=self._ranks_on_host,
+            run_worst_case=lambda: self._run_worst_case(small),
+            graph_bytes=graph_bytes(self._decode_sizes, loaded.architecture, self._config.scheduler, loaded.dtype),
+        )
+
+    def allocate(self, pool_bytes: int) -> ModelRunner:
+        """Plan the cache for a pool that fits every rank, allocate this rank's part of it, warm up, and return the runner.
+
+        Raises:
+            ConfigError: the pool is too small for the model, or larger than the memory.
+        """
+        plan = self._cache.plan(pool_bytes)
+        tiers = self._allocate_tiers(plan)
+        layout, slab = tiers.device
+        builder = self._make_builder(layout, slab)
+        sampler = ShardedSampler(
+            self._parallel, first_id=self._loaded.model.vocab.start, eos_token_ids=self._loaded.eos_token_ids
+        )
+        forward = self._warm_up(builder, slab, sampler)
+        return ModelRunner(
+            self._loaded.architecture,
+            self._parallel,
+            info=self._info(plan, layout, forward),
+            tiers=tiers,
+            builder=builder,
+            forward=forward,
+            sampler=sampler,
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+        )
+
+    def _info(self, plan: CachePlan, layout: ArenaLayout, forward: ForwardPass) -> ExecutorInfo:
+        """What the engine must know. `plan` is of the worker, `layout` of this rank's part."""
+        loaded, kernels = self._loaded, kernels_on(self._loaded.device)
+        dtype: torch.dtype = getattr(torch, loaded.dtype)
+        return ExecutorInfo(
+            plan=plan,
+            max_model_len=self._cache.max_model_len,
+            vocab_size=loaded.architecture.vocab_size,
+            eos_token_ids=loaded.eos_token_ids,
+            memory=MemoryReport(
+                device=str(loaded.device),
+                weight_bytes=loaded.model.weight_bytes,
+                activation_bytes=memory.activation_bytes(loaded.architecture, self._config.scheduler, dtype),
+                kv_bytes=layout.slab_bytes,
+            ),
+            dtype=loaded.dtype,
+            kernels=kernels,
+            compile_s=compile_seconds() if kernels == "cpu" else 0.0,
+            kv_policy_obstacle=kv_policy_obstacle(loaded.architecture),
+            num_graphs=forward.num_graphs,
+            disk_fingerprint=self._cache.disk_fingerprint(0) if self._config.cache.disk_cache else b"",
+            shares=self._cache.shares(),
+        )
+
+    def _allocate_tiers(self, plan: CachePlan) -> RankTiers:
+        """Allocate the memory of the device tier and of the host tier, and open the disk's folder, as far as there are such."""
+        layout, device = rank_layout(plan.layout, self._cache.groups), self._loaded.device
+        memories = {TIER_DEVICE: TierMemory(layout, allocate_slab(layout, device))}
+        if plan.host_layout is not None:
+            host_layout = rank_layout(plan.host_layout, layout.groups)
+            host_slab = allocate_host_slab(
+                host_layout,
+                device,
+                available_bytes=available_host_bytes(),
+                pool_bytes=layout.slab_bytes if device.type == "cpu" else 0,
+                ranks_on_host=self._ranks_on_host,
+            )
+            memories[TIER_HOST] = TierMemory(host_layout, host_slab)
+        if self._config.cache.disk_cache is None:
+            return RankTiers(memories)
+        fingerprint = self._cache.disk_fingerprint(self._parallel.rank)
+        return RankTiers(memories, open_disk_folder(self._config.cache, layout, fingerprint))
+
+    def _make_builder(self, layout: ArenaLayout, slab: torch.Tensor) -> BatchBuilder:
+        return BatchBuilder(layout, slab, self._loaded.device, trained_len=self._loaded.architecture.max_position)
+
+    def _run_worst_case(self, layout: ArenaLayout) -> None:
+        """Run the step that needs the most memory, over a small slab, so that the device's peak memory can be read afterwards."""
+        scheduler, max_model_len, model = self._config.scheduler, self._cache.max_model_len, self._loaded.model
+        counts = worst_case_counts(
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_model_len=max_model_len,
+        )
+        builder = self._make_builder(layout, allocate_slab(layout, self._loaded.device))
+        groups = [group.spec for group in layout.groups]
+        sampler = ShardedSampler(self._parallel, first_id=model.vocab.start)
+        start = worst_case_start(groups, counts[0], max_model_len)
+        worst_case_step(model, builder, groups, counts, sampler, start=start)
+
+    @torch.inference_mode()
+    def _warm_up(self, builder: BatchBuilder, slab: torch.Tensor, sampler: ShardedSampler) -> ForwardPass:
+        """Compile and choose kernels by made-up steps, and make the forward pass, which may capture decode steps now."""
+        model, is_cuda = self._loaded.model, self._loaded.device.type == "cuda"
+        logits_1V = warm_up(
+            model,
+            builder,
+            [group.spec for group in builder.layout.groups],
+            max_tokens=self._config.scheduler.max_num_batched_tokens,
+            max_model_len=self._cache.max_model_len,
+            compiles=is_cuda or uses_cpu_kernels(slab),
+            compiles_by_rows=is_cuda,
+            takes_policies=not kv_policy_obstacle(self._loaded.architecture),
+        )
+        warm_up_id = 0  # no sequence exists yet, so every id is free
+        sampler.add(warm_up_id, token_ids=(0,), num_prompt_tokens=1, params=WARM_UP_SAMPLING, seed=0)
+        sampler.sample(logits_1V, [warm_up_id])
+        sampler.remove(warm_up_id)
+        replay = make_replay(
+            self._config, model, builder, slab, sizes=self._decode_sizes, max_model_len=self._cache.max_model_len
+        )
+        return ForwardPass(model, builder, replay)
