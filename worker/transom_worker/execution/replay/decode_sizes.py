@@ -118,7 +118,7 @@ class DecodeSizes:
         num_seqs = size.num_seqs
         if size.level == 0:
             return num_seqs
-        even = num_seqs * LEVEL_FACTOR**size.level
+        even: int = num_seqs * LEVEL_FACTOR**size.level
         uneven = -(-self.reach_tokens(size.level) // self._split_keys) + num_seqs
         return min(max(even, uneven), num_seqs * self._most_splits, max(MAX_ITEMS, 2 * num_seqs))
 
