@@ -47,7 +47,8 @@ class Compiled:
 def precompile(
     model: str, *, dtype: str = "auto", quantization: str = "none", kv_cache_dtype: str = "auto"
 ) -> Compiled:
-    """Load a model on the CPU and let it answer, under KV policies as well if it can; then compile what the cache still lacks.
+    """Load a model on the CPU and let it answer, under KV policies as well if it can. Then every kernel that is not in the cache
+    yet is compiled.
 
     Raises:
         ConfigError, ModelError: settings or checkpoint are wrong.

@@ -50,8 +50,7 @@ def close(got: list[TokenLogprobs], expected: list[TokenLogprobs]) -> bool:
     )
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
-@pytest.mark.parametrize("chunk", [16, 1024])
+@pytest.mark.parametrize(("chunk", "steps_in_flight"), [(16, 2), (1024, 1)])
 def test_sampled_outputs_do_not_depend_on_the_batch(
     tiny_model: Path, alone: list[Whole], chunk: int, steps_in_flight: int
 ) -> None:
@@ -79,9 +78,9 @@ def prompt_logprobs(engine: Engine, asked: list[Request]) -> dict[str, LogprobTa
     return found
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
-@pytest.mark.parametrize("chunk", [16, 1024])
-@pytest.mark.parametrize("num_resumed", [0, 9])
+@pytest.mark.parametrize(
+    ("chunk", "steps_in_flight", "num_resumed"), [(16, 1, 0), (16, 2, 9), (1024, 1, 9), (1024, 2, 0)]
+)
 def test_prompt_logprobs_under_pressure(tiny_model: Path, chunk: int, steps_in_flight: int, num_resumed: int) -> None:
     """Chunks, preemptions, cached prefixes and resumed output change nothing about them."""
     engine = make_engine(str(tiny_model), max_num_batched_tokens=chunk, steps_in_flight=steps_in_flight, **TIGHT)

@@ -29,19 +29,6 @@ def test_equal_prompts_at_once_are_computed_once(mix: tuple[str, ...], steps_in_
 
 @STEPS
 @pytest.mark.parametrize("mix", MIXES, ids="+".join)
-def test_a_prompt_that_arrives_while_an_equal_one_is_computed_waits(mix: tuple[str, ...], steps_in_flight: int) -> None:
-    driver = make_driver(*mix, steps_in_flight=steps_in_flight, max_num_batched_tokens=24)
-    driver.add(request("a", PROMPT, 3))
-    assert planned(driver) == {"a": (0, 24)}
-    driver.receive()
-    driver.add(request("b", PROMPT, 3))
-    assert planned(driver) == {"a": (24, 16)}
-    assert num_waiters(driver) == 1
-    assert cached(driver) == {"a": 0, "b": 36}
-
-
-@STEPS
-@pytest.mark.parametrize("mix", MIXES, ids="+".join)
 def test_a_waiter_waits_for_the_shared_prefix_and_hits_all_of_it(mix: tuple[str, ...], steps_in_flight: int) -> None:
     """The windows where the two prompts part are kept for the waiter, though those of the producer have slid on."""
     driver = make_driver(*mix, steps_in_flight=steps_in_flight, window_repair=False)

@@ -46,7 +46,9 @@ def num_needed(driver: Driver) -> int:
     return sum(item.num_prompt_tokens + len(driver.tokens[name]) - 1 for name, item in driver.requests.items())
 
 
-@pytest.mark.parametrize("num_pages", [12, 24, 40])
+@pytest.mark.parametrize(
+    "num_pages", [pytest.param(12, marks=pytest.mark.exhaustive), 24, pytest.param(40, marks=pytest.mark.exhaustive)]
+)
 def test_a_tight_pool_does_not_thrash(num_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Admission leaves a block for each running sequence; without that, far more tokens are computed twice."""
     driver = crowd(num_pages)

@@ -69,7 +69,7 @@ def check_kept(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("policy", WINDOWS, ids=lambda policy: policy.text)
-@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 7, 8, 9, 12, 16, 17, 18, 60])
+@pytest.mark.parametrize("num_tokens", [1, 4, 7, 8, 9, 16, 17, 60])
 def test_a_window_holds_what_it_reads(policy: WindowPolicy, num_tokens: int) -> None:
     one = driver()
     one.add(request("w", range(1, num_tokens + 1), 200, kv_policy=policy))
@@ -144,7 +144,7 @@ def test_requests_with_one_window_wait_for_each_other_s_prefix() -> None:
 
 @pytest.mark.parametrize("policy", HISTORIES, ids=lambda policy: policy.text)
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-@pytest.mark.parametrize("num_prompt", [1, 4, 15, 16, 17, 61])
+@pytest.mark.parametrize("num_prompt", [1, 16, 17, 61])
 def test_a_history_keeps_the_same_blocks_however_its_tokens_are_cut(
     policy: AdaptivePolicy | HeavyPolicy, steps_in_flight: int, num_prompt: int
 ) -> None:
@@ -291,24 +291,13 @@ def random_run(seed: int, *, steps_in_flight: int, policies: Sequence[KvPolicy |
     return one
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_random_requests_with_policies(steps_in_flight: int) -> None:
-    runs = [
-        random_run(seed, steps_in_flight=steps_in_flight, policies=(None, *WINDOWS, *HISTORIES))
-        for seed in range(num_examples(daily=12, exhaustive=60))
-    ]
-    assert any(run.scheduler.work.preemptions["recompute"] for run in runs)
-
-
-@settings(max_examples=num_examples(daily=15, exhaustive=80), deadline=None)
+@settings(max_examples=num_examples(daily=20, exhaustive=120), deadline=None)
 @given(
     st.integers(0, 10**6),
     st.sampled_from([1, 2]),
-    st.sampled_from([(None, *WINDOWS[:2]), WINDOWS, (None, *HISTORIES), HISTORIES[3:]]),
+    st.sampled_from([(None, *WINDOWS, *HISTORIES), (None, *WINDOWS[:2]), WINDOWS, (None, *HISTORIES), HISTORIES[3:]]),
 )
-def test_random_requests_with_policies_any_seed(
-    seed: int, steps_in_flight: int, policies: tuple[KvPolicy | None, ...]
-) -> None:
+def test_random_requests_with_policies(seed: int, steps_in_flight: int, policies: tuple[KvPolicy | None, ...]) -> None:
     random_run(seed, steps_in_flight=steps_in_flight, policies=policies)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -92,58 +93,6 @@ def random_run(
     return driver
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
-@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
-def test_random_requests(mix: tuple[str, ...], steps_in_flight: int) -> None:
-    drivers = [
-        random_run(mix, seed, steps_in_flight=steps_in_flight) for seed in range(num_examples(daily=4, exhaustive=12))
-    ]
-    if mix[0] != "full":
-        return
-    assert any(
-        driver.scheduler.work.preemptions["recompute"] for driver in drivers
-    )  # the pools are tiny enough to matter
-    assert any(driver.executor.num_repaired for driver in drivers) == (len(mix) > 1)
-
-
-@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
-def test_random_requests_on_two_tiers(mix: tuple[str, ...]) -> None:
-    """Blocks go to the host tier and come back while other requests run; requests are swapped; steps fail in between."""
-    drivers = [
-        random_run(mix, seed, steps_in_flight=1 + seed % 2, has_host=True)
-        for seed in range(num_examples(daily=4, exhaustive=16))
-    ]
-    assert sum(driver.executor.num_loaded for driver in drivers) > 0
-    assert sum(driver.scheduler.work.preemptions["swap"] for driver in drivers) > 0
-
-
-@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
-def test_random_requests_with_equal_prompts_on_two_tiers(mix: tuple[str, ...]) -> None:
-    """Requests wait for what others load; these are preempted, aborted and fail meanwhile."""
-    for seed in range(num_examples(daily=2, exhaustive=16)):
-        random_run(mix, seed, steps_in_flight=1 + seed % 2, has_host=True, equal=0.8, out_of_memory=0.01)
-
-
-@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
-def test_random_requests_on_two_tiers_whose_steps_run_out_of_memory(mix: tuple[str, ...]) -> None:
-    for seed in range(num_examples(daily=2, exhaustive=16)):
-        random_run(mix, seed, steps_in_flight=1 + seed % 2, has_host=True, num_requests=8, out_of_memory=0.03)
-
-
-def test_what_a_failed_step_may_not_have_copied_is_not_swapped_again() -> None:
-    """A swapped request is loaded back when the step fails that was to copy its blocks to the host."""
-    random_run(("full", "window"), 125, steps_in_flight=2, has_host=True)
-
-
-@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
-def test_random_requests_with_equal_prompts(mix: tuple[str, ...]) -> None:
-    drivers = [
-        random_run(mix, seed, steps_in_flight=1 + seed % 2, equal=0.8)
-        for seed in range(num_examples(daily=4, exhaustive=8))
-    ]
-    assert sum(driver.num_followed > 0 for driver in drivers) >= 3 * len(drivers) / 8
-
-
 class RandomPace(PromptPace):
     """Sets a limit that nothing explains, as a machine may whose other work comes and goes."""
 
@@ -155,11 +104,41 @@ class RandomPace(PromptPace):
         return self._rng.choice([1, 2, 5, 16, 30])
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
+# Blocks go to the host tier and come back while other requests run; requests are swapped, and wait for what others compute or load.
+# These are preempted, aborted and fail meanwhile.
+KINDS: dict[str, dict[str, Any]] = {
+    "one tier": {},
+    "equal prompts": {"equal": 0.8},
+    "two tiers": {"has_host": True},
+    "equal prompts on two tiers": {"has_host": True, "equal": 0.8, "out_of_memory": 0.01},
+    "out of memory": {"has_host": True, "num_requests": 8, "out_of_memory": 0.03},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
-def test_random_requests_at_a_pace(mix: tuple[str, ...], steps_in_flight: int) -> None:
-    for seed in range(num_examples(daily=4, exhaustive=12)):
-        random_run(mix, seed, steps_in_flight=steps_in_flight, equal=0.5 * (seed % 2), pace=RandomPace(seed))
+def test_random_requests(mix: tuple[str, ...], kind: str) -> None:
+    seeds = range(num_examples(daily=4, exhaustive=16))
+    drivers = [random_run(mix, seed, steps_in_flight=1 + seed % 2, **KINDS[kind]) for seed in seeds]
+    if kind == "one tier" and mix[0] == "full":  # the pools are tiny enough to matter
+        assert any(driver.scheduler.work.preemptions["recompute"] for driver in drivers)
+        assert any(driver.executor.num_repaired for driver in drivers) == (len(mix) > 1)
+    if kind == "equal prompts":
+        assert sum(driver.num_followed > 0 for driver in drivers) >= 3 * len(drivers) / 8
+    if kind == "two tiers":
+        assert sum(driver.executor.num_loaded for driver in drivers) > 0
+        assert sum(driver.scheduler.work.preemptions["swap"] for driver in drivers) > 0
+
+
+@pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
+def test_random_requests_at_a_pace(mix: tuple[str, ...]) -> None:
+    for seed in range(num_examples(daily=4, exhaustive=24)):
+        random_run(mix, seed, steps_in_flight=1 + seed % 2, equal=0.25 * (seed % 3), pace=RandomPace(seed))
+
+
+def test_what_a_failed_step_may_not_have_copied_is_not_swapped_again() -> None:
+    """A swapped request is loaded back when the step fails that was to copy its blocks to the host."""
+    random_run(("full", "window"), 125, steps_in_flight=2, has_host=True)
 
 
 @settings(max_examples=num_examples(daily=25, exhaustive=60), deadline=None)

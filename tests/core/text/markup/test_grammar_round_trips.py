@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import jsonschema
 import pytest
 from llguidance import LLMatcher
 
 from tests.core.text.markup.canitoolcall_fixtures import read_answer
-from tests.core.text.markup.grammar_walks import WalkTokenizer, walk
+from tests.core.text.markup.grammar_walks import MARKERS, WalkTokenizer, walk
 from tests.core.text.markup.read_calls import check_calls, message_of
 from tests.how_many import num_examples
-from transom_core.text.markup.answer_format import AnswerFormat
+from transom_core.errors import RequestError
 from transom_core.text.markup.context import (
     AnswerContext,
     ChoiceAnswer,
@@ -28,125 +28,232 @@ from transom_core.text.markup.context import (
 from transom_core.text.markup.formats import answer_format
 from transom_core.text.markup.parts import AnswerPart, CallBegin
 
-WEATHER: dict[str, Any] = {
+
+class Family(NamedTuple):
+    """A family's parsers and the tokens that mark its answers; `call` is how a call begins after the text `before`."""
+
+    tools: str | None
+    reasoning: str | None = None
+    markers: tuple[str, ...] = MARKERS
+    call: str = ""
+    before: str = "Let me see. "
+    prompt_end: str = ""
+    may_be_text: bool = True  # its markers may be ordinary text, too
+
+    @property
+    def name(self) -> str:
+        return f"{self.tools}-{self.reasoning}"
+
+
+THINK = ("<think>", "</think>")
+GLM = (*THINK, *["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"])
+SECTIONS = (
+    *THINK,
+    *[
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+    ],
+)
+KIMI_K2 = (
+    *(*THINK, "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+)
+GEMMA = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')
+KIMI_K3 = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+HARMONY = tuple(["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"])
+DSML = (*THINK, "｜DSML｜")
+FAMILIES = [
+    Family("hermes"),
+    Family("hermes", "qwen3"),
+    Family("hermes", "deepseek_r1"),
+    Family("llama3_json"),
+    Family("llama4_pythonic"),
+    Family("pythonic", "qwen3"),
+    Family("mistral", "mistral"),
+    Family("granite", "granite"),
+    # As ordinary text, its grammar allows a value with `</parameter>` and another tag in it, which the parser takes for its end.
+    Family("qwen3_coder", "qwen3", may_be_text=False),
+    Family("gemma4", "gemma4", GEMMA, call="<|tool_call>"),
+    Family("glm45", "glm45", GLM, call="<tool_call>"),
+    Family("glm47", "glm45", GLM, call="<tool_call>"),
+    Family("kimi_k2", "kimi_k2", KIMI_K2, call="<|tool_calls_section_begin|>"),
+    Family(
+        *("kimi_k3", "kimi_k3", KIMI_K3),
+        call="<|close|>response<|sep|><|open|>tools<|sep|>",
+        before="Rain?<|close|>think<|sep|><|open|>response<|sep|>Let me see.",
+        prompt_end="<|open|>think<|sep|>",
+        may_be_text=False,
+    ),
+    Family("deepseek_v3", "deepseek_v3", SECTIONS, call="<｜tool▁calls▁begin｜>"),
+    Family("deepseek_v31", "deepseek_v3", SECTIONS, call="<｜tool▁calls▁begin｜>"),
+    Family("deepseek_v32", "deepseek_v32", DSML, call="<｜DSML｜function_calls>"),
+    Family("deepseek_v4", "deepseek_v4", DSML, call="<｜DSML｜tool_calls>"),
+    Family("deepseek_v41", "deepseek_v41", DSML, call="<｜DSML｜ calls>"),
+    Family(
+        *("openai", "openai_gptoss", HARMONY),
+        call="<|channel|>commentary to=",
+        before="",
+        may_be_text=False,
+    ),
+]
+EACH_FORM = pytest.mark.parametrize(
+    ("family", "ordinary"),
+    [(one, ordinary) for one in FAMILIES for ordinary in ((False, True) if one.may_be_text else (False,))],
+    ids=lambda value: value.name if isinstance(value, Family) else ("ordinary" if value else "markers"),
+)
+_HINTS = (
+    *("Here is my response:", "</think>", "[/THINK]", "<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<|tool_call|>"),
+    *("<|tool_call>", "<|tool_calls_section_begin|>", "<｜tool▁calls▁begin｜>", "<channel|>", "<|end|>", "｜DSML｜"),
+    *('<|"|>', "</arg_value>", "</tool_call>", "\n</parameter>", "<", "</", '"', "}", "]", ">", "\n"),
+)
+
+PLACE: dict[str, Any] = {
     "type": "object",
     "properties": {
         "city": {"type": "string", "maxLength": 20},
-        "days": {"type": "integer"},
-        "unit": {"enum": ["c", "f"]},
-    },
-    "required": ["city"],
-    "additionalProperties": False,
-}
-NOTE: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}, "maxItems": 3},
+        "code": {"type": "string", "pattern": "^[A-Z]{2,3}$"},
+        "days": {"type": "integer", "minimum": 0, "maximum": 20},
+        "unit": {"enum": ["c", "f", None, 3]},
+        "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}, "minItems": 1, "maxItems": 3},
         "at": {
             "type": "object",
-            "properties": {"x": {"type": "number"}, "on": {"type": "boolean"}},
-            "required": ["x", "on"],
+            "properties": {"x": {"type": "number"}, "on": {"type": "boolean"}, "note": {"type": "string"}},
+            "required": ["on"],
+            "additionalProperties": False,
         },
-        "text": {"type": ["string", "null"]},
+        "count": {"type": ["integer", "null"]},
+        "text": {"anyOf": [{"type": "string", "minLength": 2}, {"type": "null"}]},
     },
-    "required": ["tags", "at", "text"],
+    "required": ["text", "city", "tags", "count"],
     "additionalProperties": False,
     "$defs": {"tag": {"type": "string"}},
 }
+TREE: dict[str, Any] = {
+    "$ref": "#/$defs/node",
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "name": {"const": "n"},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+            },
+            "additionalProperties": False,
+        }
+    },
+}
+CHOICE: dict[str, Any] = {
+    "type": "object",
+    "anyOf": [
+        {"properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False},
+        {"properties": {"b": {"type": ["number", "null"]}}, "required": ["b"], "additionalProperties": False},
+    ],
+}
+LOOP: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "v": {"type": "integer", "minimum": 0, "maximum": 9},
+        "kids": {"type": "array", "items": {"$ref": "#"}, "maxItems": 2},
+        "w": {"$ref": "#/properties/v"},
+        "u": {"type": "array", "items": {"$ref": "#/properties/v"}, "maxItems": 3},
+    },
+    "required": ["v", "kids", "u"],
+    "additionalProperties": False,
+}
 TOOLS = (
-    ToolSpec("get_weather", WEATHER, strict=True),
-    ToolSpec("note", NOTE, strict=True),
+    ToolSpec("loop", LOOP, strict=True),
+    ToolSpec("place", PLACE, strict=True),
+    ToolSpec("tree", TREE, strict=True),
+    ToolSpec("choice", CHOICE, strict=True),
     ToolSpec("ping", {"type": "object", "properties": {}, "additionalProperties": False}, strict=True),
+    ToolSpec("anything", {}, strict=True),
 )
-PARSERS = [
-    ("hermes", None),
-    ("hermes", "qwen3"),
-    ("hermes", "deepseek_r1"),
-    ("llama3_json", None),
-    ("llama4_pythonic", None),
-    ("pythonic", "qwen3"),
-    ("mistral", "mistral"),
-    ("granite", "granite"),
-    ("qwen3_coder", "qwen3"),
-]
-_HINTS = (
-    "Here is my response:",
-    "</think>",
-    "[/THINK]",
-    "<tool_call>",
-    "[TOOL_CALLS]",
-    "<|python_tag|>",
-    "<|tool_call|>",
-    "\n</parameter>",
-    '"',
-    "}",
-    "]",
-    ">",
-    "\n",
-)
+NAMES = tuple(tool.name for tool in TOOLS)
 
 
-def _walks(
-    parsers: tuple[str | None, str | None],
+def walks(
+    family: Family,
     *,
-    ordinary: bool,
+    ordinary: bool = False,
     message: MessageDemand,
     tools: ToolsDemand | None = None,
-    prompt_end: str = "",
+    prompt_end: str | None = None,
+    begin: str = "",
 ) -> list[list[AnswerPart]]:
-    """The parts of complete random answers."""
-    tokenizer = WalkTokenizer(ordinary=ordinary)
+    """The parts of complete random answers, which begin with `begin`."""
+    tokenizer = WalkTokenizer(ordinary=ordinary, markers=family.markers)
     context = AnswerContext(
-        TOOLS, parses_tools=tools is not None, parses_reasoning=parsers[1] is not None, prompt_end=prompt_end
+        TOOLS,
+        parses_tools=tools is not None,
+        parses_reasoning=family.reasoning is not None,
+        prompt_end=family.prompt_end if prompt_end is None else prompt_end,
     )
-    form: AnswerFormat = answer_format(*parsers)
+    form = answer_format(family.tools, family.reasoning)
     grammar = form.grammar(tokenizer, context, message=message, tools=tools)
     assert grammar is not None
     hints = [hint for hint in _HINTS if hint in tokenizer.texts]
-    walks = [walk(tokenizer, grammar, seed=seed, hints=hints) for seed in range(num_examples(12, 200))]
-    complete = [answer for answer in walks if answer.is_complete]
-    assert len(complete) > len(walks) / 3
+    answers = [
+        walk(tokenizer, grammar, seed=seed, hints=hints, begin=begin)
+        for seed in range(num_examples(4 if family.call else 12, 200))
+    ]
+    complete = [answer for answer in answers if answer.is_complete]
+    assert len(complete) > len(answers) / 3
     return [read_answer(form.parser(tokenizer, context), answer.tokens) for answer in complete]
 
 
-def _ids(parsers: tuple[str, str | None]) -> str:
-    return "-".join(map(str, parsers))
-
-
-@pytest.mark.parametrize("ordinary", [False, True], ids=["markers", "ordinary"])
-@pytest.mark.parametrize("parsers", PARSERS, ids=_ids)
+@EACH_FORM
 @pytest.mark.parametrize("parallel", [False, True], ids=["one", "parallel"])
-def test_required_calls_are_valid_and_nothing_else(parsers, ordinary, parallel) -> None:
-    demand = ToolsDemand("required", tuple(tool.name for tool in TOOLS), parallel)
-    for parts in _walks(parsers, ordinary=ordinary, message=FreeAnswer(), tools=demand):
+def test_required_calls_are_valid_and_nothing_else(family: Family, ordinary: bool, parallel: bool) -> None:
+    demand = ToolsDemand("required", NAMES, parallel)
+    for parts in walks(family, ordinary=ordinary, message=FreeAnswer(), tools=demand):
         num_calls = check_calls(parts, TOOLS)
         assert num_calls >= 1 if parallel else num_calls == 1
-        assert not message_of(parts)
+        assert not message_of(parts).strip()
 
 
-@pytest.mark.parametrize("parsers", PARSERS, ids=_ids)
-def test_a_named_tool_is_called(parsers) -> None:
-    for parts in _walks(parsers, ordinary=False, message=FreeAnswer(), tools=ToolsDemand("required", ("note",), False)):
-        assert [part.name for part in parts if isinstance(part, CallBegin)] == ["note"]
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [(one, name) for one in FAMILIES for name in (NAMES if one.call else ("loop", "place"))],
+    ids=lambda value: value.name if isinstance(value, Family) else value,
+)
+def test_a_named_tool_is_called_once(family: Family, name: str) -> None:
+    for parts in walks(family, message=FreeAnswer(), tools=ToolsDemand("required", (name,), parallel=False)):
+        assert [part.name for part in parts if isinstance(part, CallBegin)] == [name]
         check_calls(parts, TOOLS)
 
 
-@pytest.mark.parametrize("ordinary", [False, True], ids=["markers", "ordinary"])
-@pytest.mark.parametrize("parsers", PARSERS, ids=_ids)
-def test_calls_in_a_free_message_are_valid(parsers, ordinary) -> None:
-    demand = ToolsDemand("auto", tuple(tool.name for tool in TOOLS))
-    answers = _walks(parsers, ordinary=ordinary, message=FreeAnswer(), tools=demand)
-    counts = [check_calls(parts, TOOLS) for parts in answers]
-    assert any(counts)
+@EACH_FORM
+def test_calls_in_a_free_message_are_valid(family: Family, ordinary: bool) -> None:
+    demand = ToolsDemand("auto", NAMES)
+    counts = [
+        check_calls(parts, TOOLS) for parts in walks(family, ordinary=ordinary, message=FreeAnswer(), tools=demand)
+    ]
+    if not family.call:
+        assert any(counts)
+        return
+    begin = family.before + family.call
+    for parts in walks(family, ordinary=ordinary, message=FreeAnswer(), tools=demand, begin=begin):
+        assert check_calls(parts, TOOLS) >= 1
 
 
-@pytest.mark.parametrize("parsers", PARSERS, ids=_ids)
-@pytest.mark.parametrize("prompt_end", ["", "<think>\n", "<think>\n\n</think>\n\n"], ids=["none", "open", "closed"])
-def test_a_message_is_json_or_a_call(parsers, prompt_end) -> None:
-    demand = ToolsDemand("auto", tuple(tool.name for tool in TOOLS))
-    for parts in _walks(parsers, ordinary=False, message=JsonAnswer(NOTE), tools=demand, prompt_end=prompt_end):
+@pytest.mark.parametrize("prompt_end", [None, "<think>\n", "<think>\n\n</think>\n\n"], ids=["none", "open", "closed"])
+@pytest.mark.parametrize("family", [one for one in FAMILIES if not one.call], ids=lambda family: family.name)
+def test_a_message_is_json_or_a_call(family: Family, prompt_end: str | None) -> None:
+    demand = ToolsDemand("auto", NAMES)
+    for parts in walks(family, message=JsonAnswer(PLACE), tools=demand, prompt_end=prompt_end):
         if not check_calls(parts, TOOLS):
-            jsonschema.validate(json.loads(message_of(parts)), NOTE)
+            jsonschema.validate(json.loads(message_of(parts)), PLACE)
+
+
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one.call], ids=lambda family: family.name)
+def test_a_message_is_one_of_the_choices_or_json_or_a_call(family: Family) -> None:
+    for parts in walks(family, message=JsonAnswer(PLACE), tools=ToolsDemand("auto", NAMES)):
+        if not check_calls(parts, TOOLS):
+            jsonschema.validate(json.loads(message_of(parts)), PLACE)
+    for parts in walks(family, message=ChoiceAnswer(("yes", "no"))):
+        assert message_of(parts) in ("yes", "no")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +269,7 @@ def test_a_message_is_json_or_a_call(parsers, prompt_end) -> None:
 )
 @pytest.mark.parametrize("reasoning", [None, "qwen3", "deepseek_r1"])
 def test_a_message_is_what_it_has_to_be(message, is_valid, reasoning) -> None:
-    for parts in _walks((None, reasoning), ordinary=False, message=message):
+    for parts in walks(Family(None, reasoning), message=message):
         assert is_valid(message_of(parts)), message_of(parts)
 
 
@@ -189,3 +296,14 @@ def test_a_marker_that_is_a_token_cannot_be_spelled(parsers, prompt_end, marker)
     assert grammar is not None
     letters = tokenizer(f"Hi {marker}".encode())
     assert LLMatcher(tokenizer.library, grammar).validate_tokens(letters) == len(letters) - 1
+
+
+@pytest.mark.parametrize(("parser", "markers"), [("gemma4", GEMMA), ("glm47", GLM), ("deepseek_v4", DSML)])
+def test_a_schema_that_the_notation_cannot_hold_is_refused_by_the_keyword(
+    parser: str, markers: tuple[str, ...]
+) -> None:
+    tools = (ToolSpec("t", {"type": "object", "patternProperties": {"^a": {}}}, strict=True),)
+    context = AnswerContext(tools, parses_tools=True)
+    tokenizer = WalkTokenizer(markers=markers)
+    with pytest.raises(RequestError, match="patternProperties"):
+        answer_format(parser).grammar(tokenizer, context, message=FreeAnswer(), tools=ToolsDemand("required", ("t",)))

@@ -110,7 +110,7 @@ def with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapp
     definitions = {name: root[name] for name in _DEFINITIONS if name in root}
     if not any(map(_points_elsewhere, _references((schema, definitions)))):
         return {**definitions, **schema}
-    moved = {name: _moved(value) for name, value in {**definitions, **schema}.items()}
+    moved: Mapping[str, Any] = _moved({**definitions, **schema})
     return {**moved, "$defs": {**moved.get("$defs", {}), _ROOT: _moved(root)}}
 
 
