@@ -171,9 +171,15 @@ class Attempt(Protocol):
     """The state of one attempt at a lost worker."""
 
     record: LossRecord
-    is_sent: bool
-    awaits_reply: bool
     num_new_tokens: int
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the worker may have the attempt."""
+
+    @property
+    def awaits_reply(self) -> bool:
+        """Whether the worker has not replied to its submission."""
 
 
 AnyAttempt = TypeVar("AnyAttempt", bound=Attempt)

@@ -9,11 +9,7 @@ A worker's events have positions, because a migrated request may repeat output. 
 brings the tokens [3, 7): the tokens [5, 7) are new. An event that begins at position 6 would leave a gap, and the request is sent
 again.
 
-An in-flight request goes through these states; `fail` and `end` may come at any time:
-
-    begin_attempt > place > send > accept > take, take, ... > has_ended
-         ^                                        |
-         +------------ the worker is lost --------+
+`AttemptState` has the states of a request and the transitions between them.
 
 All code here runs on the router's event loop.
 """
@@ -22,9 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Literal
 
 from transom_cluster.router.failover import LossRecord
 from transom_cluster.router.output_events import without_first
@@ -46,6 +43,38 @@ from transom_core.contract.request import virtual_arrival_s
 from transom_core.errors import WorkerLost
 
 
+class AttemptState(Enum):
+    """Where the present attempt of a request is.
+
+        WAITING --place--> PLACED --send--> SENT --the worker replies--> ACCEPTED
+           ^                                  |                             |
+           |                                  +---------the first event-----+--> STREAMING --the last event--> ENDED
+
+    A request whose worker refuses it or is lost goes back to WAITING. A request may end in every state.
+    """
+
+    WAITING = "waiting"  # in the request queue: no worker has it
+    PLACED = "placed"  # a worker was chosen, and the attempt is not sent yet
+    SENT = "sent"  # the worker may have the attempt, and has not replied
+    ACCEPTED = "accepted"  # the worker has queued it
+    STREAMING = "streaming"  # an event has come
+    ENDED = "ended"  # no more output comes
+
+
+# State -> the states that may follow.
+TRANSITIONS: Mapping[AttemptState, frozenset[AttemptState]] = {
+    AttemptState.WAITING: frozenset({AttemptState.PLACED, AttemptState.ENDED}),
+    AttemptState.PLACED: frozenset({AttemptState.SENT, AttemptState.WAITING, AttemptState.ENDED}),
+    AttemptState.SENT: frozenset(
+        {AttemptState.ACCEPTED, AttemptState.STREAMING, AttemptState.WAITING, AttemptState.ENDED}
+    ),
+    AttemptState.ACCEPTED: frozenset({AttemptState.STREAMING, AttemptState.WAITING, AttemptState.ENDED}),
+    AttemptState.STREAMING: frozenset({AttemptState.WAITING, AttemptState.ENDED}),
+    AttemptState.ENDED: frozenset(),
+}
+_AT_A_WORKER = (AttemptState.SENT, AttemptState.ACCEPTED, AttemptState.STREAMING)
+
+
 class InFlightRequest:
     """One choice of an HTTP request. It passes new output on to the request's output stream and reports what happens to the choice.
 
@@ -62,23 +91,36 @@ class InFlightRequest:
         self.events = events or RequestEvents()
         self.token_ids = list(original.resumed_output_ids)
         self.attempt = original
-        self.is_sent = False  # the worker may have the attempt
-        self.awaits_reply = False  # the worker has not replied to the submission
+        self.state = AttemptState.WAITING
         self.num_new_tokens = 0
         self.worker_id: str | None = None  # the worker that has the attempt; None in the request queue
-        self.has_ended = False
-        self.is_accepted = False  # by a worker, once
+        # Two facts that outlive an attempt.
+        self.was_accepted = False  # by a worker, once
         self.is_migrating = False  # lost, and not yet accepted by another worker
         self.record = LossRecord()
         self.refusals: dict[str, ErrorInfo] = {}  # by workers that are not asked again before the next retry
         self.submitted_s = time.monotonic()
         self.queued_s = self.submitted_s  # it entered the request queue, last
         self.wait_until_s = 0.0  # the request queue fails the request then
-        self.has_begun = False  # the attempt has brought an event
         self._deadline: asyncio.TimerHandle | None = None
         self._num_attempts = 0
         self._num_chars: int | None = None  # None until the first event: a request may be submitted with output
         self._usage: Usage | None = None  # as the first worker reported it
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the worker may have the attempt."""
+        return self.state in _AT_A_WORKER
+
+    @property
+    def awaits_reply(self) -> bool:
+        """Whether the worker has not replied to the submission."""
+        return self.state is AttemptState.SENT
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no more output comes."""
+        return self.state is AttemptState.ENDED
 
     def queue_order(self, policy: SchedulingPolicy) -> tuple[bool, float]:
         """The sort key in the request queue: first streams that have begun, then earlier virtual arrivals (`contract.request`)."""
@@ -102,12 +144,11 @@ class InFlightRequest:
         self.attempt = replace(request, waited_s=self._waited_s(), time_left_s=self._time_left_s())
         self._num_attempts += 1
         self.num_new_tokens = 0
-        self.is_sent = self.awaits_reply = False
-        self.has_begun = False
         return self.attempt
 
     def place(self, decision: PlacementDecision, *, policy: str) -> None:
         """Give the attempt to the worker that the routing policy chose, with what it may fetch from where."""
+        self._move(AttemptState.PLACED)
         self.worker_id = decision.worker_id
         if decision.source is not None or decision.is_prefill_only:
             self.attempt = replace(self.attempt, prefix_source=decision.source, prefill_only=decision.is_prefill_only)
@@ -133,25 +174,30 @@ class InFlightRequest:
 
     def send(self) -> None:
         """Note that the worker may compute the attempt from now on."""
-        self.is_sent = self.awaits_reply = True
+        self._move(AttemptState.SENT)
         waited_s = time.monotonic() - self.queued_s
         self.events.report(Sent(choice=self.index, worker=self.worker_id, waited_s=waited_s))
 
     def accept(self) -> None:
-        """Note that the worker has accepted the attempt: its reply says so, or an event that came before the reply."""
-        if self.awaits_reply:
-            self.awaits_reply = False
-            self.events.report(Accepted(choice=self.index, worker=self.worker_id, is_migrated=self.is_migrating))
-            self.is_migrating = False
-        if not self.is_accepted:
-            self.is_accepted = True
-            self.output.admit()
+        """Note that the worker has replied to the submission and accepted it. The first event may have come before the reply."""
+        if self.state is AttemptState.SENT:
+            self._accepted(AttemptState.ACCEPTED)
+        self._admit()
+
+    def leave_worker(self) -> None:
+        """Note that no worker has the request any more."""
+        self.worker_id = None
+        if self.state not in (AttemptState.WAITING, AttemptState.ENDED):
+            self._move(AttemptState.WAITING)
 
     def take(self, event: OutputEvent) -> bool:
         """Pass on what is new in an event; False if output before the event is missing, and nothing was passed on."""
         num_repeated = len(self.token_ids) - event.position
         if num_repeated < 0:
             return False
+        if self.state is not AttemptState.STREAMING:
+            self._accepted(AttemptState.STREAMING)
+            self._admit()
         num_chars = event.text_offset if self._num_chars is None else self._num_chars
         num_repeated_chars = num_chars - event.text_offset
         fresh = without_first(event, num_repeated, num_repeated_chars) if num_repeated or num_repeated_chars else event
@@ -184,9 +230,29 @@ class InFlightRequest:
 
     def end(self) -> None:
         """Note that no more output comes."""
-        self.has_ended = True
+        if not self.has_ended:
+            self._move(AttemptState.ENDED)
         if self._deadline is not None:
             self._deadline.cancel()
+
+    def _move(self, state: AttemptState) -> None:
+        """Go to another state. No other method changes it."""
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"Request {self.attempt.request_id} cannot go from {self.state.name} to {state.name}.")
+        self.state = state
+
+    def _accepted(self, state: AttemptState) -> None:
+        """Go to the state after the worker's reply, or after an event that came before it."""
+        awaited_reply = self.awaits_reply
+        self._move(state)
+        if awaited_reply:
+            self.events.report(Accepted(choice=self.index, worker=self.worker_id, is_migrated=self.is_migrating))
+            self.is_migrating = False
+
+    def _admit(self) -> None:
+        if not self.was_accepted:
+            self.was_accepted = True
+            self.output.admit()
 
     def _report_failure(self, error: str, failover: FailoverOutcome | None = None) -> None:
         self.events.report(Failed(choice=self.index, error=error, tokens_so_far=len(self.token_ids), failover=failover))
@@ -221,31 +287,28 @@ class InFlightRequest:
         return replace(event, usage=replace(usage, num_cached_tokens=self._usage.num_cached_tokens))
 
 
-class OutputListener(Protocol):
-    """Learns of the output of in-flight requests."""
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What happened to one output event.
 
-    def advanced(self, request: InFlightRequest, event: OutputEvent) -> None:
-        """The request has taken an event, which may be its last one."""
+    - `taken`: its request has taken it, and may have ended;
+    - `torn`: output before the event is missing;
+    - `lost`: the worker itself says that it has lost the request, with the reason `error`;
+    - `failed`: taking it raised `error`, which is a bug.
 
-    def handed_over(self, request: InFlightRequest) -> None:
-        """The worker has ended the attempt after the first token (`Request.prefill_only`): another worker continues."""
+    The connection expects no more events of the attempt unless it was taken and is not the last one.
+    """
 
-
-@dataclass(slots=True)
-class Undelivered:
-    """Requests that did not take one of a step's events; the worker's connection expects no more of them."""
-
-    lost: list[InFlightRequest] = field(default_factory=list)  # the worker itself says that it has lost them
-    reason: WorkerLost | None = None  # of `lost`, as the worker says
-    torn: list[InFlightRequest] = field(default_factory=list)  # output before the event is missing
-    failed: list[tuple[InFlightRequest, Exception]] = field(default_factory=list)  # handling the event raised an error
+    request: InFlightRequest
+    event: OutputEvent
+    outcome: Literal["taken", "torn", "lost", "failed"]
+    error: Exception | None = None
 
 
 class InFlightRequests:
     """The attempts that one worker has, by the attempt's request id."""
 
-    def __init__(self, listener: OutputListener) -> None:
-        self._listener = listener
+    def __init__(self) -> None:
         self._requests: dict[str, InFlightRequest] = {}
         self._empty = asyncio.Event()
         self._empty.set()
@@ -290,28 +353,23 @@ class InFlightRequests:
         """Wait until no attempt is left."""
         await self._empty.wait()
 
-    def dispatch(self, events: Iterable[OutputEvent]) -> Undelivered:
-        """Hand one engine step's events to their requests; events of unknown (withdrawn) attempts are dropped."""
-        undelivered = Undelivered()
+    def dispatch(self, events: Iterable[OutputEvent]) -> Iterator[Delivery]:
+        """Hand one engine step's events to their requests, one with each value; events of unknown (withdrawn) attempts are
+        dropped."""
         for event in events:
             request = self._requests.get(event.request_id)
             if request is None:
                 continue
-            try:
-                if event.error is not None and isinstance(error := event.error.error(), WorkerLost):
-                    self.remove(event.request_id)
-                    undelivered.lost.append(request)
-                    undelivered.reason = error
-                elif not request.take(event):
-                    self.remove(event.request_id)
-                    undelivered.torn.append(request)
-                else:
-                    if request.has_ended or event.is_handover:
-                        self.remove(event.request_id)
-                    self._listener.advanced(request, event)
-                    if event.is_handover and not request.has_ended:
-                        self._listener.handed_over(request)
-            except Exception as bug:  # it ends this request and no other
+            delivery = _deliver(request, event)
+            if delivery.outcome != "taken" or request.has_ended or event.is_handover:
                 self.remove(event.request_id)
-                undelivered.failed.append((request, bug))
-        return undelivered
+            yield delivery
+
+
+def _deliver(request: InFlightRequest, event: OutputEvent) -> Delivery:
+    try:
+        if event.error is not None and isinstance(error := event.error.error(), WorkerLost):
+            return Delivery(request, event, "lost", error)
+        return Delivery(request, event, "taken" if request.take(event) else "torn")
+    except Exception as bug:  # it ends this request and no other
+        return Delivery(request, event, "failed", bug)

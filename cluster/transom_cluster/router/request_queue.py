@@ -1,7 +1,7 @@
 """The router's request queue: requests that no worker has. It gives each request to the best worker that may take it.
 
-New requests enter the queue, and so do requests whose worker was lost: the queue hears what happens on all worker connections, and
-decides by the rule in `failover` which requests migrate. A request that no worker may take waits in the queue.
+New requests enter the queue, and so do requests whose worker was lost and that migrate (`worker_events`). A request that no worker
+may take waits in the queue.
 
 A worker may take a request unless
 
@@ -21,25 +21,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from transom_cluster.router.background_tasks import BackgroundTasks
-from transom_cluster.router.failover import (
-    RELEASE_TOKENS,
-    Cause,
-    LossReport,
-    after_loss,
-    lost_too_often,
-    poison,
-)
 from transom_cluster.router.in_flight_requests import InFlightRequest
-from transom_cluster.router.model_limits import NO_WORKER, ModelLimitsTracker
+from transom_cluster.router.model_limits import NO_WORKER
 from transom_cluster.router.quarantine import Quarantine
 from transom_cluster.router.timings import RouterTimings
 from transom_cluster.router.worker_connection import Attempts, ConnectionBroken, WorkerConnection
 from transom_cluster.routing.placer import Placer
-from transom_cluster.telemetry.request_events import FailoverOutcome, HandedOver, Lost, Queued, TurnedAway
-from transom_cluster.telemetry.router_metrics import RouterMetrics
-from transom_cluster.telemetry.tracebacks import traceback_lines
+from transom_cluster.telemetry.request_events import FailoverOutcome, Queued, TurnedAway
+from transom_cluster.telemetry.tracebacks import stack_of
 from transom_core.config import FailoverConfig, SchedulingPolicy
-from transom_core.contract import ErrorInfo, OutputEvent, Request, WorkerMessage
+from transom_core.contract import ErrorInfo, Request
 from transom_core.errors import Overloaded, RequestTimeout, WorkerLost
 
 logger = logging.getLogger("transom.router")
@@ -53,8 +44,7 @@ TOO_MANY = "{n} requests wait for a worker already; try again later."
 class RequestQueue:
     """Gives requests to the workers of `connections`, and again when they are lost.
 
-    The queue runs on one event loop and implements `ConnectionListener`. `wake_workers` asks for a worker where all were scaled
-    away.
+    The queue runs on one event loop. `wake_workers` asks for a worker where all were scaled away.
     """
 
     def __init__(
@@ -62,9 +52,7 @@ class RequestQueue:
         connections: Mapping[str, WorkerConnection],
         placer: Placer,
         config: FailoverConfig,
-        metrics: RouterMetrics,
         *,
-        limits: ModelLimitsTracker,
         policy: SchedulingPolicy = "fcfs",
         wake_workers: Callable[[], None],
         timings: RouterTimings,
@@ -72,12 +60,10 @@ class RequestQueue:
         self._connections = connections
         self._placer = placer
         self._config = config
-        self._metrics = metrics
-        self._limits = limits
         self._policy = policy
         self._wake_workers = wake_workers
         self._timings = timings
-        self._quarantine = Quarantine(max_lost_workers=config.max_lost_workers)
+        self.quarantine = Quarantine(max_lost_workers=config.max_lost_workers)
         self._submissions = BackgroundTasks()
         self._waiting: dict[InFlightRequest, None] = {}  # a set in the order of entry
         self._refusing: set[str] = set()  # workers that refused a request which waits; emptied at each retry
@@ -112,7 +98,7 @@ class RequestQueue:
                 by_worker.setdefault(request.worker_id, []).append(request)
         for worker_id, its_requests in by_worker.items():
             for request in its_requests:
-                self._leave_worker(request)
+                self.leave_worker(request)
             if (connection := self._connections.get(worker_id)) is not None:
                 connection.withdraw(its_requests)
 
@@ -123,94 +109,30 @@ class RequestQueue:
                 handle.cancel()
         await self._submissions.cancel()
 
-    # What happens on connections (`ConnectionListener`)
+    def leave_worker(self, request: InFlightRequest) -> None:
+        """Note that a request is not at its worker any more."""
+        self.end_quarantine(request)
+        request.leave_worker()
+        self._placer.ended(request.attempt.request_id)
 
-    def opened(self, connection: WorkerConnection) -> None:
-        """A worker takes requests from now on."""
-        assert connection.info is not None
-        self._placer.add_worker(connection.worker_id, connection.info)
-        self._metrics.worker_changed("joined")
-        open_limits = [one.limits for one in self._connections.values() if one.takes_requests]
-        self._limits.update(limits for limits in open_limits if limits is not None)
-        connection.cooldown_until_s = 0.0
-        self._place_soon()
+    def end_quarantine(self, request: InFlightRequest) -> None:
+        """Let the request's worker take another suspect, if this request was its suspect; or one on trial, which waits for it."""
+        connection = None if request.worker_id is None else self._connections.get(request.worker_id)
+        if connection is not None and connection.suspect is request:
+            connection.suspect = None
+            self.place_soon()
+        elif self.quarantine.has_trials:
+            self.place_soon()
 
-    def closed(self, connection: WorkerConnection) -> None:
-        """A worker's stream has ended."""
-        self._placer.remove_worker(connection.worker_id)
-        self._metrics.worker_changed("drained" if connection.is_closing else "lost")
+    def give_up(self, request: InFlightRequest, outcome: FailoverOutcome, error: Exception) -> None:
+        """End a request whose worker was lost."""
+        _log_error(request, "Request %s ends (%s) after %d losses.", outcome, request.record.num_losses)
+        request.fail(error, failover=outcome)
 
-    def received(self, connection: WorkerConnection, message: WorkerMessage) -> None:
-        """A worker's message has updates of its prefix index or its load."""
-        if not self._placer.update(connection.worker_id, message):
-            connection.resync()
-
-    def advanced(self, request: InFlightRequest, event: OutputEvent) -> None:
-        """A request has taken an event."""
-        if not request.has_begun:
-            request.has_begun = True
-            request.accept()
-        if event.usage is not None and event.token_ids:
-            self._placer.first_event(event.request_id, event.usage)
-        has_passed = request.num_new_tokens >= RELEASE_TOKENS  # the step that a worker was lost at
-        if request.has_ended or has_passed:
-            self._release(request)
-        if request.has_ended:
-            self._leave_worker(request)
-        elif not request.record.is_suspect:  # released, or another request was found to be the culprit
-            self._end_quarantine(request)
-
-    def handed_over(self, request: InFlightRequest) -> None:
-        """A prefill worker has ended an attempt with the first token: a worker that may decode continues."""
-        assert request.worker_id is not None
-        request.events.report(
-            HandedOver(choice=request.index, worker=request.worker_id, tokens_so_far=len(request.token_ids))
-        )
-        self._leave_worker(request)
-        request.refusals.clear()
-        self.enter([request])
-
-    def lost(
-        self, connection: WorkerConnection, requests: list[InFlightRequest], cause: Cause, reason: Exception | None
-    ) -> None:
-        """Requests cannot continue at their worker: they migrate, or end with an error."""
-        requests = [request for request in requests if not request.has_ended]
-        report = _loss_report(connection, reason)
-        for request in requests:
-            request.events.report(
-                Lost(
-                    choice=request.index,
-                    worker=connection.worker_id,
-                    cause=cause,
-                    loss_cause=report.cause if cause == "lost" else None,
-                    tokens_so_far=len(request.token_ids),
-                )
-            )
-            self._leave_worker(request)
-        decision = after_loss(requests, cause, self._config, report)
-        if cause == "lost" and requests:
-            self._metrics.lost(report.cause)
-            self._metrics.judged("suspected", len(decision.verdict.suspected))
-            self._metrics.judged("cleared", len(decision.verdict.cleared))
-            self._metrics.judged("culprit", len(decision.culprits))
-        for request in decision.culprits:
-            self._give_up(request, "poison", poison(request.record))
-        for request in decision.given_up:
-            self._give_up(request, "gave_up", lost_too_often(request.record))
-        for request in decision.migrating:
-            request.is_migrating = True
-            request.refusals.clear()
-        self._quarantine.watch(decision.migrating)
-        self.enter(decision.migrating)
-        self._place_soon()
-
-    def failed(self, request: InFlightRequest, error: Exception) -> None:
-        """Handling a request raised an error: it ends, if it has not ended yet."""
-        try:
-            self._leave_worker(request)
-        finally:
-            if not request.has_ended:
-                request.fail(error)
+    def place_soon(self) -> None:
+        """Place what waits in the event loop's next turn."""
+        if self._placing is None and self._waiting:
+            self._placing = asyncio.get_running_loop().call_soon(self._place_waiting)
 
     # Giving requests to workers
 
@@ -228,13 +150,13 @@ class RequestQueue:
                 continue
             refused = request.refusals if request in self._waiting else request.refusals.keys() | refusing
             willing = [one for one in available if one.worker_id not in refused]
-            allowed = self._quarantine.allowed(request, willing)
+            allowed = self.quarantine.allowed(request, willing)
             if allowed:
                 self._waiting.pop(request, None)
                 try:
                     worker_id = self._assign(request, [one.worker_id for one in allowed], available)
                 except Exception as error:  # a bug: no request may wait for ever because of it
-                    _log_error(request, "Request %s could not be placed.\n%s", _stack(error))
+                    _log_error(request, "Request %s could not be placed.\n%s", stack_of(error))
                     request.fail(error)
                     continue
                 groups.setdefault(worker_id, []).append((request, request.attempt))
@@ -271,11 +193,11 @@ class RequestQueue:
         """
         refusals = [info.error() for info in request.refusals.values()]
         full = next((error for error in refusals if isinstance(error, Overloaded)), None)
-        if full is not None and is_refused and not is_quarantined and not request.is_accepted:
+        if full is not None and is_refused and not is_quarantined and not request.was_accepted:
             self._waiting.pop(request, None)
             request.fail(full)
             return
-        if not request.is_accepted and request not in self._waiting and len(self._waiting) >= MAX_WAITING:
+        if not request.was_accepted and request not in self._waiting and len(self._waiting) >= MAX_WAITING:
             request.fail(Overloaded(TOO_MANY.format(n=len(self._waiting))))
             return
         if is_quarantined:  # suspects before it make progress, so that its wait is not for a worker
@@ -316,7 +238,7 @@ class RequestQueue:
         The request is placed again where another request of the submission was at fault (`error` is None), and where the worker
         is full or lost: then at another worker.
         """
-        self._leave_worker(request)
+        self.leave_worker(request)
         if error is None:
             return True
         if isinstance(error.error(), WorkerLost):
@@ -328,41 +250,10 @@ class RequestQueue:
         request.fail(error.error())
         return False
 
-    def _leave_worker(self, request: InFlightRequest) -> None:
-        """Note that a request is not at its worker any more."""
-        self._end_quarantine(request)
-        request.worker_id = None
-        self._placer.ended(request.attempt.request_id)
-
-    def _release(self, request: InFlightRequest) -> None:
-        """Forget the losses of a request that has made progress."""
-        if request.record.num_losses:
-            self._metrics.judged("released", int(request.record.is_suspect))
-            request.record.release()
-
-    def _end_quarantine(self, request: InFlightRequest) -> None:
-        """Let the request's worker take another suspect, if this request was its suspect; or one on trial, which waits for it."""
-        connection = None if request.worker_id is None else self._connections.get(request.worker_id)
-        if connection is not None and connection.suspect is request:
-            connection.suspect = None
-            self._place_soon()
-        elif self._quarantine.has_trials:
-            self._place_soon()
-
-    def _give_up(self, request: InFlightRequest, outcome: FailoverOutcome, error: Exception) -> None:
-        """End a request whose worker was lost."""
-        _log_error(request, "Request %s ends (%s) after %d losses.", outcome, request.record.num_losses)
-        request.fail(error, failover=outcome)
-
     def _expire(self, request: InFlightRequest) -> None:
         if not request.has_ended:
             self.withdraw([request])
             request.fail(RequestTimeout(LATE))
-
-    def _place_soon(self) -> None:
-        """Place what waits in the event loop's next turn."""
-        if self._placing is None and self._waiting:
-            self._placing = asyncio.get_running_loop().call_soon(self._place_waiting)
 
     def _place_waiting(self) -> None:
         self._placing = None
@@ -379,24 +270,13 @@ class RequestQueue:
                 del self._waiting[request]
                 error = WorkerLost(NO_WORKER.format(wait_s=self._config.wait_s))
                 if request.is_migrating:
-                    self._give_up(request, "gave_up", error)
+                    self.give_up(request, "gave_up", error)
                 else:
                     request.fail(error)
         self._place(self._in_order())
 
     def _in_order(self) -> list[InFlightRequest]:
         return sorted(self._waiting, key=lambda request: request.queue_order(self._policy))
-
-
-def _loss_report(connection: WorkerConnection, reason: Exception | None) -> LossReport:
-    max_num_seqs = None if connection.load is None else connection.load.max_num_seqs
-    if isinstance(reason, WorkerLost):
-        return LossReport(cause=reason.loss_cause, max_num_seqs=max_num_seqs, num_lost=reason.num_lost)
-    return LossReport(cause="silent" if isinstance(reason, TimeoutError) else "unknown", max_num_seqs=max_num_seqs)
-
-
-def _stack(error: Exception) -> str:
-    return "".join(traceback_lines(error, with_messages=False))
 
 
 def _log_error(request: InFlightRequest, message: str, *args: object) -> None:

@@ -29,6 +29,7 @@ from transom_cluster.router.request_queue import RequestQueue
 from transom_cluster.router.timings import RouterTimings
 from transom_cluster.router.worker_client import WorkerDirectory
 from transom_cluster.router.worker_connection import WorkerConnection
+from transom_cluster.router.worker_events import WorkerEvents
 from transom_cluster.router.worker_pool import WorkerPool
 from transom_cluster.routing.autoscaling import wanted_replicas
 from transom_cluster.routing.placer import Placer
@@ -97,21 +98,29 @@ class Router:
         self.limits = ModelLimitsTracker(wake_workers=workers.wake)
         self.connections: dict[str, WorkerConnection] = {}
         self.is_draining = False
+        placer = placer or Placer(config.routing_policy, seed=crc32(router_id.encode()), observer=self.metrics.routing)
         self.queue = RequestQueue(
             self.connections,
-            placer or Placer(config.routing_policy, seed=crc32(router_id.encode()), observer=self.metrics.routing),
+            placer,
+            config.failover,
+            policy=config.priorities.policy,
+            wake_workers=workers.wake,
+            timings=self.timings,
+        )
+        events = WorkerEvents(
+            self.connections,
+            self.queue,
+            placer,
             config.failover,
             self.metrics,
             limits=self.limits,
-            policy=config.priorities.policy,
-            wake_workers=workers.wake,
             timings=self.timings,
         )
         self._pool = WorkerPool(
             workers,
             router_id,
             connections=self.connections,
-            listener=self.queue,
+            events=events,
             metrics=self.metrics,
             timings=self.timings,
         )

@@ -16,7 +16,8 @@ from typing import Any
 from transom_cluster.router.background_tasks import BackgroundTasks
 from transom_cluster.router.timings import RouterTimings
 from transom_cluster.router.worker_client import WorkerClient, WorkerDirectory, describe_worker
-from transom_cluster.router.worker_connection import ConnectionListener, WorkerConnection
+from transom_cluster.router.worker_connection import WorkerConnection
+from transom_cluster.router.worker_events import WorkerEvents
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 
 logger = logging.getLogger("transom.router")
@@ -42,25 +43,28 @@ class WorkerPool:
         router_id: str,
         *,
         connections: dict[str, WorkerConnection],
-        listener: ConnectionListener,
+        events: WorkerEvents,
         metrics: RouterMetrics,
         timings: RouterTimings,
     ) -> None:
         self._directory = directory
         self._router_id = router_id
         self._connections = connections
-        self._listener = listener
+        self._events = events
         self._metrics = metrics
         self._timings = timings
         self._present: Mapping[str, WorkerClient] = {}  # as the directory said last
         self._tasks = BackgroundTasks()
+        self._followers: dict[str, asyncio.Task[None]] = {}  # by worker id
 
     def start(self) -> None:
         """Begin to watch the directory."""
         self._tasks.spawn(self._watch_directory())
 
     async def stop(self) -> None:
-        """Close all connections; their requests are handed over to the listener."""
+        """Close all connections; their requests are handled as lost."""
+        for connection in self._connections.values():
+            connection.is_draining = connection.is_closing = True
         await self._tasks.cancel()
         await asyncio.gather(*(connection.close() for connection in self._connections.values()))
         self._connections.clear()
@@ -85,18 +89,26 @@ class WorkerPool:
                 self._tasks.spawn(self._drain(connection))
 
     def _add(self, worker_id: str, client: WorkerClient) -> None:
-        connection = WorkerConnection(worker_id, client, self._router_id, self._listener, self._timings)
+        connection = WorkerConnection(worker_id, client, self._router_id, self._timings)
         self._connections[worker_id] = connection
-        connection.start()
+        self._followers[worker_id] = self._tasks.spawn(self._events.follow(connection))
         logger.info("Worker %s has appeared.", worker_id)
 
     async def _drain(self, connection: WorkerConnection) -> None:
         logger.info("Worker %s has disappeared (%d requests).", connection.worker_id, len(connection.in_flight))
-        num_moved = await connection.drain(self._timings.drain_s)
+        moved = await connection.drain(self._timings.drain_s)
+        if moved.requests:
+            request_ids = [request.attempt.request_id for request in moved.requests]
+            self._events.handle(connection, moved)
+            await connection.abort(request_ids)
         has_drained = connection.is_open and await _answers(connection, timeout_s=self._timings.last_call_timeout_s)
-        await connection.close(is_lost=not has_drained)
+        connection.is_closing = has_drained
+        follower = self._followers.pop(connection.worker_id)
+        follower.cancel()
+        await asyncio.wait((follower,))
+        await connection.close()
         if has_drained:
-            self._metrics.drained(num_moved=num_moved)
+            self._metrics.drained(num_moved=len(moved.requests))
         del self._connections[connection.worker_id]
         if (client := self._present.get(connection.worker_id)) is not None:  # it was missing for a moment only
             self._add(connection.worker_id, client)

@@ -20,3 +20,8 @@ def traceback_lines(error: BaseException, *, with_messages: bool) -> Iterator[st
         yield "Then:\n"
     yield from TracebackException.from_exception(error).stack.format()
     yield f"{type(error).__qualname__} (its message may quote a prompt; --log-prompts shows it)\n"
+
+
+def stack_of(error: BaseException) -> str:
+    """An error's traceback as one text, without messages."""
+    return "".join(traceback_lines(error, with_messages=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +18,19 @@ from tests.cluster.conftest import http_server, make_router, num_in_flight, runn
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.router import output_stream
-from transom_cluster.router.in_flight_requests import InFlightRequest, InFlightRequests, Undelivered
+from transom_cluster.router.in_flight_requests import (
+    TRANSITIONS,
+    AttemptState,
+    Delivery,
+    InFlightRequest,
+    InFlightRequests,
+)
 from transom_cluster.router.output_events import joined
 from transom_cluster.router.output_stream import MAX_BUFFERED, MAX_JOINED_TOKENS, OutputStream
 from transom_cluster.router.timings import RouterTimings
 from transom_cluster.router.worker_connection import WorkerConnection
+from transom_cluster.routing.placer import PlacementDecision
+from transom_cluster.routing.worker_view import HitTokens
 from transom_core.config import FailoverConfig
 from transom_core.contract import OutputEvent, Request, SamplingParams
 from transom_core.errors import WorkerLost
@@ -45,26 +54,26 @@ def event(start: int, stop: int, *, last: bool = False, request_id: str = "r") -
     )
 
 
-class Listener:
-    """Notes what a connection or its requests in flight tell."""
-
-    def __init__(self):
-        self.events = []
-
-    def advanced(self, one_request, event):
-        self.events.append(event)
-
-    def handed_over(self, one_request):
-        self.events.append("handed over")
-
-
 def in_flight_with(*requests: Request) -> tuple[InFlightRequests, OutputStream]:
-    in_flight, output = InFlightRequests(Listener()), OutputStream(requests)
+    in_flight, output = InFlightRequests(), OutputStream(requests)
     for index, one in enumerate(requests):
         one_request = InFlightRequest(output, index, one)
-        one_request.begin_attempt()
+        place(one_request)
+        one_request.send()
         in_flight.add(one_request)
     return in_flight, output
+
+
+def place(one_request: InFlightRequest) -> Request:
+    """Give the next attempt to a worker; not sent yet."""
+    one_request.begin_attempt()
+    decision = PlacementDecision(worker_id="w0", reason="least_loaded", predicted=HitTokens(0), index_version=0)
+    one_request.place(decision, policy="kv")
+    return one_request.attempt
+
+
+def dispatch(in_flight: InFlightRequests, events: Iterable[OutputEvent]) -> list[Delivery]:
+    return list(in_flight.dispatch(events))
 
 
 positions = st.integers(0, len(TEXT) - 1)
@@ -78,7 +87,7 @@ def test_duplicates_and_overlaps_are_dropped_by_position(ranges):
     for start, stop in [*map(sorted, ranges), (0, len(TEXT))]:
         start = min(start, end)
         end = max(end, stop)
-        in_flight.dispatch([event(start, stop, last=stop == len(TEXT))])
+        dispatch(in_flight, [event(start, stop, last=stop == len(TEXT))])
     events = [e for _, e in asyncio.run(output.next())]
     assert "".join(e.text for e in events) == TEXT
     assert [t for e in events for t in e.token_ids] == list(range(len(TEXT)))
@@ -88,31 +97,63 @@ def test_duplicates_and_overlaps_are_dropped_by_position(ranges):
 
 def test_a_resumed_request_goes_on_from_its_position():
     in_flight, output = in_flight_with(request(resumed_output_ids=(0, 1, 2)))
-    in_flight.dispatch([event(3, 5)])
+    dispatch(in_flight, [event(3, 5)])
     ((index, got),) = asyncio.run(output.next())
     assert (index, got.token_ids, got.text) == (0, (3, 4), TEXT[3:5])
 
 
 def test_a_request_of_which_output_is_missing_is_handed_back():
     in_flight, _ = in_flight_with(request())
-    undelivered = in_flight.dispatch([event(0, 2), event(4, 5)])
-    (torn,) = undelivered.torn
-    assert undelivered.lost == []
-    assert undelivered.failed == []
-    assert torn.token_ids == [0, 1]
-    assert in_flight.dispatch([event(5, 6), event(0, 1, request_id="unknown")]) == Undelivered()  # none is expected
+    taken, torn = dispatch(in_flight, [event(0, 2), event(4, 5)])
+    assert (taken.outcome, torn.outcome) == ("taken", "torn")
+    assert torn.request.token_ids == [0, 1]
+    assert dispatch(in_flight, [event(5, 6), event(0, 1, request_id="unknown")]) == []  # none is expected
     assert len(in_flight) == 0
 
 
 async def test_an_attempt_that_has_moved_meanwhile_is_not_marked_as_sent():
     worker = StubWorker(max_events=0)
     one_request = InFlightRequest(OutputStream([request()]), 0, request())
-    old = one_request.begin_attempt()
-    one_request.begin_attempt()
-    connection = WorkerConnection("w0", worker, "r0", Listener(), RouterTimings())  # type: ignore[arg-type]
+    old = place(one_request)
+    one_request.leave_worker()
+    place(one_request)
+    connection = WorkerConnection("w0", worker, "r0", RouterTimings())
     await connection.submit([(one_request, old)])
-    assert not one_request.is_sent
+    assert one_request.state is AttemptState.PLACED
     worker.kill()
+
+
+@pytest.mark.parametrize("state", AttemptState)
+@pytest.mark.parametrize("then", AttemptState)
+def test_a_request_goes_from_state_to_state_as_the_table_says(state: AttemptState, then: AttemptState) -> None:
+    one_request = InFlightRequest(OutputStream([request()]), 0, request())
+    one_request.state = state
+    if then in TRANSITIONS[state]:
+        one_request._move(then)
+        assert one_request.state is then
+        assert one_request.is_sent is (then.value in ("sent", "accepted", "streaming"))
+    else:
+        with pytest.raises(RuntimeError, match=f"from {state.name} to {then.name}"):
+            one_request._move(then)
+
+
+def test_the_table_of_transitions_lets_every_request_end_and_none_go_on_then() -> None:
+    assert TRANSITIONS.keys() == set(AttemptState)
+    assert [one for one in AttemptState if AttemptState.ENDED not in TRANSITIONS[one]] == [AttemptState.ENDED]
+    assert not TRANSITIONS[AttemptState.ENDED]
+
+
+def test_the_first_event_may_come_before_the_reply() -> None:
+    in_flight, output = in_flight_with(request())
+    (one_request,) = in_flight.requests
+    assert one_request.awaits_reply
+    dispatch(in_flight, [event(0, 1)])
+    assert one_request.state is AttemptState.STREAMING
+    one_request.accept()
+    assert one_request.state is AttemptState.STREAMING
+    asyncio.run(output.admitted())
+    one_request.leave_worker()
+    assert one_request.state is AttemptState.WAITING
 
 
 def test_a_slow_reader_gets_everything_and_few_events(monkeypatch):
@@ -127,11 +168,17 @@ def test_a_slow_reader_gets_everything_and_few_events(monkeypatch):
     in_flight, output = in_flight_with(request("a"), request("b"))
     count = 30 * MAX_BUFFERED
     for i in range(count):
-        in_flight.dispatch(
-            replace(
-                event(0, 1, request_id=one), position=i, text_offset=i, finish_reason="stop" if i == count - 1 else None
-            )
-            for one in ("a", "b")
+        dispatch(
+            in_flight,
+            (
+                replace(
+                    event(0, 1, request_id=one),
+                    position=i,
+                    text_offset=i,
+                    finish_reason="stop" if i == count - 1 else None,
+                )
+                for one in ("a", "b")
+            ),
         )
     got = asyncio.run(output.next())
     assert len(got) <= MAX_BUFFERED + 4 + 2 * count // MAX_JOINED_TOKENS
@@ -313,5 +360,5 @@ def test_text_that_trails_its_tokens_is_kept():
     in_flight, output = in_flight_with(request())
     held = replace(event(0, 2), text="t")
     rest = replace(event(2, 3), text="he", text_offset=1)
-    in_flight.dispatch([held, rest, rest])
+    dispatch(in_flight, [held, rest, rest])
     assert "".join(e.text for _, e in asyncio.run(output.next())) == "the"

@@ -1,0 +1,237 @@
+"""Handles what happens on the connections to workers: messages, output, and losses.
+
+`WorkerEvents.follow` keeps one connection open. It reads the connection's events and calls the request queue, the placer and the
+requests below it; none of these calls it. The rule in `failover` decides what happens to the requests of a lost worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+from transom_cluster.router.failover import (
+    RELEASE_TOKENS,
+    FailoverDecision,
+    LossReport,
+    after_loss,
+    lost_too_often,
+    poison,
+)
+from transom_cluster.router.in_flight_requests import Delivery, InFlightRequest
+from transom_cluster.router.model_limits import ModelLimitsTracker
+from transom_cluster.router.request_queue import RequestQueue
+from transom_cluster.router.timings import RouterTimings
+from transom_cluster.router.worker_connection import Lost, Opened, Received, WorkerConnection
+from transom_cluster.routing.placer import Placer
+from transom_cluster.telemetry.request_events import HandedOver
+from transom_cluster.telemetry.request_events import Lost as LostEvent
+from transom_cluster.telemetry.router_metrics import RouterMetrics
+from transom_cluster.telemetry.tracebacks import stack_of
+from transom_core.config import FailoverConfig
+from transom_core.contract import OutputEvent, WorkerMessage
+from transom_core.errors import WorkerLost
+
+logger = logging.getLogger("transom.router")
+
+
+class WorkerEvents:
+    """Follows the connections to all workers, on one event loop."""
+
+    def __init__(
+        self,
+        connections: Mapping[str, WorkerConnection],
+        queue: RequestQueue,
+        placer: Placer,
+        config: FailoverConfig,
+        metrics: RouterMetrics,
+        *,
+        limits: ModelLimitsTracker,
+        timings: RouterTimings,
+    ) -> None:
+        self._connections = connections
+        self._queue = queue
+        self._placer = placer
+        self._config = config
+        self._metrics = metrics
+        self._limits = limits
+        self._timings = timings
+
+    async def follow(self, connection: WorkerConnection) -> None:
+        """Keep a connection open until it drains, and handle what happens on it. Cancelling this ends the stream."""
+        pause_s = self._timings.first_reconnect_pause_s
+        while not connection.is_draining:
+            error: Exception | None = None
+            try:
+                async with contextlib.aclosing(connection.read()) as events:
+                    async for event in events:
+                        self.handle(connection, event)
+            except Exception as caught:
+                error = caught
+            finally:
+                lost = connection.lose(error)
+                if lost is not None:
+                    self.handle(connection, lost)
+            if lost is not None:
+                num_lost = len(lost.requests)
+                logger.warning(
+                    "The event stream of worker %s broke (%d requests): %r", connection.worker_id, num_lost, error
+                )
+                pause_s = self._timings.first_reconnect_pause_s
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, self._timings.longest_reconnect_pause_s)
+
+    def handle(self, connection: WorkerConnection, event: Opened | Received | Lost) -> None:
+        """Handle one event of a connection. Only a bug in `Opened` or in an update of the index raises: the stream ends then."""
+        match event:
+            case Opened():
+                self._opened(connection)
+            case Received(message):
+                self._received(connection, message)
+            case Lost():
+                if event.is_closed:
+                    self._closed(connection)
+                self._lost(connection, event)
+
+    def _opened(self, connection: WorkerConnection) -> None:
+        assert connection.info is not None
+        self._placer.add_worker(connection.worker_id, connection.info)
+        self._metrics.worker_changed("joined")
+        open_limits = [one.limits for one in self._connections.values() if one.takes_requests]
+        self._limits.update(limits for limits in open_limits if limits is not None)
+        connection.cooldown_until_s = 0.0
+        self._queue.place_soon()
+
+    def _closed(self, connection: WorkerConnection) -> None:
+        try:
+            self._placer.remove_worker(connection.worker_id)
+            self._metrics.worker_changed("drained" if connection.is_closing else "lost")
+        except Exception as bug:  # the attempts are handed over all the same
+            logger.error("Handling the loss of worker %s failed.\n%s", connection.worker_id, stack_of(bug))
+
+    def _received(self, connection: WorkerConnection, message: WorkerMessage) -> None:
+        """Take in updates of the worker's prefix index and load, and hand its output to the requests."""
+        has_news = message.kv is not None or message.load is not None
+        if has_news and not self._placer.update(connection.worker_id, message):
+            connection.resync()
+        undelivered = []
+        for delivery in connection.in_flight.dispatch(message.events):
+            taken = self._note(delivery)
+            if taken.outcome != "taken":
+                undelivered.append(taken)
+        torn = [one.request for one in undelivered if one.outcome == "torn"]
+        if torn:
+            logger.warning("Output of %d requests from worker %s is missing.", len(torn), connection.worker_id)
+            connection.abort_soon([request.attempt.request_id for request in torn])
+            self._lost(connection, Lost(torn, "torn"))
+        lost = [one for one in undelivered if one.outcome == "lost"]
+        if lost:
+            self._lost(connection, Lost([one.request for one in lost], "lost", lost[-1].error))
+        for one in undelivered:
+            if one.outcome == "failed":
+                connection.in_flight.remove(one.event.request_id)
+                self._fail(one.request, one.error)
+                connection.abort_soon([one.event.request_id])
+
+    def _note(self, delivery: Delivery) -> Delivery:
+        """Note the progress of a request that has taken its event. A bug here ends this request and no other."""
+        if delivery.outcome == "taken":
+            try:
+                self._advanced(delivery.request, delivery.event)
+            except Exception as bug:
+                return replace(delivery, outcome="failed", error=bug)
+        return delivery
+
+    def _advanced(self, request: InFlightRequest, event: OutputEvent) -> None:
+        """A request has taken an event, which may be its last one."""
+        if event.usage is not None and event.token_ids:
+            self._placer.first_event(event.request_id, event.usage)
+        has_passed = request.num_new_tokens >= RELEASE_TOKENS  # the step that a worker was lost at
+        if (request.has_ended or has_passed) and request.record.num_losses:
+            self._metrics.judged("released", int(request.record.is_suspect))
+            request.record.release()
+        if request.has_ended:
+            self._queue.leave_worker(request)
+        elif event.is_handover:
+            self._handed_over(request)
+        elif not request.record.is_suspect:  # released, or another request was found to be the culprit
+            self._queue.end_quarantine(request)
+
+    def _handed_over(self, request: InFlightRequest) -> None:
+        """A prefill worker has ended an attempt with the first token: a worker that may decode continues."""
+        assert request.worker_id is not None
+        request.events.report(
+            HandedOver(choice=request.index, worker=request.worker_id, tokens_so_far=len(request.token_ids))
+        )
+        self._queue.leave_worker(request)
+        request.refusals.clear()
+        self._queue.enter([request])
+
+    def _lost(self, connection: WorkerConnection, lost: Lost) -> None:
+        """Have requests that cannot continue at their worker migrate, or end with an error.
+
+        Should that fail, which would be a bug, they end, so that none waits for ever.
+        """
+        requests = [request for request in lost.requests if not request.has_ended]
+        try:
+            decision = self._judge(connection, requests, lost)
+            for request in decision.migrating:
+                request.is_migrating = True
+                request.refusals.clear()
+            self._queue.quarantine.watch(decision.migrating)
+            self._queue.enter(decision.migrating)
+            self._queue.place_soon()
+        except Exception as error:
+            for request in requests:
+                if not request.has_ended and request.worker_id in (None, connection.worker_id):
+                    self._fail(request, error)
+
+    def _judge(
+        self, connection: WorkerConnection, requests: list[InFlightRequest], lost: Lost
+    ) -> FailoverDecision[InFlightRequest]:
+        """Take lost requests from their worker, decide what happens to them, and end those that are given up."""
+        report = _loss_report(connection, lost.reason)
+        decision = after_loss(requests, lost.cause, self._config, report)
+        for request in requests:
+            request.events.report(
+                LostEvent(
+                    choice=request.index,
+                    worker=connection.worker_id,
+                    cause=lost.cause,
+                    loss_cause=report.cause if lost.cause == "lost" else None,
+                    tokens_so_far=len(request.token_ids),
+                )
+            )
+            self._queue.leave_worker(request)
+        if lost.cause == "lost" and requests:
+            self._metrics.lost(report.cause)
+            self._metrics.judged("suspected", len(decision.verdict.suspected))
+            self._metrics.judged("cleared", len(decision.verdict.cleared))
+            self._metrics.judged("culprit", len(decision.culprits))
+        for request in decision.culprits:
+            self._queue.give_up(request, "poison", poison(request.record))
+        for request in decision.given_up:
+            self._queue.give_up(request, "gave_up", lost_too_often(request.record))
+        return decision
+
+    def _fail(self, request: InFlightRequest, error: Exception | None) -> None:
+        """End a request whose handling raised an error, which would be a bug; other requests continue."""
+        assert error is not None
+        request_id = request.original.request_id
+        logger.error(
+            "Request %s failed in the router.\n%s", request_id, stack_of(error), extra={"request_id": request_id}
+        )
+        try:
+            self._queue.leave_worker(request)
+        finally:
+            if not request.has_ended:
+                request.fail(error)
+
+
+def _loss_report(connection: WorkerConnection, reason: Exception | None) -> LossReport:
+    max_num_seqs = None if connection.load is None else connection.load.max_num_seqs
+    if isinstance(reason, WorkerLost):
+        return LossReport(cause=reason.loss_cause, max_num_seqs=max_num_seqs, num_lost=reason.num_lost)
+    return LossReport(cause="silent" if isinstance(reason, TimeoutError) else "unknown", max_num_seqs=max_num_seqs)
