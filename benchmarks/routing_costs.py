@@ -154,7 +154,7 @@ def update_costs() -> dict[str, float]:
         assert plan is not None
         scheduler.receive(StepResult(step_id=plan.step_id, sampled_ids=[7] * sum(plan.sample)))
         stepped = perf_counter()
-        scheduler.cache.take_update()
+        scheduler.cache.changes.take()
         taken = perf_counter()
         scheduler.stats()
         _ = scheduler.waiting_tokens

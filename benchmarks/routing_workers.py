@@ -154,11 +154,11 @@ class ScheduledWorker:
 
     def whole_index(self) -> KvUpdate:
         """The whole prefix index."""
-        return self.scheduler.cache.whole_index()
+        return self.scheduler.cache.changes.whole()
 
     def take_update(self) -> KvUpdate | None:
         """The changes of the prefix index since the last call."""
-        return self.scheduler.cache.take_update()
+        return self.scheduler.cache.changes.take()
 
     def load(self) -> WorkerLoad:
         """The present load."""

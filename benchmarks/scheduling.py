@@ -72,7 +72,7 @@ def decode_step_ms(num_sequences: int, *, num_pages: int, num_steps: int = 160) 
         begin = perf_counter()
         scheduler.receive(result)
         receiving.append((perf_counter() - begin) * 1e3)
-        scheduler.cache.take_update()
+        scheduler.cache.changes.take()
     both = [sum(pair) for pair in zip(scheduling, receiving, strict=True)]
     return {
         "schedule": statistics.median(scheduling),

@@ -157,8 +157,8 @@ def check(
     compare([whole.token_ids for whole in rest], tails, where, later)
     seen.preemptions += engine.scheduler.work.num_preemptions
     seen.swaps += engine.scheduler.work.num_swaps
-    loads = engine.scheduler.cache.loads
-    seen.loaded_blocks += sum(loads.num_loaded) if loads is not None else 0
+    loads = engine.scheduler.cache.tiers.loads
+    seen.loaded_blocks += sum(loads.num_loaded)
     seen.hits += sum(whole.num_cached_tokens for whole in got + rest)
     seen.repaired += engine.scheduler.stats().outcome_tokens.get("repaired", 0)
     for report in engine.executor.rank_reports():

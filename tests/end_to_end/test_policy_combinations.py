@@ -139,8 +139,7 @@ def test_windows_with_a_host_tier(
         preemption_mode=mode,
     )
     found = check(engine, (window,), expected)
-    loads = engine.scheduler.cache.loads
-    assert loads is not None
+    loads = engine.scheduler.cache.tiers.loads
     assert sum(loads.num_loaded) > 0
     assert engine.scheduler.work.num_swaps > 0
     assert sum(whole.num_cached_tokens for whole in found) > 0

@@ -92,7 +92,7 @@ class WorkerReplica:
                 self.engine.transfer_store,
                 self._on_engine,
                 config.transfer,
-                peers=None if self.engine.scheduler.cache.host is None else peers,
+                peers=peers if self.engine.scheduler.cache.tiers.host.exists else None,
                 on_end=self._thread.stop_holding,
                 observer=self.engine.metrics.transfers,
             )

@@ -68,8 +68,8 @@ class Workers:
         engine._disk.watch.forget = lost  # type: ignore[method-assign]
         info = WorkerInfo(worker=name, max_model_len=512, vocab_size=1000, cache=engine.scheduler.cache.shape)
         self.placer.add_worker(name, info)
-        engine.scheduler.cache.take_update()
-        self.placer.update(name, WorkerMessage(kv=engine.scheduler.cache.whole_index(), load=engine.load()))
+        engine.scheduler.cache.changes.take()
+        self.placer.update(name, WorkerMessage(kv=engine.scheduler.cache.changes.whole(), load=engine.load()))
         return engine
 
     def stop(self, name: str) -> None:
@@ -86,7 +86,7 @@ class Workers:
             if engine._disk is not None:
                 engine._disk.watch.look()
                 engine._disk.take_news()
-            self.placer.update(name, WorkerMessage(kv=engine.scheduler.cache.take_update(), load=engine.load()))
+            self.placer.update(name, WorkerMessage(kv=engine.scheduler.cache.changes.take(), load=engine.load()))
 
     def serve(self, request: Request) -> tuple[str, Usage]:
         """Place one request and run it to its end; return its worker and what that found.

@@ -94,9 +94,8 @@ class Cluster:
             await replica._on_engine(lambda: None)
             cache = replica.engine.scheduler.cache
             assert not any(group.active_blocks for group in replica.engine.scheduler.stats().groups)
-            assert not cache.is_read_by_others
-            assert cache.imports is not None
-            assert not cache.imports.opened
+            assert not cache.tiers.exports.reads_device
+            assert not cache.tiers.imports.opened
 
     def outcomes(self, number: int) -> dict[tuple[str, str], float]:
         """What became of a worker's transfers, by direction and outcome."""

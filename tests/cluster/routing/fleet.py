@@ -117,11 +117,11 @@ class Worker:
     def _set_rates(self, rates: LoadRates) -> None:
         """Take the place of `ChangeLog.set_rates`, and note at which version the rates begin."""
         type(self.cache.changes).set_rates(self.cache.changes, rates)
-        self.rates[self.cache.index_version] = rates
+        self.rates[self.cache.changes.version] = rates
 
     def take_update(self) -> KvUpdate | None:
         """What changed since the last call; kept."""
-        update = self.cache.take_update()
+        update = self.cache.changes.take()
         if update is not None:
             self.updates.append(update)
         return update
@@ -150,7 +150,7 @@ class Fleet:
         for router in self.routers:
             for name, worker in self.workers.items():
                 router.placer.add_worker(name, worker.info)
-                router.coming[name].append(WorkerMessage(kv=worker.cache.whole_index(), load=worker.load))
+                router.coming[name].append(WorkerMessage(kv=worker.cache.changes.whole(), load=worker.load))
         self.differences: list[int] = []  # predicted at the version of the search
         self.late: list[int] = []  # predicted at another version
         self._system = [rng.randrange(50) for _ in range(SYSTEM_TOKENS)]
@@ -220,7 +220,7 @@ class Fleet:
         worker = self.workers[name]
         if self.rng.random() < 0.02:
             lose_windows(worker.cache)
-        if worker.cache.host is not None and self.rng.random() < 0.02:
+        if worker.cache.tiers.host.exists and self.rng.random() < 0.02:
             worker.cache.changes.set_rates(self._any_rates(len(worker.cache.shape.groups)))
         num_searches, num_finished = len(worker.searches), len(worker.driver.finished)
         worker.step()
@@ -276,7 +276,7 @@ class Fleet:
             for other in self.routers:
                 if update is not None:
                     other.coming[name].append(WorkerMessage(kv=update))
-            router.coming[name].append(WorkerMessage(kv=worker.cache.whole_index()))
+            router.coming[name].append(WorkerMessage(kv=worker.cache.changes.whole()))
 
 
 def run_by_run(updates: Sequence[KvUpdate], rates: Mapping[int, LoadRates]) -> Iterator[KvUpdate]:

@@ -62,7 +62,7 @@ def test_prediction_is_exact_at_the_version_of_the_search(mix: tuple[str, ...]) 
             assert keys_of_mirror(index, mirror) == expected
         for router in fleet.routers:
             mirror = router.placer.workers[name].mirror
-            assert mirror.version == worker.cache.index_version
+            assert mirror.version == worker.cache.changes.version
             assert keys_of_mirror(router.placer.index, mirror) == expected
         num_compared += len(worker.searches)
     assert num_compared >= NUM_COMPARED
@@ -125,7 +125,7 @@ def assert_exact(fleet: Fleet) -> list[Search]:
         loaded += [search for search in worker.searches if search.num_host_tokens]
         for router in fleet.routers:
             known = router.placer.workers[name].mirror
-            assert known.version == worker.cache.index_version
+            assert known.version == worker.cache.changes.version
             assert known.rates == worker.cache.changes.rates
     assert sum(len(worker.rates) for worker in fleet.workers.values()) > 1
     assert loaded
@@ -141,7 +141,7 @@ def test_a_request_preempted_before_its_first_token_tells_of_its_first_search() 
     driver.add(request("long", [*shared, *range(50, 90)], 4))
     introduced: dict[str, list[int]] = {}
     while driver.scheduler.has_work:
-        version = driver.scheduler.cache.index_version
+        version = driver.scheduler.cache.changes.version
         plan = driver.schedule()
         assert plan is not None
         for new in plan.new_sequences:

@@ -46,7 +46,7 @@ def serve(engine: Engine, begin: int, end: int) -> None:
         while engine.has_work:
             engine.step()
         engine.metrics.text()
-        engine.scheduler.cache.take_update()
+        engine.scheduler.cache.changes.take()
 
 
 @pytest.fixture

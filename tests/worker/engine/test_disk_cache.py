@@ -104,7 +104,7 @@ def test_within_one_engine_and_beside_other_requests(tiny_model: Path, tmp_path:
     assert [whole.token_ids for whole in wholes] == [tokens for tokens, _ in expected[:4]] * 2
     assert usage(engine).num_read > 0
     assert not engine._disk.is_busy
-    assert not engine.scheduler.cache.imports.opened  # type: ignore[union-attr]
+    assert not engine.scheduler.cache.tiers.imports.opened
     engine.shutdown()
 
 
@@ -176,7 +176,7 @@ def test_a_held_request_that_is_aborted_leaves_nothing(tiny_model: Path, tmp_pat
     first.shutdown()
     engine = engine_on(tiny_model, tmp_path)
     assert isinstance(engine._disk, EngineDiskTier)
-    imports = engine.scheduler.cache.imports
+    imports = engine.scheduler.cache.tiers.imports
     assert imports is not None
     engine.add(make_request("held", prompts(1)[0], max_tokens=6))
     engine.add(make_request("twin", prompts(1)[0], max_tokens=6))
@@ -203,7 +203,7 @@ def test_a_restart_of_the_ranks_ends_imports(tiny_model: Path, tmp_path: Path, f
     assert isinstance(executor, Fragile)
     engine.add(make_request("held", prompts(1)[0], max_tokens=6))
     assert isinstance(engine._disk, EngineDiskTier)
-    assert engine.scheduler.cache.is_fetching
+    assert engine.scheduler.cache.tiers.imports.is_fetching
     assert len(engine.scheduler.admission.waiting.held) == 1
     executor.is_lost = True
     (event,) = engine.step()
@@ -211,7 +211,7 @@ def test_a_restart_of_the_ranks_ends_imports(tiny_model: Path, tmp_path: Path, f
     assert event.error.kind == "WorkerLost"
     assert isinstance(engine._disk, EngineDiskTier)
     assert not engine._disk.is_busy
-    assert not engine.scheduler.cache.imports.opened  # type: ignore[union-attr]
+    assert not engine.scheduler.cache.tiers.imports.opened
     engine.step()
     assert answers(engine, prompts(1))[0][0] == expected[0][0]
     engine.shutdown()
@@ -250,9 +250,7 @@ def test_a_refused_request_begins_no_import(tiny_model: Path, tmp_path: Path, fa
         engine.add(make_request("refused", prompts(1)[0], max_tokens=6))
     while engine.has_work:
         engine.step()
-    digest = engine.scheduler.cache.imports
-    assert digest is not None
-    assert not digest.opened
+    assert not engine.scheduler.cache.tiers.imports.opened
     engine.shutdown()
 
 
@@ -304,8 +302,7 @@ def test_a_missing_file_is_tried_once(tiny_model: Path, tmp_path: Path, fast_rea
     engine = engine_on(tiny_model, tmp_path)
     assert isinstance(engine._disk, EngineDiskTier)
     (engine._disk.watch._ended).set()  # no listing but those of the test
-    index = engine.scheduler.cache.disk
-    assert index is not None
+    index = engine.scheduler.cache.tiers.disk
     num_files = index.num_blocks
     assert num_files == len(list(tmp_path.rglob("*.kv")))
     chain: list[bytes] = []

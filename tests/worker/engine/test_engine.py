@@ -223,9 +223,9 @@ def test_a_deadline_is_its_own_requests_alone(tiny_model: Path) -> None:
 
 def test_index_updates_have_what_can_be_found(engine: Engine) -> None:
     run(engine, [make_request("r", list(range(5, 45)), max_tokens=8)])
-    update = engine.scheduler.cache.take_update()
+    update = engine.scheduler.cache.changes.take()
     assert update is not None
     assert (update.after, update.version, update.whole) == (0, 2, False)
     assert [(run.action, run.group, len(run.digests)) for run in update.runs] == [("added", 0, 2)]
-    assert engine.scheduler.cache.take_update() is None
-    assert engine.scheduler.cache.whole_index().version == 2
+    assert engine.scheduler.cache.changes.take() is None
+    assert engine.scheduler.cache.changes.whole().version == 2

@@ -160,7 +160,7 @@ def test_an_engine_that_waits_for_an_export_sleeps_until_it_ends(tiny_model: Pat
     def export() -> BlockExport | None:
         chain: list[bytes] = []
         extend_chain(chain, chain_root(8), prompt, 8)
-        return cache.export_blocks(chain, cache.find(chain, len(prompt)))
+        return cache.tiers.exports.begin(chain, cache.find(chain, len(prompt)))
 
     opened = thread.call(export).result(WAIT_S)
     assert opened is not None
@@ -168,7 +168,7 @@ def test_an_engine_that_waits_for_an_export_sleeps_until_it_ends(tiny_model: Pat
     assert asleep.wait(WAIT_S)
     before = num_steps[0]
     assert thread.call(lambda: num_steps[0]).result(WAIT_S) <= before + 1
-    thread.call(lambda: cache.end_export(opened)).result(WAIT_S)
+    thread.call(lambda: cache.tiers.exports.end(opened)).result(WAIT_S)
     while not any(event.finish_reason for event in delivered.get(timeout=WAIT_S).events):
         pass
     thread.shutdown()

@@ -84,7 +84,7 @@ def test_a_prompt_in_the_host_tier_is_loaded_once(tiny_model: Path, name: str) -
         cache = engine.scheduler.cache
         while cache.eviction.evict_one():
             pass
-        cache._evict_unpinned("test")
+        cache.evict_unpinned("test")
         got = run(engine, wanted)
         assert [whole.token_ids for whole in got] == want[: len(got)]
         assert all(whole.num_cached_tokens == 192 for whole in got[:4])

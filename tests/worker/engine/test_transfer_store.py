@@ -18,8 +18,8 @@ from transom_core.kv_cache.groups import GroupSpec
 from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.tiers import DEVICE, HOST
-from transom_worker.engine.kept_imports import MAX_KEPT_S, KeptImports
 from transom_worker.engine.transfer_store import TransferStore
+from transom_worker.kvcache.tiers.kept_imports import MAX_KEPT_S, KeptImports
 from transom_worker.scheduling.scheduler import Scheduler
 
 
@@ -57,7 +57,9 @@ class Worker:
         shares = KvShares(groups=(arena.groups,), heads=(((0, 1),) * 2 * len(mix),))
         executor: Any = self.slabs
         self.now_s = 0.0
-        self.kept = KeptImports(self.cache, is_waiting=self.scheduler.waits_for_admission, clock=lambda: self.now_s)
+        self.kept = KeptImports(
+            self.cache.tiers.imports, is_waiting=self.scheduler.waits_for_admission, clock=lambda: self.now_s
+        )
         self.store = TransferStore(self.scheduler, executor, shares, self.kept)
 
     def compute(self, tokens: list[int], policy: WindowPolicy | None = None) -> None:
@@ -228,7 +230,7 @@ def test_what_is_exported_stays_and_an_emptied_cache_says_so() -> None:
     target.hold([*range(60), 1])
     query, offer = fetch(source, target)
     assert offer is not None
-    assert source.cache.is_read_by_others
+    assert source.cache.tiers.exports.reads_device
     plan = target.store.begin_import("i", query, offer)
     assert plan is not None
     first, *_ = plan.pieces[0]
@@ -242,7 +244,7 @@ def test_what_is_exported_stays_and_an_emptied_cache_says_so() -> None:
     target.store.publish_import("i", "held")
     assert not any(map(len, target.cache.index.tiers[HOST]))
     source.store.close_export("e")
-    assert not source.cache.is_read_by_others
+    assert not source.cache.tiers.exports.reads_device
     for worker in (source, target):
         worker.check()
         assert worker.cache.arena.num_free == worker.cache.arena.num_pages
@@ -315,8 +317,7 @@ def test_an_imported_prefix_is_kept_until_its_request_is_admitted(mix: tuple[str
         assert sequence.was_admitted
         assert sequence.num_cached_tokens == reach
     target.kept.end_admitted()
-    assert target.cache.imports is not None
-    assert not target.cache.imports.opened
+    assert not target.cache.tiers.imports.opened
     assert not any(group.held_blocks for group in target.scheduler.stats().host_groups)
     if how != "admitted":
         press(target, 3)
@@ -350,6 +351,5 @@ def test_an_import_whose_request_has_gone_is_not_kept() -> None:
     assert target.store.begin_import("i", query, offer) is not None
     target.scheduler.abort("held")
     target.store.publish_import("i", "held")
-    assert target.cache.imports is not None
-    assert not target.cache.imports.opened
+    assert not target.cache.tiers.imports.opened
     target.check()

@@ -80,7 +80,7 @@ class CacheDriver:
         self.loads: deque[list[BlockCopy]] = deque()  # that ranks were told of, in order
         self.num_loaded = 0  # blocks
         self.mirror = Mirror(len(self.specs))
-        self.mirror.apply(self.cache.whole_index())
+        self.mirror.apply(self.cache.changes.whole())
         self.sequences: list[CacheSequence] = []
         self.steps: deque[Step] = deque()
         self.truth: dict[tuple[int, bytes], list[tuple[int, bytes]]] = {}  # (group, digest) -> a block's contents
@@ -91,8 +91,7 @@ class CacheDriver:
     @property
     def num_spilled(self) -> int:
         """Blocks that went to the host tier."""
-        moves = self.cache.eviction.moves
-        return sum(moves.num_spilled) if moves is not None else 0
+        return sum(self.cache.tiers.moves.num_spilled)
 
     # Operations
 
@@ -113,7 +112,7 @@ class CacheDriver:
         tables = [RankTable(spec.num_sink_blocks) for spec in self.specs]
         sequence = CacheSequence(token_ids, tags, blocks, tables, scheduled=blocks.processed)
         self.sequences.append(sequence)
-        if not (self.cache.start_load(blocks) if blocks.to_load else self._extend(sequence, 1)):
+        if not (self.cache.start_load(blocks) if blocks.load.host_blocks else self._extend(sequence, 1)):
             self.sequences.remove(sequence)
             self.cache.release(blocks, kind=None)
             return False
@@ -121,7 +120,7 @@ class CacheDriver:
         self.cache.outcomes.count(hit, chain, num_tokens=len(token_ids), num_prompt_tokens=len(token_ids))
         after_hit = hit.num_hash_blocks if hit else 0
         self.cache.plan_checkpoints(blocks, [(units, kind) for units, kind in boundaries if units > after_hit])
-        self.num_repairs += blocks.repair_until > 0
+        self.num_repairs += blocks.repair.is_needed
         self._check()
         return True
 
@@ -131,7 +130,7 @@ class CacheDriver:
             sequence = self.sequences[index % len(self.sequences)]
             units = max(sequence.blocks.processed // BLOCK, sequence.blocks.num_published - 1) + 1 + units_ahead
             if units <= len(sequence.token_ids) // BLOCK:
-                self.cache.plan_fork_checkpoint(sequence.blocks, units)
+                self.cache.publishing.plan_fork_checkpoint(sequence.blocks, units)
 
     def plan(self, wanted: Sequence[tuple[int, int]]) -> None:
         """A step over (index of a sequence, tokens): each gets as many tokens as it gets blocks for."""
@@ -139,11 +138,11 @@ class CacheDriver:
         for index, count in dict(wanted).items():
             sequence = self.sequences[index % len(self.sequences)]
             count = min(count, len(sequence.token_ids) - sequence.scheduled)
-            is_free = sequence not in [row[0] for row in rows] and not sequence.blocks.load_ticket
+            is_free = sequence not in [row[0] for row in rows] and not sequence.blocks.load.ticket
             if count and is_free and self._extend(sequence, count):
                 self._tell_deltas(sequence)
                 rows.append((sequence, count))
-        step = Step(self.cache.take_copies())
+        step = Step(self.cache.copies.take())
         for sequence, count in rows:
             self._tell_moves(sequence)
             tables = [_by_logical(table.sink_blocks, table.run, table.first_block) for table in sequence.tables]
@@ -183,7 +182,7 @@ class CacheDriver:
 
     def load_all(self) -> None:
         """All loads are done, those that the ranks were not told of yet as well."""
-        if any(sequence.blocks.load_ticket for sequence in self.sequences):
+        if any(sequence.blocks.load.ticket for sequence in self.sequences):
             self.plan([])
             while self.steps:
                 self.receive()
@@ -241,8 +240,7 @@ class CacheDriver:
         assert stats.free_pages == stats.num_pages
         assert not any(stats.checkpoints.current.values())
         assert stats.fragmentation == 0.0
-        if self.cache.host is not None:
-            assert self.cache.host.arena.num_free == self.cache.host.arena.num_pages
+        assert self.cache.tiers.host.arena.num_free == self.cache.tiers.host.arena.num_pages
 
     # The model
 
@@ -254,14 +252,13 @@ class CacheDriver:
             found = [on_device | others for on_device, others in zip(found, in_host, strict=True)]
         expected = cheapest_hit(self.specs, found, chain, limit, unit=BLOCK, window_repair=repair)
         assert (hit.num_hash_blocks, hit.start) == expected
-        host = in_host if self.cache.host is not None else None
         assert hit == find_hit(
             self.cache.retentions,
             self.mirror.groups,
             chain,
             limit,
             window_repair=repair,
-            host=host,
+            host=in_host,
             rates=self.mirror.rates,
         )
         return hit
@@ -279,7 +276,7 @@ class CacheDriver:
         )
         done = self.cache.extend(sequence.blocks, end)
         # Neither refused while moving blocks would help, nor out of thin air. What a load writes cannot be moved.
-        is_loading = any(other.blocks.load_ticket for other in self.sequences)
+        is_loading = any(other.blocks.load.ticket for other in self.sequences)
         assert done == (packed <= self.layout.num_pages) or (is_loading and not done)
         if not done:
             self.num_refused += 1
@@ -298,7 +295,7 @@ class CacheDriver:
             assert not ours.run or theirs.first_block == ours.first_block
 
     def _compute(self, row: Row) -> None:
-        sequence, until = row.sequence, row.sequence.blocks.repair_until
+        sequence, until = row.sequence, row.sequence.blocks.repair.end
         for query in range(row.start, row.end):
             content = (query, sequence.tags[query])
             for group, (spec, table) in enumerate(zip(self.specs, row.tables, strict=True)):
@@ -332,16 +329,15 @@ class CacheDriver:
                 self.truth[group, chain[(block + 1) * step - 1]] = [(p, tags[p]) for p in positions]
 
     def _idle(self) -> list[CacheSequence]:
-        return [one for one in self.sequences if not one.num_in_flight and not one.blocks.load_ticket]
+        return [one for one in self.sequences if not one.num_in_flight and not one.blocks.load.ticket]
 
     def _check(self) -> None:
         check_cache(self.cache, [sequence.blocks for sequence in self.sequences])
-        self.mirror.apply(self.cache.take_update())
+        self.mirror.apply(self.cache.changes.take())
         assert self.mirror.tiers[: len(self.cache.index.tiers)] == [
             [set(group) for group in groups] for groups in self.cache.index.tiers
         ]
-        if self.cache.disk is not None:
-            assert self.mirror.tiers[DISK] == [set(group) for group in self.cache.disk.groups]
+        assert self.mirror.tiers[DISK] == [set(group) for group in self.cache.tiers.disk.groups]
         stats = self.cache.stats()
         assert sum(stats.outcome_tokens.values()) == self.num_prompt_tokens
         for group in stats.groups:

@@ -14,7 +14,7 @@ from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_core.kv_cache.window_repair import repair_start
 from transom_worker.kvcache.blocks.arena import FREE
 from transom_worker.kvcache.blocks.block_table import HOLE
-from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
+from transom_worker.kvcache.blocks.sequence_blocks import BlocksState, SequenceBlocks
 from transom_worker.kvcache.bounded_retention import BoundedRetention
 from transom_worker.kvcache.manager import KvCache
 
@@ -169,6 +169,8 @@ class Mirror:
 def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
     """Check the counts of every pool, that each block is in exactly one state, and that sequences have their live blocks."""
     sequences = list(sequences)
+    for sequence in sequences:
+        sequence.check()
     check_tree(cache)
     check_host(cache, sequences)
     for group, pool in enumerate(cache.pools):
@@ -208,7 +210,7 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
             retention = sequence.retentions[group]
             if isinstance(retention, BoundedRetention):
                 assert len(table.sink_blocks) + len(table.run) <= retention.max_blocks
-            elif sequence.processed >= sequence.repair_until and not sequence.to_load:
+            elif sequence.processed >= sequence.repair.end and sequence.state is BlocksState.READY:
                 live = live_blocks(retention.spec, sequence.processed)
                 assert all(table.at(logical) is not None for logical in live)
     assert cache.arena.num_free == cache.arena.owner.count(FREE)
@@ -216,15 +218,15 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
 
 def check_host(cache: KvCache, sequences: Sequence[SequenceBlocks]) -> None:
     """Each block of the host tier is needed by what says so, is a leftover that can be hit, or is free."""
-    host = cache.host
-    if host is None:
-        return
+    host = cache.tiers.host
     holds = held_digests(cache)[HOST]
     for group, pool in enumerate(host.pools):
         found = cache.index.tiers[HOST][group]
         needs = Counter({found[digest]: count for digest, count in holds[group].items()})
-        needs.update(block for sequence in sequences if sequence.to_load for block in sequence.to_load[group])
-        opened = cache.imports.opened if cache.imports is not None else []
+        needs.update(
+            block for sequence in sequences if sequence.load.host_blocks for block in sequence.load.host_blocks[group]
+        )
+        opened = cache.tiers.imports.opened
         needs.update(one.block for each in opened for one in each.blocks if one.group == group)
         needs.update(block for each in opened for of_group, block in each.in_host if of_group == group)
         needs.update(exported(cache, HOST, group))
@@ -244,7 +246,7 @@ def check_host(cache: KvCache, sequences: Sequence[SequenceBlocks]) -> None:
 
 def exported(cache: KvCache, tier: int, group: int) -> list[int]:
     """A tier's blocks of a group that exports need, once for each export."""
-    lent = [one for opened in cache.exports.opened for one in opened.blocks]
+    lent = [one for opened in cache.tiers.exports.opened for one in opened.blocks]
     return [one.block for one in lent if (one.tier, one.group) == (tier, group)]
 
 
@@ -298,7 +300,7 @@ def check_tree(cache: KvCache) -> None:
         by_block = {found[digest]: count for digest, count in counts.items()}
         assert by_block == {block: count for block, count in enumerate(cache.pools[group].pins) if count}
     locked = [blocks.base_node for blocks in cache.running.values()]
-    locked += [opened.locked for opened in (cache.imports.opened if cache.imports is not None else ())]
+    locked += [opened.locked for opened in cache.tiers.imports.opened]
     locks = Counter(id(node) for node in locked if node is not None and node.parent is not None)
     assert {id(node): node.locks for node in nodes if node.locks} == dict(locks)
     current = Counter(node.kind.value for node in nodes if node.windows is not None)

@@ -16,8 +16,8 @@ from transom_core.kv_cache import load_rates
 from transom_core.kv_cache.hashing import extend_chain
 from transom_core.kv_cache.tiers import DISK, HOST
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
-from transom_worker.kvcache.imports import BlockImport
 from transom_worker.kvcache.prefix.tree import CheckpointKind
+from transom_worker.kvcache.tiers.imports import BlockImport
 
 Contents = dict[int, Any]
 ALL_MIXES = (*MIXES, *ENTRY_MIXES)
@@ -33,7 +33,7 @@ class DiskDriver(CacheDriver):
 
     def __init__(self, mix: Sequence[str], *, num_pages: int, host_pages: int = 0) -> None:
         super().__init__(mix, num_pages=num_pages, host_pages=host_pages)
-        self.cache.store_on_disk()
+        self.cache.tiers.open_disk(self.layout)
         if self.cache.changes.rates is not None:
             self.cache.changes.set_rates(
                 self.cache.changes.rates._replace(token_ns=10**12)
@@ -61,7 +61,7 @@ class DiskDriver(CacheDriver):
             copies = self.loads.popleft()
             for copy in copies:
                 self._fetch(copy)
-            self.cache.commit_import(self.opened[copies[0].ticket])
+            self.cache.tiers.imports.publish(self.opened[copies[0].ticket])
             self._check()
         else:
             super().load()
@@ -71,25 +71,24 @@ class DiskDriver(CacheDriver):
         chain: list[bytes] = []
         extend_chain(chain, ROOT, token_ids, BLOCK)
         hit = self.cache.find(chain, len(token_ids), with_disk=True)
-        opened = self.cache.import_blocks(chain, hit)
+        opened = self.cache.tiers.imports.begin(chain, hit)
         self._check()
         if opened is not None:
-            self.opened[self.cache.fetch_import(opened)] = opened
+            self.opened[self.cache.tiers.imports.fetch(opened)] = opened
             self.num_imported += len(opened.blocks)
             self.plan([])
             while self.steps:
                 self.receive()
             while self.loads:
                 self.load()
-            assert self.cache.host is not None
             for one in opened.blocks:
-                assert self.cache.host.blocks[one.group][one.digest] == one.block
+                assert self.cache.tiers.host.blocks[one.group][one.digest] == one.block
         return opened
 
     def note_file(self, group: int, digest: bytes) -> None:
         """Have the cache know that a block has a file."""
-        if self.cache.disk is not None:
-            self.cache.disk.add(group, [digest])
+        if self.cache.tiers.disk.is_open:
+            self.cache.tiers.disk.add(group, [digest])
 
     def _store(self, copy: BlockCopy) -> None:
         contents = self.slabs[copy.source_tier].contents(copy.group, copy.source)
@@ -122,7 +121,7 @@ def run_after_import(driver: DiskDriver, token_ids: list[int]) -> bool:
     opened = driver.bring(token_ids)
     done = run(driver, token_ids)
     if opened is not None:
-        driver.cache.end_import(opened)
+        driver.cache.tiers.imports.end(opened)
         driver._check()
     return done
 
@@ -155,18 +154,18 @@ def test_a_reset_stores_nothing_and_voids_imports() -> None:
     driver = DiskDriver(("full",), num_pages=40, host_pages=40)
     assert run(driver, tokens(1, 60))
     driver.evict_all()
-    assert not driver.cache.take_copies()
+    assert not driver.cache.copies.take()
     chain = [bytes([number]) * 32 for number in range(8)]
     for digest in chain:
         driver.note_file(0, digest)
     hit = driver.cache.find(chain, 8 * BLOCK + 1, with_disk=True)
-    opened = driver.cache.import_blocks(chain, hit)
+    opened = driver.cache.tiers.imports.begin(chain, hit)
     assert opened is not None
     assert len(opened.blocks) == 8
     driver.cache.evict_all()
-    driver.cache.commit_import(opened)
-    assert not driver.cache.host.blocks[0]  # type: ignore[union-attr]
-    driver.cache.end_import(opened)
+    driver.cache.tiers.imports.publish(opened)
+    assert not driver.cache.tiers.host.blocks[0]
+    driver.cache.tiers.imports.end(opened)
     driver.finish()
 
 
@@ -177,7 +176,7 @@ def test_an_import_larger_than_the_host_tier_is_refused() -> None:
         driver.note_file(0, digest)
     hit = driver.cache.find(chain, 100 * BLOCK + 1, with_disk=True)
     assert hit.num_hash_blocks == 100
-    assert driver.cache.import_blocks(chain, hit) is None
+    assert driver.cache.tiers.imports.begin(chain, hit) is None
     driver.finish()
 
 
@@ -198,13 +197,13 @@ def test_the_device_gives_up_what_lies_above_an_import() -> None:
     chain = [*chain[: lower.boundary], bytes(32)]
     driver.note_file(0, bytes(32))
     hit = cache.find(chain, len(chain) * BLOCK + 1, with_disk=True)
-    opened = cache.import_blocks(chain, hit)
+    opened = cache.tiers.imports.begin(chain, hit)
     assert opened is not None
     assert opened.locked is lower
     while cache.eviction.evict_one():
         pass
     assert not any(cache.pools[0].pins)
-    cache.end_import(opened)
+    cache.tiers.imports.end(opened)
     driver.finish()
 
 
@@ -212,25 +211,24 @@ def test_an_import_keeps_what_it_goes_on_from_in_the_host_tier() -> None:
     """Blocks that were imported before are pinned by no node; room for the rest of the prefix is not made of them."""
     driver = DiskDriver(("full",), num_pages=40, host_pages=4)
     cache = driver.cache
-    assert cache.host is not None
     chain = [bytes([number]) * 32 for number in range(200)]
-    most = sum(len(cache.host.arena.blocks(page, 0)) for page in range(cache.host.arena.num_pages))
+    most = sum(len(cache.tiers.host.arena.blocks(page, 0)) for page in range(cache.tiers.host.arena.num_pages))
     begin, end = most // 2, most
     for digest in chain[:begin]:
         driver.note_file(0, digest)
-    first = cache.import_blocks(chain, cache.find(chain, begin * BLOCK + 1, with_disk=True))
+    first = cache.tiers.imports.begin(chain, cache.find(chain, begin * BLOCK + 1, with_disk=True))
     assert first is not None
-    cache.commit_import(first)
-    cache.end_import(first)
+    cache.tiers.imports.publish(first)
+    cache.tiers.imports.end(first)
     for digest in chain[begin : end + 1]:
         driver.note_file(0, digest)
     longer = cache.find(chain, (end + 1) * BLOCK + 1, with_disk=True)
-    assert cache.import_blocks(chain, longer) is None  # one block too many: it would have to evict what it needs
-    assert all(digest in cache.host.blocks[0] for digest in chain[:begin])
+    assert cache.tiers.imports.begin(chain, longer) is None  # one block too many: it would have to evict what it needs
+    assert all(digest in cache.tiers.host.blocks[0] for digest in chain[:begin])
     fits = cache.find(chain, end * BLOCK + 1, with_disk=True)
-    second = cache.import_blocks(chain, fits)
+    second = cache.tiers.imports.begin(chain, fits)
     assert second is not None
     assert len(second.blocks) == end - begin
-    assert all(digest in cache.host.blocks[0] for digest in chain[:begin])
-    cache.end_import(second)
+    assert all(digest in cache.tiers.host.blocks[0] for digest in chain[:begin])
+    cache.tiers.imports.end(second)
     driver.finish()

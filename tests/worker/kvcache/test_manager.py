@@ -52,7 +52,7 @@ def test_a_second_run_hits_all_but_the_last_hash_block(mix: tuple[str, ...]) -> 
 def test_prefix_caching_off_publishes_nothing() -> None:
     cache = cache_of("full", "window", caching=False)
     run(cache, list(range(40)))
-    assert cache.take_update() is None
+    assert cache.changes.take() is None
     assert cache.stats().free_pages == cache.stats().num_pages
 
 
@@ -104,12 +104,12 @@ def test_unread_changes_are_bounded_and_a_late_reader_gets_the_whole_index() -> 
     cache = cache_of("full")
     cache.changes.max_unread = 5
     run(cache, list(range(40)))
-    update = cache.take_update()
-    assert update == cache.whole_index()
+    update = cache.changes.take()
+    assert update == cache.changes.whole()
     assert update.whole
-    assert update.version == cache.index_version == 10
+    assert update.version == cache.changes.version == 10
     assert [len(run.digests) for run in update.runs] == [10]
-    assert cache.take_update() is None
+    assert cache.changes.take() is None
     assert not cache.changes.unread_runs
 
 
@@ -161,5 +161,5 @@ def test_random_sequences_keep_the_counts_right(mix: tuple[str, ...]) -> None:
             else:
                 assert before == [group.active_blocks for group in cache.stats().groups]
         check_cache(cache, [blocks for blocks, _ in running])
-        mirror.apply(cache.take_update())
+        mirror.apply(cache.changes.take())
         assert mirror.groups == [set(group) for group in cache.index.groups]

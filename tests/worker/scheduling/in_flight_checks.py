@@ -25,7 +25,7 @@ def check_waiters(scheduler: Scheduler) -> int:
         assert waiter.blocks is None
         assert num_needed * BLOCK < len(waiter.token_ids)
         if isinstance(producer, Load):
-            assert producer in scheduler.cache.unfinished_loads
+            assert producer in scheduler.cache.tiers.loads.by_ticket.values()
             assert producer.blocks.chain[0] == waiter.chain[0]
             continue
         assert producer in running
@@ -62,9 +62,7 @@ def check_places(scheduler: Scheduler) -> None:
 
 def check_loads(scheduler: Scheduler) -> None:
     """Every block that a load is known to bring is needed in the host tier, and the load has not ended."""
-    loads, host = scheduler.cache.loads, scheduler.cache.host
-    if loads is None or host is None:
-        return
+    loads, host = scheduler.cache.tiers.loads, scheduler.cache.tiers.host
     known = [(group, digest, load) for group, found in enumerate(loads.by_digest) for digest, load in found.items()]
     for group, digest, load in known:
         assert load in loads.by_ticket.values()

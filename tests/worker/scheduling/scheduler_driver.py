@@ -95,7 +95,7 @@ class Driver:
         self.max_model_len = max_model_len
         self.executor = ReplayExecutor(layout, load_after=load_after)
         self.mirror = Mirror(len(layout.groups))
-        self.mirror.apply(self.scheduler.cache.whole_index())
+        self.mirror.apply(self.scheduler.cache.changes.whole())
         self.work = WorkModel()
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -167,7 +167,7 @@ class Driver:
         """One turn of an engine: fill the pipeline, then take a result."""
         while self.schedule() is not None:
             self.check()
-        waits_for_others = self.scheduler.cache.is_read_by_others
+        waits_for_others = self.scheduler.cache.tiers.exports.reads_device
         assert self.in_flight or waits_for_others or not self.scheduler.has_work, "work, but nothing to do"
         if self.in_flight:
             self.receive()
@@ -186,10 +186,10 @@ class Driver:
         self.num_followed += check_waiters(scheduler)
         blocks = {id(s.blocks): s.blocks for s in scheduler.by_request.values() if s.blocks}
         blocks |= {id(s.swapped): s.swapped for s in scheduler.by_request.values() if s.swapped}
-        blocks |= {id(load.blocks): load.blocks for load in scheduler.cache.unfinished_loads}
+        blocks |= {id(load.blocks): load.blocks for load in scheduler.cache.tiers.loads.by_ticket.values()}
         blocks |= {id(s.blocks): s.blocks for step in scheduler.steps_in_flight for s in step.rows if s.blocks}
         check_cache(scheduler.cache, blocks.values())
-        self.mirror.apply(scheduler.cache.take_update())
+        self.mirror.apply(scheduler.cache.changes.take())
         for tier, groups in enumerate(scheduler.cache.index.tiers):
             assert self.mirror.tiers[tier] == [set(index) for index in groups]
 
@@ -230,5 +230,5 @@ class Driver:
         assert all(group.active_blocks == 0 for group in self.scheduler.stats().groups)
         self.scheduler.cache.evict_all()
         assert self.scheduler.stats().free_pages == self.scheduler.stats().num_pages
-        host = self.scheduler.cache.host
-        assert host is None or host.arena.num_free == host.arena.num_pages
+        host = self.scheduler.cache.tiers.host
+        assert host.arena.num_free == host.arena.num_pages

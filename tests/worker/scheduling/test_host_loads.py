@@ -103,12 +103,12 @@ def test_what_plans_copied_stays_when_one_runs_out_of_memory(steps_in_flight: in
 def test_a_load_is_made_though_its_plan_ran_out_of_memory() -> None:
     driver = spilled_driver(steps_in_flight=2)
     load_beside_another(driver)
-    (load,) = driver.scheduler.cache.unfinished_loads
-    ticket = load.blocks.load_ticket
+    (load,) = driver.scheduler.cache.tiers.loads.by_ticket.values()
+    ticket = load.blocks.load.ticket
     driver.schedule()
     driver.run_out_of_memory()
     assert driver.scheduler.by_request["again"].status is SequenceStatus.LOADING
-    assert load.blocks.load_ticket == ticket
+    assert load.blocks.load.ticket == ticket
     driver.run()
     assert driver.outputs["again"][0].num_host_tokens == 36
     driver.check_idle()

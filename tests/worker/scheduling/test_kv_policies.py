@@ -260,7 +260,7 @@ def random_run(seed: int, *, steps_in_flight: int, policies: Sequence[KvPolicy |
         max_model_len=80,
         min_shared_tokens=rng.choice([1, BLOCK, 20]),
     )
-    if one.scheduler.cache.host is not None:
+    if one.scheduler.cache.tiers.host.exists:
         one.scheduler.cache.changes.set_rates(LoadRates(1_000, (1,)))
     prefixes = [[rng.randrange(50) for _ in range(70)] for _ in range(2)]
     waiting = [f"r{i}" for i in range(12)]

@@ -40,7 +40,7 @@ def spill(driver: Driver, prompt: list[int], kv_policy: WindowPolicy | None = No
     cache = driver.scheduler.cache
     while cache.eviction.evict_one():
         pass
-    cache._evict_unpinned("test")
+    cache.evict_unpinned("test")
     assert not any(cache.index.groups)
 
 
@@ -136,7 +136,7 @@ def test_a_load_is_shared_though_its_request_is_gone(
 ) -> None:
     driver = spilled_driver(steps_in_flight=steps_in_flight, preemption_mode=mode)
     begin(driver, PROMPT, PROMPT)
-    (load,) = driver.scheduler.cache.unfinished_loads
+    (load,) = driver.scheduler.cache.tiers.loads.by_ticket.values()
     end(driver)
     driver.check()
     assert num_waiters(driver) == 1
@@ -207,7 +207,7 @@ def test_only_requests_of_one_kv_policy_share_a_load() -> None:
     while driver.schedule() is not None:
         driver.check()
     assert num_waiters(driver) == 2
-    assert len(list(driver.scheduler.cache.unfinished_loads)) == 2
+    assert len(list(driver.scheduler.cache.tiers.loads.by_ticket.values())) == 2
     driver.run()
     found = host_tokens(driver)
     assert [found[name] for name in ("w0", "w1")] == [(40, 40), (40, 0)]

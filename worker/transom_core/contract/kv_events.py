@@ -1,7 +1,7 @@
 """The messages by which a router keeps a mirror of a worker's prefix index, so that both search it with equal results.
 
 The prefix index maps the digest of each cached block (a hash of its tokens and all tokens before them) to the block, per KV cache
-group and tier (`tiers`). Of the disk tier it has the digests of the blocks that have files (`disk_index`). Its *version* is the
+group and tier (`tiers`). Of the disk tier it has the digests of the blocks that have files (`disk.index`). Its *version* is the
 number of changes since the worker's start.
 """
 

@@ -2,7 +2,7 @@
 
 Both arenas have the same groups, blocks and pages; the host's has another number of pages. Blocks move between the tiers by copies.
 What is on the disk is imported into the host tier for a request that needs it (`imports`); of its files only the digests are
-known (`disk_index`).
+known (`kvcache.tiers.disk.index`).
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 from transom_core.contract import Request
 from transom_core.kv_cache.hashing import extend_chain
-from transom_worker.engine.disk_watch import DiskWatch
-from transom_worker.engine.kept_imports import KeptImports
-from transom_worker.kvcache.imports import BlockImport
+from transom_worker.kvcache.tiers.disk.watch import DiskWatch
+from transom_worker.kvcache.tiers.imports import BlockImport
+from transom_worker.kvcache.tiers.kept_imports import KeptImports
 from transom_worker.scheduling.read_meter import ReadMeter
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepResult
@@ -79,10 +79,10 @@ class DiskImports:
             return None
         under_way = self._bringing(sequence.chain[: hit.num_hash_blocks])
         if under_way is None:
-            blocks = cache.import_blocks(sequence.chain, hit, sequence.retentions)
+            blocks = cache.tiers.imports.begin(sequence.chain, hit, sequence.retentions)
             if blocks is None:
                 return None
-            under_way = self._loading[cache.fetch_import(blocks)] = _Import(blocks)
+            under_way = self._loading[cache.tiers.imports.fetch(blocks)] = _Import(blocks)
         under_way.held.append(held := _Held(request, hit.memory_start, hit.start))
         return held
 
@@ -95,14 +95,14 @@ class DiskImports:
                 self._go_on(ended, was_read=True)
         for ticket in result.failed:
             if (ended := self._loading.pop(ticket, None)) is not None:
-                self._cache.end_import(ended.blocks)
+                self._cache.tiers.imports.end(ended.blocks)
                 self._watch.forget([(one.group, one.digest) for one in ended.blocks.blocks])
                 self._go_on(ended, was_read=False)
 
     def forget(self) -> None:
         """End all loads, since the ranks were restarted, and none will be reported. All requests have ended."""
         for one in self._loading.values():
-            self._cache.end_import(one.blocks)
+            self._cache.tiers.imports.end(one.blocks)
         self._loading = {}
 
     def _bringing(self, chain: Sequence[bytes]) -> _Import | None:

@@ -12,10 +12,10 @@ from pathlib import Path
 from transom_core.config import CacheConfig
 from transom_core.contract import Request
 from transom_worker.engine.disk_imports import DiskImports
-from transom_worker.engine.disk_watch import DiskWatch
-from transom_worker.engine.kept_imports import KeptImports
 from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
+from transom_worker.kvcache.tiers.disk.watch import DiskWatch
+from transom_worker.kvcache.tiers.kept_imports import KeptImports
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepResult
 
@@ -75,9 +75,9 @@ class EngineDiskTier(NoDiskTier):
         end_hold: Callable[[str, int], object],
     ) -> None:
         self._scheduler = scheduler
-        scheduler.cache.store_on_disk()
-        assert scheduler.cache.disk is not None  # a worker with a disk tier has a host tier
-        self.watch = DiskWatch(folder, scheduler.cache.disk)
+        tiers = scheduler.cache.tiers
+        tiers.open_disk(scheduler.cache.layout)
+        self.watch = DiskWatch(folder, tiers.disk)
         self._imports = DiskImports(scheduler, self.watch, kept, end_hold=end_hold)
 
     def on_news(self, call: Callable[[], object]) -> None:

@@ -31,13 +31,14 @@ from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.answer_grammars import AnswerGrammars
 from transom_worker.engine.deadlines import Deadlines
 from transom_worker.engine.disk_tier import NoDiskTier, open_disk_tier
-from transom_worker.engine.kept_imports import KeptImports
+from transom_worker.kvcache.tiers.kept_imports import KeptImports
 from transom_worker.engine.running_request import RunningRequest
 from transom_worker.engine.state_report import worker_load, worker_state
 from transom_worker.engine.step_pipeline import StepPipeline
 from transom_worker.engine.step_rates import StepRates
 from transom_worker.engine.transfer_store import TransferStore
 from transom_worker.execution.executor import Executor, ExecutorInfo
+from transom_worker.kvcache.tiers.kept_imports import KeptImports
 from transom_worker.kvcache.tiers.transfer.kv_store import KvStore
 from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
 from transom_worker.scheduling.outputs import SequenceOutput
@@ -119,7 +120,7 @@ class Engine:
         self.dead: Exception | None = None  # what ended the engine
         self.is_restarting = False
         self._kept_imports = KeptImports(
-            self.scheduler.cache, is_waiting=self.scheduler.waits_for_admission, clock=clock
+            self.scheduler.cache.tiers.imports, is_waiting=self.scheduler.waits_for_admission, clock=clock
         )
         self.transfer_store: KvStore | None = None  # None: this worker takes no part in KV transfer
         if info.shares is not None and config.cache.enable_prefix_caching:
@@ -172,7 +173,7 @@ class Engine:
             or self._has_unpublished_abort
             or self.executor.lost
         )
-        if others or not (self._made_no_plan and self.requests and self.scheduler.cache.is_read_by_others):
+        if others or not (self._made_no_plan and self.requests and self.scheduler.cache.tiers.exports.reads_device):
             return 0.0
         return max(0.0, min(MAX_BLOCKED_S, self._deadlines.next_s - self.clock()))
 

@@ -100,7 +100,7 @@ class EngineThread:
 
         def command() -> None:
             self._deliver_news([], with_load=True)
-            index = self._engine.scheduler.cache.whole_index()
+            index = self._engine.scheduler.cache.changes.whole()
             deliver(WorkerMessage(kv=index, load=self._engine.load()))
 
         self._post(command)
@@ -195,7 +195,7 @@ class EngineThread:
         A step in which a prompt was finished or a request ended has the load too, so that no router that knows of the event
         believes that the request's prompt still waits.
         """
-        kv, load, now_s = self._engine.scheduler.cache.take_update(), None, time.monotonic()
+        kv, load, now_s = self._engine.scheduler.cache.changes.take(), None, time.monotonic()
         taken: list[str] = []
         with_load = with_load or any(event.usage is not None or event.finish_reason is not None for event in events)
         if with_load or now_s - self._load_at_s > LOAD_PERIOD_S:

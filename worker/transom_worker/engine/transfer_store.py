@@ -13,12 +13,12 @@ from transom_core.kv_cache.hashing import extend_chain
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.prefix_search import PrefixHit, hit_limit
 from transom_core.kv_cache.tiers import HOST
-from transom_worker.engine.kept_imports import KeptImports
 from transom_worker.execution.executor import PIECE_BYTES, Executor
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
-from transom_worker.kvcache.imports import BlockImport
 from transom_worker.kvcache.tiers.block_format.convert import convert_blocks
 from transom_worker.kvcache.tiers.exports import BlockExport
+from transom_worker.kvcache.tiers.imports import BlockImport
+from transom_worker.kvcache.tiers.kept_imports import KeptImports
 from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan
 from transom_worker.scheduling.scheduler import Scheduler
 
@@ -45,7 +45,7 @@ class TransferStore:
             raise ValueError(f"it has the groups {[group.name for group in query.groups]}")
         hit = self._find(query)
         retentions = self._scheduler.policy_retentions.of(query.kv_policy)
-        opened = self._cache.export_blocks(query.chain, hit, retentions) if hit.start else None
+        opened = self._cache.tiers.exports.begin(query.chain, hit, retentions) if hit.start else None
         if opened is None:
             return None
         self._exports[export_id] = opened
@@ -75,7 +75,7 @@ class TransferStore:
     def close_export(self, export_id: str) -> None:
         """Give the references of an export back."""
         if (opened := self._exports.pop(export_id, None)) is not None:
-            self._cache.end_export(opened)
+            self._cache.tiers.exports.end(opened)
 
     # Target
 
@@ -120,7 +120,7 @@ class TransferStore:
             limit=len(query.chain),
         )
         retentions = self._scheduler.policy_retentions.of(query.kv_policy)
-        opened = self._cache.import_blocks(query.chain, hit, retentions)
+        opened = self._cache.tiers.imports.begin(query.chain, hit, retentions)
         if opened is None:
             return None
         self._imports[import_id] = opened
@@ -163,7 +163,7 @@ class TransferStore:
     def drop_import(self, import_id: str) -> None:
         """Free the blocks of an import that is not complete."""
         if (opened := self._imports.pop(import_id, None)) is not None:
-            self._cache.end_import(opened)
+            self._cache.tiers.imports.end(opened)
 
     def _find(self, query: PrefixQuery) -> PrefixHit:
         """The hit of a query's prefix here, as a request behind it would find it."""

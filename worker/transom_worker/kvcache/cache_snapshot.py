@@ -16,8 +16,9 @@ from transom_worker.kvcache.blocks.arena import Arena
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
 from transom_worker.kvcache.blocks.compaction import Compaction
 from transom_worker.kvcache.blocks.pool import GroupPool
-from transom_worker.kvcache.host_snapshot import HostSnapshot, HostSnapshots
 from transom_worker.kvcache.prefix.prefix_outcome import OutcomeCounts
+from transom_worker.kvcache.tiers.host_snapshot import HostSnapshot, HostSnapshots
+from transom_worker.kvcache.tiers.tiers import Tiers
 
 Name = tuple[bytes, int]  # (digest, logical index in its chain) of a published block
 
@@ -77,7 +78,7 @@ class CacheSnapshots:
         registry: BlockRegistry,
         compaction: Compaction,
         outcomes: OutcomeCounts,
-        host: HostSnapshots | None,
+        tiers: Tiers,
         *,
         clock: Callable[[], float],
     ) -> None:
@@ -86,7 +87,7 @@ class CacheSnapshots:
         self._registry = registry
         self._compaction = compaction
         self._outcomes = outcomes
-        self.host = host
+        self.host = HostSnapshots(tiers) if tiers.host.exists else None
         self._clock = clock
 
     def begin(self) -> None:

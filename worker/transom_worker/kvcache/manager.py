@@ -1,74 +1,67 @@
 """`KvCache`: manages all KV blocks of one worker: those of running sequences, and the prefix cache.
 
-Terms:
-
-    group        model layers that keep the same tokens for the same time, such as a sliding window (`groups`)
-    page         a part of the arena; it is leased to one group at a time and has that group's blocks (`arena`)
-    hash block   `--block-size` tokens with a digest; a prompt's chain is the list of its digests (`hashing`)
-    hit          the cached prefix that a sequence starts from (`prefix_search`)
-    publish      make a computed block findable under its digest
-    checkpoint   a boundary of a chain whose blocks the cache keeps, since clients may continue there (`checkpoints`)
-
-The life cycle of a sequence's blocks, as the scheduler drives it:
+The life cycle of a sequence's blocks, as the scheduler drives it (`kvcache` defines the terms, `sequence_blocks` has the states):
 
     hit = cache.find(chain, num_tokens)               the longest reusable prefix
     blocks = cache.begin(chain, root, hit=hit)        reference the cached blocks
+    if the state is AWAITS_LOAD:                      some of them are in the host tier
+        cache.start_load(blocks)                      allocate blocks on the device, and queue the copies
+        cache.finish_load(ticket)                     when the ranks have reported the load
     cache.plan_checkpoints(blocks, boundaries)
     each step:  cache.extend(blocks, end)             allocate blocks for the tokens that the step will compute
                 cache.advance(blocks, ids, processed) when it has answered: publish full blocks, free those outside of windows
     cache.release(blocks)                             the prefix cache keeps what was published
+    or cache.swap_out(blocks)                         move everything to the host tier; `swap_in` begins to load it again,
+                                                      `drop_swapped` gives it up
 
-Blocks are freed by processed tokens, whose step has answered, never by scheduled ones.
+Blocks are freed by processed tokens, whose step has answered, never by scheduled ones. Other callers use the cache's parts:
+`tiers` (imports, exports, loads), `changes` (what routers must know), `copies` (what the ranks must copy), `capacity`, `snapshots`.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from transom_core.contract.kv_events import CacheShape, KvUpdate
+from transom_core.contract.kv_events import CacheShape
 from transom_core.kv_cache.layout import ArenaLayout, check_block_sizes
 from transom_core.kv_cache.load_rates import LoadRates
 from transom_core.kv_cache.prefix_search import PrefixHit, find_hit, hit_limit, shared_digests
 from transom_core.kv_cache.retention import Retention
 from transom_core.kv_cache.retention_set import RetentionSet
-from transom_core.kv_cache.tiers import DEVICE, DISK, HOST
+from transom_core.kv_cache.tiers import DEVICE
 from transom_worker.kvcache.blocks.allocator import BlockAllocator
 from transom_worker.kvcache.blocks.arena import Arena
-from transom_worker.kvcache.blocks.block_copies import BlockCopy, CopyQueue
+from transom_worker.kvcache.blocks.block_copies import CopyQueue
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
 from transom_worker.kvcache.blocks.block_table import HOLE, GappedBlockTable
 from transom_worker.kvcache.blocks.capacity import Capacity
 from transom_worker.kvcache.blocks.compaction import Compaction
 from transom_worker.kvcache.blocks.pool import GroupPool
-from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
-from transom_worker.kvcache.bounded_retention import BoundedRetention
+from transom_worker.kvcache.blocks.sequence_blocks import BlocksState, PendingLoad, SequenceBlocks
 from transom_worker.kvcache.cache_snapshot import CacheSnapshots
 from transom_worker.kvcache.eviction.checkpoints import Checkpoints
 from transom_worker.kvcache.eviction.eviction_policy import EvictionPolicy, ReturnTimePolicy
-from transom_worker.kvcache.host_snapshot import HostSnapshots
-from transom_worker.kvcache.imports import BlockImport, Imports
 from transom_worker.kvcache.prefix.change_log import ChangeLog
 from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 from transom_worker.kvcache.prefix.prefix_outcome import OutcomeCounts
-from transom_worker.kvcache.prefix.tree import CheckpointKind
+from transom_worker.kvcache.prefix.tree import CheckpointKind, PrefixTree
 from transom_worker.kvcache.publishing import Publishing
-from transom_worker.kvcache.stats import CacheStats, HostGroupStats
-from transom_worker.kvcache.tiers.disk_index import DiskIndex
-from transom_worker.kvcache.tiers.disk_stores import DiskStores
-from transom_worker.kvcache.tiers.exports import BlockExport, Exports
+from transom_worker.kvcache.stats import CacheStats
+from transom_worker.kvcache.tiers.disk.stores import DiskStores
 from transom_worker.kvcache.tiers.host_tier import HostTier
-from transom_worker.kvcache.tiers.loads import Load, Loads
-from transom_worker.kvcache.tiers.swapping import Swapping, tables_with_holes
+from transom_worker.kvcache.tiers.loads import Load
+from transom_worker.kvcache.tiers.swapping import tables_with_holes
 from transom_worker.kvcache.tiers.tier_moves import TierMoves
+from transom_worker.kvcache.tiers.tiers import Prefixes, Tiers
 
 
 class KvCache:
     """All blocks of one worker. Not thread-safe.
 
-    `block_size` is that of a hash block in tokens, `policy` decides what is evicted (`ReturnTimePolicy` if None), `clock` gives
-    seconds.
+    `host_layout` is the host tier's arena (None: there is no host tier). `block_size` is that of a hash block in tokens, `policy`
+    decides what is evicted (`ReturnTimePolicy` if None), `clock` gives seconds.
 
     Raises:
         ConfigError: a group's block is neither a hash block nor one compressed entry, or no block of a group fits in a page.
@@ -91,56 +84,61 @@ class KvCache:
         self.enable_prefix_caching = enable_prefix_caching
         self.window_repair = window_repair
         self.retentions = RetentionSet.of((Retention(group.spec) for group in layout.groups), block_size=block_size)
+        # The device's blocks.
         self.arena = Arena(layout)
         self.pools = [GroupPool(self.arena, group) for group in range(len(layout.groups))]
-        strides = [group.stride_bytes for group in layout.groups]
-        self.index = PrefixIndex(len(layout.groups), num_tiers=1 if host_layout is None else 2)
-        self.changes = ChangeLog(self.index.tiers, None if host_layout is None else LoadRates.unmeasured(strides))
+        self.index = PrefixIndex(len(layout.groups))
+        self.changes = _change_log(self.index, layout, has_host=host_layout is not None)
         self.registry = BlockRegistry(
             layout, self.pools, self.index, self.changes, tier=DEVICE, block_size=block_size, clock=clock
         )
         self.copies = CopyQueue()
-        self.host: HostTier | None = None
-        if host_layout is not None:
-            self.host = HostTier(host_layout, self.index, self.changes, block_size=block_size, clock=clock)
-        self.disk: DiskIndex | None = None  # None: nothing is read from a disk tier
-        self.num_releases = 0  # grows whenever blocks may have become free
+        # The prefix tree, what is evicted from it, and where that goes.
+        host = HostTier(
+            host_layout or replace(layout, num_pages=0), self.index, self.changes, block_size=block_size, clock=clock
+        )
+        tree = PrefixTree(self.retentions, pins=(self.registry, host))
+        moves = TierMoves(tree, self.index, self.registry, self.pools, host, self.copies, layout=layout)
+        block_bytes = [group.block_bytes for group in layout.groups]
+        stores = DiskStores(tree, self.index, self.copies, block_bytes=block_bytes)
         self.checkpoints = Checkpoints(
             layout,
-            self.retentions,
+            tree,
+            moves,
+            stores,
             policy or ReturnTimePolicy(block_size),
             block_size=block_size,
             repair=window_repair,
             present=self.registry.has,
-            pin=self._pin,
-            unpin=self._unpin,
         )
         self.eviction = self.checkpoints.eviction
-        self.loads: Loads | None = None
-        self.imports: Imports | None = None
-        self.swapping: Swapping | None = None
-        if self.host is not None:
-            self.eviction.moves = TierMoves(
-                self.checkpoints.tree, self.index, self.registry, self.pools, self.host, self.copies, layout=layout
-            )
-            self.loads = Loads(self.registry, self.host, self.copies)
-            self.imports = Imports(self.retentions, self.index, self.host, self.checkpoints, block_size=block_size)
-            self.swapping = Swapping(self.host, self.copies, self.eviction.make_room)
+        self.tiers = Tiers(
+            host,
+            moves,
+            stores,
+            Prefixes(self.eviction.make_room, self.checkpoints.lock, self.checkpoints.unlock),
+            index=self.index,
+            changes=self.changes,
+            registry=self.registry,
+            copies=self.copies,
+            retentions=self.retentions,
+            block_size=block_size,
+        )
+        # Sequences.
         self.allocator = BlockAllocator(self.arena, self.pools, self.registry.evict, self.eviction.evict_one)
-        self.running: dict[int, SequenceBlocks] = {}  # by id()
-        self._publishing = Publishing(
-            self.registry, self.checkpoints, host=self.host, block_size=block_size, is_on=enable_prefix_caching
+        self.running: dict[int, SequenceBlocks] = {}  # by id(): those with blocks on the device
+        self.publishing = Publishing(
+            self.registry, self.checkpoints, host=host, block_size=block_size, is_on=enable_prefix_caching
         )
         self.compaction = Compaction(
-            self.arena, self.pools, self.registry, self.running, self.copies, self._fixed_blocks
+            self.arena, self.pools, self.registry, self.running, self.copies, self.tiers.fixed_blocks
         )
-        self.exports = Exports(
-            self.retentions, self.index, self.registry, self.host, self.copies, block_size=block_size
-        )
+        self._num_releases = 0
+        # What others ask.
         self.capacity = Capacity(self.retentions, self.arena, self.allocator)
         self.outcomes = OutcomeCounts(self.index, block_size=block_size)
         self.snapshots = CacheSnapshots(
-            self.arena, self.pools, self.registry, self.compaction, self.outcomes, self._host_snapshots(), clock=clock
+            self.arena, self.pools, self.registry, self.compaction, self.outcomes, self.tiers, clock=clock
         )
 
     # Searching
@@ -156,7 +154,7 @@ class KvCache:
         """Return the longest reusable prefix of `num_tokens` known tokens; at least one token is left to compute.
 
         `retentions` are those of a sequence with a KV policy. `with_disk`, the hit may need blocks from the disk tier, which
-        `import_blocks` takes host blocks for.
+        `tiers.imports` takes host blocks for.
         """
         return find_hit(
             retentions or self.retentions,
@@ -164,10 +162,29 @@ class KvCache:
             chain,
             hit_limit(num_tokens, self.block_size),
             window_repair=self.window_repair,
-            host=self.host.blocks if self.host is not None else None,
-            disk=self.disk.groups if with_disk and self.disk is not None else None,
+            host=self.tiers.host.blocks,
+            disk=self.tiers.disk.groups if with_disk else None,
             rates=self.changes.rates,
         )
+
+    def load_to_share(
+        self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
+    ) -> tuple[Load, list[int]] | None:
+        """Return the load under way that brings most of what a hit would load, and how many blocks of each group; None: none does.
+
+        `retentions` are as in `find`.
+        """
+        if not hit.num_loaded or not any(self.tiers.loads.by_digest):
+            return None
+        lacking = [
+            [
+                digest
+                for digest in shared_digests(retention, chain, hit, block_size=self.block_size)
+                if digest not in on_device
+            ]
+            for retention, on_device in zip(retentions or self.retentions, self.index.groups, strict=True)
+        ]
+        return self.tiers.loads.bringing_most(lacking)
 
     # A sequence from its hit to its release
 
@@ -185,24 +202,23 @@ class KvCache:
         `retentions` are those of a sequence with a KV policy; its `chain` must have a root of its own (`hashing.chain_root`).
         With `keeps_aside`, blocks that leave its tables keep their contents until the sequence is released.
 
-        Where the hit needs a window repair (computing cached tokens again for sliding windows), sliding groups get only their
-        sink blocks; the sequence computes their other blocks from `hit.start` on. Where it has blocks in the host tier, the
-        sequence needs those, and `start_load` must follow before it computes.
+        If the hit needs a window repair, sliding groups get only their sink blocks; the sequence computes their other blocks from
+        `hit.start` on. If it has blocks in the host tier, the sequence needs those, and its state is AWAITS_LOAD.
         """
         retentions = retentions or self.retentions
         blocks = SequenceBlocks.at(hit, chain, root, retentions, block_size=self.block_size, keeps_aside=keeps_aside)
-        blocks.is_private = any(isinstance(retention, BoundedRetention) for retention in retentions)
+        to_load: list[list[int]] = []
         for group, table in enumerate(blocks.tables):
-            found = self.index.groups[group]
+            found, in_host = self.index.groups[group], self.tiers.host.blocks[group]
             digests = blocks.shared_digests(retentions[group], block_size=self.block_size)
             shared = [found.get(digest, HOLE) for digest in digests]
             self.registry.ref(group, [block for block in shared if block != HOLE])
             table.append(shared)
             if hit is not None and hit.num_loaded:
-                assert self.host is not None
-                in_host = self.host.blocks[group]
-                blocks.to_load.append([in_host[digest] for digest in digests if digest not in found])
-                self.host.need(group, blocks.to_load[group])
+                to_load.append([in_host[digest] for digest in digests if digest not in found])
+                self.tiers.host.need(group, to_load[group])
+        if to_load:
+            blocks.move_to(BlocksState.AWAITS_LOAD, PendingLoad(to_load))
         blocks.base_node = self.checkpoints.lock(chain, blocks.num_published)
         self.running[id(blocks)] = blocks
         return blocks
@@ -211,59 +227,35 @@ class KvCache:
         """Allocate blocks on the device for what a sequence has in the host tier, and queue the copies; return False, with
         nothing changed, if memory is short. Arguments are as in `extend`.
 
-        The sequence must not compute, nor be released, before `finish_load` has its ticket, `blocks.load_ticket`.
+        The sequence must not compute, nor be released, before `finish_load` has its ticket, `blocks.load.ticket`.
         """
-        assert self.loads is not None
-        needs = [len(of_group) for of_group in blocks.to_load]
+        needs = [len(of_group) for of_group in blocks.load.host_blocks]
         targets = self._allocate(needs, [None] * len(needs), reserve=reserve, compact=compact)
         if targets is None:
             return False
-        self.loads.start(blocks, targets)
+        self.tiers.loads.start(blocks, targets)
         return True
 
     def finish_load(self, ticket: int) -> Load | None:
         """Note that the ranks have done a load: its blocks are found on the device now. Returns the load; None for a ticket that is
         not known any more.
         """
-        load = self.loads.finish(ticket) if self.loads is not None else None
+        load = self.tiers.loads.finish(ticket)
         if load is not None and load.blocks.base_node is not None:
             self.checkpoints.promote(load.blocks.base_node)
         return load
 
-    def load_to_share(
-        self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
-    ) -> tuple[Load, list[int]] | None:
-        """Return the load under way that brings most of what a hit would load, and how many blocks of each group; None: none does.
-
-        `retentions` are as in `find`.
-        """
-        if self.loads is None or not hit.num_loaded or not any(self.loads.by_digest):
-            return None
-        lacking = [
-            [
-                digest
-                for digest in shared_digests(retention, chain, hit, block_size=self.block_size)
-                if digest not in on_device
-            ]
-            for retention, on_device in zip(retentions or self.retentions, self.index.groups, strict=True)
-        ]
-        return self.loads.bringing_most(lacking)
-
     def plan_checkpoints(
         self, blocks: SequenceBlocks, boundaries: Sequence[tuple[int, CheckpointKind]], *, is_new: bool = True
     ) -> None:
-        """Plan checkpoints of an admitted sequence at these boundaries (hash blocks, behind the hit); `advance` places them.
+        """Plan checkpoints of an admitted sequence at these boundaries (hash blocks, after the hit); `advance` places them.
 
         One more is added where the sequence's chain parts from a cached one. From a new request (`is_new`: not one that was
         preempted) the cache learns what clients return to.
         """
-        if blocks.needs_repair:
-            self.outcomes.count_repair(blocks.repair_until - blocks.repair_from)
-        self._publishing.plan(blocks, boundaries, is_new=is_new)
-
-    def plan_fork_checkpoint(self, blocks: SequenceBlocks, boundary: int) -> None:
-        """Plan a checkpoint at a boundary (in hash blocks) ahead, where the chain of a waiting sequence parts from this one's."""
-        self._publishing.plan_fork_checkpoint(blocks, boundary)
+        if blocks.repair.is_needed:
+            self.outcomes.count_repair(blocks.repair.end - blocks.repair.start)
+        self.publishing.plan(blocks, boundaries, is_new=is_new)
 
     def extend(self, blocks: SequenceBlocks, end: int, *, reserve: int = 0, compact: bool = True) -> bool:
         """Allocate blocks of every group for positions below `end`; return False, with nothing changed, if memory is short.
@@ -293,8 +285,8 @@ class KvCache:
         blocks.processed = processed
         if processed < blocks.next_event_at:
             return
-        self._publishing.publish(blocks, token_ids, processed)
-        self._publishing.place_planned(blocks, processed)
+        self.publishing.publish(blocks, token_ids, processed)
+        self.publishing.place_planned(blocks, processed)
         blocks.next_event_at = (processed // self.block_size + 1) * self.block_size
         for group, (retention, table) in enumerate(zip(blocks.retentions, blocks.tables, strict=True)):
             if retention.keeps_everything:
@@ -309,172 +301,63 @@ class KvCache:
         self._left_table(blocks, group, table.remove(logicals))
 
     def release(self, blocks: SequenceBlocks, *, kind: CheckpointKind | None = CheckpointKind.GENERATION) -> None:
-        """Remove all references of a sequence. `kind` places a checkpoint behind its last whole hash block; None places none."""
-        self.num_releases += 1
+        """Remove all references of a sequence. `kind` places a checkpoint after its last whole hash block; None places none."""
         if kind is not None:
-            self._publishing.place_last(blocks, kind)
-        if blocks.to_load:
-            assert self.loads is not None
-            assert not blocks.load_ticket
-            self.loads.release(blocks)
-        for group, table in enumerate(blocks.tables):
-            self.registry.unref(group, table.take_all())
-        if blocks.base_node is not None:
-            self.checkpoints.unlock(blocks.base_node)
-            blocks.base_node = None
-        del self.running[id(blocks)]
-
-    def can_swap(self, blocks: SequenceBlocks) -> bool:
-        """Return whether a sequence could be swapped, if there is room: not in a window repair, whose blocks are inexact."""
-        return self.swapping is not None and not (blocks.is_repairing or blocks.lost_contents)
+            self.publishing.place_last(blocks, kind)
+        self.tiers.loads.release(blocks)
+        blocks.move_to(BlocksState.RELEASED)
+        self._leave_device(blocks)
 
     def swap_out(self, blocks: SequenceBlocks) -> bool:
         """Move a sequence's live blocks to the host tier and release it; return False, with nothing changed, if there is no room.
 
         No step in flight may compute it. Then `swap_in` must follow, or `drop_swapped`.
         """
-        assert self.swapping is not None
-        saved = self.swapping.save(blocks)
+        saved = self.tiers.swapping.save(blocks)
         if saved is None:
             return False
         tables = tables_with_holes(blocks)
-        self.release(blocks, kind=None)
-        blocks.tables, blocks.to_load, blocks.was_swapped = tables, saved, True
+        self._leave_device(blocks)
+        blocks.move_to(BlocksState.SWAPPED, PendingLoad(saved))
+        blocks.tables, blocks.was_swapped = tables, True
         blocks.capacity_tokens = -(-blocks.processed // self.block_size) * self.block_size
         return True
 
     def swap_in(self, blocks: SequenceBlocks, *, reserve: int = 0, compact: bool = True) -> bool:
         """Begin to load a swapped sequence; return False, with nothing changed, if memory is short. See `start_load`."""
-        self.running[id(blocks)] = blocks
         if not self.start_load(blocks, reserve=reserve, compact=compact):
-            del self.running[id(blocks)]
             return False
+        self.running[id(blocks)] = blocks
         blocks.tables_changed = True
         return True
 
-    # What comes from elsewhere, and goes there
-
-    def store_on_disk(self) -> None:
-        """From now on copy the blocks of nodes that leave the memory to the disk tier. What `disk` names can be found from then on,
-        provided that there is a host tier, through which everything from the disk comes.
-        """
-        self.eviction.stores = DiskStores(self.checkpoints.tree, self.index, self.copies)
-        if self.changes.rates is not None:
-            self.disk = DiskIndex(len(self.pools), self.changes)
-            strides = [group.stride_bytes for group in self.layout.groups]
-            self.changes.set_rates(self.changes.rates.with_unmeasured_reads(strides))
-
-    def store_best_first(self, *, piece_bytes: int) -> Iterator[None]:
-        """Queue copies of all nodes to the disk tier, most valuable ones first, and yield whenever about `piece_bytes` are queued,
-        which the caller must take.
-        """
-        num_queued, stored = len(self.copies.waiting), 0
-        for node in self.eviction.best_first():
-            assert self.eviction.stores is not None
-            self.eviction.stores.store(node, with_segment=True)
-            stored += sum(self.layout.groups[copy.group].block_bytes for copy in self.copies.waiting[num_queued:])
-            num_queued = len(self.copies.waiting)
-            if stored >= piece_bytes:
-                yield
-                num_queued, stored = len(self.copies.waiting), 0
-        if num_queued:
-            yield
-
-    def import_blocks(
-        self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
-    ) -> BlockImport | None:
-        """Take blocks of the host tier for what a hit that was found elsewhere, on the disk or at another worker, lacks here.
-        `retentions` are as in `find`.
-
-        None without a host tier, if nothing is missing, or if there is no room. Their contents must be written behind the copies
-        that are queued now; then `commit_import` or `end_import` follows.
-        """
-        return None if self.imports is None else self.imports.begin(chain, hit, retentions)
-
-    def fetch_import(self, opened: BlockImport) -> int:
-        """Queue a load of an import's blocks from the disk, and return its ticket."""
-        copies = [BlockCopy(one.group, 0, one.block, DISK, HOST, digest=one.digest) for one in opened.blocks]
-        opened.ticket = self.copies.add_load(copies)
-        return opened.ticket
-
-    @property
-    def is_fetching(self) -> bool:
-        """Whether an import waits for a load from the disk, which the ranks must be told of and asked for."""
-        return self.imports is not None and any(opened.is_fetching for opened in self.imports.opened)
-
-    def commit_import(self, opened: BlockImport) -> None:
-        """Publish the blocks of an import, whose contents are written; they stay until `end_import`."""
-        assert self.imports is not None
-        self.imports.publish(opened)
-
-    def end_import(self, opened: BlockImport) -> None:
-        """End an import: published blocks can be evicted from now on, others are free."""
-        assert self.imports is not None
-        self.imports.end(opened)
-
-    def export_blocks(
-        self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
-    ) -> BlockExport | None:
-        """Reference the blocks that a hit gives, so that another worker can read them; `end_export` must follow. `retentions` are
-        as in `find`.
-
-        None if some of them are still to be written by copies that no plan carries yet.
-        """
-        return self.exports.begin(chain, hit, retentions)
-
-    def end_export(self, opened: BlockExport) -> None:
-        """Give the references of an export back."""
-        self.exports.end(opened)
-        self.num_releases += 1
-
-    @property
-    def is_read_by_others(self) -> bool:
-        """Whether exports hold blocks on the device, which no preemption frees."""
-        return any(True for _ in self.exports.on_device())
-
-    @property
-    def unfinished_loads(self) -> Iterable[Load]:
-        """The loads that the ranks have not reported."""
-        return self.loads.by_ticket.values() if self.loads is not None else ()
-
-    def num_loading(self, ticket: int) -> list[int]:
-        """Return how many blocks of each group a load brings; zeros for a ticket that is not known."""
-        load = self.loads.by_ticket.get(ticket) if self.loads is not None else None
-        counts = Counter(copy.group for copy in load.copies) if load is not None else Counter[int]()
-        return [counts[group] for group in range(len(self.pools))]
-
-    def send_loads_again(self, tickets: Iterable[int]) -> None:
-        """Queue the copies of these loads again, under new tickets: it is unknown whether the ranks got them."""
-        if self.loads is not None:
-            self.loads.send_again(tickets)
-
-    def abandon_loads(self) -> None:
-        """Forget all loads, since the ranks were restarted."""
-        if self.loads is not None:
-            self.loads.abandon()
-
     def drop_swapped(self, blocks: SequenceBlocks) -> None:
         """Release the host's blocks of a swapped sequence."""
-        assert self.loads is not None
-        self.loads.release(blocks)
+        self.tiers.loads.release(blocks)
+        blocks.move_to(BlocksState.RELEASED)
 
     # State of the cache
+
+    @property
+    def num_releases(self) -> int:
+        """A number that grows whenever blocks may have become free, so that what did not fit is tried again."""
+        return self._num_releases + self.tiers.exports.num_ended
 
     def evict_all(self) -> None:
         """Evict every cached block of both tiers, and let none that is in use be found any more. What loads bring is not
         published.
         """
         self.eviction.drop_all()
-        self._evict_unpinned("reset")
+        self.evict_unpinned("reset")
         for pool in self.pools:
             self.registry.withdraw(pool.group, list(pool.published))
-        self.exports.make_void()
-        if self.host is not None and self.loads is not None:
-            self.loads.make_void()
-            if self.imports is not None:
-                self.imports.make_void()
-            self.host.empty("reset")
-        self.num_releases += 1
+        self.tiers.lose_contents()
+        self._num_releases += 1
+
+    def evict_unpinned(self, reason: str) -> None:
+        """Evict all cached blocks on the device that no node pins and no sequence references; `reason` is counted."""
+        for pool in self.pools:
+            self.registry.evict(pool.group, list(pool.evictable), reason)
 
     @property
     def shape(self) -> CacheShape:
@@ -484,29 +367,13 @@ class KvCache:
             block_size=self.block_size,
             window_repair=self.window_repair,
             enable_prefix_caching=self.enable_prefix_caching,
-            has_host_tier=self.host is not None,
-            has_disk_tier=self.disk is not None,
+            has_host_tier=self.tiers.host.exists,
+            has_disk_tier=self.tiers.disk.is_open,
         )
-
-    @property
-    def index_version(self) -> int:
-        """The number of changes of the prefix index since start."""
-        return self.changes.version
-
-    def take_update(self) -> KvUpdate | None:
-        """Return the changes of the prefix index since the last call; None if there are none."""
-        return self.changes.take()
-
-    def whole_index(self) -> KvUpdate:
-        """Return the whole content of the prefix index."""
-        return self.changes.whole()
-
-    def take_copies(self) -> list[BlockCopy]:
-        """Return the block copies since the last call, in order; the next plan must carry them."""
-        return self.copies.take()
 
     def stats(self) -> CacheStats:
         """Return pages and blocks by state, and evictions and outcomes since start."""
+        host = self.tiers.host
         return CacheStats(
             num_pages=self.arena.num_pages,
             free_pages=self.arena.num_free,
@@ -519,38 +386,21 @@ class KvCache:
             repair_tokens=self.outcomes.repair_tokens,
             checkpoints=self.checkpoints.counts.stats(),
             num_compacted_blocks=self.compaction.num_moved,
-            host_pages=0 if self.host is None else self.host.arena.num_pages,
-            host_free_pages=0 if self.host is None else self.host.arena.num_free,
-            host_groups=tuple(self._host_stats(group) for group in range(len(self.pools))),
+            host_pages=host.arena.num_pages,
+            host_free_pages=host.arena.num_free,
+            host_groups=self.tiers.host_stats([group.spec.name for group in self.layout.groups]),
             host_tokens=self.outcomes.host_tokens,
         )
 
-    def _host_snapshots(self) -> HostSnapshots | None:
-        """Return what takes snapshots of the host tier; None without one."""
-        moves = self.eviction.moves
-        if self.host is None or moves is None or self.loads is None or self.swapping is None or self.imports is None:
-            return None
-        return HostSnapshots(self.host, moves, self.loads, self.swapping, self.imports, self.exports)
-
-    def _host_stats(self, group: int) -> HostGroupStats:
-        """Return what a group has in the host tier, and what has moved."""
-        name = self.layout.groups[group].spec.name
-        if self.host is None or self.loads is None or self.swapping is None or self.eviction.moves is None:
-            return HostGroupStats(name=name)
-        pool = self.host.pools[group]
-        num_cached = len(pool.published)
-        return HostGroupStats(
-            name=name,
-            cached_blocks=num_cached,
-            other_blocks=pool.num_active + len(pool.evictable) - num_cached,
-            free_blocks=pool.num_free,
-            spilled_blocks=self.eviction.moves.num_spilled[group],
-            loaded_blocks=self.loads.num_loaded[group],
-            swapped_blocks=self.swapping.num_swapped_out[group],
-            evicted_blocks=self.host.registry.num_evicted()[group],
-            held_blocks=0 if self.imports is None else self.imports.num_held(group),
-            imported_blocks=0 if self.imports is None else self.imports.num_imported[group],
-        )
+    def _leave_device(self, blocks: SequenceBlocks) -> None:
+        """Remove a sequence's references and its lock, and empty its tables."""
+        self._num_releases += 1
+        for group, table in enumerate(blocks.tables):
+            self.registry.unref(group, table.take_all())
+        if blocks.base_node is not None:
+            self.checkpoints.unlock(blocks.base_node)
+            blocks.base_node = None
+        del self.running[id(blocks)]
 
     def _left_table(self, blocks: SequenceBlocks, group: int, gone: Sequence[tuple[int, int]]) -> None:
         """Free the (logical index, block id) pairs that left a sequence's table, or put them aside."""
@@ -562,12 +412,14 @@ class KvCache:
             blocks.tables[group].aside.update(gone)
             return
         self.registry.unref(group, [block for _, block in gone])
-        self.num_releases += len(gone)
+        self._num_releases += len(gone)
 
     def _allocate(
         self, needs: list[int], near: Sequence[int | None], *, reserve: int, compact: bool
     ) -> list[list[int]] | None:
-        """Return so many blocks of each group on the device, if possible behind `near`; None if memory is short (`extend`)."""
+        """Return `needs[group]` blocks of each group on the device, if possible after block `near[group]`; None if memory is short
+        (`extend`).
+        """
         if reserve and self.allocator.pages_needed([need + reserve for need in needs]) is None:
             return None
         if self.allocator.pages_needed(needs) is None:
@@ -575,7 +427,7 @@ class KvCache:
                 return None
             while self.eviction.evict_one():
                 pass
-            self._evict_unpinned("compaction")
+            self.evict_unpinned("compaction")
             self.compaction.clear(cleared)
         taken = self.allocator.allocate_all(needs, near)
         for group, ids in enumerate(taken):
@@ -583,29 +435,9 @@ class KvCache:
                 self.registry.taken(group, ids)
         return taken
 
-    def _fixed_blocks(self) -> Iterable[tuple[int, int]]:
-        """Yield (group, block) of the device's blocks that compaction must not move."""
-        yield from self.exports.on_device()
-        if self.loads is not None:
-            yield from self.loads.targets()
 
-    def _pin(self, tier: int, group: int, digests: Iterable[bytes]) -> None:
-        """Pin a tier's blocks under these digests for a node of the prefix tree."""
-        if tier == DEVICE:
-            self.registry.pin(group, digests)
-        else:
-            assert self.host is not None
-            self.host.need(group, map(self.host.blocks[group].__getitem__, digests))
-
-    def _unpin(self, tier: int, group: int, digests: Iterable[bytes]) -> None:
-        """Remove a node's pins from a tier's blocks under these digests."""
-        if tier == DEVICE:
-            self.registry.unpin(group, digests)
-        else:
-            assert self.host is not None
-            self.host.release(group, map(self.host.blocks[group].__getitem__, digests))
-
-    def _evict_unpinned(self, reason: str) -> None:
-        """Evict all cached blocks on the device that no node pins and no sequence references."""
-        for pool in self.pools:
-            self.registry.evict(pool.group, list(pool.evictable), reason)
+def _change_log(index: PrefixIndex, layout: ArenaLayout, *, has_host: bool) -> ChangeLog:
+    """Return the log of an index whose host tier routers are told of only if there is one; without one there are no load rates."""
+    if not has_host:
+        return ChangeLog((index.groups,))
+    return ChangeLog(index.tiers, LoadRates.unmeasured([group.stride_bytes for group in layout.groups]))

@@ -41,7 +41,7 @@ class Publishing:
         registry: BlockRegistry,
         checkpoints: Checkpoints,
         *,
-        host: HostTier | None,
+        host: HostTier,
         block_size: int,
         is_on: bool,
     ) -> None:
@@ -71,7 +71,7 @@ class Publishing:
                     planned[continuation.parts_at] = CheckpointKind.FORK
             elif blocks.base_node is not None:
                 blocks.num_returns = blocks.base_node.num_returns
-            parted = hit.full_groups_reach > hit.num_hash_blocks or blocks.needs_repair
+            parted = hit.full_groups_reach > hit.num_hash_blocks or blocks.repair.is_needed
             if parted and blocks.retentions.full_groups:
                 planned[hit.full_groups_reach] = CheckpointKind.FORK
         planned.update(boundaries)
@@ -89,25 +89,25 @@ class Publishing:
     def publish(self, blocks: SequenceBlocks, token_ids: Sequence[int], processed: int) -> None:
         """Publish the whole blocks among the `processed` tokens that are not published yet."""
         num_whole = processed // self._block_size
-        nothing_new = num_whole <= blocks.num_published and not blocks.is_repairing
-        if not self._is_on or blocks.is_private or processed < blocks.repair_until or nothing_new:
+        nothing_new = num_whole <= blocks.num_published and not blocks.repair.is_under_way
+        if not self._is_on or blocks.is_private or processed < blocks.repair.end or nothing_new:
             return
         if len(blocks.chain) < num_whole:
             extend_chain(blocks.chain, blocks.root, token_ids, self._block_size)
         for group, (retention, table) in enumerate(zip(blocks.retentions, blocks.tables, strict=True)):
             begin = blocks.num_published
-            if blocks.is_repairing and not retention.keeps_everything:
-                begin = retention.first_live_block(blocks.repair_until)
+            if blocks.repair.is_under_way and not retention.keeps_everything:
+                begin = retention.first_live_block(blocks.repair.end)
             step = retention.block_size // self._block_size
             self._publish(group, table, begin // step, num_whole // step, blocks.chain)
         blocks.num_published = num_whole
-        blocks.repair_done = True
+        blocks.repair.is_published = True
 
     def place_planned(self, blocks: SequenceBlocks, processed: int) -> None:
         """Place the checkpoints whose boundaries the sequence has passed."""
         while blocks.planned_checkpoints and blocks.planned_checkpoints[0][0] <= blocks.num_published:
             boundary, kind = blocks.planned_checkpoints[0]
-            if processed < boundary * self._block_size or processed < blocks.repair_until:
+            if processed < boundary * self._block_size or processed < blocks.repair.end:
                 return
             del blocks.planned_checkpoints[0]
             self._place(blocks, boundary, kind)
@@ -120,7 +120,7 @@ class Publishing:
         complete = (
             self._is_on
             and not (blocks.is_private or blocks.lost_contents)
-            and blocks.processed >= blocks.repair_until
+            and blocks.processed >= blocks.repair.end
             and boundary <= blocks.num_published
         )
         if boundary and complete:
@@ -129,7 +129,7 @@ class Publishing:
     def _publish(self, group: int, table: BlockTable, begin: int, end: int, chain: Sequence[bytes]) -> None:
         """Publish logical blocks `[begin, end)` of a table on the device; leftovers of the host tier with equal contents go."""
         published = self._registry.publish(group, table, begin, end, chain)
-        if self._host is not None and published:
+        if published:
             self._host.forget_leftovers(group, published)
 
     def _place(self, blocks: SequenceBlocks, boundary: int, kind: CheckpointKind) -> None:
@@ -145,7 +145,7 @@ class Publishing:
             kept = end if retention.keeps_everything else min(end, retention.num_sink_blocks)  # pinned with the segment
             self._publish(group, table, owned // step, kept, chain)
             # Below the live blocks of the repair's end, what the repair computed is inexact.
-            first = max(kept, table.first_block, retention.first_live_block(blocks.repair_until))
+            first = max(kept, table.first_block, retention.first_live_block(blocks.repair.end))
             self._publish(group, table, first, end, chain)
             if not self._registry.has_all(group, chain, owned // step, kept):
                 return

@@ -39,7 +39,7 @@ from itertools import islice
 from transom_core.config import PreemptionMode
 from transom_core.kv_cache.hashing import extend_chain
 from transom_core.kv_cache.prefix_search import PrefixHit
-from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
+from transom_worker.kvcache.blocks.sequence_blocks import BlocksState, SequenceBlocks
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.prefix.tree import CheckpointKind
 from transom_worker.kvcache.tiers.loads import Load
@@ -117,7 +117,7 @@ class AdmissionControl:
                 return num_fitting
             victim = self.running.last
             if victim is sequence and len(self.running) == 1:
-                if not (steps_in_flight or self.cache.is_read_by_others):
+                if not (steps_in_flight or self.cache.tiers.exports.reads_device):
                     raise RuntimeError(f"{sequence.request.request_id} was admitted as fitting, and does not fit alone")
                 return 0  # when the step in flight has answered, blocks that slid out of windows are freed
             if victim.num_in_flight:
@@ -167,7 +167,7 @@ class AdmissionControl:
 
     def abandon_loads(self) -> None:
         """Forget all loads, since the ranks were restarted."""
-        for load in self.cache.unfinished_loads:
+        for load in self.cache.tiers.loads.by_ticket.values():
             self.in_flight_prefixes.ended(load)
         for sequence in self.moves.abandon_loads():
             self.release_after_step(sequence)
@@ -268,7 +268,7 @@ class AdmissionControl:
         if (found := self.in_flight_prefixes.producer_for(sequence, hit)) is not None:
             producer, num_hash_blocks = found
             assert producer.blocks is not None
-            self.cache.plan_fork_checkpoint(producer.blocks, num_hash_blocks)
+            self.cache.publishing.plan_fork_checkpoint(producer.blocks, num_hash_blocks)
         elif (shared := self.cache.load_to_share(sequence.chain, hit, sequence.retentions)) is not None:
             producer, num_blocks = shared
             if not self.in_flight_prefixes.is_worth_waiting(sequence, hit, num_blocks):
@@ -285,7 +285,7 @@ class AdmissionControl:
         Returns how many tokens it starts with; 0: it loads blocks from the host tier first; None: it does not fit. `busy`: other
         sequences hold blocks.
         """
-        index_version = self.cache.index_version
+        index_version = self.cache.changes.version
         assert isinstance(sequence.wait, InQueue)
         sequence.wait.reserved_tokens = 0
         if sequence.swapped is not None:
@@ -304,7 +304,7 @@ class AdmissionControl:
         if sequence.history is not None:
             count = min(count, sequence.history.next_decision)
         # One block for each running sequence must stay available, or they would soon preempt this one.
-        if blocks.to_load:
+        if blocks.state is BlocksState.AWAITS_LOAD:
             count, fits = 0, self.cache.start_load(blocks, reserve=len(self.running), compact=not busy)
         elif busy:
             fits = self.cache.extend(blocks, sequence.scheduled + count, reserve=len(self.running))
@@ -337,8 +337,8 @@ class AdmissionControl:
         self._work.admitted(sequence, blocks)
         self.waiting.remove(sequence)
         self.running.add(sequence)
-        sequence.move_to(SequenceStatus.LOADING if blocks.load_ticket else SequenceStatus.RUNNING)
-        if blocks.load_ticket:
+        sequence.move_to(SequenceStatus.LOADING if blocks.load.ticket else SequenceStatus.RUNNING)
+        if blocks.load.ticket:
             self.moves.begin_load(sequence, blocks)
         sequence.seq_id = self._next_seq_id
         self._next_seq_id += 1

@@ -80,7 +80,7 @@ class PlanBuilder:
             self._add_deltas(sequence.seq_id, blocks)
         if start < sequence.decode_from:
             self._work.row_before_decode(sequence, blocks, start, end)
-        if start < blocks.repair_until:
+        if start < blocks.repair.end:
             self._repairing_rows.append((len(self.rows), blocks))
         if sequence.request.kv_policy is not None:
             self._policy_rows.append((len(self.rows), sequence))
@@ -138,10 +138,10 @@ class PlanBuilder:
         """
         start = self.plan.start[row]
         for group, retention in enumerate(self._retentions):
-            cached = blocks.repair_until
+            cached = blocks.repair.end
             if not retention.keeps_everything:
                 cached = min(cached, retention.num_sink_blocks * retention.block_size)
-                self.plan.attend_from[group][row] = blocks.repair_from
+                self.plan.attend_from[group][row] = blocks.repair.start
             self.plan.write_from[group][row] = max(start, cached)
 
     def _add_policies(self) -> None:

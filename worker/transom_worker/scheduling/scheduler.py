@@ -281,7 +281,7 @@ class Scheduler:
         """Learn what computing and loading cost; give the cache new rates where they have changed."""
         meter.stepped(plan, result.timings)
         for ticket, elapsed_s in zip(result.loaded, result.load_s, strict=True):
-            meter.loaded(self.cache.num_loading(ticket), elapsed_s)
+            meter.loaded(self.cache.tiers.loads.num_blocks(ticket), elapsed_s)
         present = self.cache.changes.rates
         if present is not None and (rates := meter.next_rates(present)) is not None:
             self.cache.changes.set_rates(rates)
@@ -293,7 +293,7 @@ class Scheduler:
         the contents of blocks are unknown: all sequences are computed again, and both tiers are emptied.
         """
         tickets = {ticket for step in self.steps_in_flight for ticket in step.plan.copy_ticket}
-        self.cache.send_loads_again(sorted(tickets))
+        self.cache.tiers.loads.send_again(sorted(tickets))
         taken = self._take_back_plans(self._end)
         if 0 in tickets:
             self.admission.preempt_all()
@@ -353,7 +353,8 @@ class Scheduler:
 
     def plans_to_store_all(self, *, piece_bytes: int) -> Iterator[StepPlan]:
         """Yield plans that copy what is cached to the disk tier, about `piece_bytes` each. Nothing else may follow them."""
-        for _ in self.cache.store_best_first(piece_bytes=piece_bytes):
+        nodes = self.cache.eviction.best_first()
+        for _ in self.cache.tiers.stores.store_in_pieces(nodes, piece_bytes=piece_bytes):
             yield self._planner.plan_copies()
 
     def reset(self) -> None:
@@ -363,7 +364,7 @@ class Scheduler:
         for request_id in list(self.by_request):
             self.abort(request_id)
         self.cache.evict_all()
-        self.cache.take_copies()
+        self.cache.copies.take()
         self.admission.take_finished_ids()
 
 

@@ -63,7 +63,7 @@ class SequenceMoves:
         """Forget all loads, since the ranks were restarted; return the sequences that were preempted or have ended meanwhile."""
         sequences = list(self._loading.values())
         self._loading.clear()
-        self._cache.abandon_loads()
+        self._cache.tiers.loads.abandon()
         for sequence in sequences:
             _stop_loading(sequence)
         return [sequence for sequence in sequences if sequence.status is not SequenceStatus.RUNNING]
@@ -112,7 +112,7 @@ class SequenceMoves:
         """
         rates = self._cache.changes.rates
         never_ran = not (sequence.num_tokens_on_ranks or blocks.was_swapped)
-        if self._mode == "recompute" or rates is None or never_ran or not self._cache.can_swap(blocks):
+        if self._mode == "recompute" or rates is None or never_ran or not blocks.can_be_swapped:
             return False
         if self._mode == "swap" or blocks.is_private:
             return True

@@ -82,7 +82,7 @@ class StepPlanner:
             self._add_rows(builder, budget, None, steps_in_flight=steps_in_flight)
         if not (builder.rows or self._must_reach_ranks(steps_in_flight)):
             return None
-        plan = builder.finish(self._admission.take_finished_ids(), cache.take_copies())
+        plan = builder.finish(self._admission.take_finished_ids(), cache.copies.take())
         self._next_step += 1
         self._work.planned(num_rows=len(builder.rows), num_tokens=num_tokens - budget.num_tokens)
         return PlannedStep(plan, builder.rows, builder.grammar_rows)
@@ -92,13 +92,13 @@ class StepPlanner:
         cache = self._admission.cache
         builder = PlanBuilder(self._next_step, cache.retentions, self._work)
         self._next_step += 1
-        plan = builder.finish([], cache.take_copies())
+        plan = builder.finish([], cache.copies.take())
         plan.waits_for_disk = True
         return plan
 
     def _must_reach_ranks(self, steps_in_flight: int) -> bool:
         """Return whether the ranks must get a plan without rows: with a load, or to ask whether one is done."""
-        if not (self._admission.moves.is_loading or self._admission.cache.is_fetching):
+        if not (self._admission.moves.is_loading or self._admission.cache.tiers.imports.is_fetching):
             return False
         return not steps_in_flight or any(copy.ticket for copy in self._admission.cache.copies.waiting)
 

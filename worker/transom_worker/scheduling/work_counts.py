@@ -72,12 +72,12 @@ class WorkCounts:
     def admitted(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
         """Note where an admitted sequence begins, and from which position on its tokens count as decode."""
         sequence.num_found_at_admission = blocks.processed
-        sequence.decode_from = max(sequence.num_tokens_at_arrival, sequence.recompute_until, blocks.repair_until)
+        sequence.decode_from = max(sequence.num_tokens_at_arrival, sequence.recompute_until, blocks.repair.end)
 
     def row_before_decode(self, sequence: Sequence, blocks: SequenceBlocks, start: int, end: int) -> None:
         """Count the tokens `[start, end)` of a row that begins below the sequence's `decode_from`."""
         self.prefill_rows += 1
-        repair_end = min(end, max(start, blocks.repair_until))
+        repair_end = min(end, max(start, blocks.repair.end))
         recompute_end = min(end, max(repair_end, sequence.recompute_until))
         prefill_end = min(end, max(recompute_end, sequence.num_tokens_at_arrival))
         self.repair_tokens += repair_end - start
@@ -100,4 +100,4 @@ class WorkCounts:
         if not (sequence.num_tokens_on_ranks or blocks.was_swapped):  # it was loading a hit, and has computed nothing
             return
         self.preempted_tokens += blocks.processed - sequence.num_found_at_admission
-        sequence.recompute_until = max(sequence.recompute_until, sequence.scheduled, blocks.repair_until)
+        sequence.recompute_until = max(sequence.recompute_until, sequence.scheduled, blocks.repair.end)

@@ -22,7 +22,11 @@ def num_quiet_steps(scheduler: Scheduler) -> int:
     cache = scheduler.cache
     if not admission.running or admission.waiting.queue or admission.moves.is_loading or scheduler.steps_in_flight:
         return 0
-    if cache.copies.waiting or cache.is_fetching or len(admission.running) > scheduler.config.max_num_batched_tokens:
+    if (
+        cache.copies.waiting
+        or cache.tiers.imports.is_fetching
+        or len(admission.running) > scheduler.config.max_num_batched_tokens
+    ):
         return 0
     return max(0, min(map(_num_quiet_tokens, admission.running)))
 

@@ -14,11 +14,11 @@ from tests.worker.scheduling.scheduler_driver import BLOCK, ENTRY_MIXES, MIXES, 
 from tests.worker.telemetry.blockmap.watch import Watch, check, check_host, in_host_tier, plain
 from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_core.kv_cache.prefix_search import find_hit, hit_limit
-from transom_worker.kvcache import host_snapshot
-from transom_worker.kvcache.host_snapshot import HostGroupChanges, HostSnapshot
-from transom_worker.kvcache.imports import BlockImport
 from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.tiers import host_snapshot
 from transom_worker.kvcache.tiers.exports import BlockExport
+from transom_worker.kvcache.tiers.host_snapshot import HostGroupChanges, HostSnapshot
+from transom_worker.kvcache.tiers.imports import BlockImport
 from transom_worker.telemetry.blockmap import host_records
 from transom_worker.telemetry.blockmap.describe import describe_block, describe_host_block
 
@@ -41,7 +41,7 @@ class Others:
     def read(self, prefix: Sequence[int]) -> None:
         chain = chain_of(prefix)
         hit = self.cache.find(chain, len(prefix))
-        opened = self.cache.export_blocks(chain, hit) if hit.start else None
+        opened = self.cache.tiers.exports.begin(chain, hit) if hit.start else None
         if opened is not None:
             self.exports.append(opened)
 
@@ -49,17 +49,17 @@ class Others:
         chain = chain_of([token + ELSEWHERE for token in prefix])
         found = [set(chain) for _ in self.cache.pools]
         hit = find_hit(self.cache.retentions, found, chain, hit_limit(len(prefix), BLOCK), window_repair=True)
-        opened = self.cache.import_blocks(chain, hit)
+        opened = self.cache.tiers.imports.begin(chain, hit)
         if opened is not None:
             self.imports.append(opened)
 
     def end(self, prefix: Sequence[int] = ()) -> None:
         for opened in self.imports:
             if self.rng.random() < 0.5:
-                self.cache.commit_import(opened)
-            self.cache.end_import(opened)
+                self.cache.tiers.imports.publish(opened)
+            self.cache.tiers.imports.end(opened)
         for lent in self.exports:
-            self.cache.end_export(lent)
+            self.cache.tiers.exports.end(lent)
         self.imports, self.exports = [], []
 
 
@@ -104,7 +104,7 @@ def random_lives(mix: tuple[str, ...], seed: int, *, steps_in_flight: int, catch
             cache.evict_all()
         if not driver.scheduler.has_work:
             continue
-        if cache.is_read_by_others and rng.random() < 0.3:
+        if cache.tiers.exports.reads_device and rng.random() < 0.3:
             others.end()  # else nothing might fit
         driver.step()
         if rng.random() < 0.6:
@@ -240,8 +240,7 @@ def test_every_block_of_the_host_tier_can_be_described() -> None:
         driver.add(request(f"r{token}", [token] * 40, 2))
         driver.run()
     scheduler = driver.scheduler
-    host = scheduler.cache.host
-    assert host is not None
+    host = scheduler.cache.tiers.host
     states = in_host_tier(scheduler)
     assert HELD in states.values()
     for (group, block), state in states.items():

@@ -96,7 +96,7 @@ def plain(scheduler: Scheduler) -> dict[tuple[int, int], Block]:
                 if (block := table.at(index)) is not None:
                     assert logical.setdefault((group, block), index) == index
             logical |= {(group, block): index for index, block in table.aside.items()}
-            if blocks.processed < blocks.repair_until and not cache.retentions[group].keeps_everything:
+            if blocks.processed < blocks.repair.end and not cache.retentions[group].keeps_everything:
                 repaired |= {(group, block) for block in table.run}
     shown = {}
     for page, owner in enumerate(cache.arena.owner):
@@ -120,8 +120,10 @@ def without_logical_of_others(
     the map says of them is what was true before.
     """
     cache = scheduler.cache
-    lent = {(one.group, one.block) for opened in cache.exports.opened for one in opened.blocks if one.tier == DEVICE}
-    loading = set() if cache.loads is None else set(cache.loads.targets())
+    lent = {
+        (one.group, one.block) for opened in cache.tiers.exports.opened for one in opened.blocks if one.tier == DEVICE
+    }
+    loading = set(cache.tiers.loads.targets())
     return {
         key: block._replace(logical=None) if not block.hash and key in lent | loading else block
         for key, block in shown.items()
@@ -159,7 +161,7 @@ def check_swapped(seen: Map, sequence: Any) -> None:
     told = seen.sequences[sequence.seq_id]
     assert (told["phase"], told["request"]) == ("swapped", sequence.request.request_id)
     assert not any(told["runs"])
-    assert in_host(told) == sequence.swapped.to_load
+    assert in_host(told) == sequence.swapped.load.host_blocks
 
 
 def in_host(told: dict[str, Any]) -> list[list[int]]:
@@ -174,8 +176,8 @@ def check_sequence(seen: Map, sequence: Any) -> None:
     assert told["processed"] == blocks.processed
     assert told["num_tokens"] == len(sequence.token_ids)
     assert (told["phase"] == "loading") == (sequence.status is SequenceStatus.LOADING)
-    assert in_host(told) == blocks.to_load
-    assert (told["phase"] == "repair") <= (told["repair"] == [blocks.repair_from, blocks.repair_until])
+    assert in_host(told) == list(blocks.load.host_blocks)
+    assert (told["phase"] == "repair") <= (told["repair"] == [blocks.repair.start, blocks.repair.end])
     for table, runs in zip(blocks.tables, told["runs"], strict=True):
         flat = {first + k: block + k for first, block, count in runs for k in range(count)}
         assert flat == {index: table.at(index) for index in range(table.end_block) if table.at(index) is not None}
@@ -184,17 +186,17 @@ def check_sequence(seen: Map, sequence: Any) -> None:
 def in_host_tier(scheduler: Scheduler) -> dict[tuple[int, int], int]:
     """The states that a map must show of the host tier but for evictions and moves, asked block by block."""
     cache = scheduler.cache
-    host, loads, imports = cache.host, cache.loads, cache.imports
-    assert host is not None
-    assert loads is not None
-    assert imports is not None
+    host, loads, imports = cache.tiers.host, cache.tiers.loads, cache.tiers.imports
     holders: dict[tuple[int, int], int] = {}
     for sequence in scheduler.by_request.values():
         if sequence.swapped is not None:
-            holders |= {(g, b): SWAPPED for g, blocks in enumerate(sequence.swapped.to_load) for b in blocks}
+            holders |= {(g, b): SWAPPED for g, blocks in enumerate(sequence.swapped.load.host_blocks) for b in blocks}
     holders |= {(one.group, one.block): IMPORTED for opened in imports.opened for one in opened.blocks}
     holders |= {
-        (one.group, one.block): EXPORTED for opened in cache.exports.opened for one in opened.blocks if one.tier == HOST
+        (one.group, one.block): EXPORTED
+        for opened in cache.tiers.exports.opened
+        for one in opened.blocks
+        if one.tier == HOST
     }
     holders |= {(copy.group, copy.source): LOADING for load in loads.by_ticket.values() for copy in load.copies}
     shown = {}
@@ -215,8 +217,7 @@ def check_host(watch: Watch) -> None:
     assert {key: state for key, state in shown.items() if key not in flashing} == {
         key: state for key, state in expected.items() if key not in flashing
     }
-    told, host = watch.map.header["host"], watch.scheduler.cache.host
-    assert host is not None
+    told, host = watch.map.header["host"], watch.scheduler.cache.tiers.host
     assert told["free_pages"] == host.arena.num_free
     for group, counts in enumerate(told["counts"]):
         states = [state for (of, _), state in expected.items() if of == group]

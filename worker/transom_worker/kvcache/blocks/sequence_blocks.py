@@ -1,67 +1,121 @@
-"""The KV blocks of one running sequence: a block table per KV cache group, its chain, and how far it is computed and published.
+"""`SequenceBlocks`: what one sequence holds in the KV cache: a block table per group, its chain, and how far it is computed.
 
-Terms:
+Terms (the others are in `kvcache`):
 
-    logical block    a block's index in its sequence; a block *id* says where it lies in the arena
-    sink blocks      a sequence's first blocks, which hold attention sinks and never slide out
-    hash block       `--block-size` tokens; its digest in the hash chain names it and all tokens before it
-    published        findable in the prefix cache by other requests
-    window repair    computing tokens before a hit's boundary again so that sliding groups get their blocks (`window_repair`)
-    KV policy        a request's own rule for which blocks it keeps
+    hole        a logical block whose contents are in the host tier; the table has no block for it before its load starts
+    load        the copies of all holes of a sequence from the host tier to the device; the ranks make them while steps run
+    KV policy   a request's own rule for which blocks it keeps
+
+Where the blocks of a sequence are is its `BlocksState`. `KvCache` changes it, always by `SequenceBlocks.move_to`:
+
+    begin ------------------------> READY ----- release ----------> RELEASED
+      |                            ^     |                          ^   ^
+      | (holes)                    |     | swap_out                 |   |
+      v                finish_load |     v                          |   |
+    AWAITS_LOAD -- start_load --> LOADING <-- swap_in -- SWAPPED ---+   |
+      |                                           drop_swapped          |
+      +---------------------------- release ----------------------------+
+
+The ranks may be restarted while a sequence is LOADING. It is READY then, with contents that nobody knows, until it is released.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from transom_core.kv_cache.prefix_search import PrefixHit, shared_digests
 from transom_core.kv_cache.retention import Retention
 from transom_core.kv_cache.retention_set import RetentionSet
-from transom_worker.kvcache.blocks.block_table import BlockTable, GappedBlockTable, TableDelta
+from transom_worker.kvcache.blocks.block_table import HOLE, BlockTable, GappedBlockTable, TableDelta
 from transom_worker.kvcache.bounded_retention import BoundedRetention
 from transom_worker.kvcache.prefix.tree import CheckpointKind, Node
 
-HOLE = -1  # in a table: a logical block whose contents are in the host tier, before its load starts
+
+class BlocksState(Enum):
+    """Where a sequence's blocks are; the module's docstring has the picture."""
+
+    READY = auto()  # all on the device: a step may compute the sequence
+    AWAITS_LOAD = auto()  # some in the host tier, and their load has not started
+    LOADING = auto()  # the ranks copy those to the device
+    SWAPPED = auto()  # all in the host tier
+    RELEASED = auto()  # the sequence holds none
+
+
+TRANSITIONS: dict[BlocksState, tuple[BlocksState, ...]] = {
+    BlocksState.READY: (BlocksState.AWAITS_LOAD, BlocksState.SWAPPED, BlocksState.RELEASED),
+    BlocksState.AWAITS_LOAD: (BlocksState.LOADING, BlocksState.RELEASED),
+    BlocksState.LOADING: (BlocksState.READY,),
+    BlocksState.SWAPPED: (BlocksState.LOADING, BlocksState.RELEASED),
+    BlocksState.RELEASED: (),
+}
+"""State -> the states that may follow it."""
+
+
+@dataclass(slots=True)
+class Repair:
+    """A window repair: tokens `[start, end)` are computed again. Until `end` is processed nothing is published.
+
+    Both are 0 for a sequence without a repair.
+    """
+
+    start: int = 0
+    end: int = 0
+    is_published: bool = False  # `end` was processed, and the blocks that the repair restores are published
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the sequence started with a window repair."""
+        return self.end > 0
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the repair's blocks are not published yet."""
+        return self.is_needed and not self.is_published
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLoad:
+    """What a sequence has in the host tier: for each group the host's blocks, in the order of the table's holes.
+
+    `ticket` is the number of the load in plans and results; 0 before it starts.
+    """
+
+    host_blocks: Sequence[Sequence[int]] = ()
+    ticket: int = 0
+
+
+NOTHING_TO_LOAD = PendingLoad()
 
 
 @dataclass(slots=True)
 class SequenceBlocks:
-    """What a running sequence holds in the KV cache: one block table per group, its hash chain, and how far it is computed.
-
-    A window repair computes tokens `[repair_from, repair_until)` again; until `repair_until` is processed nothing is published.
-    Both are 0 without a repair.
-    """
+    """What a sequence holds in the KV cache. The fields up to `is_private` do not change but for the chain, which grows."""
 
     tables: list[BlockTable]
     retentions: RetentionSet
     chain: list[bytes]
     root: bytes
+    hit: PrefixHit | None = None  # that the sequence started from
+    keeps_aside: bool = False  # blocks that leave a table keep their contents, so that the KV policy can be measured
+    is_private: bool = False  # nothing is published: a KV policy chooses by the sequence's own history what it keeps
+
+    state: BlocksState = BlocksState.READY
+    load: PendingLoad = NOTHING_TO_LOAD
+    was_swapped: bool = False  # at least once
+    lost_contents: bool = False  # the cache was emptied during its load, so that nobody knows what the load brings
+
     processed: int = 0  # tokens whose step has answered
     num_published: int = 0  # leading hash blocks that were published
     capacity_tokens: int = 0  # positions below it have blocks in every group
     next_event_at: int = 0  # at this number of processed tokens something can be published or freed
-    repair_from: int = 0  # first token of the window repair
-    repair_until: int = 0  # one past its last token
-    repair_done: bool = False  # the repair's end was processed and its blocks are published
-    hit: PrefixHit | None = None  # the hit that the sequence started from
+    repair: Repair = field(default_factory=Repair)
     planned_checkpoints: list[tuple[int, CheckpointKind]] = field(default_factory=list)  # ahead; hash blocks, ascending
-    base_node: Node | None = None  # the deepest node of the prefix tree on the sequence's chain; the sequence locks it
-    num_returns: int = (
-        0  # earlier requests of the conversation that continued from a checkpoint, as far as the cache knows
-    )
-    tables_changed: bool = False  # a table changed since the last `take_deltas`
-    is_private: bool = (
-        False  # nothing is published, since a KV policy chooses by the sequence's own history what it keeps
-    )
+    base_node: Node | None = None  # the deepest node of the prefix tree on the chain; the sequence locks it
+    num_returns: int = 0  # earlier requests of the conversation that continued from a checkpoint, as far as is known
+    tables_changed: bool = False  # since the last `take_deltas`
     num_dropped: int = 0  # blocks that left the tables
-    keeps_aside: bool = False  # blocks that leave a table keep their contents, so that the policy can be measured
-    to_load: list[list[int]] = field(
-        default_factory=list
-    )  # by group: the host's blocks for the tables' holes, in order
-    was_swapped: bool = False  # at least once
-    lost_contents: bool = False  # what its load brings is not known; it must not be swapped again
-    load_ticket: int = 0  # of the load that fills the holes; 0: it has not started, or there is none
 
     @classmethod
     def at(
@@ -76,7 +130,7 @@ class SequenceBlocks:
     ) -> SequenceBlocks:
         """Return empty tables for a sequence that starts at a hit (None: at token 0); `block_size` is that of a hash block.
 
-        Where the hit needs a window repair, the runs of sliding groups begin at the repair's start.
+        If the hit needs a window repair, the runs of sliding groups begin at the repair's start.
         """
         num_hash_blocks, start = (hit.num_hash_blocks, hit.start) if hit else (0, 0)
         needs_repair = hit is not None and hit.needs_repair(block_size)
@@ -93,33 +147,47 @@ class SequenceBlocks:
             retentions=retentions,
             chain=chain,
             root=root,
+            hit=hit,
+            keeps_aside=keeps_aside,
+            is_private=any(isinstance(retention, BoundedRetention) for retention in retentions),
             processed=start,
             num_published=num_hash_blocks,
             capacity_tokens=start,
-            repair_from=start if needs_repair else 0,
-            repair_until=num_hash_blocks * block_size if needs_repair else 0,
-            hit=hit,
+            repair=Repair(start, num_hash_blocks * block_size) if needs_repair else Repair(),
             tables_changed=True,
-            keeps_aside=keeps_aside,
         )
 
-    @property
-    def needs_repair(self) -> bool:
-        """Whether the sequence started with a window repair."""
-        return self.repair_until > 0
+    def move_to(self, state: BlocksState, load: PendingLoad = NOTHING_TO_LOAD) -> None:
+        """Change the state, and what is to be loaded with it. Raises RuntimeError: the present state does not allow it (a bug)."""
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"the blocks of a sequence are {self.state.name} and cannot become {state.name}")
+        self.state, self.load = state, load
+
+    def check(self) -> None:
+        """Raise AssertionError if fields contradict each other. Tests call this after every operation."""
+        held_in_host = (BlocksState.AWAITS_LOAD, BlocksState.LOADING, BlocksState.SWAPPED)
+        has_holes = any(HOLE in (*table.sink_blocks, *table.run, *table.aside.values()) for table in self.tables)
+        assert bool(self.load.host_blocks) == (self.state in held_in_host)
+        assert bool(self.load.ticket) == (self.state is BlocksState.LOADING)
+        assert not has_holes or self.state in (BlocksState.AWAITS_LOAD, BlocksState.SWAPPED)
+        assert self.base_node is None or self.state not in (BlocksState.SWAPPED, BlocksState.RELEASED)
+        assert self.repair.start <= self.repair.end
+        assert not (self.repair.is_under_way and self.state is BlocksState.SWAPPED)
+        assert not (self.is_private and self.num_published)
+        assert self.planned_checkpoints == sorted(self.planned_checkpoints, key=lambda planned: planned[0])
 
     @property
-    def is_repairing(self) -> bool:
-        """Whether a window repair's blocks are not published yet."""
-        return self.needs_repair and not self.repair_done
+    def can_be_swapped(self) -> bool:
+        """Whether the contents are worth keeping: those of a window repair are inexact, and lost ones are unknown."""
+        return not (self.repair.is_under_way or self.lost_contents)
 
     @property
     def first_hash_block_to_publish(self) -> int:
         """The first hash block that this sequence is going to publish, at admission.
 
-        A window repair publishes the windows of the hit's last hash block; otherwise publishing begins behind the hit.
+        A window repair publishes the windows of the hit's last hash block; without one, publishing begins after the hit.
         """
-        return self.num_published - 1 if self.is_repairing else self.num_published
+        return self.num_published - 1 if self.repair.is_under_way else self.num_published
 
     def shared_digests(self, retention: Retention, *, block_size: int) -> Sequence[bytes]:
         """Return the digests of the cached blocks that the hit gives to a group, in the table's order."""

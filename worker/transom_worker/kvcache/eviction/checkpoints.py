@@ -33,7 +33,9 @@ from transom_worker.kvcache.eviction.checkpoint_counts import CheckpointCounts
 from transom_worker.kvcache.eviction.eviction_costs import EvictionCosts
 from transom_worker.kvcache.eviction.eviction_policy import EvictionPolicy, GhostHit, near_blocks
 from transom_worker.kvcache.eviction.node_eviction import NodeEviction
-from transom_worker.kvcache.prefix.tree import CheckpointKind, Node, PinBlocks, PrefixTree
+from transom_worker.kvcache.prefix.tree import CheckpointKind, Node, PrefixTree
+from transom_worker.kvcache.tiers.disk.stores import DiskStores
+from transom_worker.kvcache.tiers.tier_moves import TierMoves
 
 # Checkpoints of one conversation, and checkpoints that several conversations share.
 CONVERSATION_KINDS = frozenset((CheckpointKind.TURN, CheckpointKind.PROMPT, CheckpointKind.GENERATION))
@@ -56,21 +58,21 @@ class Continuation(NamedTuple):
 class Checkpoints:
     """The prefix tree with its eviction policy.
 
-    `present(group, digest)` tells whether the prefix index has a block; `pin` and `unpin` take a group and digests of its
-    blocks. `repair` tells whether window repairs are allowed.
+    `present(group, digest)` tells whether the device has a block, `repair` whether window repairs are allowed. Evicted nodes go to
+    the host tier by `moves` and to the disk tier by `stores`.
     """
 
     def __init__(
         self,
         layout: ArenaLayout,
-        retentions: RetentionSet,
+        tree: PrefixTree,
+        moves: TierMoves,
+        stores: DiskStores,
         policy: EvictionPolicy,
         *,
         block_size: int,
         repair: bool,
         present: Callable[[int, bytes], bool],
-        pin: PinBlocks,
-        unpin: PinBlocks,
     ) -> None:
         self._block_size = block_size
         self._near_blocks = near_blocks(block_size)
@@ -78,10 +80,11 @@ class Checkpoints:
         self._policy = policy
         self.counts = CheckpointCounts()
         self._return_offsets: deque[int] = deque(maxlen=REMEMBERED_OFFSETS)
-        self.tree = PrefixTree(retentions, pin=pin, unpin=unpin)
+        self.tree = tree
+        self._moves = moves
         strides = [group.stride_bytes for group in layout.groups]
         costs = EvictionCosts(strides, block_size=block_size, repair=repair)
-        self.eviction = NodeEviction(self.tree, policy, costs, self.counts)
+        self.eviction = NodeEviction(tree, moves, stores, policy, costs, self.counts)
 
     @property
     def tail_blocks(self) -> int:
@@ -123,9 +126,7 @@ class Checkpoints:
 
     def promote(self, node: Node) -> None:
         """Let a node in the host tier, and those above it, pin the device's blocks as far as the device has all of them."""
-        if self.eviction.moves is None:
-            return
-        for changed in self.eviction.moves.promote(node):
+        for changed in self._moves.promote(node):
             self.eviction.add(changed)
             self.eviction.tidy(changed)
 
@@ -203,7 +204,7 @@ class Checkpoints:
     def _promote_chain(self, chain: Sequence[bytes], boundary: int) -> None:
         """Promote the nodes of a chain up to a boundary."""
         reach = self.tree.reach(chain, boundary)
-        if self.eviction.moves is not None and reach:
+        if reach and self._moves.host.exists:
             node = self.tree.node_at(chain, reach)
             self._add_candidates(node)
             self.promote(node)

@@ -26,7 +26,7 @@ from transom_worker.kvcache.eviction.checkpoint_counts import CheckpointCounts
 from transom_worker.kvcache.eviction.eviction_costs import EvictionCosts
 from transom_worker.kvcache.eviction.eviction_policy import Candidates, EvictionPolicy
 from transom_worker.kvcache.prefix.tree import Node, PrefixTree
-from transom_worker.kvcache.tiers.disk_stores import DiskStores
+from transom_worker.kvcache.tiers.disk.stores import DiskStores
 from transom_worker.kvcache.tiers.tier_moves import TierMoves
 
 
@@ -46,15 +46,21 @@ class Victim(NamedTuple):
 
 
 class NodeEviction:
-    """Evicts nodes of `tree`. `moves` is None without a host tier, `stores` without a disk tier; `KvCache` sets them."""
+    """Evicts nodes of `tree`, to the host tier by `moves`, and to the disk tier by `stores`."""
 
     def __init__(
-        self, tree: PrefixTree, policy: EvictionPolicy, costs: EvictionCosts, counts: CheckpointCounts
+        self,
+        tree: PrefixTree,
+        moves: TierMoves,
+        stores: DiskStores,
+        policy: EvictionPolicy,
+        costs: EvictionCosts,
+        counts: CheckpointCounts,
     ) -> None:
-        self.moves: TierMoves | None = None
-        self.stores: DiskStores | None = None
         self.candidates = (Candidates(DEVICE), Candidates(HOST))  # nodes with anything in the tier
         self._tree = tree
+        self._moves = moves
+        self._stores = stores
         self._policy = policy
         self._costs = costs
         self._counts = counts
@@ -104,8 +110,7 @@ class NodeEviction:
         Only nodes below `rank` are dropped; None: any. The number is asked for again after each, since a node that is dropped may
         let its sibling merge with their parent, which makes the sibling longer.
         """
-        assert self.moves is not None
-        host = self.moves.host
+        host = self._moves.host
         while not host.has_room(num_blocks()):
             victim = self._lowest(HOST)
             if victim is None or (rank is not None and victim.rank >= rank):
@@ -130,18 +135,10 @@ class NodeEviction:
         for node in reversed(list(self._tree.nodes())):
             self._remove(node)
 
-    def drop_host(self) -> None:
-        """Drop whatever nodes have in the host tier."""
-        for node in reversed(list(self._tree.nodes())):
-            if node.tier == HOST:
-                self._remove(node)
-            elif node.windows and node.windows_tier == HOST:
-                self._remove_windows(node)
-
     def _demote(self, victim: Victim) -> bool:
         """Move a victim to the host tier; return False if there is none, or if the victim ranks below all that it would replace."""
-        moves, node = self.moves, victim.node
-        if moves is None:
+        moves, node = self._moves, victim.node
+        if not moves.host.exists:
             return False
         with_segment = victim.part is Part.SEGMENT
         # A node above others in the host tier cannot be dropped alone.
@@ -161,15 +158,13 @@ class NodeEviction:
     def _drop(self, node: Node, part: Part) -> None:
         """Remove a node from the cache, with what lies below it in the host tier, or only its windows."""
         if part is Part.WINDOWS:
-            if self.stores is not None:
-                self.stores.store(node, with_segment=False)
+            self._stores.store(node, with_segment=False)
             self._remove_windows(node)
             self.tidy(node)
             return
         parent = node.parent
         for each in reversed([node, *self._tree.nodes(node)]):
-            if self.stores is not None:
-                self.stores.store(each, with_segment=True)
+            self._stores.store(each, with_segment=True)
             self._remove(each)
         if parent is not None:
             self.tidy(parent)

@@ -1,8 +1,9 @@
 """`PrefixIndex`: finds a cached block by digest, per tier and KV cache group, and remembers digests that were evicted.
 
 A digest names a hash block (`--block-size` tokens) and all tokens before it (`hashing`). A block that has several hash blocks is
-found under the digest of its last one. Where there is a host tier, a block that moves leaves one tier's maps and enters the
-other's; a sliding group's block may be in both, if checkpoints of both tiers need it.
+found under the digest of its last one. A block that moves between device and host tier leaves one tier's maps and enters the
+other's; a sliding group's block may be in both, if checkpoints of both tiers need it. Without a host tier the host's maps stay
+empty.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from transom_core.kv_cache.tiers import DEVICE
+from transom_core.kv_cache.tiers import DEVICE, HOST
 
 REMEMBERED_EVICTIONS = 262_144  # digests, to tell an evicted prefix from one that was never seen
 
@@ -20,8 +21,8 @@ GroupMaps = tuple[dict[bytes, int], ...]  # per group a map from digest to block
 class PrefixIndex:
     """Per tier and group a map of digests to blocks, which `BlockRegistry` fills. A tier has no two blocks of equal content."""
 
-    def __init__(self, num_groups: int, *, remembered: int = REMEMBERED_EVICTIONS, num_tiers: int = 1) -> None:
-        self.tiers: tuple[GroupMaps, ...] = tuple(tuple({} for _ in range(num_groups)) for _ in range(num_tiers))
+    def __init__(self, num_groups: int, *, remembered: int = REMEMBERED_EVICTIONS) -> None:
+        self.tiers: tuple[GroupMaps, ...] = tuple(tuple({} for _ in range(num_groups)) for _ in (DEVICE, HOST))
         self._remembered = remembered
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
 

@@ -30,13 +30,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
-from functools import partial
+from typing import Protocol
 
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_core.kv_cache.tiers import DEVICE
 
 ActOnBlocks = Callable[[int, Iterable[bytes]], None]  # (group, digests of its blocks)
-PinBlocks = Callable[[int, int, Iterable[bytes]], None]  # (tier, group, digests of its blocks)
+
+
+class Pins(Protocol):
+    """Keeps blocks of one tier from being evicted."""
+
+    def pin(self, group: int, digests: Iterable[bytes]) -> None:
+        """Add a pin to each of the group's blocks under these digests."""
+
+    def unpin(self, group: int, digests: Iterable[bytes]) -> None:
+        """Remove a pin from each of them."""
 
 
 class CheckpointKind(StrEnum):
@@ -112,21 +121,13 @@ class Node:
 class PrefixTree:
     """Pins and unpins blocks as nodes come and go. Not thread-safe.
 
-    `retentions` are those of sequences without a KV policy of their own. `pin` and `unpin` are called with a tier, a group and
-    digests of its blocks.
+    `retentions` are those of sequences without a KV policy of their own; `pins` are by tier.
     """
 
-    def __init__(
-        self,
-        retentions: RetentionSet,
-        *,
-        pin: PinBlocks,
-        unpin: PinBlocks,
-    ) -> None:
+    def __init__(self, retentions: RetentionSet, pins: Sequence[Pins]) -> None:
         self.root = Node(0, b"", None, CheckpointKind.SYSTEM, retentions)
         self.owner: dict[bytes, Node] = {}  # by digest of a hash block
-        self._pin = pin
-        self._unpin = unpin
+        self._pins = pins
 
     def nodes(self, below: Node | None = None) -> Iterator[Node]:
         """Yield all nodes below this one (None: below the root), parents before their children."""
@@ -203,7 +204,7 @@ class PrefixTree:
         parent.children[node] = None
         for digest in node.segment:
             self.owner[digest] = node
-        self.for_each_block(node, partial(self._pin, tier))
+        self.for_each_block(node, self._pins[tier].pin)
         if node.is_held:
             self._count_held(parent, 1)
         return node, True
@@ -218,14 +219,14 @@ class PrefixTree:
     def pin_windows(self, node: Node, windows: tuple[list[bytes], ...], *, tier: int = DEVICE) -> None:
         """Pin a node's windows; the blocks must be in the index of the tier."""
         for (group, _), digests in zip(node.retentions.sliding_groups, windows, strict=True):
-            self._pin(tier, group, digests)
+            self._pins[tier].pin(group, digests)
         node.windows, node.windows_tier = windows, tier
 
     def unpin_windows(self, node: Node) -> None:
         """Unpin a node's windows, if it has any."""
         if node.windows is not None:
             for (group, _), digests in zip(node.retentions.sliding_groups, node.windows, strict=True):
-                self._unpin(node.windows_tier, group, digests)
+                self._pins[node.windows_tier].unpin(group, digests)
             node.windows = None
 
     def drop_leaf(self, node: Node) -> None:
@@ -233,7 +234,7 @@ class PrefixTree:
         assert not node.children
         assert node.parent is not None
         self.unpin_windows(node)
-        self.for_each_block(node, partial(self._unpin, node.tier))
+        self.for_each_block(node, self._pins[node.tier].unpin)
         for digest in node.segment:
             del self.owner[digest]
         if node.is_held:

@@ -48,7 +48,7 @@ class Exports:
         retentions: RetentionSet,
         index: PrefixIndex,
         registry: BlockRegistry,
-        host: HostTier | None,
+        host: HostTier,
         copies: CopyQueue,
         *,
         block_size: int,
@@ -60,6 +60,7 @@ class Exports:
         self._copies = copies
         self._block_size = block_size
         self.opened: list[BlockExport] = []
+        self.num_ended = 0  # since start
 
     def begin(
         self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
@@ -81,7 +82,6 @@ class Exports:
             if one.tier == DEVICE:
                 self._registry.ref(one.group, [one.block])
             else:
-                assert self._host is not None
                 self._host.need(one.group, [one.block])
         self.opened.append(opened)
         return opened
@@ -89,12 +89,17 @@ class Exports:
     def end(self, opened: BlockExport) -> None:
         """Give the references back."""
         self.opened.remove(opened)
+        self.num_ended += 1
         for one in opened.blocks:
             if one.tier == DEVICE:
                 self._registry.unref(one.group, [one.block])
             else:
-                assert self._host is not None
                 self._host.release(one.group, [one.block])
+
+    @property
+    def reads_device(self) -> bool:
+        """Whether exports hold blocks on the device, which no preemption frees."""
+        return any(True for _ in self.on_device())
 
     def on_device(self) -> Iterable[tuple[int, int]]:
         """Yield (group, block) of every block on the device that an export reads."""
@@ -118,5 +123,4 @@ class Exports:
             if found is not None:
                 yield ExportedBlock(group, logical_of[digest], DEVICE, found)
             else:
-                assert self._host is not None
                 yield ExportedBlock(group, logical_of[digest], HOST, self._host.blocks[group][digest])

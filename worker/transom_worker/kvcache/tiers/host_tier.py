@@ -56,6 +56,11 @@ class HostTier:
             self.registry.taken(group, blocks)
         return taken
 
+    @property
+    def exists(self) -> bool:
+        """Whether there is a host tier. Without one its arena has no pages, so that nothing ever moves there."""
+        return self.arena.num_pages > 0
+
     def enter(self, group: int, blocks: Sequence[int], names: Sequence[tuple[bytes, int]]) -> None:
         """Enter blocks into the index under these (digest, logical index)."""
         self.registry.enter(group, blocks, names)
@@ -74,6 +79,14 @@ class HostTier:
         self.registry.unref(group, blocks)
         twins = [block for block in blocks if block in pool.evictable and pool.published[block][0] in on_device]
         self.registry.forget(group, dict.fromkeys(twins))
+
+    def pin(self, group: int, digests: Iterable[bytes]) -> None:
+        """Count one more need of each of the blocks under these digests: a node of the prefix tree keeps them."""
+        self.need(group, map(self.blocks[group].__getitem__, digests))
+
+    def unpin(self, group: int, digests: Iterable[bytes]) -> None:
+        """Count one need less of each of the blocks under these digests."""
+        self.release(group, map(self.blocks[group].__getitem__, digests))
 
     def forget_leftovers(self, group: int, digests: Iterable[bytes]) -> None:
         """Remove the leftovers under these digests, which the device has from now on."""

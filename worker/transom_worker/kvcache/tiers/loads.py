@@ -6,24 +6,24 @@ Terms:
     load     the copies of one sequence's holes; the ranks make them while steps run
     ticket   the number of a load in plans and results
 
-    begin              the sequence references its blocks on the device, and needs those in the host tier
-    start              a block on the device is allocated for each hole, and the copies are queued
-    (the ranks copy)   nothing may move, read or write these blocks
-    finish             the ranks have reported the ticket: the blocks are published on the device, and the host's released
+    cache.begin          the sequence references its blocks on the device, and needs those in the host tier
+    cache.start_load     a block on the device is allocated for each hole, and the copies are queued (`start`)
+    (the ranks copy)     nothing may move, read or write these blocks
+    cache.finish_load    the ranks have reported the ticket: the blocks are published on the device, the host's released (`finish`)
 
-What a load brings is known by its digests meanwhile, so that another sequence can wait for it in place of loading it again.
+What a load brings is known by its digests meanwhile, so that another sequence can wait for it instead of loading it again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.kvcache.blocks.block_copies import BlockCopy, CopyQueue
 from transom_worker.kvcache.blocks.block_registry import BlockRegistry
-from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
+from transom_worker.kvcache.blocks.sequence_blocks import BlocksState, PendingLoad, SequenceBlocks
 from transom_worker.kvcache.tiers.host_tier import HostTier
 
 
@@ -50,13 +50,15 @@ class Loads:
     def start(self, blocks: SequenceBlocks, targets: Sequence[Sequence[int]]) -> None:
         """Fill a sequence's holes with blocks of the device, by group, and queue the copies."""
         copies = []
-        for group, (sources, of_group) in enumerate(zip(blocks.to_load, targets, strict=True)):
+        host_blocks = blocks.load.host_blocks
+        for group, (sources, of_group) in enumerate(zip(host_blocks, targets, strict=True)):
             blocks.tables[group].fill_holes(of_group)
             copies += [
                 BlockCopy(group, source, target, HOST, DEVICE) for source, target in zip(sources, of_group, strict=True)
             ]
-        blocks.load_ticket = self._copies.add_load(copies)
-        load = self.by_ticket[blocks.load_ticket] = Load(blocks, copies)
+        ticket = self._copies.add_load(copies)
+        blocks.move_to(BlocksState.LOADING, PendingLoad(host_blocks, ticket))
+        load = self.by_ticket[ticket] = Load(blocks, copies)
         self._brings(load)
 
     def bringing_most(self, lacking: Sequence[Iterable[bytes]]) -> tuple[Load, list[int]] | None:
@@ -85,22 +87,17 @@ class Loads:
             if name is not None and not load.is_void and not self._registry.has(copy.group, name[0]):
                 self._registry.enter(copy.group, [copy.target], [name])
         self._brings_nothing_more(load)
-        self.release(load.blocks)
+        self._end(load)
         return load
-
-    def release(self, blocks: SequenceBlocks) -> None:
-        """Release the host's blocks that a sequence needs for its holes."""
-        for group, sources in enumerate(blocks.to_load):
-            self._host.release(group, sources)
-        blocks.to_load, blocks.load_ticket = [], 0
 
     def send_again(self, tickets: Iterable[int]) -> None:
         """Queue the copies of these loads under new tickets, since it is unknown whether the ranks got the plans with them."""
         for ticket in tickets:
             load = self.by_ticket.pop(ticket, None)
             if load is not None:
-                load.blocks.load_ticket = self._copies.add_load(load.copies)
-                self.by_ticket[load.blocks.load_ticket] = load
+                ticket = self._copies.add_load(load.copies)
+                load.blocks.load = replace(load.blocks.load, ticket=ticket)
+                self.by_ticket[ticket] = load
 
     def make_void(self) -> None:
         """Publish nothing of the present loads when they finish."""
@@ -111,9 +108,25 @@ class Loads:
     def abandon(self) -> None:
         """Forget all loads, since the ranks were restarted; their sequences hold their blocks until they are released."""
         for load in list(self.by_ticket.values()):
-            self.release(load.blocks)
+            self._end(load)
         self.by_ticket.clear()
         self._forget_digests()
+
+    def num_blocks(self, ticket: int) -> list[int]:
+        """Return how many blocks of each group a load brings; zeros for an unknown ticket."""
+        load = self.by_ticket.get(ticket)
+        counts = Counter(copy.group for copy in load.copies) if load is not None else Counter[int]()
+        return [counts[group] for group in range(len(self.num_loaded))]
+
+    def release(self, blocks: SequenceBlocks) -> None:
+        """Release the host's blocks that a sequence needs for its holes; the caller changes its state."""
+        for group, sources in enumerate(blocks.load.host_blocks):
+            self._host.release(group, sources)
+
+    def _end(self, load: Load) -> None:
+        """Release the host's blocks of a load, whose sequence has its blocks on the device from now on."""
+        self.release(load.blocks)
+        load.blocks.move_to(BlocksState.READY)
 
     def targets(self) -> Iterable[tuple[int, int]]:
         """Yield (group, block) of every block on the device that a load writes."""

@@ -4,7 +4,7 @@ Terms:
 
     node       a boundary in the prefix tree; it pins a *segment* of a chain and, at a checkpoint, *windows* (`tree`)
     demote     move a node's blocks from the device to the host: copies are queued, the index follows at once
-    promote    let a node in the host tier pin the device's blocks in place of the host's; loads or new computing brought them there
+    promote    let a node in the host tier pin the device's blocks instead of the host's; loads or new computing brought them there
     piece      so many hash blocks of a segment, at most, are demoted at once; the rest becomes a node above. What a demotion frees
                beyond what is needed stays empty for a while, so a piece is a small part of what the device holds
 
@@ -14,7 +14,7 @@ still references stays on the device until it is released, without being found t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.kv_cache.tiers import DEVICE, HOST
@@ -99,7 +99,7 @@ class TierMoves:
             if not self._has_segment(each):
                 break
             self._tree.for_each_block(each, self._registry.pin)
-            self._tree.for_each_block(each, self._release)
+            self._tree.for_each_block(each, self.host.unpin)
             self._tree.set_tier(each, DEVICE)
             self._promote_windows(each)
             changed.append(each)
@@ -116,7 +116,7 @@ class TierMoves:
             return False
         for (group, _), digests in windows:
             self._registry.pin(group, digests)
-            self._release(group, digests)
+            self.host.unpin(group, digests)
         node.windows_tier = DEVICE
         return True
 
@@ -127,11 +127,6 @@ class TierMoves:
             node, lambda group, digests: found.append(all(map(self._on_device[group].__contains__, digests)))
         )
         return all(found)
-
-    def _release(self, group: int, digests: Iterable[bytes]) -> None:
-        """Remove a node's need of the host's blocks under these digests."""
-        found = self.host.blocks[group]
-        self.host.release(group, [found[digest] for digest in digests])
 
     def _add_windows(self, node: Node, digests: list[list[bytes]]) -> None:
         """Add the digests of a node's windows, by group, the last ones first."""

@@ -53,8 +53,8 @@ def describe_block(scheduler: Scheduler, group: int, block: int) -> dict[str, An
 def describe_host_block(scheduler: Scheduler, group: int, block: int) -> dict[str, Any]:
     """What a block of the host tier holds and who needs it; `error` alone where there is no such block."""
     cache = scheduler.cache
-    host = cache.host
-    if host is None:
+    host = cache.tiers.host
+    if not host.exists:
         return {"error": "This worker has no host tier."}
     if error := _missing(host.layout, group, block):
         return {"error": error}
@@ -96,7 +96,7 @@ def _host_users(scheduler: Scheduler, group: int, block: int) -> list[dict[str, 
     return [
         {"id": one.seq_id, "request": one.request.request_id, "processed": blocks.processed}
         for one, blocks in held
-        if blocks is not None and blocks.to_load and block in blocks.to_load[group]
+        if blocks is not None and blocks.load.host_blocks and block in blocks.load.host_blocks[group]
     ]
 
 
@@ -125,7 +125,7 @@ def _users(scheduler: Scheduler, group: int, block: int) -> list[dict[str, Any]]
                     "request": sequence.request.request_id,
                     "logical": table.logical_of(block),
                     "processed": blocks.processed,
-                    "repair": blocks.processed < blocks.repair_until
+                    "repair": blocks.processed < blocks.repair.end
                     and not blocks.retentions[group].keeps_everything
                     and block in table.run,
                 }

@@ -12,7 +12,7 @@ import numpy as np
 
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.kvcache.cache_snapshot import GroupCopy
-from transom_worker.kvcache.host_snapshot import HostCopy
+from transom_worker.kvcache.tiers.host_snapshot import HostCopy
 from transom_worker.telemetry.blockmap.block_records import BlockRecords
 from transom_worker.telemetry.blockmap.events import MAX_EVENTS, MapEvent
 from transom_worker.telemetry.blockmap.frame import Frame, Words, make_frame

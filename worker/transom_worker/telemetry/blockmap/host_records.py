@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transom_core.kv_cache.layout import ArenaLayout
-from transom_worker.kvcache.host_snapshot import HostCopy, HostSnapshot
+from transom_worker.kvcache.tiers.host_snapshot import HostCopy, HostSnapshot
 from transom_worker.telemetry.blockmap.block_records import EMPTY, EVICTED, GONE, HELD, LOOSE
 from transom_worker.telemetry.blockmap.frame import Words
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from transom_worker.kvcache.blocks.block_table import BlockTable, GappedBlockTable
 from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.cache_snapshot import CacheSnapshot, GroupCopy
-from transom_worker.kvcache.host_snapshot import HostSnapshots
 from transom_worker.kvcache.prefix.prefix_outcome import HIT, REPAIRED
+from transom_worker.kvcache.tiers.host_snapshot import HostSnapshots
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.sequence import Sequence as ScheduledSequence
 from transom_worker.scheduling.sequence import SequenceStatus
@@ -132,7 +132,7 @@ class SnapshotTaker:
     def _sequence(self, sequence: ScheduledSequence) -> SequenceSnapshot:
         blocks = sequence.blocks
         assert blocks is not None
-        replays = blocks.processed < blocks.repair_until
+        replays = blocks.processed < blocks.repair.end
         ends = self._ends.get(sequence.seq_id)
         is_new = ends is None
         if ends is None:
@@ -149,9 +149,9 @@ class SnapshotTaker:
             num_tokens=len(sequence.token_ids),
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_cached_tokens=sequence.num_cached_tokens,
-            replay=(blocks.repair_from, blocks.repair_until) if replays else None,
+            replay=(blocks.repair.start, blocks.repair.end) if replays else None,
             tables=tables,
-            in_host=blocks.to_load,
+            in_host=blocks.load.host_blocks,
         )
 
     def _totals(self, cache: CacheSnapshot) -> dict[str, int]:
@@ -181,7 +181,7 @@ def _swapped(sequence: ScheduledSequence, blocks: SequenceBlocks) -> SequenceSna
         num_cached_tokens=sequence.num_cached_tokens,
         replay=None,
         tables=nothing,
-        in_host=blocks.to_load,
+        in_host=blocks.load.host_blocks,
     )
 
 

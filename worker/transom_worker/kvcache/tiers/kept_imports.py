@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from transom_worker.kvcache.imports import BlockImport
-from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.tiers.imports import BlockImport, Imports
 
 MAX_KEPT_S = 60.0
 
@@ -26,13 +25,13 @@ class _Kept:
 class KeptImports:
     """The complete imports of one engine. `is_waiting` says whether a request still waits for admission; `clock` gives seconds."""
 
-    def __init__(self, cache: KvCache, *, is_waiting: Callable[[str], bool], clock: Callable[[], float]) -> None:
-        self._cache, self._is_waiting, self._clock = cache, is_waiting, clock
+    def __init__(self, imports: Imports, *, is_waiting: Callable[[str], bool], clock: Callable[[], float]) -> None:
+        self._imports, self._is_waiting, self._clock = imports, is_waiting, clock
         self._kept: list[_Kept] = []
 
     def publish(self, blocks: BlockImport, request_ids: Iterable[str]) -> None:
         """Publish an import that is complete, and keep it for these requests."""
-        self._cache.commit_import(blocks)
+        self._imports.publish(blocks)
         self._kept.append(_Kept(blocks, set(request_ids), self._clock() + MAX_KEPT_S))
         self.end_admitted()
 
@@ -50,11 +49,11 @@ class KeptImports:
             if now_s < one.until_s and any(map(self._is_waiting, one.request_ids)):
                 kept.append(one)
             else:
-                self._cache.end_import(one.blocks)
+                self._imports.end(one.blocks)
         self._kept = kept
 
     def forget(self) -> None:
         """End all of them, since the cache is emptied."""
         for one in self._kept:
-            self._cache.end_import(one.blocks)
+            self._imports.end(one.blocks)
         self._kept = []

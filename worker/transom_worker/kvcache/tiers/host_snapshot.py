@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
-from transom_worker.kvcache.imports import ImportedBlock, Imports
-from transom_worker.kvcache.tiers.exports import ExportedBlock, Exports
-from transom_worker.kvcache.tiers.host_tier import HostTier
-from transom_worker.kvcache.tiers.loads import Loads
-from transom_worker.kvcache.tiers.swapping import Swapping
-from transom_worker.kvcache.tiers.tier_moves import TierMoves
+from transom_worker.kvcache.tiers.exports import ExportedBlock
+from transom_worker.kvcache.tiers.imports import ImportedBlock
+from transom_worker.kvcache.tiers.tiers import Tiers
 
 BLOCKS_PER_COPY = 2**16
 
@@ -62,22 +59,10 @@ class HostSnapshots:
     All calls are made on the engine's thread.
     """
 
-    def __init__(
-        self,
-        host: HostTier,
-        moves: TierMoves,
-        loads: Loads,
-        swapping: Swapping,
-        imports: Imports,
-        exports: Exports,
-    ) -> None:
-        self.layout = host.layout
-        self._host = host
-        self._moves = moves
-        self._swapping = swapping
-        self._loads = loads
-        self._imports = imports
-        self._exports = exports
+    def __init__(self, tiers: Tiers) -> None:
+        self.layout = tiers.host.layout
+        self._tiers = tiers
+        self._host = tiers.host
 
     @property
     def pieces(self) -> list[range]:
@@ -109,6 +94,7 @@ class HostSnapshots:
 
     def take(self) -> HostSnapshot:
         """Return what changed since the last call, or since `begin`."""
+        tiers = self._tiers
         touched, moved = self._host.registry.take_touched()
         return HostSnapshot(
             free_pages=self._host.arena.num_free,
@@ -121,14 +107,14 @@ class HostSnapshots:
                 )
                 for group, pool in enumerate(self._host.pools)
             ),
-            loads=[load.copies for load in self._loads.by_ticket.values()],
-            imports=[opened.blocks for opened in self._imports.opened],
-            exports=[opened.blocks for opened in self._exports.opened],
+            loads=[load.copies for load in tiers.loads.by_ticket.values()],
+            imports=[opened.blocks for opened in tiers.imports.opened],
+            exports=[opened.blocks for opened in tiers.exports.opened],
             moves={
-                "spilled": self._moves.num_spilled.copy(),
-                "loaded": self._loads.num_loaded.copy(),
-                "swapped": self._swapping.num_swapped_out.copy(),
-                "imported": self._imports.num_imported.copy(),
+                "spilled": tiers.moves.num_spilled.copy(),
+                "loaded": tiers.loads.num_loaded.copy(),
+                "swapped": tiers.swapping.num_swapped_out.copy(),
+                "imported": tiers.imports.num_imported.copy(),
                 "dropped": [sum(reasons.values()) for reasons in self._host.registry.num_evicted()],
             },
         )

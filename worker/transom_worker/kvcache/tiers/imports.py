@@ -12,17 +12,22 @@ import, those that no node pins included. Else the room for what is missing coul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from transom_core.kv_cache.prefix_search import PrefixHit, shared_digests
 from transom_core.kv_cache.retention import Retention
 from transom_core.kv_cache.retention_set import RetentionSet
-from transom_worker.kvcache.eviction.checkpoints import Checkpoints
+from transom_core.kv_cache.tiers import DISK, HOST
+from transom_worker.kvcache.blocks.block_copies import BlockCopy, CopyQueue
 from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 from transom_worker.kvcache.prefix.tree import Node
 from transom_worker.kvcache.tiers.host_tier import HostTier
+from transom_worker.kvcache.tiers.swapping import MakeRoom
+
+LockPrefix = Callable[[Sequence[bytes], int], Node | None]  # locks the deepest node of a chain's first n hash blocks
+UnlockPrefix = Callable[[Node], None]
 
 
 class ImportedBlock(NamedTuple):
@@ -57,15 +62,27 @@ class BlockImport:
 
 
 class Imports:
-    """The imports that have not ended."""
+    """The imports that have not ended. `make_room` drops cached blocks of the host tier."""
 
     def __init__(
-        self, retentions: RetentionSet, index: PrefixIndex, host: HostTier, checkpoints: Checkpoints, *, block_size: int
+        self,
+        retentions: RetentionSet,
+        index: PrefixIndex,
+        host: HostTier,
+        copies: CopyQueue,
+        make_room: MakeRoom,
+        lock: LockPrefix,
+        unlock: UnlockPrefix,
+        *,
+        block_size: int,
     ) -> None:
         self._retentions = retentions
         self._index = index
         self._host = host
-        self._checkpoints = checkpoints
+        self._copies = copies
+        self._make_room = make_room
+        self._lock = lock
+        self._unlock = unlock
         self._block_size = block_size
         self.num_imported = [0] * len(retentions)  # blocks published by group, since start
         self.opened: list[BlockImport] = []
@@ -73,12 +90,15 @@ class Imports:
     def begin(
         self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
     ) -> BlockImport | None:
-        """Take host blocks for what a hit lacks in both tiers; None if it lacks nothing, or if the host tier has no room.
+        """Take host blocks for what a hit that was found elsewhere lacks in both tiers.
 
-        `retentions` are those of a sequence with a KV policy.
-        Room is made at the cost of nodes in the host tier, except those of this prefix.
+        None if it lacks nothing, or if the host tier has no room. Room is made at the cost of nodes in the host tier, except those
+        of this prefix. `retentions` are those of a sequence with a KV policy. The contents must be written after the copies that
+        are queued now; then `publish` or `end` follows.
         """
-        locked = self._checkpoints.lock(chain, hit.num_hash_blocks)
+        if not self._host.exists:
+            return None
+        locked = self._lock(chain, hit.num_hash_blocks)
         needed = [self._needed(*of_group, chain, hit) for of_group in enumerate(retentions or self._retentions)]
         in_host = [
             (group, block)
@@ -92,10 +112,10 @@ class Imports:
             [name for name in names if not self._index.has(group, name[0])] for group, names in enumerate(needed)
         ]
         counts = [len(of_group) for of_group in missing]
-        taken = self._take(counts) if any(counts) else None
-        if taken is None:
-            self._let_go(in_host, locked)
+        if not (any(counts) and self._make_room(lambda: counts)):
+            self._stop_keeping(in_host, locked)
             return None
+        taken = self._host.take(counts)
         blocks = [
             ImportedBlock(group, logical, digest, block)
             for group, (names, of_group) in enumerate(zip(missing, taken, strict=True))
@@ -104,6 +124,17 @@ class Imports:
         opened = BlockImport(blocks, locked, in_host)
         self.opened.append(opened)
         return opened
+
+    def fetch(self, opened: BlockImport) -> int:
+        """Queue a load of an import's blocks from the disk, and return its ticket."""
+        copies = [BlockCopy(one.group, 0, one.block, DISK, HOST, digest=one.digest) for one in opened.blocks]
+        opened.ticket = self._copies.add_load(copies)
+        return opened.ticket
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether an import waits for a load from the disk, which the ranks must be told of and asked for."""
+        return any(opened.is_fetching for opened in self.opened)
 
     def publish(self, opened: BlockImport) -> None:
         """Enter the blocks into the index, except those that a request has published meanwhile."""
@@ -120,14 +151,14 @@ class Imports:
         self.opened.remove(opened)
         for one in opened.blocks:
             self._host.release(one.group, [one.block])
-        self._let_go(opened.in_host, opened.locked)
+        self._stop_keeping(opened.in_host, opened.locked)
 
-    def _let_go(self, in_host: Sequence[tuple[int, int]], locked: Node | None) -> None:
+    def _stop_keeping(self, in_host: Sequence[tuple[int, int]], locked: Node | None) -> None:
         """Let what the cache had of a prefix be evicted again."""
         for group, block in in_host:
             self._host.release(group, [block])
         if locked is not None:
-            self._checkpoints.unlock(locked)
+            self._unlock(locked)
 
     def num_held(self, group: int) -> int:
         """Return how many blocks of a group the present imports hold."""
@@ -146,7 +177,3 @@ class Imports:
         logical_of = {digest: index // step for index, digest in enumerate(chain[: hit.num_hash_blocks])}
         digests = shared_digests(retention, chain, hit, block_size=self._block_size)
         return [(digest, logical_of[digest]) for digest in dict.fromkeys(digests)]
-
-    def _take(self, counts: list[int]) -> list[list[int]] | None:
-        eviction = self._checkpoints.eviction
-        return self._host.take(counts) if eviction.make_room(lambda: counts) else None

@@ -15,10 +15,19 @@ from transom_worker.kvcache.prefix.change_log import ChangeLog
 
 
 class DiskIndex:
-    """Digests by group. `changes` records what is added and removed; it must have the device's tier and the host's already."""
+    """Digests by group. Nothing may be added before `open`."""
 
-    def __init__(self, num_groups: int, changes: ChangeLog) -> None:
+    def __init__(self, num_groups: int) -> None:
         self.groups: tuple[dict[bytes, None], ...] = tuple({} for _ in range(num_groups))
+        self._changes: ChangeLog | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a disk tier from which blocks are read."""
+        return self._changes is not None
+
+    def open(self, changes: ChangeLog) -> None:
+        """Record in `changes`, which has the device's tier and the host's already, what is added and removed from now on."""
         self._changes = changes
         changes.add_tier(self.groups)
 
@@ -43,5 +52,5 @@ class DiskIndex:
         self._note("removed", group, gone)
 
     def _note(self, action: Literal["added", "removed"], group: int, digests: list[bytes]) -> None:
-        if digests:
+        if digests and self._changes is not None:
             self._changes.add(action, DISK, group, digests)

@@ -1,8 +1,8 @@
-"""`DiskWatch`: keeps the cache's index of the disk tier (`kvcache.disk_index`) near what the folder has.
+"""`DiskWatch`: keeps the cache's index of the disk tier (`disk.index`) near what the folder has.
 
 Files come and go without the engine: the ranks write them behind the steps, every process that shares the space removes old ones,
 and other workers of the same model write theirs. So a thread lists the folder every `PERIOD_S`, at a bounded cost
-(`disk_cache.listing`), and the engine's thread takes over what it found. Where the index is late, a read fails, or a prefix is
+(`disk.listing`), and the engine's thread takes over what it found. Where the index is late, a read fails, or a prefix is
 computed that could have been read.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
+from transom_worker.kvcache.tiers.disk.index import DiskIndex
 from transom_worker.kvcache.tiers.disk.listing import BlockKey, ListedChanges
-from transom_worker.kvcache.tiers.disk_index import DiskIndex
 
 logger = logging.getLogger("transom.worker")
 

@@ -1,0 +1,54 @@
+"""`DiskStores`: hands the blocks of nodes that leave the cache's memory to the disk tier.
+
+When a node is dropped, its blocks keep their contents until other contents take their place. So a copy to the disk is queued, and
+the ranks make it before any copy that is queued later. Blocks that no node pins are never stored: they would not be found again as
+a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from transom_worker.kvcache.blocks.block_copies import CopyQueue
+from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
+from transom_worker.kvcache.prefix.tree import Node, PrefixTree
+
+
+class DiskStores:
+    """Queues copies to the disk for nodes of `tree`, whose blocks `index` has. `block_bytes` are those of a block by group."""
+
+    def __init__(self, tree: PrefixTree, index: PrefixIndex, copies: CopyQueue, *, block_bytes: Sequence[int]) -> None:
+        self.is_on = False  # whether there is a disk tier
+        self._tree = tree
+        self._index = index
+        self._copies = copies
+        self._block_bytes = block_bytes
+
+    def store(self, node: Node, *, with_segment: bool) -> None:
+        """Store a node's windows, and its segment `with_segment`; do nothing without a disk tier."""
+        if not self.is_on:
+            return
+        if with_segment:
+            self._tree.for_each_block(node, self._store)
+        for (group, _), digests in zip(node.retentions.sliding_groups, node.windows or (), strict=False):
+            self._store(group, digests)
+
+    def store_in_pieces(self, nodes: Iterable[Node], *, piece_bytes: int) -> Iterator[None]:
+        """Store these nodes, and yield whenever about `piece_bytes` of copies are queued, which the caller must take."""
+        num_queued, stored = len(self._copies.waiting), 0
+        for node in nodes:
+            self.store(node, with_segment=True)
+            stored += sum(self._block_bytes[copy.group] for copy in self._copies.waiting[num_queued:])
+            num_queued = len(self._copies.waiting)
+            if stored >= piece_bytes:
+                yield
+                num_queued, stored = len(self._copies.waiting), 0
+        if num_queued:
+            yield
+
+    def _store(self, group: int, digests: Iterable[bytes]) -> None:
+        for digest in digests:
+            for tier, groups in enumerate(self._index.tiers):
+                if digest in groups[group]:
+                    self._copies.add_store(group, groups[group][digest], tier, digest)
+                    break

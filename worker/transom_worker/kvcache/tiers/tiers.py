@@ -1,0 +1,106 @@
+"""`Tiers`: what a cache has besides the device: its host tier, its disk tier, and what it lends to other workers.
+
+Every part is always there. Without a host tier the host's arena has no pages (`HostTier.exists`): nothing is found in it, nothing
+fits, and no load, import or swap begins. Without a disk tier nothing is stored (`DiskStores.is_on`) or found on it.
+
+    host       the host's arena: pages, blocks, and who needs them     swapping   saves the blocks of preempted sequences
+    moves      moves nodes of the prefix tree between device and host  imports    writes blocks from the disk or other workers
+    loads      brings blocks from the host to sequences                exports    lends blocks to other workers
+    disk       the digests of the blocks that have files               stores     writes the blocks of dropped nodes to files
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from transom_core.kv_cache.layout import ArenaLayout
+from transom_core.kv_cache.retention_set import RetentionSet
+from transom_worker.kvcache.blocks.block_copies import CopyQueue
+from transom_worker.kvcache.blocks.block_registry import BlockRegistry
+from transom_worker.kvcache.prefix.change_log import ChangeLog
+from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
+from transom_worker.kvcache.stats import HostGroupStats
+from transom_worker.kvcache.tiers.disk.index import DiskIndex
+from transom_worker.kvcache.tiers.disk.stores import DiskStores
+from transom_worker.kvcache.tiers.exports import Exports
+from transom_worker.kvcache.tiers.host_tier import HostTier
+from transom_worker.kvcache.tiers.imports import Imports, LockPrefix, UnlockPrefix
+from transom_worker.kvcache.tiers.loads import Loads
+from transom_worker.kvcache.tiers.swapping import MakeRoom, Swapping
+from transom_worker.kvcache.tiers.tier_moves import TierMoves
+
+
+class Prefixes(NamedTuple):
+    """What the tiers ask of the prefix tree and its eviction: to make room in the host tier, and to keep a prefix meanwhile."""
+
+    make_room: MakeRoom
+    lock: LockPrefix
+    unlock: UnlockPrefix
+
+
+class Tiers:
+    """The tiers of one cache; the module's docstring says what each part does."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        moves: TierMoves,
+        stores: DiskStores,
+        prefixes: Prefixes,
+        *,
+        index: PrefixIndex,
+        changes: ChangeLog,
+        registry: BlockRegistry,
+        copies: CopyQueue,
+        retentions: RetentionSet,
+        block_size: int,
+    ) -> None:
+        self.host, self.moves, self.stores = host, moves, stores
+        self.loads = Loads(registry, host, copies)
+        self.swapping = Swapping(host, copies, prefixes.make_room)
+        self.imports = Imports(retentions, index, host, copies, *prefixes, block_size=block_size)
+        self.exports = Exports(retentions, index, registry, host, copies, block_size=block_size)
+        self.disk = DiskIndex(len(retentions))
+        self._changes = changes
+
+    def open_disk(self, layout: ArenaLayout) -> None:
+        """From now on store the blocks of nodes that leave the memory on the disk. With a host tier, through which everything from
+        the disk comes, what `disk` names can be found from now on.
+        """
+        self.stores.is_on = True
+        if self._changes.rates is not None:
+            self.disk.open(self._changes)
+            strides = [group.stride_bytes for group in layout.groups]
+            self._changes.set_rates(self._changes.rates.with_unmeasured_reads(strides))
+
+    def fixed_blocks(self) -> Iterable[tuple[int, int]]:
+        """Yield (group, block) of the device's blocks that must stay where they are: exports read them, or loads write them."""
+        yield from self.exports.on_device()
+        yield from self.loads.targets()
+
+    def lose_contents(self) -> None:
+        """Empty the host tier, and publish nothing of what loads, imports and exports bring: the cache is emptied."""
+        self.exports.make_void()
+        self.loads.make_void()
+        self.imports.make_void()
+        self.host.empty("reset")
+
+    def host_stats(self, names: Sequence[str]) -> tuple[HostGroupStats, ...]:
+        """Return what each group, by name, has in the host tier, and what has moved since start."""
+        evicted = self.host.registry.num_evicted()
+        return tuple(
+            HostGroupStats(
+                name=name,
+                cached_blocks=len(pool.published),
+                other_blocks=pool.num_active + len(pool.evictable) - len(pool.published),
+                free_blocks=pool.num_free,
+                spilled_blocks=self.moves.num_spilled[group],
+                loaded_blocks=self.loads.num_loaded[group],
+                swapped_blocks=self.swapping.num_swapped_out[group],
+                held_blocks=self.imports.num_held(group),
+                imported_blocks=self.imports.num_imported[group],
+                evicted_blocks=evicted[group],
+            )
+            for group, (name, pool) in enumerate(zip(names, self.host.pools, strict=True))
+        )
