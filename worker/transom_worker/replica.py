@@ -32,7 +32,7 @@ from transom_worker.engine.router_outbox import RouterOutbox
 from transom_worker.engine.startup import build_engine
 from transom_worker.kvcache.tiers.transfer.kv_transfer import KvTransfer
 from transom_worker.scheduling.request_validation import ids_in_use
-from transom_worker.telemetry.blockmap.block_map import BlockMap, OnEngine
+from transom_worker.telemetry.blockmap.block_map import BlockMap
 from transom_worker.telemetry.blockmap.encoder import WorkerIdentity
 
 logger = logging.getLogger("transom.worker")
@@ -84,7 +84,7 @@ class WorkerReplica:
             WorkerIdentity(worker, model_name or config.model.model),
             self.engine.scheduler,
             self.engine.block_map_log,
-            OnEngine(self._thread.call),
+            self._on_engine,
         )
         self.transfer: KvTransfer | None = None
         if self.engine.transfer_store is not None:

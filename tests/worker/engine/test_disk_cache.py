@@ -54,6 +54,14 @@ def answers(engine: Engine, tokens: Sequence[list[int]], *, salt: str | None = N
     return found
 
 
+def write(model: Path, folder: Path, count: int = 8, **settings: object) -> list[tuple[list[int], int]]:
+    """Have an engine answer prompts and stop, so that the folder has their blocks; return the answers."""
+    engine = engine_on(model, folder, **settings)
+    found = answers(engine, prompts(count))
+    engine.shutdown()
+    return found
+
+
 def usage(engine: Engine) -> DiskUsage:
     (report,) = engine.executor.rank_reports()
     assert report.usage.disk is not None
@@ -64,10 +72,8 @@ def usage(engine: Engine) -> DiskUsage:
 def test_a_second_engine_hits_what_the_first_one_wrote(
     tiny_model: Path, tmp_path: Path, fast_reads: None, layers: dict[str, Any]
 ) -> None:
-    first = engine_on(tiny_model, tmp_path, **layers)
-    expected = answers(first, prompts(8))
+    expected = write(tiny_model, tmp_path, **layers)
     assert [cached for _, cached in expected] == [0] * 8
-    first.shutdown()
     second = engine_on(tiny_model, tmp_path, **layers)
     found = answers(second, prompts(8))
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
@@ -79,9 +85,7 @@ def test_a_second_engine_hits_what_the_first_one_wrote(
 
 
 def test_two_ranks_have_their_own_files(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
-    first = engine_on(tiny_model, tmp_path, tensor_parallel_size=2, kv_cache_memory_bytes=300 << 10)
-    expected = answers(first, prompts(8))
-    first.shutdown()  # which writes what was not evicted
+    expected = write(tiny_model, tmp_path, tensor_parallel_size=2, kv_cache_memory_bytes=300 << 10)
     assert len(list((tmp_path / "transom-kv").iterdir())) == 3  # a folder for each rank, and the count of bytes
     second = engine_on(tiny_model, tmp_path, tensor_parallel_size=2, kv_cache_memory_bytes=300 << 10)
     found = answers(second, prompts(8))
@@ -128,9 +132,7 @@ def change(path: Path) -> None:
 def test_broken_files_are_computed_again(
     tiny_model: Path, tmp_path: Path, fast_reads: None, damage: Callable[[Path], None]
 ) -> None:
-    first = engine_on(tiny_model, tmp_path)
-    expected = answers(first, prompts(6))
-    first.shutdown()
+    expected = write(tiny_model, tmp_path, 6)
     files = sorted(tmp_path.rglob("*.kv"))
     assert files
     second = engine_on(tiny_model, tmp_path)
@@ -171,9 +173,7 @@ def test_a_full_disk_changes_no_answer(tiny_model: Path, tmp_path: Path, monkeyp
 
 
 def test_a_held_request_that_is_aborted_leaves_nothing(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
-    first = engine_on(tiny_model, tmp_path)
-    answers(first, prompts(8))
-    first.shutdown()
+    write(tiny_model, tmp_path)
     engine = engine_on(tiny_model, tmp_path)
     assert isinstance(engine._disk, EngineDiskTier)
     imports = engine.scheduler.cache.tiers.imports
@@ -195,9 +195,7 @@ def test_a_held_request_that_is_aborted_leaves_nothing(tiny_model: Path, tmp_pat
 
 
 def test_a_restart_of_the_ranks_ends_imports(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
-    first = engine_on(tiny_model, tmp_path)
-    expected = answers(first, prompts(8))
-    first.shutdown()
+    expected = write(tiny_model, tmp_path)
     engine = engine_on(tiny_model, tmp_path, executor=Fragile)
     executor = engine.executor
     assert isinstance(executor, Fragile)
@@ -240,9 +238,7 @@ def test_a_window_policy_hits_what_it_left_on_the_disk(tiny_model: Path, tmp_pat
 
 
 def test_a_refused_request_begins_no_import(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
-    first = engine_on(tiny_model, tmp_path)
-    answers(first, prompts(8))
-    first.shutdown()
+    write(tiny_model, tmp_path)
     engine = engine_on(tiny_model, tmp_path, max_num_seqs=1, max_waiting=1)
     for number in (5, 6):
         engine.add(make_request(f"first {number}", prompts(7)[number], max_tokens=6))
@@ -258,9 +254,7 @@ def test_a_slow_disk_does_not_stop_other_requests(
     tiny_model: Path, tmp_path: Path, fast_reads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread of the rank reads files, and one of the engine lists them; other prompts are answered meanwhile."""
-    first = engine_on(tiny_model, tmp_path)
-    answers(first, prompts(8))
-    first.shutdown()
+    write(tiny_model, tmp_path)
     engine = engine_on(tiny_model, tmp_path)
     assert isinstance(engine._disk, EngineDiskTier)
     tier = engine.executor._runner.tiers._disk  # type: ignore[attr-defined]
@@ -296,9 +290,7 @@ def test_a_slow_disk_does_not_stop_other_requests(
 
 def test_a_missing_file_is_tried_once(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
     """The index learns of it from the failed read, without a listing, and of the other blocks' files by the next listing."""
-    first = engine_on(tiny_model, tmp_path)
-    answers(first, prompts(8))
-    first.shutdown()
+    write(tiny_model, tmp_path)
     engine = engine_on(tiny_model, tmp_path)
     assert isinstance(engine._disk, EngineDiskTier)
     (engine._disk.watch._ended).set()  # no listing but those of the test

@@ -129,10 +129,14 @@ def slow_hit(specs: Sequence[GroupSpec], found: Sequence[Container[bytes]], dige
 
 
 class Mirror:
-    """A router's mirror of the index, from updates alone."""
+    """A router's mirror of the index, from updates alone. Only what is there may be removed, and only what is not may be added.
 
-    def __init__(self, num_groups: int) -> None:
-        self.tiers: list[list[set[bytes]]] = [[set() for _ in range(num_groups)] for _ in range(3)]
+    `takes_joined`: updates may be joined of several, so that changes which cancel out are missing.
+    """
+
+    def __init__(self, num_groups: int, *, num_tiers: int = 3, takes_joined: bool = False) -> None:
+        self.takes_joined = takes_joined
+        self.tiers: list[list[set[bytes]]] = [[set() for _ in range(num_groups)] for _ in range(num_tiers)]
         self.rates: LoadRates | None = None
         self.version = 0
 
@@ -161,7 +165,8 @@ class Mirror:
                 assert digests <= groups[run.group]
                 groups[run.group] -= digests
         num_changes = sum(len(run.digests) for run in update.runs)
-        assert update.whole or update.rates or num_changes == update.version - update.after
+        is_joined = update.whole or update.rates or self.takes_joined
+        assert is_joined or num_changes == update.version - update.after
         self.rates = update.rates or self.rates
         self.version = update.version
 

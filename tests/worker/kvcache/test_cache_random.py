@@ -5,9 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.how_many import num_examples
 from tests.worker.kvcache.cache_driver import CacheDriver
@@ -17,94 +14,6 @@ from transom_worker.kvcache.prefix.tree import CheckpointKind
 ALL_MIXES = (*MIXES, *ENTRY_MIXES)
 PREFIXES = [[random.Random(seed).randrange(9) for _ in range(70)] for seed in range(3)]
 KINDS = (None, *CheckpointKind)
-
-
-def prompt(prefix: int, shared: int, own: list[int]) -> list[int]:
-    return [*PREFIXES[prefix][:shared], *own]
-
-
-class CacheMachine(RuleBasedStateMachine):
-    """Few sequences, shared prefixes, pools of a few pages."""
-
-    @initialize(
-        mix=st.sampled_from(ALL_MIXES),
-        num_pages=st.integers(1, 24),
-        host_pages=st.one_of(st.just(0), st.integers(1, 40)),
-        caching=st.integers(0, 9),
-        repair=st.booleans(),
-    )
-    def start(self, mix: tuple[str, ...], num_pages: int, host_pages: int, caching: int, repair: bool) -> None:
-        self.sequence = CacheDriver(
-            mix, num_pages=num_pages, host_pages=host_pages, caching=caching > 0, window_repair=repair
-        )
-
-    @rule(
-        prefix=st.integers(0, 2),
-        shared=st.integers(1, 70),
-        own=st.lists(st.integers(0, 1), max_size=9),
-        boundaries=st.dictionaries(st.integers(1, 19), st.sampled_from(list(CheckpointKind)), max_size=3),
-        reads_cache=st.integers(0, 9),
-    )
-    def begin(
-        self,
-        prefix: int,
-        shared: int,
-        own: list[int],
-        boundaries: dict[int, CheckpointKind],
-        reads_cache: int,
-    ) -> None:
-        tokens = prompt(prefix, shared, own)
-        places = sorted((units, kind) for units, kind in boundaries.items() if units <= len(tokens) // BLOCK)
-        self.sequence.begin(tokens, places, reads_cache=reads_cache > 0)
-
-    @rule(wanted=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), min_size=1, max_size=4))
-    def plan(self, wanted: list[tuple[int, int]]) -> None:
-        if self.sequence.sequences and len(self.sequence.steps) < 3:
-            self.sequence.plan(wanted)
-
-    @rule(index=st.integers(0, 9), units_ahead=st.integers(0, 9))
-    def plan_fork_checkpoint(self, index: int, units_ahead: int) -> None:
-        self.sequence.plan_fork_checkpoint(index, units_ahead)
-
-    @rule()
-    def receive(self) -> None:
-        self.sequence.receive()
-
-    @rule(wanted=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), min_size=1, max_size=4))
-    def step(self, wanted: list[tuple[int, int]]) -> None:
-        self.plan(wanted)
-        self.sequence.receive()
-
-    @rule(index=st.integers(0, 9), kind=st.sampled_from(KINDS))
-    def release(self, index: int, kind: CheckpointKind | None) -> None:
-        self.sequence.release(index, kind)
-
-    @rule(index=st.integers(0, 9), kind=st.sampled_from(KINDS), chunk=st.sampled_from([1, 5, 40]))
-    def complete(self, index: int, kind: CheckpointKind | None, chunk: int) -> None:
-        self.sequence.complete(index, kind, chunk=chunk)
-
-    @rule(index=st.integers(0, 9))
-    def preempt(self, index: int) -> None:
-        self.sequence.preempt(index)
-
-    @rule()
-    def load(self) -> None:
-        self.sequence.load()
-
-    @rule(often=st.integers(0, 9))
-    def evict_all(self, often: int) -> None:
-        if not often:
-            self.sequence.evict_all()
-
-    def teardown(self) -> None:
-        if hasattr(self, "sequence"):
-            self.sequence.finish()
-
-
-TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(
-    max_examples=num_examples(daily=50, exhaustive=120), stateful_step_count=40, deadline=None
-)
 
 
 def random_life(mix: tuple[str, ...], seed: int, *, has_host: bool = False, num_operations: int = 100) -> CacheDriver:
@@ -155,7 +64,7 @@ def random_life(mix: tuple[str, ...], seed: int, *, has_host: bool = False, num_
 
 @pytest.mark.parametrize("mix", ALL_MIXES, ids="+".join)
 def test_random_operations(mix: tuple[str, ...]) -> None:
-    sequences = [random_life(mix, seed) for seed in range(num_examples(daily=3, exhaustive=6))]
+    sequences = [random_life(mix, seed) for seed in range(num_examples(daily=6, exhaustive=20))]
     stats = [sequence.cache.stats() for sequence in sequences]
     assert sum(sequence.num_refused for sequence in sequences) > 0  # the pools are tiny enough to matter
     assert sum(sum(group.reuse_interval.counts) for each in stats for group in each.groups) > 0
@@ -164,6 +73,6 @@ def test_random_operations(mix: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("mix", ALL_MIXES, ids="+".join)
 def test_random_operations_on_two_tiers(mix: tuple[str, ...]) -> None:
     """Blocks are spilled and loaded, and whatever is found in a tier has the contents that its digest names."""
-    drivers = [random_life(mix, seed, has_host=True) for seed in range(num_examples(daily=3, exhaustive=12))]
+    drivers = [random_life(mix, seed, has_host=True) for seed in range(num_examples(daily=6, exhaustive=30))]
     assert sum(driver.num_spilled for driver in drivers) > 0
     assert sum(driver.num_loaded for driver in drivers) > 0

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 
-from tests.worker.kvcache.cache_model import BLOCK, MIXES, Mirror, check_cache, layout, slow_hit
+from tests.worker.kvcache.cache_model import BLOCK, MIXES, check_cache, layout
 from transom_core.errors import ConfigError
 from transom_core.kv_cache.hashing import chain_root, extend_chain
-from transom_core.kv_cache.prefix_search import hit_limit
 from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.manager import KvCache
-from transom_worker.kvcache.prefix.tree import CheckpointKind
 
 ROOT = chain_root(BLOCK)
 
@@ -128,38 +125,3 @@ def test_alone_a_sequence_of_capacity_length_always_fits(mix: tuple[str, ...]) -
         for end in range(1, capacity):  # the last token is never computed
             assert cache.extend(blocks, end)
             cache.advance(blocks, [], end)
-
-
-@pytest.mark.parametrize("mix", MIXES, ids="+".join)
-def test_random_sequences_keep_the_counts_right(mix: tuple[str, ...]) -> None:
-    rng = random.Random(7)
-    cache = cache_of(*mix, num_pages=14)
-    specs = [group.spec for group in cache.layout.groups]
-    mirror = Mirror(len(mix))
-    running: list[tuple[SequenceBlocks, list[int]]] = []
-    for _ in range(400):
-        if rng.random() < 0.3:
-            tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 50))]
-            chain: list[bytes] = []
-            extend_chain(chain, ROOT, tokens, BLOCK)
-            hit = cache.find(chain, len(tokens))
-            limit = hit_limit(len(tokens), BLOCK)
-            assert hit.num_hash_blocks == slow_hit(specs, mirror.groups, chain, limit)
-            running.append((cache.begin(chain, ROOT, hit=hit), tokens))
-            cache.plan_checkpoints(
-                running[-1][0], [(limit, CheckpointKind.PROMPT)] if limit > hit.num_hash_blocks else []
-            )
-        elif running and rng.random() < 0.15:
-            blocks, _ = running.pop(rng.randrange(len(running)))
-            cache.release(blocks)
-        elif running:
-            blocks, tokens = rng.choice(running)
-            end = min(len(tokens), blocks.processed + rng.randrange(1, 12))
-            before = [group.active_blocks for group in cache.stats().groups]
-            if cache.extend(blocks, end):
-                cache.advance(blocks, tokens, end)
-            else:
-                assert before == [group.active_blocks for group in cache.stats().groups]
-        check_cache(cache, [blocks for blocks, _ in running])
-        mirror.apply(cache.changes.take())
-        assert mirror.groups == [set(group) for group in cache.index.groups]

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests.worker.kvcache.cache_model import Mirror
 from transom_core.contract.kv_events import KvRun, KvUpdate
 from transom_core.kv_cache.load_rates import LoadRates
 from transom_worker.kvcache.prefix.change_log import ChangeLog
@@ -49,7 +50,7 @@ def test_mirrors_that_read_at_any_time_follow_the_index(seed: int) -> None:
     log = ChangeLog(index, LoadRates(1, (1, 1)))
     log.max_unread = 12
     readers = [PendingChanges(), PendingChanges()]
-    mirrors = [MirrorOfTiers(), MirrorOfTiers()]
+    mirrors = [Mirror(2, num_tiers=2, takes_joined=True), Mirror(2, num_tiers=2, takes_joined=True)]
     for reader in readers:
         reader.add(log.whole())
     for step in range(300):
@@ -75,31 +76,3 @@ def test_mirrors_that_read_at_any_time_follow_the_index(seed: int) -> None:
                     mirrors[at].apply(readers[at].take())
                     assert mirrors[at].tiers == [[set(found) for found in groups] for groups in index]
                     assert (mirrors[at].version, mirrors[at].rates) == (log.version, log.rates)
-
-
-class MirrorOfTiers:
-    """Applies updates strictly: it removes only what is there and adds only what is not."""
-
-    def __init__(self) -> None:
-        self.tiers: list[list[set[bytes]]] = [[set(), set()], [set(), set()]]
-        self.version = 0
-        self.rates: LoadRates | None = None
-
-    def apply(self, update: KvUpdate | None) -> None:
-        if update is None:
-            return
-        if update.whole:
-            self.tiers = [[set(), set()], [set(), set()]]
-        else:
-            assert update.after == self.version
-        for action, group, digests, tier in update.runs:
-            mirror = self.tiers[tier][group]
-            assert len(set(digests)) == len(digests)
-            if action == "added":
-                assert not mirror.intersection(digests)
-                mirror.update(digests)
-            else:
-                assert mirror.issuperset(digests)
-                mirror.difference_update(digests)
-        self.rates = update.rates or self.rates
-        self.version = update.version

@@ -4,17 +4,16 @@ Terms:
 
     rank      one process of a tensor-parallel worker
     slab      the KV memory of one rank; it is divided into *pages*
-    group     model layers that keep the same tokens for the same time
     stride    the distance in bytes between the starts of a group's blocks
-    dump      a block behind the last page to which padded or masked rows write, and which no query reads
+    dump      a block after the last page to which padded or masked rows write, and which no query reads
 
-A page is leased to one group at a time. Block `b` of group `g` starts
-at byte `b * stride_g`. A page has the first ids whose blocks lie wholly inside it, the same number in every page, so that counts of
-pages and of blocks translate exactly. Example: pages of 1,000 bytes, blocks of 300 bytes. Page 1 (bytes 1,000 to 2,000) can
-have blocks 4 and 5 alone, so each page has 2 blocks: page 0 has 0 and 1, and the ids 2 and 3 belong to no page.
+A page is leased to one group at a time. Block `b` of group `g` starts at byte `b * stride_g`. A page has the first ids whose blocks
+are wholly inside it, the same number in every page, so that counts of pages and of blocks translate exactly. Example: pages of
+1,000 bytes, blocks of 300 bytes. Page 1 (bytes 1,000 to 2,000) can have blocks 4 and 5 alone, so each page has 2 blocks: page 0 has
+0 and 1, and the ids 2 and 3 belong to no page.
 
-Page numbers and block ids are the same on every rank; the contents of a block differ, since each rank has its own KV heads. Behind
-the last page lies one dump block per group.
+Page numbers and block ids are the same on every rank; the contents of a block differ, since each rank has its own KV heads. After
+the last page comes one dump block per group.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class GroupLayout:
 
     @property
     def format(self) -> str:
-        """The number format of the group's keys and values, or of its first tensor; "" where no tensors are known."""
+        """The number format of the group's keys and values, or of its first tensor; "" if no tensors are known."""
         return self.layers[0].format if self.layers else ""
 
     @property
@@ -118,14 +117,14 @@ class ArenaLayout:
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes to allocate: the pages and the dump blocks behind them."""
+        """Bytes to allocate: the pages and the dump blocks after them."""
         return max(
             ((self.dump_block(g) + 1) * group.stride_bytes for g, group in enumerate(self.groups)),
             default=0,
         )
 
     def dump_block(self, group: int) -> int:
-        """Return the group's block id behind the last page: masked rows write to it, and no query reads it."""
+        """Return the group's block id after the last page: masked rows write to it, and no query reads it."""
         return -(-self.pool_bytes // self.groups[group].stride_bytes)
 
     def first_block(self, page: int, group: int) -> int:

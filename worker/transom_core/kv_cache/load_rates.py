@@ -35,15 +35,15 @@ class LoadRates(NamedTuple):
         return self._replace(read_ns=tuple(size * 10**9 // UNMEASURED_READ_BYTES_PER_S for size in block_bytes))
 
     def load_ns(self, num_blocks: Sequence[int]) -> int:
-        """Return the nanoseconds to load so many blocks of each group."""
+        """Return the nanoseconds to load `num_blocks[group]` blocks of each group."""
         return sum(count * ns for count, ns in zip(num_blocks, self.block_ns, strict=True))
 
     def reading_ns(self, num_blocks: Sequence[int]) -> int:
-        """Return the nanoseconds to read so many blocks of each group from the disk."""
+        """Return the nanoseconds to read `num_blocks[group]` blocks of each group from the disk."""
         return sum(count * ns for count, ns in zip(num_blocks, self.read_ns, strict=True))
 
     def are_worth_reading(self, spared_tokens: int, *, more_ns: int) -> bool:
-        """Return whether a hit that needs the disk is better than one that does not: it spares so many more tokens, and its loads
-        and reads take `more_ns` longer.
+        """Return whether a hit that needs the disk is better than one that does not: it spares `spared_tokens` more tokens, and its
+        loads and reads take `more_ns` longer.
         """
         return spared_tokens >= LEAST_READ_TOKENS and spared_tokens * self.token_ns >= more_ns

@@ -5,7 +5,7 @@ Terms:
 
     hash block      `--block-size` tokens; their *digest* names them and all tokens before them (`hashing`). A KV block has one hash
                     block (several in groups of compressed entries) and is found under the digest of its last one
-    boundary u      the position behind the first `u` hash blocks of a prompt
+    boundary u      the position after the first `u` hash blocks of a prompt
     full groups     KV cache groups that keep every token; a hit needs all their blocks below the boundary
     sliding groups  groups with a window, chunk or compressor state; a hit needs their *live* blocks, which the next token reads
     sink blocks     a sliding group's first blocks, which hold attention sinks and never slide out; a hit needs them too
@@ -119,7 +119,7 @@ def _hit_in_memory(
     host: Sequence[Collection[bytes]] | None,
     rates: LoadRates | None,
 ) -> PrefixHit:
-    """Return the hit on the device's blocks or, where loads pay, on those of device and host."""
+    """Return the hit on the device's blocks or, if loads pay, on those of device and host."""
     present: list[Present] = [(group,) for group in found]
     hit = _hit_on(retentions, present, digests, limit, window_repair=window_repair)
     block_size = min(retention.block_size for retention in retentions)
@@ -166,7 +166,7 @@ def _hit_on(
     *,
     window_repair: bool,
 ) -> PrefixHit:
-    """Return the hit that leaves fewest tokens to compute, whatever its blocks' tiers.
+    """Return the hit that leaves fewest tokens to compute, with blocks of any tier.
 
     Two boundaries compete:
 

@@ -6,8 +6,8 @@ Terms:
     live tokens    the tokens that the next token's query reads in this group (`GroupSpec.live`)
     live blocks    the blocks that have live tokens; the sequence must keep them
     sink blocks    the first logical blocks of a group with attention sinks; they never slide out
-    run            the consecutive logical blocks behind the sink blocks; blocks are only ever freed at its front
-    boundary b     the position behind the first `b` blocks of a sequence
+    run            the consecutive logical blocks after the sink blocks; blocks are only ever freed at its front
+    boundary b     the position after the first `b` blocks of a sequence
 
 Example, a window of 33 tokens (the query included), blocks of 16:
 
@@ -41,9 +41,8 @@ class Retention:
         self._first_live = [self.first_live_block(0)]  # by boundary
         self._free_boundary = [0]  # by boundary: the largest boundary, up to this one, without live blocks in the run
         self._peak = [1]  # by boundary: most blocks that a sequence holds at once up to there
-        self._change: list[
-            int
-        ] = []  # by block: the position inside it at which the first live block grows, else its end
+        # By block: the position inside it at which the first live block grows, else its end.
+        self._change: list[int] = []
 
     def first_live_block(self, n: int) -> int:
         """Return the first logical block of the run that must stay after `n` processed tokens; at least `num_sink_blocks`."""

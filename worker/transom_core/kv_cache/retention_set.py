@@ -3,11 +3,6 @@
 Most sequences of a cache have the same set: the `Retention` of each group's own kind. A sequence with a KV policy (a request's
 own rule for what its full-attention layers keep) has another one, so one group may be a full group to one sequence and a
 sliding group to another.
-
-    full groups     KV cache groups that keep every token of the sequence
-    sliding groups  groups with a window, chunk or compressor state
-    sink blocks     a sliding group's first blocks, which hold attention sinks and never slide out
-    hash block      `--block-size` tokens; a group's block has one hash block, or several
 """
 
 from __future__ import annotations

@@ -10,4 +10,3 @@ from __future__ import annotations
 DEVICE = 0
 HOST = 1
 DISK = 2
-TIER_NAMES = ("device", "host")

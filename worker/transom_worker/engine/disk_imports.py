@@ -44,7 +44,8 @@ class _Import:
 class DiskImports:
     """The imports of one engine, whose requests `scheduler` holds meanwhile.
 
-    `end_hold` lets a request be admitted, for which so many tokens of its prefix were imported. `watch` knows what the disk has.
+    `end_hold` lets a request be admitted; it takes its id and how many tokens of its prefix were imported. `watch` knows what the
+    disk has.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class DiskImports:
         return held is not None
 
     def _import(self, request: Request) -> _Held | None:
-        """Begin or join the import of a request's prefix; None where there is none to wait for."""
+        """Begin or join the import of a request's prefix; None if there is none to wait for."""
         cache, sequence = self._cache, self._scheduler.by_request[request.request_id]
         extend_chain(sequence.chain, sequence.root, sequence.token_ids, cache.block_size)
         hit = cache.find(sequence.chain, len(sequence.token_ids), sequence.retentions, with_disk=True)

@@ -1,5 +1,6 @@
-"""`TransferStore`: the engine's KV cache as KV transfer uses it (`transfer.kv_store`): integers from the scheduler's cache, bytes
-from the ranks. All methods but `convert` run on the engine's thread.
+"""`TransferStore`: the engine's KV cache as KV transfer uses it: integers from the scheduler's cache, bytes from the ranks.
+
+`transfer.kv_store.KvStore` says what each method promises, and on which thread it runs.
 """
 
 from __future__ import annotations
@@ -35,11 +36,7 @@ class TransferStore:
     # Source
 
     def open_export(self, export_id: str, query: PrefixQuery) -> PrefixOffer | None:
-        """Reference the blocks of the hit that the query's prefix is here; None where it is none.
-
-        Raises:
-            ValueError: the cache has other groups than the query says.
-        """
+        """Reference the blocks of the query's longest boundary that is a hit here. Raises ValueError: other groups."""
         shape = self._cache.shape
         if query.groups != shape.groups or query.block_size != shape.block_size:
             raise ValueError(f"it has the groups {[group.name for group in query.groups]}")
@@ -80,9 +77,7 @@ class TransferStore:
     # Target
 
     def query(self, request_id: str, num_tokens: int) -> PrefixQuery | None:
-        """The query for the prefix of a held request, as long as its hit may be; None where the request has ended, or reads no
-        prefix cache.
-        """
+        """The query for the prefix of a held request, as long as its hit may be."""
         sequence = self._scheduler.by_request.get(request_id)
         if sequence is None or not sequence.is_held or not sequence.reads_prefix_cache:
             return None
@@ -101,16 +96,14 @@ class TransferStore:
         )
 
     def has(self, request_id: str, query: PrefixQuery) -> bool:
-        """Whether as many tokens as the router expects from the source are a hit here already; what was imported of them is kept
-        for this request, too.
-        """
+        """Whether as many tokens as the router expects are a hit here already; they are kept for this request, too."""
         if self._find(query).start < query.num_tokens:
             return False
         self._kept.join(request_id, query.chain)
         return True
 
     def begin_import(self, import_id: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
-        """Take host blocks for what of the offer is missing here; None where the host tier has no room for them."""
+        """Take host blocks for what of the offer is missing here; None if the host tier has no room for them."""
         self._kept.end_admitted()
         before = self._find(query).start
         hit = PrefixHit(
@@ -166,7 +159,7 @@ class TransferStore:
             self._cache.tiers.imports.end(opened)
 
     def _find(self, query: PrefixQuery) -> PrefixHit:
-        """The hit of a query's prefix here, as a request behind it would find it."""
+        """The hit of a query's prefix here, as a request that continues it would find it."""
         retentions = self._scheduler.policy_retentions.of(query.kv_policy)
         return self._cache.find(query.chain, len(query.chain) * self._cache.block_size + 1, retentions)
 

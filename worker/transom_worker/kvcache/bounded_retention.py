@@ -1,7 +1,6 @@
 """`BoundedRetention`: a group of a sequence whose KV policy chooses, while it runs, which blocks it keeps, up to a bound.
 
-    sink blocks    a sequence's first blocks, which hold attention sinks and are always kept
-    policy         the request's own rule for what it keeps; the scheduler applies it and removes blocks (`KvCache.remove`)
+The scheduler applies the policy and removes blocks (`KvCache.remove`).
 
 Nothing is freed by position alone, so to the cache the group keeps everything; the bound is what admission counts. Blocks of
 such a sequence are never published.
@@ -22,7 +21,7 @@ class BoundedRetention(Retention):
         self.max_blocks = max_blocks
 
     def first_live_block(self, n: int) -> int:
-        """Return the run's first block: the one behind the sink blocks, which only the policy may remove."""
+        """Return the run's first block: the one after the sink blocks, which only the policy may remove."""
         return self.num_sink_blocks
 
     def allocated_blocks(self, n: int, *, lag: int = 0) -> int:

@@ -1,8 +1,5 @@
 """`CacheSnapshots`: cheap copies of the cache's state for the block map, which must not stop the engine's thread for long.
 
-A *group* is model layers that keep the same tokens for the same time; a *page* is a part of the arena (the KV memory) that is
-leased to one group at a time. A *digest* names a published block's tokens and all tokens before them.
-
 First it copies all blocks of each group, one group at a time, so that steps can run in between; each copy is a few calls that run
 at C speed. The snapshots after that have only the blocks that changed since the last one. Readers use the copies on other threads.
 """
@@ -56,9 +53,8 @@ class CacheSnapshot:
 
     owners: list[int]  # by page: the group that leases it, or arena.FREE
     free_pages: int
-    num_compacted: (
-        int  # blocks that compaction moved since start; if it grew, any sequence's block table may have changed
-    )
+    # Blocks that compaction moved since start; if the number grew, any sequence's block table may have changed.
+    num_compacted: int
     num_repairs: int  # window repairs since start
     outcome_tokens: dict[str, int]  # prompt tokens since start: "hit", "repaired" or "missed_<reason>"
     groups: tuple[GroupSnapshot, ...]

@@ -19,7 +19,7 @@ MAX_REMEMBERED = 64  # policies: a retention has tables, and clients may send an
 
 class PolicyRetentions:
     """Makes retentions by policy, and remembers those that were used last. `plain` are those of the cache's own groups, which must
-    be full groups alone where a policy is asked for.
+    be full groups alone if a policy is asked for.
     """
 
     def __init__(self, plain: RetentionSet, *, block_size: int) -> None:

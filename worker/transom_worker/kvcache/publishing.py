@@ -1,18 +1,10 @@
 """`Publishing`: makes a sequence's computed blocks findable for other requests, and places checkpoints at boundaries that it
 passes.
 
-Terms:
+A *twin* is another block with equal content, hence an equal digest; the index has only one of the two.
 
-    hash block      `--block-size` tokens with a digest; a sequence's chain is the list of its digests (`hashing`)
-    publish         enter a computed block into the prefix index under its digest
-    boundary        the position behind the first n hash blocks of a chain
-    checkpoint      a boundary at which the cache keeps all blocks that a request needs to continue there (`checkpoints`)
-    twin            another block with equal content, hence an equal digest; the index has only one of the two
-    full groups     KV cache groups that keep every token; sliding groups keep a window, chunk or compressor state
-    window repair   computing tokens `[repair_from, repair_until)` again, so that sliding groups get their blocks
-
-What a window repair computes is exact only in blocks that are live at `repair_until`; other blocks of sliding groups in that
-range are never published. Example with one window group, live blocks 6 and 7 at the repair's end, and `repair_from` in block 5:
+What a window repair (`sequence_blocks.Repair`) computes is exact only in blocks that are live at its end; other blocks of sliding
+groups in its range are never published. Example with one window group, live blocks 6 and 7 at the end, and the start in block 5:
 
     block            0 ... 4    5         6      7      8 ...
     full group       (cached)   (cached)                publish
@@ -113,7 +105,7 @@ class Publishing:
             self._place(blocks, boundary, kind)
 
     def place_last(self, blocks: SequenceBlocks, kind: CheckpointKind) -> None:
-        """Place a checkpoint behind the last whole hash block of a sequence that ends, if everything up to there was published,
+        """Place a checkpoint after the last whole hash block of a sequence that ends, if everything up to there was published,
         and what its load has brought is known.
         """
         boundary = blocks.processed // self._block_size

@@ -1,9 +1,4 @@
-"""The statistics of the KV cache, which the engine turns into metrics.
-
-A *page* is a part of the KV memory that is leased to one group (layers that keep the same tokens) at a time. A *checkpoint* is a
-cached prefix that the cache keeps on purpose: it pins the blocks of its segment in full-attention layers, and its windows, the
-blocks that sliding-window layers need to continue there.
-"""
+"""The statistics of the KV cache, which the engine turns into metrics."""
 
 from __future__ import annotations
 

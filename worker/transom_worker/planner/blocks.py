@@ -1,17 +1,13 @@
 """Computes what lies inside a KV cache group's block on one rank: each layer's tensors, their widths, number formats and offsets.
 
-Terms:
-
-    group              layers that keep the same tokens for the same time; a block has the rows of all its layers
-    rule               which tokens a group keeps (`groups.Rule`)
+    rule               which tokens a group keeps (`layer_groups.Rule`)
     latent row         one row per token that serves as K and V of all heads (MLA, DeepSeek V4)
     compressed entry   a latent row that stands for several tokens; its *indexer* keys tell which entries a query reads
     compressor state   the (kv, gate) rows of recent tokens, from which the next compressed entry is made
-    stride             the distance in bytes between the starts of a group's blocks
     scale              the float32 number by which a quantised key or value of one token and KV head is multiplied
 
 Example: a layer with 8 KV heads of 64 elements in bfloat16 and blocks of 16 tokens: K takes 16 * 8 * 64 * 2 = 16,384 bytes of a
-block, V as much behind it. In int8 each takes 8,192, and behind V lie K's and V's scales, 16 * 8 * 4 = 512 bytes each.
+block, V as much after it. In int8 each takes 8,192, and after V come K's and V's scales, 16 * 8 * 4 = 512 bytes each.
 """
 
 from __future__ import annotations
@@ -32,11 +28,8 @@ from transom_worker.planner.layer_groups import Rule, layer_rules, make_groups
 RAW = "uint8"  # rows that mix number formats
 STATE_DTYPE = "float32"  # of compressor states
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1}
-STORED_DTYPES = {
-    "fp8": "float8_e4m3fn",
-    "int8": "int8",
-    "int4": "uint8",
-}  # torch's names of what quantised formats keep
+# Torch's names of what quantised formats keep.
+STORED_DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8", "int4": "uint8"}
 SCALE_BYTES = 4
 QUANTISED_ALIGNMENT_BYTES = 16  # of each tensor of a quantised layer
 FP8_SCALE_GROUP = 64  # elements of a latent row that share a scale of one byte; a row's scales are padded to 8
@@ -132,7 +125,7 @@ def _layer_tensors(layer: LayerAttention, name: str, heads: int) -> tuple[Tensor
 def _latent_row(layer: LayerAttention, name: str) -> tuple[int, int, str]:
     """Return the widths of K and V and the dtype of a latent row, which is both.
 
-    In FP8 the elements with RoPE stay in 16 bits, and the scales of the others stand behind them. Example, 448 elements without and
+    In FP8 the elements with RoPE stay in 16 bits, and the scales of the others come after them. Example, 448 elements without and
     64 with RoPE: 448 + 2 * 64 + 8 (7 scales, padded) = 584 bytes.
     """
     if name != "fp8":
@@ -145,7 +138,7 @@ def _latent_row(layer: LayerAttention, name: str) -> tuple[int, int, str]:
 def _group_layout(
     spec: GroupSpec, tensors: Mapping[int, tuple[Tensor, ...]], rules: Sequence[Mapping[Role, Rule]]
 ) -> GroupLayout:
-    """Return a group's block: the tensors with the group's rule, one behind the other. `tensors` and `rules` are by layer."""
+    """Return a group's block: the tensors with the group's rule, one after the other. `tensors` and `rules` are by layer."""
     rule = Rule(spec.kind, spec.window, spec.sinks, spec.chunk, spec.ratio, spec.overlap)
     group = GroupLayout(spec=spec, block_bytes=0, stride_bytes=0, layers=())
     end = 0
@@ -160,7 +153,7 @@ def _group_layout(
 
 
 def _place(tensor: Tensor, layer: int, rows: int, begin: int) -> tuple[LayerTensors, int]:
-    """Return where a tensor's K, V and scales lie if they come behind byte `begin` of the block, and the byte where they end."""
+    """Return where a tensor's K, V and scales lie if they come after byte `begin` of the block, and the byte where they end."""
     alignment = QUANTISED_ALIGNMENT_BYTES if tensor.scaled else 1
     row_bytes = rows * tensor.heads * DTYPE_BYTES[tensor.dtype]
     scale_bytes = rows * tensor.heads * SCALE_BYTES

@@ -1,9 +1,5 @@
 """Computes how many requests of one length fit the KV pool at the same time, without preemption and with an empty prefix cache.
 
-Terms:
-
-    full group     KV cache group that keeps every token; a *sliding group* has a window, chunk or compressor state
-    page           a part of the pool, leased to one group at a time; it has the same number of a group's blocks everywhere
     demand         the blocks, by group, that one request holds at one of its peaks
     lag            tokens of a request that are in flight (computed, not answered) when the next one is planned: blocks are freed so
                    many tokens later

@@ -39,7 +39,7 @@ class Rule(NamedTuple):
 def layer_rules(layer: LayerAttention, *, hybrid: bool) -> dict[Role, Rule]:
     """Return the parts of a layer's cache and the rule of each; none if the layer reads another layer's cache.
 
-    `hybrid=False` keeps every token, also where a window, chunk or compressor state would free it.
+    `hybrid=False` keeps every token, even if a window, chunk or compressor state would free it.
     """
     if layer.reads_cache_of is not None:
         return {}

@@ -1,9 +1,8 @@
 """Chooses how large the pages of the KV memory are, and how far apart blocks start in them, so that least memory is lost.
 
-Terms:
+The *pool* is the KV memory of one rank. It is divided into pages of equal size, each leased to one KV cache group at a time, so a
+page must fit the blocks of every group.
 
-    pool     the KV memory of one rank; it is divided into pages of equal size
-    page     the unit that is leased to one KV cache group at a time, so it must fit the blocks of every group
     stride   the distance in bytes between the starts of a group's blocks; *padded* if it is larger than the block
     waste    the fraction of a page's bytes that a group's blocks cannot fill
     loss     the fraction of the pool that a page size loses; the page size with the smallest loss is chosen
@@ -15,7 +14,7 @@ end of a page, and such blocks are not used. Example, pages of 1,000 bytes and b
 The loss of a page size is the sum of
 
     - the waste of the group with most waste,
-    - the bytes behind the last whole page, as a fraction of the pool,
+    - the bytes after the last whole page, as a fraction of the pool,
     - half a page per group, as a fraction of the pool: each group's last page is half full on average.
 
 So pages are small where blocks fit them well, and as large as they must be elsewhere.
@@ -33,9 +32,8 @@ from transom_core.kv_cache.layout import BLOCK_ALIGNMENT_BYTES, ArenaLayout, Gro
 # More pages would lose hardly less memory and cost time: with one block a page, allocating a block takes 2.5 times as long as with
 # twenty blocks a page.
 MAX_PAGES = 2**15
-NUM_BLOCK_COUNTS = (
-    64  # page sizes are tried for so many counts of the largest block, from the smallest count that MAX_PAGES allows
-)
+# Page sizes are tried for this many counts of the largest block, from the smallest count that MAX_PAGES allows.
+NUM_BLOCK_COUNTS = 64
 MAX_PADDING_FRACTION = 32  # a stride is padded by at most 1/32 of the block
 
 

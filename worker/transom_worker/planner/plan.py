@@ -1,9 +1,5 @@
 """`CachePlan`: a model's KV cache in a given amount of memory, in integers. `transom plan` prints it, and the engine builds it.
 
-Terms:
-
-    group          model layers that keep the same tokens for the same time, such as all layers with one window (`kvcache.groups`)
-    page           a part of the KV memory, leased to one group at a time
     stride         the distance in bytes between the starts of a group's blocks: the block's bytes and their padding
     waste          the fraction of a page's bytes that a group's blocks cannot fill
     rank           one process of a tensor-parallel worker; the plan is that of the first rank, which holds most
@@ -56,9 +52,8 @@ class GroupPlan:
     blocks_per_page: int
     live_blocks: int  # held when the request ends
     peak_blocks: int  # most blocks held at any time
-    in_flight_blocks: (
-        int  # more blocks, once per engine, while a step of `max_num_batched_tokens` prompt tokens is in flight
-    )
+    # More blocks, once per engine, while a step of `max_num_batched_tokens` prompt tokens is in flight.
+    in_flight_blocks: int
     waste: float
 
 
@@ -282,7 +277,7 @@ def _repair_tokens(layout: ArenaLayout, boundary: int) -> int:
 
 
 def _bytes_of(layout: ArenaLayout, num_blocks: Sequence[int]) -> int:
-    """Return the bytes of so many blocks of each group, padding included."""
+    """Return the bytes of `num_blocks[group]` blocks of each group, padding included."""
     return sum(count * group.stride_bytes for count, group in zip(num_blocks, layout.groups, strict=True))
 
 

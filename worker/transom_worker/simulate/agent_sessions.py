@@ -7,7 +7,7 @@ Terms:
     tools      the system prompt with the tools' descriptions; every session of one agent shares it
     reuse      the share of a prompt that the session's last turn, or the tools alone, already had as a prefix
     compaction a turn that replaces the history by a summary, since the history has reached its limit
-    rewind     a turn that drops the end of the history and goes on from there with something else
+    rewind     a turn that drops the end of the history and continues there with something else
 
 What such sessions look like is known from operators of agents: the median prompt has 195,000 tokens and the median answer 317; 96 %
 of the turns reuse at least 90 % of their prompt; the pause before a turn is 2 s at the median and 11 minutes at the 99th

@@ -8,7 +8,7 @@
 Terms:
 
     clairvoyant  an eviction policy that knows all requests to come (offline, as Belady's rule)
-    run          consecutive tokens that requests share as a whole, such as one message of a chat; a *node* is a run behind a prefix
+    run          consecutive tokens that requests share as a whole, such as one message of a chat; a *node* is a run after a prefix
     path         the nodes of one request's prompt and answer, in order
     kept         in the simulated cache; of each node the first `node.kept` tokens are kept
     checkpoint   the window blocks that the sliding groups (groups of window layers) need where a request continues
@@ -51,9 +51,8 @@ class Footprint:
     block_tokens: int  # tokens of a hash block
     pool_bytes: int
     token_bytes: int  # in the full groups, which keep every token; 0 if there are none
-    sliding: tuple[
-        tuple[Retention, int], ...
-    ] = ()  # (which blocks the group keeps, bytes of a block) of each sliding group
+    # Of each sliding group: which blocks it keeps, and the bytes of a block.
+    sliding: tuple[tuple[Retention, int], ...] = ()
 
     @classmethod
     def of(cls, layout: ArenaLayout, *, block_size: int) -> Footprint:

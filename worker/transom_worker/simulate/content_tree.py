@@ -1,6 +1,6 @@
 """Builds the prefix tree of a workload: which requests share which runs of tokens.
 
-A *run* is consecutive tokens that requests share as a whole, such as one message of a chat. A *node* is a run behind a given
+A *run* is consecutive tokens that requests share as a whole, such as one message of a chat. A *node* is a run after a given
 prefix, a *path* the nodes of one request. Example: two requests with the messages A, B and A, C have paths of two nodes, and share
 node A.
 """
@@ -15,7 +15,7 @@ from transom_worker.simulate.workload import SimulatedRequest
 
 
 class Node:
-    """A run of tokens behind a given prefix. Its first `kept` tokens are in the cache that `bounds` simulates."""
+    """A run of tokens after a given prefix. Its first `kept` tokens are in the cache that `bounds` simulates."""
 
     __slots__ = ("depth", "kept", "readers")
 

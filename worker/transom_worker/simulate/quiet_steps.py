@@ -32,7 +32,7 @@ def num_quiet_steps(scheduler: Scheduler) -> int:
 
 
 def decode_quietly(sequence: Sequence, first_token: int, num_tokens: int) -> None:
-    """Give a sequence the next tokens of its known answer, with ids from `first_token` on, as so many quiet steps would."""
+    """Give a sequence the next tokens of its known answer, with ids from `first_token` on, as `num_tokens` quiet steps would."""
     blocks = sequence.blocks
     assert blocks is not None
     sequence.token_ids.extend(range(first_token, first_token + num_tokens))

@@ -1,4 +1,4 @@
-"""`Replay`: runs a workload through the real scheduler and KV cache, with a stub executor in place of a model.
+"""`Replay`: runs a workload through the real scheduler and KV cache, with a stub executor instead of a model.
 
 It does what the engine does in a worker: it adds requests when they arrive, runs the steps that the scheduler plans, and finishes
 requests. Time is that of a virtual clock.

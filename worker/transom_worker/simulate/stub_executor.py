@@ -29,7 +29,7 @@ class StubExecutor:
         del self._answers[request_id]
 
     def skip(self, sequence: Sequence, num_steps: int) -> None:
-        """Give a sequence the tokens of so many quiet steps."""
+        """Give a sequence the tokens of `num_steps` quiet steps."""
         decode_quietly(sequence, self._id_offset[sequence.seq_id] + sequence.scheduled + 1, num_steps)
 
     def answer(self, plan: StepPlan) -> StepResult:

@@ -2,7 +2,7 @@
 tokens.
 
 Example: {"timestamp": 27482, "input_length": 700, "output_length": 52, "hash_ids": [46, 47]}: id 46 stands for the prompt's first
-512 tokens, id 47 for the other 188. Equal ids stand for equal tokens behind equal prefixes. No two requests have the same answer.
+512 tokens, id 47 for the other 188. Equal ids stand for equal tokens after equal prefixes. No two requests have the same answer.
 """
 
 from __future__ import annotations

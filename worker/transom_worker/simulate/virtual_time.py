@@ -45,7 +45,7 @@ class VirtualClock:
         return self.now_s
 
     def advance(self, seconds: float) -> None:
-        """Advance the clock by so many seconds."""
+        """Advance the clock by this many seconds."""
         self.now_s += seconds
 
     def wait_until(self, moment_s: float) -> None:

@@ -87,7 +87,7 @@ class Workload:
     requests: tuple[SimulatedRequest, ...]
 
     def part(self, skip: int, limit: int | None) -> Workload:
-        """Return a workload of the `limit` requests behind the first `skip`; of all behind those if None.
+        """Return a workload of the `limit` requests after the first `skip`; of all after those if None.
 
         Raises:
             ConfigError: that is none.

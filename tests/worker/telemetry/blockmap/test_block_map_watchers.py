@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -14,10 +14,12 @@ from tests.block_map_decoder import EVICTED, REPAIR, Map, decode
 from tests.lost_windows import lose_windows
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
 from transom_core.errors import Overloaded, RequestError
-from transom_worker.telemetry.blockmap.block_map import HEARTBEAT_S, MAX_WATCHERS, BlockMap, OnEngine
+from transom_worker.telemetry.blockmap.block_map import HEARTBEAT_S, MAX_WATCHERS, BlockMap
 from transom_worker.telemetry.blockmap.encoder import WorkerIdentity
 from transom_worker.telemetry.blockmap.log import BlockMapLog
 from transom_worker.telemetry.blockmap.watcher import MAX_PENDING
+
+T = TypeVar("T")
 
 PERIOD_S = 0.001
 PROMPT = list(range(30))
@@ -36,7 +38,7 @@ class Worker:
             WorkerIdentity("w0", "tiny"),
             self.scheduler,
             self.log,
-            OnEngine(self._post),
+            self._on_engine,
             least_period_s=PERIOD_S,
             heartbeat_s=heartbeat_s,
         )
@@ -54,6 +56,9 @@ class Worker:
     @property
     def keeps_nothing(self) -> bool:
         return not self.scheduler.cache.registry.watches_changes and not self.log.events.is_on
+
+    def _on_engine(self, function: Callable[[], T]) -> Awaitable[T]:
+        return asyncio.wrap_future(self._post(function))
 
     def _post(self, command: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()

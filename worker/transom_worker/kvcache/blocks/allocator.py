@@ -1,12 +1,8 @@
 """`BlockAllocator`: chooses the blocks that a sequence gets, and evicts cached blocks for them.
 
-Terms:
-
-    page         a part of the arena, leased to one KV cache group at a time, or not leased
-    busy page    a leased page with an active block (referenced by a running sequence)
+    busy page    a leased page with an active block
     usable page  a page without an active block: not leased, or leased and *idle*; any group may take it, after evictions
     slack        the number of a group's blocks in busy pages that are not active: the group may take them, after evictions
-    evictable    a cached block that no checkpoint pins
     run          consecutive free blocks of one page
 
 A group can take its slack and the blocks of usable pages, and every page has the same number of a group's blocks. So simple
@@ -61,7 +57,7 @@ class BlockAllocator:
         return pages if sum(pages) <= self.usable_pages else None
 
     def allocate_all(self, num_blocks: Sequence[int], near: Sequence[int | None]) -> list[list[int]]:
-        """Take so many blocks of each group, which must fit; if possible behind block `near[group]`. Returns them by group.
+        """Take `num_blocks[group]` blocks of each group, if possible after block `near[group]`, and return them. They must fit.
 
         Each group may take the pages that it needs, and the pages that no group needs: so block ids stay consecutive.
         """
@@ -77,7 +73,7 @@ class BlockAllocator:
         return taken
 
     def allocate(self, group: int, count: int, near: int | None, max_pages: int) -> tuple[list[int], int]:
-        """Take `count` blocks with one reference each, if possible behind block `near`.
+        """Take `count` blocks with one reference each, if possible after block `near`.
 
         Returns the blocks, and how many usable pages they took: at most `max_pages`, the group's share.
         """
@@ -133,7 +129,7 @@ class BlockAllocator:
     def _place(self, pool: GroupPool, near: int | None, *, may_take_page: bool) -> int | None:
         """Return a free block without evicting any; None if there is none.
 
-        In order of preference: the block behind `near`, another block of the same page, a newly leased page (the next one if
+        In order of preference: the block after `near`, another block of the same page, a newly leased page (the next one if
         possible), any other leased page.
         """
         prefer = None

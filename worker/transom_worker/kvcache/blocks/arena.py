@@ -3,7 +3,7 @@
 A *page* is an equal part of the memory; while a group leases it, it has that group's blocks and no others. Free pages are kept as
 *runs* of consecutive pages. A lease without a preferred page gets the middle of the longest run, so that this sequence and the one
 whose pages lie before the run can both grow into consecutive pages. Example with 8 pages: the first lease takes page 0, the second
-takes page 4 (the middle of 1 to 7), and each has 3 free pages behind it.
+takes page 4 (the middle of 1 to 7), and each has 3 free pages after it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Arena:
         return range(self.layout.first_block(page, group), self.layout.end_block(page, group))
 
     def lease(self, group: int, *, prefer: int | None = None) -> int:
-        """Lease a free page to `group` and return it: `prefer` if it is free, else one with free pages behind it.
+        """Lease a free page to `group` and return it: `prefer` if it is free, else one with free pages after it.
 
         There must be a free page.
         """
@@ -57,7 +57,7 @@ class Arena:
     def lease_run(self, group: int, num_pages: int, *, prefer: int | None = None) -> range:
         """Lease at most `num_pages` consecutive free pages to `group` and return them, at least one.
 
-        They begin at `prefer` if that page is free, else at one with free pages behind it. There must be a free page.
+        They begin at `prefer` if that page is free, else at one with free pages after it. There must be a free page.
         """
         first = prefer
         if first is None or first >= self.num_pages or self.owner[first] != FREE:

@@ -1,16 +1,8 @@
 """`BlockRegistry`: keeps the prefix index and the groups' block pools in step, and counts what happens to published blocks.
 
-Terms:
-
-    digest      the name of a block's tokens and all tokens before them (`hashing`)
-    published   a block that the prefix index has under its digest, so that other requests can use it
-    reference   a running sequence uses the block
-    pin         a checkpoint keeps the block from being evicted (`checkpoints`)
-    evict       remove an unreferenced, unpinned block from the index; it becomes free
-    touched     a block whose state changed since the block map's last snapshot (`cache_snapshot`)
-    moved       a touched block that the other tier has in place of this one
-
-Every change goes through here, so that index, pools, events for routers, times and counts agree.
+Every change goes through here, so that index, pools, events for routers, times and counts agree. For the block map it notes which
+blocks were *touched*, that is, changed in any way since the last snapshot (`cache_snapshot`), and which of these *moved*: the other
+tier has them instead of this one.
 """
 
 from __future__ import annotations
@@ -173,7 +165,7 @@ class BlockRegistry:
         self._moved = self._none()
 
     def take_touched(self) -> tuple[tuple[set[int], ...], tuple[set[int], ...]]:
-        """Return, by group, the blocks that changed since the last call, and those of them that the other tier has in place of
+        """Return, by group, the blocks that changed since the last call, and those of them that the other tier has instead of
         this one; empty sets unless changes are recorded.
         """
         touched, moved = self._touched or self._none(), self._moved

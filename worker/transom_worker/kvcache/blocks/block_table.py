@@ -1,12 +1,9 @@
 """Block tables: which blocks a sequence holds in one KV cache group, and what changed since the ranks were last told.
 
-Terms:
+The *run* is the logical blocks after the sink blocks; blocks that slid out of a window are gone from its front. A block's *id* says
+where it is in the arena.
 
-    logical block    a block's index in its sequence; a block *id* says where it lies in the arena
-    sink blocks      a sequence's first logical blocks, which hold attention sinks and never slide out
-    run              the logical blocks behind the sink blocks; blocks that slid out of a window are gone from its front
-
-A table of a group with 1 sink block after 6 blocks, of which 2 slid out:
+A table with 1 sink block, after 6 blocks, of which 2 slid out:
 
     logical    0         1  2        3         4         5
     id         17        (slid out)  40        41        23
@@ -53,9 +50,8 @@ class BlockTable:
     _dropped: int = 0
     _moved: dict[int, int] = field(default_factory=dict)  # logical index -> new block id, of blocks that the ranks know
     _removed: list[int] = field(default_factory=list)  # logical indices
-    aside: dict[int, int] = field(
-        default_factory=dict
-    )  # logical index -> id of blocks that left the table and keep their contents
+    # Logical index -> id, of blocks that left the table and keep their contents.
+    aside: dict[int, int] = field(default_factory=dict)
 
     @property
     def end_block(self) -> int:

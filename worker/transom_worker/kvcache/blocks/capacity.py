@@ -13,7 +13,7 @@ from transom_worker.kvcache.blocks.arena import Arena
 
 
 class Capacity:
-    """Bounds that count pages. They are exact however blocks lie scattered, since the cache compacts them where it must.
+    """Bounds that count pages. They are exact even if blocks are scattered over pages, since the cache compacts them if it must.
 
     `retentions` are those of sequences without a KV policy; methods take other ones for sequences with a policy.
     """

@@ -1,12 +1,8 @@
-"""`Compaction`: clears pages by moving their active blocks into other pages of the same group, if an allocation would fail
-otherwise.
+"""`Compaction`: clears pages by moving their active blocks into other pages of the same group, because an allocation would
+fail without that.
 
-Terms:
-
-    page       a part of the arena, leased to one KV cache group at a time; it is *busy* while it has an active block
-    active     referenced by a running sequence
-    slack      a group's blocks in busy pages that are not active
-    usable     a page without active blocks: any group may take it, after evictions
+A page is *busy* while it has an active block; else it is *usable*: any group may take it, after evictions. A group's *slack* is its
+blocks in busy pages that are not active.
 
 Example, pages of 4 blocks (# active, . not): group A has pages [#...] [##..], group B needs a page, none is usable. Moving A's
 block of the first page into the second makes the first page usable: [....] [###.].

@@ -1,13 +1,7 @@
 """`GroupPool`: the blocks of one KV cache group, the state of each block, and counts of blocks by state and page.
 
-Terms:
-
-    page           a part of the arena (the KV memory); the arena leases it to one group at a time
-    busy page      a leased page with an active block; other leased pages are *idle*
-    published      a block that other requests can find under its digest, the hash of its tokens and all tokens before them
-    logical index  a block's index in its sequence: with blocks of 16 tokens, index 3 has tokens 48 to 63
-    pin            a mark of a checkpoint (a cached prefix that the cache keeps on purpose) that excludes a block from eviction
-    slack          blocks of busy pages that are not active; the group can take them without another page, after evictions
+A leased page with an active block is *busy*, another one *idle*. A group's *slack* is its blocks in busy pages that are not active:
+it can take them without another page, after evictions.
 
 A block in a leased page is in exactly one state, the first of these that applies:
 
@@ -58,9 +52,8 @@ class GroupPool:
         self.num_blocks_in_busy_pages = 0
         self.evictable: OrderedDict[int, None] = OrderedDict()  # in the order of eviction
         self.idle_pages: dict[int, None] = {}  # leased pages without an active block
-        self.evictable_pages: dict[
-            int, None
-        ] = {}  # leased pages without an active or pinned block, in the order of eviction
+        # Leased pages without an active or pinned block, in the order of eviction.
+        self.evictable_pages: dict[int, None] = {}
         self.published: dict[int, tuple[bytes, int]] = {}  # block -> (digest, logical index)
         self.num_active_in: dict[int, int] = {}  # leased page -> active blocks
         self.refs = [0] * arena.layout.num_block_ids(group)
@@ -74,9 +67,8 @@ class GroupPool:
         self.num_pinned_in: dict[int, int] = {}  # leased page -> pinned blocks
         self.num_evictable_in: dict[int, int] = {}  # leased page -> evictable blocks
         self.busy_evictable_pages: dict[int, None] = {}  # leased pages with active and evictable blocks
-        self._pages_by_num_free: list[dict[int, None]] = [
-            {} for _ in range(self.blocks_per_page + 1)
-        ]  # leased pages by free blocks
+        # Leased pages by their number of free blocks.
+        self._pages_by_num_free: list[dict[int, None]] = [{} for _ in range(self.blocks_per_page + 1)]
 
     @property
     def num_cached(self) -> int:
@@ -147,7 +139,7 @@ class GroupPool:
         return self._free_flags.find(1, first, first + self.blocks_per_page)
 
     def free_run(self, block: int, limit: int) -> range:
-        """Return `block`, which must be free, and the free blocks right behind it in its page: `limit` blocks at most."""
+        """Return `block`, which must be free, and the free blocks right after it in its page: `limit` blocks at most."""
         page = block * self._stride // self._page_bytes
         end = min(self._first_block(page) + self.blocks_per_page, block + limit)
         stop = self._free_flags.find(0, block, end)

@@ -16,7 +16,7 @@ Where the blocks of a sequence are is its `BlocksState`. `KvCache` changes it, a
       |                                           drop_swapped          |
       +---------------------------- release ----------------------------+
 
-The ranks may be restarted while a sequence is LOADING. It is READY then, with contents that nobody knows, until it is released.
+The ranks may be restarted while a sequence is LOADING. It is READY then, with unknown contents, until it is released.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class SequenceBlocks:
     state: BlocksState = BlocksState.READY
     load: PendingLoad = NOTHING_TO_LOAD
     was_swapped: bool = False  # at least once
-    lost_contents: bool = False  # the cache was emptied during its load, so that nobody knows what the load brings
+    lost_contents: bool = False  # the cache was emptied during its load, so that it is unknown what the load brings
 
     processed: int = 0  # tokens whose step has answered
     num_published: int = 0  # leading hash blocks that were published

@@ -1,7 +1,6 @@
 """`CheckpointCounts`: counts the checkpoints of each kind that were placed, hit and evicted.
 
-A node of the prefix tree (`tree`) pins its segment, the blocks of its prefix in full-attention layers. It is a *checkpoint* while
-it also pins its windows, the blocks that sliding-window layers need to continue there. Kinds are "system", "turn", "prompt" ...
+A node is a *checkpoint* while it pins its windows. Kinds are "system", "turn", "prompt" ... (`tree.CheckpointKind`).
 """
 
 from __future__ import annotations

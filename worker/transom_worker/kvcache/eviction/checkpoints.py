@@ -1,23 +1,13 @@
 """`Checkpoints`: places checkpoints in the prefix tree, learns which ones clients return to, and evicts the least valuable ones.
 
-Terms:
-
-    hash block      `--block-size` tokens with a digest; a prompt's chain is the list of its digests (`hashing`)
-    boundary        the position behind the first n hash blocks of a chain
-    full groups     KV cache groups that keep every token
-    sliding groups  groups with a window, chunk or compressor state; at a boundary they need their live blocks, the *windows*
-    node            a boundary in the prefix tree; it pins its segment (the chain since its parent) in the full groups (`tree`)
-    checkpoint      a node that also pins its windows, so that a request can continue there at once
-    pin             exclude a cached block from eviction
-    lock            a running sequence locks the node that it started from or passed last; a locked node keeps its segment
-    return          a request that continues a chain within `eviction.NEAR_TOKENS` before a checkpoint's boundary
-    tail            the hash blocks before a prompt's end whose windows are kept too
+    return   a request that continues a chain within `eviction_policy.NEAR_TOKENS` before a checkpoint's boundary
+    tail     the hash blocks before a prompt's end whose windows are kept too
 
 Example of a return with a tail. A checkpoint stands at the end of a prompt of 100 hash blocks. The client's next request
 repeats only the first 98 of them, because its chat template renders the end of a turn differently once an answer follows. The
 cache learns the offset, 2 hash blocks. From the next prompts' ends it keeps the windows of the last two boundaries too, so that
-such a request continues at hash block 98 without a window repair (computing the tokens of a window again, `window_repair`).
-Hash block 98 becomes a node, from which the conversation goes on; the other 2 hash blocks are the first to be evicted.
+such a request continues at hash block 98 without a window repair.
+Hash block 98 becomes a node, from which the conversation continues; the other 2 hash blocks are the first to be evicted.
 """
 
 from __future__ import annotations
@@ -41,7 +31,7 @@ from transom_worker.kvcache.tiers.tier_moves import TierMoves
 CONVERSATION_KINDS = frozenset((CheckpointKind.TURN, CheckpointKind.PROMPT, CheckpointKind.GENERATION))
 SHARED_KINDS = frozenset((CheckpointKind.SYSTEM, CheckpointKind.FORK))
 REMEMBERED_OFFSETS = 64  # recent returns from which the tail is learned
-MIN_OFFSETS = 8  # the tail is empty before so many returns
+MIN_OFFSETS = 8  # the tail is empty before this many returns
 OFFSET_QUANTILE = 0.9  # the tail is long enough for this fraction of the returns
 
 
@@ -176,7 +166,7 @@ class Checkpoints:
         num_returns: int,
         base_node: Node | None,
     ) -> Node:
-        """Place a checkpoint at a boundary, lock its node in place of `base_node`, and return it.
+        """Place a checkpoint at a boundary, lock its node instead of `base_node`, and return it.
 
         The prefix index must have the blocks of the full groups up to the boundary. If it lacks some of the windows, the node
         pins its segment alone and is no checkpoint.
@@ -271,7 +261,7 @@ class Checkpoints:
     def _continue_before_end(self, node: Node, chain: Sequence[bytes], reach: int) -> Continuation:
         """Learn that a request returns to a checkpoint but parts from it a little before its end, and return what it continues.
 
-        The conversation goes on from where they part, which becomes a node. What is left of the checkpoint was rendered anew.
+        The conversation continues where they part, which becomes a node. What is left of the checkpoint was rendered anew.
         """
         upper = self.tree.node_at(chain, reach)
         self._add_candidates(upper)

@@ -1,7 +1,6 @@
-"""`EvictionCosts`: what evicting a part of the prefix cache loses and frees, by which policies rank nodes (`eviction`).
+"""`EvictionCosts`: what evicting a part of the prefix cache loses and frees, by which policies rank nodes (`eviction_policy`).
 
-A *node* of the prefix tree pins a *segment*, a range of a chain of hash blocks, and *windows*, the blocks that sliding groups need
-at its boundary. Where windows are lost and the full groups still have their blocks, a *window repair* computes them again.
+If windows are lost and the full groups still have their blocks, a window repair computes the windows again.
 """
 
 from __future__ import annotations

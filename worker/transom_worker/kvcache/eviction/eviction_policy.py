@@ -1,14 +1,6 @@
 """Decides which part of the prefix cache is evicted when memory is needed: the part that saves least computing per byte that it
 holds.
 
-Terms:
-
-    hash block        `--block-size` tokens; its digest names it and all tokens before it. A prompt's *chain* is its digests
-    boundary          the position behind the first n hash blocks of a chain
-    pin               exclude a block from eviction
-    node              a boundary in the prefix tree (`tree`) at which requests may continue; it pins a segment and windows
-    segment           the hash blocks between a node's boundary and its parent's
-    windows           the blocks that sliding-window layers need at the node's boundary
     evicting a leaf   unpins a childless node's segment and windows, and removes the node
     evicting windows  unpins the windows of a node that has children; its segment stays
     rank              a policy's score of a node; of the nodes compared the lowest is evicted (no tensor-parallel rank)
@@ -33,8 +25,8 @@ from transom_worker.kvcache.eviction.return_times import CheckpointClass, Return
 from transom_worker.kvcache.prefix.tree import CheckpointKind, Node
 
 SAMPLE_SIZE = 64  # nodes compared to find one to evict
-NEAR_TOKENS = 1_024  # a request whose chain parts at most so many tokens before a checkpoint has returned to it
-GHOST_TOKENS = 256  # of an evicted segment every hash block at such a distance from the chain's begin becomes a ghost
+NEAR_TOKENS = 1_024  # a request whose chain parts at most this far before a checkpoint has returned to it
+GHOST_TOKENS = 256  # every hash block of an evicted segment at a multiple of this in its chain becomes a ghost
 MAX_RETURNS = 3  # classes do not tell higher numbers of returns apart
 
 
@@ -76,7 +68,7 @@ class EvictionPolicy(Protocol):
 
     def continued(self, node: Node, upper: Node) -> None:
         """Note that a request returned to a node and shares all of its segment but the end; `upper` is the node above, where the
-        shared part ends. The conversation goes on from there.
+        shared part ends. The conversation continues there.
         """
 
     def returned_inside(self, node: Node, share: float) -> None:
@@ -104,7 +96,7 @@ class ReturnTimePolicy:
     """Ranks a node by the tokens that it is expected to save per byte and request of waiting: `worth * lost_tokens / freed_bytes`.
 
     `return_times` learns the worth: expected returns per admitted request, by the node's class and age. A request that shares only
-    a part of a segment counts as that fraction of a return, whether the node is cached or evicted: otherwise a long document that
+    a part of a segment counts as that fraction of a return, whether the node is cached or evicted: else a long document that
     many prompts begin with would look as if nothing ever returned to it.
     """
 
@@ -270,7 +262,7 @@ class Candidates:
         return self._nodes
 
     def sample(self) -> list[Node]:
-        """Return all nodes if there are at most `SAMPLE_SIZE`, else so many drawn at random."""
+        """Return all nodes if there are at most `SAMPLE_SIZE`, else this many of them drawn at random."""
         nodes = self._nodes
         if len(nodes) <= SAMPLE_SIZE:
             return nodes

@@ -60,7 +60,7 @@ class Ghosts:
         return flat + sum(len(one) * one.itemsize for one in (self._watches, self._boundaries, self._lengths))
 
     def remember(self, digest: bytes, ghost: Ghost) -> None:
-        """Remember a ghost, in place of one with an equal digest, or else of the oldest one where there is no room."""
+        """Remember a ghost, instead of one with an equal digest, or else of the oldest one if there is no room."""
         if not self._keys:
             self._allocate()
         begin = self._set_of(digest)

@@ -1,12 +1,9 @@
 """`NodeEviction`: chooses which nodes of the prefix tree leave the device or the host tier when memory is needed.
 
-Terms:
-
-    node       a boundary in the prefix tree; it pins a *segment* of a chain and, at a checkpoint, *windows* (`tree`)
-    rank       the eviction policy's score of a node; of the nodes compared the lowest is evicted (`eviction`)
+    rank       the eviction policy's score of a node; of the nodes compared the lowest is evicted (`eviction_policy`)
     frontier   on the device: a node without a held child; its segment may leave the device. Without a host tier: a leaf
     demote     move to the host tier
-    drop       remove from the cache; where there is a disk tier, the blocks go there
+    drop       remove from the cache; if there is a disk tier, the blocks go there
 
 Both tiers hold one cache, ordered by rank. The device demotes the lowest node of its frontier (or the windows of a node further
 up). What then does not fit into the host tier is dropped, the lowest rank first, which may be the demoted node itself. Example: the
@@ -105,7 +102,7 @@ class NodeEviction:
         return True
 
     def make_room(self, num_blocks: Callable[[], Sequence[int]], *, rank: float | None = None) -> bool:
-        """Drop nodes from the host tier until so many more blocks of each group fit; return whether they do.
+        """Drop nodes from the host tier until `num_blocks()` more blocks of each group fit; return whether they do.
 
         Only nodes below `rank` are dropped; None: any. The number is asked for again after each, since a node that is dropped may
         let its sibling merge with their parent, which makes the sibling longer.
@@ -119,7 +116,7 @@ class NodeEviction:
         return True
 
     def best_first(self) -> list[Node]:
-        """Return all nodes, those with the highest rank first, but each behind the nodes above it."""
+        """Return all nodes, those with the highest rank first, but each after the nodes above it."""
         ranked = sorted(self._tree.nodes(), key=lambda node: self._policy.rank(node, *self._costs.of_leaf(node)))
         ordered: dict[int, Node] = {}  # by id()
         for node in reversed(ranked):

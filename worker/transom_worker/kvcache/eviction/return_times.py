@@ -1,8 +1,5 @@
 """Learns when clients return to checkpoints, and from that what keeping a checkpoint is worth.
 
-Terms:
-
-    checkpoint  a cached prefix, such as a prompt with its answer, from whose end a later request can continue
     return      a later request that continues from the checkpoint
     built upon  a checkpoint from which another, longer one has been placed, such as a turn that the next turn continued
     class       checkpoints of the same kind, built upon or not, with the same number of returns so far: they share statistics
@@ -12,7 +9,7 @@ Terms:
     life table  per class and bucket: how many checkpoints were returned to at such an age, and how many survived the bucket
     exposed     checkpoints to which a client could return inside a bucket: returned + survived + half of those that are in it now
     hazard      the chance of a return inside a bucket, given that there was none before: returned / exposed
-    prior       the hazard that is assumed where nothing was observed yet
+    prior       the hazard that is assumed if nothing was observed yet
     worth       the checkpoint's Gittins index: expected returns per request of waiting, for the best time to stop waiting
 
 The worth at age `a` is the maximum over all stopping ages `s > a` of
@@ -239,7 +236,7 @@ def _worths(hazards: Sequence[float]) -> list[float]:
     having returned at its end, all from its beginning on.
     """
     worths: list[float] = []
-    # The nearest last; each is worth less than the one behind it in the list.
+    # The nearest last; each is worth less than the one after it in the list.
     stretches: list[tuple[float, float, float]] = []
     for bucket in reversed(range(LAST_BUCKET + 1)):
         hazard, width = hazards[bucket], BUCKET_EDGES[bucket + 1] - BUCKET_EDGES[bucket]

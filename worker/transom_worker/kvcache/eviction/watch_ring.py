@@ -40,7 +40,7 @@ class WatchRing:
         return self.end - self.first == self._capacity
 
     def begin(self, class_id: int, now: int) -> int:
-        """Begin a watch and return its number; the oldest one is dropped where the ring is full."""
+        """Begin a watch and return its number; the oldest one is dropped if the ring is full."""
         number = self.end
         self.end += 1
         if number < self._capacity:

@@ -1,8 +1,7 @@
 """`ChangeLog`: records the changes of the prefix index, in order, until the engine takes them and sends them to routers.
 
-The prefix index has each cached block's digest (a hash of its tokens and all tokens before them), per tier and group. Its
-*version* is the number of changes since start: publishing 3 blocks and evicting 1 brings version 10 to version 14. New load rates
-are one change, since they change what a search finds.
+The prefix index has each cached block's digest, per tier and group. Its *version* is the number of changes since start: publishing
+3 blocks and evicting 1 brings version 10 to version 14. New load rates are one change, since they change what a search finds.
 """
 
 from __future__ import annotations

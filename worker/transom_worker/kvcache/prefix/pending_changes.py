@@ -52,7 +52,7 @@ class PendingChanges:
                 self._add_run(run)
 
     def take(self) -> KvUpdate | None:
-        """Return one update that brings the mirror to the present version; None where it is there."""
+        """Return one update that brings the mirror to the present version; None if it is there."""
         if self.is_empty:
             return None
         runs = self._whole.runs if self._whole else ()

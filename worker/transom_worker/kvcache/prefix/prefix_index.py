@@ -1,9 +1,8 @@
 """`PrefixIndex`: finds a cached block by digest, per tier and KV cache group, and remembers digests that were evicted.
 
-A digest names a hash block (`--block-size` tokens) and all tokens before it (`hashing`). A block that has several hash blocks is
-found under the digest of its last one. A block that moves between device and host tier leaves one tier's maps and enters the
-other's; a sliding group's block may be in both, if checkpoints of both tiers need it. Without a host tier the host's maps stay
-empty.
+A block that has several hash blocks is found under the digest of its last one. A block that moves between device and host tier
+leaves one tier's maps and enters the other's; a sliding group's block may be in both, if checkpoints of both tiers need it. Without
+a host tier the host's maps stay empty.
 """
 
 from __future__ import annotations

@@ -1,16 +1,8 @@
 """`PrefixTree`: the prefixes that the cache keeps on purpose, as a tree, and the blocks that each node pins.
 
-Terms:
-
-    hash block   `--block-size` tokens with a digest; a prompt's chain is the list of its digests (`hashing`)
-    boundary     the position behind the first n hash blocks of a chain
-    node         a boundary of a chain at which requests may continue
-    segment      the hash blocks between a node's boundary and its parent's; the node pins their blocks in the *full groups*
-    (groups
-                 that keep every token) and the *sink blocks* of sliding groups (first blocks, which hold attention sinks)
-    windows      the blocks that sliding groups need at the node's boundary (their live blocks); a node pins all of them or none
-    checkpoint   a node with its windows: a request can continue there without computing anything again
-    pin          exclude a cached block from eviction; evicting a node unpins its blocks
+    segment      the hash blocks between a node's boundary and its parent's; the node pins their blocks in the full groups, and the
+                 sink blocks of sliding groups
+    windows      the blocks that sliding groups need at the node's boundary; a node pins all of them or none
     owner        the node whose segment has a hash block
     tier         where a node's blocks are: on the device or in the host tier; its segment and its windows each have one
     held         said of a node that stays on the device or has a lock, or has a held child: what lies above it stays as well
@@ -98,10 +90,8 @@ class Node:
         self.num_held_children = 0
         self.locks = 0  # running sequences that started here or passed here last; a locked node is not evicted
         self.num_returns = 0  # requests of the node's conversation that continued from an earlier checkpoint
-        self.candidate_indices: list[int | None] = [
-            None,
-            None,
-        ]  # by tier: its place in `eviction.Candidates`, if it is there
+        # By tier: the node's place in `eviction.Candidates`, if it is there.
+        self.candidate_indices: list[int | None] = [None, None]
         self.policy_state: object = None  # what the eviction policy remembers of the node
 
     @property
@@ -299,9 +289,8 @@ class PrefixTree:
         """Call `act` for the blocks that the segment pins, group by group, the blocks farthest from the root first."""
         begin = node.boundary - len(node.segment)
         for group, hash_blocks_per_block in node.retentions.full_groups:
-            first = (
-                -begin - 1
-            ) % hash_blocks_per_block  # the segment's first hash block that ends a block of the group
+            # The segment's first hash block that ends a block of the group: such a block is found under its last hash block.
+            first = (-begin - 1) % hash_blocks_per_block
             act(group, reversed(node.segment[first::hash_blocks_per_block]))
         for group, num_sink_blocks in node.retentions.sliding_groups:
             if begin < num_sink_blocks:

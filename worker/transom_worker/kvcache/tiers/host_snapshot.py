@@ -35,7 +35,7 @@ class HostGroupChanges:
     blocks: list[int]  # ids, in the order of `needs` and `leftover`
     needs: list[int]
     leftover: list[bool]  # in the index, and not needed
-    moved: list[int]  # those of `blocks` that the device has in place of the host since the last snapshot
+    moved: list[int]  # those of `blocks` that the device has instead of the host since the last snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +47,8 @@ class HostSnapshot:
     loads: list[Sequence[BlockCopy]]  # into the device, not yet reported by the ranks
     imports: list[Sequence[ImportedBlock]]
     exports: list[Sequence[ExportedBlock]]
-    moves: dict[
-        str, list[int]
-    ]  # blocks since start, by kind and group: spilled, loaded, swapped, imported, and dropped (evicted)
+    # Blocks since start, by kind and group: spilled, loaded, swapped, imported, and dropped (evicted).
+    moves: dict[str, list[int]]
 
 
 class HostSnapshots:

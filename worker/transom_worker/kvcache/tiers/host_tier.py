@@ -1,7 +1,5 @@
 """`HostTier`: the arena in the host's memory, which takes in what the device evicts: its pages, its blocks and who needs them.
 
-Terms:
-
     spill      move a cached block from the device to the host
     load       copy blocks from the host to the device, for a sequence that hit them or was swapped
     needed     said of a host block that a node of the prefix tree, a load, an import or an export needs; needs are counted
@@ -46,11 +44,11 @@ class HostTier:
         self.blocks = index.tiers[HOST]  # by group: block by digest
 
     def has_room(self, num_blocks: Sequence[int]) -> bool:
-        """Return whether so many more blocks of each group fit without dropping a needed one."""
+        """Return whether `num_blocks[group]` more blocks of each group fit without dropping a needed one."""
         return self._allocator.pages_needed(list(num_blocks)) is not None
 
     def take(self, num_blocks: Sequence[int]) -> list[list[int]]:
-        """Take so many blocks of each group, each needed once and not in the index. There must be room."""
+        """Take `num_blocks[group]` blocks of each group, each needed once and not in the index. There must be room."""
         taken = self._allocator.allocate_all(num_blocks, [None] * len(num_blocks))
         for group, blocks in enumerate(taken):
             self.registry.taken(group, blocks)

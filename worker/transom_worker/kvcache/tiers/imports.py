@@ -41,11 +41,10 @@ class ImportedBlock(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BlockImport:
-    """The blocks of one import, and those that it goes on from in the host tier, `in_host`, as (group, block).
+    """The blocks of one import, and those that it continues from in the host tier, `in_host`, as (group, block).
 
-    `is_void`: the cache was emptied, so that the blocks are not to be published.
-
-    `ticket` is that of a load from the disk that writes them, or 0.
+    `is_void`: the cache was emptied, so that the blocks are not to be published. `ticket` is that of a load from the disk that
+    writes them, or 0.
     """
 
     blocks: list[ImportedBlock]

@@ -1,10 +1,7 @@
 """`Loads`: brings blocks from the host tier to the device for sequences that hit them or were swapped, while other sequences run.
 
-Terms:
-
-    hole     a logical block of a sequence whose contents are in the host tier; `HOLE` stands in its table until the load starts
-    load     the copies of one sequence's holes; the ranks make them while steps run
-    ticket   the number of a load in plans and results
+A *hole* is a logical block of a sequence whose contents are in the host tier, a *load* the copies of one sequence's holes, and a
+*ticket* the number of a load in plans and results.
 
     cache.begin          the sequence references its blocks on the device, and needs those in the host tier
     cache.start_load     a block on the device is allocated for each hole, and the copies are queued (`start`)

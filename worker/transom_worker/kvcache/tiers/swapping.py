@@ -1,7 +1,7 @@
 """`Swapping`: keeps the blocks of preempted sequences in the host tier, so that they need not be computed again.
 
 A sequence is swapped out with its live blocks alone: of a window group its window, of a KV policy what it keeps, and nothing
-behind the tokens that have been processed. The copies belong to the sequence and are not in the index, so nothing evicts them.
+after the tokens that have been processed. The copies belong to the sequence and are not in the index, so nothing evicts them.
 It is swapped in by a load (`loads`), into tables with a hole for each block.
 """
 
@@ -15,7 +15,7 @@ from transom_worker.kvcache.blocks.block_table import BlockTable
 from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.tiers.host_tier import HostTier
 
-MakeRoom = Callable[[Callable[[], Sequence[int]]], bool]  # for so many blocks of each group; False: there is none
+MakeRoom = Callable[[Callable[[], Sequence[int]]], bool]  # for this many blocks of each group; False: there is none
 
 
 class Swapping:

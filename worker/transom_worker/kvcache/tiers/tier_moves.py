@@ -1,11 +1,8 @@
 """`TierMoves`: moves nodes of the prefix tree between the device and the host tier, with the blocks that they pin.
 
-Terms:
-
-    node       a boundary in the prefix tree; it pins a *segment* of a chain and, at a checkpoint, *windows* (`tree`)
     demote     move a node's blocks from the device to the host: copies are queued, the index follows at once
-    promote    let a node in the host tier pin the device's blocks instead of the host's; loads or new computing brought them there
-    piece      so many hash blocks of a segment, at most, are demoted at once; the rest becomes a node above. What a demotion frees
+    promote    let a node in the host tier pin the device's blocks instead of the host's; a load or a sequence brought them there
+    piece      the most hash blocks of a segment that are demoted at once; the rest becomes a node above. What a demotion frees
                beyond what is needed stays empty for a while, so a piece is a small part of what the device holds
 
 A segment's blocks are in one tier. A window block may be in both, where checkpoints of both tiers need it. What a running sequence

@@ -16,10 +16,11 @@ import contextvars
 import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator
+from typing import Any
 
 from transom_core.errors import Overloaded, RequestError
+from transom_worker.kvcache.tiers.transfer.kv_store import OnEngine
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.telemetry.blockmap.describe import describe_block, describe_host_block
 from transom_worker.telemetry.blockmap.encoder import Encoder, WorkerIdentity
@@ -32,20 +33,6 @@ logger = logging.getLogger("transom.worker")
 MAX_WATCHERS = 16
 LEAST_PERIOD_S = 0.1
 HEARTBEAT_S = 5.0
-
-T = TypeVar("T")
-
-
-class OnEngine:
-    """Runs a command on the engine's thread, between two steps, for the event loop."""
-
-    def __init__(self, post: Callable[[Callable[[], Any]], Any]) -> None:
-        self._post = post  # takes a command, returns a concurrent future
-
-    async def __call__(self, command: Callable[[], T]) -> T:
-        """Run `command`; returns its result."""
-        result: T = await asyncio.wrap_future(self._post(command))
-        return result
 
 
 class BlockMap:
@@ -78,7 +65,7 @@ class BlockMap:
         return len(self._watchers)
 
     async def watch(self, period_s: float) -> AsyncGenerator[bytes, None]:
-        """Stream frames every `period_s` at most, or more often where another watcher has a shorter period; the first one is whole.
+        """Stream frames every `period_s` at most, or more often if another watcher has a shorter period; the first one is whole.
 
         Raises:
             Overloaded: there are too many watchers already.  RequestError: the period is too short.

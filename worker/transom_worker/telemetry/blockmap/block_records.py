@@ -207,7 +207,7 @@ def _indices(indices: list[int]) -> Indices:
 
 
 def _numbers(values: list[int]) -> NDArray[Any]:
-    """An array of small non-negative numbers; through bytes where they fit, which is three times as fast."""
+    """An array of small non-negative numbers; through bytes if they fit, which is three times as fast."""
     try:
         return np.frombuffer(bytes(values), np.uint8)
     except ValueError:

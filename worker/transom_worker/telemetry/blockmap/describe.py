@@ -18,7 +18,7 @@ HASH_CHARS = 16
 
 
 def describe_block(scheduler: Scheduler, group: int, block: int) -> dict[str, Any]:
-    """A block's state, the sequences that use it, its prefix hash and its checkpoints; `error` alone where there is no such
+    """A block's state, the sequences that use it, its prefix hash and its checkpoints; `error` alone if there is no such
     block."""
     cache = scheduler.cache
     layout = cache.layout
@@ -51,7 +51,7 @@ def describe_block(scheduler: Scheduler, group: int, block: int) -> dict[str, An
 
 
 def describe_host_block(scheduler: Scheduler, group: int, block: int) -> dict[str, Any]:
-    """What a block of the host tier holds and who needs it; `error` alone where there is no such block."""
+    """What a block of the host tier holds and who needs it; `error` alone if there is no such block."""
     cache = scheduler.cache
     host = cache.tiers.host
     if not host.exists:

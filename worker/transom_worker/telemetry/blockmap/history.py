@@ -10,9 +10,8 @@ from transom_worker.kvcache.stats import CacheStats
 MAX_ENTRIES = 300
 PERIOD_S = 1.0
 
-Entry = tuple[
-    float, int, tuple[tuple[int, int, int, int], ...]
-]  # time, free pages, (active, pinned, evictable, free) blocks by group
+# Time, free pages, and (active, pinned, evictable, free) blocks by group.
+Entry = tuple[float, int, tuple[tuple[int, int, int, int], ...]]
 
 
 class History:
@@ -22,7 +21,7 @@ class History:
         self._entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
 
     def add(self, stats: CacheStats, now_s: float | None = None) -> None:
-        """Add an entry; it replaces the newest entry where that is less than a second after the one before it."""
+        """Add an entry; it replaces the newest entry if that is less than a second after the one before it."""
         now_s = time.time() if now_s is None else now_s
         groups = tuple(
             (group.active_blocks, group.pinned_blocks, group.cached_blocks - group.pinned_blocks, group.free_blocks)

@@ -29,9 +29,8 @@ class HostFrames:
 
     def __init__(self, layout: ArenaLayout) -> None:
         self.records = HostRecords(layout)
-        self._known: dict[
-            int, tuple[object, Any]
-        ] = {}  # what was made of a list, by its id(), for as long as it is in use
+        # What was made of a list, by its id(), for as long as it is in use.
+        self._known: dict[int, tuple[object, Any]] = {}
         self._used: dict[int, tuple[object, Any]] = {}
         self._free_pages = 0
 

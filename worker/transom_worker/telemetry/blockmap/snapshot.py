@@ -1,4 +1,4 @@
-"""SnapshotTaker for the block map, copied on the engine's thread: the cache's changes, the sequences with blocks, and the
+"""Snapshots for the block map, copied on the engine's thread: the cache's changes, the sequences with blocks, and the
 newest events.
 
 A snapshot has only the blocks that were appended to a block table since the snapshot before: a table grows at its end and
@@ -41,7 +41,7 @@ class TablePieces(NamedTuple):
 class SequenceSnapshot:
     """One sequence with blocks. `replay` is the token range that its window repair computes, while it runs.
 
-    `in_host` are the blocks of the host tier, by group, from which it is being loaded or, where it is swapped, will be; the list
+    `in_host` are the blocks of the host tier, by group, from which it is being loaded or, if it is swapped, will be; the list
     is never changed.
     """
 
@@ -80,9 +80,8 @@ class SnapshotTaker:
     def __init__(self, scheduler: Scheduler, events: EventLog) -> None:
         self._scheduler = scheduler
         self._events = events
-        self._ends: dict[
-            int, list[int]
-        ] = {}  # by sequence, by group: the logical index up to which snapshots have its table
+        # By sequence, by group: the logical index up to which snapshots have its table.
+        self._ends: dict[int, list[int]] = {}
         self._num_compacted = 0
 
     def begin(self) -> None:

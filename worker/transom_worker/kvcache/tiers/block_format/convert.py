@@ -1,7 +1,7 @@
 """Cuts and joins KV blocks by heads, between workers that divide the KV heads among other numbers of ranks or keep other formats.
 
 A *block* has the keys and values of some tokens in all layers of a KV cache group. Each rank keeps the part for its own KV heads;
-latent rows, and heads where there are more ranks than heads, are kept by several ranks in equal copies. Example, 3 KV heads:
+latent rows, and heads if there are more ranks than heads, are kept by several ranks in equal copies. Example, 3 KV heads:
 
     source, 2 ranks      rank 0: heads 0 1      rank 1: head 2
     target, 3 ranks      rank 0: head 0         rank 1: head 1        rank 2: head 2
@@ -36,7 +36,7 @@ Data = bytes | bytearray | memoryview | Bytes
 
 class _Rows(NamedTuple):
     """Keys or values of all KV heads of a layer: `data` [blocks, heads, rows, bytes of a row], and `scales` [blocks, heads, rows]
-    where the format has them."""
+    if the format has them."""
 
     data: Bytes
     scales: Floats | None
@@ -55,7 +55,7 @@ class _Part(NamedTuple):
 def convert_blocks(source: KvShares, target: KvShares, group: int, data: Sequence[Data]) -> list[Bytes]:
     """Return the bytes of blocks of one group for each rank of `target`, from those of each rank of `source`.
 
-    The bytes of a rank are whole blocks one behind the other, `block_bytes` of its own layout each.
+    The bytes of a rank are whole blocks one after the other, `block_bytes` of its own layout each.
 
     Raises:
         ValueError: the groups keep other layers or tokens, a format cannot be converted, or the data has the wrong length.

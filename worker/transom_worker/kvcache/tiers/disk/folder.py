@@ -71,7 +71,7 @@ class BlockFolder:
         return FolderListing(self._path)
 
     def read(self, group: int, digest: bytes, num_bytes: int) -> bytes | None:
-        """Return the contents of a block of `num_bytes`; None where there is no file, or a broken one, which is removed."""
+        """Return the contents of a block of `num_bytes`; None if there is no file, or a broken one, which is removed."""
         path = self._file(group, digest)
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

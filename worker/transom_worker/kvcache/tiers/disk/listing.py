@@ -1,8 +1,8 @@
 """`FolderListing`: which blocks have files in a rank's folder, found by listing the subfolders that have changed.
 
 A folder has up to 256 subfolders. The time of change of a subfolder tells whether files came or went, by whichever process; those
-that stayed as they were are not listed again. A round lists so many subfolders that it reads about `MOST_FILES` names, so however
-many files come and go, a round costs about as much, and the next one goes on where it stopped. For example, of 300,000 files in
+that stayed as they were are not listed again. A round reads about `MOST_FILES` names and then stops, so a round
+costs about as much however many files come and go; the next one continues where it stopped. For example, of 300,000 files in
 all of which every subfolder changes, a round lists 17 subfolders with 20,000 files, and 15 rounds see everything.
 
 Times of change are coarse: a file may come after a listing in the same tick of the file system's clock. So a subfolder that was
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from transom_worker.kvcache.tiers.disk.space import BLOCK_FILE
 
-MOST_FILES = 20_000  # names that a round reads, or those of one subfolder, where it has more
+MOST_FILES = 20_000  # names that a round reads, or those of one subfolder, if it has more
 
 BlockKey = tuple[int, bytes]  # a block's group and digest
 
@@ -92,7 +92,7 @@ class FolderListing:
 
 
 def _list(path: Path | str) -> list[str]:
-    """Return the names in a folder; none where it cannot be read."""
+    """Return the names in a folder; none if it cannot be read."""
     try:
         return os.listdir(path)
     except OSError:
@@ -100,7 +100,7 @@ def _list(path: Path | str) -> list[str]:
 
 
 def _files(path: str) -> list[str]:
-    """Return the names of a folder's files; none where it cannot be read. Folders and links are no files of blocks."""
+    """Return the names of a folder's files; none if it cannot be read. Folders and links are no files of blocks."""
     try:
         with os.scandir(path) as entries:
             return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 BLOCK_FILE = re.compile(r"[0-9a-f]{64}-\d+\.kv")
 UNFINISHED_FILE = re.compile(r"\.[0-9a-f]{64}-\d+\..*\.tmp")
-UNFINISHED_S = 600.0  # a file that is not finished after so long was left behind by a process that ended
-FREE_SHARE = 8  # one part in so many is free behind an eviction
+UNFINISHED_S = 600.0  # a file that is not finished after this time was left by a process that ended
+FREE_SHARE = 8  # an eviction frees one part in this many
 _COUNT_BYTES = 20
 
 
@@ -37,7 +37,7 @@ class DiskSpace:
         self.num_evicted = 0  # files, by this process
 
     def reserve(self, num_bytes: int) -> bool:
-        """Count `num_bytes` more in use, and remove old files where that is too much. False if the space is smaller than that.
+        """Count `num_bytes` more in use, and remove old files if that is too much. False if the space is smaller than that.
 
         Raises:
             OSError: the count cannot be kept.

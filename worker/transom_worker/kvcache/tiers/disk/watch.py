@@ -1,8 +1,8 @@
 """`DiskWatch`: keeps the cache's index of the disk tier (`disk.index`) near what the folder has.
 
-Files come and go without the engine: the ranks write them behind the steps, every process that shares the space removes old ones,
+Files come and go without the engine: the ranks write them while steps run, every process that shares the space removes old ones,
 and other workers of the same model write theirs. So a thread lists the folder every `PERIOD_S`, at a bounded cost
-(`disk.listing`), and the engine's thread takes over what it found. Where the index is late, a read fails, or a prefix is
+(`disk.listing`), and the engine's thread takes over what it found. If the index is late, a read fails, or a prefix is
 computed that could have been read.
 """
 
@@ -23,10 +23,10 @@ PERIOD_S = 1.0
 
 
 class DiskWatch:
-    """Lists the files of `folder` for `index`. The engine's thread calls it, unless a method says otherwise."""
+    """Lists the files of `folder` for `index`. The engine's thread calls it, unless a method names another thread."""
 
     def __init__(self, folder: BlockFolder, index: DiskIndex) -> None:
-        """List everything at once, and go on with a thread."""
+        """List everything at once, and start a thread that lists what changes."""
         self._index = index
         self._listing = folder.new_listing()
         self._lock = threading.Lock()  # guards the listing
@@ -53,7 +53,7 @@ class DiskWatch:
             self._take_over(self._found.get())
 
     def look(self) -> None:
-        """List everything that has changed, in place of the thread, for `take_news`. Any thread may call it."""
+        """List everything that has changed, instead of the thread, for `take_news`. Any thread may call it."""
         self._report(all_changes=True)
 
     def forget(self, blocks: Sequence[BlockKey]) -> None:

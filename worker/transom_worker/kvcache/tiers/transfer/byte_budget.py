@@ -18,7 +18,7 @@ class ByteBudget:
 
     @contextlib.asynccontextmanager
     async def taken(self, num_bytes: int) -> AsyncIterator[None]:
-        """Hold so many bytes of the budget while the context is open."""
+        """Hold `num_bytes` of the budget while the context is open."""
         num_bytes = min(num_bytes, self._limit_bytes)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((num_bytes, turn))

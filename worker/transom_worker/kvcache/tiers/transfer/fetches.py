@@ -59,9 +59,8 @@ class PrefixFetches:
         self._budget = ByteBudget(config.max_bytes_in_flight)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
         self._closing: set[asyncio.Task[None]] = set()
-        self._turns: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = (
-            WeakValueDictionary()
-        )  # by source and prefix
+        # By source and prefix.
+        self._turns: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = WeakValueDictionary()
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -133,7 +132,7 @@ class PrefixFetches:
             is_complete = True
             return plan
         finally:
-            if not is_complete:  # the engine ignores it where the import never began, or has ended
+            if not is_complete:  # the engine ignores it if the import never began, or has ended
                 self._on_engine(lambda: self._store.drop_import(import_id))
 
     async def _bring(self, source: str, offer: PrefixOffer, import_id: str, blocks: BlockRange, num_bytes: int) -> None:
@@ -172,7 +171,7 @@ def _report(source: str, outcome: FetchOutcome, plan: ImportPlan | None, *, seco
 
 
 async def _of_source(source: str, call: Awaitable[T]) -> T:
-    """Wait for a call to the source. Raises `_Ended` where it fails."""
+    """Wait for a call to the source. Raises `_Ended` if it fails."""
     try:
         return await call
     except Exception as error:

@@ -42,7 +42,7 @@ class KvStore(Protocol):
     # Source
 
     def open_export(self, export_id: str, query: PrefixQuery) -> PrefixOffer | None:
-        """Reference the live blocks at the query's longest boundary that is a hit here; None where there is none.
+        """Reference the live blocks at the query's longest boundary that is a hit here; None if there is none.
 
         Raises:
             ValueError: the cache has other groups than the query says.
@@ -57,7 +57,7 @@ class KvStore(Protocol):
     # Target
 
     def query(self, request_id: str, num_tokens: int) -> PrefixQuery | None:
-        """The query for the first tokens of a held request; None where it has ended, or has nothing to ask for."""
+        """The query for the first tokens of a held request; None if it has ended, or has nothing to ask for."""
 
     def has(self, request_id: str, query: PrefixQuery) -> bool:
         """Whether as many tokens as the router expects from the source are a hit here already; what was imported of them is kept
@@ -65,7 +65,7 @@ class KvStore(Protocol):
         """
 
     def begin_import(self, import_id: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
-        """Take host blocks for what of the offer is missing here; None where the host tier has no room."""
+        """Take host blocks for what of the offer is missing here; None if the host tier has no room."""
 
     def convert(self, offer: PrefixOffer, blocks: BlockRange, data: Sequence[Bytes]) -> Sequence[Bytes]:
         """Cut and join the source's bytes to those of this worker's ranks, in its number format. Any thread may call it."""

@@ -14,7 +14,7 @@ from transom_worker.kvcache.tiers.transfer.served_exports import PrefixExports
 
 
 class KvTransfer:
-    """Runs on the worker's event loop. `fetches` is None where the worker has no host tier, or knows no other workers."""
+    """Runs on the worker's event loop. `fetches` is None if the worker has no host tier, or knows no other workers."""
 
     def __init__(
         self,

@@ -68,9 +68,8 @@ class PrefixExports:
         """
         self._renew(export_id)
         data = await self._on_engine(lambda: self._store.read_export(export_id, blocks))
-        pieces = [
-            np.frombuffer(part, np.uint8) for part in data
-        ]  # Ray moves arrays without copying them into its messages
+        # Ray moves arrays without copying them into its messages.
+        pieces = [np.frombuffer(part, np.uint8) for part in data]
         if export_id in self._leases:
             self._renew(export_id)
         self._observer.sent(sum(piece.nbytes for piece in pieces))
@@ -80,11 +79,6 @@ class PrefixExports:
         """End an export whose target has everything, or has given up; an unknown one is ignored."""
         if export_id in self._leases:
             self._observer.exported("read")
-            self._end(export_id)
-
-    def close_all(self) -> None:
-        """End all exports."""
-        for export_id in list(self._leases):
             self._end(export_id)
 
     def _renew(self, export_id: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 FetchOutcome = Literal[
     "fetched", "present", "not_found", "no_space", "refused", "timeout", "source_lost", "cancelled", "failed"
@@ -12,22 +12,12 @@ FetchOutcome = Literal[
 no_space: the host tier had no room; refused: the source serves no more transfers now, or its cache is of another kind; timeout: it
 took too long; source_lost: a call to the source failed; cancelled: the request ended before; failed: an error here."""
 
-FETCH_OUTCOMES: tuple[FetchOutcome, ...] = (
-    "fetched",
-    "present",
-    "not_found",
-    "no_space",
-    "refused",
-    "timeout",
-    "source_lost",
-    "cancelled",
-    "failed",
-)
+FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 
 ExportOutcome = Literal["read", "expired", "refused", "not_found"]
 """read: the target closed the export; expired: the target was not heard of for too long; refused, not_found: as above."""
 
-EXPORT_OUTCOMES: tuple[ExportOutcome, ...] = ("read", "expired", "refused", "not_found")
+EXPORT_OUTCOMES: tuple[ExportOutcome, ...] = get_args(ExportOutcome)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
