@@ -10,10 +10,10 @@ import pytest
 from tests.worker.execution.toy_decoder import architecture
 from tests.worker.planner.model_configs import CONFIGS
 from transom_core.errors import ConfigError
-from transom_core.kv_cache.layout import GroupLayout, Role
+from transom_core.kv_cache.layout import DTYPE_BYTES, GroupLayout, Role
 from transom_core.model_config.architecture import read_architecture
 from transom_core.model_config.layer_attention import LayerAttention
-from transom_worker.planner.blocks import DTYPE_BYTES, cache_groups
+from transom_worker.planner.blocks import cache_groups
 
 BF16, FP8 = "bfloat16", "fp8"
 

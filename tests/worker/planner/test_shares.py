@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from tests.worker.planner.model_configs import CONFIGS
 from transom_core.errors import ConfigError
+from transom_core.kv_cache.layout import DTYPE_BYTES
 from transom_core.model_config.architecture import Architecture, LayerAttention, read_architecture
 from transom_core.model_config.rank_shares import rank_lines, rank_shares, replicated_parts
 from transom_core.model_config.sharding import check_size, head_share, kv_holders, largest_size, width_share
 from transom_worker.planner import cache_groups, make_layout, plan_from_config, rank_layout
-from transom_worker.planner.blocks import DTYPE_BYTES
 
 LLAMA = read_architecture(CONFIGS["llama-3-8b"])
 NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "num_hidden_layers": 4}

@@ -26,6 +26,7 @@ from transom_core.errors import ConfigError
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 
 BLOCK_ALIGNMENT_BYTES = 256
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1}  # of an element
 
 
 class Role(StrEnum):

@@ -17,7 +17,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from transom_core.kv_cache.groups import GroupSpec
-from transom_core.kv_cache.layout import BLOCK_ALIGNMENT_BYTES, ArenaLayout, GroupLayout, LayerTensors, Role
+from transom_core.kv_cache.layout import (
+    BLOCK_ALIGNMENT_BYTES,
+    DTYPE_BYTES,
+    ArenaLayout,
+    GroupLayout,
+    LayerTensors,
+    Role,
+)
 from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.layer_attention import LayerAttention
 from transom_core.model_config.sharding import head_share
@@ -27,7 +34,6 @@ from transom_worker.planner.layer_groups import Rule, layer_rules, make_groups
 
 RAW = "uint8"  # rows that mix number formats
 STATE_DTYPE = "float32"  # of compressor states
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1}
 # Torch's names of what quantised formats keep.
 STORED_DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8", "int4": "uint8"}
 SCALE_BYTES = 4

@@ -8,13 +8,17 @@ Terms (the others are in `kvcache`):
 
 Where the blocks of a sequence are is its `BlocksState`. `KvCache` changes it, always by `SequenceBlocks.move_to`:
 
-    begin ------------------------> READY ----- release ----------> RELEASED
-      |                            ^     |                          ^   ^
-      | (holes)                    |     | swap_out                 |   |
-      v                finish_load |     v                          |   |
-    AWAITS_LOAD -- start_load --> LOADING <-- swap_in -- SWAPPED ---+   |
-      |                                           drop_swapped          |
-      +---------------------------- release ----------------------------+
+    begin                                                     begin, if the hit has blocks in the host tier
+      |                                                            |
+      v                                                            v
+    READY <----- finish_load ----- LOADING <-- start_load -- AWAITS_LOAD
+      |                               ^
+      | swap_out                      | swap_in
+      v                               |
+    SWAPPED --------------------------+
+
+    release         READY or AWAITS_LOAD -> RELEASED
+    drop_swapped    SWAPPED -> RELEASED
 
 The ranks may be restarted while a sequence is LOADING. It is READY then, with unknown contents, until it is released.
 """

@@ -12,7 +12,7 @@ import pytest
 
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.kv_shares import KvShares
-from transom_core.kv_cache.layout import GroupLayout, LayerTensors, Role
+from transom_core.kv_cache.layout import DTYPE_BYTES, GroupLayout, LayerTensors, Role
 from transom_worker.kvcache.tiers.block_format.convert import convert_blocks
 from transom_worker.kvcache.tiers.block_format.numbers import decode, dequantise, encode, quantise, rotate
 
@@ -25,7 +25,6 @@ WINDOW = GroupSpec(name="window", kind=GroupKind.WINDOW, layers=(1, 3), block_si
 LATENT = GroupSpec(name="latent", kind=GroupKind.LATENT, layers=(4,), block_size=BLOCK_SIZE)
 NUM_HEADS = {0: 3, 2: 3, 1: 5, 3: 1, 4: 1}  # by layer
 V_WIDTH = {0: 8, 2: 6, 1: 8, 3: 8, 4: 0}  # 0: K serves as V too
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1}
 
 
 def heads_of(num_heads: int, rank: int, size: int) -> tuple[int, int]:
@@ -45,7 +44,7 @@ def group_layout(spec: GroupSpec, number_format: str, heads: dict[int, int]) -> 
     for layer in spec.layers:
         rows = heads[layer] * BLOCK_SIZE
         k_size, v_size = WIDTH // divisor, V_WIDTH[layer] // divisor
-        k_bytes, v_bytes = rows * k_size * ELEMENT_BYTES[dtype], rows * v_size * ELEMENT_BYTES[dtype]
+        k_bytes, v_bytes = rows * k_size * DTYPE_BYTES[dtype], rows * v_size * DTYPE_BYTES[dtype]
         tensors = LayerTensors(
             layer=layer,
             role=Role.KV,
@@ -143,7 +142,7 @@ def read(data: Sequence[Any], worker: KvShares, group: int) -> list[Whole]:
                     else (tensors.v_offset, tensors.v_size, tensors.v_scale_offset)
                 )
                 shape = (NUM_BLOCKS, tensors.num_kv_heads, BLOCK_SIZE)
-                size *= ELEMENT_BYTES[tensors.dtype]
+                size *= DTYPE_BYTES[tensors.dtype]
                 rows = blocks[:, offset : offset + int(np.prod(shape[1:])) * size].reshape(*shape, size)
                 if scale_at is None:
                     one[tensors.layer, name] = decode(rows, tensors.dtype)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from transom_core.kv_cache.kv_shares import KvShares
-from transom_core.kv_cache.layout import GroupLayout, LayerTensors
+from transom_core.kv_cache.layout import DTYPE_BYTES, GroupLayout, LayerTensors
 from transom_worker.kvcache.tiers.block_format.numbers import (
     LARGEST,
     PLAIN,
@@ -147,7 +147,7 @@ def _parts(tensors: LayerTensors) -> list[_Part]:
 
 def _rows_of(block: Bytes, group: GroupLayout, part: _Part) -> Bytes:
     """Return a part of blocks as a view [blocks, heads, rows, bytes of a row]."""
-    heads, rows, size = part.tensors.num_kv_heads, group.rows_per_block, part.size * _ELEMENT_BYTES[part.tensors.dtype]
+    heads, rows, size = part.tensors.num_kv_heads, group.rows_per_block, part.size * DTYPE_BYTES[part.tensors.dtype]
     return block[:, part.offset : part.offset + heads * rows * size].reshape(len(block), heads, rows, size)
 
 
@@ -157,9 +157,6 @@ def _scales_of(block: Bytes, group: GroupLayout, part: _Part) -> Bytes:
     heads, rows = part.tensors.num_kv_heads, group.rows_per_block
     end = part.scale_offset + heads * rows * 4
     return block[:, part.scale_offset : end].reshape(len(block), heads, rows, 4)
-
-
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1}
 
 
 def _heads_of(shares: KvShares, rank: int, tensors: LayerTensors) -> range:
