@@ -8,7 +8,7 @@ import torch
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_worker.models.deepseek_v4.attention_metadata import AttentionMetadata
 from transom_worker.models.layers.forward_batch import CachePart, CompressedCache, ForwardBatch, LayerCache
-from transom_worker.models.layers.rope import RotaryEmbedding
+from transom_worker.models.layers.rotary_embedding import RotaryEmbedding
 
 NOTHING = LayerCache(torch.empty(0), torch.empty(0))
 WINDOW, ENTRIES, STATE = 0, 1, 2

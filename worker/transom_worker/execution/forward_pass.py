@@ -12,7 +12,7 @@ import torch
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.policy_report import PolicyReport
-from transom_worker.execution.replay.replay import DecodeReplay, DecodeStep, PolicyVariant
+from transom_worker.execution.replay.decode_replay import DecodeReplay, DecodeStep, PolicyVariant
 from transom_worker.execution.step_logits import StepLogits, ready_logits
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.model import Model

@@ -19,7 +19,7 @@ from transom_worker.models.layer_factory import make_attention, make_norm, make_
 from transom_worker.models.layers.forward_batch import ForwardBatch, LayerCache
 from transom_worker.models.layers.norm import Norm, RmsNorm
 from transom_worker.models.layers.residual import Residual, select_rows
-from transom_worker.models.layers.rope import RotaryTables
+from transom_worker.models.layers.rotary_embedding import RotaryTables
 from transom_worker.models.loading import Loader
 from transom_worker.models.style import Style
 

@@ -14,7 +14,7 @@ from transom_worker.models.frequencies import frequencies
 from transom_worker.models.layers.attention import Attention, AttentionOptions, AttentionShape
 from transom_worker.models.layers.linear import Linear
 from transom_worker.models.layers.norm import AllHeadsQkNorm, LayerNorm, Norm, QkNorm, RmsNorm, ShardedAllHeadsQkNorm
-from transom_worker.models.layers.rope import RotaryEmbedding
+from transom_worker.models.layers.rotary_embedding import RotaryEmbedding
 from transom_worker.models.loading import Loader
 from transom_worker.models.style import Style
 

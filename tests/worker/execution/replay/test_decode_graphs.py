@@ -26,8 +26,8 @@ from transom_kernels.moe.dispatch import block_rows
 from transom_kernels.moe.sort import MAX_PAIRS
 from transom_kernels.paged_attention import tuning
 from transom_worker.execution.replay import backends
+from transom_worker.execution.replay.decode_replay import ReplayMismatch, check_replay
 from transom_worker.execution.replay.graph_inputs import GraphInputs
-from transom_worker.execution.replay.replay import ReplayMismatch, check_replay
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup import dummy_run
 from transom_worker.execution.step_logits import StepLogits

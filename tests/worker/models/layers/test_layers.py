@@ -11,7 +11,7 @@ from transom_kernels.launch import prefer
 from transom_worker.models.frequencies import frequencies
 from transom_worker.models.layers.embedding import Embedding, LmHead
 from transom_worker.models.layers.mlp import GatedMlp
-from transom_worker.models.layers.rope import RotaryEmbedding
+from transom_worker.models.layers.rotary_embedding import RotaryEmbedding
 from transom_worker.models.parallel import Parallel
 
 

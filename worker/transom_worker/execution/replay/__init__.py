@@ -3,7 +3,7 @@
 A decode step launches the same kernels in every step; only its numbers change. So a backend records one forward pass over arrays at
 fixed addresses, and a later step writes its numbers there and replays the recording:
 
-    replay.DecodeReplay     what `ForwardPass` asks of a backend; `check_replay` compares a replay with a forward pass
+    decode_replay           what `ForwardPass` asks of a backend; `check_replay` compares a replay with a forward pass
     backends                chooses the backend of a device and its settings
     fixed_inputs            a decode step in arrays at fixed addresses, which both backends read
     decode_graphs           CUDA: all sizes are captured and checked at start-up; steps are padded to a size (`decode_sizes`)

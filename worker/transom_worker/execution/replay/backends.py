@@ -18,10 +18,10 @@ from transom_core.config import EngineConfig
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_worker.execution.batch.batch import BatchBuilder
+from transom_worker.execution.replay.decode_replay import DecodeReplay
 from transom_worker.execution.replay.decode_sizes import DecodeSizes
 from transom_worker.execution.replay.graph_capture import capture_device
 from transom_worker.execution.replay.graph_warm_up import capture_decode_graphs
-from transom_worker.execution.replay.replay import DecodeReplay
 from transom_worker.models.model import Model
 from transom_worker.models.parallel import Parallel
 

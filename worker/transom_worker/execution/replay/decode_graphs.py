@@ -17,6 +17,7 @@ import torch
 from transom_kernels.paged_attention.work_items import WorkPlan
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
+from transom_worker.execution.replay.decode_replay import DecodeReplay, DecodeStep, check_replay
 from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
 from transom_worker.execution.replay.graph_capture import CaptureDevice, Replayable
 from transom_worker.execution.replay.graph_inputs import (
@@ -26,7 +27,6 @@ from transom_worker.execution.replay.graph_inputs import (
     plan_work_by_key,
     size_of,
 )
-from transom_worker.execution.replay.replay import DecodeReplay, DecodeStep, check_replay
 from transom_worker.models.model import Model
 
 # Accepted differences, as a share of the largest logit. Equal bits are expected, but cuBLAS promises them only on one stream and

@@ -17,7 +17,7 @@ import torch
 
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_worker.models.layers.forward_batch import CompressedCache, ForwardBatch
-from transom_worker.models.layers.rope import RotaryEmbedding, RotaryTables
+from transom_worker.models.layers.rotary_embedding import RotaryEmbedding, RotaryTables
 
 
 class AttentionMetadata:

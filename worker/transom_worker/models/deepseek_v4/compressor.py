@@ -24,7 +24,7 @@ from transom_kernels.rotary import rotary_
 from transom_worker.models.deepseek_v4.attention_metadata import AttentionMetadata
 from transom_worker.models.layers.forward_batch import CompressedCache, LayerCache
 from transom_worker.models.layers.norm import RmsNorm
-from transom_worker.models.layers.rope import RotaryTables
+from transom_worker.models.layers.rotary_embedding import RotaryTables
 from transom_worker.models.loading import Loader
 
 

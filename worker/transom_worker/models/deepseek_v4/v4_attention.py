@@ -20,7 +20,7 @@ from transom_kernels.rms_norm import head_norm_
 from transom_worker.models.deepseek_v4.attention_metadata import AttentionMetadata
 from transom_worker.models.deepseek_v4.compressor import Compressor, EntrySizes, Indexer, rotate, write_rotated
 from transom_worker.models.layers.forward_batch import CompressedCache, LayerCache
-from transom_worker.models.layers.rope import RotaryTables
+from transom_worker.models.layers.rotary_embedding import RotaryTables
 from transom_worker.models.loading import Loader
 
 

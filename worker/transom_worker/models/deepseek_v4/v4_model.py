@@ -26,7 +26,7 @@ from transom_worker.models.deepseek_v4.v4_attention import LatentAttention
 from transom_worker.models.deepseek_v4.v4_experts import ExpertLayer
 from transom_worker.models.frequencies import frequencies
 from transom_worker.models.layers.forward_batch import ForwardBatch
-from transom_worker.models.layers.rope import RotaryEmbedding, RotaryTables
+from transom_worker.models.layers.rotary_embedding import RotaryEmbedding, RotaryTables
 from transom_worker.models.loading import Loader
 
 

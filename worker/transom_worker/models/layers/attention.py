@@ -22,7 +22,7 @@ from transom_worker.models.layers.forward_batch import LayerCache
 from transom_worker.models.layers.linear import Linear
 from transom_worker.models.layers.norm import AllHeadsQkNorm, QkNorm, ShardedAllHeadsQkNorm
 from transom_worker.models.layers.policy_rows import MixedBatch, ScoreOptions, attend_mixed
-from transom_worker.models.layers.rope import RotaryTables
+from transom_worker.models.layers.rotary_embedding import RotaryTables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
