@@ -8,7 +8,7 @@ RUNTIME := .venv/.installed-runtime
 DEV := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-processors test-gpu test-compile test-interpreter test-browser test-clients test-cluster check bench bench-gpu monitor dashboards docs images lock clean distclean
+.PHONY: help setup serve test test-all test-processors test-gpu test-compile test-interpreter test-browser test-clients test-oldest-ray test-cluster check bench bench-gpu monitor dashboards docs images lock clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -45,6 +45,13 @@ test-browser: $(DEV) ## Run the tests that need Chromium (Debian: apt-get instal
 
 test-clients: $(DEV) ## Run Codex, agents and client libraries of other makers against the demo model (needs npm; downloads 150 MB)
 	@scripts/test_clients $(ARGS)
+
+OLDEST_RAY = 2.58.0
+test-oldest-ray: $(DEV) ## Run the serving tests with the oldest Ray that pyproject.toml names
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+		$(BIN)/python -m pip install --quiet --no-deps --target "$$folder" ray==$(OLDEST_RAY) && export PYTHONPATH="$$folder" && \
+		$(BIN)/python -m pytest tests/cluster/serve tests/cluster/commands && \
+		OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m serve tests/end_to_end/test_serve.py $(ARGS)
 
 test-cluster: $(DEV) ## Run the tests that need root and network namespaces
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m cluster $(ARGS)

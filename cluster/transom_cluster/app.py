@@ -24,7 +24,6 @@ from transom_cluster.serve.replica_autoscaling import serve_autoscaling
 from transom_cluster.serve.router_peers import ServeRouterPeers, answer_peer
 from transom_cluster.serve.start_checks import check_api_keys
 from transom_cluster.serve.worker_directory import ServeWorkerDirectory
-from transom_cluster.serve.worker_peers import ServeWorkerPeers
 from transom_cluster.serve.worker_resources import (
     ROUTER_CPUS,
     ClusterResources,
@@ -43,9 +42,8 @@ SERVE_PROXY_SETTINGS = {
     "port": "http_options.port",
     "haproxy": "RAY_SERVE_ENABLE_HA_PROXY=1 and RAY_SERVE_THROUGHPUT_OPTIMIZED=1 in Ray's environment",
 }
-MAX_ONGOING_REQUESTS = (
-    10_000  # workers limit admission themselves (max_waiting); with its default of 5 Serve would queue calls
-)
+# Workers limit admission themselves (max_waiting); with its default of 5 Serve would queue calls.
+MAX_ONGOING_REQUESTS = 10_000
 HEALTH_CHECK_PERIOD_S = 1.0  # within this time Serve's controller notices a dead replica
 HEALTH_CHECK_TIMEOUT_S = 10.0  # a replica that imports modules or tokenises a huge prompt is slow, not dead
 CPU_TARGET_STEP_S = 0.2
@@ -77,9 +75,8 @@ class RouterDeployment:
         show_logs(self._settings.log_format, f"router/{router_id}")
         tokenizer = Tokenizer.load(resolve_text_files(self._settings.model))
         checker = GrammarChecker(tokenizer)
-        threading.Thread(
-            target=checker.warm_up, name="transom-grammar", daemon=True
-        ).start()  # a child reads the vocabulary
+        # A child process reads the vocabulary.
+        threading.Thread(target=checker.warm_up, name="transom-grammar", daemon=True).start()
         self._router = Router(
             workers=ServeWorkerDirectory(*self._workers),
             tokenizer=tokenizer,
@@ -102,27 +99,11 @@ class RouterDeployment:
 
 
 class WorkerDeployment:
-    """Becomes a `transom_worker.replica.WorkerReplica` in the replica's process, so that no other process imports torch."""
+    """Becomes a `ServeWorkerReplica` in the replica's process, so that no other process imports torch."""
 
     def __new__(cls) -> Any:
-        """Make an instance that Ray Serve then initialises with the deployment's arguments. Its id is new at each start."""
-        from transom_worker.replica import WorkerReplica
-
-        context = serve.get_replica_context()
-        worker_id = context.replica_id.unique_id
-
-        def core_share(config: EngineConfig) -> CoreShare:
-            return replace(config.core_share, index=config.core_share.index + context.rank.local_rank)
-
-        class ServeWorkerReplica(WorkerReplica):
-            def __init__(self, config: EngineConfig, model_name: str, deployments: tuple[str, ...] = (WORKER,)) -> None:
-                super().__init__(
-                    replace(config, core_share=core_share(config)),
-                    model_name,
-                    worker_id,
-                    peers=ServeWorkerPeers(deployments, context.app_name),
-                    ends_process=True,
-                )
+        """Make an instance that Ray Serve then initialises with the deployment's arguments."""
+        from transom_cluster.serve.serve_worker_replica import ServeWorkerReplica
 
         return ServeWorkerReplica.__new__(ServeWorkerReplica)
 

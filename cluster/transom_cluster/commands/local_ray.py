@@ -139,9 +139,8 @@ class LocalRay:
             logging.disable(logging.CRITICAL)  # processes that end on purpose would log errors
             daemons = children_of(os.getpid())
             with _discard_stderr():  # so would Ray's native threads
-                kill_processes(
-                    process for process in started if process not in daemons
-                )  # Ray waits long for busy processes
+                # Ray itself would wait long for busy processes.
+                kill_processes(process for process in started if process not in daemons)
                 ray.shutdown()
                 end_processes(started)
             if self._follower is not None:

@@ -33,7 +33,7 @@ def simulate(
         str, typer.Option("--host-memory", "--swap-space", help="Host tier, such as 60GiB; 0 for none.")
     ] = "0",
     skip: Annotated[int, typer.Option(min=0, help="Leave out the first requests.")] = 0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Replay only so many requests.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Replay at most this many requests.")] = None,
     block_size: Annotated[int, typer.Option(min=1, max=256, help="Tokens per hash block of the prefix cache.")] = 16,
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens per step; 8192 for traces, 2048 for workloads if unset.")

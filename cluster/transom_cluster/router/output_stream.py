@@ -1,6 +1,6 @@
 """The output of one HTTP request: the events of all its choices, from several workers, for the code that writes the response.
 
-An HTTP request has one output stream, whatever its number of prompts and choices, so that its task wakes once per engine step.
+An HTTP request has one output stream for all of its prompts and choices, so that its task wakes once per engine step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from transom_cluster.router.output_events import joined
 from transom_core.contract import ErrorInfo, OutputEvent, Request
 
 MAX_BUFFERED = 512  # events kept for a slow client, plus one a choice, before those of each choice are joined
-MAX_JOINED_TOKENS = 1024  # an event is joined with no more once it has so many: an answer is parsed event by event
+# An event with this many tokens is joined with no more events: an answer is parsed event by event.
+MAX_JOINED_TOKENS = 1024
 
 
 class OutputStream:

@@ -13,10 +13,11 @@ class RouterTimings:
     """How long one router waits. All values are seconds; a pause that doubles goes from its `first_` to its `longest_` value."""
 
     # Drain and deadlines
-    drain_s: float = 30.0  # running requests may continue so long at a worker that drains, and at a router that stops
-    deadline_grace_s: float = (
-        0.25  # after a request's deadline: a worker that enforces it itself answers within this time
+    drain_s: float = (
+        30.0  # running requests may continue for this time at a worker that drains, and at a router that stops
     )
+    # After a request's deadline: a worker that enforces it itself answers within this time.
+    deadline_grace_s: float = 0.25
 
     # The request queue
     retry_s: float = 0.25  # workers that refused a request are asked again after this time
@@ -25,7 +26,7 @@ class RouterTimings:
     # The connection to one worker
     first_reconnect_pause_s: float = 0.05
     longest_reconnect_pause_s: float = 2.0
-    silence_s: float = 20.0  # a worker sends a heartbeat every 5 s; after so long without a message it counts as lost
+    silence_s: float = 20.0  # a worker sends a heartbeat every 5 s; after this time without a message it counts as lost
     submit_grace_s: float = 0.5  # after a call failed, the stream mostly breaks within this time
     last_call_timeout_s: float = 5.0  # a worker that drains answers at once; a call to a host that is gone never ends
 

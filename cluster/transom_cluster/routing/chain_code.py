@@ -1,4 +1,4 @@
-"""The compiled part of `PromptChain`: BLAKE2b (RFC 7693) over a prompt's hash blocks, each behind the digest of the one before.
+"""The compiled part of `PromptChain`: BLAKE2b (RFC 7693) over a prompt's hash blocks, each after the digest of the one before.
 
 The standard library computes the same digests (`transom_core.kv_cache.hashing`) and spends most of the time between its calls. The
 loop of this file takes 0.2 us for a hash block of 16 tokens; the message, the digest before and 16 tokens, is one step of the hash.
@@ -107,10 +107,10 @@ def _compress(state, message, begin, num_bytes, is_last):
 
 @compiled
 def extend(message: Words, tokens: Tokens, token_ids: Tokens, digests: Words) -> None:
-    """Write the digests [blocks, 4] of `token_ids` (32 bits each) behind the digest that `message` begins with.
+    """Write the digests [blocks, 4] of `token_ids` (32 bits each) after the digest that `message` begins with.
 
     `message` holds one hash block at a time: the digest before, the tokens, and zeros up to a whole number of steps; `tokens` is
-    the part of it behind the digest, 32 bits an item.
+    the part of it after the digest, 32 bits an item.
     """
     num_blocks = digests.shape[0]
     block_size = len(token_ids) // num_blocks

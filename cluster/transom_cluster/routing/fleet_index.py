@@ -166,9 +166,8 @@ class FleetPrefixIndex:
         self._by_window: OrderedDict[tuple[CacheShape, WindowPolicy], HitRules] = OrderedDict()
         self._num_holders = 0
         self._free_holders: dict[int, list[int]] = {2: [], 4: []}  # by how many numbers a worker has: the first of them
-        self._left: dict[
-            tuple[int, int], int
-        ] = {}  # by holder that has left, and its numbers: parts that may still name it
+        # (a holder that has left, how many numbers it has) -> the parts that may still name it
+        self._left: dict[tuple[int, int], int] = {}
         self._next_part = 0  # to be cleared
 
     @property
@@ -246,7 +245,7 @@ class FleetPrefixIndex:
         *,
         tiers: int,
     ) -> _LongerHits:
-        """Return the hits on the first `tiers` tiers of the workers that start behind the tokens `found`."""
+        """Return the hits on the first `tiers` tiers of the workers that start after the tokens `found`."""
         block_size = rules.shape.block_size
         num_groups = len(rules.shape.groups)
         none = np.zeros((num_groups, 0), np.int64)

@@ -17,7 +17,7 @@ Terms:
     part      one of 1,024 small tables, chosen by the key's top bits, so that each grows in well under a millisecond
 
 A part is an array of 12 bytes per slot: all keys (64 bits), then all values (32 bits). Entries stand at the slot that the key's
-next bits give, or in the next free one. There are no marks of deleted entries: what stands behind a deleted one moves back.
+next bits give, or in the next free one. There are no marks of deleted entries: what stands after a deleted one moves back.
 
 Everything is in arrays that `PrefixTable` owns. Where one is full a function returns which, and goes on when it is called again.
 """
@@ -39,12 +39,8 @@ NUM_PARTS = 1024
 SLOT_BYTES = 12
 ADDRESS, CAPACITY, COUNT = 0, 1, 2  # columns of `parts`
 FREE, NUM_SETS = 0, 1  # entries of `counts`: the first free set; sets in use
-RUN, OFFSET, DIGEST, NET = (
-    0,
-    1,
-    2,
-    3,
-)  # entries of `cursor`: where `apply_runs` goes on; blocks added less blocks removed
+# Entries of `cursor`: where `apply_runs` goes on, and the blocks added less the blocks removed.
+RUN, OFFSET, DIGEST, NET = 0, 1, 2, 3
 DONE, SETS_FULL = -1, -2  # results; a number from 0 on is a part that is full
 
 _GROUP_STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -213,7 +209,7 @@ def _slot(keys, values, capacity, key):
 
 @inner
 def _delete(keys, values, capacity, at):
-    """Empty a slot; entries behind it that do not stand at home move back."""
+    """Empty a slot; entries after it that do not stand at home move back."""
     behind = at
     while True:
         behind += 1
@@ -222,7 +218,7 @@ def _delete(keys, values, capacity, at):
         if values[behind] == 0:
             break
         home = _home_slot(keys[behind], capacity)
-        # The entry may move to `at` unless its home lies behind `at`, cyclically in (at, behind].
+        # The entry may move to `at` unless its home lies after `at`, cyclically in (at, behind].
         if (at < home <= behind) if at < behind else (home <= behind or home > at):
             continue
         keys[at] = keys[behind]

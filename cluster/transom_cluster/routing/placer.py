@@ -188,7 +188,7 @@ class Placer:
         return placed.predicted.total - actual.total
 
     def ended(self, request_id: str) -> None:
-        """Note that a request has left its worker, for whatever reason; an unknown request is ignored."""
+        """Note that a request has left its worker for any reason; an unknown request is ignored."""
         placed = self._requests.pop(request_id, None)
         if placed is not None:
             worker = self.workers[placed.worker_id]

@@ -65,7 +65,7 @@ class Candidate:
 
     @property
     def facts(self) -> tuple[float, ...]:
-        """What the policies see of the worker, whatever the request: a value for each of `FACTS`."""
+        """What the policies see of the worker, the same for all requests: a value for each of `FACTS`."""
         return (
             self.queue_tokens,
             self.num_requests,
@@ -165,7 +165,7 @@ def choose(policy: RoutingPolicy, candidates: Candidates, tie_break: TieBreak) -
 def kv(candidates: Candidates, tie_break: TieBreak) -> Choice:
     """The worker with the least cost; among those that are nearly as good, the prompt's home.
 
-    The home brings a prefix that was evicted everywhere back to one worker, whatever router places it, instead of spreading it
+    The home brings a prefix that was evicted everywhere back to one worker, from all routers, instead of spreading it
     over all. The key's worker is taken even at a somewhat higher cost, unless another one has a longer hit.
     """
     costs = expected_costs_s(candidates)

@@ -2,7 +2,7 @@
 
 - **source**: the worker with the longest hit in its memory among those that may be asked. What only its disk has it does not offer.
 - **target**: the worker that would run the request. What it has itself need not be fetched.
-- **live blocks**: what a sequence needs to continue behind the prefix: all blocks of full groups, of windows the last ones. So the
+- **live blocks**: what a sequence needs to continue after the prefix: all blocks of full groups, of windows the last ones. So the
   bytes are `fixed_bytes` for the windows, and `token_bytes` for each token that the target lacks. A request with a KV policy
   `window` needs its window (and sinks) of every group.
 
@@ -33,7 +33,7 @@ from transom_core.contract import PrefixSource, Request, WindowPolicy
 FETCH_LATENCY_S = 0.01
 # Used until a worker has measured its rate.
 DEFAULT_FETCH_BYTES_PER_S = 1e9
-# A fetch must be so many times faster than computing, since it takes part of another worker's and of the network's time.
+# A fetch must be faster than computing by this factor, since it takes part of another worker's and of the network's time.
 MARGIN = 1.5
 
 Floats = npt.NDArray[np.float64]

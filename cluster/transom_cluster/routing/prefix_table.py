@@ -1,4 +1,4 @@
-"""`PrefixTable`: the arrays behind the fleet's prefix index, which grow as needed; `index_code` has what is done to them.
+"""`PrefixTable`: the arrays of the fleet's prefix index, which grow as needed; `index_code` has what is done to them.
 
 A *part* of the hash table grows alone, by an eighth (small ones by half), so a table in use is 75 to 85 % full: 14 to 16 bytes for
 each entry. The sets of holders double.

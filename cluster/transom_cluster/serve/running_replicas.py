@@ -8,46 +8,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
-from weakref import WeakValueDictionary
-
-from transom_core.errors import WorkerLost
-
-
-def gone(worker_id: str) -> WorkerLost:
-    """The error of a call to a worker that no longer runs."""
-    return WorkerLost(f"Worker {worker_id} is gone.")
 
 
 class RunningReplicas:
-    """The running replicas of one deployment by worker id. One thread publishes them, event loops of other threads read them.
-
-    `clients` are the clients that exist in this process: their workers can be called even if they drain.
-    """
+    """The running replicas of one deployment by worker id. One thread publishes them, event loops of other threads read them."""
 
     def __init__(self) -> None:
         self.replicas: Mapping[str, Any] = {}
-        self.clients: WeakValueDictionary[str, Any] = WeakValueDictionary()
-        self._reachable: Collection[str] = ()  # those that run, and those that drain and have a client
         self._lock = threading.Lock()
         self._subscribers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
-    def publish(self, replicas: Mapping[str, Any], reachable: Collection[str] | None = None) -> None:
-        """Replace the running replicas, and those that calls can reach, and wake the subscribers. Any thread may call this."""
+    def publish(self, replicas: Mapping[str, Any]) -> None:
+        """Replace the running replicas and wake the subscribers. Any thread may call this."""
         with self._lock:
-            self._reachable = replicas.keys() if reachable is None else reachable
             if replicas.keys() == self.replicas.keys():
                 return
-            self.replicas = dict(replicas)
+            self.replicas = replicas
             for changed, loop in self._subscribers.items():
                 if not loop.is_closed():
                     loop.call_soon_threadsafe(changed.set)
-
-    def check(self, worker_id: str) -> None:
-        """Raise WorkerLost if no call can reach a worker."""
-        if worker_id not in self._reachable:
-            raise gone(worker_id)
 
     @contextlib.contextmanager
     def subscribed(self, changed: asyncio.Event | None = None) -> Iterator[asyncio.Event]:

@@ -11,7 +11,6 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from transom_cluster.serve.running_replicas import RunningReplicas
 from transom_core.errors import LossCause, WorkerLost
 
 STREAMS = ("open_stream", "watch_blocks")  # the calls of `WorkerClient` that return an async generator
@@ -21,15 +20,13 @@ NODE_DIED = "its node has died"  # in Ray's words on an actor whose host is gone
 class ServeWorkerClient:
     """Implements `WorkerClient` for one replica: each of its calls is the method of that name of the worker's `WorkerReplica`.
 
-    While the client exists, calls reach the worker even if it drains (`ReplicaRequestRouter`).
+    It holds `replica`, Serve's own object for the replica, so that calls reach the worker while it drains (`ReplicaRequestRouter`).
     """
 
-    def __init__(self, handle: Any, worker_id: str, replicas: RunningReplicas) -> None:
-        self._worker_id = worker_id
-        self._replicas = replicas
+    def __init__(self, handle: Any, worker_id: str, replica: object) -> None:
         self._handle = handle.options(session_id=worker_id)
         self._streaming = self._handle.options(stream=True)
-        replicas.clients[worker_id] = self
+        self._replica = replica
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         """The call of the worker's `method`. Python asks for it because the class itself has no such attribute."""
@@ -38,17 +35,15 @@ class ServeWorkerClient:
         return partial(self._iterate if method in STREAMS else self._call, method)
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method and return its result. Raises WorkerLost: the worker is gone."""
-        self._replicas.check(self._worker_id)
+        """Call a method and return its result."""
         return await getattr(self._handle, method).remote(*args, **kwargs)
 
     async def _iterate(self, method: str, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Iterate over the stream of a method. Ending the iteration cancels the call at the worker.
 
         Raises:
-            WorkerLost: the worker is gone, or its process ended.
+            WorkerLost: the worker's process ended.
         """
-        self._replicas.check(self._worker_id)
         response = getattr(self._streaming, method).remote(*args, **kwargs)
         try:
             async for message in response:

@@ -36,9 +36,9 @@ class ServeWorkerDirectory:
             while True:
                 changed.clear()
                 clients = {
-                    worker_id: clients.get(worker_id) or ServeWorkerClient(handle, worker_id, running)
+                    worker_id: clients.get(worker_id) or ServeWorkerClient(handle, worker_id, replica)
                     for handle, running in sources
-                    for worker_id in running.replicas
+                    for worker_id, replica in running.replicas.items()
                 }
                 yield cast(dict[str, WorkerClient], dict(clients))
                 await changed.wait()

@@ -10,9 +10,10 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from transom_cluster.serve.running_replicas import gone, running_replicas_of
+from transom_cluster.serve.running_replicas import running_replicas_of
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import Bytes
+from transom_core.errors import WorkerLost
 
 FIND_S = 2.0  # Serve tells a process of the replicas of a deployment within this time of the first use of its handle
 
@@ -54,7 +55,7 @@ class ServeWorkerPeers:
                         if worker in replicas.replicas:
                             return self._handles[name].options(session_id=worker)
                     await changed.wait()
-        raise gone(worker)
+        raise WorkerLost(f"Worker {worker} is gone.")
 
     def _find_handles(self) -> dict[str, Any]:
         from ray import serve

@@ -11,7 +11,7 @@ The events of a request that migrates once, with two attempts at one choice:
     Arrived  Placed  Sent  Accepted  FirstToken  Lost  Placed  Sent  Accepted(is_migrated)  FirstToken  Finished  Ended
              |------------- attempt 1 --------------|  |--------------------- attempt 2 ---------------------|
 
-A prefill worker's attempt ends with `HandedOver` in place of `Lost`.
+A prefill worker's attempt ends with `HandedOver` instead of `Lost`.
 `Queued` comes before `Placed` where no worker can take the choice. `TurnedAway` ends an attempt that a worker refused. `Failed`
 replaces `Finished` where an error ends the choice. `ClientLeft` may come at any time before `Ended`.
 """
