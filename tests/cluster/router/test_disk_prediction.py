@@ -20,6 +20,7 @@ from transom_cluster.routing.placement_observer import PlacementObserver
 from transom_cluster.routing.placer import Placer
 from transom_cluster.routing.worker_view import HitTokens
 from transom_core.contract import Request, Usage, WindowPolicy, WorkerInfo, WorkerMessage
+from transom_worker.engine.disk_tier import EngineDiskTier
 from transom_worker.engine.engine import Engine
 from transom_worker.kvcache.tiers.disk.listing import BlockKey
 
@@ -58,7 +59,7 @@ class Workers:
 
     def start(self, name: str, **settings: Any) -> Engine:
         engine = self.engines[name] = make_engine(str(self._model), **{**self._settings, **settings})
-        assert engine._disk is not None
+        assert isinstance(engine._disk, EngineDiskTier)
         forget = engine._disk.watch.forget
 
         def lost(blocks: Sequence[BlockKey]) -> None:
@@ -83,7 +84,7 @@ class Workers:
             while tier is not None and tier._queued_bytes:
                 os.sched_yield()
         for name, engine in self.engines.items():
-            if engine._disk is not None:
+            if isinstance(engine._disk, EngineDiskTier):
                 engine._disk.watch.look()
                 engine._disk.take_news()
             self.placer.update(name, WorkerMessage(kv=engine.scheduler.cache.changes.take(), load=engine.load()))
