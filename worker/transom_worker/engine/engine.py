@@ -31,7 +31,6 @@ from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.answer_grammars import AnswerGrammars
 from transom_worker.engine.deadlines import Deadlines
 from transom_worker.engine.disk_tier import NoDiskTier, open_disk_tier
-from transom_worker.kvcache.tiers.kept_imports import KeptImports
 from transom_worker.engine.running_request import RunningRequest
 from transom_worker.engine.state_report import worker_load, worker_state
 from transom_worker.engine.step_pipeline import StepPipeline
