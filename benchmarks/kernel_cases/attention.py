@@ -23,8 +23,9 @@ from kernel_cases.paged import (
     some_rows,
 )
 from kernel_cases.rivals import Rivals, decode_rivals, prefill_rivals
-from transom_kernels.paged_attention.gpu import paged_attention_triton
+from transom_kernels.paged_attention.inputs import PagedInputs
 from transom_kernels.paged_attention.rule import MaskRule
+from transom_kernels.paged_attention.triton.launcher import paged_attention_triton
 from transom_kernels.quantised_kv import FORMATS, KvFormat
 
 LLAMA, GPT_OSS, GEMMA = (
@@ -211,10 +212,13 @@ def _prepare(
 
 
 def _attend(paged: Paged, window: int | None, sinks: torch.Tensor | None) -> torch.Tensor:
+    k_scale, v_scale = paged.scales or (None, None)
     return paged_attention_triton(
-        paged.q, paged.k_cache, paged.v_cache, paged.batch,
-        scale=paged.q.shape[2] ** -0.5, rule=MaskRule(window=window), sink_logits=sinks,
-        kv_scales=paged.scales,
+        PagedInputs(
+            q=paged.q, k_cache=paged.k_cache, v_cache=paged.v_cache, batch=paged.batch,
+            scale=paged.q.shape[2] ** -0.5, rule=MaskRule(window=window), sink_logits=sinks,
+            k_scale=k_scale, v_scale=v_scale,
+        )
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from transom_kernels.block_copy import block_copy_between
 from transom_kernels.block_copy.gpu import copy_blocks_triton
 from transom_kernels.kv_write.gpu import prepare_qkv_triton
 from transom_kernels.kv_write.hadamard import rotate_heads
-from transom_kernels.kv_write.prepare import Preparation
+from transom_kernels.kv_write.inputs import Preparation, QkvInputs
 from transom_kernels.quantised_kv import FORMATS, KvFormat
 from transom_worker.execution.tiers.load_copies import LoadBoard, RowCopies, make_loads
 
@@ -86,7 +86,13 @@ def _write(
         caches, scales = [k_cache, v_cache], (k_scale, v_scale)
 
     def write() -> torch.Tensor:
-        return prepare_qkv_triton(q, k, v, *caches, slots, (cos, sin), how, kv_scales=scales)
+        k_scale, v_scale = scales or (None, None)
+        return prepare_qkv_triton(
+            QkvInputs(
+                q=q, k=k, v=v, k_cache=caches[0], v_cache=caches[1], slots=slots, tables=(cos, sin), preparation=how,
+                k_scale=k_scale, v_scale=v_scale,
+            )
+        )  # fmt: skip
 
     def run() -> Tensors:
         out = write()

@@ -16,7 +16,8 @@ from kernel_cases.attention import ERROR_LIMIT, LLAMA, TINY
 from kernel_cases.case import Case, Check, Prepared, Scale, Tensors
 from kernel_cases.paged import BLOCK, Heads, cached_rows, quantised, random_caches
 from transom_kernels.policy_attention import PolicyBatch
-from transom_kernels.policy_attention.gpu import add_block_mass_triton, policy_attention_triton
+from transom_kernels.policy_attention.inputs import PolicyInputs
+from transom_kernels.policy_attention.triton.launcher import add_block_mass_triton, policy_attention_triton
 from transom_kernels.quantised_kv import FORMATS, KvFormat
 
 SINKS = 4
@@ -124,10 +125,7 @@ def _mass(heads: Heads, rows: Rows, kv_format: KvFormat | None, device: torch.de
     mass = torch.zeros(made.batch.block_table.shape, dtype=torch.float32, device=device)
 
     def add() -> None:
-        add_block_mass_triton(
-            mass, made.q, made.k_cache, made.batch, statistics,
-            scale=_score_scale(made), sink_q=made.sink_q, k_scale=made.scales[0],
-        )  # fmt: skip
+        add_block_mass_triton(mass, _inputs(made, statistics))
 
     def run() -> Tensors:
         add()
@@ -148,8 +146,12 @@ def _mass(heads: Heads, rows: Rows, kv_format: KvFormat | None, device: torch.de
 
 
 def _attend(made: PolicyRows, statistics: torch.Tensor | None = None) -> torch.Tensor:
-    return policy_attention_triton(
-        made.q, made.k_cache, made.v_cache, made.batch,
+    return policy_attention_triton(_inputs(made, statistics))
+
+
+def _inputs(made: PolicyRows, statistics: torch.Tensor | None) -> PolicyInputs:
+    return PolicyInputs(
+        q=made.q, k_cache=made.k_cache, v_cache=made.v_cache, batch=made.batch,
         scale=_score_scale(made), sink_q=made.sink_q, statistics=statistics,
         k_scale=made.scales[0], v_scale=made.scales[1],
     )  # fmt: skip
@@ -189,7 +191,6 @@ def _batch(rows: Rows, block_table: torch.Tensor) -> PolicyBatch:
         sinks=each(SINKS),
         start=each(rows.start),
         query_offset=torch.arange(size + 1, dtype=torch.int32, device=device) * rows.count,
-        row_sequence=torch.arange(size, dtype=torch.int32, device=device).repeat_interleave(rows.count),
         count_host=[rows.count] * size,
     )
 

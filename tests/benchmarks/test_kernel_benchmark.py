@@ -26,6 +26,7 @@ from kernel_cases.case import Case, Check, Prepared, Scale, Target
 from kernel_cases.measure import _writes_much, measure
 from kernel_cases.paged import expected_rows, make_paged, poison_tails
 from kernel_cases.rivals import decode_rivals, prefill_rivals
+from transom_kernels.paged_attention.inputs import PagedInputs
 from transom_kernels.paged_attention.reference import paged_attention_reference
 from transom_kernels.paged_attention.rule import MaskRule
 
@@ -101,7 +102,10 @@ def test_the_dense_answer_is_the_references(window: int | None) -> None:
     paged = make_paged(TINY, [0, 30, 17], [20, 1, 3], CPU, window=window)
     sinks = torch.randn(4)
     wanted = paged_attention_reference(
-        paged.q.float(), paged.k_cache, paged.v_cache, paged.batch, scale=0.25, rule=MaskRule(window=window), sink_logits=sinks
+        PagedInputs(
+            q=paged.q.float(), k_cache=paged.k_cache, v_cache=paged.v_cache, batch=paged.batch, scale=0.25,
+            rule=MaskRule(window=window), sink_logits=sinks,
+        )
     )  # fmt: skip
     got = expected_rows(paged, list(range(24)), window=window, sink_logits=sinks)
     torch.testing.assert_close(got.float(), wanted, atol=1e-4, rtol=1e-4)

@@ -19,11 +19,11 @@ from transom_kernels.launch import next_power_of_two, split_width, warps_for
 from transom_kernels.moe.kernel import into_experts, out_of_experts, sum_experts
 from transom_kernels.moe.sort import sort_blocks, sort_pairs
 from transom_kernels.moe.tuning import Tile, choose_tile
-from transom_kernels.paged_attention.combine import combine
-from transom_kernels.paged_attention.kernel import attend
-from transom_kernels.paged_attention.tuning import COMBINED_AT_ONCE, kernel_config, stages_on
-from transom_kernels.policy_attention import kernel as policy
-from transom_kernels.policy_attention.tuning import TileConfig, tile_config
+from transom_kernels.paged_attention.triton.attend import attend
+from transom_kernels.paged_attention.triton.combine import combine
+from transom_kernels.paged_attention.triton.tuning import COMBINED_AT_ONCE, kernel_config, stages_on
+from transom_kernels.policy_attention.triton import kernel as policy
+from transom_kernels.policy_attention.triton.tuning import TileConfig, tile_config
 from transom_kernels.rms_norm.kernel import norm_heads, norm_rows
 from transom_kernels.rotary.kernel import rotate
 from transom_kernels.route import tuning as routes

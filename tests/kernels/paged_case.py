@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from transom_kernels.paged_attention.batch import PagedBatch
+from transom_kernels.paged_attention.inputs import PagedInputs
+from transom_kernels.paged_attention.rule import MaskRule
+
+MASK_OPTIONS = ("window", "num_sink_tokens", "chunk")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 @dataclass(kw_only=True)
@@ -22,9 +28,9 @@ class Sequence:
 
 @dataclass(kw_only=True)
 class Shape:
-    heads: int = 4
+    heads: int = 6
     kv_heads: int = 2
-    size: int = 8
+    size: int = 24
     v_size: int | None = None
     block_size: int = 4
     dtype: torch.dtype = torch.float32
@@ -38,10 +44,14 @@ class Case:
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     batch: PagedBatch
-    keys: list[torch.Tensor] = field(
-        default_factory=list
-    )  # per sequence [start + count, KVH, D], float32 of the cache's
+    keys: list[torch.Tensor] = field(default_factory=list)  # of each sequence, float32 [start + count, KVH, D]
     values: list[torch.Tensor] = field(default_factory=list)
+
+    def inputs(self, *, scale: float = 0.3, **options: Any) -> PagedInputs:
+        """What implementations are given; `options` are those of `paged_attention`, and caches in place of the case's."""
+        rule = MaskRule(**{name: options.pop(name) for name in MASK_OPTIONS if name in options})
+        caches = {"k_cache": self.k_cache, "v_cache": self.v_cache}
+        return PagedInputs(q=self.q, batch=self.batch, scale=scale, rule=rule, **{**caches, **options})
 
 
 def empty_caches(shape: Shape, ids: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tests.kernels.paged_case import Shape, empty_caches
 from transom_kernels.policy_attention import PolicyBatch
+from transom_kernels.policy_attention.inputs import PolicyInputs
 
 
 @dataclass(kw_only=True)
@@ -29,6 +31,11 @@ class PolicyCase:
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     batch: PolicyBatch
+
+    def inputs(self, *, scale: float = 0.3, **options: Any) -> PolicyInputs:
+        """What implementations are given; `options` may have caches in place of the case's."""
+        caches = {"k_cache": self.k_cache, "v_cache": self.v_cache}
+        return PolicyInputs(q=self.q, batch=self.batch, scale=scale, **{**caches, **options})
 
 
 def make_policy_case(sequences: list[PolicySequence], shape: Shape, seed: int = 0) -> PolicyCase:
@@ -62,7 +69,6 @@ def make_policy_case(sequences: list[PolicySequence], shape: Shape, seed: int = 
         sinks=torch.tensor([s.sinks for s in sequences], dtype=torch.int32),
         start=torch.tensor([s.start for s in sequences], dtype=torch.int32),
         query_offset=torch.tensor([0, *counts]).cumsum(0).int(),
-        row_sequence=torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).int(),
         count_host=counts,
     )
     queries = [normal(sum(counts), shape.heads, shape.size) for _ in range(2)]

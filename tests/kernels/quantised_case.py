@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ class QuantisedCaches:
         return self.k_scale, self.v_scale
 
     @property
-    def arguments(self) -> dict[str, torch.Tensor]:
+    def arguments(self) -> dict[str, Any]:
         return {"k_cache": self.k, "v_cache": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
 
 

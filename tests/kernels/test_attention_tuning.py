@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transom_kernels.paged_attention.tuning import kernel_config, stages_on
+from transom_kernels.paged_attention.triton.tuning import kernel_config, stages_on
 
 
 @pytest.mark.parametrize(("rows", "element_bytes"), [(8, 2), (32, 2), (8, 4), (64, 4)])

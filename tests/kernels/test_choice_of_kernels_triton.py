@@ -14,9 +14,6 @@ import torch
 from transom_kernels import launch
 from transom_kernels.block_copy import block_copy, block_copy_between
 from transom_kernels.block_copy.reference import block_copy_between_reference, block_copy_reference
-from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
-from transom_kernels.kv_write.prepare import prepare_qkv_reference
-from transom_kernels.kv_write.reference import kv_write_reference
 from transom_kernels.launch import INTERPRETED, prefer, uses_triton
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
@@ -102,46 +99,3 @@ def test_copies_between_two_memories(kernels: launch.Kernels, num_bytes: int) ->
                 block_copy_between(source, got, [pair])
         with pytest.raises(ValueError, match="cannot be copied to blocks"):
             block_copy_between(source, got[:, 1:], [(0, 0)])
-
-
-def caches(kv_heads: int, size: int, value_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """By head, as a slab has them."""
-    return torch.zeros(4, kv_heads, 4, size).transpose(1, 2), torch.zeros(4, kv_heads, 4, value_size).transpose(1, 2)
-
-
-@interpreted
-@pytest.mark.parametrize("kv_heads", [1, 3])
-def test_keys_and_values_without_queries(kv_heads: int) -> None:
-    k, v = torch.randn(5, kv_heads, 12), torch.randn(5, kv_heads, 20)
-    slots = torch.tensor([3, 9, 15, 0, 14])
-    wanted, got = caches(kv_heads, 12, 20), caches(kv_heads, 12, 20)
-    kv_write_reference(k, v, *wanted, slots)
-    with prefer("interpreted"):
-        kv_write(k, v, *got, slots)
-        kv_write(k[:0], v[:0], *got, slots[:0])
-    assert all(ours.equal(theirs) for ours, theirs in zip(got, wanted, strict=True))
-
-
-@interpreted
-def test_a_layers_tables_and_scales_go_as_they_are() -> None:
-    qkv = torch.randn(5, 4 + 2 + 2, 16)
-    q, k, v = qkv.split_with_sizes((4, 2, 2), dim=1)
-    angle = torch.randn(5, 1, 8)
-    tables, scale, slots = (angle.cos(), angle.sin()), torch.rand(5).bfloat16(), torch.arange(5) + 2
-    how = Preparation(norm=True, value_norm=True, value_factor=0.7)
-    made = []
-    for kernels in ("reference", "interpreted"):
-        cache = caches(2, 16, 16)
-        with prefer(kernels):
-            made.append((prepare_qkv(q, k, v, *cache, slots, tables, how, scale), *cache))
-    for ours, theirs in zip(*made, strict=True):
-        torch.testing.assert_close(ours, theirs)
-    flat = tuple(table[:, 0] for table in tables)
-    wanted = prepare_qkv_reference(q, k, v, *caches(2, 16, 16), slots, flat, how, scale.float())  # type: ignore[arg-type]
-    torch.testing.assert_close(made[0][0], wanted)
-
-
-def test_heads_that_lie_apart_are_refused() -> None:
-    q = torch.randn(5, 2, 32)[..., :16]
-    with pytest.raises(ValueError, match="follow each other in memory"):
-        prepare_qkv(q, q, q, *caches(2, 16, 16), torch.arange(5), None)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from transom_kernels.paged_attention.combine import combine
+from transom_kernels.paged_attention.triton.combine import combine
 
 SPLITS, KV_HEADS, GROUP, BLOCK_M, WIDTH = 41, 2, 3, 16, 20
 

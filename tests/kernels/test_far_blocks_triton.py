@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from transom_kernels.block_copy.gpu import copy_blocks_triton
-from transom_kernels.kv_write.gpu import kv_write_triton
+from transom_kernels.kv_write.gpu import prepare_qkv_triton
+from transom_kernels.kv_write.inputs import QkvInputs
 from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
 from transom_kernels.launch import INTERPRETED
 from transom_kernels.paged_attention.batch import PagedBatch
-from transom_kernels.paged_attention.gpu import paged_attention_triton
+from transom_kernels.paged_attention.inputs import PagedInputs
 from transom_kernels.paged_attention.rule import MaskRule
+from transom_kernels.paged_attention.triton.launcher import paged_attention_triton
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="On a GPU such a cache would have to be copied there.")
 
@@ -45,8 +47,9 @@ def test_keys_and_values_are_written() -> None:
     near = [torch.zeros(IDS, 4, 2, 8, dtype=torch.float16) for _ in range(2)]
     there = [far(cache) for cache in near]
     k, v = torch.randn(3, 2, 8).half(), torch.randn(3, 2, 8).half()
-    for caches in (near, there):
-        kv_write_triton(k, v, caches[0], caches[1], torch.tensor([11, 0, 5]))
+    for k_cache, v_cache in (near, there):
+        slots = torch.tensor([11, 0, 5])
+        prepare_qkv_triton(QkvInputs(q=k[:, :0], k=k, v=v, k_cache=k_cache, v_cache=v_cache, slots=slots))
     assert all(cache.equal(wanted) for cache, wanted in zip(there, near, strict=True))
     assert near[0][2, 3].equal(k[0])
 
@@ -71,7 +74,7 @@ def test_paged_attention() -> None:
     q = torch.randn(1, 4, 16).half()
     got, wanted = (
         paged_attention_triton(
-            q, caches[0], caches[1], batch, scale=0.3, rule=MaskRule(window=None, num_sink_tokens=0, chunk=None)
+            PagedInputs(q=q, k_cache=caches[0], v_cache=caches[1], batch=batch, scale=0.3, rule=MaskRule())
         )
         for caches in ([far(cache) for cache in near], near)
     )

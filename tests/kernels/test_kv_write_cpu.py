@@ -1,24 +1,25 @@
 """The CPU kernel of `prepare_qkv` and `kv_write` against the reference: every step, odd widths, strides, batches, threads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from tests.cpu_threads import kernel_threads
+from tests.how_many import ALL_TESTS
 from tests.kernels.checked import run_checked, run_in_child
+from tests.kernels.kv_write_case import make_inputs
 from tests.kernels.paged_case import Shape, empty_caches
-from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
-from transom_kernels.kv_write.cpu import prepare_qkv_fits
-from transom_kernels.kv_write.prepare import prepare_qkv_reference
-from transom_kernels.kv_write.reference import kv_write_reference
+from tests.kernels.quantised_case import FORMATS_BY_NAME
+from tests.matrices import matrix
+from transom_kernels.kv_write import Preparation
+from transom_kernels.kv_write.cpu import fits_cpu_kernel, prepare_qkv_cpu
+from transom_kernels.kv_write.inputs import QkvInputs
+from transom_kernels.kv_write.reference import prepare_qkv_reference
 from transom_kernels.launch import uses_cpu_kernels
+from transom_kernels.quantised_kv import dequantise_rows
 
-Tables = tuple[torch.Tensor, torch.Tensor] | None
-SLOTS = torch.tensor([7, -1, 0, 19])
+DTYPES = [torch.float32, torch.bfloat16]
 PREPARATIONS = {
     "plain": Preparation(),
     "norm": Preparation(norm=True),
@@ -32,115 +33,120 @@ PREPARATIONS = {
 }
 
 
-def limit(dtype: torch.dtype) -> dict[str, Any]:
-    return {"rtol": 2e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}
+def compare(how, size, rotated, *, dtype=torch.float32, **options):
+    wanted, got = make_inputs(how, size, rotated, dtype=dtype, **options)
+    assert uses_cpu_kernels(got.q)
+    assert fits_cpu_kernel(got)
+    before = got.q.clone()
+    queries = prepare_qkv_cpu(got)
+    assert queries.is_contiguous()
+    assert got.q.equal(before)
+    rtol, atol = (2e-6, 2e-6) if dtype == torch.float32 else (2**-7, 1e-5)
+    torch.testing.assert_close(queries, prepare_qkv_reference(wanted), rtol=rtol, atol=atol)
+    if got.k_scale is None:
+        caches, expected = (got.k_cache, got.v_cache), (wanted.k_cache, wanted.v_cache)
+        torch.testing.assert_close(caches, expected, equal_nan=True, rtol=rtol, atol=atol)
+    else:  # norms and rotation add in another order than torch, so a number may be stored as its neighbour
+        plain = how == Preparation()
+        assert_written(got.k_cache, got.k_scale, wanted.k_cache, wanted.k_scale, step=0 if plain and not rotated else 1)
+        assert_written(got.v_cache, got.v_scale, wanted.v_cache, wanted.v_scale, step=0 if plain else 1)
 
 
-def heads_of(row: torch.Tensor, counts: list[tuple[int, int]]) -> list[torch.Tensor]:
-    """Parts [T, heads, width] of rows, one behind the other."""
-    parts = row[:, : sum(heads * width for heads, width in counts)].split([h * w for h, w in counts], dim=1)
-    return [part.unflatten(1, pair) for part, pair in zip(parts, counts, strict=True)]
+def assert_written(stored, scale, wanted, wanted_scale, *, step):
+    """Equal scales, and stored numbers that are at most `step` apart; what was not written is untouched."""
+    torch.testing.assert_close(scale, wanted_scale, rtol=3e-6 * step, atol=0, equal_nan=True)
+    if stored.dtype == torch.float8_e4m3fn:  # whose bytes count upwards
+        numbers = [cache.view(torch.uint8).float() for cache in (stored, wanted)]
+    else:
+        numbers = [dequantise_rows(cache, torch.ones_like(scale)) for cache in (stored, wanted)]
+    assert float((numbers[0] - numbers[1]).abs().max()) <= step
 
 
-def tables_of(rotated: int, dtype: torch.dtype, tokens: int = 4) -> Tables:
-    return (torch.randn(tokens, rotated).to(dtype), torch.randn(tokens, rotated).to(dtype)) if rotated else None
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    matrix(list(PREPARATIONS), [(20, 0), (20, 6), (20, 20), (64, 64), (96, 34)], strength=1),
+)
+def test_every_step(name, sizes):
+    compare(PREPARATIONS[name], *sizes)
 
 
-def compare(
-    how: Preparation, dtype: torch.dtype, weight_dtype: torch.dtype, size: int, rotated: int, *, scaled: bool = True
-) -> None:
-    shape = Shape(heads=6, kv_heads=2, size=size, v_size=size - 4, block_size=4, dtype=dtype)
-    wanted_caches, caches = empty_caches(shape, 5), empty_caches(shape, 5)
-    row = torch.randn(4, 6 * size + 2 * size + 2 * size + 5).to(dtype)
-    q, k, v = heads_of(row, [(6, size), (2, size), (2, size - 4)])
-    if how.norm:
-        weights = torch.randn(8, size).to(weight_dtype)
-        how = replace(how, q_weight=weights[:6], k_weight=weights[6:])
-    tables, scale = tables_of(rotated, dtype), torch.rand(4).to(dtype) if scaled else None
-    assert uses_cpu_kernels(q)
-    assert prepare_qkv_fits(q, k, v, *caches, SLOTS, tables, how, scale)
-    before = row.clone()
-    wanted = prepare_qkv_reference(q, k, v, *wanted_caches, SLOTS, tables, how, scale)
-    got = prepare_qkv(q, k, v, *caches, SLOTS, tables, how, scale)
-    assert row.equal(before)
-    assert got.is_contiguous()
-    torch.testing.assert_close(got, wanted, **limit(dtype))
-    torch.testing.assert_close(caches, wanted_caches, equal_nan=True, **limit(dtype))
+@pytest.mark.parametrize(("name", "weight_dtype"), matrix(["everything", "interleaved"], DTYPES, strength=1))
+def test_bfloat16(name, weight_dtype):
+    compare(PREPARATIONS[name], 40, 32, dtype=torch.bfloat16, weight_dtype=weight_dtype, scaled=name == "everything")
 
 
-@pytest.mark.parametrize("name", PREPARATIONS)
-@pytest.mark.parametrize(("size", "rotated"), [(20, 0), (20, 6), (20, 20), (64, 64), (96, 34)])
-def test_prepare_qkv(name, size, rotated):
-    compare(PREPARATIONS[name], torch.float32, torch.float32, size, rotated)
+@pytest.mark.parametrize(("kv_format", "dtype"), matrix(list(FORMATS_BY_NAME), DTYPES, strength=1))
+def test_quantised_caches(kv_format, dtype):
+    compare(replace(PREPARATIONS["everything"], rotates_last=False), 40, 40, dtype=dtype, kv_format=kv_format)
+    compare(Preparation(), 20, 0, dtype=dtype, kv_format=kv_format, scaled=False)
 
 
-@pytest.mark.parametrize("name", ["everything", "interleaved"])
-@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_prepare_qkv_in_bfloat16(name, weight_dtype):
-    compare(PREPARATIONS[name], torch.bfloat16, weight_dtype, 40, 32, scaled=name == "everything")
+@pytest.mark.parametrize("size", [20, 40, 48, 128])
+def test_the_hadamard_rotation(size):
+    """Of blocks of 4, 8, 16 and 128: below a vector, a vector, several."""
+    how = Preparation(norm=True, norm_after_rotation=True, hadamard=True)
+    compare(how, size, size, kv_format="int4")
+    compare(how, size, size)
 
 
 @pytest.mark.parametrize("heads", [0, 5])
 def test_keys_alone_and_a_cache_of_fewer_bits(heads):
     wanted_cache, cache = torch.full((2, 2, 4, 1, 12), float("nan"), dtype=torch.bfloat16)
-    q, k = torch.randn(3, heads, 12), torch.randn(3, 1, 12)
-    how = Preparation(norm=True, k_weight=torch.randn(1, 12), interleaved=True, rotates_last=True)
-    tables, slots = tables_of(4, torch.bfloat16, 3), torch.tensor([6, -1, 1])
-    assert prepare_qkv_fits(q, k, None, cache, None, slots, tables, how)
-    wanted = prepare_qkv_reference(q, k, None, wanted_cache, None, slots, tables, how)
-    torch.testing.assert_close(prepare_qkv(q, k, None, cache, None, slots, tables, how), wanted)
+    wanted = QkvInputs(
+        q=torch.randn(3, heads, 12),
+        k=torch.randn(3, 1, 12),
+        v=None,
+        k_cache=wanted_cache,
+        v_cache=None,
+        slots=torch.tensor([6, -1, 1]),
+        tables=(torch.randn(3, 4).bfloat16(), torch.randn(3, 4).bfloat16()),
+        preparation=Preparation(norm=True, k_weight=torch.randn(1, 12), interleaved=True, rotates_last=True),
+    )
+    got = replace(wanted, k_cache=cache)
+    assert fits_cpu_kernel(got)
+    torch.testing.assert_close(prepare_qkv_cpu(got), prepare_qkv_reference(wanted))
     torch.testing.assert_close(cache, wanted_cache, atol=1e-5, rtol=2**-7, equal_nan=True)
 
 
-def test_queries_alone():
-    q, how = torch.randn(3, 5, 12), Preparation(norm=True, q_weight=torch.randn(5, 12))
-    tables = tables_of(12, torch.float32, 3)
-    wanted = prepare_qkv_reference(q, None, None, None, None, SLOTS[:3], tables, how)
-    torch.testing.assert_close(prepare_qkv(q, None, None, None, None, SLOTS[:3], tables, how), wanted)
-    with pytest.raises(ValueError, match="belong together"):
-        prepare_qkv(q, None, q, None, q[None], SLOTS[:3], tables, how)
+def test_queries_alone_and_no_tokens():
+    with_keys, _ = make_inputs(Preparation(), 20, 20)
+    queries = replace(with_keys, k=None, v=None, k_cache=None, v_cache=None)
+    torch.testing.assert_close(prepare_qkv_cpu(queries), prepare_qkv_reference(queries))
+    none = {name: getattr(with_keys, name)[:0] for name in ("q", "k", "v", "slots")}
+    assert prepare_qkv_cpu(replace(with_keys, **none, tables=None, query_scale=None)).shape == (0, 6, 20)
 
 
 def test_a_token_does_not_depend_on_its_batch_or_on_threads():
-    how = Preparation(norm=True, value_norm=True)
-    q, k, v = heads_of(torch.randn(9, 60 * 100), [(40, 100), (10, 100), (10, 100)])  # more heads than an item has
-    tables, slots = tables_of(100, torch.float32, 9), torch.arange(9)
+    """Of more heads than an item has."""
+    q, k, v = torch.randn(9, 60, 100).split_with_sizes((40, 10, 10), dim=1)
     shape = Shape(kv_heads=10, size=100)
-    caches = empty_caches(shape, 3)
-    whole = prepare_qkv(q, k, v, *caches, slots, tables, how)
-    assert tables is not None
+
+    def inputs_of(rows):
+        k_cache, v_cache = empty_caches(shape, 3)
+        own = {"q": q[rows], "k": k[rows], "v": v[rows], "slots": torch.arange(9)[rows]}
+        cut = (tables[0][rows], tables[1][rows])
+        how = Preparation(norm=True, value_norm=True)
+        return QkvInputs(**own, k_cache=k_cache, v_cache=v_cache, tables=cut, preparation=how)
+
+    tables = (torch.randn(9, 100), torch.randn(9, 100))
+    together = inputs_of(slice(None))
+    whole = prepare_qkv_cpu(together)
     for token in (0, 8):
-        one, own = slice(token, token + 1), empty_caches(shape, 3)
-        cut = (tables[0][one], tables[1][one])
-        assert prepare_qkv(q[one], k[one], v[one], *own, slots[one], cut, how).equal(whole[one])
-        assert all(a[token // 4, token % 4].equal(b[token // 4, token % 4]) for a, b in zip(own, caches, strict=True))
+        alone = inputs_of(slice(token, token + 1))
+        assert prepare_qkv_cpu(alone).equal(whole[token : token + 1])
+        place = (token // 4, token % 4)
+        assert alone.k_cache[place].equal(together.k_cache[place])
+        assert alone.v_cache[place].equal(together.v_cache[place])
     for threads in (1, 3):
         with kernel_threads(threads):
-            assert prepare_qkv(q, k, v, *caches, slots, tables, how).equal(whole)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("size", "v_size"), [(6, 4), (64, None), (33, 50)])
-def test_kv_write(dtype, size, v_size):
-    shape = Shape(kv_heads=3, size=size, v_size=v_size, dtype=dtype, head_major=size == 64)
-    wanted, got = empty_caches(shape, 5), empty_caches(shape, 5)
-    k, v = heads_of(torch.randn(4, 400).to(dtype), [(3, size), (3, v_size or size)])
-    slots = torch.tensor([3, 17, 8, 0])
-    kv_write_reference(k, v, *wanted, slots)
-    kv_write(k, v, *got, slots)
-    torch.testing.assert_close(got, wanted, equal_nan=True, rtol=0, atol=0)
-
-
-def test_no_tokens():
-    caches = empty_caches(Shape(kv_heads=2, size=8), 2)
-    q = torch.zeros(0, 2, 8)
-    assert prepare_qkv(q, q, q, *caches, torch.zeros(0, dtype=torch.int64), None).shape == q.shape
+            assert prepare_qkv_cpu(together).equal(whole)
 
 
 def small_case() -> None:
     for name in ("everything", "interleaved"):
-        compare(PREPARATIONS[name], torch.bfloat16, torch.float32, 40, 22)
-        compare(PREPARATIONS[name], torch.float32, torch.float32, 20, 20)
+        compare(PREPARATIONS[name], 40, 22, dtype=torch.bfloat16, weight_dtype=torch.float32)
+    for name in FORMATS_BY_NAME if ALL_TESTS else ("int4",):
+        compare(Preparation(norm=True, hadamard=True), 22, 0, dtype=torch.bfloat16, kv_format=name)
 
 
 def test_no_access_outside_of_its_memory():

@@ -12,18 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.how_many import num_examples
-from tests.kernels.paged_case import Case, Sequence, Shape, make_case
+from tests.kernels.paged_case import TOLERANCE, Case, Sequence, Shape, make_case
 from tests.kernels.quantised_case import FORMATS_BY_NAME, quantised
 from tests.matrices import matrix
 from transom_kernels.launch import INTERPRETED
-from transom_kernels.paged_attention import launches, tuning
-from transom_kernels.paged_attention.gpu import paged_attention_triton
 from transom_kernels.paged_attention.reference import paged_attention_reference
-from transom_kernels.paged_attention.rule import MaskRule
-from transom_kernels.paged_attention.work_items import ITEM_FIELDS, WorkPlan, plan_work
+from transom_kernels.paged_attention.triton import launches, tuning
+from transom_kernels.paged_attention.triton.launcher import paged_attention_triton
+from transom_kernels.paged_attention.triton.work_items import ITEM_FIELDS, WorkPlan, plan_work
 
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-SMALL = Shape(heads=6, kv_heads=2, size=16, block_size=8)
+SMALL = Shape(size=16, block_size=8)
 ONE_HEAD = replace(SMALL, heads=3, kv_heads=1)  # the interpreter takes twice as long for two
 
 
@@ -35,14 +33,11 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(case: Case, *, twice: bool = not INTERPRETED, **options: Any) -> torch.Tensor:
     """`twice`: and the same bits again, as on a GPU always."""
-    mask = {name: options.pop(name) for name in ("window", "num_sink_tokens", "chunk") if name in options}
-    arguments = {"scale": case.q.shape[-1] ** -0.5, "rule": MaskRule(**mask), **options}
-    inputs = (case.q, case.k_cache, case.v_cache, case.batch)
-    expected = paged_attention_reference(*inputs, **arguments)
-    out = paged_attention_triton(*inputs, **arguments)
-    if twice:
-        again = paged_attention_triton(*inputs, **arguments)  # from what the first call left in scratch
-        assert torch.equal(out, again)
+    inputs = case.inputs(scale=case.q.shape[-1] ** -0.5, **options)
+    expected = paged_attention_reference(inputs)
+    out = paged_attention_triton(inputs)
+    if twice:  # from what the first call left in scratch
+        assert torch.equal(out, paged_attention_triton(inputs))
     limit = TOLERANCE[case.q.dtype]
     torch.testing.assert_close(out.float(), expected.float(), atol=limit, rtol=limit)
     return out
@@ -55,9 +50,10 @@ def test_decode_at_the_edges_of_blocks_rounds_and_splits(lengths: list[int]) -> 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "counts"), [(torch.float16, [1, 4, 5, 41, 42, 43, 85]), (torch.float32, [1, 4, 5, 6, 10, 11])], ids=str
+    ("start", "dtype", "counts"),
+    [(0, torch.float16, [1, 4, 5, 41, 42, 43, 85]), (13, torch.float32, [1, 4, 5, 6, 10, 11])],
+    ids=str,
 )
-@pytest.mark.parametrize("start", [0, 13])
 def test_prompts_at_the_edges_of_tiles(start: int, dtype: torch.dtype, counts: list[int]) -> None:
     """Of three query heads a tile has 42 tokens, of float32 5; up to 4 are no prompt."""
     found = tuning.tilings(group=3, key_size=16, element_bytes=dtype.itemsize, cache_bytes=dtype.itemsize)
@@ -128,10 +124,9 @@ def test_head_counts_and_formats(counts: tuple[int, int], dtype: torch.dtype) ->
     check(make_case([Sequence(start=37, count=1), Sequence(start=11, count=7)], shape), soft_cap=2.0)
 
 
-@pytest.mark.parametrize("sink", [float("-inf"), -50.0, 0.0, 90.0])
-def test_sink_logits_of_any_size(sink: float) -> None:
+def test_sink_logits_of_any_size() -> None:
     case = make_case([Sequence(start=70, count=1), Sequence(start=0, count=9)], SMALL)
-    check(case, sink_logits=torch.tensor([sink, 0.0, 1.0] * 2))
+    check(case, sink_logits=torch.tensor([float("-inf"), -50.0, 0.0, 90.0, 1.0, 20.0]))
 
 
 def test_a_result_does_not_depend_on_the_rest_of_the_batch() -> None:
@@ -139,21 +134,12 @@ def test_a_result_does_not_depend_on_the_rest_of_the_batch() -> None:
     many = make_case([*sequences, Sequence(start=50, count=2), Sequence(start=10, count=16)], ONE_HEAD)
     whole = check(many)
     batch = many.batch
-    for b, count in enumerate(batch.count_host):
+    names = ("block_table", "first_block", "attend_from", "first_block_host", "attend_from_host", "start_host")
+    for b in range(len(batch.count_host)):
         rows = slice(sum(batch.count_host[:b]), sum(batch.count_host[: b + 1]))
-        alone = replace(
-            batch,
-            block_table=batch.block_table[b : b + 1].contiguous(),
-            first_block=batch.first_block[b : b + 1],
-            attend_from=batch.attend_from[b : b + 1],
-            first_block_host=batch.first_block_host[b : b + 1],
-            attend_from_host=batch.attend_from_host[b : b + 1],
-            start_host=batch.start_host[b : b + 1],
-            count_host=[count],
-            scratch={},
-        )
-        one = paged_attention_triton(many.q[rows], many.k_cache, many.v_cache, alone, scale=0.25, rule=MaskRule())
-        assert torch.equal(one, whole[rows])
+        own = {name: getattr(batch, name)[b : b + 1] for name in (*names, "count_host")}
+        alone = replace(many, q=many.q[rows], batch=replace(batch, **own, scratch={}))
+        assert torch.equal(paged_attention_triton(alone.inputs(scale=0.25)), whole[rows])
 
 
 @pytest.mark.parametrize("name", FORMATS_BY_NAME)
@@ -164,18 +150,15 @@ def test_quantised_caches(name: str, size: int) -> None:
     shape = Shape(heads=3, kv_heads=1, size=size, v_size=size - 4, block_size=8)
     case = make_case([*sequences, Sequence(start=40, count=2, attend_from=30)], shape)
     caches = quantised(case, FORMATS_BY_NAME[name], head_major=size == 16)
-    case.k_cache, case.v_cache = caches.k, caches.v
     options: dict[str, Any] = {"window": 40, "num_sink_tokens": 5, "soft_cap": 3.0} if size == 16 else {}
-    check(case, kv_scales=caches.scales, sink_logits=torch.randn(3), **options)
+    check(case, sink_logits=torch.randn(3), **caches.arguments, **options)
 
 
 @pytest.mark.parametrize("name", FORMATS_BY_NAME)
 def test_quantised_caches_under_bfloat16_queries(name: str) -> None:
     shape = Shape(heads=4, kv_heads=2, size=32, block_size=8, dtype=torch.bfloat16)
     case = make_case([Sequence(start=37, count=1), Sequence(start=11, count=7)], shape)
-    caches = quantised(case, FORMATS_BY_NAME[name])
-    case.k_cache, case.v_cache = caches.k, caches.v
-    check(case, kv_scales=caches.scales)
+    check(case, **quantised(case, FORMATS_BY_NAME[name]).arguments)
 
 
 sequences = st.lists(

@@ -9,17 +9,16 @@ import pytest
 import torch
 
 from tests.how_many import ALL_TESTS
-from tests.kernels.paged_case import Shape
+from tests.kernels.paged_case import TOLERANCE, Shape
 from tests.kernels.policy_case import PolicyCase, PolicySequence, make_policy_case
 from tests.kernels.quantised_case import FORMATS_BY_NAME, quantised
 from tests.matrices import matrix
 from transom_kernels.launch import prefer
 from transom_kernels.policy_attention import add_block_mass, policy_attention
-from transom_kernels.policy_attention.gpu import add_block_mass_triton, policy_attention_triton
 from transom_kernels.policy_attention.reference import add_block_mass_reference, policy_attention_reference
+from transom_kernels.policy_attention.triton.launcher import add_block_mass_triton, policy_attention_triton
 
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-SHAPE = Shape(heads=6, kv_heads=2, size=24, block_size=8)
+SHAPE = Shape(block_size=8)
 SEQUENCES = [
     PolicySequence(start=90, window=30, sinks=10, dropped=tuple(range(2, 7))),
     PolicySequence(start=90, count=25, window=30, sinks=10, dropped=tuple(range(2, 7))),
@@ -39,22 +38,19 @@ def check(
     **options: Any,
 ) -> None:
     """Output, statistics and mass against the reference, over caches of `kv_format` if one is given."""
-    caches = None if kv_format is None else quantised(case, FORMATS_BY_NAME[kv_format])
-    k_cache, v_cache = (case.k_cache, case.v_cache) if caches is None else (caches.k, caches.v)
-    k_scale, v_scale = (None, None) if caches is None else caches.scales
-    inputs, scales = (case.q, k_cache, v_cache, case.batch), {"k_scale": k_scale, "v_scale": v_scale}
-    asked: dict[str, Any] = {"scale": 0.3, "sink_q": case.sink_q if with_sink_query else None, **options}
-    attended: dict[str, Any] = {**asked, **scales, "sink_logits": sink_logits}
-    found, expected = (torch.full((*case.q.shape[:2], 2), float("nan")) for _ in range(2))
-    out = policy_attention_triton(*inputs, **attended, statistics=found)
-    right = policy_attention_reference(*inputs, **attended, statistics=expected)
+    options = {**options, "sink_q": case.sink_q if with_sink_query else None, "sink_logits": sink_logits}
+    if kv_format is not None:
+        options |= quantised(case, FORMATS_BY_NAME[kv_format]).arguments
+    found, expected = (
+        case.inputs(**options, statistics=torch.full((*case.q.shape[:2], 2), float("nan"))) for _ in range(2)
+    )
+    out, right = policy_attention_triton(found), policy_attention_reference(expected)
     limit = TOLERANCE[case.q.dtype]
     torch.testing.assert_close(out.float(), right.float(), atol=limit, rtol=limit)
-    plain = policy_attention_triton(*inputs, **attended)
-    assert torch.equal(plain, out)
+    assert torch.equal(policy_attention_triton(case.inputs(**options)), out)
     mass, right_mass = (torch.full(case.batch.block_table.shape, 0.5) for _ in range(2))
-    add_block_mass_triton(mass, case.q, k_cache, case.batch, found, **asked, k_scale=k_scale)
-    add_block_mass_reference(right_mass, case.q, k_cache, case.batch, expected, **asked, k_scale=k_scale)
+    add_block_mass_triton(mass, found)
+    add_block_mass_reference(right_mass, expected)
     torch.testing.assert_close(mass, right_mass, atol=10 * limit, rtol=limit)
 
 

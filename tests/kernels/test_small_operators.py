@@ -1,4 +1,4 @@
-"""kv_write, rotary, rms_norm, gated_silu and block_copy against their references and small examples."""
+"""rotary, rms_norm, gated_silu and block_copy against their references and small examples."""
 
 from unittest.mock import patch
 
@@ -7,13 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.paged_case import Shape, empty_caches
 from transom_kernels.block_copy import block_copy
 from transom_kernels.block_copy.reference import block_copy_reference
 from transom_kernels.gated_mlp import gated_activation, gated_silu
 from transom_kernels.gated_mlp.reference import gated_gelu_tanh_reference, gated_silu_reference
-from transom_kernels.kv_write import kv_write
-from transom_kernels.kv_write.reference import kv_write_reference
 from transom_kernels.launch import prefer
 from transom_kernels.rms_norm import head_norm_, rms_norm
 from transom_kernels.rms_norm.reference import head_norm_reference, rms_norm_reference
@@ -22,44 +19,6 @@ from transom_kernels.rotary.reference import rotary_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.integers(1, 4), st.integers(1, 9), st.integers(0, 20), st.booleans(), st.booleans(), st.sampled_from([None, 4])
-)
-def test_kv_write_touches_its_slots_alone(kv_heads, block_size, tokens, head_major, fused, v_size):
-    shape = Shape(kv_heads=kv_heads, size=6, v_size=v_size, block_size=block_size, head_major=head_major)
-    ids = tokens // block_size + 2
-    wanted, got = empty_caches(shape, ids), empty_caches(shape, ids)
-    slots = torch.randperm(ids * block_size)[:tokens]
-    row = torch.randn(tokens, 3 + 2 * kv_heads, 6)
-    k, v = row[:, 3 : 3 + kv_heads], row[:, 3 + kv_heads :, : v_size or 6]
-    if not fused:
-        k = k.clone()
-    scratch = {}
-    kv_write_reference(k, v, *wanted, slots)
-    for _ in range(2):
-        kv_write(k, v, *got, slots, scratch)
-        torch.testing.assert_close(got, wanted, equal_nan=True, rtol=0, atol=0)
-
-
-def test_kv_write_masked_tokens_may_share_a_slot():
-    k_cache, v_cache = empty_caches(Shape(kv_heads=1, size=2), 2)
-    kv_write(torch.ones(5, 1, 2), torch.ones(5, 1, 2), k_cache, v_cache, torch.full((5,), 7))
-    assert k_cache[1, 3].eq(1).all()
-    assert k_cache[0].isnan().all()
-
-
-def test_kv_write_refuses_what_does_not_fit():
-    k_cache, v_cache = empty_caches(Shape(kv_heads=2, size=4), 2)
-    k, slots = torch.zeros(3, 2, 4), torch.zeros(3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="heads and widths"):
-        kv_write(k[:, :1], k, k_cache, v_cache, slots)
-    with pytest.raises(ValueError, match="float16"):
-        kv_write(k.half(), k, k_cache, v_cache, slots)
-    with pytest.raises(ValueError, match="2 slots"):
-        kv_write(k, k, k_cache, v_cache, slots[:2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

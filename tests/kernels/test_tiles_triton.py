@@ -9,8 +9,8 @@ from transom_kernels.latent_attention.kernel import attend_rows, score_entries
 from transom_kernels.latent_attention.tuning import attend_config, score_config
 from transom_kernels.moe.kernel import into_experts, out_of_experts
 from transom_kernels.moe.tuning import choose_tile
-from transom_kernels.paged_attention.kernel import attend
-from transom_kernels.paged_attention.tuning import kernel_config, tilings
+from transom_kernels.paged_attention.triton.attend import attend
+from transom_kernels.paged_attention.triton.tuning import kernel_config, tilings
 
 WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512))  # of keys and values
 Tile = tuple[object, ...]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transom_kernels.paged_attention.rule import MaskRule
-from transom_kernels.paged_attention.work_items import NO_PARTIAL, Tiling, Work, plan_work
+from transom_kernels.paged_attention.triton.work_items import NO_PARTIAL, Tiling, Work, plan_work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

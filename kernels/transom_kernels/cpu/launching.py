@@ -1,9 +1,9 @@
 """Launches kernels on torch tensors: at once, and into the program that is being recorded.
 
-    launch(kernel, num_items, [x, weight, x.shape[0], eps])
+    launch(kernel, num_items, NormArguments(x=x, weight=weight, rows=x.shape[0], eps=eps))
 
-Arguments become words: a tensor its address, a float the bits of its float32. Where a decode step is recorded (`recording.py`),
-every launch also becomes an instruction of its program.
+Arguments become words (`arguments.py`): a tensor its address, a float the bits of its float32. Where a decode step is recorded
+(`recording.py`), every launch also becomes an instruction of its program.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from transom_kernels.cpu.arguments import Arguments, flat
 from transom_kernels.cpu.bounds import CHECKED
 from transom_kernels.cpu.kernel import CpuKernel
 from transom_kernels.cpu.pool import pool
@@ -25,7 +26,7 @@ DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}  #
 def launch(
     kernel: CpuKernel,
     num_items: int | torch.Tensor,
-    arguments: Sequence[Argument],
+    arguments: Arguments,
     *,
     scratch_bytes: int = 0,
     linked: Sequence[tuple[int, int]] = (),
@@ -39,16 +40,15 @@ def launch(
     Raises:
         IndexError: a checked kernel touched memory outside of its tensors.
     """
-    words = [argument if type(argument) is int else _word(argument) for argument in arguments]
+    given = flat(arguments)
+    words = [argument if type(argument) is int else _word(argument) for argument in given]
     count = _read_int(num_items) if isinstance(num_items, torch.Tensor) else num_items
     if count:
-        ranges = (
-            [memory_of(argument) for argument in arguments if isinstance(argument, torch.Tensor)] if CHECKED else []
-        )
+        ranges = [memory_of(argument) for argument in given if isinstance(argument, torch.Tensor)] if CHECKED else []
         pool().run_one(kernel, count, words, [*ranges, *linked], scratch_bytes)
     recorder = current_recorder()
     if recorder is not None:
-        recorder.add(kernel, num_items, words, arguments, scratch_bytes)
+        recorder.add(kernel, num_items, words, given, scratch_bytes)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Writing a step's keys and values into the paged KV cache, alone or after norms and rotation."""
 
+from transom_kernels.kv_write.inputs import Preparation
 from transom_kernels.kv_write.op import kv_write, prepare_qkv
-from transom_kernels.kv_write.prepare import Preparation
 
 __all__ = ["Preparation", "kv_write", "prepare_qkv"]

@@ -1,109 +1,149 @@
-"""Launches of the CPU kernel `prepare_and_write`.
+"""Launches the CPU kernel `prepare_and_write`, and declares its arguments.
 
-Legend: T tokens, H query heads, KVH KV heads, D key width, E value width, P block size in tokens.
+Legend: T tokens, H query heads, KVH KV heads, D key width, Dv value width, R rotated width, P block size in tokens.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+from transom_kernels.cpu.arguments import numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.kv_write.hadamard import block_of
-from transom_kernels.kv_write.prepare import PLAIN, Preparation
+from transom_kernels.kv_write.inputs import QkvInputs
 from transom_kernels.quantised_kv import STORED
+from transom_kernels.quantised_kv.cpu_arguments import CacheArguments
 
 ITEM_ELEMENTS = 2048  # about as many elements as one item of work prepares
 
 
-def prepare_qkv_fits(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    k_cache: torch.Tensor | None,
-    v_cache: torch.Tensor | None,
-    slots: torch.Tensor,
-    tables: tuple[torch.Tensor, torch.Tensor] | None = None,
-    preparation: Preparation = PLAIN,
-    query_scale: torch.Tensor | None = None,
-) -> bool:
+class PrepareArguments(NamedTuple):
+    """The words of `prepare_and_write`; strides (`*_row`, from a token to the next) are in bytes."""
+
+    q: torch.Tensor  # [T, H, D]
+    k: torch.Tensor | None  # [T, KVH, D]
+    v: torch.Tensor | None  # [T, KVH, Dv]
+    q_out: torch.Tensor  # [T, H, D], contiguous
+    q_row: int
+    k_row: int
+    v_row: int
+    keys: CacheArguments
+    values: CacheArguments
+    key_scales: CacheArguments  # of quantised caches
+    value_scales: CacheArguments
+    slots: torch.Tensor  # [T] int64; below 0: not written
+    cos: torch.Tensor | None  # [T, R]
+    signed_sin: torch.Tensor | None
+    cos_row: int
+    signed_sin_row: int
+    q_weight: torch.Tensor | None  # [H, D]
+    k_weight: torch.Tensor | None  # [KVH, D]
+    query_scale: torch.Tensor | None  # [T]
+    heads: int  # H
+    kv_heads: int  # KVH
+    value_heads: int  # KVH, or 0: only keys are written
+    heads_per_item: int
+    width: int  # D
+    value_width: int  # Dv
+    rotated: int  # R
+    first_rotated: int  # element of a head
+    block_size: int  # P
+    norm: bool
+    norm_after: bool
+    value_norm: bool
+    value_factor: float
+    eps: float
+    hadamard_block: int  # width of the Hadamard matrix's blocks; 0: none
+
+
+AT = numbers_of(PrepareArguments)
+
+
+def fits_cpu_kernel(inputs: QkvInputs) -> bool:
     """Whether the kernel takes these dtypes and strides; the heads of a token must be adjacent."""
-    weights = [weight for weight in (preparation.q_weight, preparation.k_weight) if weight is not None]
+    how, tables, query_scale = inputs.preparation, inputs.tables, inputs.query_scale
+    weights = [weight for weight in (how.q_weight, how.k_weight) if weight is not None]
+    caches = [cache for cache in (inputs.k_cache, inputs.v_cache) if cache is not None]
     return (
-        q.dtype in DTYPES
-        and (query_scale is None or (query_scale.dtype == q.dtype and query_scale.is_contiguous()))
-        and _alike(k, v)
-        and all(cache is None or cache.dtype in STORED for cache in (k_cache, v_cache))
-        and (k_cache is None or k_cache.stride(3) == 1)
-        and (v_cache is None or v_cache.stride(3) == 1)
+        inputs.q.dtype in DTYPES
+        and (query_scale is None or (query_scale.dtype == inputs.q.dtype and query_scale.is_contiguous()))
+        and _alike(inputs.k, inputs.v)
+        and all(cache.dtype in STORED and cache.stride(3) == 1 for cache in caches)
         and (tables is None or (_alike(*tables) and tables[0].stride(-1) == tables[1].stride(-1) == 1))
         and (not weights or (_alike(weights[0], weights[-1]) and all(weight.is_contiguous() for weight in weights)))
-        and slots.dtype == torch.int64
-        and slots.is_contiguous()
+        and inputs.slots.dtype == torch.int64
+        and inputs.slots.is_contiguous()
     )
 
 
-def prepare_qkv_cpu(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    k_cache: torch.Tensor | None,
-    v_cache: torch.Tensor | None,
-    slots: torch.Tensor,
-    tables: tuple[torch.Tensor, torch.Tensor] | None = None,
-    preparation: Preparation = PLAIN,
-    query_scale: torch.Tensor | None = None,
-    kv_scales: tuple[torch.Tensor, torch.Tensor | None] | None = None,
-) -> torch.Tensor:
-    """The contract is that of `op.prepare_qkv`. With 0 query heads keys and values are written all the same."""
+def prepare_qkv_cpu(inputs: QkvInputs) -> torch.Tensor:
+    """Norm, rotate and scale `q` [T, H, D], `k` [T, KVH, D] and `v` [T, KVH, Dv], write keys and values, return the queries.
+
+    With 0 query heads keys and values are written all the same. `op.prepare_qkv` has the whole contract.
+    """
+    q, k, v, how = inputs.q, inputs.k, inputs.v, inputs.preparation
     tokens, heads, width = q.shape
     kv_heads, value_heads = (0 if rows is None else rows.shape[1] for rows in (k, v))
-    value_width, rotated = 0 if v is None else v.shape[2], 0 if tables is None else tables[0].shape[-1]
+    value_width = 0 if v is None else v.shape[2]
+    cos, signed_sin = inputs.tables or (None, None)
+    rotated = 0 if cos is None else cos.shape[-1]
+    weights = [weight for weight in (how.q_weight, how.k_weight) if weight is not None]
     q_out = empty(q.shape, q.dtype) if heads else q
-    cos, signed_sin = tables or (None, None)
-    weights = [weight for weight in (preparation.q_weight, preparation.k_weight) if weight is not None]
     all_heads = heads + kv_heads + value_heads
-    per_item = max(1, min(all_heads, ITEM_ELEMENTS // max(width, value_width)))
+    heads_per_item = max(1, min(all_heads, ITEM_ELEMENTS // max(width, value_width)))
     kv_dtype = DTYPES[(q if k is None else k).dtype]
-    cache_dtype = kv_dtype if k_cache is None else STORED[k_cache.dtype]
-    k_scale, v_scale = kv_scales or (None, None)
     kernel = cpu_kernel(
         "transom_kernels.kv_write.cpu_kernel",
         "make_prepare_and_write",
         dtype=DTYPES[q.dtype],
         kv_dtype=kv_dtype,
-        cache_dtype=cache_dtype,
+        cache_dtype=kv_dtype if inputs.k_cache is None else STORED[inputs.k_cache.dtype],
         table_dtype=kv_dtype if cos is None else DTYPES[cos.dtype],
         weight_dtype=DTYPES[weights[0].dtype] if weights else kv_dtype,
-        interleaved=preparation.interleaved,
+        interleaved=how.interleaved,
     )
-    launch(
-        kernel,
-        tokens * -(-all_heads // per_item),
-        [
-            q, k, v, q_out, k_cache, v_cache, slots, cos, signed_sin, preparation.q_weight, preparation.k_weight, query_scale,
-            heads, kv_heads, value_heads, width, value_width, rotated, width - rotated if preparation.rotates_last else 0,
-            0 if k_cache is None else k_cache.shape[1], per_item,
-            _row_stride(q), _row_stride(k), _row_stride(v), *_cache_strides(k_cache), *_cache_strides(v_cache),
-            _row_stride(cos), _row_stride(signed_sin), preparation.norm, preparation.norm_after_rotation, preparation.value_norm,
-            float(preparation.value_factor), preparation.eps, k_scale, *_cache_strides(k_scale), v_scale, *_cache_strides(v_scale),
-            block_of(width) if preparation.hadamard else 0,
-        ],
-        scratch_bytes=4 * (max(width, value_width) + 16),
-    )  # fmt: skip
+    arguments = PrepareArguments(
+        q=q,
+        k=k,
+        v=v,
+        q_out=q_out,
+        q_row=_row_stride(q),
+        k_row=_row_stride(k),
+        v_row=_row_stride(v),
+        keys=CacheArguments.of(inputs.k_cache),
+        values=CacheArguments.of(inputs.v_cache),
+        key_scales=CacheArguments.of(inputs.k_scale),
+        value_scales=CacheArguments.of(inputs.v_scale),
+        slots=inputs.slots,
+        cos=cos,
+        signed_sin=signed_sin,
+        cos_row=_row_stride(cos),
+        signed_sin_row=_row_stride(signed_sin),
+        q_weight=how.q_weight,
+        k_weight=how.k_weight,
+        query_scale=inputs.query_scale,
+        heads=heads,
+        kv_heads=kv_heads,
+        value_heads=value_heads,
+        heads_per_item=heads_per_item,
+        width=width,
+        value_width=value_width,
+        rotated=rotated,
+        first_rotated=width - rotated if how.rotates_last else 0,
+        block_size=0 if inputs.k_cache is None else inputs.k_cache.shape[1],
+        norm=how.norm,
+        norm_after=how.norm_after_rotation,
+        value_norm=how.value_norm,
+        value_factor=float(how.value_factor),
+        eps=float(how.eps),
+        hadamard_block=block_of(width) if how.hadamard else 0,
+    )
+    num_items = tokens * -(-all_heads // heads_per_item)
+    launch(kernel, num_items, arguments, scratch_bytes=4 * (max(width, value_width) + 16))
     return q_out
-
-
-def kv_write_cpu(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
-    """The contract is that of `op.kv_write`; the heads of a token must be adjacent."""
-    prepare_qkv_cpu(k[:, :0], k, v, k_cache, v_cache, slots, kv_scales=kv_scales)
 
 
 def _alike(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
@@ -116,12 +156,3 @@ def _alike(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
 def _row_stride(x: torch.Tensor | None) -> int:
     """The first stride of a tensor, in bytes."""
     return 0 if x is None else x.stride(0) * x.element_size()
-
-
-def _cache_strides(cache: torch.Tensor | None) -> tuple[int, int, int]:
-    """The strides of blocks, tokens and heads of a cache or its scales, in bytes."""
-    if cache is None:
-        return 0, 0, 0
-    block, token, head = cache.stride()[:3]
-    size = cache.element_size()
-    return block * size, token * size, head * size

@@ -6,17 +6,14 @@ values into the cache. `cpu.py` launches it.
     v_cache[slot of t] = value_factor * norm(v[t])                      after: RMS norm of each head without a weight
 
 Every step is optional. All steps are float32, in a thread's own memory; values are rounded once, where they are stored, and rows of
-quantised caches are quantised there. An item is
-some heads of one token, in the order query heads, key heads, value heads.
+quantised caches are quantised there. An item is some heads of one token, in the order query heads, key heads, value heads.
 
-Legend: T tokens, H query heads, KVH KV heads, D key width, E value width, R rotated width, P block size in tokens.
+Legend: H query heads, KVH KV heads.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-from numba import njit
 
 from transom_kernels.cpu.rows import make_hadamard, make_inverse_rms, make_rotate
 from transom_kernels.cpu.simd import (
@@ -35,23 +32,15 @@ from transom_kernels.cpu.simd import (
     sqrt,
     store_f32,
 )
-from transom_kernels.cpu.work import argument, claim, finish, scratch
-from transom_kernels.quantised_kv.cpu_rows import make_quantise_row
+from transom_kernels.cpu.work import argument, claim, finish, helper, scratch
+from transom_kernels.kv_write.cpu import AT
+from transom_kernels.quantised_kv.cpu_rows import cache_address, make_quantise_row
 
 
 def make_prepare_and_write(
     dtype: str, kv_dtype: str, cache_dtype: str, table_dtype: str, weight_dtype: str, interleaved: bool
 ) -> Any:
-    """Arguments; 0 means that a tensor is absent, and strides are in bytes:
-
-     0 q, 1 k, 2 v, 3 q_out, contiguous, 4 k_cache, 5 v_cache, 6 slots [T] int64, below 0: not written,
-     7 cos, 8 signed_sin, 9 q_weight [H, D], 10 k_weight [KVH, D], 11 query_scale [T],
-    12 H, 13 KVH, 14 heads of v, 15 D, 16 E, 17 R, 18 first rotated element of a head, 19 P, 20 heads of an item,
-    21 token stride of q, 22 of k, 23 of v, 24 block, token and head stride of k_cache, 27 of v_cache, 30 row stride of cos,
-    31 of signed_sin, 32 norm, 33 norm after rotation, 34 norm of values, 35 value_factor, 36 eps; of quantised caches
-    37 k_scale, 38 its block, token and head stride, 41 v_scale, 42 its strides;
-    45 width of the Hadamard matrix's blocks, 0: none.
-    """
+    """The kernel for queries of `dtype`, keys and values of `kv_dtype`, and a cache that is stored as `cache_dtype`."""
     size, kv_size, weight_size = NUM_BYTES[dtype], NUM_BYTES[kv_dtype], NUM_BYTES[weight_dtype]
     rotate = make_rotate("f32", table_dtype, interleaved=interleaved)
     inverse_rms = make_inverse_rms("f32")
@@ -60,72 +49,77 @@ def make_prepare_and_write(
     store_query, store_cache = _make_store(dtype), _make_cache_store(cache_dtype)
     load_scale = LOAD_SCALAR[dtype]
 
-    @njit(error_model="numpy")
-    def turn(arguments, work, token):  # type: ignore[no-untyped-def]
+    @helper
+    def turn(arguments, work, token):
         """Rotate a head in `work`; return the scale of the norm after rotation."""
-        if argument(arguments, 17):
-            cos = argument(arguments, 7) + token * argument(arguments, 30)
-            signed_sin = argument(arguments, 8) + token * argument(arguments, 31)
-            rotate(work + argument(arguments, 18) * 4, cos, signed_sin, argument(arguments, 17))
-        if argument(arguments, 33):
-            return splat(inverse_rms(work, argument(arguments, 15), float_of_bits(argument(arguments, 36))))
+        if argument(arguments, AT.rotated):
+            cos = argument(arguments, AT.cos) + token * argument(arguments, AT.cos_row)
+            signed_sin = argument(arguments, AT.signed_sin) + token * argument(arguments, AT.signed_sin_row)
+            first = argument(arguments, AT.first_rotated)
+            rotate(work + first * 4, cos, signed_sin, argument(arguments, AT.rotated))
+        if argument(arguments, AT.norm_after):
+            return splat(inverse_rms(work, argument(arguments, AT.width), float_of_bits(argument(arguments, AT.eps))))
         return splat(1.0)
 
-    @njit(error_model="numpy")
-    def query(arguments, work, token, head):  # type: ignore[no-untyped-def]
-        width, weight = argument(arguments, 15), argument(arguments, 9)
-        row = argument(arguments, 0) + token * argument(arguments, 21) + head * width * size
+    @helper
+    def query(arguments, work, token, head):
+        width, weight = argument(arguments, AT.width), argument(arguments, AT.q_weight)
+        row = argument(arguments, AT.q) + token * argument(arguments, AT.q_row) + head * width * size
         weight = weight + head * width * weight_size if weight else 0
-        load_query(row, work, width, argument(arguments, 32), weight, float_of_bits(argument(arguments, 36)))
+        eps = float_of_bits(argument(arguments, AT.eps))
+        load_query(row, work, width, argument(arguments, AT.norm), weight, eps)
         after = turn(arguments, work, token)
-        if argument(arguments, 45):
-            multiply_hadamard(work, width, argument(arguments, 45))
+        if argument(arguments, AT.hadamard_block):
+            multiply_hadamard(work, width, argument(arguments, AT.hadamard_block))
         scale = splat(1.0)
-        if argument(arguments, 11):
-            scale = splat(load_scale(argument(arguments, 11) + token * size))
-        place = argument(arguments, 3) + (token * argument(arguments, 12) + head) * width * size
+        if argument(arguments, AT.query_scale):
+            scale = splat(load_scale(argument(arguments, AT.query_scale) + token * size))
+        place = argument(arguments, AT.q_out) + (token * argument(arguments, AT.heads) + head) * width * size
         store_query(work, place, width, after, scale)
 
-    @njit(error_model="numpy")
-    def key(arguments, work, token, head, block, offset):  # type: ignore[no-untyped-def]
-        width, weight = argument(arguments, 15), argument(arguments, 10)
-        row = argument(arguments, 1) + token * argument(arguments, 22) + head * width * kv_size
+    @helper
+    def key(arguments, work, token, head, block, offset):
+        width, weight = argument(arguments, AT.width), argument(arguments, AT.k_weight)
+        row = argument(arguments, AT.k) + token * argument(arguments, AT.k_row) + head * width * kv_size
         weight = weight + head * width * weight_size if weight else 0
-        load_kv(row, work, width, argument(arguments, 32), weight, float_of_bits(argument(arguments, 36)))
+        eps = float_of_bits(argument(arguments, AT.eps))
+        load_kv(row, work, width, argument(arguments, AT.norm), weight, eps)
         after = turn(arguments, work, token)
-        if argument(arguments, 45):
-            multiply_hadamard(work, width, argument(arguments, 45))
-        place = argument(arguments, 4) + block * argument(arguments, 24) + offset * argument(arguments, 25)
-        scale = argument(arguments, 37) + block * argument(arguments, 38) + offset * argument(arguments, 39)
-        scale += head * argument(arguments, 40)
-        store_cache(work, place + head * argument(arguments, 26), scale, width, after, splat(1.0))
+        if argument(arguments, AT.hadamard_block):
+            multiply_hadamard(work, width, argument(arguments, AT.hadamard_block))
+        place = cache_address(arguments, AT.keys, block, offset, head)
+        scale_place = cache_address(arguments, AT.key_scales, block, offset, head)
+        store_cache(work, place, scale_place, width, after, splat(1.0))
 
-    @njit(error_model="numpy")
-    def value(arguments, work, token, head, block, offset):  # type: ignore[no-untyped-def]
-        width = argument(arguments, 16)
-        row = argument(arguments, 2) + token * argument(arguments, 23) + head * width * kv_size
-        load_kv(row, work, width, argument(arguments, 34), 0, float_of_bits(argument(arguments, 36)))
-        place = argument(arguments, 5) + block * argument(arguments, 27) + offset * argument(arguments, 28)
-        factor = splat(float_of_bits(argument(arguments, 35)))
-        scale = argument(arguments, 41) + block * argument(arguments, 42) + offset * argument(arguments, 43)
-        scale += head * argument(arguments, 44)
-        store_cache(work, place + head * argument(arguments, 29), scale, width, factor, splat(1.0))
+    @helper
+    def value(arguments, work, token, head, block, offset):
+        width, eps = argument(arguments, AT.value_width), float_of_bits(argument(arguments, AT.eps))
+        row = argument(arguments, AT.v) + token * argument(arguments, AT.v_row) + head * width * kv_size
+        load_kv(row, work, width, argument(arguments, AT.value_norm), 0, eps)
+        factor = splat(float_of_bits(argument(arguments, AT.value_factor)))
+        place = cache_address(arguments, AT.values, block, offset, head)
+        scale_place = cache_address(arguments, AT.value_scales, block, offset, head)
+        store_cache(work, place, scale_place, width, factor, splat(1.0))
 
-    def prepare_and_write(arguments, thread):  # type: ignore[no-untyped-def]
+    def prepare_and_write(arguments, thread):
         item = claim(thread)
         while item >= 0:
             work = scratch(thread)
-            heads, kv_heads, per_item = argument(arguments, 12), argument(arguments, 13), argument(arguments, 20)
-            all_heads = heads + kv_heads + argument(arguments, 14)
+            heads, kv_heads = argument(arguments, AT.heads), argument(arguments, AT.kv_heads)
+            all_heads, per_item = (
+                heads + kv_heads + argument(arguments, AT.value_heads),
+                argument(arguments, AT.heads_per_item),
+            )
             parts = (all_heads + per_item - 1) // per_item
             token, first = item // parts, item % parts * per_item
             last = min(first + per_item, all_heads)
             for head in range(first, min(last, heads)):
                 query(arguments, work, token, head)
             if last > heads:
-                slot = load_i64(argument(arguments, 6) + token * 8)
+                slot = load_i64(argument(arguments, AT.slots) + token * 8)
                 if slot >= 0:
-                    block, offset = slot // argument(arguments, 19), slot % argument(arguments, 19)
+                    block_size = argument(arguments, AT.block_size)
+                    block, offset = slot // block_size, slot % block_size
                     for head in range(max(first, heads), min(last, heads + kv_heads)):
                         key(arguments, work, token, head - heads, block, offset)
                     for head in range(max(first, heads + kv_heads), last):
@@ -144,8 +138,8 @@ def _make_load(dtype: str, weight_dtype: str) -> Any:
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
     load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]
 
-    @njit(error_model="numpy")
-    def load_row(row, work, width, norm, weight, eps):  # type: ignore[no-untyped-def]
+    @helper
+    def load_row(row, work, width, norm, weight, eps):
         full, rest = width // 16 * 16, width % 16
         total = splat(0.0)
         for k in range(0, full, 16):
@@ -176,8 +170,8 @@ def _make_cache_store(stored: str) -> Any:
         return make_quantise_row(stored)
     store_numbers = _make_store(stored)
 
-    @njit(error_model="numpy")
-    def store_row(work, place, scale_place, width, first, second):  # type: ignore[no-untyped-def]
+    @helper
+    def store_row(work, place, scale_place, width, first, second):
         store_numbers(work, place, width, first, second)
 
     return store_row
@@ -187,8 +181,8 @@ def _make_store(dtype: str) -> Any:
     """store_row(work, place, width, first, second): store work * first * second, rounded once."""
     store, store_part, size = STORE[dtype], STORE_PART[dtype], NUM_BYTES[dtype]
 
-    @njit(error_model="numpy")
-    def store_row(work, place, width, first, second):  # type: ignore[no-untyped-def]
+    @helper
+    def store_row(work, place, width, first, second):
         full, rest = width // 16 * 16, width % 16
         for k in range(0, full, 16):
             store(place + k * size, load_f32(work + k * 4) * first * second)

@@ -1,27 +1,29 @@
-"""The specification of `kv_write`: one token at a time.
+"""The specification of `prepare_qkv` and `kv_write` in float32, and what computes them where no kernel does.
 
-Legend: T tokens, KVH KV heads, P block size in tokens.
+Legend: T tokens, H query heads, D key width, R rotated width, P block size in tokens.
 """
 
 from __future__ import annotations
 
 import torch
 
+from transom_kernels.kv_write.hadamard import rotate_heads
+from transom_kernels.kv_write.inputs import Preparation, QkvInputs
 from transom_kernels.quantised_kv import FORMATS, quantise_rows
 
 
-def kv_write_reference(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
-    """The contract is that of `op.kv_write`."""
-    k_scale, v_scale = kv_scales or (None, None)
-    write_rows(k, k_cache, slots, k_scale)
-    write_rows(v, v_cache, slots, v_scale)
+def prepare_qkv_reference(inputs: QkvInputs) -> torch.Tensor:
+    """Norm, rotate and scale as `preparation` says; write keys and values to their slots, return the queries [T, H, D]."""
+    how = inputs.preparation
+    queries = _prepared(inputs.q, how.q_weight, inputs)
+    if inputs.query_scale is not None:
+        queries = queries * inputs.query_scale[:, None, None]
+    if inputs.k is not None and inputs.k_cache is not None:
+        write_rows(_prepared(inputs.k, how.k_weight, inputs), inputs.k_cache, inputs.slots, inputs.k_scale)
+    if inputs.v is not None and inputs.v_cache is not None:
+        values = _normalised(inputs.v.float(), how.eps) if how.value_norm else inputs.v.float()
+        write_rows(values * how.value_factor, inputs.v_cache, inputs.slots, inputs.v_scale)
+    return queries.to(inputs.q.dtype)
 
 
 def write_rows(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor | None = None) -> None:
@@ -29,10 +31,38 @@ def write_rows(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, sca
 
     A token whose slot is below 0 is not written.
     """
-    for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            block, offset = divmod(slot, cache.shape[1])
-            if scale is None:
-                cache[block, offset] = rows[token].to(cache.dtype)
-            else:
-                cache[block, offset], scale[block, offset] = quantise_rows(rows[token], FORMATS[cache.dtype])
+    is_written = slots >= 0
+    rows, slots = rows[is_written], slots[is_written]
+    place = (slots // cache.shape[1], slots % cache.shape[1])
+    if scale is None:
+        cache[place] = rows.to(cache.dtype)
+        return
+    elements, scale[place] = quantise_rows(rows, FORMATS[cache.dtype])
+    cache.view(torch.uint8)[place] = elements.view(torch.uint8)  # torch scatters no 8-bit floats
+
+
+def _prepared(x: torch.Tensor, weight: torch.Tensor | None, inputs: QkvInputs) -> torch.Tensor:
+    """Heads [T, heads, D] in float32 after norm, rotation, norm after rotation and Hadamard rotation."""
+    x, how = x.float(), inputs.preparation
+    if how.norm:
+        x = _normalised(x, how.eps) * (1.0 if weight is None else weight.float())
+    if inputs.tables is not None:
+        cos, signed_sin = (table.float().flatten(0, -2)[:, None] for table in inputs.tables)
+        x = _rotated(x, cos, signed_sin, how)
+    x = _normalised(x, how.eps) if how.norm_after_rotation else x
+    return rotate_heads(x) if how.hadamard else x
+
+
+def _normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) over the last axis."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, how: Preparation) -> torch.Tensor:
+    """The first (or last) R elements of each head rotated by pairs."""
+    width = cos.shape[-1]
+    begin = x.shape[-1] - width if how.rotates_last else 0
+    before, part, after = x[..., :begin], x[..., begin : begin + width], x[..., begin + width :]
+    pairs = part.reshape(*part.shape[:-1], *((width // 2, 2) if how.interleaved else (2, width // 2)))
+    swapped = pairs.flip(-1 if how.interleaved else -2).flatten(-2)
+    return torch.cat([before, part * cos + swapped * signed_sin, after], dim=-1)

@@ -1,20 +1,55 @@
-"""Launches the CPU kernel of `latent_attention`.
+"""Launches the CPU kernel of `latent_attention`, and declares its arguments.
 
 Legend: T queries, H heads, D latent width, W rows of the window, K entries, P rows per block.
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import NamedTuple
+
 import torch
 
+from transom_kernels.cpu.arguments import numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
-from transom_kernels.cpu.recording import Argument
-from transom_kernels.latent_attention import cpu_arguments as words
-from transom_kernels.paged_attention import cpu_arguments as shared
-from transom_kernels.paged_attention.cpu_layout import DecodeLayout
+from transom_kernels.paged_attention.cpu.arguments import ResultArguments
+from transom_kernels.paged_attention.cpu.layout import AttentionKind, DecodeLayout
 
 _MAX_HEADS = 32  # of an item: they share the rows that are copied for them
+
+
+class RowsArguments(NamedTuple):
+    """Rows that queries read: those of the window, or the entries. Strides are in bytes."""
+
+    cache: torch.Tensor | None = None  # [ids, P, 1, D]
+    slots: torch.Tensor | None = None  # [T, W] or [T, K] int64; negative: absent
+    num_slots: int = 0  # W or K
+    slot_row: int = 0  # from a query's slots to the next query's
+    block_rows: int = 1  # P
+    block: int = 0
+    row: int = 0
+
+    @classmethod
+    def of(cls, cache: torch.Tensor | None, slots: torch.Tensor | None) -> RowsArguments:
+        """The words of a cache and its slots; no slots where there is none."""
+        if cache is None or slots is None:
+            return cls()
+        block, row = (stride * cache.element_size() for stride in cache.stride()[:2])
+        return cls(cache, slots, slots.shape[1], slots.stride(0) * slots.element_size(), cache.shape[1], block, row)
+
+
+class LatentArguments(NamedTuple):
+    """What the kernel gets after `ResultArguments`, whose KV heads are here groups of heads."""
+
+    q: torch.Tensor  # [T, H, D]
+    q_row: int  # bytes
+    q_head: int
+    window: RowsArguments
+    entries: RowsArguments
+
+
+LATENT = numbers_of(LatentArguments, after=ResultArguments)
 
 
 def fits_cpu_kernel(
@@ -39,29 +74,35 @@ def latent_attention_cpu(
     entry_cache: torch.Tensor | None = None,
     entry_slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The contract is that of `op.latent_attention`."""
+    """Attention [T, H, D] of `q` [T, H, D]: softmax over a query's rows r, and the sink, of (scale q . r, sink_logits) times r.
+
+    Caches are [ids, P, 1, D], slots [T, W] and [T, K]; `op.latent_attention` has the whole contract.
+    """
     rows, heads, width = q.shape
     out = empty((rows, heads, width), q.dtype)
     heads_at_once = max(count for count in range(1, _MAX_HEADS + 1) if heads % count == 0)
     dtype, size = DTYPES[q.dtype], q.element_size()
-    arguments: list[Argument] = [0] * words.NUM_WORDS
-    arguments[shared.OUT] = out
-    arguments[shared.SINK_LOGITS], arguments[shared.SINK_STRIDE] = sink_logits, 4 * sink_logits.stride(0)
-    arguments[shared.KV_HEADS], arguments[shared.SCALE] = heads // heads_at_once, float(scale)
-    arguments[words.QUERIES] = q
-    arguments[words.QUERY_ROW], arguments[words.QUERY_HEAD] = q.stride(0) * size, q.stride(1) * size
-    num_slots = 0
-    for place, (cache, slots) in enumerate(((window_cache, window_slots), (entry_cache, entry_slots))):
-        if cache is not None and slots is not None:
-            at = words.CACHE + place * words.PLACE_WORDS
-            arguments[at : at + words.PLACE_WORDS] = (
-                cache, slots, slots.shape[1], slots.stride(0) * slots.element_size(),
-                cache.shape[1], cache.stride(0) * size, cache.stride(1) * size,
-            )  # fmt: skip
-            num_slots += slots.shape[1]
-    kernel = cpu_kernel(
-        "transom_kernels.latent_attention.cpu_kernel", "make_attend", dtype=dtype, heads=heads_at_once, width=width
+    kind = AttentionKind(
+        dtype=dtype, stored=dtype, group=heads_at_once, width=width, value_width=width, sink_dtype="f32"
     )
-    scratch_bytes = DecodeLayout(dtype, heads_at_once, width, width).num_bytes + 8 * (num_slots + 16)
-    launch(kernel, rows * (heads // heads_at_once), arguments, scratch_bytes=scratch_bytes)
+    result = ResultArguments(
+        out=out,
+        kv_heads=heads // heads_at_once,
+        scale=float(scale),
+        soft_cap=0.0,
+        sink_logits=sink_logits,
+        sink_stride=4 * sink_logits.stride(0),
+        statistics=None,
+    )
+    own = LatentArguments(
+        q=q,
+        q_row=q.stride(0) * size,
+        q_head=q.stride(1) * size,
+        window=RowsArguments.of(window_cache, window_slots),
+        entries=RowsArguments.of(entry_cache, entry_slots),
+    )
+    most_rows = own.window.num_slots + own.entries.num_slots
+    kernel = cpu_kernel("transom_kernels.latent_attention.cpu_kernel", "make_attend", **asdict(kind))
+    scratch_bytes = DecodeLayout.of(kind).num_bytes + 8 * (most_rows + 16)  # the list of a query's rows follows
+    launch(kernel, rows * (heads // heads_at_once), (result, own), scratch_bytes=scratch_bytes)
     return out

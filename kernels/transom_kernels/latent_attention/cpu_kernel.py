@@ -1,5 +1,7 @@
 """The CPU kernel of `latent_attention`: an item is some heads of one query, computed like a decoding row of `paged_attention`.
 
+    out[t, h] = softmax over rows r of (scale * q[t, h] . r, sink_logits[h]) times r       rows of the window, then entries
+
 A query's rows are listed first, without those that are absent; then units of 256 rows of the list are attended to and merged.
 
 Legend: D latent width.
@@ -10,56 +12,42 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from transom_kernels.cpu.simd import NUM_BYTES, load_i64, splat, store_f32, store_i64
-from transom_kernels.cpu.work import argument, claim, finish, scratch
-from transom_kernels.latent_attention.cpu_arguments import (
-    BLOCK_ROWS,
-    BLOCK_STRIDE,
-    CACHE,
-    NUM_SLOTS,
-    PLACE_WORDS,
-    QUERIES,
-    QUERY_HEAD,
-    QUERY_ROW,
-    ROW_STRIDE,
-    SLOT_ROW,
-    SLOTS,
-)
-from transom_kernels.paged_attention.cpu_arguments import KV_HEADS
-from transom_kernels.paged_attention.cpu_decode import make_results, make_units
-from transom_kernels.paged_attention.cpu_inner_loops import make_copy_row, make_move_row
-from transom_kernels.paged_attention.cpu_layout import UNIT_KEYS, DecodeLayout, words_of
+from transom_kernels.cpu.work import argument, claim, finish, helper, scratch
+from transom_kernels.latent_attention.cpu import LATENT
+from transom_kernels.paged_attention.cpu.arguments import RESULT
+from transom_kernels.paged_attention.cpu.layout import UNIT_KEYS, AttentionKind, DecodeLayout
+from transom_kernels.paged_attention.cpu.partial_results import make_partial_results
+from transom_kernels.paged_attention.cpu.row_vectors import make_copy_row, make_move_row
+from transom_kernels.paged_attention.cpu.units import make_attend_unit
 
 
-def make_attend(dtype: str, heads: int, width: int) -> Any:
-    """Arguments: see `cpu_arguments`. Items: queries times groups of `heads` heads."""
-    layout, row_bytes = DecodeLayout(dtype, heads, width, width), width * NUM_BYTES[dtype]
-    queries_at, query_stride = layout.queries, layout.query_stride
-    partial_at, total_at, copies_at, list_at = layout.partial, layout.total, layout.key_copies, layout.num_bytes
-    copy_row, move_row = make_copy_row(words_of(dtype), width), make_move_row(dtype, width)
+def make_attend(**parameters: Any) -> Any:
+    """The kernel; the parameters are the fields of `AttentionKind`. Items: queries times groups of `group` heads."""
+    kind = AttentionKind(**parameters)
+    layout, heads, row_bytes = DecodeLayout.of(kind), kind.group, kind.width * NUM_BYTES[kind.dtype]
+    list_at = layout.num_bytes  # addresses of the query's rows
+    copy_row, move_row = make_copy_row(kind.words, kind.width), make_move_row(kind.dtype, kind.width)
+    zero = np.float32(0.0)
 
-    @njit
-    def list_rows(arguments, memory, query):
-        """Write the addresses of the rows that a query sees; return their number."""
-        count = 0
-        for place in range(2):
-            words = arguments + 8 * PLACE_WORDS * place
-            slots = argument(words, SLOTS) + query * argument(words, SLOT_ROW)
-            for i in range(argument(words, NUM_SLOTS)):
-                slot = load_i64(slots + 8 * i)
-                if slot >= 0:
-                    block, row = slot // argument(words, BLOCK_ROWS), slot % argument(words, BLOCK_ROWS)
-                    offset = block * argument(words, BLOCK_STRIDE) + row * argument(words, ROW_STRIDE)
-                    store_i64(memory + list_at + 8 * count, argument(words, CACHE) + offset)
-                    count += 1
+    @helper
+    def list_rows(arguments, rows, memory, query, count):
+        """Write the addresses of a query's rows of the window or entries after `count` others; return their number together."""
+        slots = argument(arguments, rows.slots) + query * argument(arguments, rows.slot_row)
+        size = argument(arguments, rows.block_rows)
+        for i in range(argument(arguments, rows.num_slots)):
+            slot = load_i64(slots + 8 * i)
+            if slot >= 0:
+                offset = slot // size * argument(arguments, rows.block) + slot % size * argument(arguments, rows.row)
+                store_i64(memory + list_at + 8 * count, argument(arguments, rows.cache) + offset)
+                count += 1
         return count
 
-    @njit
+    @helper
     def find_groups(arguments, memory, query, head_group, begin, end, keys, values):
-        """The addresses of groups of 16 rows of the list: where they lie if they are adjacent, else copies."""
-        copy = memory + copies_at
+        """The addresses of groups of 16 rows of the list: in the cache if they are adjacent there, else copies."""
+        copy = memory + layout.key_copies
         for first in range(begin, end, 16):
             rows = memory + list_at + 8 * first
             group = load_i64(rows)
@@ -69,7 +57,7 @@ def make_attend(dtype: str, heads: int, width: int) -> Any:
             if not is_dense:
                 group = copy
                 for at in range(0, 16 * row_bytes, 64):
-                    store_f32(copy + at, splat(np.float32(0.0)))
+                    store_f32(copy + at, splat(zero))
                 for t in range(min(16, end - first)):
                     move_row(load_i64(rows + 8 * t), copy + t * row_bytes)
                 copy += 16 * row_bytes
@@ -77,18 +65,19 @@ def make_attend(dtype: str, heads: int, width: int) -> Any:
             store_i64(values, group)
             keys, values = keys + 8, values + 8
 
-    attend_unit = make_units(heads, width, width, dtype, False, find_groups)
-    merge, clear, store_result = make_results(heads, width, dtype, "f32")
+    attend_unit = make_attend_unit(kind, find_groups)
+    merge, clear, store = make_partial_results(kind)
 
-    @njit
+    @helper
     def attend_query(arguments, memory, query, head_group):
         """Some heads of one query."""
-        head_stride = argument(arguments, QUERY_HEAD)
-        q = argument(arguments, QUERIES) + query * argument(arguments, QUERY_ROW) + head_group * heads * head_stride
+        head_stride = argument(arguments, LATENT.q_head)
+        q = argument(arguments, LATENT.q) + query * argument(arguments, LATENT.q_row) + head_group * heads * head_stride
         for head in range(heads):
-            copy_row(q + head * head_stride, memory + queries_at + head * query_stride)
-        count = list_rows(arguments, memory, query)
-        total, partial = memory + total_at, memory + partial_at
+            copy_row(q + head * head_stride, memory + layout.queries + head * layout.query_stride)
+        count = list_rows(arguments, LATENT.window, memory, query, 0)
+        count = list_rows(arguments, LATENT.entries, memory, query, count)
+        total, partial = memory + layout.total, memory + layout.partial
         if count == 0:
             clear(total)
         for begin in range(0, count, UNIT_KEYS):
@@ -96,12 +85,12 @@ def make_attend(dtype: str, heads: int, width: int) -> Any:
             attend_unit(arguments, memory, query, head_group, begin, end, partial if begin > 0 else total)
             if begin > 0:
                 merge(total, partial)
-        store_result(arguments, query, head_group, total)
+        store(arguments, query, head_group, total)
 
     def attend(arguments, thread):
         item = claim(thread)
         while item >= 0:
-            head_groups = argument(arguments, KV_HEADS)
+            head_groups = argument(arguments, RESULT.kv_heads)
             attend_query(arguments, scratch(thread), item // head_groups, item % head_groups)
             finish(thread)
             item = claim(thread)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from transom_kernels.paged_attention.triton.softmax import continue_softmax, inverse_of
 from transom_kernels.triton_math import LOG2_E
 
 
@@ -58,12 +59,8 @@ def _attend(
             rows = rows.to(tl.float32)
         score = tl.dot(query, tl.trans(rows), input_precision="ieee") * scale
         score = tl.where((slot >= 0)[None, :], score, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(score, 1))
-        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weight, rescale = tl.exp2(score - finite_max[:, None]), tl.exp2(row_max - finite_max)
-        row_sum = row_sum * rescale + tl.sum(weight, 1)
+        row_max, row_sum, weight, rescale = continue_softmax(row_max, row_sum, score)
         acc = tl.dot(weight.to(rows.dtype), rows, acc * rescale[:, None], input_precision="ieee")
-        row_max = new_max
     return row_max, row_sum, acc
 
 
@@ -117,7 +114,7 @@ def attend_rows(
         row_max, row_sum, acc, query, entry_cache, entry_slots + token * num_entries, num_entries, entry_stride_b,
         entry_stride_p, scale * LOG2_E, D, ENTRY_P, UPCAST, BLOCK_D, BLOCK_N,
     )  # fmt: skip
-    inverse_sum = tl.where(row_sum > 0, 1.0 / tl.where(row_sum > 0, row_sum, 1.0), 0.0)
+    inverse_sum = inverse_of(row_sum)
     place = out + (token * num_heads + head[:, None]) * D + d[None, :]
     tl.store(place, (acc * inverse_sum[:, None]).to(out.dtype.element_ty), mask=kept)
 

@@ -8,6 +8,8 @@ The block table of a sequence has two parts, here with `num_sink_blocks` 2 and `
     logical block        0   1  |  9  10  11  12      token position = logical block * P + offset
     what it holds        sinks  |  the run: what the window still reaches
 
+Logical block `i` of a sequence holds its tokens [i * P, (i + 1) * P). Here blocks 2 to 8 have left the window and were freed.
+
 Legend: B sequences, T query tokens, N table columns, P block size in tokens.
 """
 
@@ -34,7 +36,7 @@ class HostBatch(Protocol):
 
     @property
     def first_block_host(self) -> list[int]:
-        """[B]: the logical block of each sequence's first column behind the sink blocks."""
+        """[B]: the logical block of each sequence's first column after the sink blocks."""
         ...
 
     @property
@@ -54,7 +56,19 @@ class HostBatch(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class PagedBatch:
+class AttentionBatch:
+    """What sequences with ordinary block tables (`PagedBatch`) and with compact ones (`policy_attention.PolicyBatch`) share."""
+
+    block_size: int
+    block_table: torch.Tensor  # [B, N] int32 block ids
+    query_offset: torch.Tensor  # [B + 1] int32: rows of sequence b are [query_offset[b], query_offset[b + 1])
+    start: torch.Tensor  # [B] int32: position of the first query
+    count_host: list[int]  # [B]: query tokens of each sequence; empty in steps that CPUs record
+    scratch: dict[Any, Any] = field(default_factory=dict)  # what one layer computes and later layers of the step reuse
+
+
+@dataclass(slots=True, kw_only=True)
+class PagedBatch(AttentionBatch):
     """What attention over one KV cache group reads besides queries and caches.
 
     Column `c` of `block_table` is logical block `c` while `c < num_sink_blocks`, else
@@ -63,17 +77,30 @@ class PagedBatch:
     where Triton's kernels compute, since they read the table on the device.
     """
 
-    block_size: int
     num_sink_blocks: int
-    block_table: torch.Tensor  # [B, N] int32, -1 padded
     first_block: torch.Tensor  # [B] int32
     attend_from: torch.Tensor  # [B] int32: no key below this position is read, except sink tokens
     slots: torch.Tensor  # [T] int64: block * P + offset to write each token's K/V; the dump block where masked
-    query_offset: torch.Tensor  # [B + 1] int32: rows of sequence b are [query_offset[b], query_offset[b + 1])
-    start: torch.Tensor  # [B] int32: position of the first query
     block_table_host: list[list[int]]
     first_block_host: list[int]
     attend_from_host: list[int]
     start_host: list[int]
-    count_host: list[int]
-    scratch: dict[str, Any] = field(default_factory=dict)  # what one layer computes and later layers of the step reuse
+
+    def block_ids(self, b: int, begin: int, end: int) -> list[int]:
+        """The block ids of the logical blocks [begin, end) of sequence `b`, looked up on the host.
+
+        Raises:
+            IndexError: the table lacks one of them. This is a bug of the scheduler, never a user's mistake.
+        """
+        num_sink_blocks, table = self.num_sink_blocks, self.block_table_host[b]
+        edge = min(max(begin, num_sink_blocks), end)  # [begin, edge) lies in the sink blocks, [edge, end) in the run
+        shift = num_sink_blocks - self.first_block_host[b]  # from a logical block of the run to its column
+        ids = table[begin:edge]
+        if end > edge and edge + shift >= num_sink_blocks:
+            ids = ids + table[edge + shift : end + shift]
+        if len(ids) != end - begin or (ids and min(ids) < 0):
+            raise IndexError(
+                f"Sequence {b} reads logical blocks [{begin}, {end}), but its table has {num_sink_blocks} sink blocks and a run "
+                f"from block {self.first_block_host[b]}: {table}."
+            )
+        return ids

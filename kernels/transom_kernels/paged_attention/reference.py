@@ -1,7 +1,10 @@
-"""The specification of `paged_attention`: attention over a paged cache in float32, one sequence at a time, key by key.
+"""Attention over a paged cache in torch: the specification of `paged_attention`, and what computes it where no kernel does.
 
-Legend: T query tokens, R query rows of one sequence, L the keys that some of them sees, H query heads, D key width, Dv value width,
-P block size in tokens.
+That is on macOS, on CUDA without Triton, and with TRANSOM_KERNELS=reference. Everything is float32. One sequence is computed at a
+time, and of a long prompt one tile of query tokens at a time, so that memory for scores has a bound.
+
+Legend: T query tokens, R query tokens of a tile, L keys that some of them sees, H query heads, KVH KV heads, G query heads per KV
+head, D key width, Dv value width, P block size in tokens.
 """
 
 from __future__ import annotations
@@ -9,84 +12,89 @@ from __future__ import annotations
 import torch
 
 from transom_kernels.paged_attention.batch import PagedBatch
-from transom_kernels.paged_attention.block_lookup import physical_blocks
-from transom_kernels.paged_attention.rule import MaskRule
-from transom_kernels.quantised_kv import dequantise_rows, head_width
+from transom_kernels.paged_attention.inputs import AttentionInputs, PagedInputs
+from transom_kernels.quantised_kv import dequantise_rows
+
+MAX_SCORES = 1 << 24  # of a tile: 64 MiB of float32
 
 
-def paged_attention_reference(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    rule: MaskRule,
-    soft_cap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """The contract is that of `op.paged_attention`, with the mask's options in `rule`."""
-    out = q.new_zeros(q.shape[0], q.shape[1], head_width(v_cache))
-    row = 0
-    for b, count in enumerate(batch.count_host):
-        if count == 0:
-            continue
-        positions = torch.arange(batch.start_host[b], batch.start_host[b] + count)
-        visible, keys, values = _visible_keys((k_cache, v_cache), kv_scales, batch, b, positions, rule)
-        rows = slice(row, row + count)
-        out[rows] = _attend(q[rows], keys, values, visible.to(q.device), scale, soft_cap, sink_logits).to(q.dtype)
-        row += count
+def paged_attention_reference(inputs: PagedInputs) -> torch.Tensor:
+    """Attention [T, H, Dv] of `q` [T, H, D]: softmax(scale q k^T) v over the keys of its sequence that each query sees.
+
+    `batch` says where keys lie, `rule` which are seen; `op.paged_attention` has the whole contract.
+    """
+    batch, rule = inputs.batch, inputs.rule
+    out = inputs.q.new_empty(*inputs.q.shape[:2], inputs.value_width)
+    first_row = 0
+    for b, (start, count) in enumerate(zip(batch.start_host, batch.count_host, strict=True)):
+        sinks_end, low = rule.key_ranges(start, start + count, batch.attend_from_host[b])
+        for begin, end in tiles_of(count, inputs.q.shape[1] * (sinks_end + start + count - low)):
+            rows = slice(first_row + begin, first_row + end)
+            out[rows] = _attend(inputs, b, torch.arange(start + begin, start + end), inputs.q[rows]).to(out.dtype)
+        first_row += count
     return out
 
 
-def _visible_keys(
-    caches: tuple[torch.Tensor, torch.Tensor],
-    kv_scales: tuple[torch.Tensor, torch.Tensor] | None,
-    batch: PagedBatch,
-    b: int,
-    positions: torch.Tensor,
-    rule: MaskRule,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The mask [R, L] of the L keys that some row sees, and those keys and values [L, KVH, width], gathered token by token."""
-    context = torch.arange(int(positions[-1]) + 1)
-    visible = rule.visible(positions, context, batch.attend_from_host[b])
-    read = visible.any(dim=0)
-    blocks = [_block(batch, b, position) for position in context[read].tolist()]
-    offsets = [position % batch.block_size for position in context[read].tolist()]
-    rows = [cache[blocks, offsets] for cache in caches]
-    if kv_scales is None:
-        return visible[:, read], rows[0].float(), rows[1].float()
-    scales = [scale[blocks, offsets] for scale in kv_scales]
-    return visible[:, read], dequantise_rows(rows[0], scales[0]), dequantise_rows(rows[1], scales[1])
+def tiles_of(count: int, scores_per_token: int) -> list[tuple[int, int]]:
+    """Ranges [begin, end) of `count` query tokens, each of at most MAX_SCORES scores, or of one token."""
+    tokens = max(1, MAX_SCORES // max(1, scores_per_token))
+    return [(begin, min(begin + tokens, count)) for begin in range(0, count, tokens)]
 
 
-def _block(batch: PagedBatch, b: int, position: int) -> int:
-    logical = position // batch.block_size
-    return physical_blocks(batch, b, logical, logical + 1)[0]
+def _attend(inputs: PagedInputs, b: int, positions: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Attention [R, H, Dv] of queries [R, H, D] of sequence `b` at `positions` [R]."""
+    batch, rule, attend_from = inputs.batch, inputs.rule, inputs.batch.attend_from_host[b]
+    end = int(positions[-1]) + 1
+    sinks_end, low = rule.key_ranges(int(positions[0]), end, attend_from)
+    keys = torch.cat([torch.arange(sinks_end), torch.arange(low, end)])  # [L] positions
+    blocks = torch.cat([_blocks_of(batch, b, 0, sinks_end), _blocks_of(batch, b, low, end)])
+    place = (blocks.to(q.device), (keys % batch.block_size).to(q.device))
+    scores = scores_of(inputs, q, stored_rows(inputs.k_cache, inputs.k_scale, place))
+    scores.masked_fill_(~rule.visible(positions, keys, attend_from).to(q.device), float("-inf"))
+    _, _, weights = softmax_of(scores, inputs.sink_logits)
+    return weighted_sum(weights, stored_rows(inputs.v_cache, inputs.v_scale, place))
 
 
-def _attend(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor,
-    scale: float,
-    soft_cap: float | None,
-    sink_logits: torch.Tensor | None,
+def _blocks_of(batch: PagedBatch, b: int, begin: int, end: int) -> torch.Tensor:
+    """The block ids [end - begin] of the keys at the positions [begin, end) of sequence `b`, one for each key."""
+    keys, size = torch.arange(begin, end), batch.block_size
+    if not len(keys):
+        return keys
+    ids = torch.tensor(batch.block_ids(b, begin // size, -(-end // size)))
+    return ids[keys // size - begin // size]
+
+
+def stored_rows(
+    cache: torch.Tensor, scale: torch.Tensor | None, place: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """softmax(scale q k^T) v for each head [R, H, Dv]; a head's sink logit adds to the denominator alone.
+    """Keys or values [L, KVH, width] in float32 at `place`, which is block ids [L] and offsets in the blocks [L]."""
+    return cache[place].float() if scale is None else dequantise_rows(cache[place], scale[place])
 
-    Rows without keys give 0.
-    """
-    group = q.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-    scores = torch.einsum("rhd,lhd->hrl", q.float(), keys) * scale
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    scores = scores.masked_fill(~visible, float("-inf"))
+
+def scores_of(inputs: AttentionInputs, q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Scores [H, R, L] of queries [R, H, D] and keys [L, KVH, D]: scale * q k, then the soft cap."""
+    grouped = q.float().reshape(len(q), inputs.kv_heads, inputs.group, -1)
+    scores = torch.einsum("rkgd,lkd->kgrl", grouped, keys).flatten(0, 1) * inputs.scale
+    return scores if inputs.soft_cap is None else inputs.soft_cap * torch.tanh(scores / inputs.soft_cap)
+
+
+def softmax_of(
+    scores: torch.Tensor, sink_logits: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Maximum [H, R] and softmax sum [H, R], the sink logit included, and the weights [H, R, L]. Rows without keys weigh 0."""
+    num_keys = scores.shape[2]
     if sink_logits is not None:
         sinks = sink_logits.float()[:, None, None].expand(-1, scores.shape[1], 1)
-        scores = torch.cat([scores, sinks], dim=-1)
-    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., : keys.shape[0]]
-    return torch.einsum("hrl,lhe->rhe", weights, values)
+        scores = torch.cat([scores, sinks], dim=2)
+    lowest = torch.finfo(torch.float32).min  # instead of -inf, since -inf - -inf is NaN
+    top = scores.amax(dim=2).clamp(min=lowest) if scores.shape[2] else scores.new_full(scores.shape[:2], lowest)
+    weights = torch.exp(scores - top[..., None])
+    total = weights.sum(dim=2)
+    return top, total, weights[..., :num_keys] / torch.where(total > 0, total, 1.0)[..., None]
+
+
+def weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The sum [R, H, Dv] over keys of weights [H, R, L] times values [L, KVH, Dv]."""
+    kv_heads = values.shape[1]
+    grouped = weights.reshape(kv_heads, weights.shape[0] // kv_heads, *weights.shape[1:])
+    return torch.einsum("kgrl,lke->rkge", grouped, values).flatten(1, 2)

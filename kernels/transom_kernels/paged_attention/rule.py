@@ -26,11 +26,22 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskRule:
-    """A layer's mask; None or 0 switches a constraint off."""
+    """A layer's mask; None switches a constraint off.
+
+    Raises:
+        ValueError: a window or a chunk is not above 0, or the number of sink tokens is below 0.
+    """
 
     window: int | None = None  # tokens, the query counted
     num_sink_tokens: int = 0
     chunk: int | None = None  # tokens of an attention chunk; unrelated to chunked prefill
+
+    def __post_init__(self) -> None:
+        for name, value in (("window", self.window), ("chunk", self.chunk)):
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is {value}; it must be above 0, or None.")
+        if self.num_sink_tokens < 0:
+            raise ValueError(f"num_sink_tokens is {self.num_sink_tokens}; it must be 0 or more.")
 
     def first_key(self, position: int, attend_from: int) -> int:
         """The first key, sink tokens aside, that the query at `position` sees; above `position` when it sees none."""
@@ -49,6 +60,11 @@ class MaskRule:
         if self.chunk is not None:
             low = np.maximum(low, positions - positions % self.chunk)
         return low
+
+    def key_ranges(self, start: int, end: int, attend_from: int) -> tuple[int, int]:
+        """What queries at the positions [start, end) read together: (sinks_end, low), the keys [0, sinks_end) and [low, end)."""
+        low = min(self.first_key(start, attend_from), end)
+        return min(self.num_sink_tokens, low), low
 
     def visible(self, positions: torch.Tensor, keys: torch.Tensor, attend_from: int | torch.Tensor) -> torch.Tensor:
         """Mask [..., R, L] of queries at `positions` [..., R] over `keys` [..., L]; `attend_from` broadcasts over both."""

@@ -15,28 +15,22 @@ Legend: B sequences, T query tokens, N table columns, P block size in tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
+from transom_kernels.paged_attention.batch import AttentionBatch
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyBatch:
+
+@dataclass(slots=True, kw_only=True)
+class PolicyBatch(AttentionBatch):
     """What `policy_attention` reads besides queries and caches.
 
     The query at position p sees key k of the table when k <= p, and k < sinks or window == 0 or k > p - window. Every table has
-    the blocks of its own sequence's new tokens.
+    the blocks of its own sequence's new tokens. Columns of `block_table` from `num_columns` on may hold anything.
     """
 
-    block_size: int
-    block_table: torch.Tensor  # [B, N] int32 block ids; columns from num_columns on may hold anything
     key_blocks: torch.Tensor  # [B, N] int32 logical block of each column, ascending
     num_columns: torch.Tensor  # [B] int32
     window: torch.Tensor  # [B] int32 tokens, the query counted; 0: all that the table holds
     sinks: torch.Tensor  # [B] int32: keys below this position are seen whatever the window
-    start: torch.Tensor  # [B] int32 position of the first query
-    query_offset: torch.Tensor  # [B + 1] int32: rows of sequence b are [query_offset[b], query_offset[b + 1])
-    row_sequence: torch.Tensor  # [T] int32: the sequence of each row
-    count_host: list[int]  # rows of each sequence, [B]; empty in steps that CPUs record
-    scratch: dict[Any, Any] = field(default_factory=dict)  # what one layer computes and later layers of the step reuse

@@ -1,6 +1,7 @@
 """The operators `policy_attention` and `add_block_mass`: attention of rows with a KV policy, and its mass by cache block.
 
-CPUs compute with compiled kernels (`cpu.py`), CUDA devices with Triton (`gpu.py`); `reference.py` is the specification of both.
+CPUs compute with compiled kernels (`cpu/`), CUDA devices with Triton (`triton/`), and torch where neither is there
+(`reference.py`, which is the specification of both).
 Rows without a policy have an operator of their own, `paged_attention`.
 
 Legend: T query tokens, B sequences, N table columns, H query heads, KVH KV heads, D key width, Dv value width, P block size in
@@ -9,17 +10,13 @@ tokens.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from transom_kernels.cpu.recording import current_recorder, refuse_recording
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_kernels.policy_attention.batch import PolicyBatch
+from transom_kernels.policy_attention.inputs import PolicyInputs
 from transom_kernels.policy_attention.reference import add_block_mass_reference, policy_attention_reference
-from transom_kernels.quantised_kv import check_kv, head_width
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def policy_attention(
@@ -40,7 +37,7 @@ def policy_attention(
 
     The cache already holds the step's own keys and values. Which keys a query sees is said in `batch`. Query head `h` reads KV
     head `h // (H / KVH)`. A score is `q k * scale`, then `soft_cap * tanh(score / soft_cap)`. Keys below a sequence's `sinks` are
-    multiplied with `sink_q` [T, H, D], where it is given, in place of `q`. `sink_logits` [H] add to the softmax's denominator
+    multiplied with `sink_q` [T, H, D], where it is given, instead of `q`. `sink_logits` [H] add to the softmax's denominator
     alone. A query that sees no key gets zeros. Keys that no query sees may hold any value, NaN included. Caches may have any
     strides. Quantised caches (`quantised_kv.format`) come with their scales, `k_scale` and `v_scale` [ids, P, KVH] float32.
 
@@ -50,34 +47,33 @@ def policy_attention(
     Raises:
         ValueError: shapes, dtypes or options do not fit.
     """
-    _check(q, k_cache, v_cache, batch, (k_scale, v_scale))
-    for name, value, shape in (
-        ("sink_q", sink_q, q.shape),
-        ("statistics", statistics, (*q.shape[:2], 2)),
-        ("sink_logits", sink_logits, q.shape[1:2]),
-    ):
-        if value is not None and tuple(value.shape) != tuple(shape):
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {tuple(shape)}.")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"soft_cap is {soft_cap}; it must be above 0, or None.")
-    options: dict[str, Any] = {
-        "scale": scale,
-        "soft_cap": soft_cap,
-        "sink_logits": sink_logits,
-        "sink_q": sink_q,
-        "statistics": statistics,
-    }
+    inputs = PolicyInputs(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        batch=batch,
+        scale=scale,
+        soft_cap=soft_cap,
+        sink_logits=sink_logits,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        sink_q=sink_q,
+        statistics=statistics,
+    )
+    inputs.check()
+    # implementations are imported late, since neither Triton nor numba is installed everywhere
     if uses_triton(q):
-        from transom_kernels.policy_attention.gpu import policy_attention_triton
+        from transom_kernels.policy_attention.triton.launcher import policy_attention_triton
 
-        return policy_attention_triton(q, k_cache, v_cache, batch, **options, k_scale=k_scale, v_scale=v_scale)
+        return policy_attention_triton(inputs)
     if uses_cpu_kernels(q):
-        from transom_kernels.policy_attention.cpu import fits_cpu_kernel, policy_attention_cpu
+        from transom_kernels.paged_attention.cpu.launcher import fits_cpu_kernel
+        from transom_kernels.policy_attention.cpu.launcher import policy_attention_cpu
 
-        if fits_cpu_kernel(q, k_cache, v_cache, sink_logits):
-            return policy_attention_cpu(q, k_cache, v_cache, batch, **options, k_scale=k_scale, v_scale=v_scale)
+        if fits_cpu_kernel(inputs):
+            return policy_attention_cpu(inputs)
     refuse_recording("attention in torch reads block tables in Python")
-    return policy_attention_reference(q, k_cache, v_cache, batch, **options, k_scale=k_scale, v_scale=v_scale)
+    return policy_attention_reference(inputs)
 
 
 def empty_statistics(q: torch.Tensor) -> torch.Tensor:
@@ -107,44 +103,34 @@ def add_block_mass(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    _check(q, k_cache, k_cache, batch, (k_scale, k_scale))
+    inputs = PolicyInputs(
+        q=q,
+        k_cache=k_cache,
+        v_cache=k_cache,  # values are not read
+        batch=batch,
+        scale=scale,
+        soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=k_scale,
+        sink_q=sink_q,
+        statistics=statistics,
+    )
+    inputs.check()
     if mass.shape != batch.block_table.shape or mass.dtype != torch.float32 or not mass.is_contiguous():
         raise ValueError(
             f"mass is {mass.dtype} {tuple(mass.shape)}; it must be contiguous float32 {tuple(batch.block_table.shape)}."
         )
-    options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "sink_q": sink_q}
     if uses_triton(q):
-        from transom_kernels.policy_attention.gpu import add_block_mass_triton
+        from transom_kernels.policy_attention.triton.launcher import add_block_mass_triton
 
-        add_block_mass_triton(mass, q, k_cache, batch, statistics, **options, k_scale=k_scale)
+        add_block_mass_triton(mass, inputs)
         return
     if uses_cpu_kernels(q):
-        from transom_kernels.policy_attention.cpu import add_block_mass_cpu, fits_cpu_kernel
+        from transom_kernels.paged_attention.cpu.launcher import fits_cpu_kernel
+        from transom_kernels.policy_attention.cpu.launcher import add_block_mass_cpu
 
-        if fits_cpu_kernel(q, k_cache, k_cache, None):
-            add_block_mass_cpu(mass, q, k_cache, batch, statistics, **options, k_scale=k_scale)
+        if fits_cpu_kernel(inputs):
+            add_block_mass_cpu(mass, inputs)
             return
     refuse_recording("attention in torch reads block tables in Python")
-    add_block_mass_reference(mass, q, k_cache, batch, statistics, **options, k_scale=k_scale)
-
-
-def _check(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    batch: PolicyBatch,
-    scales: tuple[torch.Tensor | None, torch.Tensor | None],
-) -> None:
-    if q.dtype not in _DTYPES:
-        raise ValueError(f"q is {q.dtype}; it must be one of {', '.join(map(str, _DTYPES))}.")
-    check_kv(q.dtype, (k_cache, v_cache), scales)
-    heads, kv_heads, width = q.shape[1], k_cache.shape[2], head_width(k_cache)
-    if k_cache.shape[:3] != v_cache.shape[:3] or q.shape[2] != width or heads % kv_heads:
-        raise ValueError(
-            f"q {tuple(q.shape)} does not fit caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)} of keys of {width} numbers: "
-            "widths must agree and query heads be a multiple of KV heads."
-        )
-    if k_cache.shape[1] != batch.block_size:
-        raise ValueError(f"cache blocks have {k_cache.shape[1]} tokens; the batch says {batch.block_size}.")
-    if batch.row_sequence.shape[0] != q.shape[0]:
-        raise ValueError(f"q has {q.shape[0]} rows; the batch has {batch.row_sequence.shape[0]}.")
+    add_block_mass_reference(mass, inputs)

@@ -1,119 +1,86 @@
-"""The specification of `policy_attention` and `add_block_mass`: in float32, one sequence at a time.
+"""The specification of `policy_attention` and `add_block_mass`, and what computes them where no kernel does.
 
-Legend: T query tokens, R rows of one sequence, L keys that its table holds, H query heads, D key width, Dv value width, N table
-columns, P block size in tokens.
+Everything is float32. One sequence is computed at a time, and of a long prompt one tile of query tokens at a time.
+
+Legend: R query tokens of a tile, L keys that its sequence's table holds, H query heads, D key width, Dv value width, B sequences, N
+table columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 
-from transom_kernels.policy_attention.batch import PolicyBatch
-from transom_kernels.quantised_kv import dequantise_rows, head_width
+from transom_kernels.paged_attention.reference import scores_of, softmax_of, stored_rows, tiles_of, weighted_sum
+from transom_kernels.policy_attention.inputs import PolicyInputs
 
 LOG2_E = 1.4426950408889634
 
 
-def policy_attention_reference(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    batch: PolicyBatch,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    sink_q: torch.Tensor | None = None,
-    statistics: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The contract is that of `op.policy_attention`."""
-    out = q.new_zeros(q.shape[0], q.shape[1], head_width(v_cache))
-    for rows, table, key_positions, visible in _sequences(batch):
-        scores = _scores(q, sink_q, rows, table, key_positions, k_cache, k_scale, batch, scale, soft_cap)
-        scores = scores.masked_fill(~visible.to(q.device), float("-inf"))
-        if sink_logits is not None:
-            sinks = sink_logits.float()[:, None, None].expand(-1, scores.shape[1], 1)
-            scores = torch.cat([scores, sinks], dim=-1)
-        top = scores.amax(dim=-1).clamp(min=torch.finfo(torch.float32).min)  # rows without keys: no -inf - -inf
-        weights = torch.exp(scores - top[..., None])
-        total = weights.sum(dim=-1)
-        if statistics is not None:
-            statistics[rows] = torch.stack([top.T * LOG2_E, total.T], dim=-1)
-        weights = (weights / total.clamp(min=1e-30)[..., None])[..., : len(key_positions)]
-        values = _gather(v_cache, v_scale, table, q.shape[1], batch)[:, visible.any(dim=0)]
-        out[rows] = torch.einsum("hrl,hle->rhe", weights[..., visible.any(dim=0)], values).to(q.dtype)
+def policy_attention_reference(inputs: PolicyInputs) -> torch.Tensor:
+    """Attention [T, H, Dv] of `q` [T, H, D]: softmax(scale q k^T) v over the keys of its compact table that each query sees.
+
+    Sink tokens are multiplied with `sink_q`; statistics [T, H, 2] are written. `op.policy_attention` has the whole contract.
+    """
+    out = inputs.q.new_zeros(*inputs.q.shape[:2], inputs.value_width)
+    for tile in _tiles(inputs):
+        scores = _scores(inputs, tile).masked_fill(~tile.visible, float("-inf"))
+        top, total, weights = softmax_of(scores, inputs.sink_logits)
+        if inputs.statistics is not None:
+            inputs.statistics[tile.rows] = torch.stack([top.T * LOG2_E, total.T], dim=-1)
+        values = stored_rows(inputs.v_cache, inputs.v_scale, tile.place)
+        values = values.masked_fill(~tile.visible.any(dim=0)[:, None, None], 0.0)  # they may be NaN
+        out[tile.rows] = weighted_sum(weights, values).to(out.dtype)
     return out
 
 
-def add_block_mass_reference(
-    mass: torch.Tensor,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    batch: PolicyBatch,
-    statistics: torch.Tensor,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    sink_q: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-) -> None:
-    """The contract is that of `op.add_block_mass`."""
-    for b, (rows, table, key_positions, visible) in enumerate(_sequences(batch)):
-        scores = _scores(q, sink_q, rows, table, key_positions, k_cache, k_scale, batch, scale, soft_cap) * LOG2_E
-        top, total = statistics[rows, :, 0].T[..., None], statistics[rows, :, 1].T[..., None]
-        share = torch.where(visible.to(q.device), torch.exp2(scores - top) / total, 0.0)
-        by_column = share.sum(dim=(0, 1)).view(len(table), batch.block_size).sum(dim=-1)
-        mass[b, : len(table)] += by_column
+def add_block_mass_reference(mass: torch.Tensor, inputs: PolicyInputs) -> None:
+    """Add to `mass` [B, N] the probabilities exp2(score - maximum) / sum of each block's keys, of all rows and heads."""
+    assert inputs.statistics is not None
+    for tile in _tiles(inputs):
+        top, total = inputs.statistics[tile.rows].permute(2, 1, 0)[..., None]  # [H, R, 1] each
+        share = torch.where(tile.visible, torch.exp2(_scores(inputs, tile) * LOG2_E - top) / total, 0.0)
+        by_block = share.sum(dim=(0, 1)).view(-1, inputs.batch.block_size).sum(dim=-1)
+        mass[tile.sequence, : len(by_block)] += by_block
 
 
-def _sequences(batch: PolicyBatch) -> list[tuple[slice, list[int], torch.Tensor, torch.Tensor]]:
-    """Of each sequence: its rows, its block ids, the positions [L] of their keys, and the mask [R, L]."""
-    found = []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tile:
+    """Some query tokens of one sequence, and all keys of its table."""
+
+    sequence: int
+    rows: slice
+    place: tuple[torch.Tensor, torch.Tensor]  # block ids and offsets of the keys, [L] each
+    is_sink: torch.Tensor  # [L]
+    visible: torch.Tensor  # [R, L]
+
+
+def _tiles(inputs: PolicyInputs) -> Iterator[_Tile]:
+    """The tiles of all sequences, in the order of their rows."""
+    batch, device = inputs.batch, inputs.q.device
+    offsets = torch.arange(batch.block_size, device=device)
     for b, columns in enumerate(batch.num_columns.tolist()):
-        first, end = batch.query_offset[b : b + 2].tolist()
+        first, last = batch.query_offset[b : b + 2].tolist()
         start, window, sinks = int(batch.start[b]), int(batch.window[b]), int(batch.sinks[b])
-        table = batch.block_table[b, :columns].tolist()
-        blocks = batch.key_blocks[b, :columns].cpu().long()
-        keys = (blocks[:, None] * batch.block_size + torch.arange(batch.block_size)).flatten()
-        positions = torch.arange(start, start + end - first)[:, None]
-        visible = keys <= positions
-        if window:
-            visible = visible & ((keys > positions - window) | (keys < sinks))
-        found.append((slice(first, end), table, keys, visible))
-    return found
+        blocks, logical = batch.block_table[b, :columns].long(), batch.key_blocks[b, :columns].long()
+        keys = (logical[:, None] * batch.block_size + offsets).flatten()  # [L] positions
+        place = (blocks.repeat_interleave(batch.block_size), offsets.repeat(columns))
+        for begin, end in tiles_of(last - first, inputs.q.shape[1] * len(keys)):
+            positions = torch.arange(start + begin, start + end, device=device)[:, None]
+            visible = keys <= positions
+            if window:
+                visible &= (keys > positions - window) | (keys < sinks)
+            yield _Tile(
+                sequence=b, rows=slice(first + begin, first + end), place=place, is_sink=keys < sinks, visible=visible
+            )
 
 
-def _scores(
-    q: torch.Tensor,
-    sink_q: torch.Tensor | None,
-    rows: slice,
-    table: list[int],
-    key_positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    batch: PolicyBatch,
-    scale: float,
-    soft_cap: float | None,
-) -> torch.Tensor:
-    """Scores [H, R, L]; what the mask hides may be NaN. Sink keys are multiplied with `sink_q`."""
-    keys = _gather(k_cache, k_scale, table, q.shape[1], batch)
-    scores = torch.einsum("rhd,hld->hrl", q[rows].float(), keys)
-    if sink_q is not None and rows.stop > rows.start:
-        b = int(batch.row_sequence[rows.start])
-        is_sink = (key_positions < int(batch.sinks[b])).to(q.device)
-        scores = torch.where(is_sink, torch.einsum("rhd,hld->hrl", sink_q[rows].float(), keys), scores)
-    scores = scores * scale
-    return scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
-
-
-def _gather(
-    cache: torch.Tensor, scales: torch.Tensor | None, table: list[int], num_heads: int, batch: PolicyBatch
-) -> torch.Tensor:
-    """Keys or values [H, L, width] of the table's blocks, in float32."""
-    gathered = (
-        cache[table] if scales is None else dequantise_rows(cache[table], scales[table])
-    )  # [columns, P, KVH, width]
-    by_head = gathered.float().flatten(0, 1).transpose(0, 1)
-    return by_head.repeat_interleave(num_heads // by_head.shape[0], dim=0)
+def _scores(inputs: PolicyInputs, tile: _Tile) -> torch.Tensor:
+    """Scores [H, R, L]; those of keys that no row sees may be NaN."""
+    keys = stored_rows(inputs.k_cache, inputs.k_scale, tile.place)
+    scores = scores_of(inputs, inputs.q[tile.rows], keys)
+    if inputs.sink_q is None:
+        return scores
+    return torch.where(tile.is_sink, scores_of(inputs, inputs.sink_q[tile.rows], keys), scores)

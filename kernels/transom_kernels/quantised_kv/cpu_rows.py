@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from transom_kernels.cpu.bounds import checked_address
@@ -50,11 +50,19 @@ from transom_kernels.cpu.vector_code import (
     shuffle,
     store,
 )
+from transom_kernels.cpu.work import argument, helper
 
 LARGEST = {"i8": 127.0, "e4m3": 448.0, "i4": 7.0}
 _BITS = {**{name: 8 * size for name, size in NUM_BYTES.items()}, "i8": 8, "e4m3": 8, "i4": 4}
 _I = types.int64
 _I16_16 = ir.VectorType(I16, LANES)
+
+
+@helper
+def cache_address(arguments, cache, block, offset, head):
+    """The address of a row, or of its scale: `cache` are the numbers of the words of a `CacheArguments`."""
+    place = block * argument(arguments, cache.block) + offset * argument(arguments, cache.token)
+    return argument(arguments, cache.cache) + place + head * argument(arguments, cache.head)
 
 
 def row_bytes(stored: str, width: int) -> int:
@@ -139,7 +147,7 @@ def make_quantise_row(stored: str) -> Any:
     largest, bits, store_numbers = np.float32(LARGEST[stored]), _BITS[stored], _make_store_numbers(stored)
     zero, one = np.float32(0.0), np.float32(1.0)
 
-    @njit(error_model="numpy")
+    @helper
     def quantise_row(work, place, scale_place, width, first, second):
         top, undefined = splat(0.0), splat(0.0)
         for k in range(0, width, 16):

@@ -12,7 +12,7 @@ import torch
 
 from tests.graph_recorder import RecorderDevice
 from tests.worker.models.interpreted import Run, check_preempted, run_engine
-from transom_kernels.paged_attention import tuning
+from transom_kernels.paged_attention.triton import tuning
 from transom_worker.execution.replay import backends
 
 SPLIT_KEYS = 16  # so that short sequences are shared out over programs, and levels differ

@@ -94,7 +94,7 @@ def test_groups_of_different_formats(folder: Path, request: pytest.FixtureReques
 @pytest.mark.parametrize("asked", some_daily(FORMATS, daily=["int8"]))
 def test_a_wrong_scale_would_show(monkeypatch: pytest.MonkeyPatch, folder: Path, asked: str) -> None:
     exact = log_probabilities(folder)
-    name = "transom_kernels.paged_attention.gather.dequantise_rows"
+    name = "transom_kernels.paged_attention.reference.dequantise_rows"
     monkeypatch.setattr(name, lambda elements, scale: dequantise_rows(elements, scale.roll(1, dims=-1)))
     assert divergence(folder, exact, kv_cache_dtype=asked) > BOUNDS[asked]
 

@@ -24,7 +24,7 @@ from transom_core.settings.settings import Settings
 from transom_kernels.launch import INTERPRETED, Kernels, prefer
 from transom_kernels.moe.dispatch import block_rows
 from transom_kernels.moe.sort import MAX_PAIRS
-from transom_kernels.paged_attention import tuning
+from transom_kernels.paged_attention.triton import tuning
 from transom_worker.execution.replay import backends
 from transom_worker.execution.replay.decode_replay import ReplayMismatch, check_replay
 from transom_worker.execution.replay.graph_inputs import GraphInputs

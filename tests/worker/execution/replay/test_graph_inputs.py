@@ -6,9 +6,9 @@ import torch
 
 from tests.worker.execution.hand_scheduler import HandScheduler, engine_config, make_runner
 from tests.worker.execution.toy_decoder import layer, load_toy
-from transom_kernels.paged_attention.launches import LaunchKey, launches_of
 from transom_kernels.paged_attention.rule import MaskRule
-from transom_kernels.paged_attention.work_items import ITEM_FIELDS
+from transom_kernels.paged_attention.triton.launches import LaunchKey, launches_of
+from transom_kernels.paged_attention.triton.work_items import ITEM_FIELDS
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
 from transom_worker.execution.replay.graph_inputs import GraphInputs, buffer_bytes, plan_work_by_key, size_of

@@ -160,7 +160,6 @@ class BatchBuilder:
             sinks=self._tensor(arrays.sinks),
             start=self._tensor(arrays.start),
             query_offset=self._tensor(arrays.query_offset),
-            row_sequence=self._tensor(arrays.row_sequence),
             count_host=arrays.count_host,
         )
 

@@ -40,11 +40,6 @@ class PolicyArrays:
         np.cumsum(self.count_host, out=offset[1:])
         return offset
 
-    @property
-    def row_sequence(self) -> Int32s:
-        """[T]"""
-        return np.repeat(np.arange(len(self.count_host), dtype=np.int32), self.count_host)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowMask:

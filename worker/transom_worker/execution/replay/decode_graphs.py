@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from transom_kernels.paged_attention.work_items import WorkPlan
+from transom_kernels.paged_attention.triton.work_items import WorkPlan
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.replay.decode_replay import DecodeReplay, DecodeStep, check_replay

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transom_core.kv_cache.groups import GroupSpec
-from transom_kernels.paged_attention import tuning
+from transom_kernels.paged_attention.triton import tuning
 
 # The largest number of work items of an attention layer. With more, the device takes longer to read the keys than the host takes to
 # launch the kernels, so a graph would gain nothing. At this limit, partial results take up to 128 MiB, at 8 KV heads of 128.

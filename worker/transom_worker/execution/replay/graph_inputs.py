@@ -14,8 +14,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from transom_kernels.paged_attention.launches import AttentionLaunch, LaunchKey, set_launches
-from transom_kernels.paged_attention.work_items import ITEM_FIELDS, NO_PARTIAL, Work, WorkPlan, plan_work
+from transom_kernels.paged_attention.triton.launches import AttentionLaunch, LaunchKey, set_launches
+from transom_kernels.paged_attention.triton.work_items import ITEM_FIELDS, NO_PARTIAL, Work, WorkPlan, plan_work
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes, StepSize

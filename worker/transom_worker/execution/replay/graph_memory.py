@@ -9,7 +9,7 @@ import torch
 from transom_core.config import SchedulerConfig
 from transom_core.model_config.architecture import Architecture
 from transom_kernels.launch import next_power_of_two
-from transom_kernels.paged_attention.tuning import MIN_DOT_ROWS
+from transom_kernels.paged_attention.triton.tuning import MIN_DOT_ROWS
 from transom_worker.execution.memory import activation_bytes
 from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
 

@@ -15,7 +15,7 @@ import torch
 
 from transom_core.contract import SamplingParams
 from transom_core.kv_cache.layout import ArenaLayout
-from transom_kernels.paged_attention.launches import launch_keys_of
+from transom_kernels.paged_attention.triton.launches import launch_keys_of
 from transom_kernels.quantised_kv import FORMATS, head_width, quantise_rows
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore

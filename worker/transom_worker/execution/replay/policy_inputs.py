@@ -96,6 +96,5 @@ class PolicyInputs:
             sinks=on[f"sinks {index}"][:num_seqs],
             start=on["start"][:num_seqs],
             query_offset=offsets,
-            row_sequence=offsets[:num_seqs],
             count_host=[],
         )

@@ -56,7 +56,7 @@ class Compressor:
         """Write this step's (kv, gate) rows to the state, and pool the entries that the step closes."""
         kv_gate = self._kv_gate(x_TN).float().view(len(x_TN), 2, 1, -1)
         state, group = cache.state.cache, metadata.batch.groups[cache.state.group]
-        kv_write(kv_gate[:, 0], kv_gate[:, 1], state.k, state.v, group.slots, group.scratch)
+        kv_write(kv_gate[:, 0], kv_gate[:, 1], state.k, state.v, group.slots)
         if not metadata.closes_entries(cache):
             return
         slots = metadata.state(cache, self._ratio, self._num_groups)

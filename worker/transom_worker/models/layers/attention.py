@@ -199,7 +199,7 @@ class Attention:
                 options.value_norm(v)
             if options.value_scale != 1.0:
                 v.mul_(options.value_scale)
-            kv_write(k, v, cache.k, cache.v, batch.slots, batch.scratch, k_scale=cache.k_scale, v_scale=cache.v_scale)
+            kv_write(k, v, cache.k, cache.v, batch.slots, k_scale=cache.k_scale, v_scale=cache.v_scale)
         return q, sink_q
 
     def _rotated(self, qk: torch.Tensor, tables: RotaryTables | None) -> torch.Tensor:

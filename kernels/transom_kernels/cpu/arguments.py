@@ -1,0 +1,63 @@
+"""Declares what a kernel is given: one list of names, from which the launcher's words and the kernel's word numbers are made.
+
+A declaration is a NamedTuple. The launcher fills it by name, and the kernel reads the word of a name:
+
+    class NormArguments(NamedTuple):
+        x: torch.Tensor  # [rows, N]
+        x_row: int  # bytes from a row to the next
+        eps: float
+
+    launch(kernel, num_rows, NormArguments(x=x, x_row=4 * x.stride(0), eps=1e-6))     # in the launcher
+
+    AT = numbers_of(NormArguments)  # AT.x is 0, AT.x_row is 1, AT.eps is 2            in the kernel's module
+    x = argument(arguments, AT.x) + row * argument(arguments, AT.x_row)               in the kernel
+
+A field may be a declaration itself, such as a cache with its strides: its words take the field's place. Kernels with code in common
+share a declaration, and add words of their own:
+
+    launch(kernel, num_rows, (Shared(x=x, ...), Own(y=y)))         OWN = numbers_of(Own, after=Shared)
+
+Numba compiles the numbers in as constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar, get_type_hints
+
+from transom_kernels.cpu.recording import Argument
+
+Arguments = Sequence["Argument | Arguments"]  # a filled declaration, or a plain list of words
+
+T = TypeVar("T")
+
+
+def numbers_of(declaration: type[T], *, after: type | None = None) -> T:
+    """The declaration, filled with the numbers of its words instead of their values; they follow the words of `after`."""
+    _, first = (None, 0) if after is None else _numbered(after, 0)
+    numbers, _ = _numbered(declaration, first)
+    return numbers
+
+
+def _numbered(declaration: type[T], first: int) -> tuple[T, int]:
+    """The declaration filled with numbers from `first` on, and the number after the last."""
+    numbers: list[Any] = []
+    for kind in get_type_hints(declaration).values():
+        if isinstance(kind, type) and issubclass(kind, tuple):
+            inner, first = _numbered(kind, first)
+            numbers.append(inner)
+        else:
+            numbers.append(first)
+            first += 1
+    return declaration(*numbers), first
+
+
+def flat(arguments: Arguments) -> list[Argument]:
+    """The arguments in the order of their words."""
+    words: list[Argument] = []
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            words.extend(flat(argument))
+        else:
+            words.append(argument)  # type: ignore[arg-type]  # a sequence is a tuple here
+    return words

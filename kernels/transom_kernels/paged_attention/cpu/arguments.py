@@ -1,0 +1,74 @@
+"""The argument words of the CPU kernels of `paged_attention`. `policy_attention` and `latent_attention` have some of them, too.
+
+Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, B sequences, N table columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from transom_kernels.cpu.arguments import numbers_of
+from transom_kernels.quantised_kv.cpu_arguments import CacheArguments
+
+
+class ResultArguments(NamedTuple):
+    """What scores and results of a row need, also in `latent_attention`."""
+
+    out: torch.Tensor | None  # [T, H, Dv], contiguous
+    kv_heads: int
+    scale: float
+    soft_cap: float  # 0: none
+    sink_logits: torch.Tensor | None  # [H]
+    sink_stride: int  # bytes
+    statistics: torch.Tensor | None  # [T, H, 2] float32: gets maximum and sum of each row's softmax
+
+
+class WorkArguments(NamedTuple):
+    """How the work of a step is cut into items (`plan.py`)."""
+
+    tiles: torch.Tensor | None = None  # [tiles, 2] int32: sequence and first token of each tile of a prompt
+    num_tile_items: int = 0  # items that compute tiles; the others decode
+    decoding: torch.Tensor | None = None  # int32 numbers of the sequences that decode; None: all
+    num_slots: int = 1  # items that share a decoding row and KV head
+    max_units: int = 0  # partial results that a row and KV head may have
+    partials: torch.Tensor | None = (
+        None  # [T, KVH, max_units, floats of a partial result] float32, where slots share rows
+    )
+
+
+class AttentionArguments(NamedTuple):
+    """What `paged_attention` and `policy_attention` have in common. Tensors of numbers are int32."""
+
+    result: ResultArguments
+    q: torch.Tensor  # [T, H, D]
+    sink_q: torch.Tensor | None  # [T, H, D]: queries for the sink tokens, with q's strides; None: those are q, too
+    q_row: int  # bytes
+    q_head: int
+    keys: CacheArguments
+    values: CacheArguments
+    key_scales: CacheArguments  # of quantised caches
+    value_scales: CacheArguments
+    block_table: torch.Tensor  # [B, N]
+    columns: int  # N
+    block_size: int
+    start: torch.Tensor  # [B]: position of the first query
+    query_offset: torch.Tensor  # [B + 1]: rows of sequence b are [query_offset[b], query_offset[b + 1])
+    work: WorkArguments
+
+
+class PagedArguments(NamedTuple):
+    """What only `paged_attention` has, after `AttentionArguments`: how its block tables are read, and the mask rule."""
+
+    first_block: torch.Tensor  # [B]: logical block of the first column after the sink blocks
+    attend_from: torch.Tensor  # [B]: first position whose key may be read; sink tokens are exempt
+    num_sink_blocks: int
+    window: int  # 0: none
+    num_sink_tokens: int
+    chunk: int  # 0: none
+
+
+RESULT = numbers_of(ResultArguments)
+AT = numbers_of(AttentionArguments)
+PAGED = numbers_of(PagedArguments, after=AttentionArguments)

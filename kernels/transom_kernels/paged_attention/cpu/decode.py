@@ -1,0 +1,127 @@
+"""Decoding: one query row and one KV head at a time, straight on the blocks of the KV cache.
+
+- A row sees the keys [0, sinks_end) (sink tokens) and [run_begin, position + 1), the *run*; `tables.TableReader` counts them.
+- unit: the keys of one of the two ranges between two multiples of UNIT_KEYS.
+- partial result: what a unit leaves for each query head of the KV head (`partial_results.py`).
+- slot: one of several items that share a row. Slot s of S computes the units s, s + S, ...
+
+Partial results are merged in the order of their keys: by the item that computed them or, where slots share a row, by a second
+launch. Both do the same operations, so the result does not depend on the number of slots.
+
+Example: without a window, the row at position 600 has the units [0, 256), [256, 512) and [512, 601). With two slots the first
+computes the units 0 and 2, the second unit 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transom_kernels.cpu.simd import load_i32
+from transom_kernels.cpu.work import argument, helper
+from transom_kernels.paged_attention.cpu.arguments import AT, RESULT
+from transom_kernels.paged_attention.cpu.layout import UNIT_KEYS, AttentionKind, DecodeLayout
+from transom_kernels.paged_attention.cpu.partial_results import make_partial_results
+from transom_kernels.paged_attention.cpu.tables import TableReader
+from transom_kernels.paged_attention.cpu.units import make_attend_unit, make_load_queries
+from transom_kernels.paged_attention.cpu.walks import make_find_groups, make_write_scales
+
+
+@helper
+def count_units(sinks_end, run_begin, position):
+    """Units of the sink tokens, and all units."""
+    num_sink_units = (sinks_end + UNIT_KEYS - 1) // UNIT_KEYS
+    run = position // UNIT_KEYS + 1 - run_begin // UNIT_KEYS if run_begin <= position else 0
+    return num_sink_units, num_sink_units + run
+
+
+@helper
+def unit_range(sinks_end, run_begin, position, num_sink_units, unit):
+    """The keys [begin, end) of a unit."""
+    if unit < num_sink_units:
+        return unit * UNIT_KEYS, min((unit + 1) * UNIT_KEYS, sinks_end)
+    number = run_begin // UNIT_KEYS + unit - num_sink_units
+    return max(run_begin, number * UNIT_KEYS), min((number + 1) * UNIT_KEYS, position + 1)
+
+
+@helper
+def rows_of(arguments, sequence):
+    """The query rows [first, last) of a sequence, and the position of the first."""
+    offsets = argument(arguments, AT.query_offset) + 4 * sequence
+    return load_i32(offsets), load_i32(offsets + 4), load_i32(argument(arguments, AT.start) + 4 * sequence)
+
+
+def _make_partials_of(kind: AttentionKind) -> Any:
+    """partials_of(arguments, row, kv_head): the address of the partial results that slots leave for a row and KV head."""
+    partial_bytes = kind.partial_bytes
+
+    @helper
+    def partials_of(arguments, row, kv_head):
+        place = (row * argument(arguments, RESULT.kv_heads) + kv_head) * argument(arguments, AT.work.max_units)
+        return argument(arguments, AT.work.partials) + place * partial_bytes
+
+    return partials_of
+
+
+def make_decode(kind: AttentionKind, table: TableReader) -> Any:
+    """decode(arguments, memory, sequence, kv_head, slot): all query rows of a sequence, as far as they are this slot's."""
+    layout, partial_bytes = DecodeLayout.of(kind), kind.partial_bytes
+    visible, set_shift = table.visible, table.set_shift
+    find_groups = make_find_groups(kind, table, layout.key_copies, layout.value_copies)
+    attend_unit = make_attend_unit(kind, find_groups, make_write_scales(table))
+    merge, clear, store = make_partial_results(kind)
+    load_queries, partials_of = make_load_queries(kind), _make_partials_of(kind)
+
+    @helper
+    def attend_row(arguments, memory, sequence, kv_head, slot, row, position):
+        sinks_end, run_begin, shift = visible(arguments, sequence, position)
+        num_sink_units, num_units = count_units(sinks_end, run_begin, position)
+        num_slots = argument(arguments, AT.work.num_slots)
+        shared = num_slots > 1 and num_units > 1
+        if slot > 0 and (slot >= num_units or not shared):
+            return
+        partials, total, partial = partials_of(arguments, row, kv_head), memory + layout.total, memory + layout.partial
+        if num_units == 0:
+            clear(total)
+        loaded = -1  # the argument whose queries are in memory
+        for unit in range(slot, num_units, num_slots if shared else 1):
+            is_sink = unit < num_sink_units
+            wanted = AT.sink_q if is_sink and argument(arguments, AT.sink_q) else AT.q
+            if loaded != wanted:
+                load_queries(arguments, memory, row, kv_head, wanted)
+                loaded = wanted
+            set_shift(memory, 0 if is_sink else shift)
+            begin, end = unit_range(sinks_end, run_begin, position, num_sink_units, unit)
+            to = partials + unit * partial_bytes if shared else (partial if unit > 0 else total)
+            attend_unit(arguments, memory, sequence, kv_head, begin, end, to)
+            if not shared and unit > 0:
+                merge(total, partial)
+        if not shared:
+            store(arguments, row, kv_head, total)
+
+    @helper
+    def decode(arguments, memory, sequence, kv_head, slot):
+        first, last, start = rows_of(arguments, sequence)
+        for row in range(first, last):
+            attend_row(arguments, memory, sequence, kv_head, slot, row, start + row - first)
+
+    return decode
+
+
+def make_combine_rows(kind: AttentionKind, table: TableReader) -> Any:
+    """combine_rows(arguments, sequence, kv_head): merge the partial results of the sequence's rows that slots shared."""
+    partial_bytes, visible, partials_of = kind.partial_bytes, table.visible, _make_partials_of(kind)
+    merge, _, store = make_partial_results(kind)
+
+    @helper
+    def combine_rows(arguments, sequence, kv_head):
+        first, last, start = rows_of(arguments, sequence)
+        for row in range(first, last):
+            sinks_end, run_begin, _ = visible(arguments, sequence, start + row - first)
+            _, num_units = count_units(sinks_end, run_begin, start + row - first)
+            if num_units > 1:
+                partials = partials_of(arguments, row, kv_head)
+                for unit in range(1, num_units):
+                    merge(partials, partials + unit * partial_bytes)
+                store(arguments, row, kv_head, partials)
+
+    return combine_rows

@@ -1,0 +1,74 @@
+"""The CPU kernels `attend` (tiles of prompts, and rows that decode) and `combine`, for any kind of block table.
+
+    attend:   out[t, h] = softmax(scale q[t, h] k^T) v over the keys that the row sees; q [T, H, D], out [T, H, Dv]
+    combine:  the results of decoding rows whose keys several items shared
+
+Items of `attend`: tiles times KV heads, then slots (`decode.py`) times decoding sequences times KV heads. Items of `combine`:
+decoding sequences times KV heads. `launcher.py` launches them, and `arguments.py` has their words.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transom_kernels.cpu.simd import load_i32
+from transom_kernels.cpu.work import argument, claim, finish, helper, scratch
+from transom_kernels.paged_attention.cpu.arguments import AT, RESULT
+from transom_kernels.paged_attention.cpu.decode import make_combine_rows, make_decode
+from transom_kernels.paged_attention.cpu.layout import AttentionKind
+from transom_kernels.paged_attention.cpu.prompt import make_attend_tile
+from transom_kernels.paged_attention.cpu.tables import TABLE, TableReader
+
+
+def make_attend(**parameters: Any) -> Any:
+    """The kernel over ordinary block tables; the parameters are the fields of `AttentionKind`."""
+    kind = AttentionKind(**parameters)
+    return attend_over(make_attend_tile(kind), make_decode(kind, TABLE))
+
+
+def make_combine(**parameters: Any) -> Any:
+    """The kernel over ordinary block tables; the parameters are the fields of `AttentionKind`."""
+    return combine_over(AttentionKind(**parameters), TABLE)
+
+
+@helper
+def decoding_sequence(arguments, index):
+    """The number of a sequence among those that decode as its number in the batch."""
+    decoding = argument(arguments, AT.work.decoding)
+    return load_i32(decoding + 4 * index) if decoding else index
+
+
+def attend_over(attend_tile: Any, decode: Any) -> Any:
+    """attend(arguments, thread), of what `make_attend_tile` and `make_decode` make."""
+
+    def attend(arguments, thread):
+        item = claim(thread)
+        while item >= 0:
+            kv_heads, num_tile_items = argument(arguments, RESULT.kv_heads), argument(arguments, AT.work.num_tile_items)
+            kv_head = item % kv_heads
+            if item < num_tile_items:
+                tile = argument(arguments, AT.work.tiles) + 8 * (item // kv_heads)
+                attend_tile(arguments, scratch(thread), load_i32(tile), load_i32(tile + 4), kv_head)
+            else:
+                index, num_slots = (item - num_tile_items) // kv_heads, argument(arguments, AT.work.num_slots)
+                sequence = decoding_sequence(arguments, index // num_slots)
+                decode(arguments, scratch(thread), sequence, kv_head, index % num_slots)
+            finish(thread)
+            item = claim(thread)
+
+    return attend
+
+
+def combine_over(kind: AttentionKind, table: TableReader) -> Any:
+    """combine(arguments, thread) for a kind of block table."""
+    combine_rows = make_combine_rows(kind, table)
+
+    def combine(arguments, thread):
+        item = claim(thread)
+        while item >= 0:
+            kv_heads = argument(arguments, RESULT.kv_heads)
+            combine_rows(arguments, decoding_sequence(arguments, item // kv_heads), item % kv_heads)
+            finish(thread)
+            item = claim(thread)
+
+    return combine

@@ -1,0 +1,142 @@
+"""A unit of a decoding row: attention of one query token and KV head to some keys, whose partial result is stored.
+
+Scores are multiplied and summed with queries and weights as words of floats, or as 16-bit integers where the cache is int8 or int4
+(`integers.py`). The scale of a quantised key multiplies its score, and the scale of a value its weight, after the softmax sum.
+
+Legend: G query heads per KV head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from transom_kernels.cpu.simd import (
+    LOG2_E,
+    float_of_bits,
+    lane_max,
+    lane_sum,
+    load_f32,
+    splat,
+    store_bf16,
+    store_f32,
+    store_scalar_f32,
+    tanh,
+    vector_max,
+    weight_bf16,
+    weight_f32,
+)
+from transom_kernels.cpu.work import argument, helper
+from transom_kernels.paged_attention.cpu.arguments import AT, RESULT
+from transom_kernels.paged_attention.cpu.decode_loops import make_group_scores, make_weighted_sum
+from transom_kernels.paged_attention.cpu.integers import integer_words, make_round_query, make_round_weights
+from transom_kernels.paged_attention.cpu.layout import MASKED, NO_MAXIMUM, AttentionKind, DecodeLayout
+from transom_kernels.paged_attention.cpu.row_vectors import keep_visible, make_copy_row, num_accumulators
+from transom_kernels.paged_attention.cpu.walks import clear_floats
+
+_HEADS_AT_ONCE = 8  # query heads whose weighted values are summed together
+
+
+def make_load_queries(kind: AttentionKind) -> Any:
+    """load_queries(arguments, memory, row, kv_head, tensor): copy a row's queries of a KV head out of argument `tensor`."""
+    layout, group, copy_row = DecodeLayout.of(kind), kind.group, make_copy_row(kind.words, kind.width)
+
+    @helper
+    def load_queries(arguments, memory, row, kv_head, tensor):
+        head_stride = argument(arguments, AT.q_head)
+        q = argument(arguments, tensor) + row * argument(arguments, AT.q_row) + kv_head * group * head_stride
+        for g in range(group):
+            copy_row(q + g * head_stride, memory + layout.queries + g * layout.query_stride)
+
+    return load_queries
+
+
+def make_attend_unit(kind: AttentionKind, find_groups: Any, write_scales: Any = None) -> Any:
+    """attend_unit(arguments, memory, sequence, kv_head, begin, end, partial): the queries in memory, the keys [begin, end).
+
+    `find_groups` and, for quantised caches, `write_scales` are what `walks.make_find_groups` and `make_write_scales` make, or
+    functions like them.
+    """
+    layout, group, has_scales, has_soft_cap = DecodeLayout.of(kind), kind.group, kind.has_scales, kind.has_soft_cap
+    integers = integer_words(kind)
+    words, has_integers = integers or kind.cached, integers is not None
+    products_at = layout.integer_queries if has_integers else layout.queries
+    product_stride = layout.integer_query_stride if has_integers else layout.query_stride
+    round_query = make_round_query(kind, layout.integer_query_stride)
+    round_weights = make_round_weights(layout.weight_stride)
+    heads = min(group, _HEADS_AT_ONCE, max(1, num_accumulators() // words.elements))
+    rest = group % heads
+    group_scores = make_group_scores(words, group, kind.width, kind.value_width, (product_stride, layout.score_stride))
+    strides = (layout.weight_stride, layout.partial_stride)
+    weighted_sum, weighted_rest = (
+        make_weighted_sum(words, count, kind.value_width, strides) for count in (heads, rest or 1)
+    )
+    store_weights, weight_of = (store_bf16, weight_bf16) if words.pairs else (store_f32, weight_f32)
+    masked, no_maximum, log2_e = np.float32(MASKED), np.float32(NO_MAXIMUM), np.float32(LOG2_E)
+    zero = np.float32(0.0)
+
+    @helper
+    def softmax(scores, weights, first, begin, end, factor, soft_cap, statistics_at, key_scales, value_scales):
+        """weights = 2 ** (score - maximum); store maximum and sum. Scores become base 2. Key `first` has the first score."""
+        top = splat(no_maximum)
+        for key in range(first, end, 16):
+            at = scores + 4 * (key - first)
+            x = load_f32(at) * splat(factor)
+            if has_scales:
+                x = x * load_f32(key_scales + 4 * (key - first))
+            if has_soft_cap:
+                x = tanh(x) * splat(soft_cap * log2_e)
+            if key < begin or key + 16 > end:
+                x = keep_visible(x, key, begin, end - 1, key, masked)
+            store_f32(at, x)
+            top = vector_max(top, x)
+        maximum = lane_max(top)
+        total = splat(zero)
+        for key in range(first, end, 16):
+            weight = weight_of(load_f32(scores + 4 * (key - first)) - splat(maximum))
+            total = total + weight
+            if has_scales:
+                weight = weight * load_f32(value_scales + 4 * (key - first))
+            if has_integers:
+                store_f32(scores + 4 * (key - first), weight)
+            else:
+                store_weights(weights + layout.weight_bytes * (key - first), weight)
+        if has_integers:
+            round_weights(scores, weights, (end - first + 15) // 16 * 16)
+        store_scalar_f32(statistics_at, maximum)
+        store_scalar_f32(statistics_at + 4, lane_sum(total))
+
+    @helper
+    def attend_unit(arguments, memory, sequence, kv_head, begin, end, partial):
+        first, keys, values = begin // 16 * 16, memory + layout.key_groups, memory + layout.value_groups
+        num_groups = (end - first + 15) // 16
+        find_groups(arguments, memory, sequence, kv_head, begin, end, keys, values)
+        key_scales, value_scales = memory + layout.key_scales, memory + layout.value_scales
+        if has_scales:
+            clear_floats(key_scales, 16 * num_groups)
+            clear_floats(value_scales, 16 * num_groups)
+            at = 4 * (begin - first)
+            write_scales(arguments, memory, sequence, kv_head, begin, end, key_scales + at, value_scales + at)
+        if has_integers:
+            for g in range(group):
+                round_query(
+                    memory + layout.queries + g * layout.query_stride, memory + products_at + g * product_stride
+                )
+        group_scores(keys, values, num_groups, memory + products_at, memory + layout.scores)
+        scale = float_of_bits(argument(arguments, RESULT.scale))
+        soft_cap = float_of_bits(argument(arguments, RESULT.soft_cap))
+        factor = scale / soft_cap if has_soft_cap else scale * log2_e
+        for g in range(group):
+            scores = memory + layout.scores + g * layout.score_stride
+            weights = memory + layout.weights + g * layout.weight_stride
+            at = partial + g * layout.partial_stride + layout.statistics
+            softmax(scores, weights, first, begin, end, factor, soft_cap, at, key_scales, value_scales)
+        weights = memory + layout.weights
+        for g in range(0, group - rest, heads):
+            weighted_sum(values, num_groups, weights + g * layout.weight_stride, partial + g * layout.partial_stride)
+        if rest:
+            g = group - rest
+            weighted_rest(values, num_groups, weights + g * layout.weight_stride, partial + g * layout.partial_stride)
+
+    return attend_unit

@@ -1,0 +1,236 @@
+"""The Triton kernel `attend`: attention of query tiles over a paged KV cache, for decoding and for prompts.
+
+For every query row `m` of a tile and every key `n` that the mask rule lets it see:
+
+    score[m, n] = scale * q[m] . k[n]                      then soft_cap * tanh(score / soft_cap) if there is a soft cap
+    out[m]      = sum_n exp(score[m, n]) v[n] / (sum_n exp(score[m, n]) + exp(sink_logit))
+
+The grid is (work items, KV heads): one program computes one work item for one KV head. `work_items.py` defines work items (a tile
+of query tokens, or one split of its keys) and has the table of their nine fields. A program
+
+1. reads its work item, and computes each row's position and first visible key;
+2. loads the tile's queries;
+3. loops over its keys, `BLOCK_N` table indices at a time: the sink tokens' indices first, then the run's. Each iteration looks
+   up the indices' blocks, loads keys, computes masked scores, updates the online softmax, loads values, and accumulates;
+4. writes a partial result (maximum, sum and weighted values) if its tile is split, for the kernel `combine`; else it divides by
+   the softmax sum and writes the output.
+
+A *table index* is a key's place in the block table (column * P + offset), as opposed to its position in the sequence.
+
+Quantised caches (`quantised_kv`) are multiplied as they are stored: a key's scale multiplies its scores, and a value's scale the
+weights, after the softmax sum.
+
+`softmax.py` has the softmax. Offsets into the caches are int64, since the
+cache's memory is larger than 2 GiB. Sizes that change from step to step are not specialised: a new batch compiles nothing.
+
+Triton's tile widths are powers of two, so a head of another width is computed as two tiles, a power of two and a padded
+remainder: 80 is 64 + 16, and 192 is 128 + 64. Variables of the first tile end in 1 (`q1`, `acc1`), those of the second in 2.
+
+Legend: T query tokens, H query heads, KVH KV heads, G query heads per KV head, M rows of a tile (tokens * G: row `m` is token
+`m // G` and query head `kv_head * G + m % G`), N keys of an iteration (BLOCK_N), D key width = D1 + D2, E value width = E1 + E2,
+P block size in tokens, B sequences, W work items.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from transom_kernels.paged_attention.triton.softmax import add_sink, continue_softmax, finite, inverse_of
+from transom_kernels.quantised_kv.triton_rows import load_numbers
+from transom_kernels.triton_math import LOG2_E, tanh
+
+
+@triton.jit
+def _load_rows(base, rows, stride, columns, width: tl.constexpr, kept):
+    """Elements [rows, columns] at `base + rows * stride + columns`; zeros in rows that are not `kept` and from `width` on."""
+    inside = kept[:, None] & (columns < width)[None, :]
+    return tl.load(base + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def attend(
+    q,  # [T, H, D]
+    k_cache,  # [ids, P, KVH, D]
+    v_cache,  # [ids, P, KVH, E]
+    out,  # [T, H, E]
+    partial_out,  # [partials, KVH, M, E] float32: weighted values, not yet divided
+    partial_stats,  # [partials, KVH, M, 2] float32: maximum (base 2) and softmax sum
+    items,  # [W, 9] int32: `work_items.py` has the table of fields
+    block_table,  # [B, columns] int32
+    first_block,  # [B] int32: logical block of the first column after the sink blocks
+    attend_from,  # [B] int32: first position whose key may be read; sink tokens are exempt
+    sink_logits,  # [H] float32, or unused
+    k_scale,  # [ids, P, KVH] float32: scales of quantised keys; or unused
+    v_scale,  # [ids, P, KVH] float32: scales of quantised values; or unused
+    scale,
+    soft_cap,
+    q_stride_t,
+    q_stride_h,
+    k_stride_b,
+    k_stride_p,
+    k_stride_h,
+    v_stride_b,
+    v_stride_p,
+    v_stride_h,
+    ks_stride_b,
+    ks_stride_p,
+    ks_stride_h,
+    vs_stride_b,
+    vs_stride_p,
+    vs_stride_h,
+    table_stride,
+    num_kv_heads,
+    num_sink_blocks,  # columns that hold logical blocks 0, 1, ...
+    BLOCK_SIZE: tl.constexpr,  # P
+    GROUP: tl.constexpr,  # G
+    D: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,  # 0: D is D1
+    E: tl.constexpr,
+    E1: tl.constexpr,
+    E2: tl.constexpr,  # 0: E is E1
+    WINDOW: tl.constexpr,  # tokens; 0: no window
+    SINKS: tl.constexpr,  # sink tokens
+    CHUNK: tl.constexpr,  # tokens of an attention chunk; 0: no chunks
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_SINK_LOGITS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    PACKED: tl.constexpr,  # caches of int4
+    UPCAST: tl.constexpr,  # products in float32: for the interpreter, which cannot compute in bfloat16
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Compute one work item for one KV head."""
+    # --- the work item ---
+    item = items + tl.program_id(0) * 9
+    kv_head = tl.program_id(1)
+    first_row, num_tokens, first_position = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    b = tl.load(item + 3)
+    sinks_begin, sinks_end = tl.load(item + 4), tl.load(item + 5)
+    run_begin, run_end, partial = tl.load(item + 6), tl.load(item + 7), tl.load(item + 8)
+
+    # --- positions of the tile's rows, and the first key that each of them sees (`rule.MaskRule.first_key`) ---
+    m = tl.arange(0, BLOCK_M)
+    token = m // GROUP  # [BLOCK_M], as all of these
+    head = kv_head * GROUP + m % GROUP
+    is_row = token < num_tokens  # the other rows of the tile are padding
+    position = first_position + token
+    attend_from_b = tl.load(attend_from + b)
+    low = tl.full([BLOCK_M], 0, tl.int32) + attend_from_b
+    if WINDOW > 0:
+        low = tl.maximum(low, position - WINDOW + 1)
+    if CHUNK > 0:
+        low = tl.maximum(low, position - position % CHUNK)
+    tile_low = tl.min(tl.where(is_row, low, 2147483647))  # keys of the whole tile lie in [tile_low, tile_last]
+    tile_last = first_position + num_tokens - 1
+
+    # --- load queries ---
+    d1, e1 = tl.arange(0, D1), tl.arange(0, E1)
+    q_rows = (first_row + token).to(tl.int64) * q_stride_t + head * q_stride_h
+    q1 = _load_rows(q, q_rows, 1, d1, D, is_row)  # [BLOCK_M, D1]
+    if UPCAST:
+        q1 = q1.to(tl.float32)
+    acc1 = tl.zeros([BLOCK_M, E1], tl.float32)
+    if D2 > 0:
+        d2 = D1 + tl.arange(0, D2)
+        q2 = _load_rows(q, q_rows, 1, d2, D, is_row)  # [BLOCK_M, D2]
+        if UPCAST:
+            q2 = q2.to(tl.float32)
+    if E2 > 0:
+        e2 = E1 + tl.arange(0, E2)
+        acc2 = tl.zeros([BLOCK_M, E2], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # of the scores so far, base 2
+    row_sum = tl.zeros([BLOCK_M], tl.float32)  # of exp2(score - row_max) so far
+
+    # --- loop over keys: BLOCK_N table indices of the sink tokens, then of the run ---
+    run_block = tl.load(first_block + b)
+    table = block_table + b.to(tl.int64) * table_stride
+    n = tl.arange(0, BLOCK_N)
+    # iterations begin at multiples of BLOCK_N, so that each holds whole cache blocks
+    sinks_aligned, run_aligned = sinks_begin // BLOCK_N * BLOCK_N, run_begin // BLOCK_N * BLOCK_N
+    sink_iterations = tl.cdiv(sinks_end - sinks_aligned, BLOCK_N)
+    for i in range(0, sink_iterations + tl.cdiv(run_end - run_aligned, BLOCK_N)):
+        in_sinks = i < sink_iterations
+        index = (
+            tl.where(in_sinks, sinks_aligned + i * BLOCK_N, run_aligned + (i - sink_iterations) * BLOCK_N) + n
+        )  # [BLOCK_N]
+        index_begin, index_end = tl.where(in_sinks, sinks_begin, run_begin), tl.where(in_sinks, sinks_end, run_end)
+
+        # - look up each index's position and physical block -
+        column = index // BLOCK_SIZE
+        in_range = (index >= index_begin) & (index < index_end)
+        logical = tl.where(column < num_sink_blocks, column, run_block + column - num_sink_blocks)
+        key = logical * BLOCK_SIZE + index % BLOCK_SIZE  # [BLOCK_N] position of the key
+        readable = in_range & (key <= tile_last) & ((key >= tile_low) | (key < SINKS))
+        block = tl.load(table + column, mask=readable, other=0).to(tl.int64)
+
+        # - load keys, multiply -
+        k_rows = block * k_stride_b + (index % BLOCK_SIZE) * k_stride_p + kv_head * k_stride_h
+        k1 = load_numbers(k_cache, k_rows, 0, D1, D, readable, PACKED)  # [BLOCK_N, D1]
+        if UPCAST or k1.dtype != q1.dtype:
+            k1 = k1.to(q1.dtype)
+        score = tl.dot(q1, tl.trans(k1), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        if D2 > 0:
+            k2 = load_numbers(k_cache, k_rows, D1, D2, D, readable, PACKED)  # [BLOCK_N, D2]
+            if UPCAST or k2.dtype != q2.dtype:
+                k2 = k2.to(q2.dtype)
+            score = tl.dot(q2, tl.trans(k2), score, input_precision="ieee")
+        score *= scale
+        place = index % BLOCK_SIZE  # of the keys in their blocks
+        if HAS_SCALES:
+            ks = block * ks_stride_b + place * ks_stride_p + kv_head * ks_stride_h
+            score *= tl.load(k_scale + ks, mask=readable, other=0.0)[None, :]
+        if HAS_SOFT_CAP:
+            score = soft_cap * tanh(score / soft_cap)
+
+        # - mask; scores in base 2 -
+        visible = (key[None, :] <= position[:, None]) & ((key[None, :] >= low[:, None]) | (key[None, :] < SINKS))
+        visible = visible & readable[None, :] & is_row[:, None]
+        score = tl.where(visible, score * LOG2_E, float("-inf"))
+
+        # - online softmax: what was accumulated so far is rescaled to the new maximum -
+        row_max, row_sum, weight, rescale = continue_softmax(row_max, row_sum, score)  # weight is [BLOCK_M, BLOCK_N]
+
+        # - load values, accumulate -
+        v_rows = block * v_stride_b + (index % BLOCK_SIZE) * v_stride_p + kv_head * v_stride_h
+        v1 = load_numbers(v_cache, v_rows, 0, E1, E, readable, PACKED)  # [BLOCK_N, E1]
+        if UPCAST or v1.dtype != q1.dtype:
+            v1 = v1.to(q1.dtype)
+        if HAS_SCALES:
+            vs = block * vs_stride_b + place * vs_stride_p + kv_head * vs_stride_h
+            weight *= tl.load(v_scale + vs, mask=readable, other=0.0)[None, :]
+        acc1 = tl.dot(weight.to(v1.dtype), v1, acc1 * rescale[:, None], input_precision="ieee")
+        if E2 > 0:
+            v2 = load_numbers(v_cache, v_rows, E1, E2, E, readable, PACKED)  # [BLOCK_N, E2]
+            if UPCAST or v2.dtype != q1.dtype:
+                v2 = v2.to(q1.dtype)
+            acc2 = tl.dot(weight.to(v2.dtype), v2, acc2 * rescale[:, None], input_precision="ieee")
+
+    # --- a split tile: store the partial result for the kernel `combine` ---
+    if partial >= 0:
+        base = (partial.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M
+        stats = partial_stats + (base + m) * 2
+        tl.store(stats, row_max)
+        tl.store(stats + 1, row_sum)
+        place = partial_out + (base + m)[:, None] * E
+        tl.store(place + e1[None, :], acc1, mask=(e1 < E)[None, :] & is_row[:, None])
+        if E2 > 0:
+            tl.store(place + e2[None, :], acc2, mask=(e2 < E)[None, :] & is_row[:, None])
+        return
+
+    # --- a whole tile: add the sink logit to the softmax sum, divide, store ---
+    if HAS_SINK_LOGITS:
+        sink = tl.load(sink_logits + head, mask=is_row, other=float("-inf"))
+        row_max, row_sum, rescale = add_sink(finite(row_max), row_sum, sink)
+        acc1 *= rescale[:, None]
+        if E2 > 0:
+            acc2 *= rescale[:, None]
+    inverse_sum = inverse_of(row_sum)
+    num_heads = num_kv_heads * GROUP
+    out_rows = ((first_row + token).to(tl.int64) * num_heads + head)[:, None] * E
+    kept1 = (e1 < E)[None, :] & is_row[:, None]
+    tl.store(out + out_rows + e1[None, :], (acc1 * inverse_sum[:, None]).to(out.dtype.element_ty), mask=kept1)
+    if E2 > 0:
+        kept2 = (e2 < E)[None, :] & is_row[:, None]
+        tl.store(out + out_rows + e2[None, :], (acc2 * inverse_sum[:, None]).to(out.dtype.element_ty), mask=kept2)

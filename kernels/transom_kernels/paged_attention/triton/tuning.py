@@ -1,0 +1,107 @@
+"""Tile sizes, warps and pipeline stages of the Triton implementation, by the shape of a layer's attention.
+
+A *tile* is some query tokens of one sequence with the query heads of one KV head; its *rows* are tokens times heads. An
+*iteration* of the kernel `attend` reads `block_n` keys. `num_stages` is Triton's software pipelining depth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transom_kernels.launch import next_power_of_two
+from transom_kernels.paged_attention.triton.work_items import Tiling
+
+FEW_TOKENS = 4  # sequences with up to so many new tokens are split along their keys (split-KV)
+DECODE_SPLIT_KEYS = 1024  # keys of a split
+COMBINED_AT_ONCE = 16  # splits that an iteration of `combine` reads
+MIN_DOT_ROWS = 16  # the least rows of a product on tensor cores
+PROMPT_ROWS = 128  # of a prompt's tile
+# An iteration looks up its blocks before it fetches their keys and values, so each of the two takes half of the stages: with five,
+# one iteration's loads are in flight while another is computed. With three or four none are, and a program that has its streaming
+# multiprocessor for itself waits.
+HOPPER_PROMPT_STAGES = 5
+LONG_PIPELINE_ROUND_BYTES = (
+    32 << 10
+)  # keys and values of an iteration; two larger ones leave no shared memory for queries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelConfig:
+    """How `attend` is compiled: rows of a tile, keys of an iteration, warps, pipeline stages, and the stages on Hopper (sm_90)."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    hopper_stages: int
+
+
+def kernel_config(*, rows: int, key_size: int, value_size: int, element_bytes: int, cache_bytes: int) -> KernelConfig:
+    """The configuration for tiles of at most `rows` rows (tokens times query heads per KV head).
+
+    Sizes are in elements.
+    """
+    block_m = MIN_DOT_ROWS
+    while block_m < rows:
+        block_m *= 2
+    widest = max(key_size, value_size)
+    # rows that are widened take registers twice, and a head of two tiles has two of them
+    is_widened = cache_bytes < element_bytes
+    has_two_widened = is_widened and next_power_of_two(widest) != widest
+    if element_bytes > 2:  # float32: products without tensor cores, for exactness, not for speed
+        num_warps = 4 if block_m > MIN_DOT_ROWS and 64 < widest < 96 else 8  # at width 80 more warps spill registers
+        return KernelConfig(block_m=block_m, block_n=MIN_DOT_ROWS, num_warps=num_warps, num_stages=1, hopper_stages=1)
+    if block_m <= 32:  # decoding is memory-bound: keep several loads in flight
+        block_n = 128 if widest * element_bytes <= 128 else 64 if widest * element_bytes <= 512 else 32
+        # larger accumulators need the registers of 8 warps, and wide rows that are widened, too
+        is_large = block_m * widest * element_bytes > 32 * 256 or (is_widened and widest > 128)
+        num_warps, stages = 8 if is_large else 4, 3
+        if has_two_widened:
+            block_n, stages = 32, 2
+        return KernelConfig(
+            block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=stages, hopper_stages=stages
+        )
+    small = widest * element_bytes <= 256 and not has_two_widened
+    block_n, num_stages = (64, 3) if small else (32, 2)
+    is_long = block_n * (key_size + value_size) * element_bytes <= LONG_PIPELINE_ROUND_BYTES
+    hopper_stages = HOPPER_PROMPT_STAGES if is_long else num_stages
+    return KernelConfig(
+        block_m=block_m, block_n=block_n, num_warps=8, num_stages=num_stages, hopper_stages=hopper_stages
+    )
+
+
+def stages_on(config: KernelConfig, capability: tuple[int, int]) -> int:
+    """Pipeline stages on a device of this compute capability.
+
+    The longer pipeline takes Hopper's registers and its 227 KiB of shared memory, so only 9.0 gets it: a later capability does
+    not mean more memory (12.x has 99 KiB), and 9.4 is what another vendor's devices report.
+    """
+    return config.hopper_stages if capability == (9, 0) else config.num_stages
+
+
+def tilings(*, group: int, key_size: int, element_bytes: int, cache_bytes: int) -> tuple[Tiling, ...]:
+    """How sequences with one, a few, and many new tokens are tiled, where `group` query heads share a KV head.
+
+    Each of the three tilings gets a launch of its own, so that a sequence's result does not depend on the rest of the batch.
+    """
+    tokens = max(1, _prompt_rows(key_size * element_bytes, element_bytes, cache_bytes) // group)
+    return (
+        Tiling(min_new_tokens=1, max_new_tokens=1, tile_tokens=1, split_keys=DECODE_SPLIT_KEYS),
+        Tiling(
+            min_new_tokens=2,
+            max_new_tokens=FEW_TOKENS,
+            tile_tokens=min(FEW_TOKENS, tokens),
+            split_keys=DECODE_SPLIT_KEYS,
+        ),
+        Tiling(min_new_tokens=FEW_TOKENS + 1, max_new_tokens=2**31 - 1, tile_tokens=tokens, split_keys=0),
+    )
+
+
+def _prompt_rows(row_bytes: int, element_bytes: int, cache_bytes: int) -> int:
+    """Rows of a prompt's tile: fewer where queries are wide, or where 8-bit keys are widened, since both take registers."""
+    if element_bytes > 2:
+        return MIN_DOT_ROWS
+    is_wide, is_widened = row_bytes > 384, cache_bytes < 2
+    if row_bytes > 512 or (is_wide and is_widened):
+        return PROMPT_ROWS // 4
+    return PROMPT_ROWS // 2 if is_wide or is_widened else PROMPT_ROWS

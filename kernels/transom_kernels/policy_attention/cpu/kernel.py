@@ -1,0 +1,26 @@
+"""The CPU kernels `attend` and `combine` of `policy_attention`: those of `paged_attention`, over compact block tables.
+
+Units and key tiles begin at multiples of their size of the aligned index (`table.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transom_kernels.paged_attention.cpu.decode import make_decode
+from transom_kernels.paged_attention.cpu.kernel import attend_over, combine_over
+from transom_kernels.paged_attention.cpu.layout import AttentionKind, DecodeLayout
+from transom_kernels.policy_attention.cpu.prompt import make_attend_tile
+from transom_kernels.policy_attention.cpu.table import make_table
+
+
+def make_attend(**parameters: Any) -> Any:
+    """The kernel; the parameters are the fields of `AttentionKind`."""
+    kind = AttentionKind(**parameters)
+    return attend_over(make_attend_tile(kind), make_decode(kind, make_table(DecodeLayout.of(kind).shift)))
+
+
+def make_combine(**parameters: Any) -> Any:
+    """The kernel; the parameters are the fields of `AttentionKind`."""
+    kind = AttentionKind(**parameters)
+    return combine_over(kind, make_table(DecodeLayout.of(kind).shift))

@@ -1,0 +1,67 @@
+"""Launches the CPU kernels of `policy_attention` and `add_block_mass`, straight on the blocks of the KV cache.
+
+The number of launched items depends on shapes alone, and the kernels read all numbers of a step from tensors, so that decode
+steps can be recorded.
+
+Legend: T query tokens, H query heads, D key width, Dv value width, B sequences, N table columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import torch
+
+from transom_kernels.cpu.kernel import cpu_kernel
+from transom_kernels.cpu.launching import launch
+from transom_kernels.paged_attention.cpu.arguments import WorkArguments
+from transom_kernels.paged_attention.cpu.launcher import (
+    attention_arguments,
+    kind_of,
+    launch_attention,
+    scratch_bytes_of,
+)
+from transom_kernels.paged_attention.cpu.layout import UNIT_KEYS
+from transom_kernels.policy_attention.batch import PolicyBatch
+from transom_kernels.policy_attention.cpu.arguments import PolicyArguments
+from transom_kernels.policy_attention.inputs import PolicyInputs
+
+
+def policy_attention_cpu(inputs: PolicyInputs) -> torch.Tensor:
+    """Attention [T, H, Dv] of `q` [T, H, D] over compact block tables: softmax(scale q k^T) v, for sink tokens of `sink_q`.
+
+    Statistics [T, H, 2] get each row's maximum and sum; `op.policy_attention` has the whole contract.
+    """
+    inputs, batch = _with_equal_strides(inputs), inputs.batch
+    return launch_attention(
+        "transom_kernels.policy_attention.cpu.kernel",
+        inputs,
+        batch.block_table.shape[1] * batch.block_size,
+        _own(batch),
+        sink_q=inputs.sink_q,
+        statistics=inputs.statistics,
+    )
+
+
+def add_block_mass_cpu(mass: torch.Tensor, inputs: PolicyInputs) -> None:
+    """Add to `mass` [B, N] the attention probability of each block's keys, of all rows and heads (`op.add_block_mass`)."""
+    inputs, batch = _with_equal_strides(inputs), inputs.batch
+    kind = replace(kind_of(inputs), sink_dtype=None)
+    units = -(-mass.shape[1] * batch.block_size // UNIT_KEYS)
+    shared = attention_arguments(inputs, WorkArguments(), out=None, sink_q=inputs.sink_q, statistics=inputs.statistics)
+    own = _own(batch)._replace(mass=mass, mass_units=units)
+    kernel = cpu_kernel("transom_kernels.policy_attention.cpu.mass", "make_add_mass", **asdict(kind))
+    launch(kernel, len(mass) * units, (shared, own), scratch_bytes=scratch_bytes_of(kind))
+
+
+def _own(batch: PolicyBatch) -> PolicyArguments:
+    return PolicyArguments(
+        key_blocks=batch.key_blocks, num_columns=batch.num_columns, windows=batch.window, sinks=batch.sinks
+    )
+
+
+def _with_equal_strides(inputs: PolicyInputs) -> PolicyInputs:
+    """The inputs, copied if the queries for sink tokens have other strides than the queries."""
+    if inputs.sink_q is None or inputs.sink_q.stride() == inputs.q.stride():
+        return inputs
+    return replace(inputs, q=inputs.q.contiguous(), sink_q=inputs.sink_q.contiguous())

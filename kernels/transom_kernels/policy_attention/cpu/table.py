@@ -1,0 +1,76 @@
+"""What the CPU kernels of `policy_attention` read of a compact block table: ranges of visible keys, and the keys' addresses.
+
+Keys are counted in two ways. A *table index* is a key's place in the table (column * P + offset). The keys of a row's run are cut
+into units by their *aligned index* = table index + shift, where the shift makes the row's own key have its position: so a row
+whose run has no gap is cut where `paged_attention` would cut it, however many blocks have left the table.
+"""
+
+from __future__ import annotations
+
+from transom_kernels.cpu.simd import load_i32, load_i64, store_i64
+from transom_kernels.cpu.work import argument, helper
+from transom_kernels.paged_attention.cpu.arguments import AT
+from transom_kernels.paged_attention.cpu.tables import TableReader
+from transom_kernels.policy_attention.cpu.arguments import POLICY
+
+
+@helper
+def table_index(arguments, sequence, key):
+    """The table index of the first key of the table that is at least `key`; the end of the table if there is none."""
+    size = argument(arguments, AT.block_size)
+    blocks = argument(arguments, POLICY.key_blocks) + 4 * sequence * argument(arguments, AT.columns)
+    count = load_i32(argument(arguments, POLICY.num_columns) + 4 * sequence)
+    logical, low, high = key // size, 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if load_i32(blocks + 4 * middle) < logical:
+            low = middle + 1
+        else:
+            high = middle
+    if low < count and load_i32(blocks + 4 * low) == logical:
+        return low * size + key - logical * size
+    return low * size
+
+
+@helper
+def visible_indices(arguments, sequence, position):
+    """(sinks_end, run_begin, run_end): the row at `position` sees the table indices [0, sinks_end) and [run_begin, run_end).
+
+    Where there is a second query, the first range has all sink tokens, which it is for; else only those before the run.
+    """
+    window = load_i32(argument(arguments, POLICY.windows) + 4 * sequence)
+    sinks = load_i32(argument(arguments, POLICY.sinks) + 4 * sequence)
+    run_end = table_index(arguments, sequence, position + 1)
+    run_begin = table_index(arguments, sequence, max(0, position - window + 1)) if window > 0 else 0
+    sinks_end = table_index(arguments, sequence, min(sinks, position + 1))
+    if argument(arguments, AT.sink_q) == 0:
+        sinks_end = min(sinks_end, run_begin)
+    return sinks_end, max(run_begin, sinks_end), run_end
+
+
+@helper
+def visible(arguments, sequence, position):
+    """`TableReader.visible`: the ranges as aligned indices, and the shift of the run."""
+    sinks_end, run_begin, run_end = visible_indices(arguments, sequence, position)
+    shift = position + 1 - run_end
+    return sinks_end, run_begin + shift, shift
+
+
+@helper
+def _block_at(arguments, sequence, number):
+    columns = argument(arguments, AT.columns)
+    return load_i32(argument(arguments, AT.block_table) + 4 * (sequence * columns + number))
+
+
+def make_table(shift_at: int) -> TableReader:
+    """How compact tables are read: keys are counted by aligned index; the shift lies at `shift_at` of the thread's memory."""
+
+    @helper
+    def set_shift(memory, shift):
+        store_i64(memory + shift_at, shift)
+
+    @helper
+    def index_of(memory, key):
+        return key - load_i64(memory + shift_at)
+
+    return TableReader(visible, set_shift, index_of, _block_at)

@@ -1,0 +1,32 @@
+"""What the implementations of `policy_attention` and `add_block_mass` are given, and the check that it fits together.
+
+Legend: T query tokens, H query heads, D key width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from transom_kernels.paged_attention.inputs import AttentionInputs
+from transom_kernels.policy_attention.batch import PolicyBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyInputs(AttentionInputs):
+    """Queries and caches (`AttentionInputs`), compact block tables, and what policies may want besides."""
+
+    batch: PolicyBatch
+    sink_q: torch.Tensor | None = None  # [T, H, D]: multiplied with the keys of sink tokens instead of q
+    statistics: torch.Tensor | None = None  # [T, H, 2] float32: maximum (base 2) and sum of each row's softmax
+
+    def check(self) -> None:
+        """Raise ValueError unless shapes, dtypes and options fit together."""
+        super(PolicyInputs, self).check()
+        for name, value, shape in (
+            ("sink_q", self.sink_q, self.q.shape),
+            ("statistics", self.statistics, (*self.q.shape[:2], 2)),
+        ):
+            if value is not None and tuple(value.shape) != tuple(shape):
+                raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {tuple(shape)}.")

@@ -1,0 +1,1 @@
+"""Attention of rows with a KV policy by Triton kernels."""

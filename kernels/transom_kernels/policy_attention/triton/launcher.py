@@ -1,0 +1,100 @@
+"""Launches the Triton kernels of `policy_attention` and `add_block_mass`.
+
+One launch computes all sequences with one new token, another all others in tiles of several tokens. Tables under a policy are
+short, so keys are not split among programs.
+
+Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, B sequences, N table columns, W tiles.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transom_kernels.launch import INTERPRETED, next_power_of_two
+from transom_kernels.policy_attention.batch import PolicyBatch
+from transom_kernels.policy_attention.inputs import PolicyInputs
+from transom_kernels.policy_attention.triton.kernel import add_mass, attend_rows
+from transom_kernels.policy_attention.triton.tuning import TileConfig, tile_config
+from transom_kernels.quantised_kv import is_packed, refuse_old_device
+
+
+def policy_attention_triton(inputs: PolicyInputs) -> torch.Tensor:
+    """Attention [T, H, Dv] of `q` [T, H, D] over compact block tables: softmax(scale q k^T) v, for sink tokens of `sink_q`.
+
+    Statistics [T, H, 2] get each row's maximum and sum; `op.policy_attention` has the whole contract.
+    """
+    refuse_old_device(inputs.k_cache)
+    q, k_cache, v_cache, batch = inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch
+    out = unused = q.new_empty(*q.shape[:2], inputs.value_width)
+    sinks = None if inputs.sink_logits is None else inputs.sink_logits.float()
+    k_scale, v_scale, statistics = inputs.k_scale, inputs.v_scale, inputs.statistics
+    for decodes in (True, False):
+        config = _config(inputs, decodes)
+        tiles = _tiles(batch, config, decodes, q.device)
+        if not len(tiles):
+            continue
+        attend_rows[(len(tiles), inputs.kv_heads)](
+            q, q if inputs.sink_q is None else inputs.sink_q, k_cache, v_cache, out,
+            unused if statistics is None else statistics,
+            tiles, batch.block_table, batch.key_blocks, batch.num_columns, batch.window, batch.sinks, batch.start,
+            batch.query_offset, unused if sinks is None else sinks,
+            unused if k_scale is None else k_scale, unused if v_scale is None else v_scale,
+            inputs.scale, inputs.soft_cap or 0.0, q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
+            *_scale_strides(k_scale), *_scale_strides(v_scale), batch.block_table.stride(0), inputs.kv_heads,
+            BLOCK_SIZE=batch.block_size, GROUP=inputs.group, D=q.shape[2], E=inputs.value_width,
+            HAS_SOFT_CAP=inputs.soft_cap is not None, HAS_SINK_LOGITS=sinks is not None,
+            HAS_SINK_QUERY=inputs.sink_q is not None, HAS_SCALES=k_scale is not None, PACKED=is_packed(k_cache),
+            WRITES_STATISTICS=statistics is not None, UPCAST=INTERPRETED,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            BLOCK_D=max(16, next_power_of_two(q.shape[2])), BLOCK_E=max(16, next_power_of_two(inputs.value_width)),
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+    return out
+
+
+def add_block_mass_triton(mass: torch.Tensor, inputs: PolicyInputs) -> None:
+    """Add to `mass` [B, N] the attention probability of each block's keys, of all rows and heads (`op.add_block_mass`)."""
+    refuse_old_device(inputs.k_cache)
+    q, k_cache, batch, k_scale = inputs.q, inputs.k_cache, inputs.batch, inputs.k_scale
+    config = _config(inputs, decodes=True)
+    add_mass[tuple(mass.shape)](
+        mass, q, q if inputs.sink_q is None else inputs.sink_q, k_cache, inputs.statistics, batch.block_table,
+        batch.key_blocks, batch.num_columns, batch.window, batch.sinks, batch.start, batch.query_offset,
+        mass if k_scale is None else k_scale, inputs.scale, inputs.soft_cap or 0.0,
+        q.stride(0), q.stride(1), *k_cache.stride()[:3], *_scale_strides(k_scale), batch.block_table.stride(0),
+        inputs.kv_heads,
+        BLOCK_SIZE=batch.block_size, GROUP=inputs.group, D=q.shape[2],
+        HAS_SOFT_CAP=inputs.soft_cap is not None, HAS_SINK_QUERY=inputs.sink_q is not None,
+        HAS_SCALES=k_scale is not None, PACKED=is_packed(k_cache), UPCAST=INTERPRETED,
+        BLOCK_M=config.block_m, BLOCK_N=max(16, next_power_of_two(batch.block_size)),
+        BLOCK_D=max(16, next_power_of_two(q.shape[2])), num_warps=config.num_warps, num_stages=1,
+    )  # fmt: skip
+
+
+def _config(inputs: PolicyInputs, decodes: bool) -> TileConfig:
+    return tile_config(
+        group=inputs.group,
+        widest=max(inputs.q.shape[2], inputs.value_width),
+        element_bytes=inputs.q.element_size(),
+        cache_bytes=inputs.k_cache.element_size(),
+        decodes=decodes,
+    )
+
+
+def _scale_strides(scales: torch.Tensor | None) -> tuple[int, ...]:
+    """Strides of blocks, tokens and heads."""
+    return (0, 0, 0) if scales is None else scales.stride()
+
+
+def _tiles(batch: PolicyBatch, config: TileConfig, decodes: bool, device: torch.device) -> torch.Tensor:
+    """[W, 3] int32: sequence, first row and number of tokens of each tile, of decoding sequences or of all others."""
+    key = ("tiles", decodes, config.tokens)
+    if key not in batch.scratch:
+        tiles, row = [], 0
+        for b, count in enumerate(batch.count_host):
+            if count and (count == 1) == decodes:
+                tiles += [(b, row + at, min(config.tokens, count - at)) for at in range(0, count, config.tokens)]
+            row += count
+        batch.scratch[key] = torch.tensor(tiles, dtype=torch.int32).to(device, non_blocking=True)
+    found: torch.Tensor = batch.scratch[key]
+    return found
