@@ -111,10 +111,8 @@ class WorkerTable:
         num_to_compute: npt.NDArray[np.int64],
         extra_s: npt.NDArray[np.float64] | None = None,
     ) -> Candidates:
-        """The workers of a selection as candidates for a request.
-
-        Each would compute `num_to_compute` of its tokens, after `extra_s` seconds.
-        """
+        """The workers of a selection as candidates for a request of which they would compute `num_to_compute` tokens, after
+        `extra_s` seconds."""
         for worker_id, worker in self._changed.items():
             self._facts[:, self._rows[worker_id]] = worker.candidate(0).facts
         self._changed.clear()
