@@ -43,6 +43,7 @@ OF_WORKERS: dict[str, Values] = {
     "transom_step_seconds": one(*STEP_PARTS),
     "transom_computed_tokens": one("prefill", "decode", "repair", "recompute"),
     "transom_step_rows": one("prefill", "decode"),
+    "transom_decode_steps": set(product(("0",), ("eager", "replayed"))),
     "transom_prefix_tokens": {("hit", ""), ("repaired", ""), *(("missed", reason) for reason in MISS_REASONS)},
     "transom_prefix_requests": one(*HIT_OUTCOMES),
     "transom_kv_checkpoint_changes": set(product(CHECKPOINT_KINDS, ("placed", "given_up", "windows_given_up", "hit"))),
