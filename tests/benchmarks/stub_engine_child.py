@@ -5,34 +5,33 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from peer_engines.json_child import answer_calls
+from benchmarks.json_child import answer_calls
 
 SECONDS_PER_STEP = float(os.environ.get("SECONDS_PER_STEP", "0.25"))
-running = 0
 
 
-def load(settings: dict[str, Any]) -> dict[str, Any]:
-    print("what a library prints")  # must not come between the answers
-    if settings.get("model") == "broken":
-        raise ValueError("no such model")
-    return {"seconds": 1.0}
+class StubEngineChild:
+    def __init__(self) -> None:
+        self._running = 0
 
+    def load(self, settings: dict[str, Any]) -> dict[str, Any]:
+        print("what a library prints")  # must not come between the answers
+        if settings.get("model") == "broken":
+            raise ValueError("no such model")
+        return {"seconds": 1.0}
 
-def prefill(num_tokens: int) -> dict[str, Any]:
-    return {"seconds": num_tokens * SECONDS_PER_STEP}
+    def prefill(self, num_tokens: int) -> dict[str, Any]:
+        return {"seconds": num_tokens * SECONDS_PER_STEP}
 
+    def start(self, batch: int, context: int) -> dict[str, Any]:
+        self._running = batch
+        if context == 13:
+            os._exit(3)
+        return {"first_tokens": [int(1000 * SECONDS_PER_STEP), *range(1, batch)]}
 
-def start(batch: int, context: int) -> dict[str, Any]:
-    global running
-    running = batch
-    if context == 13:
-        os._exit(3)
-    return {"first_tokens": [int(1000 * SECONDS_PER_STEP), *range(1, batch)]}
-
-
-def decode(steps: int) -> dict[str, Any]:
-    return {"seconds": steps * SECONDS_PER_STEP, "tokens": steps * running, "outside_forward_s": 0.0}
+    def decode(self, steps: int) -> dict[str, Any]:
+        return {"seconds": steps * SECONDS_PER_STEP, "tokens": steps * self._running, "outside_forward_s": 0.0}
 
 
 if __name__ == "__main__":
-    answer_calls({"load": load, "prefill": prefill, "start": start, "decode": decode})
+    answer_calls(StubEngineChild())

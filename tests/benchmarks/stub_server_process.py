@@ -1,9 +1,8 @@
-"""A stub completions server as a process, for benchmarks that start servers: `python stub_server_process.py PORT`."""
+"""A stub completions server as a process: `python -m tests.benchmarks.stub_server_process PORT`."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 
 from tests.benchmarks.stub_server import StubServer, completion
@@ -11,9 +10,9 @@ from tests.benchmarks.stub_server import StubServer, completion
 
 async def serve(port: int) -> None:
     async with StubServer(completion, port=port):
+        print("serving", flush=True)
         await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(int(sys.argv[1])))
+    asyncio.run(serve(int(sys.argv[1])))

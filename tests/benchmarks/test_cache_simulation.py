@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cache_cases import CASES
-from cache_simulation import shares
+from benchmarks.cache.cases import CASES
+from benchmarks.cache.simulation import shares
 
 
 def test_every_case_has_a_name_of_its_own() -> None:

@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-import cpu_decode
-from cpu_decode import Case, base_environment, main, read_variables
+from benchmarks.engine import cpu_decode
+from benchmarks.engine.cpu_decode import base_environment, main, read_variables
 from tests.benchmarks import stub_engine_child
-
-STUB = Path(stub_engine_child.__file__)
-BENCHMARKS = Path(cpu_decode.__file__).parent
 
 
 @pytest.fixture(autouse=True)
 def stub_engines(monkeypatch):
-    monkeypatch.setattr(cpu_decode, "CHILD", STUB)
-    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS))
-
-
-def test_a_ratio_is_the_median_of_the_rounds_ratios():
-    case = Case(8, 512, milliseconds={"reference": [10, 40, 30], "default": [5, 10, 10]})
-    assert case.ratio("default", "reference") == 3
-    assert case.median_ms("reference") == 30
-    assert case.tokens_per_s("default") == 800
-    assert case.label == "decode, batch 8 at 512"
-
-
-def test_first_tokens_are_compared_sequence_by_sequence():
-    case = Case(3, 16, first_tokens={"reference": [5, 6, 7], "default": [5, 9, 7]})
-    assert case.same_first_tokens() == "2/3"
-    assert Case(0, 512).same_first_tokens() == ""
+    monkeypatch.setattr(cpu_decode, "CHILD", stub_engine_child.__name__)
 
 
 @pytest.mark.parametrize(
@@ -55,12 +36,15 @@ def test_both_variants_are_measured_in_turns(tmp_path, capsys):
     file = tmp_path / "figures.json"
     arguments = ["--compare", "SECONDS_PER_STEP=0.5", "--batches", "4,1", "--contexts", "16", "--rounds", "2"]
     assert main([*arguments, "--json", str(file)]) == 0
-    figures = json.loads(file.read_text())
-    cases = {case["label"]: case for case in figures["cases"]}
-    assert list(cases) == ["prefill 512", "decode, batch 1 at 16", "decode, batch 4 at 16"]
-    assert cases["decode, batch 4 at 16"]["tokens_per_s"] == {"SECONDS_PER_STEP=0.5": 8, "default": 16}
-    assert cases["decode, batch 4 at 16"]["same_first_tokens"] == "3/4"
-    assert "ratio 2.00" in capsys.readouterr().out
+    rows = {row["label"]: row for row in json.loads(file.read_text())["figures"]}
+    first, *_ = rows
+    assert first == "prefill 512"
+    assert rows["decode, batch 4 at 16"]["median"] == {"SECONDS_PER_STEP=0.5": 8, "default": 16}
+    assert rows["decode, batch 4 at 16"]["ratio"] == {"default": 2.0}
+    assert "decode, batch 1 at 16, outside forward" in rows
+    said = capsys.readouterr().out
+    assert "decode, batch 4 at 16: same first tokens 3/4" in said
+    assert "| decode, batch 4 at 16, tokens/s | 8.0 | 16.0 (2.00) |" in said
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 import sys
 from dataclasses import dataclass
@@ -12,23 +11,16 @@ from typing import Any, ClassVar
 
 import pytest
 
-import cpu_peers
-from peer_engines import turns
-from peer_engines.engine import ChildRun, Engine, OfflineRun, ServerCommand, clean_environment
-from peer_engines.figures import Figures
-from peer_engines.json_child import Child
-from peer_engines.llama_cpp_engine import LlamaCpp, bench_result, decode_speed
-from peer_engines.read_bandwidth import ReadBandwidth
-from peer_engines.running_server import RunningServer, ServerError, free_port
-from peer_engines.safetensors_size import bytes_of_a_step
-from peer_engines.transformers_engine import Transformers
-from peer_engines.transom_engine import Transom
-from peer_engines.turns import rotated
-from peer_engines.vllm_engine import Vllm
+from benchmarks.engine import cpu_peers
+from benchmarks.engine.peers import turns
+from benchmarks.engine.peers.engine import ChildRun, Engine, OfflineRun, clean_environment
+from benchmarks.engine.peers.figures import Figures
+from benchmarks.engine.peers.llama_cpp_peer import LlamaCpp, bench_result, decode_speed
+from benchmarks.engine.peers.turns import rotated
+from benchmarks.engine.peers.vllm_peer import Vllm
+from benchmarks.engine.peers.weight_floor import ReadBandwidth, bytes_of_a_step
+from benchmarks.json_child import Child
 from tests.benchmarks import stub_engine_child, stub_server_process
-
-ROOT = Path(stub_engine_child.__file__).parents[2]
-PATHS = os.pathsep.join((str(ROOT), str(ROOT / "benchmarks")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +35,12 @@ class StubEngine(Engine):
         return "1"
 
     def offline(self) -> OfflineRun:
-        environment = clean_environment(PYTHONPATH=PATHS, SECONDS_PER_STEP=str(self.seconds_per_step))
-        child = Child(self.name, [sys.executable, stub_engine_child.__file__], environment)
+        environment = clean_environment(SECONDS_PER_STEP=str(self.seconds_per_step))
+        child = Child(self.name, sys.executable, stub_engine_child.__name__, environment)
         return ChildRun(child, {"model": self.model})
 
-    def server(self, port: int) -> ServerCommand | None:
-        command = [sys.executable, stub_server_process.__file__, str(port)]
-        return ServerCommand(command=command, environment=clean_environment(PYTHONPATH=PATHS))
+    def server(self, port: int) -> list[str]:
+        return [sys.executable, "-m", stub_server_process.__name__, str(port)]
 
 
 class FasterEngine(StubEngine):
@@ -59,8 +50,8 @@ class FasterEngine(StubEngine):
 class BrokenEngine(StubEngine):
     name: ClassVar[str] = "broken"
 
-    def server(self, port: int) -> ServerCommand | None:
-        return ServerCommand(command=[sys.executable, "-c", "raise SystemExit('no model')"], environment={})
+    def server(self, port: int) -> list[str]:
+        return [sys.executable, "-c", "raise SystemExit('no model')"]
 
 
 class AbsentEngine(StubEngine):
@@ -111,21 +102,6 @@ def test_servers_are_measured_and_end(stub_engines, tmp_path):
     assert failure.startswith("broken, server: broken: the server ended with code 1: no model")
 
 
-def test_a_servers_processes_are_counted_and_ended():
-    spin = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'while True: pass']).wait()"
-    command = ServerCommand(command=[sys.executable, "-c", spin], environment=clean_environment())
-    server = RunningServer("spinning", command, free_port())
-    try:
-        with pytest.raises(ServerError, match=r"spinning: no answer in 0 s"):
-            server.first_answer(0.2)
-        assert server.idle_share(1.0, 1.0) > 0.05  # the descendant's, which gets a core where one is free
-        assert len(server._processes()) == 2
-        assert server.memory_bytes() > 1e6
-    finally:
-        server.stop(timeout_s=0.5)
-    assert server._processes() == []
-
-
 def test_engines_say_what_is_missing(tmp_path):
     (tmp_path / "model.safetensors").touch()
     common: dict[str, Any] = {"model": str(tmp_path), "num_threads": 2}
@@ -134,8 +110,6 @@ def test_engines_say_what_is_missing(tmp_path):
     assert "safetensors" in Vllm(model="smollm2", num_threads=2, python=sys.executable).missing()
     assert "--llama-cpp" in LlamaCpp(**common, folder="", gguf="").missing()
     assert "has no llama-bench" in LlamaCpp(**common, folder=str(tmp_path), gguf="").missing()
-    assert Transformers(model="smollm2", num_threads=2).missing()
-    assert Transom(**common).missing() == ""
 
 
 def test_figures_pair_the_values_of_one_round():

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from eviction_policies import POLICIES
+from benchmarks.cache.eviction_policies import POLICIES
 from transom_core.config import SchedulerConfig
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.layout import ArenaLayout, GroupLayout

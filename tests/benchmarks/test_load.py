@@ -1,3 +1,5 @@
+"""The load generator against a stub server: every level is measured, and what cannot be measured is named."""
+
 from __future__ import annotations
 
 import json
@@ -7,31 +9,18 @@ import pytest
 import typer
 from rich.console import Console
 
-import load
-from load_client import Load, LoadClient
-from load_requests import Workload
+from benchmarks.serving import load
+from benchmarks.serving.load_client import Load, LoadClient
+from benchmarks.serving.load_requests import Workload
 from tests.benchmarks.stub_server import StubServer, completion
 
 QUIET = Console(quiet=True)
+SMALL: dict[str, Any] = {"prompt_tokens": (4, 8), "output_tokens": (2, 4)}
 
 
-def workload(**changes):
-    values: dict[str, Any] = {
-        "api": "completions",
-        "model": "",
-        "prompt_tokens": (4, 8),
-        "output_tokens": (2, 4),
-        "shared_prefix_tokens": 0,
-        "ignore_eos": True,
-        "temperature": 0.0,
-        "seed": 0,
-    }
-    return Workload(**(values | changes))
-
-
-async def measure(server, loads, **changes):
-    client = LoadClient(base_url=server.url, api="completions", api_key=None, timeout_s=120)
-    return await load.measure(client, workload(**changes), loads, 6, 2, QUIET)
+async def measure(server, loads):
+    client = LoadClient(base_url=server.url, api="completions", timeout_s=120)
+    return await load.measure(client, Workload(model="", **SMALL), loads, 6, 2, QUIET)
 
 
 async def test_every_level_is_measured_and_written(tmp_path):
@@ -76,3 +65,19 @@ def test_ranges_and_levels_are_checked():
     for wrong in ("0", "x", "1,-2"):
         with pytest.raises(typer.BadParameter):
             load.read_loads(wrong, "")
+
+
+def test_prompts_have_the_drawn_lengths_and_are_the_same_for_the_same_seed():
+    def first(count: int, label: str, **changes: Any) -> list[dict[str, Any]]:
+        bodies = Workload(model="m", **(SMALL | changes)).bodies(label)
+        return [next(bodies) for _ in range(count)]
+
+    bodies = first(200, "a", shared_prefix_tokens=3)
+    assert {len(body["prompt"]) for body in bodies} == {4, 5, 6, 7, 8}
+    assert {body["max_tokens"] for body in bodies} == {2, 3, 4}
+    assert len({tuple(body["prompt"][:3]) for body in bodies}) == 1
+    assert len({tuple(body["prompt"][3:]) for body in bodies}) == 200
+    assert bodies == first(200, "a", shared_prefix_tokens=3) != first(200, "b", shared_prefix_tokens=3)
+    [chat] = first(1, "a", api="chat", prompt_tokens=(5, 5), ignore_eos=False)
+    assert len(chat["messages"][0]["content"].split()) == 5
+    assert "ignore_eos" not in chat

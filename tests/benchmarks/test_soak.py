@@ -11,18 +11,16 @@ from typing import Any
 
 import pytest
 
-from soaking import journal as promises
-from soaking.accounts import check_page, compare, in_use, left_tasks
-from soaking.answers import Answer, Choice, difference, is_beginning
-from soaking.bad_clients import bad_requests
-from soaking.cases import Case, make_cases, make_conversations
-from soaking.journal import Journal
-from soaking.page import Page
-from soaking.process_watch import Sample, leftovers, slope_per_h
-from soaking.report import Report, gap_figures
-from soaking.tally import Tally
-from soaking.traffic import Known, Traffic
-from soaking.windows import Windows
+from benchmarks.serving.soak import journal as promises
+from benchmarks.serving.soak.accounts import Tally, check_page, compare, in_use, left_tasks
+from benchmarks.serving.soak.answers import Answer, Choice, difference, is_beginning
+from benchmarks.serving.soak.bad_clients import bad_requests
+from benchmarks.serving.soak.cases import Case, make_cases, make_conversations
+from benchmarks.serving.soak.cluster import Page
+from benchmarks.serving.soak.journal import Journal, Windows
+from benchmarks.serving.soak.process_watch import Sample, leftovers, slope_per_h
+from benchmarks.serving.soak.report import Report, gap_figures
+from benchmarks.serving.soak.traffic import Known, Traffic
 from tests.benchmarks.stub_server import StubServer
 
 PAGE = """

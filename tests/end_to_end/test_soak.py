@@ -17,8 +17,7 @@ LONGEST_S = 3000.0  # kills and redeploys take longer than planned where other t
 @pytest.mark.serve
 @pytest.mark.timeout(LONGEST_S + 100)
 def test_ten_minutes_of_kills_break_no_promise(tmp_path: Path) -> None:
-    command: list[str | Path] = [sys.executable, ROOT / "benchmarks" / "soak.py", "--minutes", str(MINUTES)]
-    soak = subprocess.run(
-        [*command, "--json", tmp_path / "soak.json"], capture_output=True, text=True, timeout=LONGEST_S, check=False
-    )
+    command = [sys.executable, "-m", "benchmarks.serving.soak", "--minutes", str(MINUTES)]
+    command += ["--json", str(tmp_path / "soak.json")]
+    soak = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST_S, check=False)
     assert soak.returncode == 0, soak.stdout[-6000:] + soak.stderr[-2000:]

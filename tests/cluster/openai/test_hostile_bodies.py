@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hostile_bodies import BODIES, SMALL_BODIES
+from tests.cluster.openai.hostile_bodies import BODIES, SMALL_BODIES
 from transom_cluster.openai.openapi_document import POST_ENDPOINTS
 from transom_cluster.openai.request.body import BodyParser
 from transom_cluster.openai.request.chat_request import ChatCompletionRequest

@@ -1,0 +1,150 @@
+"""Prefix hits of every case by eviction policy, beside the published figures of vLLM and what foresight could hit.
+
+    python -m benchmarks.cache.simulation --configs DIR --traces DIR --json results.json
+    python -m benchmarks.cache.simulation --configs DIR --traces DIR --only sessions --policy default --policy lru
+    python -m benchmarks.cache.simulation --configs DIR --traces DIR --only synthetic --seed 0 --seed 1 --seed 2 --block-size 128
+
+DIRs hold the models' folders with their config.json, and the traces as JSON lines. Each row is one case; a cell is the share of
+prompt tokens hit (+ repaired), and of several seeds the mean, with the range of hits in brackets. The table is Markdown, as in
+docs/cache_simulation.md, which has the last figures; the README's plot is drawn from them. Larger hash blocks are simulated faster,
+but are not what a server has by default.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from benchmarks.cache.cases import CASES, Case
+from benchmarks.cache.eviction_policies import POLICIES
+from transom_worker.simulate.simulation import Simulation, SimulationConfig
+
+
+def main(
+    configs: Annotated[Path, typer.Option(help="Models' folders.")],
+    traces: Annotated[Path, typer.Option(help="Recorded traces.")],
+    only: Annotated[str, typer.Option(help="Cases whose name contains this.")] = "",
+    policy: Annotated[list[str] | None, typer.Option(help="Eviction policies; all if unset.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="First requests of each trace.")] = None,
+    seed: Annotated[
+        list[int] | None, typer.Option(help="Of the digests and of the workloads' orders; 0 if unset.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a hash block.")] = 16,
+    bounds: Annotated[bool, typer.Option(help="Work out the bounds as well.")] = True,
+    jobs: Annotated[int, typer.Option(min=1, help="Simulations at once, a process each.")] = 1,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write every report here as well.")] = None,
+) -> None:
+    """Simulate every case under every policy."""
+    policies = tuple(policy or POLICIES)
+    unknown = sorted(set(policies) - set(POLICIES))
+    if unknown:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(POLICIES)}.", param_hint="--policy")
+    cases = [case for case in CASES if only in case.name]
+    seeds = tuple(dict.fromkeys(seed or [0]))
+    results: dict[str, dict[str, list[dict[str, Any]]]] = {case.name: {} for case in cases}
+    runs = [
+        Run(case, name, one, bounds and (name, one) == (policies[0], seeds[0]), configs, traces, limit, block_size)
+        for case in cases
+        for name in policies
+        for one in seeds
+    ]
+    print_row("case", "vLLM", "dense", *policies, "full alone", "clairvoyant", "infinite")
+    print_row("---", *["---:"] * (5 + len(policies)))
+    for case, name, report in _in_order(runs, jobs):
+        reports = results[case.name]
+        reports.setdefault(name, []).append(report)
+        if sum(map(len, reports.values())) == len(policies) * len(seeds):
+            whole = limit is None or not case.trace  # as published
+            published = (case.vllm_default, case.vllm_dense) if whole else (None, None)
+            print_row(*case_row(case, reports, policies, published))
+    if json_path is not None:
+        json_path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+class Run(NamedTuple):
+    """One simulation of a case."""
+
+    case: Case
+    policy: str
+    seed: int
+    with_bounds: bool
+    configs: Path
+    traces: Path
+    limit: int | None  # of traces; the case's own limit if it is lower
+    block_size: int
+
+
+def _in_order(runs: list[Run], jobs: int) -> Iterator[tuple[Case, str, dict[str, Any]]]:
+    if jobs == 1:
+        for run in runs:
+            yield run.case, run.policy, simulate_case(run)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        for run, report in zip(runs, pool.map(simulate_case, runs), strict=True):
+            yield run.case, run.policy, report
+
+
+def simulate_case(run: Run) -> dict[str, Any]:
+    """One case under one policy, as the JSON report."""
+    case = run.case
+    limits = [limit for limit in (case.limit, run.limit if case.trace else None) if limit is not None]
+    config = SimulationConfig(
+        model=run.configs / case.model,
+        memory=case.memory,
+        host_memory=case.host_memory,
+        trace=run.traces / f"{case.trace}.jsonl" if case.trace else None,
+        workload=case.workload,
+        arrivals=case.arrivals,
+        skip=case.skip,
+        limit=min(limits, default=None),
+        block_size=run.block_size,
+        seed=run.seed,
+        clairvoyant=run.with_bounds,
+    )
+    return Simulation(config, policy=POLICIES[run.policy]()).run().as_json()
+
+
+def case_row(
+    case: Case,
+    reports: dict[str, list[dict[str, Any]]],
+    policies: tuple[str, ...],
+    published: tuple[float | None, float | None],
+) -> Iterator[str]:
+    """The cells of one line; `published` are vLLM's shares, `reports` those of all seeds by policy."""
+    yield case.name
+    yield from map(percent, published)
+    yield from (shares(reports[name]) for name in policies)
+    bounds = reports[policies[0]][0].get("bounds", {})
+    yield from (
+        percent(bounds.get(name, {}).get("hit_share")) for name in ("full_alone_lru", "clairvoyant", "infinite")
+    )
+
+
+def shares(reports: list[dict[str, Any]]) -> str:
+    """Percent of prompt tokens hit (+ repaired): the mean of several seeds, and the range of the hits."""
+    hits = [report["hit_share"] for report in reports]
+    repaired = fmean(report["repaired_share"] for report in reports)
+    text = percent(fmean(hits)) + (f" + {percent(repaired)}" if repaired else "")
+    return text if len(hits) == 1 else f"{text} ({percent(min(hits))} to {percent(max(hits))})"
+
+
+def percent(share: float | None) -> str:
+    """With one decimal; empty where nothing is known."""
+    return "" if share is None else f"{100 * share:.1f}"
+
+
+def print_row(*cells: str) -> None:
+    """One line of a Markdown table, at once."""
+    print("| " + " | ".join(cells) + " |", flush=True)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    typer.run(main)

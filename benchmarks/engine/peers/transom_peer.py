@@ -1,0 +1,167 @@
+"""Transom, from the source tree or environment that runs the benchmark.
+
+Run as a program, this module is the child that holds one engine. The prompts of one context length are the same every time, and the
+prompts of a smaller batch are the first of a larger one. So only their first start computes them: later starts find them in the
+prefix cache and begin to decode at once.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from benchmarks.engine.peers.engine import (
+    SERVED_NAME,
+    ChildRun,
+    Engine,
+    OfflineRun,
+    clean_environment,
+    random_prompt,
+)
+from benchmarks.json_child import ROOT, Child, answer_calls
+from benchmarks.server_process import transom_serve
+from transom_core.contract import Request, SamplingParams
+from transom_core.settings.settings import Settings
+from transom_worker.engine.engine import Engine as TransomEngine
+from transom_worker.engine.startup import build_engine
+
+KV_CACHE_MEMORY = "2GiB"  # as vLLM gets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transom(Engine):
+    """Transom. `serve_arguments` are added to `transom serve`."""
+
+    serve_arguments: tuple[str, ...] = ()
+    name: ClassVar[str] = "transom"
+
+    def missing(self) -> str:
+        """See `Engine`. The benchmark itself runs in Transom's environment."""
+        return ""
+
+    def version(self) -> str:
+        """See `Engine`."""
+        found = subprocess.run(
+            ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True
+        )
+        arguments = f", serve {' '.join(self.serve_arguments)}" if self.serve_arguments else ""
+        return f"commit {found.stdout.strip() or 'unknown'}, bfloat16{arguments}"
+
+    def offline(self) -> OfflineRun:
+        """See `Engine`."""
+        settings = {
+            "model": self.model,
+            "dtype": "bfloat16",
+            "device": "cpu",
+            "kv_cache_memory_bytes": KV_CACHE_MEMORY,
+            "num_threads": self.num_threads,
+        }
+        return ChildRun(Child(self.name, sys.executable, __name__, self.environment()), settings)
+
+    def server(self, port: int) -> list[str]:
+        """See `Engine`."""
+        command = transom_serve(
+            self.model,
+            port,
+            served_model_name=SERVED_NAME,
+            dtype="bfloat16",
+            device="cpu",
+            num_threads=self.num_threads,
+            kv_cache_memory_bytes=KV_CACHE_MEMORY,
+        )
+        return [*command, *self.serve_arguments]
+
+    def environment(self) -> dict[str, str]:
+        """See `Engine`."""
+        kept = {name: os.environ[name] for name in ("PYTHONPATH", "TRANSOM_KERNELS") if name in os.environ}
+        return clean_environment(**kept)
+
+
+class TransomChild:
+    """One engine and the sequences that it decodes now."""
+
+    def __init__(self) -> None:
+        self._engine: TransomEngine | None = None
+        self._running: list[str] = []
+        self._num_requests = 0
+
+    def load(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Build the engine."""
+        begin_s = time.perf_counter()
+        self._engine = build_engine(Settings.parse(**settings).engine_config())
+        return {"seconds": time.perf_counter() - begin_s}
+
+    def prefill(self, num_tokens: int) -> dict[str, Any]:
+        """Seconds from the admission of one new prompt to its first token."""
+        self._stop_all()
+        begin_s = time.perf_counter()
+        self._add(random_prompt(random.Random(), num_tokens))
+        self._steps_until_all_started()
+        return {"seconds": time.perf_counter() - begin_s}
+
+    def start(self, batch: int, context: int) -> dict[str, Any]:
+        """Start `batch` sequences and run until each has its first token, which stands at position `context`."""
+        self._stop_all()
+        for index in range(batch):
+            self._add(random_prompt(random.Random(f"{context} {index}"), context))
+        first = self._steps_until_all_started()
+        return {"first_tokens": [first[request_id] for request_id in self._running]}
+
+    def decode(self, steps: int) -> dict[str, Any]:
+        """Seconds of `steps` decode steps of all started sequences, and of these the seconds outside forward passes."""
+        built = self._built()
+        forward_begin_s, begin_s = built.forward_s, time.perf_counter()
+        num_tokens = sum(len(event.token_ids) for _ in range(steps) for event in built.step())
+        seconds = time.perf_counter() - begin_s
+        if num_tokens != steps * len(self._running):
+            raise RuntimeError(
+                f"{steps} steps of {len(self._running)} sequences gave {num_tokens} tokens; the KV pool is too small."
+            )
+        outside_s = seconds - (built.forward_s - forward_begin_s)
+        return {"seconds": seconds, "tokens": num_tokens, "outside_forward_s": outside_s}
+
+    def _built(self) -> TransomEngine:
+        if self._engine is None:
+            raise RuntimeError("`load` comes first.")
+        return self._engine
+
+    def _add(self, prompt: list[int]) -> None:
+        self._num_requests += 1
+        request_id = f"bench-{self._num_requests}"
+        self._built().add(
+            Request(
+                request_id=request_id,
+                prompt_token_ids=tuple(prompt),
+                params=SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True),
+                seed=0,
+            )
+        )
+        self._running.append(request_id)
+
+    def _steps_until_all_started(self) -> dict[str, int]:
+        """Step until every running sequence has a token; return the first token of each."""
+        first: dict[str, int] = {}
+        while len(first) < len(self._running):
+            for event in self._built().step():
+                if event.error is not None:
+                    raise RuntimeError(f"{event.request_id}: {event.error}")
+                if event.token_ids:
+                    first.setdefault(event.request_id, event.token_ids[0])
+        return first
+
+    def _stop_all(self) -> None:
+        built = self._built()
+        for request_id in self._running:
+            built.abort(request_id)
+        self._running.clear()
+        while built.has_work:
+            built.step()
+
+
+if __name__ == "__main__":
+    answer_calls(TransomChild())

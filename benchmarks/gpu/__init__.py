@@ -1,0 +1,1 @@
+"""Checks and measurements on a GPU, each job in a child process (`benchmarks/gpu.sh` runs them)."""

@@ -1,0 +1,114 @@
+"""A device: its name and versions for the record, its clocks, and the two ceilings that figures are shares of."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.timing import Timer
+
+PACKAGES = ("torch", "triton", "transformers", "numpy", "flashinfer-python", "flash-attn")
+COPIED_BYTES = (1 << 30, 4 << 30)
+MATRIX_SIZES = (8192, 4096)
+TINY_BYTES, TINY_SIZE = 1 << 16, 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """The best of a few sizes: a device-to-device copy, bytes read and written counted, and a bf16 product of random matrices."""
+
+    copy_bytes_per_s: float
+    matrix_flops_per_s: float
+
+    def floor_s(self, num_bytes: float, flops: float) -> float:
+        """No version of work that moves and computes so much runs much faster."""
+        return max(num_bytes / self.copy_bytes_per_s, flops / self.matrix_flops_per_s)
+
+
+def measure_ceilings(device: torch.device, *, tiny: bool = False) -> Ceilings:
+    """A second or two on a GPU. Random numbers: products of zeros draw less power and run faster than real ones."""
+    timer = Timer(device, seconds=0.4)
+    copies = [_copy_rate(timer, size, device) for size in ((TINY_BYTES,) if tiny else COPIED_BYTES)]
+    products = [_matrix_rate(timer, size, device) for size in ((TINY_SIZE,) if tiny else MATRIX_SIZES)]
+    return Ceilings(copy_bytes_per_s=max(copies), matrix_flops_per_s=max(products))
+
+
+def _copy_rate(timer: Timer, num_bytes: int, device: torch.device) -> float:
+    source = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / timer.time(lambda: target.copy_(source), captured=False, writes=True).seconds
+
+
+def _matrix_rate(timer: Timer, size: int, device: torch.device) -> float:
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * size**3 / timer.time(lambda: torch.mm(a, b, out=out), captured=False).seconds
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Date, chip, driver and versions."""
+    chip: dict[str, Any] = {"name": platform.processor() or platform.machine()}
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        chip = {
+            "name": found.name,
+            "capability": f"{found.major}.{found.minor}",
+            "processors": found.multi_processor_count,
+            "memory_bytes": found.total_memory,
+            "l2_bytes": getattr(found, "L2_cache_size", None),
+            "driver": _driver(),
+        }
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": chip,
+        "python": sys.version.split()[0],
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "cuda": torch.version.cuda,
+        "cores": os.cpu_count(),
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+    }
+
+
+def clocks(device: torch.device) -> dict[str, float]:
+    """Clocks, power and temperature as the driver says, taken right after the work: a hot or capped card measures less. Empty where
+    its library is not installed; asking the driver's program instead would take longer than a case."""
+    if device.type != "cuda":
+        return {}
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        card = pynvml.nvmlDeviceGetHandleByIndex(device.index or 0)
+        return {
+            "sm_mhz": pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_SM),
+            "memory_mhz": pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_MEM),
+            "power_w": pynvml.nvmlDeviceGetPowerUsage(card) / 1e3,
+            "celsius": pynvml.nvmlDeviceGetTemperature(card, pynvml.NVML_TEMPERATURE_GPU),
+            "throttle_reasons": pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(card),
+        }
+    except Exception:  # absent, or a driver that does not tell: clocks are a remark, never a reason to lose a figure
+        return {}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver() -> str:
+    """The driver's version; empty where its program is absent or fails."""
+    command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0")
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

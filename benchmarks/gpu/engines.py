@@ -1,0 +1,181 @@
+"""The engine that `gpu.models` measures, over random weights."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from transformers import PreTrainedConfig
+
+from benchmarks.gpu.geometries import RandomWeights, config_json
+from tests.tiny_checkpoints import byte_tokenizer
+from transom_core.contract import OutputEvent, Request, SamplingParams
+from transom_core.model_config.architecture import read_architecture
+from transom_core.model_files.resolve import ModelFiles
+from transom_core.settings.settings import Settings
+from transom_core.text.tokenizer import Tokenizer
+from transom_worker.engine.engine import Engine
+from transom_worker.execution.local_executor import LocalExecutor
+from transom_worker.execution.setup.model_loading import LoadedModel
+from transom_worker.models.registry import build_model
+from transom_worker.telemetry.metrics import EngineMetrics
+
+PROFILED_STEPS = 4
+TOP_KERNELS = 8
+RUNS = 3  # of a prompt, and of some steps each: the median counts, and how far they are apart is the spread
+FIRST_STEPS = 4  # not timed
+BATCHED_TOKENS = 8192  # of a step
+
+
+def prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Random ids, the same in every run and different for every prompt."""
+    draw = random.Random(count * 7919 + length)
+    return [[draw.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def _middle(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """The median, and how far apart the runs are."""
+    return {name: statistics.median(seconds), "spread": max(seconds) / min(seconds) - 1}
+
+
+class Transom:
+    """The engine as `LLM` runs it, over a model that was handed to it."""
+
+    def __init__(
+        self, config: PreTrainedConfig, device: torch.device, *, longest: int, most: int, enforce_eager: bool
+    ) -> None:
+        """Sequences of up to `longest` tokens, `most` at once; on a GPU the KV pool takes what the default share of it leaves."""
+        self._device, self._vocab_size = device, config.vocab_size
+        architecture, weights = read_architecture(config_json(config)), RandomWeights(device)
+        model = build_model(architecture, weights, dtype=torch.bfloat16, device=device)
+        weights.close()
+        loaded = LoadedModel(model=model, architecture=architecture, dtype="bfloat16", device=device, eos_token_ids=())
+        sizes: dict[str, Any] = {"max_num_batched_tokens": BATCHED_TOKENS}
+        if device.type != "cuda":
+            sizes = {"max_num_batched_tokens": 64, "kv_cache_memory_bytes": "16MiB"}
+        engine_config = Settings.parse(
+            model=config.model_type, device=device.type, dtype="bfloat16", max_model_len=longest, max_num_seqs=most,
+            enable_prefix_caching=False, enforce_eager=enforce_eager, **sizes,
+        ).engine_config()  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            byte_tokenizer().save_pretrained(folder)
+            files = ModelFiles(name="random", path=Path(folder), is_gguf=False, config={}, generation_config={})
+            tokenizer = Tokenizer.load(files)
+        metrics = EngineMetrics(model=config.model_type, worker="0")
+        begin_s = time.perf_counter()
+        self._executor = LocalExecutor(engine_config, loaded)
+        self._engine = Engine(engine_config, self._executor, tokenizer, metrics)
+        self.architecture, self.weight_bytes = architecture, model.weight_bytes
+        self._about = {
+            "warm_up_s": time.perf_counter() - begin_s,
+            "kv_pool_bytes": self._engine.info.memory.kv_bytes,
+            "weight_bytes": model.weight_bytes,
+            "num_graphs": self._engine.info.num_graphs,
+        }
+        self._num_requests = 0
+
+    def prefill(self, num_tokens: int) -> dict[str, Any]:
+        """`seconds` to the first token of one prompt, their `spread` over some runs, and that `first_token`."""
+        seconds, first = [], -1
+        for _ in range(1 + RUNS):  # the first warms up
+            [prompt] = prompts(1, num_tokens, self._vocab_size)
+            begin_s = time.perf_counter()
+            self._add(prompt, max_tokens=1)
+            while self._engine.has_work:
+                for event in self._events():
+                    first = event.token_ids[0] if event.token_ids else first
+            seconds.append(time.perf_counter() - begin_s)
+        return _middle("seconds", seconds[1:]) | {"first_token": first} | self._about
+
+    def decode(self, batch: int, context: int, steps: int) -> dict[str, Any]:
+        """`step_s`, its `spread`, and `tokens_per_s` of `batch` sequences, each `context` tokens long, over runs of `steps` steps;
+        and what the device's kernels take of a step."""
+        names = {self._add(prompt, max_tokens=None) for prompt in prompts(batch, context, self._vocab_size)}
+        started: set[str] = set()
+        while started < names:
+            started.update(event.request_id for event in self._events())
+        self._steps(FIRST_STEPS)
+        forward_s, num_replayed, moments = self._engine.forward_s, self._num_replayed(), [time.perf_counter()]
+        for _ in range(RUNS):
+            if self._steps(steps) != batch * steps:
+                raise RuntimeError(f"{steps} steps did not bring a token for each of {batch} sequences every time.")
+            # A step's result has come; what is in flight then belongs to the next run.
+            moments.append(time.perf_counter())
+        outside_s = moments[-1] - moments[0] - (self._engine.forward_s - forward_s)
+        num_replayed = self._num_replayed() - num_replayed
+        kernels = self._profiled()
+        for name in names:
+            self._engine.abort(name)
+        while self._engine.has_work:
+            self._events()
+        found = _middle("step_s", [(end - begin) / steps for begin, end in itertools.pairwise(moments)])
+        return {
+            **found,
+            "steps": RUNS * steps,
+            "steps_replayed": num_replayed,
+            "tokens_per_s": batch / found["step_s"],
+            "outside_forward_s": outside_s / (RUNS * steps),
+            **kernels,
+            **self._about,
+        }
+
+    def close(self) -> None:
+        """Give its memory back."""
+        self._engine.shutdown()
+
+    def _add(self, prompt: list[int], *, max_tokens: int | None) -> str:
+        self._num_requests += 1
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        name = f"request-{self._num_requests}"
+        self._engine.add(Request(request_id=name, prompt_token_ids=tuple(prompt), params=params, seed=0))
+        return name
+
+    def _events(self) -> list[OutputEvent]:
+        """Of one step. A step that failed ends the engine and tells its requests so."""
+        events = self._engine.step()
+        for event in events:
+            if event.error is not None:
+                raise RuntimeError(str(event.error))
+        return events
+
+    def _steps(self, count: int) -> int:
+        """Tokens that so many steps brought."""
+        return sum(len(event.token_ids) for _ in range(count) for event in self._events())
+
+    def _num_replayed(self) -> int:
+        """Steps so far that were CUDA graphs."""
+        return sum(report.usage.num_graph_steps for report in self._executor.rank_reports())
+
+    def _profiled(self) -> dict[str, Any]:
+        """Seconds of kernels in a step, all and the longest, and how many launches, where the profiler runs."""
+        kinds, is_cuda = torch.profiler.ProfilerActivity, self._device.type == "cuda"
+        kind = DeviceType.CUDA if is_cuda else DeviceType.CPU  # calls on the host carry their kernels' times once more
+        try:
+            with torch.profiler.profile(activities=[kinds.CUDA if is_cuda else kinds.CPU], acc_events=True) as trace:
+                self._steps(PROFILED_STEPS)
+                if is_cuda:
+                    torch.cuda.synchronize()
+            entries = [entry for entry in trace.key_averages() if entry.device_type == kind]
+        except RuntimeError as error:
+            return {"profiler_error": str(error)[:300]}
+        spent_s: Counter[str] = Counter()
+        launches = 0
+        for entry in entries:
+            micros = entry.self_device_time_total if is_cuda else entry.self_cpu_time_total
+            if micros > 0:
+                spent_s[entry.key] += micros / 1e6 / PROFILED_STEPS
+                launches += entry.count
+        return {
+            "kernels_s": sum(spent_s.values()),
+            "launches": launches / PROFILED_STEPS,
+            "longest_kernels_s": dict(spent_s.most_common(TOP_KERNELS)),
+        }

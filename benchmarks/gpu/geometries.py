@@ -1,0 +1,82 @@
+"""Shapes of published models of 8 billion parameters, and random weights for them that are made where they are used."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+GPT_OSS: dict[str, Any] = {  # gpt-oss-20b with a third of its layers
+    "model_type": "gpt_oss", "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 8,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072,
+    "sliding_window": 128, "layer_types": [SLIDING, FULL] * 4, "num_local_experts": 32, "num_experts_per_tok": 4,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+GEOMETRIES = {"llama": LLAMA, "gpt_oss": GPT_OSS}
+_TINY: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+
+
+def geometry(name: str, *, tiny: bool = False) -> PreTrainedConfig:
+    """transformers' config of a geometry; tiny ones keep its kinds of layers."""
+    values = dict(GEOMETRIES[name])
+    if tiny:
+        values |= _TINY
+        if "layer_types" in values:
+            values |= {"layer_types": [SLIDING, FULL] * 2, "sliding_window": 16}
+        if "num_local_experts" in values:
+            values |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(
+        values.pop("model_type"), **values, bos_token_id=None, eos_token_id=None, pad_token_id=0
+    )
+    config.dtype = torch.bfloat16
+    return config
+
+
+def config_json(config: PreTrainedConfig) -> Mapping[str, Any]:
+    """What a checkpoint's `config.json` would say."""
+    return config.to_dict() | {"dtype": "bfloat16"}
+
+
+class RandomWeights:
+    """A checkpoint of the worker's `Weights` protocol without files: a tensor is a function of its name and shape."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: tuple[str, torch.Tensor] | None = None  # experts are read one by one out of one tensor
+        self.names: tuple[str, ...] = ()
+        self.unread: tuple[str, ...] = ()
+
+    def __call__(
+        self, name: str, *, shape: tuple[int, ...] | None = None, part: tuple[slice, ...] = ()
+    ) -> torch.Tensor:
+        """The tensor, or a part of it, in bfloat16 on the device."""
+        if shape is None:
+            raise ValueError(f"{name} was asked for without a shape, which random weights are made from.")
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            self._last = name, self._make(name, shape)
+        return self._last[1][part]
+
+    def close(self) -> None:
+        """Forget the last tensor."""
+        self._last = None
+
+    def _make(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        numbers = torch.randn(shape, generator=generator, device=self._device, dtype=torch.bfloat16)
+        if "norm" in name:
+            return numbers.mul_(0.1).add_(1.0)
+        return numbers.mul_(0.1 if len(shape) == 1 else shape[-1] ** -0.5)

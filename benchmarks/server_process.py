@@ -1,0 +1,143 @@
+"""A server under measurement: a process that leads a session of its own, its log, and all processes that it starts.
+
+    with ServerProcess("transom", transom_serve("smollm2", port), os.environ) as server:
+        server.wait_until(lambda: READY in server.log_text(), 400)
+
+The processes of a server are all of its session and all descendants, so Ray's processes count too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+READY = "Press Ctrl-C to stop"  # in the log of `transom serve` when it serves
+LOOK_S = 0.05
+STOP_TIMEOUT_S = 60.0
+LAST_CHARACTERS = 3000  # of the log, in the message of an error
+
+
+class ServerError(RuntimeError):
+    """The server ended, or was not ready in time."""
+
+
+class ServerProcess:
+    """One running server. A context manager that stops it."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.name = name
+        self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115, `stop` closes it
+        self.begin_s = time.perf_counter()
+        self._process = subprocess.Popen(
+            list(command),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def wait_until(self, is_ready: Callable[[], bool], timeout_s: float) -> float:
+        """Wait until `is_ready()`; return the seconds since the server's start.
+
+        Raises:
+            ServerError: it ended before that, or was not ready within `timeout_s`; the message has the end of the log.
+        """
+        while (spent_s := time.perf_counter() - self.begin_s) < timeout_s:
+            if self._process.poll() is not None:
+                code = self._process.returncode
+                raise ServerError(
+                    f"{self.name}: the server ended with code {code}: {self.log_text()[-LAST_CHARACTERS:]}"
+                )
+            if is_ready():
+                return time.perf_counter() - self.begin_s
+            time.sleep(LOOK_S)
+        raise ServerError(f"{self.name}: no answer in {spent_s:.0f} s: {self.log_text()[-LAST_CHARACTERS:]}")
+
+    def log_text(self) -> str:
+        """What the server has printed so far."""
+        return Path(self._log.name).read_text(errors="replace")
+
+    def processes(self) -> list[psutil.Process]:
+        """Its living processes."""
+        found: set[psutil.Process] = set()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.update(psutil.Process(self.pid).children(recursive=True))
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):
+                if os.getsid(process.pid) == self.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.add(process)
+        return list(found)
+
+    def idle_share(self, settle_s: float, duration_s: float) -> float:
+        """Processor seconds per second of all processes while nothing is asked: 1 is one core."""
+        time.sleep(settle_s)
+        before, begin_s = self._cpu_seconds(), time.perf_counter()
+        time.sleep(duration_s)
+        after, spent_s = self._cpu_seconds(), time.perf_counter() - begin_s
+        return sum(seconds - before.get(process, 0.0) for process, seconds in after.items()) / spent_s
+
+    def memory_bytes(self) -> int:
+        """Proportional memory of all processes: a page that several share counts once."""
+        total = 0
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_full_info().pss
+        return total
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> tuple[int, list[psutil.Process]]:
+        """End the server; return its exit code and those of its processes that had to be killed after `timeout_s`.
+
+        SIGTERM and not SIGINT: processes that a shell script starts in the background inherit SIGINT as ignored.
+        """
+        end_s = time.monotonic() + timeout_s
+        others = [process for process in self.processes() if process.pid != self.pid]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.terminate()
+            self._process.wait(timeout_s)
+        _, alive = psutil.wait_procs(others, timeout=max(0.0, end_s - time.monotonic()))
+        killed = list({*alive, *self.processes()})
+        for process in killed:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        code = self._process.wait()
+        psutil.wait_procs(killed, timeout=timeout_s)
+        self._log.close()
+        return code, killed
+
+    def _cpu_seconds(self) -> dict[psutil.Process, float]:
+        found = {}
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                found[process] = times.user + times.system
+        return found
+
+
+def transom_serve(model: str, port: int, **settings: object) -> list[str]:
+    """The command that serves a model on loopback; `settings` are flags of `transom serve` by their names in Python."""
+    command = [sys.executable, "-m", "transom_cluster.cli", "serve", model, "--port", str(port)]
+    return command + [text for name, value in settings.items() for text in ("--" + name.replace("_", "-"), str(value))]
+
+
+def free_port() -> int:
+    """A port of loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

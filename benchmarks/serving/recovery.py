@@ -1,0 +1,149 @@
+"""How long streams pause when what computes them is killed: a real server, some streams, a kill, and each stream's pause by phase.
+
+    python -m benchmarks.serving.recovery [--kill worker|rank] [--streams 8] [--rounds 3]
+
+A round starts a server with two workers, waits until all streams have begun, and kills a worker, or a rank of one. Then it reads
+the timeline of each stream that was lost (`/debug/requests/{id}`). The phases of a pause, in order:
+
+    detect     from the kill until the router knows that the stream is lost
+    place      until the router has chosen a worker: quarantine, cooldown, restart of the ranks
+    submit     until that worker has accepted the stream
+    queue      until the stream is in a step of that worker
+    recompute  until the first new token: the prompt and the output so far are computed again
+    deliver    the rest, until the client has the token
+
+`without` is the pause without `recompute` and `queue`: what failover itself adds to the model's own time. docs/failover.md has the
+last figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import httpx
+
+from benchmarks.server_process import READY, ServerProcess, free_port, transom_serve
+from benchmarks.serving.process_names import name_of
+
+PHASES = ("detect", "place", "submit", "queue", "recompute", "deliver")
+BEGUN_CHUNKS = 8
+PATIENCE_S = 240.0
+START_S = 400.0
+
+
+@dataclass(slots=True)
+class Stream:
+    """One streamed completion: its id, and when each chunk came, in seconds since the epoch."""
+
+    request_id: str = ""
+    chunks_s: list[float] = field(default_factory=list)
+    error: dict[str, Any] | None = None
+
+    def pause_s(self, kill_s: float) -> float:
+        """The longest time without a chunk after the kill."""
+        times = [kill_s, *(at_s for at_s in self.chunks_s if at_s > kill_s)]
+        return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
+
+
+async def ask(client: httpx.AsyncClient, index: int, options: argparse.Namespace, stream: Stream) -> None:
+    """Send one request, and read its answer into `stream`."""
+    prompt = f"Item {index} of the list is " + "a word and " * (options.prompt_words // 3)
+    body = {"prompt": prompt, "max_tokens": options.max_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+    async with client.stream("POST", "/v1/completions", json=body) as reply:
+        async for line in reply.aiter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line[6:])
+                stream.error = chunk.get("error", stream.error)
+                stream.request_id = chunk.get("id", stream.request_id)
+                stream.chunks_s.append(time.time())
+
+
+async def one_round(server: ServerProcess, url: str, options: argparse.Namespace) -> list[dict[str, float]]:
+    """Run streams, kill, and return the phases of each stream that was lost."""
+    streams = [Stream() for _ in range(options.streams)]
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits, trust_env=False) as client:
+        asking = [asyncio.create_task(ask(client, i, options, stream)) for i, stream in enumerate(streams)]
+        while any(len(stream.chunks_s) < BEGUN_CHUNKS for stream in streams):
+            await asyncio.sleep(0.01)
+        kill_s = time.time()
+        kill_one(server, options.kill)
+        await asyncio.gather(*asking)
+        for stream in streams:
+            if stream.error is not None:
+                print("  lost:", stream.error)
+        reports = [(stream, (await client.get(f"/debug/requests/{stream.request_id}")).json()) for stream in streams]
+    lost = [(s, report) for s, report in reports if any(step["what"] == "lost" for step in report.get("steps", []))]
+    return [phases(report["steps"], stream.pause_s(kill_s), kill_s) for stream, report in lost]
+
+
+def kill_one(server: ServerProcess, kind: str) -> None:
+    """Kill the first process of a kind that runs."""
+    victim = min((one for one in server.processes() if name_of(one) == kind), key=lambda one: one.pid)
+    victim.kill()
+
+
+def phases(steps: Sequence[dict[str, Any]], pause_s: float, kill_s: float) -> dict[str, float]:
+    """The seconds of each phase, from the steps of a request's timeline."""
+    ends = {"lost": "detect", "placed": "place", "accepted": "submit", "admitted": "queue", "first_token": "recompute"}
+    spent = dict.fromkeys(PHASES, 0.0)
+    last_s, is_lost = kill_s, False
+    for step in steps:
+        at_s = datetime.fromisoformat(step["at"]).timestamp()
+        is_lost = is_lost or (step["what"] == "lost" and at_s > kill_s)
+        if is_lost and step["what"] in ends:
+            spent[ends[step["what"]]] += max(0.0, at_s - last_s)
+            last_s = max(at_s, last_s)
+            is_lost = step["what"] != "first_token"
+    spent["deliver"] = max(0.0, pause_s - sum(spent.values()))
+    return {**spent, "pause": pause_s, "without": pause_s - spent["queue"] - spent["recompute"]}
+
+
+def run_server(options: argparse.Namespace) -> list[dict[str, float]]:
+    """One round."""
+    port, ranks = free_port(), 1 if options.kill == "worker" else 2
+    settings = {"replicas": 2, "tensor_parallel_size": ranks, "dtype": "float32", "kv_cache_memory_bytes": "256MiB"}
+    with ServerProcess("transom", transom_serve(options.model, port, **settings), os.environ) as server:
+        server.wait_until(lambda: READY in server.log_text(), START_S)
+        return asyncio.run(one_round(server, f"http://127.0.0.1:{port}", options))
+
+
+def show(pauses: Sequence[dict[str, float]]) -> None:
+    """Print the median and the largest seconds of each phase."""
+    print(f"{len(pauses)} streams lost")
+    print("  " + "".join(f"{column:>11}" for column in ("", *PHASES, "pause", "without")))
+    for label, of in (("median", statistics.median), ("largest", max)):
+        values = [of([one[column] for one in pauses]) for column in (*PHASES, "pause", "without")]
+        print("  " + f"{label:>11}" + "".join(f"{value:>11.3f}" for value in values))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--kill", choices=("worker", "rank"), default="worker")
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--prompt-words", type=int, default=60)
+    parser.add_argument("--max-tokens", type=int, default=80)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    pauses: list[dict[str, float]] = []
+    for number in range(options.rounds):
+        found = run_server(options)
+        pauses += found
+        print(f"round {number + 1}:", " ".join(f"{one['pause']:.2f}" for one in found), flush=True)
+    if pauses:
+        show(pauses)
+
+
+if __name__ == "__main__":
+    main()

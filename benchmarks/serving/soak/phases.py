@@ -1,0 +1,160 @@
+"""The four phases of a soak of a running server, and what must hold at the end of each."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from benchmarks.serving.soak import journal as promises
+from benchmarks.serving.soak.accounts import Tally, check_page, compare, left_tasks, quiet_page
+from benchmarks.serving.soak.cases import make_cases, make_conversations
+from benchmarks.serving.soak.cluster import LAYOUTS, TWO_WORKERS, Cluster, Page
+from benchmarks.serving.soak.disturbances import Disturbances, disturb_until
+from benchmarks.serving.soak.journal import Journal
+from benchmarks.serving.soak.process_watch import ProcessWatch, Sample, leftovers
+from benchmarks.serving.soak.report import Report, gap_figures
+from benchmarks.serving.soak.traffic import Known, Traffic
+
+DISTURBED_SHARE, STEADY_SHARE = 0.6, 0.3  # of the time; the rest is for the calm phase and the end
+WARM_UP_S = 240.0  # of a process, before its memory counts; in short soaks a third of the steady phase
+NUM_FILLING = 80  # requests of 100 choices: each router and worker keeps the timelines of its last 2,000 (some 14 MB)
+MIN_FLAT_S = 600.0  # of a steady phase: over less a slope is noise, and is only reported
+FLAT_MIB_PER_H = 30.0
+OURS = ("worker", "rank", "router", "transom serve")  # Ray's own processes are only reported
+SPARE = 12  # descriptors and threads that a process may have more than at the start
+
+
+class Soak:
+    """One soak of a running server."""
+
+    def __init__(self, options: argparse.Namespace, cluster: Cluster, journal: Journal, report: Report) -> None:
+        self._options, self._cluster, self._journal, self._report = options, cluster, journal, report
+        self._known = Known(cases=make_cases(options.seed), conversations=make_conversations(options.seed))
+        self._traffic = Traffic(cluster.url, self._known, journal)
+        self._watch = ProcessWatch(cluster.server)
+        self._idle_page: Page | None = None
+
+    async def run(self) -> None:
+        """All phases. `KeyboardInterrupt` ends them early; the report then has what there is."""
+        is_over = asyncio.Event()
+        watching = asyncio.create_task(self._watch.run(is_over.is_set))
+        try:
+            with self._phase("calm"):
+                before = await self._calm()
+            with self._phase("disturbed"):
+                await self._disturbed()
+            with self._phase("steady"):
+                await self._steady()
+            with self._phase("end"):
+                await self._end(before)
+        finally:
+            is_over.set()
+            await watching
+            self._report.longest_gaps_s = gap_figures(self._traffic.longest_gaps_s)
+            await self._traffic.close()
+            await self._cluster.close()
+
+    async def _calm(self) -> list[Sample]:
+        """Every request twice; the processes' descriptors and threads afterwards."""
+        if not await self._cluster.until_whole():
+            raise RuntimeError("the cluster did not become whole at its start")
+        page = await quiet_page(self._cluster, self._journal)
+        await self._traffic.calm_answers()
+        source = random.Random(0)
+        for _ in range(20):
+            await self._traffic.once("conversation", source)
+        await self._ask_each(source)
+        self._idle_page = await self._settle("calm", page, exact=True)
+        return await asyncio.to_thread(self._watch.look)
+
+    async def _disturbed(self) -> None:
+        options, traffic = self._options, self._traffic
+        source = random.Random(f"{options.seed}/disturbances")
+        disturbances = Disturbances(
+            self._cluster, traffic, self._journal, source, options.hangs, self._report.recoveries
+        )
+        over = asyncio.Event()
+
+        async def disturb() -> None:
+            for layout in LAYOUTS:
+                end = self._after(options.seconds * DISTURBED_SHARE / len(LAYOUTS))
+                if layout is not self._cluster.layout:
+                    await disturbances.redeploy(layout)
+                await disturb_until(disturbances, options.disturb_s, end)
+            await disturbances.redeploy(TWO_WORKERS)
+
+        disturbing = asyncio.create_task(disturb())
+        disturbing.add_done_callback(lambda _: over.set())
+        await traffic.run(options.clients, options.pause_s, f"{options.seed}/disturbed", over.is_set)
+        await disturbing
+
+    async def _steady(self) -> None:
+        options = self._options
+        page = await quiet_page(self._cluster, self._journal)
+        self._traffic.tally = Tally()
+        steady_s = options.seconds * STEADY_SHARE
+        if steady_s >= MIN_FLAT_S:
+            await self._traffic.fill(NUM_FILLING)
+        begin_s, end = time.time(), self._after(steady_s)
+        await self._traffic.run(options.clients, options.pause_s, f"{options.seed}/steady", end)
+        self._check_memory(begin_s, time.time())
+        await self._settle("steady", page, exact=False)
+
+    async def _end(self, before: list[Sample]) -> None:
+        page = await quiet_page(self._cluster, self._journal)
+        self._traffic.tally = Tally()
+        await self._ask_each(random.Random(1))
+        await self._settle("end", page, exact=True)
+        found: list[str] = []
+        for _ in range(12):  # what was closed on the other side is closed here a little later
+            found = leftovers(before, await asyncio.to_thread(self._watch.look), SPARE)
+            if self._idle_page and (idle_now := await self._cluster.page()):
+                found += left_tasks(self._idle_page, idle_now)
+            if not found:
+                break
+            await asyncio.sleep(5.0)
+        self._report.leftovers = found
+        for one in found:
+            self._journal.broke(promises.LEFTOVERS, one)
+
+    async def _ask_each(self, source: random.Random) -> None:
+        """As many single requests as there are cases."""
+        for _ in range(len(self._known.cases)):
+            await self._traffic.once("single", source)
+
+    async def _settle(self, phase: str, before: Page | None, *, exact: bool) -> Page | None:
+        """Wait until all is quiet, and compare the server's counts with the clients'; the page at that time."""
+        after = await quiet_page(self._cluster, self._journal)
+        if after is not None:
+            check_page(after, self._journal)
+            if before is not None:
+                sums = compare(before, after, self._traffic.tally, self._journal, exact=exact)
+                self._report.sums[phase] = sums
+        return after
+
+    def _check_memory(self, begin_s: float, end_s: float) -> None:
+        warm_up_s = min(WARM_UP_S, (end_s - begin_s) / 3)
+        self._report.growth = self._watch.growth(begin_s, end_s, warm_up_s)
+        if end_s - begin_s < MIN_FLAT_S:
+            return
+        for one in self._report.growth:
+            if one.kind in OURS and one.rss_mib_per_h > FLAT_MIB_PER_H:
+                self._journal.broke(promises.MEMORY, f"{one.kind}: {one.rss_mib_per_h:+.1f} MiB/h")
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        begin_s = self._journal.now_s
+        self._journal.note("phase", name=name)
+        print(f"{begin_s / 60:6.1f} min  {name}", flush=True)
+        try:
+            yield
+        finally:
+            self._report.phases_s[name] = round(self._journal.now_s - begin_s, 1)
+
+    def _after(self, seconds: float) -> Callable[[], bool]:
+        end_s = self._journal.now_s + seconds
+        return lambda: self._journal.now_s >= end_s

@@ -1,0 +1,252 @@
+"""Clients that ask until they are told to stop, and judge every answer.
+
+A well-behaved client asks again where its connection broke because a router was killed (the one end without an answer that is
+allowed) and where it was told to come later; every other end without the calm run's answer breaks a promise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from benchmarks.serving.soak import journal as promises
+from benchmarks.serving.soak.accounts import Tally
+from benchmarks.serving.soak.answers import Answer, Hung, Reading, ask, difference, http_client, is_beginning
+from benchmarks.serving.soak.bad_clients import Rude, bad_requests
+from benchmarks.serving.soak.cases import COMPLETIONS, FILLING, Case, Conversation
+from benchmarks.serving.soak.journal import Journal, Windows
+
+PROMISED_503 = ("worker_unavailable", "overloaded")
+RETRY_S = 0.5
+BEHAVIOURS: dict[str, int] = {  # weights
+    "single": 40,
+    "conversation": 30,
+    "leave": 10,
+    "slow": 5,
+    "bad": 8,
+    "rude": 7,
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Known:
+    """What is asked, and the calm run's answers by the cases' names."""
+
+    cases: Sequence[Case]
+    conversations: Sequence[Conversation]
+    answers: dict[str, Answer] = field(default_factory=dict)
+
+    @property
+    def ordinary(self) -> list[Case]:
+        """What clients ask at random."""
+        return [case for case in self.cases if case.name != FILLING]
+
+
+class Traffic:
+    """All clients of a soak. `disturbed` and `router_killed` are the times at which what errors are allowed."""
+
+    def __init__(self, url: str, known: Known, journal: Journal) -> None:
+        self.tally = Tally()
+        self.disturbed, self.router_killed = Windows(), Windows()
+        self.longest_gaps_s: list[float] = []  # of streams during disturbances
+        self._url, self._known, self._journal = url, known, journal
+        self._quick, self._narrow = http_client(url), http_client(url, slow=True)
+
+    async def close(self) -> None:
+        """Close the clients' connections."""
+        await self._quick.aclose()
+        await self._narrow.aclose()
+
+    async def run(
+        self, num_clients: int, pause_s: float, seed: str, is_over: Callable[[], bool], *, only: Sequence[str] = ()
+    ) -> None:
+        """Run so many clients until `is_over()`, each with its own random choices; `only` names the behaviours, if not all."""
+        weights = {name: weight for name, weight in BEHAVIOURS.items() if not only or name in only}
+        await asyncio.gather(
+            *(self._client(random.Random(f"{seed}/{i}"), weights, pause_s, is_over) for i in range(num_clients))
+        )
+
+    async def _client(
+        self, source: random.Random, weights: Mapping[str, int], pause_s: float, is_over: Callable[[], bool]
+    ) -> None:
+        while not is_over():
+            [behaviour] = source.choices(list(weights), list(weights.values()))
+            await self.once(behaviour, source, pause_s)
+            await asyncio.sleep(source.expovariate(1 / pause_s) if pause_s else 0)
+
+    async def once(self, behaviour: str, source: random.Random, pause_s: float = 0.0) -> None:
+        """Behave once; a fault of the soak's own code counts as a broken promise, and does not end the soak."""
+        act: Callable[[random.Random, float], Coroutine[Any, Any, None]] = getattr(self, f"_{behaviour}")
+        self._journal.count(f"behaviour {behaviour}")
+        try:
+            await act(source, pause_s)
+        except Exception as fault:
+            self._journal.broke(promises.ENDS, f"the soak's client failed ({behaviour}): {fault!r}")
+
+    async def fill(self, num_requests: int) -> None:
+        """Send requests of 100 choices each, two at a time, which fill every store of the last requests."""
+        [case] = [case for case in self._known.cases if case.name == FILLING]
+        for _ in range(num_requests // 2):
+            await asyncio.gather(*(self._ask_well(case, stream=False) for _ in range(2)))
+
+    async def calm_answers(self) -> None:
+        """Ask everything once, and keep the answers."""
+        for case in self._known.cases:
+            await self._keep(case)
+        for conversation in self._known.conversations:
+            replies: list[str] = []
+            while len(replies) < len(conversation.turns):
+                answer = await self._keep(conversation.case(replies))
+                replies.append(answer.choices[0].text)
+
+    async def _keep(self, case: Case) -> Answer:
+        answer = await ask(self._quick, case, stream=False)
+        if not answer.is_good:
+            raise RuntimeError(f"{case.name}: {answer.kind} {answer.error} in the calm run")
+        self.tally.add(case.path, answer)
+        self._known.answers[case.name] = answer
+        return answer
+
+    # behaviours
+
+    async def _single(self, source: random.Random, _pause_s: float) -> None:
+        await self._ask_well(source.choice(self._known.ordinary), stream=source.random() < 0.7)
+
+    async def _slow(self, source: random.Random, _pause_s: float) -> None:
+        wide = [case for case in self._known.cases if case.name.startswith("wide")]
+        reading = Reading(pause_s=source.uniform(0.02, 0.15))
+        await self._ask_well(source.choice(wide), stream=True, reading=reading, client=self._narrow)
+
+    async def _conversation(self, source: random.Random, pause_s: float) -> None:
+        conversation = source.choice(self._known.conversations)
+        replies: list[str] = []
+        for _ in range(source.randint(1, len(conversation.turns))):
+            answer = await self._ask_well(conversation.case(replies), stream=source.random() < 0.7)
+            if answer is None:
+                return
+            replies.append(answer.choices[0].text)
+            await asyncio.sleep(source.expovariate(1 / pause_s) if pause_s else 0)
+
+    async def _leave(self, source: random.Random, _pause_s: float) -> None:
+        case = source.choice(self._known.ordinary)
+        begin_s = time.monotonic()
+        self.tally.left(case.path)
+        try:
+            async with asyncio.timeout(source.uniform(0.01, 4.0)):
+                answer = await ask(self._quick, case, stream=True, reading=Reading(leave_after=source.randint(0, 25)))
+        except TimeoutError:
+            return
+        except httpx.TransportError as error:
+            self._judge_break(case, begin_s, error)
+            return
+        if answer.status == 200 and answer.error is None and not is_beginning(answer, self._known.answers[case.name]):
+            self._journal.broke(promises.TEXTS, f"{case.name}: the beginning {answer.choices} is another")
+
+    async def _bad(self, source: random.Random, _pause_s: float) -> None:
+        bad = source.choice(list(bad_requests(source)))
+        begin_s = time.monotonic()
+        answer = Answer()
+        try:
+            reply = await self._quick.request(
+                bad.method, bad.path, content=bad.content, headers={"content-type": "application/json"}
+            )
+        except httpx.TransportError as error:
+            if not self.router_killed.overlaps(begin_s) and not (bad.status == 413 and _may_break(error)):
+                self._journal.broke(promises.BAD_BODIES, f"{bad.name}: {error!r}")
+            self.tally.left(bad.path)
+            return
+        answer.status = reply.status_code
+        answer.read_body(reply.content)
+        self._journal.count(f"bad request {bad.name}: {answer.status}")
+        if answer.status == bad.status and answer.error is not None:
+            self.tally.add(bad.path, answer)
+        elif self.router_killed.overlaps(begin_s):
+            self.tally.left(bad.path)
+        else:
+            self._journal.broke(promises.BAD_BODIES, f"{bad.name}: {reply.status_code} {reply.text[:300]}")
+
+    async def _rude(self, source: random.Random, _pause_s: float) -> None:
+        rude = Rude(self._url, source)
+        way = source.choice(rude.ways)
+        self._journal.count(f"rude {way}")
+        try:
+            path = await rude.behave(way)
+        except ConnectionError:
+            path = COMPLETIONS
+        if path:
+            self.tally.left(path)
+
+    # judging
+
+    async def _ask_well(
+        self, case: Case, *, stream: bool, reading: Reading | None = None, client: httpx.AsyncClient | None = None
+    ) -> Answer | None:
+        """Ask until there is a whole answer, which must be the calm run's; None where a promise broke."""
+        self._journal.count("well-behaved requests")
+        while True:
+            reading = Reading(reading.pause_s) if reading else Reading()
+            begin_s = time.monotonic()
+            try:
+                answer = await ask(client or self._quick, case, stream=stream, reading=reading)
+            except Hung as hung:
+                self.tally.left(case.path)
+                self._journal.broke(promises.ENDS, str(hung), case=case.name, stream=stream)
+                return None
+            except httpx.TransportError as error:
+                self.tally.left(case.path)
+                if not self._judge_break(case, begin_s, error):
+                    return None
+                await asyncio.sleep(RETRY_S)
+                continue
+            if self.disturbed.overlaps(begin_s):
+                self.longest_gaps_s.append(reading.longest_gap_s)
+            if answer.is_good:
+                return self._judge_answer(case, answer)
+            if not self._judge_error(case, answer, begin_s, stream=stream):
+                return None
+            await asyncio.sleep(RETRY_S)
+
+    def _judge_answer(self, case: Case, answer: Answer) -> Answer | None:
+        self.tally.add(case.path, answer)
+        self._journal.count("answers with tokens")
+        if (wrong := difference(answer, self._known.answers[case.name])) is None:
+            return answer
+        self._journal.broke(promises.TEXTS, f"{case.name}: {wrong}")
+        return None
+
+    def _judge_break(self, case: Case, begin_s: float, error: Exception) -> bool:
+        """Whether a connection may have broken: only because its router was killed."""
+        if self.router_killed.overlaps(begin_s):
+            self._journal.count("connections that broke with a killed router")
+            self._journal.note("cut", case=case.name, error=repr(error))
+            return True
+        self._journal.broke(promises.ENDS, f"{case.name}: the connection broke: {error!r}")
+        return False
+
+    def _judge_error(self, case: Case, answer: Answer, begin_s: float, *, stream: bool) -> bool:
+        """Whether this error may come, and the client asks again."""
+        seen = f"{case.name}: {answer.kind} {answer.error or answer.unreadable}"
+        code = (answer.error or {}).get("code")
+        self._journal.note("error", case=case.name, kind=answer.kind, seen=seen)
+        if self.router_killed.overlaps(begin_s) and answer.error is None:  # of Serve's proxy, or a stream that was cut
+            self.tally.left(case.path)
+            self._journal.count(f"ends with a killed router: {answer.kind}")
+            return True
+        self.tally.add(case.path, answer)
+        is_promised = code in PROMISED_503 and (answer.status == 200 or answer.retry_after is not None)
+        if is_promised and self.disturbed.overlaps(begin_s):
+            self._journal.count(f"errors while disturbed: {answer.kind}")
+            return True
+        self._journal.broke(promises.ENDS if answer.error is None else promises.KINDS, seen, stream=stream)
+        return False
+
+
+def _may_break(error: httpx.TransportError) -> bool:
+    """A server may answer and close before a body that is too large was sent; the client then may not see the answer."""
+    return isinstance(error, httpx.WriteError | httpx.ReadError | httpx.RemoteProtocolError)

@@ -1,1 +1,0 @@
-"""Parts of `benchmarks/soak.py`: traffic, disturbances, and what is checked while and after they run."""

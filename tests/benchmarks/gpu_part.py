@@ -1,0 +1,41 @@
+"""A part of the GPU's benchmarks whose jobs do to their process what wrong kernels do."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+
+from benchmarks.gpu.jobs import ABOUT, Part, Result, arguments_of, promise_rows, run_part
+
+
+def answer(options: argparse.Namespace, job: str, about: Result) -> Result:
+    print("what a library says")
+    match job:
+        case "spoil":
+            return {"status": "passed", "pid": os.getpid(), "fatal": True}
+        case "exit":
+            sys.stderr.write("about to end\n")
+            os._exit(3)
+        case "hang":
+            threading.Event().wait()
+        case "fail":
+            raise ValueError("such a number")
+        case "break":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    figure = (
+        {}
+        if job == ABOUT
+        else {"promises": {"as fast as others": ["rival", 0.9]}, "reached": {"rival": about["speed"]}}
+    )
+    return {"status": "passed", "pid": os.getpid(), "speed": 0.5} | figure
+
+
+PART = Part(
+    name="stub", module=__name__, jobs=lambda options: ["one", "two"], answer=answer,
+    line=lambda result: f"{result['job']} {result['status']}", report=promise_rows, job_s=60.0, budget_s=600.0,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    run_part(PART, arguments_of(PART, None).parse_args(), sys.argv[1:])

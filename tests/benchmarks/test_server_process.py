@@ -1,0 +1,59 @@
+"""A server's processes are all of its session, and all of them end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+
+from benchmarks.server_process import ServerError, ServerProcess, free_port, transom_serve
+from tests.benchmarks import stub_server_process
+
+
+def test_processes_are_counted_and_ended() -> None:
+    spin = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'while True: pass']).wait()"
+    server = ServerProcess("spinning", [sys.executable, "-c", spin], os.environ)
+    try:
+        with pytest.raises(ServerError, match=r"spinning: no answer in 0 s"):
+            server.wait_until(lambda: False, 0.2)
+        assert server.idle_share(0.2, 0.6) > 0.05  # the descendant's, which gets a core where one is free
+        assert len(server.processes()) == 2
+        assert server.memory_bytes() > 1e6
+    finally:
+        code, killed = server.stop(timeout_s=0.5)
+    assert (code, len(killed)) == (-signal.SIGTERM, 1)
+    assert server.processes() == []
+
+
+def test_a_server_that_a_script_started_in_the_background_ends_when_asked() -> None:
+    """Its processes ignore SIGINT, as those of `make test &` do."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        command = [sys.executable, "-m", stub_server_process.__name__, str(free_port())]
+        with ServerProcess("stub", command, os.environ) as server:
+            server.wait_until(lambda: "serving" in server.log_text(), 60)
+            assert server.stop(timeout_s=30)[1] == []
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_server_that_ends_says_why() -> None:
+    with (
+        ServerProcess("broken", [sys.executable, "-c", "raise SystemExit('no model')"], os.environ) as server,
+        pytest.raises(ServerError, match="broken: the server ended with code 1: no model"),
+    ):
+        server.wait_until(lambda: False, 60)
+
+
+def test_settings_become_flags() -> None:
+    assert transom_serve("m", 9, num_threads=2)[2:] == [
+        "transom_cluster.cli",
+        "serve",
+        "m",
+        "--port",
+        "9",
+        "--num-threads",
+        "2",
+    ]
