@@ -103,7 +103,7 @@ class Worker:
                     )
                 )
             if output.at_limit:
-                self.scheduler.finish(output.request_id)
+                self.scheduler.abort(output.request_id)
                 self._executor.forget(output.request_id)
                 del self._simulated[output.request_id]
         self.plan = None
@@ -112,7 +112,7 @@ class Worker:
     def news(self, now_s: float, events: Sequence[OutputEvent], *, is_idle: bool) -> WorkerMessage | None:
         """What has changed for routers; None if nothing. The load is measured as `EngineThread` decides it: when the worker falls
         idle, with events, and else every `LOAD_PERIOD_S`."""
-        kv = self.cache.take_update()
+        kv = self.cache.changes.take()
         if is_idle or events or now_s - self._load_measured_s > LOAD_PERIOD_S:
             self._load_measured_s = now_s
             taken, self.taken = tuple(self.taken), []
@@ -184,7 +184,7 @@ class FleetSimulation:
         """Until every request is answered."""
         for name, worker in self._workers.items():
             for number, outbox in enumerate(self._outboxes[name]):
-                outbox.put(WorkerMessage(kv=worker.cache.whole_index(), load=worker.load()))
+                outbox.put(WorkerMessage(kv=worker.cache.changes.whole(), load=worker.load()))
                 self._flush(name, number)
         # Heartbeats of idle workers go on for ever, but they bring no request.
         while self._arrival_s or self._arrivals.next_s() is not None:

@@ -16,7 +16,6 @@ from benchmarks.engine.peers import turns
 from benchmarks.engine.peers.engine import ChildRun, Engine, OfflineRun, clean_environment
 from benchmarks.engine.peers.figures import Figures
 from benchmarks.engine.peers.llama_cpp_peer import LlamaCpp, bench_result, decode_speed
-from benchmarks.engine.peers.turns import rotated
 from benchmarks.engine.peers.vllm_peer import Vllm
 from benchmarks.engine.peers.weight_floor import ReadBandwidth, bytes_of_a_step
 from benchmarks.json_child import Child
@@ -153,11 +152,6 @@ def test_llama_cpps_output_is_read():
     lines = 'main: n_kv_max = 8192\n\n{"pp": 16, "tg": 32, "pl": 8, "t_tg": 0.5, "speed_tg": 512.5}\nllama_perf: done\n'
     assert decode_speed(lines) == 512.5
     assert bench_result('[{"n_prompt": 512, "avg_ts": 138.5}]')["avg_ts"] == 138.5
-
-
-def test_each_engine_begins_a_round_in_turn():
-    assert [rotated(["a", "b", "c"], number) for number in range(2)] == [["a", "b", "c"], ["b", "c", "a"]]
-    assert rotated([], 3) == []
 
 
 def test_unknown_sections_are_refused(capsys):

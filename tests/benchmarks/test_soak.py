@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from benchmarks.serving.soak import journal as promises
-from benchmarks.serving.soak.accounts import Tally, check_page, compare, in_use, left_tasks
+from benchmarks.serving.soak.accounts import Tally, check_page, compare, in_use
 from benchmarks.serving.soak.answers import Answer, Choice, difference, is_beginning
 from benchmarks.serving.soak.bad_clients import bad_requests
 from benchmarks.serving.soak.cases import Case, make_cases, make_conversations
 from benchmarks.serving.soak.cluster import Page
-from benchmarks.serving.soak.journal import Journal, Windows
+from benchmarks.serving.soak.journal import Journal
 from benchmarks.serving.soak.process_watch import Sample, leftovers, slope_per_h
 from benchmarks.serving.soak.report import Report, gap_figures
 from benchmarks.serving.soak.traffic import Known, Traffic
@@ -129,12 +129,6 @@ def test_blocks_and_tokens_that_do_not_add_up_break_promises(journal: Journal) -
     assert list(in_use(Page.read(active))) == ["2 active blocks"]
 
 
-def test_tasks_that_stay_are_leftovers() -> None:
-    before, after = (Page.read(f'transom_router_tasks{{router="r"}} {count}\n') for count in (12, 40))
-    assert list(left_tasks(before, after)) == ["router r: 40 tasks, 12 before"]
-    assert not list(left_tasks(after, before))
-
-
 def sample(pid: int, minute: float, mib: float, **changes: int) -> Sample:
     numbers = {"num_fds": 10, "num_threads": 5} | changes
     return Sample("worker", pid, 0.0, 60 * minute, int(mib * (1 << 20)), 0, **numbers)
@@ -153,14 +147,6 @@ def test_leftovers_are_descriptors_threads_and_processes() -> None:
         "worker: 16 descriptors, 10 before",
         "worker: 11 threads, 5 before",
     ]
-
-
-def test_windows_are_open_until_the_cluster_is_whole_and_a_little_longer() -> None:
-    windows = Windows()
-    assert not windows.overlaps(0.0)
-    with windows.open():
-        assert windows.overlaps(float("inf"))
-    assert windows.overlaps(0.0)
 
 
 def test_the_same_seed_asks_the_same() -> None:

@@ -11,11 +11,10 @@ from functools import partial
 
 import torch
 
-from benchmarks.engine.kernel_cases.case import Case, Check, Prepared, Promise, Scale, Tensors
+from benchmarks.engine.kernel_cases.case import Case, Check, Prepared, Promise, Scale
 from benchmarks.engine.kernel_cases.paged import (
     BLOCK,
     Heads,
-    Paged,
     expected_rows,
     make_paged,
     one_sequence,
@@ -23,8 +22,7 @@ from benchmarks.engine.kernel_cases.paged import (
     some_rows,
 )
 from benchmarks.engine.kernel_cases.rivals import DECODE_RIVALS, PROMPT_RIVALS, rivals_of
-from transom_kernels.paged_attention.gpu import paged_attention_triton
-from transom_kernels.paged_attention.rule import MaskRule
+from transom_kernels.paged_attention.triton.launcher import paged_attention_triton
 from transom_kernels.quantised_kv import FORMATS, KvFormat
 
 LLAMA, GPT_OSS, GEMMA = (
@@ -166,34 +164,24 @@ def _case(name: str, inputs: Attention, *promises: Promise, flat_with: str | Non
 
 
 def _prepare(inputs: Attention, device: torch.device) -> Prepared:
-    heads, counts, window = inputs.heads, inputs.counts, inputs.window
-    paged = make_paged(heads, inputs.starts, counts, device, window=window, kv_format=inputs.kv_format)
-    sinks = torch.randn(heads.query, device=device) if inputs.has_sinks else None
+    heads, counts = inputs.heads, inputs.counts
+    paged = make_paged(
+        heads, inputs.starts, counts, device,
+        window=inputs.window, has_sinks=inputs.has_sinks, kv_format=inputs.kv_format,
+    )  # fmt: skip
     rows = some_rows(paged)
 
-    def check(out: Tensors) -> list[Check]:
-        wanted = expected_rows(paged, rows, window=window, sink_logits=sinks)
-        return [Check(got=out[0][rows], wanted=wanted, limit=ERROR_LIMIT)]
-
     def alone() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        whole = _attend(paged, window, sinks).split(counts)
+        whole = paged_attention_triton(paged).split(counts)
         chosen = sorted({0, len(counts) // 2, len(counts) - 1})
-        return [(whole[b], _attend(one_sequence(paged, b), window, sinks)) for b in chosen]
+        return [(whole[b], paged_attention_triton(one_sequence(paged, b))) for b in chosen]
 
     return Prepared(
-        run=lambda: (_attend(paged, window, sinks),),
-        check=check,
+        run=lambda: (paged_attention_triton(paged),),
+        check=lambda out: [Check(got=out[0][rows], wanted=expected_rows(paged, rows), limit=ERROR_LIMIT)],
         num_bytes=inputs.num_keys * 2 * heads.row_bytes(inputs.kv_format) + 2 * paged.q.nbytes,
         flops=4 * heads.query * heads.size * inputs.num_pairs,
         alone=alone,
         rivals=rivals_of(paged, inputs.rivals),
         traps=lambda: poison_tails(paged),
     )
-
-
-def _attend(paged: Paged, window: int | None, sinks: torch.Tensor | None) -> torch.Tensor:
-    return paged_attention_triton(
-        paged.q, paged.k_cache, paged.v_cache, paged.batch,
-        scale=paged.q.shape[2] ** -0.5, rule=MaskRule(window=window), sink_logits=sinks,
-        kv_scales=paged.scales,
-    )  # fmt: skip

@@ -7,6 +7,7 @@ Legend: T tokens, H query heads, KVH KV heads, D head width, P block size.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,7 +17,8 @@ from benchmarks.engine.kernel_cases.paged import BLOCK, Heads, random_caches
 from benchmarks.engine.kernel_cases.rows import rotary_tables
 from transom_kernels.block_copy import block_copy_between
 from transom_kernels.kv_write.gpu import prepare_qkv_triton
-from transom_kernels.kv_write.prepare import Preparation, prepare_qkv_reference
+from transom_kernels.kv_write.inputs import Preparation, QkvInputs
+from transom_kernels.kv_write.reference import prepare_qkv_reference
 from transom_kernels.quantised_kv import FORMATS, KvFormat
 from transom_kernels.quantised_kv.reference import dequantise_rows
 from transom_worker.execution.tiers.load_copies import LoadBoard, RowCopies, make_loads
@@ -26,7 +28,7 @@ LOAD_LIMIT_S = 10.0
 # Of rows that were quantised. Half a step is up to 1/16 of a number of fp8, of which the interpreter drops small ones, and 1/254 or
 # 1/14 of a row's largest number otherwise.
 QUANTISED_LIMITS = {"fp8": 0.07, "int8": 0.015, "int4": 0.2}
-CHECKED = 256  # tokens, of which the reference writes one at a time
+CHECKED = 256  # tokens
 LLAMA, TINY = Heads(query=32, kv=8, size=128), Heads(query=4, kv=2, size=16)
 KV_WRITE = Promise(name="kv_write", of="bandwidth", least=0.80)
 
@@ -63,30 +65,33 @@ def _write(heads: Heads, tokens: int, with_norm: bool, kv_format: KvFormat | Non
     q, k, v = fused.split_with_sizes((heads.query, heads.kv, heads.kv), dim=1)
     tables = rotary_tables(tokens, heads.size, device)
     slots = torch.randperm(2 * tokens, device=device)[:tokens]
-    *caches, scales = random_caches(heads, -(-2 * tokens // BLOCK), device, kv_format)
+    k_cache, v_cache, scales = random_caches(heads, -(-2 * tokens // BLOCK), device, kv_format)
+    k_scale, v_scale = scales or (None, None)
     weights = [torch.randn(count, heads.size, device=device).bfloat16() for count in (heads.query, heads.kv)]
-    how = Preparation(
-        norm=with_norm,
-        q_weight=weights[0] if with_norm else None,
-        k_weight=weights[1] if with_norm else None,
-        hadamard=kv_format is not None and kv_format.name == "int4",
-    )
-
-    def write() -> torch.Tensor:
-        return prepare_qkv_triton(q, k, v, *caches, slots, tables, how, kv_scales=scales)
+    inputs = QkvInputs(
+        q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale, slots=slots, tables=tables,
+        preparation=Preparation(
+            norm=with_norm,
+            q_weight=weights[0] if with_norm else None,
+            k_weight=weights[1] if with_norm else None,
+            hadamard=kv_format is not None and kv_format.name == "int4",
+        ),
+    )  # fmt: skip
 
     def run() -> Tensors:
-        out = write()
-        written = zip(caches, scales or (None, None), strict=True)
-        return out, *(_rows(cache, scale, slots[:CHECKED]) for cache, scale in written)
+        out, few = prepare_qkv_triton(inputs), slots[:CHECKED]
+        return out, _rows(k_cache, k_scale, few), _rows(v_cache, v_scale, few)
 
     def check(out: Tensors) -> list[Check]:
         """Of the first tokens, which the reference writes into an unquantised cache, in order."""
         few, in_order = slice(0, CHECKED), torch.arange(min(tokens, CHECKED), device=device)
         shape = (-(-len(in_order) // BLOCK), BLOCK, heads.kv, heads.size)
         k_rows, v_rows = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
-        few_tables = (tables[0][few], tables[1][few])
-        queries = prepare_qkv_reference(q[few].float(), k[few], v[few], k_rows, v_rows, in_order, few_tables, how)
+        plain = replace(
+            inputs, q=q[few].float(), k=k[few], v=v[few], k_cache=k_rows, v_cache=v_rows, k_scale=None, v_scale=None,
+            slots=in_order, tables=(tables[0][few], tables[1][few]),
+        )  # fmt: skip
+        queries = prepare_qkv_reference(plain)
         of_cache = ERROR_LIMIT if kv_format is None else QUANTISED_LIMITS[kv_format.name]
         return [
             Check(got=out[0][few], wanted=queries, limit=ERROR_LIMIT),
@@ -97,7 +102,7 @@ def _write(heads: Heads, tokens: int, with_norm: bool, kv_format: KvFormat | Non
     written_bytes = tokens * 2 * heads.row_bytes(kv_format)
     return Prepared(
         run=run,
-        timed=write,
+        timed=lambda: prepare_qkv_triton(inputs),
         check=check,
         num_bytes=fused.nbytes + q.nbytes + written_bytes + tables[0].nbytes + tables[1].nbytes + slots.nbytes,
     )

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.engine.kernel_cases.case import Run
 from transom_kernels.paged_attention.batch import PagedBatch
+from transom_kernels.paged_attention.inputs import PagedInputs
 from transom_kernels.paged_attention.reference import paged_attention_reference
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.quantised_kv import KvFormat
@@ -37,17 +38,6 @@ class Heads:
         return self.kv * (self.size // kv_format.numbers_per_element + 4)
 
 
-@dataclass(slots=True, kw_only=True)
-class Paged:
-    """Queries, caches and their batch; `scales` of quantised keys and values."""
-
-    q: torch.Tensor  # [T, H, D]
-    k_cache: torch.Tensor  # [ids, P, KVH, D]
-    v_cache: torch.Tensor
-    batch: PagedBatch
-    scales: Scales | None = None  # [ids, P, KVH] float32 each
-
-
 def make_paged(
     heads: Heads,
     starts: list[int],
@@ -55,8 +45,9 @@ def make_paged(
     device: torch.device,
     *,
     window: int | None = None,
+    has_sinks: bool = False,
     kv_format: KvFormat | None = None,
-) -> Paged:
+) -> PagedInputs:
     """Sequences with `starts[b]` tokens in the cache and `counts[b]` new ones; with a window only its blocks are kept."""
     firsts = [0 if window is None else max(0, start - window + 1) // BLOCK for start in starts]
     lengths = [-(-(start + count) // BLOCK) - first for start, count, first in zip(starts, counts, firsts, strict=True)]
@@ -66,32 +57,37 @@ def make_paged(
     for length in lengths:
         tables.append(order[used : used + length])
         used += length
-    batch = _batch(tables, firsts, starts, counts, device)
-    q = torch.randn(sum(counts), heads.query, heads.size, device=device).bfloat16()
-    return Paged(q=q, k_cache=k_cache, v_cache=v_cache, batch=batch, scales=scales)
+    k_scale, v_scale = scales or (None, None)
+    return PagedInputs(
+        q=torch.randn(sum(counts), heads.query, heads.size, device=device).bfloat16(),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        batch=_batch(tables, firsts, starts, counts, device),
+        scale=heads.size**-0.5,
+        rule=MaskRule(window=window),
+        sink_logits=torch.randn(heads.query, device=device) if has_sinks else None,
+    )
 
 
-def one_sequence(paged: Paged, b: int) -> Paged:
+def one_sequence(paged: PagedInputs, b: int) -> PagedInputs:
     """A sequence as if it were alone, over the same cache."""
     count = paged.batch.count_host[b]
     row = sum(paged.batch.count_host[:b])
     return replace(paged, q=paged.q[row : row + count], batch=_part(paged, [b], [paged.batch.start_host[b]], [count]))
 
 
-def expected_rows(
-    paged: Paged, rows: list[int], *, window: int | None, sink_logits: torch.Tensor | None
-) -> torch.Tensor:
+def expected_rows(paged: PagedInputs, rows: list[int]) -> torch.Tensor:
     """Attention of some query rows in float32 [rows, H, D]: the reference, to which each row is a sequence of one new token."""
     first_rows = [sum(paged.batch.count_host[:b]) for b in range(len(paged.batch.count_host))]
     owners = [max(b for b, first in enumerate(first_rows) if first <= row) for row in rows]
     starts = [paged.batch.start_host[b] + row - first_rows[b] for b, row in zip(owners, rows, strict=True)]
-    return paged_attention_reference(
-        paged.q[rows].float(), paged.k_cache, paged.v_cache, _part(paged, owners, starts, [1] * len(rows)),
-        scale=paged.q.shape[2] ** -0.5, rule=MaskRule(window=window), sink_logits=sink_logits, kv_scales=paged.scales,
-    )  # fmt: skip
+    batch = _part(paged, owners, starts, [1] * len(rows))
+    return paged_attention_reference(replace(paged, q=paged.q[rows].float(), batch=batch))
 
 
-def some_rows(paged: Paged, most: int = 6) -> list[int]:
+def some_rows(paged: PagedInputs, most: int = 6) -> list[int]:
     """Query rows worth comparing: the first and last of some sequences, and of a prompt some between."""
     ends, row = set(), 0
     for count in paged.batch.count_host:
@@ -101,14 +97,14 @@ def some_rows(paged: Paged, most: int = 6) -> list[int]:
     return rows if len(rows) <= most else sorted({rows[i * (len(rows) - 1) // (most - 1)] for i in range(most)})
 
 
-def poison_tails(paged: Paged) -> Run:
+def poison_tails(paged: PagedInputs) -> Run:
     """Fill the slots after each sequence's last key with NaN, in quantised caches their scales; returns what undoes that."""
     batch, blocks, offsets = paged.batch, [], []
     for table, start, count in zip(batch.block_table_host, batch.start_host, batch.count_host, strict=True):
         after = range((start + count) % BLOCK or BLOCK, BLOCK)
         blocks += [table[-1]] * len(after)
         offsets += after
-    parts = paged.scales or (paged.k_cache, paged.v_cache)
+    parts = [scale for scale in (paged.k_scale, paged.v_scale) if scale is not None] or [paged.k_cache, paged.v_cache]
     kept = [part[blocks, offsets] for part in parts]
     for part in parts:
         part[blocks, offsets] = float("nan")
@@ -120,7 +116,7 @@ def poison_tails(paged: Paged) -> Run:
     return restore
 
 
-def dense(paged: Paged) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def dense(paged: PagedInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Contiguous queries [B, H, R, D], keys and values [B, KVH, L, D], for those who know no pages; all lengths are equal."""
     batch = paged.batch
     length, count = batch.start_host[0] + batch.count_host[0], batch.count_host[0]
@@ -168,7 +164,7 @@ def quantised(cache: torch.Tensor, kv_format: KvFormat) -> Scales:
     return elements, scales
 
 
-def _part(paged: Paged, sequences: list[int], starts: list[int], counts: list[int]) -> PagedBatch:
+def _part(paged: PagedInputs, sequences: list[int], starts: list[int], counts: list[int]) -> PagedBatch:
     """A batch over the tables of some sequences."""
     batch = paged.batch
     tables = [batch.block_table_host[b] for b in sequences]

@@ -12,24 +12,25 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.engine.kernel_cases.case import Run
-from benchmarks.engine.kernel_cases.paged import Paged, dense
+from benchmarks.engine.kernel_cases.paged import dense
+from transom_kernels.paged_attention.inputs import PagedInputs
 
 DECODE_RIVALS = ("sdpa", "flex")
 PROMPT_RIVALS = ("flash", "flex")
 
 
-def rivals_of(paged: Paged, names: Sequence[str]) -> dict[str, Callable[[], Run]]:
+def rivals_of(paged: PagedInputs, names: Sequence[str]) -> dict[str, Callable[[], Run]]:
     """Rival -> what makes its inputs, when it is its turn."""
-    makers: dict[str, Callable[[Paged], Run]] = {"sdpa": _sdpa, "flash": _flash, "flex": _flex}
+    makers: dict[str, Callable[[PagedInputs], Run]] = {"sdpa": _sdpa, "flash": _flash, "flex": _flex}
     return {name: (lambda make=makers[name]: make(paged)) for name in names}
 
 
-def _sdpa(paged: Paged) -> Run:
+def _sdpa(paged: PagedInputs) -> Run:
     q, k, v = dense(paged)
     return lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
-def _flash(paged: Paged) -> Run:
+def _flash(paged: PagedInputs) -> Run:
     q, k, v = dense(paged)
     group = q.shape[1] // k.shape[1]
     all_k, all_v = (part.repeat_interleave(group, 1) for part in (k, v))  # not every version's flash groups heads
@@ -41,7 +42,7 @@ def _flash(paged: Paged) -> Run:
     return run
 
 
-def _flex(paged: Paged) -> Run:
+def _flex(paged: PagedInputs) -> Run:
     """Compiled on its first call, which is not timed; the block mask is made once, as a server would."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
