@@ -23,13 +23,27 @@ Numba compiles the numbers in as constants.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
+
+import torch
 
 from transom_kernels.cpu.recording import Argument
 
 Arguments = Sequence["Argument | Arguments"]  # a filled declaration, or a plain list of words
 
 T = TypeVar("T")
+
+
+class RowArguments(NamedTuple):
+    """A tensor, and the bytes from one of its rows to the next. `work.row_address` finds a row."""
+
+    tensor: torch.Tensor | None
+    stride: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor | None) -> RowArguments:
+        """The words of a tensor; zeros where there is none."""
+        return cls(tensor, 0 if tensor is None else tensor.stride(0) * tensor.element_size())
 
 
 def numbers_of(declaration: type[T], *, after: type | None = None) -> T:

@@ -40,6 +40,12 @@ helper = partial(njit, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wr
 
 
 @helper
+def row_address(arguments, rows, index):  # type: ignore[no-untyped-def]
+    """The address of a row: `rows` are the numbers of the words of an `arguments.RowArguments`."""
+    return argument(arguments, rows.tensor) + index * argument(arguments, rows.stride)
+
+
+@helper
 def claim(thread):  # type: ignore[no-untyped-def]
     """The next item that no thread has, or -1."""
     sync, tag = unchecked_i64(thread + 8 * SYNC_OF), unchecked_i64(thread + 8 * TAG_OF)

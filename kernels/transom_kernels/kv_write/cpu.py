@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from transom_kernels.cpu.arguments import numbers_of
+from transom_kernels.cpu.arguments import RowArguments, numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.kv_write.hadamard import block_of
@@ -21,24 +21,19 @@ ITEM_ELEMENTS = 2048  # about as many elements as one item of work prepares
 
 
 class PrepareArguments(NamedTuple):
-    """The words of `prepare_and_write`; strides (`*_row`, from a token to the next) are in bytes."""
+    """The words of `prepare_and_write`."""
 
-    q: torch.Tensor  # [T, H, D]
-    k: torch.Tensor | None  # [T, KVH, D]
-    v: torch.Tensor | None  # [T, KVH, Dv]
+    q: RowArguments  # [T, H, D]
+    k: RowArguments  # [T, KVH, D]
+    v: RowArguments  # [T, KVH, Dv]
     q_out: torch.Tensor  # [T, H, D], contiguous
-    q_row: int
-    k_row: int
-    v_row: int
     keys: CacheArguments
     values: CacheArguments
     key_scales: CacheArguments  # of quantised caches
     value_scales: CacheArguments
     slots: torch.Tensor  # [T] int64; below 0: not written
-    cos: torch.Tensor | None  # [T, R]
-    signed_sin: torch.Tensor | None
-    cos_row: int
-    signed_sin_row: int
+    cos: RowArguments  # [T, R]
+    signed_sin: RowArguments
     q_weight: torch.Tensor | None  # [H, D]
     k_weight: torch.Tensor | None  # [KVH, D]
     query_scale: torch.Tensor | None  # [T]
@@ -106,22 +101,17 @@ def prepare_qkv_cpu(inputs: QkvInputs) -> torch.Tensor:
         interleaved=how.interleaved,
     )
     arguments = PrepareArguments(
-        q=q,
-        k=k,
-        v=v,
+        q=RowArguments.of(q),
+        k=RowArguments.of(k),
+        v=RowArguments.of(v),
         q_out=q_out,
-        q_row=_row_stride(q),
-        k_row=_row_stride(k),
-        v_row=_row_stride(v),
         keys=CacheArguments.of(inputs.k_cache),
         values=CacheArguments.of(inputs.v_cache),
         key_scales=CacheArguments.of(inputs.k_scale),
         value_scales=CacheArguments.of(inputs.v_scale),
         slots=inputs.slots,
-        cos=cos,
-        signed_sin=signed_sin,
-        cos_row=_row_stride(cos),
-        signed_sin_row=_row_stride(signed_sin),
+        cos=RowArguments.of(cos),
+        signed_sin=RowArguments.of(signed_sin),
         q_weight=how.q_weight,
         k_weight=how.k_weight,
         query_scale=inputs.query_scale,
@@ -151,8 +141,3 @@ def _alike(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
     if x is None or y is None:
         return all(part is None or part.dtype in DTYPES for part in (x, y))
     return x.dtype == y.dtype and x.dtype in DTYPES
-
-
-def _row_stride(x: torch.Tensor | None) -> int:
-    """The first stride of a tensor, in bytes."""
-    return 0 if x is None else x.stride(0) * x.element_size()

@@ -32,7 +32,7 @@ from transom_kernels.cpu.simd import (
     sqrt,
     store_f32,
 )
-from transom_kernels.cpu.work import argument, claim, finish, helper, scratch
+from transom_kernels.cpu.work import argument, claim, finish, helper, row_address, scratch
 from transom_kernels.kv_write.cpu import AT
 from transom_kernels.quantised_kv.cpu_rows import cache_address, make_quantise_row
 
@@ -41,60 +41,34 @@ def make_prepare_and_write(
     dtype: str, kv_dtype: str, cache_dtype: str, table_dtype: str, weight_dtype: str, interleaved: bool
 ) -> Any:
     """The kernel for queries of `dtype`, keys and values of `kv_dtype`, and a cache that is stored as `cache_dtype`."""
-    size, kv_size, weight_size = NUM_BYTES[dtype], NUM_BYTES[kv_dtype], NUM_BYTES[weight_dtype]
-    rotate = make_rotate("f32", table_dtype, interleaved=interleaved)
-    inverse_rms = make_inverse_rms("f32")
+    size, kv_size = NUM_BYTES[dtype], NUM_BYTES[kv_dtype]
     load_query, load_kv = _make_load(dtype, weight_dtype), _make_load(kv_dtype, weight_dtype)
-    multiply_hadamard = make_hadamard()
+    prepare_query = _make_prepare(load_query, dtype, table_dtype, weight_dtype, interleaved)
+    prepare_key = _make_prepare(load_kv, kv_dtype, table_dtype, weight_dtype, interleaved)
     store_query, store_cache = _make_store(dtype), _make_cache_store(cache_dtype)
     load_scale = LOAD_SCALAR[dtype]
 
     @helper
-    def turn(arguments, work, token):
-        """Rotate a head in `work`; return the scale of the norm after rotation."""
-        if argument(arguments, AT.rotated):
-            cos = argument(arguments, AT.cos) + token * argument(arguments, AT.cos_row)
-            signed_sin = argument(arguments, AT.signed_sin) + token * argument(arguments, AT.signed_sin_row)
-            first = argument(arguments, AT.first_rotated)
-            rotate(work + first * 4, cos, signed_sin, argument(arguments, AT.rotated))
-        if argument(arguments, AT.norm_after):
-            return splat(inverse_rms(work, argument(arguments, AT.width), float_of_bits(argument(arguments, AT.eps))))
-        return splat(1.0)
-
-    @helper
     def query(arguments, work, token, head):
-        width, weight = argument(arguments, AT.width), argument(arguments, AT.q_weight)
-        row = argument(arguments, AT.q) + token * argument(arguments, AT.q_row) + head * width * size
-        weight = weight + head * width * weight_size if weight else 0
-        eps = float_of_bits(argument(arguments, AT.eps))
-        load_query(row, work, width, argument(arguments, AT.norm), weight, eps)
-        after = turn(arguments, work, token)
-        if argument(arguments, AT.hadamard_block):
-            multiply_hadamard(work, width, argument(arguments, AT.hadamard_block))
+        after = prepare_query(arguments, work, token, head, AT.q, AT.q_weight)
         scale = splat(1.0)
         if argument(arguments, AT.query_scale):
             scale = splat(load_scale(argument(arguments, AT.query_scale) + token * size))
+        width = argument(arguments, AT.width)
         place = argument(arguments, AT.q_out) + (token * argument(arguments, AT.heads) + head) * width * size
         store_query(work, place, width, after, scale)
 
     @helper
     def key(arguments, work, token, head, block, offset):
-        width, weight = argument(arguments, AT.width), argument(arguments, AT.k_weight)
-        row = argument(arguments, AT.k) + token * argument(arguments, AT.k_row) + head * width * kv_size
-        weight = weight + head * width * weight_size if weight else 0
-        eps = float_of_bits(argument(arguments, AT.eps))
-        load_kv(row, work, width, argument(arguments, AT.norm), weight, eps)
-        after = turn(arguments, work, token)
-        if argument(arguments, AT.hadamard_block):
-            multiply_hadamard(work, width, argument(arguments, AT.hadamard_block))
+        after = prepare_key(arguments, work, token, head, AT.k, AT.k_weight)
         place = cache_address(arguments, AT.keys, block, offset, head)
         scale_place = cache_address(arguments, AT.key_scales, block, offset, head)
-        store_cache(work, place, scale_place, width, after, splat(1.0))
+        store_cache(work, place, scale_place, argument(arguments, AT.width), after, splat(1.0))
 
     @helper
     def value(arguments, work, token, head, block, offset):
         width, eps = argument(arguments, AT.value_width), float_of_bits(argument(arguments, AT.eps))
-        row = argument(arguments, AT.v) + token * argument(arguments, AT.v_row) + head * width * kv_size
+        row = row_address(arguments, AT.v, token) + head * width * kv_size
         load_kv(row, work, width, argument(arguments, AT.value_norm), 0, eps)
         factor = splat(float_of_bits(argument(arguments, AT.value_factor)))
         place = cache_address(arguments, AT.values, block, offset, head)
@@ -106,10 +80,8 @@ def make_prepare_and_write(
         while item >= 0:
             work = scratch(thread)
             heads, kv_heads = argument(arguments, AT.heads), argument(arguments, AT.kv_heads)
-            all_heads, per_item = (
-                heads + kv_heads + argument(arguments, AT.value_heads),
-                argument(arguments, AT.heads_per_item),
-            )
+            all_heads = heads + kv_heads + argument(arguments, AT.value_heads)
+            per_item = argument(arguments, AT.heads_per_item)
             parts = (all_heads + per_item - 1) // per_item
             token, first = item // parts, item % parts * per_item
             last = min(first + per_item, all_heads)
@@ -128,6 +100,36 @@ def make_prepare_and_write(
             item = claim(thread)
 
     return prepare_and_write
+
+
+def _make_prepare(load_row: Any, dtype: str, table_dtype: str, weight_dtype: str, interleaved: bool) -> Any:
+    """prepare(arguments, work, token, head, rows, weights): norm, rotate and multiply a query or key head into `work`.
+
+    `rows` and `weights` are the numbers of the arguments. The result is the scale of the norm after rotation, which is left to the
+    store.
+    """
+    size, weight_size = NUM_BYTES[dtype], NUM_BYTES[weight_dtype]
+    rotate = make_rotate("f32", table_dtype, interleaved=interleaved)
+    inverse_rms, multiply_hadamard = make_inverse_rms("f32"), make_hadamard()
+
+    @helper
+    def prepare(arguments, work, token, head, rows, weights):
+        width, eps = argument(arguments, AT.width), float_of_bits(argument(arguments, AT.eps))
+        row = row_address(arguments, rows, token) + head * width * size
+        weight = argument(arguments, weights)
+        weight = weight + head * width * weight_size if weight else 0
+        load_row(row, work, width, argument(arguments, AT.norm), weight, eps)
+        if argument(arguments, AT.rotated):
+            cos, signed_sin = row_address(arguments, AT.cos, token), row_address(arguments, AT.signed_sin, token)
+            rotate(work + argument(arguments, AT.first_rotated) * 4, cos, signed_sin, argument(arguments, AT.rotated))
+        after = splat(1.0)
+        if argument(arguments, AT.norm_after):
+            after = splat(inverse_rms(work, width, eps))
+        if argument(arguments, AT.hadamard_block):
+            multiply_hadamard(work, width, argument(arguments, AT.hadamard_block))
+        return after
+
+    return prepare
 
 
 def _make_load(dtype: str, weight_dtype: str) -> Any:

@@ -14,7 +14,7 @@ from transom_kernels.cpu.arguments import numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.paged_attention.cpu.arguments import ResultArguments
-from transom_kernels.paged_attention.cpu.layout import AttentionKind, DecodeLayout
+from transom_kernels.paged_attention.cpu.layout import AttentionKind, decode_layout
 
 _MAX_HEADS = 32  # of an item: they share the rows that are copied for them
 
@@ -103,6 +103,6 @@ def latent_attention_cpu(
     )
     most_rows = own.window.num_slots + own.entries.num_slots
     kernel = cpu_kernel("transom_kernels.latent_attention.cpu_kernel", "make_attend", **asdict(kind))
-    scratch_bytes = DecodeLayout.of(kind).num_bytes + 8 * (most_rows + 16)  # the list of a query's rows follows
+    scratch_bytes = decode_layout(kind).num_bytes + 8 * (most_rows + 16)  # the list of a query's rows follows
     launch(kernel, rows * (heads // heads_at_once), (result, own), scratch_bytes=scratch_bytes)
     return out

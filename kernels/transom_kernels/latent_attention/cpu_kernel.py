@@ -17,7 +17,7 @@ from transom_kernels.cpu.simd import NUM_BYTES, load_i64, splat, store_f32, stor
 from transom_kernels.cpu.work import argument, claim, finish, helper, scratch
 from transom_kernels.latent_attention.cpu import LATENT
 from transom_kernels.paged_attention.cpu.arguments import RESULT
-from transom_kernels.paged_attention.cpu.layout import UNIT_KEYS, AttentionKind, DecodeLayout
+from transom_kernels.paged_attention.cpu.layout import UNIT_KEYS, AttentionKind, decode_layout
 from transom_kernels.paged_attention.cpu.partial_results import make_partial_results
 from transom_kernels.paged_attention.cpu.row_vectors import make_copy_row, make_move_row
 from transom_kernels.paged_attention.cpu.units import make_attend_unit
@@ -26,7 +26,7 @@ from transom_kernels.paged_attention.cpu.units import make_attend_unit
 def make_attend(**parameters: Any) -> Any:
     """The kernel; the parameters are the fields of `AttentionKind`. Items: queries times groups of `group` heads."""
     kind = AttentionKind(**parameters)
-    layout, heads, row_bytes = DecodeLayout.of(kind), kind.group, kind.width * NUM_BYTES[kind.dtype]
+    layout, heads, row_bytes = decode_layout(kind), kind.group, kind.width * NUM_BYTES[kind.dtype]
     list_at = layout.num_bytes  # addresses of the query's rows
     copy_row, move_row = make_copy_row(kind.words, kind.width), make_move_row(kind.dtype, kind.width)
     zero = np.float32(0.0)

@@ -19,7 +19,8 @@ from typing import Any
 from transom_kernels.cpu.simd import load_i32
 from transom_kernels.cpu.work import argument, helper
 from transom_kernels.paged_attention.cpu.arguments import AT, RESULT
-from transom_kernels.paged_attention.cpu.layout import UNIT_KEYS, AttentionKind, DecodeLayout
+from transom_kernels.paged_attention.cpu.integers import integer_words
+from transom_kernels.paged_attention.cpu.layout import UNIT_KEYS, AttentionKind, decode_layout
 from transom_kernels.paged_attention.cpu.partial_results import make_partial_results
 from transom_kernels.paged_attention.cpu.tables import TableReader
 from transom_kernels.paged_attention.cpu.units import make_attend_unit, make_load_queries
@@ -64,12 +65,13 @@ def _make_partials_of(kind: AttentionKind) -> Any:
 
 def make_decode(kind: AttentionKind, table: TableReader) -> Any:
     """decode(arguments, memory, sequence, kv_head, slot): all query rows of a sequence, as far as they are this slot's."""
-    layout, partial_bytes = DecodeLayout.of(kind), kind.partial_bytes
+    layout, partial_bytes = decode_layout(kind), kind.partial_bytes
     visible, set_shift = table.visible, table.set_shift
     find_groups = make_find_groups(kind, table, layout.key_copies, layout.value_copies)
     attend_unit = make_attend_unit(kind, find_groups, make_write_scales(table))
     merge, clear, store = make_partial_results(kind)
-    load_queries, partials_of = make_load_queries(kind), _make_partials_of(kind)
+    load_queries = make_load_queries(kind, as_integers=integer_words(kind) is not None)
+    partials_of = _make_partials_of(kind)
 
     @helper
     def attend_row(arguments, memory, sequence, kv_head, slot, row, position):

@@ -23,7 +23,7 @@ from transom_kernels.paged_attention.cpu.arguments import (
     ResultArguments,
     WorkArguments,
 )
-from transom_kernels.paged_attention.cpu.layout import UNIT_KEYS, AttentionKind, DecodeLayout, PromptLayout
+from transom_kernels.paged_attention.cpu.layout import UNIT_KEYS, AttentionKind, decode_layout, prompt_layout
 from transom_kernels.paged_attention.cpu.plan import num_slots_for, plan_of
 from transom_kernels.paged_attention.inputs import AttentionInputs, PagedInputs
 from transom_kernels.paged_attention.rule import MaskRule
@@ -158,7 +158,7 @@ def kind_of(inputs: AttentionInputs) -> AttentionKind:
 @cache
 def scratch_bytes_of(kind: AttentionKind) -> int:
     """Bytes that a thread needs for a row that decodes, or for a prompt's tile."""
-    return max(DecodeLayout.of(kind).num_bytes, PromptLayout.of(kind).num_bytes)
+    return int(max(decode_layout(kind).num_bytes, prompt_layout(kind).num_bytes))
 
 
 @cache

@@ -10,8 +10,9 @@ Legend: G query heads per KV head, D key width, Dv value width.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 from transom_kernels.cpu.target import cpu_target
 
@@ -40,6 +41,11 @@ class Words:
     def elements(self) -> int:
         """Elements of a word."""
         return 2 if self.pairs or self.halves else 1
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of queries and weights."""
+        return 4 // self.elements
 
     def vectors(self, width: int) -> int:
         """Vectors of words that hold a row of `width` elements."""
@@ -97,149 +103,85 @@ class AttentionKind:
         return self.dtype == "bf16" and cpu_target().bf16
 
 
-class _Memory:
-    """Takes parts of a thread's memory, each at a multiple of 64 bytes."""
+def memory_layout(sizes: dict[str, int], parts: dict[str, int]) -> Any:
+    """A tuple of named numbers: `sizes`, where each part of a thread's memory begins, and `num_bytes`, where the last one ends.
 
-    def __init__(self) -> None:
-        self.end = 0
-
-    def take(self, num_bytes: int) -> int:
-        """Return where the next part begins."""
-        begin = self.end
-        self.end += -(-num_bytes // VECTOR_BYTES) * VECTOR_BYTES
-        return begin
-
-
-class DecodeLayout(NamedTuple):
-    """A thread's memory while it decodes: strides, then where each part begins, in bytes."""
-
-    query_stride: int
-    weight_bytes: int  # of one weight
-    weight_stride: int  # of a query head's weights of a unit; the last vector has the scale of integer weights
-    score_stride: int
-    integer_query_stride: int  # the last vector has the query's scale
-    partial_stride: int  # of a query head's partial result
-    statistics: int  # from a query head's partial result to its maximum and sum
-    queries: int
-    key_groups: int  # addresses of groups of 16 keys
-    value_groups: int
-    key_copies: int  # rows of groups that are not adjacent in the cache
-    value_copies: int
-    scores: int
-    weights: int
-    integer_queries: int
-    key_scales: int  # of quantised caches
-    value_scales: int
-    partial: int  # a unit's partial result
-    total: int  # the row's result so far
-    shift: int  # of compact tables (`policy_attention.cpu.table`)
-    sums: int  # of a unit's attention probabilities (`policy_attention.cpu.mass`)
-    num_bytes: int
-
-    @classmethod
-    def of(cls, kind: AttentionKind) -> DecodeLayout:
-        """Lay out the memory."""
-        words, memory, group = kind.words, _Memory(), kind.group
-        query_stride = words.vectors(kind.width) * VECTOR_BYTES
-        weight_bytes = 2 if words.pairs else 4
-        weight_stride = UNIT_KEYS * weight_bytes + VECTOR_BYTES
-        integer_query_stride = -(-kind.width // (2 * _LANES)) * VECTOR_BYTES + VECTOR_BYTES
-        partial_stride = kind.partial_bytes // group
-        return cls(
-            query_stride=query_stride,
-            weight_bytes=weight_bytes,
-            weight_stride=weight_stride,
-            score_stride=4 * UNIT_KEYS,
-            integer_query_stride=integer_query_stride,
-            partial_stride=partial_stride,
-            statistics=partial_stride - VECTOR_BYTES,
-            queries=memory.take(group * query_stride),
-            key_groups=memory.take(8 * UNIT_KEYS // _LANES),
-            value_groups=memory.take(8 * UNIT_KEYS // _LANES),
-            key_copies=memory.take(UNIT_KEYS * kind.width * 4 + VECTOR_BYTES),
-            value_copies=memory.take(UNIT_KEYS * kind.value_width * 4 + VECTOR_BYTES),
-            scores=memory.take(group * 4 * UNIT_KEYS),
-            weights=memory.take(group * weight_stride),
-            integer_queries=memory.take(group * integer_query_stride),
-            key_scales=memory.take(4 * UNIT_KEYS),
-            value_scales=memory.take(4 * UNIT_KEYS),
-            partial=memory.take(kind.partial_bytes),
-            total=memory.take(kind.partial_bytes),
-            shift=memory.take(8),
-            sums=memory.take(4 * UNIT_KEYS),
-            num_bytes=memory.end,
-        )
+    `parts` has the bytes of each part in the order of the parts; each begins at a multiple of 64 bytes.
+    """
+    numbers, end = dict(sizes), 0
+    for name, num_bytes in parts.items():
+        numbers[name] = end
+        end += -(-num_bytes // VECTOR_BYTES) * VECTOR_BYTES
+    numbers["num_bytes"] = end
+    return namedtuple("MemoryLayout", numbers)(**numbers)
 
 
-class PromptLayout(NamedTuple):
-    """A thread's memory while it computes a prompt's tile: strides, then where each part begins, in bytes."""
+def decode_layout(kind: AttentionKind) -> Any:
+    """A thread's memory while it decodes: sizes and strides in bytes, and where each part begins (`memory_layout`)."""
+    words, group = kind.words, kind.group
+    sizes = {
+        "query_stride": words.vectors(kind.width) * VECTOR_BYTES,
+        "integer_query_stride": -(-kind.width // (2 * _LANES)) * VECTOR_BYTES + VECTOR_BYTES,  # and the query's scale
+        "score_stride": 4 * UNIT_KEYS,
+        "weight_bytes": words.element_bytes,
+        "weight_stride": UNIT_KEYS * words.element_bytes + VECTOR_BYTES,  # and the scale of integer weights
+        "partial_stride": kind.partial_bytes // group,  # of a query head
+        "statistics": kind.partial_bytes // group
+        - VECTOR_BYTES,  # from a query head's partial result to its maximum and sum
+    }
+    parts = {
+        "queries": group * sizes["query_stride"],
+        "integer_queries": group * sizes["integer_query_stride"],
+        "key_groups": 8 * UNIT_KEYS // _LANES,  # addresses of groups of 16 keys
+        "value_groups": 8 * UNIT_KEYS // _LANES,
+        "key_copies": UNIT_KEYS * kind.width * 4 + VECTOR_BYTES,  # rows of groups that are not adjacent in the cache
+        "value_copies": UNIT_KEYS * kind.value_width * 4 + VECTOR_BYTES,
+        "scores": group * sizes["score_stride"],
+        "weights": group * sizes["weight_stride"],
+        "key_scales": 4 * UNIT_KEYS,  # of quantised caches
+        "value_scales": 4 * UNIT_KEYS,
+        "partial": kind.partial_bytes,  # a unit's partial result
+        "total": kind.partial_bytes,  # the row's result so far
+        "shift": 8,  # of compact tables (`policy_attention.cpu.table`)
+        "sums": 4 * UNIT_KEYS,  # of a unit's attention probabilities (`policy_attention.cpu.mass`)
+    }
+    return memory_layout(sizes, parts)
 
-    rows: int  # of the tile: its tokens times G, and padding
-    query_stride: int
-    value_stride: int  # of a row's weighted values
-    weight_bytes: int  # of one weight
-    weight_stride: int
-    score_stride: int
-    key_panel: int  # of 16 packed keys
-    value_panel: int  # of 16 columns of packed values
-    zeros_bytes: int
-    queries: int
-    outputs: int
-    sums: int  # of each row's weights: a vector
-    maxima: int
-    scores: int
-    weights: int
-    key_addresses: int
-    value_addresses: int
-    key_scales: int  # of quantised caches
-    value_scales: int
-    low_keys: int  # of each token, the keys between which it sees
-    high_keys: int
-    zeros: int  # a row for keys that no token sees
-    keys: int
-    values: int
-    tile_registers: int
-    shift: int  # of compact tables (`policy_attention.cpu.table`)
-    num_bytes: int
 
-    @classmethod
-    def of(cls, kind: AttentionKind) -> PromptLayout:
-        """Lay out the memory."""
-        words, memory = kind.words, _Memory()
-        rows = -(-kind.tile_tokens * kind.group // SUB_ROWS) * SUB_ROWS
-        query_stride = words.vectors(kind.width) * VECTOR_BYTES
-        value_stride = words.output_vectors(kind.value_width) * VECTOR_BYTES
-        weight_bytes = 2 if words.pairs else 4
-        weight_stride, score_stride = KEY_TILE * weight_bytes, KEY_TILE * 4
-        key_panel = words.vectors(kind.width) * _LANES * VECTOR_BYTES
-        value_panel = KEY_TILE // words.elements * VECTOR_BYTES
-        zeros_bytes = max(query_stride, value_stride)
-        return cls(
-            rows=rows,
-            query_stride=query_stride,
-            value_stride=value_stride,
-            weight_bytes=weight_bytes,
-            weight_stride=weight_stride,
-            score_stride=score_stride,
-            key_panel=key_panel,
-            value_panel=value_panel,
-            zeros_bytes=zeros_bytes,
-            queries=memory.take(rows * query_stride),
-            outputs=memory.take(rows * value_stride),
-            sums=memory.take(rows * VECTOR_BYTES),
-            maxima=memory.take(rows * 4),
-            scores=memory.take(SUB_ROWS * score_stride),
-            weights=memory.take(SUB_ROWS * weight_stride),
-            key_addresses=memory.take(KEY_TILE * 8),
-            value_addresses=memory.take(KEY_TILE * 8),
-            key_scales=memory.take(4 * KEY_TILE),
-            value_scales=memory.take(4 * KEY_TILE),
-            low_keys=memory.take(8 * kind.tile_tokens),
-            high_keys=memory.take(8 * kind.tile_tokens),
-            zeros=memory.take(zeros_bytes),
-            keys=memory.take(KEY_TILE // _LANES * key_panel),
-            values=memory.take(words.output_vectors(kind.value_width) * value_panel),
-            tile_registers=memory.take(VECTOR_BYTES),
-            shift=memory.take(8),
-            num_bytes=memory.end,
-        )
+def prompt_layout(kind: AttentionKind) -> Any:
+    """A thread's memory while it computes a prompt's tile: sizes and strides in bytes, and where each part begins."""
+    words = kind.words
+    rows = -(-kind.tile_tokens * kind.group // SUB_ROWS) * SUB_ROWS  # of the tile, and padding
+    output_vectors = words.output_vectors(kind.value_width)
+    sizes = {
+        "rows": rows,
+        "query_stride": words.vectors(kind.width) * VECTOR_BYTES,
+        "value_stride": output_vectors * VECTOR_BYTES,  # of a row's weighted values
+        "score_stride": 4 * KEY_TILE,
+        "weight_bytes": words.element_bytes,
+        "weight_stride": KEY_TILE * words.element_bytes,
+        "zeros_bytes": max(words.vectors(kind.width), output_vectors)
+        * VECTOR_BYTES,  # of a row for keys that no token sees
+        "key_panel": words.vectors(kind.width) * _LANES * VECTOR_BYTES,  # of 16 packed keys
+        "value_panel": KEY_TILE // words.elements * VECTOR_BYTES,  # of 16 columns of packed values
+    }
+    parts = {
+        "queries": rows * sizes["query_stride"],
+        "outputs": rows * sizes["value_stride"],
+        "sums": rows * VECTOR_BYTES,  # of each row's weights: a vector
+        "maxima": rows * 4,
+        "scores": SUB_ROWS * sizes["score_stride"],
+        "weights": SUB_ROWS * sizes["weight_stride"],
+        "key_addresses": 8 * KEY_TILE,
+        "value_addresses": 8 * KEY_TILE,
+        "key_scales": 4 * KEY_TILE,  # of quantised caches
+        "value_scales": 4 * KEY_TILE,
+        "low_keys": 8 * kind.tile_tokens,  # of each token, the keys between which it sees
+        "high_keys": 8 * kind.tile_tokens,
+        "zeros": sizes["zeros_bytes"],
+        "keys": KEY_TILE // _LANES * sizes["key_panel"],
+        "values": output_vectors * sizes["value_panel"],
+        "tile_registers": VECTOR_BYTES,
+        "shift": 8,  # of compact tables (`policy_attention.cpu.table`)
+    }
+    return memory_layout(sizes, parts)

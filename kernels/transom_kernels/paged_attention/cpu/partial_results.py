@@ -12,7 +12,7 @@ import numpy as np
 
 from transom_kernels.cpu.simd import exp2, fma, load_f32, load_scalar_f32, splat, store_f32, store_scalar_f32
 from transom_kernels.cpu.work import helper
-from transom_kernels.paged_attention.cpu.layout import NO_MAXIMUM, AttentionKind, DecodeLayout
+from transom_kernels.paged_attention.cpu.layout import NO_MAXIMUM, AttentionKind, decode_layout
 from transom_kernels.paged_attention.cpu.row_result import make_store_row
 from transom_kernels.paged_attention.cpu.row_vectors import first_lane
 
@@ -32,7 +32,7 @@ class PartialResults(NamedTuple):
 
 def make_partial_results(kind: AttentionKind) -> PartialResults:
     """The functions for a kind of kernel; its value width, group and types of results count."""
-    layout, group, store_row = DecodeLayout.of(kind), kind.group, make_store_row(kind)
+    layout, group, store_row = decode_layout(kind), kind.group, make_store_row(kind)
     no_maximum, zero = np.float32(NO_MAXIMUM), np.float32(0.0)
 
     @helper

@@ -10,7 +10,7 @@ from typing import Any
 from transom_kernels.cpu.target import cpu_target
 from transom_kernels.cpu.tiles import make_tile_product
 from transom_kernels.cpu.work import helper
-from transom_kernels.paged_attention.cpu.layout import SUB_ROWS, AttentionKind, PromptLayout
+from transom_kernels.paged_attention.cpu.layout import SUB_ROWS, AttentionKind, prompt_layout
 from transom_kernels.paged_attention.cpu.prompt_loops import make_product
 
 _TILE_ROWS = 16  # of a tile register
@@ -18,7 +18,7 @@ _TILE_ROWS = 16  # of a tile register
 
 def make_multiply_keys(kind: AttentionKind) -> Any:
     """multiply_keys(memory, row, num_keys): scores of SUB_ROWS rows and the first `num_keys` (a multiple of 32) packed keys."""
-    words, layout = kind.words, PromptLayout.of(kind)
+    words, layout = kind.words, prompt_layout(kind)
     if kind.uses_tiles:
         tile_product = make_tile_product(2)
         num_steps = words.vectors(kind.width)
@@ -61,7 +61,7 @@ def make_multiply_keys(kind: AttentionKind) -> Any:
 
 def make_multiply_values(kind: AttentionKind) -> Any:
     """multiply_values(memory, row, num_keys): add the weighted sums of `num_keys` values to the results of SUB_ROWS rows."""
-    words, layout = kind.words, PromptLayout.of(kind)
+    words, layout = kind.words, prompt_layout(kind)
     num_panels, elements = words.output_vectors(kind.value_width), words.elements
     if kind.uses_tiles:
         tile_product = make_tile_product(2)

@@ -8,14 +8,14 @@ from transom_kernels.cpu.simd import store_i64
 from transom_kernels.cpu.work import argument, helper
 from transom_kernels.paged_attention.cpu.arguments import AT, PAGED
 from transom_kernels.paged_attention.cpu.decode import rows_of
-from transom_kernels.paged_attention.cpu.layout import AttentionKind, PromptLayout
+from transom_kernels.paged_attention.cpu.layout import AttentionKind, prompt_layout
 from transom_kernels.paged_attention.cpu.tables import TABLE, first_key
 from transom_kernels.paged_attention.cpu.tile import make_tile
 
 
 def make_attend_tile(kind: AttentionKind) -> Any:
     """attend_tile(arguments, memory, sequence, first_token, kv_head): the tile of a sequence that begins at `first_token`."""
-    layout, group, tile_tokens = PromptLayout.of(kind), kind.group, kind.tile_tokens
+    layout, group, tile_tokens = prompt_layout(kind), kind.group, kind.tile_tokens
     begin_tile, load_queries, attend_keys, store_rows = make_tile(kind, TABLE)
 
     @helper

@@ -44,7 +44,7 @@ from transom_kernels.paged_attention.cpu.layout import (
     NO_MAXIMUM,
     SUB_ROWS,
     AttentionKind,
-    PromptLayout,
+    prompt_layout,
 )
 from transom_kernels.paged_attention.cpu.products import make_multiply_keys, make_multiply_values
 from transom_kernels.paged_attention.cpu.prompt_loops import make_pack_keys, make_pack_values
@@ -79,7 +79,7 @@ class TileLoops(NamedTuple):
 
 def make_tile(kind: AttentionKind, table: TableReader) -> TileLoops:
     """The loops of a tile. `table` reads the block table."""
-    words, cached, layout, group = kind.words, kind.cached, PromptLayout.of(kind), kind.group
+    words, cached, layout, group = kind.words, kind.cached, prompt_layout(kind), kind.group
     has_scales, has_soft_cap, has_tiles, elements = kind.has_scales, kind.has_soft_cap, kind.uses_tiles, words.elements
     multiply_keys, multiply_values = make_multiply_keys(kind), make_multiply_values(kind)
     copy_row = make_copy_row(words, kind.width)

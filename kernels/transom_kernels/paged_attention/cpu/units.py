@@ -30,24 +30,31 @@ from transom_kernels.cpu.simd import (
 from transom_kernels.cpu.work import argument, helper
 from transom_kernels.paged_attention.cpu.arguments import AT, RESULT
 from transom_kernels.paged_attention.cpu.decode_loops import make_group_scores, make_weighted_sum
-from transom_kernels.paged_attention.cpu.integers import integer_words, make_round_query, make_round_weights
-from transom_kernels.paged_attention.cpu.layout import MASKED, NO_MAXIMUM, AttentionKind, DecodeLayout
+from transom_kernels.paged_attention.cpu.integers import integer_words, make_round_row
+from transom_kernels.paged_attention.cpu.layout import MASKED, NO_MAXIMUM, AttentionKind, decode_layout
 from transom_kernels.paged_attention.cpu.row_vectors import keep_visible, make_copy_row, num_accumulators
 from transom_kernels.paged_attention.cpu.walks import clear_floats
 
 _HEADS_AT_ONCE = 8  # query heads whose weighted values are summed together
 
 
-def make_load_queries(kind: AttentionKind) -> Any:
-    """load_queries(arguments, memory, row, kv_head, tensor): copy a row's queries of a KV head out of argument `tensor`."""
-    layout, group, copy_row = DecodeLayout.of(kind), kind.group, make_copy_row(kind.words, kind.width)
+def make_load_queries(kind: AttentionKind, *, as_integers: bool) -> Any:
+    """load_queries(arguments, memory, row, kv_head, tensor): copy a row's queries of a KV head out of argument `tensor`.
+
+    They become words of floats, or 16-bit integers with their scale.
+    """
+    layout, group, width = decode_layout(kind), kind.group, kind.width
+    copy_row, round_row = make_copy_row(kind.words, width), make_round_row(kind.dtype, layout.integer_query_stride)
 
     @helper
     def load_queries(arguments, memory, row, kv_head, tensor):
         head_stride = argument(arguments, AT.q_head)
         q = argument(arguments, tensor) + row * argument(arguments, AT.q_row) + kv_head * group * head_stride
         for g in range(group):
-            copy_row(q + g * head_stride, memory + layout.queries + g * layout.query_stride)
+            if as_integers:
+                round_row(q + g * head_stride, width, memory + layout.integer_queries + g * layout.integer_query_stride)
+            else:
+                copy_row(q + g * head_stride, memory + layout.queries + g * layout.query_stride)
 
     return load_queries
 
@@ -55,16 +62,15 @@ def make_load_queries(kind: AttentionKind) -> Any:
 def make_attend_unit(kind: AttentionKind, find_groups: Any, write_scales: Any = None) -> Any:
     """attend_unit(arguments, memory, sequence, kv_head, begin, end, partial): the queries in memory, the keys [begin, end).
 
-    `find_groups` and, for quantised caches, `write_scales` are what `walks.make_find_groups` and `make_write_scales` make, or
-    functions like them.
+    Queries are integers where `integer_words` says so. `find_groups` and, for quantised caches, `write_scales` are what
+    `walks.make_find_groups` and `make_write_scales` make, or functions like them.
     """
-    layout, group, has_scales, has_soft_cap = DecodeLayout.of(kind), kind.group, kind.has_scales, kind.has_soft_cap
+    layout, group, has_scales, has_soft_cap = decode_layout(kind), kind.group, kind.has_scales, kind.has_soft_cap
     integers = integer_words(kind)
     words, has_integers = integers or kind.cached, integers is not None
     products_at = layout.integer_queries if has_integers else layout.queries
     product_stride = layout.integer_query_stride if has_integers else layout.query_stride
-    round_query = make_round_query(kind, layout.integer_query_stride)
-    round_weights = make_round_weights(layout.weight_stride)
+    round_row = make_round_row("f32", layout.weight_stride)
     heads = min(group, _HEADS_AT_ONCE, max(1, num_accumulators() // words.elements))
     rest = group % heads
     group_scores = make_group_scores(words, group, kind.width, kind.value_width, (product_stride, layout.score_stride))
@@ -103,7 +109,7 @@ def make_attend_unit(kind: AttentionKind, find_groups: Any, write_scales: Any = 
             else:
                 store_weights(weights + layout.weight_bytes * (key - first), weight)
         if has_integers:
-            round_weights(scores, weights, (end - first + 15) // 16 * 16)
+            round_row(scores, (end - first + 15) // 16 * 16, weights)
         store_scalar_f32(statistics_at, maximum)
         store_scalar_f32(statistics_at + 4, lane_sum(total))
 
@@ -118,11 +124,6 @@ def make_attend_unit(kind: AttentionKind, find_groups: Any, write_scales: Any = 
             clear_floats(value_scales, 16 * num_groups)
             at = 4 * (begin - first)
             write_scales(arguments, memory, sequence, kv_head, begin, end, key_scales + at, value_scales + at)
-        if has_integers:
-            for g in range(group):
-                round_query(
-                    memory + layout.queries + g * layout.query_stride, memory + products_at + g * product_stride
-                )
         group_scores(keys, values, num_groups, memory + products_at, memory + layout.scores)
         scale = float_of_bits(argument(arguments, RESULT.scale))
         soft_cap = float_of_bits(argument(arguments, RESULT.soft_cap))

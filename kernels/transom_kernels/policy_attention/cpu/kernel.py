@@ -9,7 +9,7 @@ from typing import Any
 
 from transom_kernels.paged_attention.cpu.decode import make_decode
 from transom_kernels.paged_attention.cpu.kernel import attend_over, combine_over
-from transom_kernels.paged_attention.cpu.layout import AttentionKind, DecodeLayout
+from transom_kernels.paged_attention.cpu.layout import AttentionKind, decode_layout
 from transom_kernels.policy_attention.cpu.prompt import make_attend_tile
 from transom_kernels.policy_attention.cpu.table import make_table
 
@@ -17,10 +17,10 @@ from transom_kernels.policy_attention.cpu.table import make_table
 def make_attend(**parameters: Any) -> Any:
     """The kernel; the parameters are the fields of `AttentionKind`."""
     kind = AttentionKind(**parameters)
-    return attend_over(make_attend_tile(kind), make_decode(kind, make_table(DecodeLayout.of(kind).shift)))
+    return attend_over(make_attend_tile(kind), make_decode(kind, make_table(decode_layout(kind).shift)))
 
 
 def make_combine(**parameters: Any) -> Any:
     """The kernel; the parameters are the fields of `AttentionKind`."""
     kind = AttentionKind(**parameters)
-    return combine_over(kind, make_table(DecodeLayout.of(kind).shift))
+    return combine_over(kind, make_table(decode_layout(kind).shift))

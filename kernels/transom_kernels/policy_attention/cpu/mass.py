@@ -30,7 +30,7 @@ from transom_kernels.cpu.work import argument, claim, finish, helper, scratch
 from transom_kernels.paged_attention.cpu.arguments import AT, RESULT
 from transom_kernels.paged_attention.cpu.decode import rows_of
 from transom_kernels.paged_attention.cpu.decode_loops import make_group_scores
-from transom_kernels.paged_attention.cpu.layout import MASKED, UNIT_KEYS, AttentionKind, DecodeLayout
+from transom_kernels.paged_attention.cpu.layout import MASKED, UNIT_KEYS, AttentionKind, decode_layout
 from transom_kernels.paged_attention.cpu.row_vectors import keep_visible
 from transom_kernels.paged_attention.cpu.units import make_load_queries
 from transom_kernels.paged_attention.cpu.walks import clear_floats, make_find_groups, make_write_scales
@@ -41,14 +41,14 @@ from transom_kernels.policy_attention.cpu.table import make_table, visible_indic
 def make_add_mass(**parameters: Any) -> Any:
     """The kernel; the parameters are the fields of `AttentionKind`, with keys in place of values."""
     kind = AttentionKind(**parameters)
-    layout, group, has_scales, has_soft_cap = DecodeLayout.of(kind), kind.group, kind.has_scales, kind.has_soft_cap
+    layout, group, has_scales, has_soft_cap = decode_layout(kind), kind.group, kind.has_scales, kind.has_soft_cap
     table = make_table(layout.shift)
     find_groups = make_find_groups(kind, table, layout.key_copies, layout.value_copies)
     write_scales, set_shift = make_write_scales(table), table.set_shift
     group_scores = make_group_scores(
         kind.cached, group, kind.width, kind.width, (layout.query_stride, layout.score_stride)
     )
-    load_queries = make_load_queries(kind)
+    load_queries = make_load_queries(kind, as_integers=False)
     masked, log2_e, zero, one = np.float32(MASKED), np.float32(LOG2_E), np.float32(0.0), np.float32(1.0)
 
     @helper
