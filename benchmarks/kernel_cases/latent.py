@@ -12,6 +12,7 @@ import torch
 
 from kernel_cases.case import Case, Check, Prepared, Scale
 from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
+from transom_kernels.latent_attention.inputs import LatentInputs
 
 ERROR_LIMIT = 1e-2
 BLOCK = 16
@@ -56,11 +57,7 @@ def _attend(tokens: int, scale: Scale, device: torch.device) -> Prepared:
     factor = width**-0.5
 
     def run() -> tuple[torch.Tensor, ...]:
-        return (
-            latent_attention_triton(
-                q, caches[0], slots[0], sinks, scale=factor, entry_cache=caches[1], entry_slots=slots[1]
-            ),
-        )
+        return (_run(q, caches, slots, sinks, factor),)
 
     def check(out: tuple[torch.Tensor, ...]) -> list[Check]:
         few = min(tokens, CHECKED)
@@ -83,9 +80,18 @@ def _attend(tokens: int, scale: Scale, device: torch.device) -> Prepared:
 def _one(
     q: torch.Tensor, caches: list[torch.Tensor], slots: list[torch.Tensor], sinks: torch.Tensor, factor: float
 ) -> torch.Tensor:
+    return _run(q[:1], caches, [chosen[:1] for chosen in slots], sinks, factor)
+
+
+def _run(
+    q: torch.Tensor, caches: list[torch.Tensor], slots: list[torch.Tensor], sinks: torch.Tensor, factor: float
+) -> torch.Tensor:
     return latent_attention_triton(
-        q[:1], caches[0], slots[0][:1], sinks, scale=factor, entry_cache=caches[1], entry_slots=slots[1][:1]
-    )
+        LatentInputs(
+            q=q, window_cache=caches[0], window_slots=slots[0], entry_cache=caches[1], entry_slots=slots[1],
+            sink_logits=sinks, scale=factor,
+        )
+    )  # fmt: skip
 
 
 def _select(tokens: int, scale: Scale, device: torch.device) -> Prepared:
