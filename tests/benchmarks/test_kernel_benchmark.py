@@ -141,7 +141,8 @@ def prepared_of(out: torch.Tensor, wanted: torch.Tensor, **changes: Any) -> Prep
     def check(found: tuple[torch.Tensor, ...]) -> list[Check]:
         return [Check(got=found[0], wanted=wanted, limit=1e-3)]
 
-    return Prepared(**({"run": lambda: (out,), "check": check, "num_bytes": 8} | changes))
+    fields: dict[str, Any] = {"run": lambda: (out,), "check": check, "num_bytes": 8}
+    return Prepared(**fields | changes)
 
 
 def measured(prepared: Prepared, **changes: Any) -> dict[str, Any]:

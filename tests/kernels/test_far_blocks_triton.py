@@ -15,6 +15,7 @@ from transom_kernels.block_copy.gpu import copy_blocks_triton
 from transom_kernels.kv_write.gpu import prepare_qkv_triton
 from transom_kernels.kv_write.inputs import QkvInputs
 from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
+from transom_kernels.latent_attention.inputs import LatentInputs
 from transom_kernels.launch import INTERPRETED
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.paged_attention.inputs import PagedInputs
@@ -89,7 +90,15 @@ def test_latent_attention_and_indexer() -> None:
     for pair in ((there, there), (there, near), (near, there)):
         got, wanted = (
             latent_attention_triton(
-                q, caches[0], slots, sinks, scale=0.3, entry_cache=caches[1], entry_slots=slots.flip(1)
+                LatentInputs(
+                    q=q,
+                    window_cache=caches[0],
+                    window_slots=slots,
+                    entry_cache=caches[1],
+                    entry_slots=slots.flip(1),
+                    sink_logits=sinks,
+                    scale=0.3,
+                )
             )
             for caches in (pair, (near, near))
         )

@@ -1,39 +1,31 @@
-"""Latent attention, pooling and the indexer against their references, over strided caches that hold NaN in unused slots."""
+"""Latent attention, pooling and the indexer: torch against one query and one entry at a time, and the CPU kernel against torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from transom_kernels.latent_attention import latent_attention, pool_rows, read_rows, select_entries, write_rows
-from transom_kernels.latent_attention import rows as rows_module
-from transom_kernels.latent_attention.reference import (
-    latent_attention_reference,
-    pool_rows_reference,
-    select_entries_reference,
+from tests.cpu_threads import kernel_threads
+from tests.kernels.checked import run_checked, run_in_child
+from tests.kernels.latent_case import SIZE, filled_cache, latent_inputs, random_slots
+from tests.matrices import matrix
+from transom_kernels.latent_attention import (
+    latent_attention,
+    pool_rows,
+    read_rows,
+    reference,
+    select_entries,
+    write_rows,
 )
-from transom_kernels.launch import prefer
+from transom_kernels.latent_attention.cpu import fits_cpu_kernel, latent_attention_cpu
+from transom_kernels.latent_attention.inputs import LatentInputs
+from transom_kernels.latent_attention.reference import latent_attention_reference
 
-
-def filled_cache(slots: list[int], width: int, *, ids: int = 12, size: int = 3, dtype=torch.float32) -> torch.Tensor:
-    """A cache [ids, size, 1, width] with gaps between blocks, random at `slots` and NaN elsewhere."""
-    stride = size * width + 24
-    slab = torch.full((ids * stride,), float("nan"), dtype=dtype)
-    cache = slab.as_strided((ids, size, 1, width), (stride, width, size * width, 1), 8)
-    write_rows(torch.randn(len(slots), width).to(dtype), cache, torch.tensor(slots, dtype=torch.int64))
-    return cache
-
-
-def random_slots(num_queries: int, most: int, *, fewest: int = 0) -> torch.Tensor:
-    """Distinct slots of 36, each query its own number of them, scattered among -1."""
-    slots = torch.full((num_queries, most), -1, dtype=torch.int64)
-    for row in slots:
-        places = torch.randperm(most)[: int(torch.randint(fewest, most + 1, ()))]
-        row[places] = torch.randperm(36)[: len(places)]
-    return slots
+TILES = [1, 500, 2**20]
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
@@ -41,24 +33,13 @@ def fixed_seed() -> None:
     torch.manual_seed(3)
 
 
-@pytest.fixture(params=[1, 500, 2**20, None], ids=lambda size: f"tiles_of_{size}" if size else "kernels")
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Torch with tiles of some sizes, and the CPU kernels."""
-    if request.param is None:
-        yield
-        return
-    monkeypatch.setattr(rows_module, "TILE_ELEMENTS", request.param)
-    with prefer("reference"):
-        yield
+def row(cache: torch.Tensor, slot: int) -> torch.Tensor:
+    return cache[slot // SIZE, slot % SIZE, 0].double()
 
 
-def present(slots: torch.Tensor) -> list[int]:
-    return sorted({slot for slot in slots.flatten().tolist() if slot >= 0})
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_are_read_where_they_were_written(dtype: torch.dtype) -> None:
-    cache = filled_cache([], 10, dtype=dtype)
+    cache = filled_cache(torch.tensor([-1]), 10, dtype=dtype)
     slots = torch.tensor([4, 35, 0, 7])
     rows = torch.randn(4, 10).to(dtype)
     write_rows(rows, cache, slots)
@@ -68,62 +49,88 @@ def test_rows_are_read_where_they_were_written(dtype: torch.dtype) -> None:
         write_rows(rows[:, :9], cache, slots)
 
 
-@pytest.mark.parametrize(("num_queries", "window", "entries"), [(1, 1, 0), (5, 7, 3), (17, 3, 11)])
-def test_latent_attention(implementation: None, num_queries: int, window: int, entries: int) -> None:
-    window_slots, entry_slots = random_slots(num_queries, window), random_slots(num_queries, entries)
-    q, sinks = torch.randn(num_queries, 4, 10), torch.randn(4)
-    caches = [filled_cache(present(slots), 10) for slots in (window_slots, entry_slots)]
-    out = latent_attention(q, caches[0], window_slots, sinks, scale=0.7, entry_cache=caches[1], entry_slots=entry_slots)
-    wanted = latent_attention_reference(
-        q, caches[0], window_slots, sinks, scale=0.7, entry_cache=caches[1], entry_slots=entry_slots
-    )
-    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("tile", TILES)
+def test_attention_in_torch(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "TILE_ELEMENTS", tile)
+    inputs = latent_inputs(5, 7, 3, heads=4, width=10)
+    out = latent_attention_reference(inputs)
+    for t in range(5):
+        rows = [row(cache, slot) for cache, slots in inputs.places for slot in slots[t].tolist() if slot >= 0]
+        for head in range(4):
+            scores = [float(inputs.q[t, head].double() @ one) * inputs.scale for one in rows]
+            weights = torch.tensor([*scores, float(inputs.sink_logits[head])], dtype=torch.float64).softmax(0)
+            wanted = sum((weight * one for weight, one in zip(weights, rows, strict=False)), torch.zeros(10).double())
+            torch.testing.assert_close(out[t, head].double(), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_latent_attention_in_bfloat16_and_without_entries() -> None:
-    slots = random_slots(9, 6, fewest=1)
-    q = torch.randn(9, 2, 16).bfloat16()
-    cache = filled_cache(present(slots), 16, dtype=torch.bfloat16)
-    out = latent_attention(q, cache, slots, torch.zeros(2), scale=0.25)
-    wanted = latent_attention_reference(
-        q.float(), cache.float(), slots, torch.zeros(2), scale=0.25, entry_cache=cache, entry_slots=slots[:, :0]
-    )
-    torch.testing.assert_close(out.float(), wanted, atol=2e-2, rtol=2e-2)
+def check(inputs: LatentInputs) -> torch.Tensor:
+    assert fits_cpu_kernel(inputs)
+    out, limit = latent_attention_cpu(inputs), 2e-5 if inputs.q.dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(out.float(), latent_attention_reference(inputs).float(), atol=limit, rtol=limit)
+    return out
 
 
-@pytest.mark.parametrize(("ratio", "groups"), [(4, 2), (5, 1), (1, 2)])
-def test_pooled_rows(implementation: None, ratio: int, groups: int) -> None:
-    slots = torch.stack([torch.randperm(36)[: groups * ratio] for _ in range(6)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("window", "entries"), [(1, 0), (16, 3), (100, 140), (150, 150)])
+def test_rows_of_window_and_entries_on_cpus(dtype: torch.dtype, window: int, entries: int) -> None:
+    check(latent_inputs(3, window, entries, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_query_does_not_depend_on_its_batch_or_on_threads(dtype: torch.dtype) -> None:
+    inputs = latent_inputs(5, 90, 150, dtype=dtype)
+    expected = latent_attention_cpu(inputs)
+    for threads in (1, 3):
+        with kernel_threads(threads):
+            assert torch.equal(latent_attention_cpu(inputs), expected)
+    for t in range(5):
+        names = ("q", "window_slots", "entry_slots")
+        alone = replace(inputs, **{name: getattr(inputs, name)[t : t + 1] for name in names})
+        assert torch.equal(latent_attention_cpu(alone), expected[t : t + 1])
+
+
+def test_a_window_alone() -> None:
+    inputs = latent_inputs(5, 20, 0)
+    out = latent_attention(inputs.q, inputs.window_cache, inputs.window_slots, inputs.sink_logits, scale=inputs.scale)
+    torch.testing.assert_close(out, latent_attention_reference(inputs), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("shape", "tile"), matrix([(4, 2), (5, 1), (1, 2)], TILES, strength=1))
+def test_pooled_rows(shape: tuple[int, int], tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "TILE_ELEMENTS", tile)
+    ratio, groups = shape
+    slots = random_slots(6, groups * ratio, fewest=groups * ratio)
     slots[0, : (groups - 1) * ratio] = -1  # the first entry has no group before its own
-    kv, gate = (filled_cache(list(range(36)), groups * 6) for _ in range(2))
-    for cache in (kv, gate):  # nothing else may be read
-        for slot in set(range(36)) - set(present(slots)):
-            cache[slot // 3, slot % 3] = float("nan")
-    bias = torch.randn(ratio, groups * 6)
-    torch.testing.assert_close(
-        pool_rows(kv, gate, slots, bias), pool_rows_reference(kv, gate, slots, bias), atol=1e-5, rtol=1e-5
-    )
+    kv, gate, bias = filled_cache(slots, groups * 6), filled_cache(slots, groups * 6), torch.randn(ratio, groups * 6)
+    for pooled, entry in zip(pool_rows(kv, gate, slots, bias), slots.tolist(), strict=True):
+        values, weights = [], []
+        for place, slot in enumerate(entry):
+            if slot >= 0:
+                series = slice(place // ratio * 6, (place // ratio + 1) * 6)
+                values.append(row(kv, slot)[series])
+                weights.append((row(gate, slot) + bias[place % ratio])[series])
+        wanted = (torch.stack(values) * torch.stack(weights).softmax(0)).sum(0)
+        torch.testing.assert_close(pooled.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("top_k", [1, 4, 30])
-def test_selected_entries(implementation: None, top_k: int) -> None:
+@pytest.mark.parametrize(("top_k", "tile"), matrix([1, 4, 30], TILES, strength=1))
+def test_selected_entries(top_k: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "TILE_ELEMENTS", tile)
     slots = torch.stack([torch.randperm(36)[:11], torch.randperm(36)[:11], torch.full((11,), -1)])
-    sequence = torch.tensor([0, 0, 1, 2, 1, 0, 0])
-    num_visible = torch.tensor([1, 2, 11, 0, 4, 0, 9])
-    q, weights = torch.randn(7, 16, 10), torch.randn(7, 16)
-    keys = filled_cache(present(slots), 10)
+    sequence, num_visible = torch.tensor([0, 0, 1, 2, 1, 0, 0]), torch.tensor([1, 2, 11, 0, 4, 0, 9])
+    q, weights, keys = torch.randn(7, 16, 10), torch.randn(7, 16), filled_cache(slots, 10)
     options: dict[str, Any] = {"top_k": top_k, "scale": 0.1}
     chosen = select_entries(q, weights, keys, slots, sequence, num_visible, **options)
     assert chosen.shape == (7, min(top_k, 11))
-    wanted = select_entries_reference(q, weights, keys, slots, sequence, num_visible, **options)
-    for row, expected, visible in zip(chosen.tolist(), wanted, num_visible.tolist(), strict=True):
-        valid = [entry for entry in row if entry >= 0]
-        assert len(valid) == min(top_k, visible)
-        assert set(valid) == expected
+    for t, entries in enumerate(chosen.tolist()):
+        table, count = slots[sequence[t]].tolist(), int(num_visible[t])
+        products = [(q[t].double() @ row(keys, slot)).relu() @ weights[t].double() for slot in table[:count]]
+        best = sorted(range(count), key=lambda entry: -float(products[entry]))[:top_k]
+        assert sorted(entries) == sorted([*best, *[-1] * (len(entries) - len(best))])
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    cache, slots = filled_cache([0], 8), torch.zeros(2, 1, dtype=torch.int64)
+    cache, slots = filled_cache(torch.tensor([0]), 8), torch.zeros(2, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="one head of q's width"):
         latent_attention(torch.zeros(2, 4, 9), cache, slots, torch.zeros(4), scale=1.0)
     with pytest.raises(ValueError, match="a row of them for each"):
@@ -140,3 +147,16 @@ def test_what_does_not_fit_is_refused() -> None:
         select_entries(
             torch.zeros(2, 4, 8), torch.zeros(2, 3), cache, slots, slots[:, 0], slots[:, 0], top_k=1, scale=1.0
         )
+
+
+def small_case() -> None:
+    check(latent_inputs(3, 120, 150, dtype=torch.bfloat16))
+
+
+def test_no_access_outside_of_its_memory() -> None:
+    run_checked(small_case)
+
+
+@pytest.mark.exhaustive
+def test_a_processor_without_pairs() -> None:
+    run_in_child(small_case, TRANSOM_CPU="haswell")

@@ -13,6 +13,7 @@ import torch
 from transom_kernels.cpu.arguments import numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
+from transom_kernels.latent_attention.inputs import LatentInputs
 from transom_kernels.paged_attention.cpu.arguments import ResultArguments
 from transom_kernels.paged_attention.cpu.layout import AttentionKind, decode_layout
 
@@ -52,32 +53,18 @@ class LatentArguments(NamedTuple):
 LATENT = numbers_of(LatentArguments, after=ResultArguments)
 
 
-def fits_cpu_kernel(
-    q: torch.Tensor,
-    window_cache: torch.Tensor,
-    window_slots: torch.Tensor,
-    entry_cache: torch.Tensor | None,
-    entry_slots: torch.Tensor | None,
-) -> bool:
+def fits_cpu_kernel(inputs: LatentInputs) -> bool:
     """Whether the kernel takes these tensors: the elements of a row, and the slots of a query, must be adjacent."""
-    present = [tensor for tensor in (q, window_cache, window_slots, entry_cache, entry_slots) if tensor is not None]
-    return q.dtype in DTYPES and all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in present)
+    tensors = [inputs.q, *(tensor for place in inputs.places for tensor in place)]
+    return inputs.q.dtype in DTYPES and all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in tensors)
 
 
-def latent_attention_cpu(
-    q: torch.Tensor,
-    window_cache: torch.Tensor,
-    window_slots: torch.Tensor,
-    sink_logits: torch.Tensor,
-    *,
-    scale: float,
-    entry_cache: torch.Tensor | None = None,
-    entry_slots: torch.Tensor | None = None,
-) -> torch.Tensor:
+def latent_attention_cpu(inputs: LatentInputs) -> torch.Tensor:
     """Attention [T, H, D] of `q` [T, H, D]: softmax over a query's rows r, and the sink, of (scale q . r, sink_logits) times r.
 
     Caches are [ids, P, 1, D], slots [T, W] and [T, K]; `op.latent_attention` has the whole contract.
     """
+    q, sinks = inputs.q, inputs.sink_logits
     rows, heads, width = q.shape
     out = empty((rows, heads, width), q.dtype)
     heads_at_once = max(count for count in range(1, _MAX_HEADS + 1) if heads % count == 0)
@@ -88,18 +75,18 @@ def latent_attention_cpu(
     result = ResultArguments(
         out=out,
         kv_heads=heads // heads_at_once,
-        scale=float(scale),
+        scale=float(inputs.scale),
         soft_cap=0.0,
-        sink_logits=sink_logits,
-        sink_stride=4 * sink_logits.stride(0),
+        sink_logits=sinks,
+        sink_stride=4 * sinks.stride(0),
         statistics=None,
     )
     own = LatentArguments(
         q=q,
         q_row=q.stride(0) * size,
         q_head=q.stride(1) * size,
-        window=RowsArguments.of(window_cache, window_slots),
-        entries=RowsArguments.of(entry_cache, entry_slots),
+        window=RowsArguments.of(inputs.window_cache, inputs.window_slots),
+        entries=RowsArguments.of(inputs.entry_cache, inputs.entry_slots),
     )
     most_rows = own.window.num_slots + own.entries.num_slots
     kernel = cpu_kernel("transom_kernels.latent_attention.cpu_kernel", "make_attend", **asdict(kind))

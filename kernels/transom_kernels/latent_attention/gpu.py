@@ -1,4 +1,4 @@
-"""Launches of the latent attention kernels.
+"""Launches the Triton kernels of latent attention.
 
 Legend: T queries, H heads, D width, W window slots, K entry slots, N entries of the longest sequence, E entries that are pooled.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from transom_kernels.latent_attention.inputs import LatentInputs
 from transom_kernels.latent_attention.kernel import attend_rows, pool, score_entries
 from transom_kernels.latent_attention.tuning import (
     POOL_CHANNELS,
@@ -19,25 +20,22 @@ from transom_kernels.latent_attention.tuning import (
 from transom_kernels.launch import INTERPRETED, next_power_of_two
 
 
-def latent_attention_triton(
-    q: torch.Tensor,
-    window_cache: torch.Tensor,
-    window_slots: torch.Tensor,
-    sink_logits: torch.Tensor,
-    *,
-    scale: float,
-    entry_cache: torch.Tensor | None = None,
-    entry_slots: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The contract is that of `op.latent_attention`."""
+def latent_attention_triton(inputs: LatentInputs) -> torch.Tensor:
+    """Attention [T, H, D] of `q` [T, H, D]: softmax over a query's rows r, and the sink, of (scale q . r, sink_logits) times r.
+
+    Caches are [ids, P, 1, D], slots [T, W] and [T, K]; `op.latent_attention` has the whole contract.
+    """
+    q, window_cache, window_slots = inputs.q, inputs.window_cache, inputs.window_slots
     tokens, heads, width = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    entry_cache, entry_slots = inputs.entry_cache, inputs.entry_slots
     if entry_cache is None or entry_slots is None:
         entry_cache, entry_slots = window_cache, window_slots[:, :0]
     config = attend_config(heads, width, q.element_size())
     if tokens:
         attend_rows[(tokens, -(-heads // config.block_h))](
-            q, window_cache, entry_cache, window_slots.contiguous(), entry_slots.contiguous(), sink_logits, out, scale, heads,
+            q, window_cache, entry_cache, window_slots.contiguous(), entry_slots.contiguous(), inputs.sink_logits, out,
+            inputs.scale, heads,
             window_slots.shape[1], entry_slots.shape[1], q.stride(0), q.stride(1),
             *window_cache.stride()[:2], *entry_cache.stride()[:2],
             D=width, WINDOW_P=window_cache.shape[1], ENTRY_P=entry_cache.shape[1], UPCAST=INTERPRETED,
@@ -58,7 +56,10 @@ def select_entries_triton(
     top_k: int,
     scale: float,
 ) -> torch.Tensor:
-    """The contract is that of `index.select_entries`. Some queries are scored at a time, which bounds the memory of scores."""
+    """The `top_k` entries [T, min(top_k, N)] with the largest sum_h head_weights[h] * relu(q_h . key) * scale.
+
+    `op.select_entries` has the whole contract. Some queries are scored at a time, which bounds the memory of scores.
+    """
     num_entries = slots.shape[1]
     chosen = min(top_k, num_entries)
     selected = torch.full((len(q), chosen), -1, dtype=torch.int64, device=q.device)
@@ -96,7 +97,7 @@ def _score(
 def pool_rows_triton(
     kv_cache: torch.Tensor, gate_cache: torch.Tensor, slots: torch.Tensor, position_bias: torch.Tensor
 ) -> torch.Tensor:
-    """The contract is that of `compress.pool_rows`."""
+    """Entries [E, D]: for each channel the sum over an entry's rows of softmax(gate + bias) * kv (`op.pool_rows`)."""
     ratio, channels = position_bias.shape
     num_groups = slots.shape[1] // ratio
     width = channels // num_groups

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from transom_kernels.paged_attention.triton.softmax import continue_softmax, inverse_of
+from transom_kernels.paged_attention.triton.steps import continue_softmax, inverse_of
 from transom_kernels.triton_math import LOG2_E
 
 

@@ -1,19 +1,26 @@
-"""The operator `latent_attention`: one softmax over a window's latent rows, selected compressed entries, and a learned sink.
+"""The operators of DeepSeek V4's latent attention: `latent_attention`, `pool_rows` (compressor) and `select_entries` (indexer).
 
-Terms of DeepSeek V4: a *latent row* is one vector per token that serves as key and value of all heads (MLA with shared K and V). A
-*compressed entry* is a latent row that is pooled from the (kv, gate) rows of several tokens. The *indexer* scores entries for each
-query, and the query reads the best of them.
+A *latent row* is one vector per token that serves as key and value of all heads (MLA with shared K and V). A *compressed entry* is
+a latent row that is pooled from the (kv, gate) rows of several tokens. The *indexer* scores entries for each query, and the query
+reads the best of them. Since a row serves all heads, each query gathers its rows once.
 
-Since a row serves all heads, each query gathers its rows once.
+CUDA devices compute with Triton (`gpu.py`), CPUs `latent_attention` with a compiled kernel (`cpu.py`); `reference.py` has all three
+in torch, for everything else.
 
-Legend: T queries, H heads, D latent width, W rows of the window, K entries, P rows per block, t queries of a tile.
+Legend: T queries, H heads, D latent width, W rows of the window, K entries of a query, P rows per block, B sequences, N entries of
+the longest sequence, E pooled entries, R tokens per entry, G groups of R tokens that an entry reads (its own last).
 """
 
 from __future__ import annotations
 
 import torch
 
-from transom_kernels.latent_attention.rows import read_rows, rows_per_tile
+from transom_kernels.latent_attention.inputs import LatentInputs
+from transom_kernels.latent_attention.reference import (
+    latent_attention_reference,
+    pool_rows_reference,
+    select_entries_reference,
+)
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
 
 
@@ -35,67 +42,88 @@ def latent_attention(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    _check(q, window_cache, window_slots, sink_logits)
-    if (entry_cache is None) != (entry_slots is None):
-        raise ValueError("entry_cache and entry_slots belong together: give both or neither.")
-    if entry_cache is not None and entry_slots is not None and entry_slots.shape[1]:
-        _check(q, entry_cache, entry_slots, sink_logits)
-    else:
-        entry_cache = entry_slots = None
+    inputs = LatentInputs(
+        q=q,
+        window_cache=window_cache,
+        window_slots=window_slots,
+        entry_cache=entry_cache,
+        entry_slots=entry_slots,
+        sink_logits=sink_logits,
+        scale=scale,
+    )
+    inputs.check()
     if uses_triton(q) and q.stride(2) == 1:
         from transom_kernels.latent_attention.gpu import latent_attention_triton
 
-        return latent_attention_triton(
-            q, window_cache, window_slots, sink_logits, scale=scale, entry_cache=entry_cache, entry_slots=entry_slots
-        )
+        return latent_attention_triton(inputs)
     if uses_cpu_kernels(q):
         from transom_kernels.latent_attention.cpu import fits_cpu_kernel, latent_attention_cpu
 
-        if fits_cpu_kernel(q, window_cache, window_slots, entry_cache, entry_slots):
-            return latent_attention_cpu(
-                q,
-                window_cache,
-                window_slots,
-                sink_logits,
-                scale=scale,
-                entry_cache=entry_cache,
-                entry_slots=entry_slots,
-            )
-    pairs = [(window_cache, window_slots)]
-    if entry_cache is not None and entry_slots is not None:
-        pairs.append((entry_cache, entry_slots))
-    return _by_torch(q, pairs, sink_logits, scale)
+        if fits_cpu_kernel(inputs):
+            return latent_attention_cpu(inputs)
+    return latent_attention_reference(inputs)
 
 
-def _by_torch(
-    q: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]], sink_logits: torch.Tensor, scale: float
+def pool_rows(
+    kv_cache: torch.Tensor, gate_cache: torch.Tensor, slots: torch.Tensor, position_bias: torch.Tensor
 ) -> torch.Tensor:
-    """Attention by torch over (cache, slots) pairs, some queries at a time, since each query's rows are gathered."""
-    num_rows = sum(slots.shape[1] for _, slots in pairs)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    step = rows_per_tile(num_rows * q.shape[2])
-    for begin in range(0, len(q), step):
-        tile = slice(begin, begin + step)
-        rows = torch.cat([read_rows(cache, slots[tile]) for cache, slots in pairs], dim=1)  # [t, W + K, D]
-        absent = torch.cat([slots[tile] < 0 for _, slots in pairs], dim=1)
-        scores = torch.matmul(q[tile], rows.transpose(1, 2)).float().mul_(scale)  # [t, H, W + K]
-        scores.masked_fill_(absent[:, None], float("-inf"))
-        sinks = sink_logits[:, None].expand(len(rows), -1, 1)
-        weights = torch.cat([scores, sinks], dim=2).softmax(dim=2)[:, :, :-1]
-        torch.matmul(weights.to(q.dtype), rows, out=out[tile])
-    return out
+    """Entries [E, D] float32 from the rows of `kv_cache` and `gate_cache` [ids, P, 1, G * D] at `slots` [E, G * R].
+
+    An entry covers R tokens. With overlap it also reads the R tokens before (G = 2 groups). Each token's kv and gate rows have G
+    *series* of D channels; series `g` is used by the entry for which the token is in group `g`:
+
+        R = 4, G = 2, entry 1 (tokens 4 to 7):   tokens 0 1 2 3  with their series 0,   tokens 4 5 6 7  with their series 1
+
+    Each channel of an entry is the sum of the G * R kv values of this channel, weighted by softmax(gate + bias) over these rows, in
+    float32. `position_bias` [R, G * D] is by the token's place in its group. Rows with a negative slot (before the first token)
+    have weight zero.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    ratio, channels = position_bias.shape
+    num_groups, rest = divmod(slots.shape[1], ratio)
+    if rest or channels % max(1, num_groups) or kv_cache.shape[3] != channels or gate_cache.shape != kv_cache.shape:
+        raise ValueError(
+            f"slots {tuple(slots.shape)}, bias {tuple(position_bias.shape)} and caches {tuple(kv_cache.shape)}, "
+            f"{tuple(gate_cache.shape)} do not fit: rows in groups of the bias's length, as many series as groups."
+        )
+    if any(tensor.dtype != torch.float32 for tensor in (kv_cache, gate_cache, position_bias)):
+        raise ValueError("kv, gate and position bias must be float32: a compressor's state is kept exactly.")
+    if uses_triton(kv_cache):
+        from transom_kernels.latent_attention.gpu import pool_rows_triton
+
+        return pool_rows_triton(kv_cache, gate_cache, slots, position_bias)
+    return pool_rows_reference(kv_cache, gate_cache, slots, position_bias)
 
 
-def _check(q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, sink_logits: torch.Tensor) -> None:
-    """Raise ValueError for arguments that do not fit."""
-    if cache.dim() != 4 or cache.shape[2] != 1 or cache.shape[3] != q.shape[2] or cache.dtype != q.dtype:
+def select_entries(
+    q: torch.Tensor,
+    head_weights: torch.Tensor,
+    key_cache: torch.Tensor,
+    slots: torch.Tensor,
+    sequence: torch.Tensor,
+    num_visible: torch.Tensor,
+    *,
+    top_k: int,
+    scale: float,
+) -> torch.Tensor:
+    """The `top_k` best of the entries that each query sees: entry numbers [T, min(top_k, N)] int64, -1 where it sees fewer.
+
+    `q` is [T, H, D], `head_weights` [T, H] float32, `key_cache` [ids, P, 1, D]. Query `t` sees the first `num_visible[t]` entries
+    of sequence `sequence[t]`, whose keys lie at the slots `slots[sequence[t]]` [N]. An entry's score is `sum_h head_weights[h] *
+    relu(q_h . k) * scale`, in float32.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    if head_weights.shape != q.shape[:2] or key_cache.shape[2:] != (1, q.shape[2]) or len(sequence) != len(q):
         raise ValueError(
-            f"q {tuple(q.shape)} {q.dtype} does not fit a cache {tuple(cache.shape)} {cache.dtype}: one head of q's width "
-            "and dtype is read."
+            f"q {tuple(q.shape)}, weights {tuple(head_weights.shape)}, keys {tuple(key_cache.shape)} and "
+            f"{len(sequence)} sequence numbers do not fit: one head of keys, a weight per query head."
         )
-    if slots.dim() != 2 or len(slots) != len(q):
-        raise ValueError(f"slots {tuple(slots.shape)} do not fit {len(q)} queries: give a row of them for each.")
-    if sink_logits.shape != (q.shape[1],) or sink_logits.dtype != torch.float32:
-        raise ValueError(
-            f"sink_logits {tuple(sink_logits.shape)} {sink_logits.dtype}: give one float32 for each of {q.shape[1]} heads."
-        )
+    if uses_triton(q) and q.stride(2) == 1:
+        from transom_kernels.latent_attention.gpu import select_entries_triton
+
+        return select_entries_triton(q, head_weights, key_cache, slots, sequence, num_visible, top_k=top_k, scale=scale)
+    return select_entries_reference(q, head_weights, key_cache, slots, sequence, num_visible, top_k=top_k, scale=scale)

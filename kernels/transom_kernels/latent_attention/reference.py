@@ -1,58 +1,59 @@
-"""The specification of `latent_attention`, `pool_rows` and `select_entries`: one query and one entry at a time.
+"""The specification of `latent_attention`, `pool_rows` and `select_entries` in torch, and what computes them where no kernel does.
 
-Legend: D width, R tokens per entry, G groups of tokens that an entry reads.
+Each query's rows are gathered, so some queries or entries are computed at a time: as many as fit in TILE_ELEMENTS.
+
+Legend: T queries, t queries of a tile, H heads, D width, W rows of the window, K entries of a query, N entries of the longest
+sequence, E pooled entries, R tokens per entry, G groups of tokens that an entry reads.
 """
 
 from __future__ import annotations
 
 import torch
 
+from transom_kernels.latent_attention.inputs import LatentInputs
+from transom_kernels.latent_attention.rows import read_rows
 
-def _row(cache: torch.Tensor, slot: int) -> torch.Tensor:
-    """The row at a slot, in float32."""
-    return cache[slot // cache.shape[1], slot % cache.shape[1], 0].float()
+TILE_ELEMENTS = 2**20  # gathered at once: about what the private cache of a CPU core holds
 
 
-def latent_attention_reference(
-    q: torch.Tensor,
-    window_cache: torch.Tensor,
-    window_slots: torch.Tensor,
-    sink_logits: torch.Tensor,
-    *,
-    scale: float,
-    entry_cache: torch.Tensor,
-    entry_slots: torch.Tensor,
-) -> torch.Tensor:
-    """The contract is that of `op.latent_attention`."""
-    out = torch.zeros_like(q)
-    for t in range(len(q)):
-        rows = [_row(window_cache, slot) for slot in window_slots[t].tolist() if slot >= 0]
-        rows += [_row(entry_cache, slot) for slot in entry_slots[t].tolist() if slot >= 0]
-        for head in range(q.shape[1]):
-            scores = [float(q[t, head].float() @ row) * scale for row in rows]
-            weights = torch.tensor([*scores, float(sink_logits[head])]).softmax(0)
-            for weight, row in zip(weights, rows, strict=False):
-                out[t, head] += (weight * row).to(q.dtype)
+def latent_attention_reference(inputs: LatentInputs) -> torch.Tensor:
+    """Attention [T, H, D] of `q` [T, H, D] in float32: softmax over rows r, and the sink, of (scale q . r, sink_logits) times r."""
+    q, places = inputs.q, inputs.places
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for tile in _tiles(len(q), sum(slots.shape[1] for _, slots in places) * q.shape[2]):
+        rows = torch.cat([read_rows(cache, slots[tile]) for cache, slots in places], dim=1).float()  # [t, W + K, D]
+        absent = torch.cat([slots[tile] < 0 for _, slots in places], dim=1)
+        scores = torch.matmul(q[tile].float(), rows.transpose(1, 2)).mul_(inputs.scale)  # [t, H, W + K]
+        scores.masked_fill_(absent[:, None], float("-inf"))
+        sinks = inputs.sink_logits[:, None].expand(len(rows), -1, 1)
+        weights = torch.cat([scores, sinks], dim=2).softmax(dim=2)[:, :, :-1]
+        out[tile] = torch.matmul(weights, rows).to(out.dtype)
     return out
 
 
 def pool_rows_reference(
     kv_cache: torch.Tensor, gate_cache: torch.Tensor, slots: torch.Tensor, position_bias: torch.Tensor
 ) -> torch.Tensor:
-    """The contract is that of `compress.pool_rows`."""
+    """Entries [E, D]: for each channel the sum over an entry's G * R rows of softmax(gate + position_bias) * kv."""
     ratio, channels = position_bias.shape
     num_groups = slots.shape[1] // ratio
     width = channels // num_groups
-    entries = []
-    for entry in slots.tolist():
-        kv, gate = [], []
-        for position, slot in enumerate(entry):
-            if slot >= 0:
-                series = slice(position // ratio * width, (position // ratio + 1) * width)
-                kv.append(_row(kv_cache, slot)[series])
-                gate.append((_row(gate_cache, slot) + position_bias[position % ratio])[series])
-        entries.append((torch.stack(kv) * torch.stack(gate).softmax(0)).sum(0))
-    return torch.stack(entries)
+    bias = position_bias.view(ratio, num_groups, width).transpose(0, 1).reshape(num_groups * ratio, width)
+    out = position_bias.new_empty(len(slots), width)
+    for tile in _tiles(len(slots), slots.shape[1] * channels):
+        kv, gate = (_own_series(read_rows(cache, slots[tile]), num_groups) for cache in (kv_cache, gate_cache))
+        gate = (gate + bias).masked_fill_((slots[tile] < 0)[..., None], float("-inf"))
+        out[tile] = kv.mul_(gate.softmax(dim=1)).sum(dim=1)
+    return out
+
+
+def _own_series(rows: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Series `g` of the rows of group `g`: [E, G * R, D] of rows [E, G * R, G * D]."""
+    if num_groups == 1:
+        return rows
+    entries, length, channels = rows.shape
+    split = rows.view(entries, num_groups, length // num_groups, num_groups, channels // num_groups)
+    return torch.cat([split[:, group, :, group] for group in range(num_groups)], dim=1)
 
 
 def select_entries_reference(
@@ -65,14 +66,23 @@ def select_entries_reference(
     *,
     top_k: int,
     scale: float,
-) -> list[set[int]]:
-    """The contract is that of `index.select_entries`, but each query's selected entries come as a set."""
-    chosen = []
-    for t in range(len(q)):
-        table = slots[int(sequence[t])].tolist()
-        scores = []
-        for entry in range(int(num_visible[t])):
-            products = (q[t].float() @ _row(key_cache, table[entry])).relu() * scale
-            scores.append(float(head_weights[t] @ products))
-        chosen.append(set(sorted(range(len(scores)), key=lambda entry: -scores[entry])[:top_k]))
-    return chosen
+) -> torch.Tensor:
+    """The `top_k` entries [T, min(top_k, N)] with the largest sum_h head_weights[h] * relu(q_h . key) * scale, else -1."""
+    num_entries = slots.shape[1]
+    chosen = min(top_k, num_entries)
+    out = torch.full((len(q), chosen), -1, dtype=torch.int64, device=q.device)
+    numbers = torch.arange(num_entries, device=q.device)
+    for tile in _tiles(len(q) if chosen else 0, num_entries * max(q.shape[1], q.shape[2])):
+        unseen = numbers >= num_visible[tile, None]
+        keys = read_rows(key_cache, slots[sequence[tile]].masked_fill(unseen, -1)).float()  # [t, N, D]
+        products = torch.matmul(q[tile].float(), keys.transpose(1, 2)).relu_().mul_(scale)  # [t, H, N]
+        scores = torch.matmul(head_weights[tile, None], products)[:, 0].masked_fill_(unseen, float("-inf"))
+        best = scores.topk(chosen, dim=1).indices
+        out[tile] = best.masked_fill_(best >= num_visible[tile, None], -1)
+    return out
+
+
+def _tiles(count: int, elements_each: int) -> list[slice]:
+    """Slices of `count` queries or entries whose gathered elements fit in TILE_ELEMENTS, or of one."""
+    size = max(1, TILE_ELEMENTS // max(1, elements_each))
+    return [slice(begin, begin + size) for begin in range(0, count, size)]

@@ -11,8 +11,6 @@ import math
 
 import torch
 
-TILE_ELEMENTS = 2**20  # read at once: about what the private cache of a CPU core holds
-
 
 def read_rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Rows [..., D] of `cache` [ids, P, 1, D] at `slots` [...]; zeros at negative slots. The cache may have strides."""
@@ -39,8 +37,3 @@ def write_rows(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> 
             f"rows of {rows.shape[-1]} {rows.dtype} do not fit a cache of {cache.shape[-1]} {cache.dtype} elements."
         )
     cache[:, :, 0].index_put_((slots // cache.shape[1], slots % cache.shape[1]), rows)
-
-
-def rows_per_tile(elements_per_row: int) -> int:
-    """Query rows whose gathered elements fit in `TILE_ELEMENTS`; at least 1."""
-    return max(1, TILE_ELEMENTS // max(1, elements_per_row))

@@ -20,7 +20,7 @@ A *table index* is a key's place in the block table (column * P + offset), as op
 Quantised caches (`quantised_kv`) are multiplied as they are stored: a key's scale multiplies its scores, and a value's scale the
 weights, after the softmax sum.
 
-`softmax.py` has the softmax. Offsets into the caches are int64, since the
+`steps.py` has the softmax. Offsets into the caches are int64, since the
 cache's memory is larger than 2 GiB. Sizes that change from step to step are not specialised: a new batch compiles nothing.
 
 Triton's tile widths are powers of two, so a head of another width is computed as two tiles, a power of two and a padded
@@ -36,16 +36,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from transom_kernels.paged_attention.triton.softmax import add_sink, continue_softmax, finite, inverse_of
+from transom_kernels.paged_attention.triton.steps import add_sink, continue_softmax, finite, inverse_of, load_queries
 from transom_kernels.quantised_kv.triton_rows import load_numbers
 from transom_kernels.triton_math import LOG2_E, tanh
-
-
-@triton.jit
-def _load_rows(base, rows, stride, columns, width: tl.constexpr, kept):
-    """Elements [rows, columns] at `base + rows * stride + columns`; zeros in rows that are not `kept` and from `width` on."""
-    inside = kept[:, None] & (columns < width)[None, :]
-    return tl.load(base + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -128,15 +121,11 @@ def attend(
     # --- load queries ---
     d1, e1 = tl.arange(0, D1), tl.arange(0, E1)
     q_rows = (first_row + token).to(tl.int64) * q_stride_t + head * q_stride_h
-    q1 = _load_rows(q, q_rows, 1, d1, D, is_row)  # [BLOCK_M, D1]
-    if UPCAST:
-        q1 = q1.to(tl.float32)
+    q1 = load_queries(q, q_rows, d1, D, is_row, UPCAST)  # [BLOCK_M, D1]
     acc1 = tl.zeros([BLOCK_M, E1], tl.float32)
     if D2 > 0:
         d2 = D1 + tl.arange(0, D2)
-        q2 = _load_rows(q, q_rows, 1, d2, D, is_row)  # [BLOCK_M, D2]
-        if UPCAST:
-            q2 = q2.to(tl.float32)
+        q2 = load_queries(q, q_rows, d2, D, is_row, UPCAST)  # [BLOCK_M, D2]
     if E2 > 0:
         e2 = E1 + tl.arange(0, E2)
         acc2 = tl.zeros([BLOCK_M, E2], tl.float32)

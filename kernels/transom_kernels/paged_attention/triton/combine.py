@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from transom_kernels.paged_attention.triton.softmax import add_sink, finite, inverse_of
+from transom_kernels.paged_attention.triton.steps import add_sink, finite, inverse_of
 
 
 @triton.jit

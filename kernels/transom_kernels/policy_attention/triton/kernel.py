@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from transom_kernels.paged_attention.triton.softmax import add_sink, continue_softmax, finite, inverse_of
+from transom_kernels.paged_attention.triton.steps import add_sink, continue_softmax, finite, inverse_of, load_queries
 from transom_kernels.quantised_kv.triton_rows import load_numbers
 from transom_kernels.triton_math import LOG2_E, tanh
 
@@ -56,16 +56,6 @@ def _scores(
     if HAS_SOFT_CAP:
         score = soft_cap * tanh(score / soft_cap)
     return score * LOG2_E
-
-
-@triton.jit
-def _load_queries(base, rows, columns, width: tl.constexpr, kept, UPCAST: tl.constexpr):
-    """Queries [rows, columns] at `base + rows`; zeros in rows that are not `kept` and from `width` on."""
-    inside = kept[:, None] & (columns < width)[None, :]
-    queries = tl.load(base + rows[:, None] + columns[None, :], mask=inside, other=0.0)
-    if UPCAST:
-        queries = queries.to(tl.float32)
-    return queries
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_kv_heads"])
@@ -135,10 +125,10 @@ def attend_rows(
     last = tl.load(start + b) + first_row - tl.load(query_offset + b) + num_tokens - 1
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     q_rows = (first_row + token).to(tl.int64) * q_stride_t + head * q_stride_h
-    queries = _load_queries(q, q_rows, d, D, is_row, UPCAST)  # [BLOCK_M, BLOCK_D]
+    queries = load_queries(q, q_rows, d, D, is_row, UPCAST)  # [BLOCK_M, BLOCK_D]
     sink_queries = queries
     if HAS_SINK_QUERY:
-        sink_queries = _load_queries(sink_q, q_rows, d, D, is_row, UPCAST)
+        sink_queries = load_queries(sink_q, q_rows, d, D, is_row, UPCAST)
 
     # --- loop over the table ---
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
@@ -261,10 +251,10 @@ def add_mass(
             is_row = (row < end_row) & (m < TOKENS * GROUP)
             head = kv_head * GROUP + m % GROUP
             q_rows = row.to(tl.int64) * q_stride_t + head * q_stride_h
-            queries = _load_queries(q, q_rows, d, D, is_row, UPCAST)
+            queries = load_queries(q, q_rows, d, D, is_row, UPCAST)
             sink_queries = queries
             if HAS_SINK_QUERY:
-                sink_queries = _load_queries(sink_q, q_rows, d, D, is_row, UPCAST)
+                sink_queries = load_queries(sink_q, q_rows, d, D, is_row, UPCAST)
             score = _scores(
                 queries, sink_queries, keys, key_scales, key, sinks_b, scale, soft_cap,
                 HAS_SOFT_CAP, HAS_SINK_QUERY, HAS_SCALES,

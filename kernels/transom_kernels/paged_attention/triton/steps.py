@@ -1,11 +1,13 @@
-"""The softmax of attention kernels in Triton: online (FlashAttention), and in base 2, since exp2 is one instruction.
+"""Steps that the Triton kernels of attention share: the load of queries, and the softmax.
+
+The softmax is online (FlashAttention), and in base 2, since exp2 is one instruction:
 
     row_max, row_sum, weight, rescale = continue_softmax(row_max, row_sum, score)      for each block of keys; then
     acc = acc * rescale + weight @ values                                              in the kernel
     row_max, row_sum, rescale = add_sink(row_max, row_sum, sink_logit)                 if the head has a sink logit
     out = acc * rescale * inverse_of(row_sum)
 
-Legend: M rows, N keys of an iteration.
+Legend: M rows, N keys of an iteration, D width.
 """
 
 from __future__ import annotations
@@ -14,6 +16,16 @@ import triton
 import triton.language as tl
 
 from transom_kernels.triton_math import LOG2_E
+
+
+@triton.jit
+def load_queries(base, rows, columns, width: tl.constexpr, kept, UPCAST: tl.constexpr):
+    """Queries [M, D] at `base + rows + columns`; zeros in rows that are not `kept` and from `width` on."""
+    inside = kept[:, None] & (columns < width)[None, :]
+    queries = tl.load(base + rows[:, None] + columns[None, :], mask=inside, other=0.0)
+    if UPCAST:
+        queries = queries.to(tl.float32)
+    return queries
 
 
 @triton.jit
