@@ -420,7 +420,8 @@ def test_the_host_tier_is_exact(
         str(tiny_model),
         **case.settings(),
         **SETTINGS,
-        max_num_batched_tokens=CHUNKS[m % 3],
+        # With the smallest chunks few requests run side by side, and whether one is preempted depends on grammars' compile time.
+        max_num_batched_tokens=CHUNKS[1 + m % 2],
         steps_in_flight=IN_FLIGHT[m % 2],
         kv_cache_memory_bytes=tight_kib << 10,
         swap_space="2MiB",
