@@ -23,6 +23,7 @@ from tests.cpu_threads import NUM_THREADS
 from tests.language_patches import look_up_once
 from transom_core.kv_cache import load_rates
 from transom_kernels.cpu import threads
+from transom_worker.scheduling.rate_meter import RateMeter
 from transom_worker.scheduling.read_meter import ReadMeter
 
 pytest_plugins = ["tests.seeded_inputs", "pytester"]
@@ -54,3 +55,6 @@ def fast_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_rates, "UNMEASURED_READ_BYTES_PER_S", 1 << 62)
     monkeypatch.setattr(load_rates, "LEAST_READ_TOKENS", 8)
     monkeypatch.setattr(ReadMeter, "read", lambda *_: None)
+    monkeypatch.setattr(
+        RateMeter, "loaded", lambda *_: None
+    )  # a load from the host that was slow once would be computed next time
