@@ -57,13 +57,13 @@ def describe(device: torch.device) -> dict[str, Any]:
     """Date, chip, driver and versions."""
     chip: dict[str, Any] = {"name": platform.processor() or platform.machine()}
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
+        card = torch.cuda.get_device_properties(device)
         chip = {
-            "name": found.name,
-            "capability": f"{found.major}.{found.minor}",
-            "processors": found.multi_processor_count,
-            "memory_bytes": found.total_memory,
-            "l2_bytes": getattr(found, "L2_cache_size", None),
+            "name": card.name,
+            "capability": f"{card.major}.{card.minor}",
+            "processors": card.multi_processor_count,
+            "memory_bytes": card.total_memory,
+            "l2_bytes": getattr(card, "L2_cache_size", None),
             "driver": _driver(),
         }
     return {

@@ -116,7 +116,7 @@ class Written:
         engine.shutdown()
         return found
 
-    def _engine(self, device: str, **settings: object) -> Any:
+    def _engine(self, device: str, **settings: Any) -> Any:
         return make_engine(
             str(self.checkpoint), device=device, dtype="float32", block_size=8, max_model_len=768,
             max_num_batched_tokens=45, max_num_seqs=8, num_threads=self.num_threads, **settings,

@@ -99,7 +99,7 @@ def some_rows(paged: PagedInputs, most: int = 6) -> list[int]:
 
 def poison_tails(paged: PagedInputs) -> Run:
     """Fill the slots after each sequence's last key with NaN, in quantised caches their scales; returns what undoes that."""
-    batch, blocks, offsets = paged.batch, [], []
+    batch, blocks, offsets = paged.batch, list[int](), list[int]()
     for table, start, count in zip(batch.block_table_host, batch.start_host, batch.count_host, strict=True):
         after = range((start + count) % BLOCK or BLOCK, BLOCK)
         blocks += [table[-1]] * len(after)

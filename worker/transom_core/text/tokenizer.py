@@ -5,7 +5,7 @@ transformers' tokenizer gives equal ids but takes seconds to import and load. Th
 
 The library's `encode` holds Python's global lock; `encode_batch_fast` releases it, and makes neither offsets nor texts of
 tokens. It is the only one that is called, so that other threads run on while a long text is tokenised
-(`benchmarks/long_chats.py`).
+(docs/performance.md).
 
 Two kinds of vocabulary are supported:
 
