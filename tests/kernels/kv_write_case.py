@@ -55,3 +55,20 @@ def make_inputs(
             caches = poisoned_caches(FORMATS_BY_NAME[kv_format], 5, 4, KV_HEADS, (size, size - 4)).arguments
         pair.append(QkvInputs(**given, **caches))
     return pair[0], pair[1]
+
+
+def keys_alone(heads: int) -> tuple[Any, Any]:
+    """The same `QkvInputs` twice: float32 keys for a cache of bfloat16, without values, and `heads` query heads."""
+    pair = torch.full((2, 2, 4, 1, 12), float("nan"), dtype=torch.bfloat16)
+    how = Preparation(norm=True, k_weight=torch.randn(1, 12), interleaved=True, rotates_last=True)
+    inputs = QkvInputs(
+        q=torch.randn(3, heads, 12),
+        k=torch.randn(3, 1, 12),
+        v=None,
+        k_cache=pair[0],
+        v_cache=None,
+        slots=torch.tensor([6, -1, 1]),
+        tables=(torch.randn(3, 4).bfloat16(), torch.randn(3, 4).bfloat16()),
+        preparation=how,
+    )
+    return inputs, replace(inputs, k_cache=pair[1])

@@ -8,7 +8,7 @@ import torch
 from tests.cpu_threads import kernel_threads
 from tests.how_many import ALL_TESTS
 from tests.kernels.checked import run_checked, run_in_child
-from tests.kernels.kv_write_case import make_inputs
+from tests.kernels.kv_write_case import keys_alone, make_inputs
 from tests.kernels.paged_case import Shape, empty_caches
 from tests.kernels.quantised_case import FORMATS_BY_NAME
 from tests.matrices import matrix
@@ -91,21 +91,10 @@ def test_the_hadamard_rotation(size):
 
 @pytest.mark.parametrize("heads", [0, 5])
 def test_keys_alone_and_a_cache_of_fewer_bits(heads):
-    wanted_cache, cache = torch.full((2, 2, 4, 1, 12), float("nan"), dtype=torch.bfloat16)
-    wanted = QkvInputs(
-        q=torch.randn(3, heads, 12),
-        k=torch.randn(3, 1, 12),
-        v=None,
-        k_cache=wanted_cache,
-        v_cache=None,
-        slots=torch.tensor([6, -1, 1]),
-        tables=(torch.randn(3, 4).bfloat16(), torch.randn(3, 4).bfloat16()),
-        preparation=Preparation(norm=True, k_weight=torch.randn(1, 12), interleaved=True, rotates_last=True),
-    )
-    got = replace(wanted, k_cache=cache)
+    wanted, got = keys_alone(heads)
     assert fits_cpu_kernel(got)
     torch.testing.assert_close(prepare_qkv_cpu(got), prepare_qkv_reference(wanted))
-    torch.testing.assert_close(cache, wanted_cache, atol=1e-5, rtol=2**-7, equal_nan=True)
+    torch.testing.assert_close(got.k_cache, wanted.k_cache, atol=1e-5, rtol=2**-7, equal_nan=True)
 
 
 def test_queries_alone_and_no_tokens():

@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.kv_write_case import make_inputs
+from tests.kernels.kv_write_case import keys_alone, make_inputs
 from tests.kernels.quantised_case import FORMATS_BY_NAME
 from tests.matrices import matrix
 from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
 from transom_kernels.kv_write.gpu import prepare_qkv_triton
-from transom_kernels.kv_write.inputs import QkvInputs
 from transom_kernels.kv_write.reference import prepare_qkv_reference
 from transom_kernels.launch import INTERPRETED, prefer
 from transom_kernels.quantised_kv import dequantise_rows
@@ -41,19 +40,9 @@ def test_prepare_and_write(name, rotated, dtype):
 
 @pytest.mark.parametrize("heads", [0, 5])
 def test_keys_alone_and_a_cache_of_fewer_bits(heads):
-    wanted_cache, cache = torch.full((2, 2, 4, 1, 12), float("nan"), dtype=torch.bfloat16)
-    wanted = QkvInputs(
-        q=torch.randn(3, heads, 12),
-        k=torch.randn(3, 1, 12),
-        v=None,
-        k_cache=wanted_cache,
-        v_cache=None,
-        slots=torch.tensor([6, -1, 1]),
-        tables=(torch.randn(3, 4).bfloat16(), torch.randn(3, 4).bfloat16()),
-        preparation=Preparation(norm=True, k_weight=torch.randn(1, 12), interleaved=True, rotates_last=True),
-    )
-    torch.testing.assert_close(prepare_qkv_triton(replace(wanted, k_cache=cache)), prepare_qkv_reference(wanted))
-    torch.testing.assert_close(cache, wanted_cache, atol=3e-2, rtol=3e-2, equal_nan=True)
+    wanted, got = keys_alone(heads)
+    torch.testing.assert_close(prepare_qkv_triton(got), prepare_qkv_reference(wanted))
+    torch.testing.assert_close(got.k_cache, wanted.k_cache, atol=3e-2, rtol=3e-2, equal_nan=True)
 
 
 def rounding_of(values):

@@ -107,21 +107,17 @@ def test_chunks_and_lower_bounds(chunk: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "v_size"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512)]
+    ("widths", "counts", "dtype"),
+    matrix(
+        [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512)],
+        [(3, 1), (1, 1), (9, 3), (5, 1), (7, 7)],
+        [torch.float32, torch.float16, torch.bfloat16],
+        strength=1,
+    ),
 )
-def test_head_sizes(size: int, v_size: int) -> None:
-    shape = Shape(heads=3, kv_heads=1, size=size, v_size=v_size, block_size=16)
-    check(make_case([Sequence(start=40, count=1), Sequence(start=0, count=6)], shape))
-
-
-@pytest.mark.parametrize(
-    ("counts", "dtype"),
-    matrix([(1, 1), (9, 3), (5, 1), (7, 7)], [torch.float32, torch.float16, torch.bfloat16], strength=1),
-)
-def test_head_counts_and_formats(counts: tuple[int, int], dtype: torch.dtype) -> None:
-    heads, kv_heads = counts
-    shape = Shape(heads=heads, kv_heads=kv_heads, size=32, block_size=8, dtype=dtype)
-    check(make_case([Sequence(start=37, count=1), Sequence(start=11, count=7)], shape), soft_cap=2.0)
+def test_widths_and_head_counts(widths: tuple[int, int], counts: tuple[int, int], dtype: torch.dtype) -> None:
+    shape = Shape(heads=counts[0], kv_heads=counts[1], size=widths[0], v_size=widths[1], block_size=16, dtype=dtype)
+    check(make_case([Sequence(start=40, count=1), Sequence(start=11, count=7)], shape), soft_cap=2.0)
 
 
 def test_sink_logits_of_any_size() -> None:
@@ -142,23 +138,17 @@ def test_a_result_does_not_depend_on_the_rest_of_the_batch() -> None:
         assert torch.equal(paged_attention_triton(alone.inputs(scale=0.25)), whole[rows])
 
 
-@pytest.mark.parametrize("name", FORMATS_BY_NAME)
-@pytest.mark.parametrize("size", [16, 80], ids=["", "two tiles"])
-def test_quantised_caches(name: str, size: int) -> None:
-    """Decoding whole and split, prompts, windows, sinks, over poisoned slots."""
+@pytest.mark.parametrize(
+    ("name", "size", "dtype"), matrix(list(FORMATS_BY_NAME), [16, 80], [torch.float32, torch.bfloat16])
+)
+def test_quantised_caches(name: str, size: int, dtype: torch.dtype) -> None:
+    """Decoding whole and split, prompts, windows, sinks, over poisoned slots; a head of 80 is two tiles."""
     sequences = [Sequence(start=70, count=1), Sequence(start=3, count=1), Sequence(start=9, count=7)]
-    shape = Shape(heads=3, kv_heads=1, size=size, v_size=size - 4, block_size=8)
+    shape = Shape(heads=3, kv_heads=1, size=size, v_size=size - 4, block_size=8, dtype=dtype)
     case = make_case([*sequences, Sequence(start=40, count=2, attend_from=30)], shape)
     caches = quantised(case, FORMATS_BY_NAME[name], head_major=size == 16)
     options: dict[str, Any] = {"window": 40, "num_sink_tokens": 5, "soft_cap": 3.0} if size == 16 else {}
     check(case, sink_logits=torch.randn(3), **caches.arguments, **options)
-
-
-@pytest.mark.parametrize("name", FORMATS_BY_NAME)
-def test_quantised_caches_under_bfloat16_queries(name: str) -> None:
-    shape = Shape(heads=4, kv_heads=2, size=32, block_size=8, dtype=torch.bfloat16)
-    case = make_case([Sequence(start=37, count=1), Sequence(start=11, count=7)], shape)
-    check(case, **quantised(case, FORMATS_BY_NAME[name]).arguments)
 
 
 sequences = st.lists(

@@ -78,33 +78,22 @@ def at_block_edges(window: int, sinks: int, *, size: int) -> list[PolicySequence
 
 
 @pytest.mark.parametrize(
-    ("kv_format", "widths", "sinks", "window", "with_sink_query"),
+    ("kv_format", "widths", "sinks", "window", "dtype"),
     matrix(
         list(FORMATS_BY_NAME),
         [(16, 16), (80, 48), (128, 128)],
         [0, 3, 8, 11],
         [0, 1, 7, 8, 9, 25],
-        [False, True],
+        [torch.float32, torch.bfloat16, torch.float16],
         strength=1,
     ),
 )
-def test_quantised_caches(
-    kv_format: str, widths: tuple[int, int], sinks: int, window: int, with_sink_query: bool
-) -> None:
+def test_quantised_caches(kv_format: str, widths: tuple[int, int], sinks: int, window: int, dtype: torch.dtype) -> None:
     """With a second query, as beyond the trained length, and with slots that must not be read poisoned."""
-    shape = Shape(heads=3, kv_heads=1, size=widths[0], v_size=widths[1], block_size=8)
+    shape = Shape(heads=3, kv_heads=1, size=widths[0], v_size=widths[1], block_size=8, dtype=dtype)
     case = make_policy_case(at_block_edges(window, sinks, size=8), shape)
-    check(case, kv_format=kv_format, with_sink_query=with_sink_query)
-
-
-@pytest.mark.parametrize(
-    ("kv_format", "dtype"), matrix(list(FORMATS_BY_NAME), [torch.bfloat16, torch.float16], strength=1)
-)
-def test_quantised_caches_under_queries_of_16_bits(kv_format: str, dtype: torch.dtype) -> None:
-    shape = Shape(heads=3, kv_heads=1, size=24, block_size=8, dtype=dtype)
-    sink_logits = torch.tensor([40.0, float("-inf"), 1.0])
-    case = make_policy_case(at_block_edges(9, 3, size=8), shape)
-    check(case, kv_format=kv_format, soft_cap=3.0, sink_logits=sink_logits, with_sink_query=True)
+    options: dict[str, Any] = {"soft_cap": 3.0, "sink_logits": torch.tensor([40.0, float("-inf"), 1.0])}
+    check(case, kv_format=kv_format, with_sink_query=sinks > 3, **(options if window > 7 else {}))
 
 
 @pytest.mark.parametrize("kv_format", FORMATS_BY_NAME)

@@ -264,6 +264,7 @@ def add_mass(
             at = statistics + (row.to(tl.int64) * (num_kv_heads * GROUP) + head) * 2
             row_max = tl.load(at, mask=is_row, other=0.0)
             row_sum = tl.load(at + 1, mask=is_row, other=1.0)
-            share = tl.exp2(tl.where(visible, score - row_max[:, None], float("-inf"))) * inverse_of(row_sum)[:, None]
+            inverse = 1.0 / tl.where(row_sum > 0, row_sum, 1.0)
+            share = tl.exp2(tl.where(visible, score - row_max[:, None], float("-inf"))) * inverse[:, None]
             total += tl.sum(share, 0)
     tl.store(mass + place, tl.load(mass + place) + tl.sum(total, 0))
