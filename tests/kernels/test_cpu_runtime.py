@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.cpu_threads import kernel_threads
-from transom_kernels.cpu import kernel as kernel_module
-from transom_kernels.cpu.kernel import cpu_kernel, object_code, statistics
+from transom_kernels.cpu import kernel_sources
+from transom_kernels.cpu.kernel import cache_key, cpu_kernel, object_code, statistics
+from transom_kernels.cpu.kernel_sources import used_modules
 from transom_kernels.cpu.launching import launch
 from transom_kernels.cpu.pool import Pool, pool
 
@@ -107,17 +108,31 @@ def test_code_in_the_cache_runs_in_a_process_without_numba(tmp_path):
     assert [run.stdout.strip() for run in runs] == ["True", "False"]
 
 
-def test_code_depends_on_every_file_of_the_package(tmp_path, monkeypatch):
-    """Kernels call functions of other operators, so a change anywhere means other code."""
-    folder = tmp_path / "some_kernels" / "operator"
-    folder.mkdir(parents=True)
-    (tmp_path / "some_kernels" / "__init__.py").touch()
+def test_a_kernels_key_depends_on_the_files_that_it_uses_alone(tmp_path, monkeypatch):
+    folder = tmp_path / "some_kernels"
+    for package in (folder, folder / "norm", folder / "other"):
+        package.mkdir()
+        (package / "__init__.py").touch()
+    imports = "from some_kernels.norm import (\n    layout,\n)\nfrom transom_kernels.cpu.simd import splat\n"
+    (folder / "norm" / "cpu.py").write_text(imports + "from transom_kernels.cpu.launching import launch\n")
+    (folder / "norm" / "layout.py").write_text("def make():\n    from some_kernels.shared import STEP\n")
     (folder / "shared.py").write_text("STEP = 1\n")
+    (folder / "other" / "cpu.py").write_text("STEP = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    before = kernel_module._sources.__wrapped__("some_kernels")
-    assert kernel_module._sources.__wrapped__("some_kernels") == before
+    kernel = cpu_kernel("some_kernels.norm.cpu", "make_norm")
+
+    def key():
+        kernel_sources._read.cache_clear()  # as in a new process
+        return cache_key(kernel)
+
+    before = key()
+    assert {"transom_kernels.cpu.simd", "some_kernels.shared"} < used_modules(kernel.module)
+    assert "transom_kernels.cpu.launching" not in used_modules(kernel.module)
+    (folder / "other" / "cpu.py").write_text("STEP = 2\n")
+    assert key() == before
     (folder / "shared.py").write_text("STEP = 2\n")
-    assert kernel_module._sources.__wrapped__("some_kernels") != before
+    assert key() != before
+    assert cache_key(cpu_kernel("some_kernels.norm.cpu", "make_norm", dtype="f32")) != key()
 
 
 def test_damaged_code_in_the_cache_is_compiled_again(tmp_path, monkeypatch):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import platform
 
-from numba import njit
-
 from transom_kernels.cpu import layout
 from transom_kernels.cpu.layout import ITEM_BITS, ITEM_MASK
 from transom_kernels.cpu.simd import (
@@ -18,6 +16,7 @@ from transom_kernels.cpu.simd import (
     system_call,
     unchecked_i64,
 )
+from transom_kernels.cpu.work import helper
 
 _X86 = platform.machine() in ("x86_64", "AMD64")
 _FUTEX, _SCHED_YIELD, _SET_AFFINITY, _GET_CPU = (202, 24, 203, 309) if _X86 else (98, 124, 122, 168)  # Linux's numbers
@@ -25,7 +24,7 @@ _WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129
 _SPINS_BEFORE_YIELD = 2000  # about 50 microseconds, far longer than one item of work takes
 
 
-@njit
+@helper
 def _wait_done(done, tag, items_of):  # type: ignore[no-untyped-def]
     """Wait until all items are finished; return False when the run is over."""
     spins = 0
@@ -41,7 +40,7 @@ def _wait_done(done, tag, items_of):  # type: ignore[no-untyped-def]
             system_call(_SCHED_YIELD, 0, 0, 0, 0, 0, 0)
 
 
-@njit
+@helper
 def _execute(tag, runnable, thread):  # type: ignore[no-untyped-def]
     """Take part in each instruction of a run, in order."""
     instructions = unchecked_i64(runnable + 8 * layout.INSTRUCTIONS)
@@ -59,7 +58,7 @@ def _execute(tag, runnable, thread):  # type: ignore[no-untyped-def]
             return
 
 
-@njit
+@helper
 def _keep_off_launcher(pool, thread):  # type: ignore[no-untyped-def]
     """Move this thread to another cpu than the launching thread's, if that one has moved.
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from transom_kernels.cpu.simd import (
     LOAD,
     LOAD_PART,
@@ -29,13 +27,14 @@ from transom_kernels.cpu.simd import (
     store_f32,
     swap_neighbours,
 )
+from transom_kernels.cpu.work import helper
 
 
 def make_inverse_rms(dtype: str) -> Any:
     """inverse_rms(x, N, eps) = 1 / sqrt(mean(x ** 2) + eps) of a row."""
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
 
-    @njit(error_model="numpy")
+    @helper
     def inverse_rms(x, width, eps):  # type: ignore[no-untyped-def]
         full, rest = width // 16 * 16, width % 16
         total = splat(0.0)
@@ -56,7 +55,7 @@ def make_hadamard() -> Any:
     The row has whole vectors of memory, in which zeros follow it. The product is sums and differences of pairs 1, 2, 4, ... apart.
     """
 
-    @njit(error_model="numpy")
+    @helper
     def hadamard(x, width, block):  # type: ignore[no-untyped-def]
         factor = splat(1.0 / sqrt(1.0 * block))
         for k in range(0, width, 16):
@@ -92,7 +91,7 @@ def make_rotate(dtype: str, table_dtype: str, *, interleaved: bool) -> Any:
     load_table, load_table_part = LOAD[table_dtype], LOAD_PART[table_dtype]
     size, table_size = NUM_BYTES[dtype], NUM_BYTES[table_dtype]
 
-    @njit(error_model="numpy")
+    @helper
     def rotate_halves(x, cos, signed_sin, rotated):  # type: ignore[no-untyped-def]
         half = rotated // 2
         full, rest = half // 16 * 16, half % 16
@@ -111,7 +110,7 @@ def make_rotate(dtype: str, table_dtype: str, *, interleaved: bool) -> Any:
             other = first * load_table_part(signed_sin + u, rest)
             store_part(j, fma(second, load_table_part(cos + u, rest), other), rest)
 
-    @njit(error_model="numpy")
+    @helper
     def rotate_neighbours(x, cos, signed_sin, rotated):  # type: ignore[no-untyped-def]
         full, rest = rotated // 16 * 16, rotated % 16
         for k in range(0, full, 16):

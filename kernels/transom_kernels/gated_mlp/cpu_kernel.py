@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from transom_kernels.cpu.simd import (
     LOAD,
     LOAD_PART,
@@ -23,7 +21,7 @@ from transom_kernels.cpu.simd import (
     vector_max,
     vector_min,
 )
-from transom_kernels.cpu.work import argument, claim, finish
+from transom_kernels.cpu.work import argument, claim, finish, helper
 
 _SQRT_2_OVER_PI = 0.7978845608028654
 
@@ -37,7 +35,7 @@ def make_activate(dtype: str, activation: str, limited: bool) -> Any:
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
     store, store_part = STORE[dtype], STORE_PART[dtype]
 
-    @njit(error_model="numpy")
+    @helper
     def activated(gate, up, limit):  # type: ignore[no-untyped-def]
         if limited:
             gate = keep_nan(vector_min(gate, limit), gate)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from transom_kernels.cpu.row_products import make_row_products
 from transom_kernels.cpu.simd import (
     LOAD,
@@ -37,7 +35,7 @@ from transom_kernels.cpu.simd import (
     store_scalar_f32,
 )
 from transom_kernels.cpu.vector_code import LANES
-from transom_kernels.cpu.work import argument, claim, finish, scratch
+from transom_kernels.cpu.work import argument, claim, finish, helper, scratch
 
 _ROW = 4 * LANES  # bytes of a row of coefficients in scratch
 
@@ -112,7 +110,7 @@ def _make_inverse_rms(dtype: str) -> Any:
     """inverse_rms(token, S, N, stream stride, eps) over all streams of a token."""
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
 
-    @njit(error_model="numpy")
+    @helper
     def inverse_rms(token, streams, width, stream_stride, eps):  # type: ignore[no-untyped-def]
         total = splat(0.0)
         for stream in range(streams):
@@ -129,14 +127,14 @@ def _make_inverse_rms(dtype: str) -> Any:
     return inverse_rms
 
 
-@njit(error_model="numpy")
+@helper
 def _coefficients(projected, scale, base, at, count):  # type: ignore[no-untyped-def]
     """projected * scale + base of `count` coefficients from `at` on."""
     product = load_part_f32(projected + 4 * at, count) * load_part_f32(scale + 4 * at, count)
     return product + load_part_f32(base + 4 * at, count)
 
 
-@njit(error_model="numpy")
+@helper
 def _balanced_mix(rows, projected, scale, base, size, rounds, eps):  # type: ignore[no-untyped-def]
     """Write the mixing matrix to `rows`: softmax over targets, then Sinkhorn's iteration, columns first and last."""
     for row in range(size):

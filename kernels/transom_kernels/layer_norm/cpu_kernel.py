@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from transom_kernels.cpu.simd import (
     LOAD,
     LOAD_PART,
@@ -22,7 +20,7 @@ from transom_kernels.cpu.simd import (
     splat,
     sqrt,
 )
-from transom_kernels.cpu.work import argument, claim, finish
+from transom_kernels.cpu.work import argument, claim, finish, helper
 
 
 def make_layer_norm(dtype: str) -> Any:
@@ -33,7 +31,7 @@ def make_layer_norm(dtype: str) -> Any:
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
     store, store_part = STORE[dtype], STORE_PART[dtype]
 
-    @njit(error_model="numpy")
+    @helper
     def normalise(x, weight, out, width, eps):  # type: ignore[no-untyped-def]
         full, rest = width // 16 * 16, width % 16
         total = splat(0.0)

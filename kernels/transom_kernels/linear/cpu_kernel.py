@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from transom_kernels.cpu.rows import make_inverse_rms
 from transom_kernels.cpu.simd import (
     LOAD,
@@ -34,7 +32,7 @@ from transom_kernels.cpu.simd import (
     vector_min,
 )
 from transom_kernels.cpu.tiles import CONFIG_BYTES, configure_tiles, make_tile_product, release_tiles
-from transom_kernels.cpu.work import argument, claim, finish, scratch
+from transom_kernels.cpu.work import argument, claim, finish, helper, scratch
 from transom_kernels.linear.layout import GROUPS_OF_CHUNK, LINE, STEP_BYTES, TILE_ROWS, VECTOR_TILES
 from transom_kernels.linear.vector_product import make_vector_product
 
@@ -124,7 +122,7 @@ def _make_tiles() -> Any:
     """The product by AMX. The last tile of a block may repeat rows of the one before."""
     one, two = make_tile_product(1), make_tile_product(2)
 
-    @njit(error_model="numpy")
+    @helper
     def product(x, x_stride, rows, weight, other, num_steps, sums, adds):  # type: ignore[no-untyped-def]
         tile = min(rows, TILE_ROWS)
         for row in range(0, rows, 2 * TILE_ROWS):
@@ -146,7 +144,7 @@ def _make_vectors(method: str, dtype: str, registers: int) -> Any:
     of_many, of_few = _make_rows(many, panels, dtype, pairs), _make_rows(few, panels_of_few, dtype, pairs)
     of_one = _make_rows(1, 2, dtype, pairs)
 
-    @njit(error_model="numpy")
+    @helper
     def product(x, x_stride, rows, weight, other, num_steps, sums, adds):  # type: ignore[no-untyped-def]
         row = 0
         while row < rows:
@@ -168,11 +166,11 @@ def _make_rows(most: int, panels: int, dtype: str, pairs: bool) -> Any:
     """Up to `most` rows times two panels, both at once or (`panels` 1) one after the other."""
     tile = make_vector_product(most, panels, dtype, pairs=pairs)
 
-    @njit(error_model="numpy")
+    @helper
     def both(x, x_stride, rows, weight, other, num_steps, out, adds):  # type: ignore[no-untyped-def]
         tile(x, x_stride, rows, (weight, other), num_steps, out, SUM_STRIDE, adds)
 
-    @njit(error_model="numpy")
+    @helper
     def in_turn(x, x_stride, rows, weight, other, num_steps, out, adds):  # type: ignore[no-untyped-def]
         tile(x, x_stride, rows, (weight,), num_steps, out, SUM_STRIDE, adds)
         tile(x, x_stride, rows, (other,), num_steps, out + LINE, SUM_STRIDE, adds)
@@ -189,7 +187,7 @@ def _make_copy(method: str, dtype: str, norm_dtype: str | None) -> Any:
     load_norm, load_norm_part = LOAD[norm_dtype or "f32"], LOAD_PART[norm_dtype or "f32"]
     norm_size, inverse_rms = NUM_BYTES[norm_dtype or "f32"], make_inverse_rms(dtype)
 
-    @njit(error_model="numpy")
+    @helper
     def copy_rows(x, x_stride, rows, width, own, own_stride, norm, eps):  # type: ignore[no-untyped-def]
         full, rest = width // 16 * 16, width % 16
         for row in range(rows):
@@ -216,7 +214,7 @@ def _make_copy(method: str, dtype: str, norm_dtype: str | None) -> Any:
     return copy_rows
 
 
-@njit(error_model="numpy", inline="always")
+@helper(inline="always")
 def _add_bias(arguments, lanes, column):  # type: ignore[no-untyped-def]
     bias = argument(arguments, 8)
     return lanes + load_f32(bias + column * 4) if bias else lanes
@@ -227,7 +225,7 @@ def _make_output(dtype: str, tiles: bool) -> Any:
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
     store, store_part = STORE[dtype], STORE_PART[dtype]
 
-    @njit(error_model="numpy")
+    @helper
     def output(arguments, sums, rows, first_row, panel, num_outputs):  # type: ignore[no-untyped-def]
         scale, bound = splat(float_of_bits(argument(arguments, 13))), float_of_bits(argument(arguments, 14))
         residual, out = argument(arguments, 9), argument(arguments, 11)
@@ -267,7 +265,7 @@ def _make_gate(dtype: str, tiles: bool, activation: str) -> Any:
     store, store_part, size = STORE[dtype], STORE_PART[dtype], NUM_BYTES[dtype]
     gelu = activation == "gelu_tanh"
 
-    @njit(error_model="numpy")
+    @helper
     def gate_and_up(arguments, sums, rows, first_row, panel, num_outputs):  # type: ignore[no-untyped-def]
         limit, out = float_of_bits(argument(arguments, 15)), argument(arguments, 11)
         repeated = _repeated_rows(rows) if tiles else 0
@@ -293,7 +291,7 @@ def _make_gate(dtype: str, tiles: bool, activation: str) -> Any:
     return gate_and_up
 
 
-@njit(error_model="numpy", inline="always")
+@helper(inline="always")
 def _repeated_rows(rows):  # type: ignore[no-untyped-def]
     """How many rows the last tile of AMX repeats of the tile before."""
     return TILE_ROWS - rows % TILE_ROWS if rows > TILE_ROWS else 0

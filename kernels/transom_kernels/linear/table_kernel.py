@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 
@@ -28,7 +28,7 @@ from transom_kernels.cpu.simd import (
     store_u8,
 )
 from transom_kernels.cpu.vector_code import I32_16, int64, load, shuffle, store
-from transom_kernels.cpu.work import argument, claim, finish, scratch
+from transom_kernels.cpu.work import argument, claim, finish, helper, scratch
 from transom_kernels.linear.layout import LINE, OUTPUTS, WORD
 
 
@@ -65,7 +65,7 @@ def make_pack() -> Any:
     7 from panel to panel.
     """
 
-    @njit(error_model="numpy")
+    @helper
     def copy_block(source, stride, rows, count, block):  # type: ignore[no-untyped-def]
         """Copy `rows` rows of `count` bytes into a block of 16 rows of 64 bytes, with zeros behind."""
         for at in range(0, OUTPUTS * LINE, 8):

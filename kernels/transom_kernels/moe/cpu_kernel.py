@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from transom_kernels.cpu.simd import (
     LOAD,
     LOAD_PART,
@@ -38,7 +36,7 @@ from transom_kernels.cpu.simd import (
     vector_min,
 )
 from transom_kernels.cpu.vector_code import LANES
-from transom_kernels.cpu.work import argument, claim, finish, scratch
+from transom_kernels.cpu.work import argument, claim, finish, helper, scratch
 from transom_kernels.moe.cpu_product import PANEL_BYTES, make_multiply
 
 EXPERTS_PER_ITEM = 16
@@ -93,7 +91,7 @@ def make_gather_rows(dtype: str) -> Any:
     return gather_rows
 
 
-@njit
+@helper
 def _count(experts, pairs, expert):  # type: ignore[no-untyped-def]
     """How many of the first `pairs` pairs have a smaller expert, and how many have this one."""
     smaller, equal = 0, 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 
@@ -39,6 +39,7 @@ from transom_kernels.cpu.vector_code import (
     pair_low,
     store,
 )
+from transom_kernels.cpu.work import helper
 
 PANEL_BYTES = 4 * 64  # of the sums of one row
 GROUP_UNITS = 16  # of MXFP4
@@ -65,7 +66,7 @@ def make_multiply(kind: str, dtype: str) -> Any:
 def _make_by_tiles() -> Any:
     one, two = make_tile_product(1), make_tile_product(2)
 
-    @njit(error_model="numpy")
+    @helper
     def multiply(x, x_stride, rows, weight, units, sums, memory):  # type: ignore[no-untyped-def]
         part, tile = units * 64, min(rows, _TILE_ROWS)
         configure_tiles(memory, tile)
@@ -93,7 +94,7 @@ def _make_by_vectors(kind: str, dtype: str) -> Any:
     groups = kind == "mx"
     x_unit_bytes = 8 if groups and dtype == "f32" else 4
 
-    @njit(error_model="numpy")
+    @helper
     def multiply(x, x_stride, rows, weight, units, sums, memory):  # type: ignore[no-untyped-def]
         panel_stride = 64 if groups else units * 64
         block = units if rows <= many_rows else _BLOCK_UNITS

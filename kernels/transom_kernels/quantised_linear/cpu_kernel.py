@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from transom_kernels.cpu.simd import (
     LOAD,
     LOAD_PART,
@@ -26,7 +24,7 @@ from transom_kernels.cpu.simd import (
     vector_max,
     vector_min,
 )
-from transom_kernels.cpu.work import argument, claim, finish, scratch
+from transom_kernels.cpu.work import argument, claim, finish, helper, scratch
 from transom_kernels.quantised_linear.layout import GROUP, LINE, MOST_ROWS, PANEL, RECORD, ZERO, group_bytes
 from transom_kernels.quantised_linear.rounded_rows import block_rows, make_round_rows
 from transom_kernels.quantised_linear.tile_product import make_tile_product
@@ -107,7 +105,7 @@ def _store_output(dtype: str) -> Any:
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
     store, store_part = STORE[dtype], STORE_PART[dtype]
 
-    @njit(error_model="numpy")
+    @helper
     def store_output(arguments, sums, panel, first_row, count):  # type: ignore[no-untyped-def]
         bias, residual, out = argument(arguments, 7), argument(arguments, 13), argument(arguments, 15)
         scale, cap = float_of_bits(argument(arguments, 17)), float_of_bits(argument(arguments, 18))
@@ -138,7 +136,7 @@ def _store_gated(dtype: str, activation: str) -> Any:
     store, store_part, size = STORE[dtype], STORE_PART[dtype], NUM_BYTES[dtype]
     is_gelu = activation == "gelu_tanh"
 
-    @njit(error_model="numpy")
+    @helper
     def store_gated(arguments, sums, pair, first_row, count):  # type: ignore[no-untyped-def]
         bias, out, limit = argument(arguments, 7), argument(arguments, 15), float_of_bits(argument(arguments, 19))
         lanes = argument(arguments, 8) - pair * PANEL

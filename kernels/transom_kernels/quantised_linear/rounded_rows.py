@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from transom_kernels.cpu.simd import LOAD, LOAD_PART, NUM_BYTES, f32x16
@@ -37,13 +37,14 @@ from transom_kernels.cpu.vector_code import (
     store,
     store_wide,
 )
+from transom_kernels.cpu.work import helper
 from transom_kernels.quantised_linear.layout import GROUP, RECORD
 
 START, SCALE, SCALED_SUM = 64, 68, 72  # where they lie in a record
 BLOCK_ROWS = (8, 4, 2, 1) if cpu_target().avx512 else (2, 1)  # as many as the registers hold
 
 
-@njit(error_model="numpy")
+@helper
 def block_rows(left):  # type: ignore[no-untyped-def]
     """Rows of the next block, of `left` rows."""
     for rows in BLOCK_ROWS:
@@ -56,7 +57,7 @@ def make_round_rows(dtype: str) -> Any:
     """Make round_rows(x, row stride, rows, K, zero, records)."""
     load_lanes, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
 
-    @njit(error_model="numpy")
+    @helper
     def round_rows(x, stride, num_rows, width, zero, records):  # type: ignore[no-untyped-def]
         num_groups, rest = (width + GROUP - 1) // GROUP, width % GROUP
         row = 0

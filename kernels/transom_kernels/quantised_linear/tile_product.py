@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from transom_kernels.cpu.vector_code import (
@@ -28,6 +28,7 @@ from transom_kernels.cpu.vector_code import (
     store,
     wide_total,
 )
+from transom_kernels.cpu.work import helper
 from transom_kernels.quantised_linear.layout import LINE, QUADS, RECORD, group_bytes, has_minimum, is_small
 from transom_kernels.quantised_linear.rounded_rows import BLOCK_ROWS, SCALE, SCALED_SUM, START
 
@@ -44,7 +45,7 @@ def make_tile_product(format: str) -> Any:
     of_1, of_2 = products[1], products[2]
     of_4, of_8 = products.get(4, of_1), products.get(8, of_1)
 
-    @njit(error_model="numpy")
+    @helper
     def tile_product(rows, levels, scales, records, num_groups, sums):  # type: ignore[no-untyped-def]
         if rows == 1:
             of_1(levels, scales, records, num_groups, sums)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from transom_kernels.cpu.rows import make_inverse_rms
 from transom_kernels.cpu.simd import (
     LOAD,
@@ -22,7 +20,7 @@ from transom_kernels.cpu.simd import (
     float_of_bits,
     splat,
 )
-from transom_kernels.cpu.work import argument, claim, finish
+from transom_kernels.cpu.work import argument, claim, finish, helper
 
 
 def make_rms_norm(dtype: str, weight_dtype: str) -> Any:
@@ -38,7 +36,7 @@ def make_rms_norm(dtype: str, weight_dtype: str) -> Any:
     load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]
     inverse_rms = make_inverse_rms(dtype)
 
-    @njit(error_model="numpy")
+    @helper
     def add(x, residual, inner, sums, width, factor, eps):  # type: ignore[no-untyped-def]
         """Store the sum of one row."""
         full, rest = width // 16 * 16, width % 16
@@ -55,7 +53,7 @@ def make_rms_norm(dtype: str, weight_dtype: str) -> Any:
             total = rounded(load_part(residual + full * size, rest) + y) * factor
             store_part(sums + full * size, total, rest)
 
-    @njit(error_model="numpy")
+    @helper
     def normalise(x, weight, out, width, eps):  # type: ignore[no-untyped-def]
         """Store one normalised row."""
         full, rest = width // 16 * 16, width % 16
@@ -98,7 +96,7 @@ def make_norm_heads(dtype: str, weight_dtype: str) -> Any:
     load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]
     inverse_rms = make_inverse_rms(dtype)
 
-    @njit(error_model="numpy")
+    @helper
     def normalise(x, weight, width, eps):  # type: ignore[no-untyped-def]
         full, rest = width // 16 * 16, width % 16
         scale = splat(inverse_rms(x, width, eps))
