@@ -1,16 +1,17 @@
 """Compiles a kernel to object code: numba translates Python to LLVM's text, and LLVM makes machine code of the whole once.
 
 Numba as it is used elsewhere would optimise and load each function that a kernel calls, before it links them into the kernel and
-optimises that: twice the time, for machine code that nothing calls. Here functions are compiled with `TextCompiler`, a pipeline
+optimises that: twice the time, for machine code that nothing calls. Here functions are compiled with `_TextCompiler`, a pipeline
 (numba's documented `pipeline_class`) whose result is a `_Text`: it keeps the text, and what to link with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -19,13 +20,16 @@ from numba import njit, types
 from numba.core.codegen import CodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.runtime import rtsys
+from numba.extending import typeof_impl
 
+from transom_kernels.cpu import numba_types as numba_types  # shows numba the functions whose code is emitted
+from transom_kernels.cpu.language import Helper
 from transom_kernels.cpu.target import CpuTarget
 
 _ENTRY = types.void(types.int64, types.int64)  # arguments, thread
 
 
-class TextCompiler(CompilerBase):  # type: ignore[misc]
+class _TextCompiler(CompilerBase):
     """Numba's pipeline, but for where the functions' code goes: to a `_Text`."""
 
     def define_pipelines(self) -> list[Any]:
@@ -34,7 +38,7 @@ class TextCompiler(CompilerBase):  # type: ignore[misc]
         return [DefaultPassBuilder.define_nopython_pipeline(self.state)]
 
 
-class _Text(CodeLibrary):  # type: ignore[misc]
+class _Text(CodeLibrary):
     """The code of one function, as LLVM's text, and the libraries of the functions that it calls."""
 
     def __init__(self, codegen: Any, name: str) -> None:
@@ -56,9 +60,7 @@ class _Text(CodeLibrary):  # type: ignore[misc]
 
     def finalize(self) -> None:
         """Refuse to be linked by numba: `_linked` links the texts of a whole kernel."""
-        raise TypeError(
-            f"A function under `njit` calls {self.name}; decorate it with `transom_kernels.cpu.work.helper`, too."
-        )
+        raise TypeError(f"A function under numba's `njit` calls {self.name}; decorate it with `language.helper`, too.")
 
     def get_function(self, name: str) -> Any:
         """Functions are not looked up in a text."""
@@ -81,22 +83,35 @@ class _Text(CodeLibrary):  # type: ignore[misc]
         return id(self)
 
 
+_translate = partial(
+    njit,
+    nogil=True,
+    boundscheck=False,
+    error_model="numpy",
+    no_cpython_wrapper=True,
+    no_cfunc_wrapper=True,
+    pipeline_class=_TextCompiler,
+)
+
+
+@typeof_impl.register(Helper)
+def _type_of_helper(function: Helper, context: Any) -> types.Type:
+    return types.Dispatcher(_translated(function))
+
+
+@cache
+def _translated(function: Helper) -> Any:
+    return _translate(forceinline=function.is_inlined)(function.function)
+
+
 def compile_kernel(function: Callable[[Any, Any], None], symbol: str, target: CpuTarget) -> bytes:
     """Object code for a processor, with one function `symbol(arguments, thread)` that is visible outside.
 
     Raises:
         ValueError: the kernel, or a function that it calls, raises exceptions or allocates.
     """
-    collects = gc.isenabled()
-    gc.disable()  # a collection takes long in a process with torch
-    try:
-        dispatcher = njit(
-            _ENTRY, nogil=True, boundscheck=False, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True,
-            pipeline_class=TextCompiler,
-        )(function)  # fmt: skip
-    finally:
-        if collects:
-            gc.enable()
+    with _without_collections():
+        dispatcher = _translate(_ENTRY)(function)
     compiled = dispatcher.overloads[_ENTRY.args]
     module = _linked(compiled.library)
     # Numba's own wrapper refers to functions of numba, which is not in processes that only load code.
@@ -113,6 +128,18 @@ def compile_kernel(function: Callable[[Any, Any], None], symbol: str, target: Cp
     module.verify()
     _check_calls(module)
     return bytes(machine.emit_object(module))
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Within this context Python's garbage collector rests: a collection takes long in a process with torch."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _linked(library: CodeLibrary) -> llvm.ModuleRef:
