@@ -101,7 +101,8 @@ def _gated(shape: Rows, device: torch.device) -> Prepared:
     gate_up = _random(shape[0], 2 * shape[1], device=device)
 
     def check(out: Tensors) -> list[Check]:
-        wanted = activated_product_reference(*_ends(gate_up).float().chunk(2, dim=-1), "silu")
+        gate, up = _ends(gate_up).float().chunk(2, dim=-1)
+        wanted = activated_product_reference(gate, up, "silu")
         return [Check(got=_ends(out[0]), wanted=wanted, limit=ERROR_LIMIT)]
 
     return Prepared(
