@@ -7,7 +7,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import pytest
+
 from tests.how_many import ALL_TESTS
+from transom_kernels.cpu.target import cpu_target, named_target
 
 
 def run_in_child(case: Callable[[], None], **environment: str) -> None:
@@ -29,3 +32,13 @@ def run_checked(case: Callable[[], None]) -> None:
     The daily tests compile them for a processor with AVX2 alone, so that one child process tests both.
     """
     run_in_child(case, TRANSOM_CHECKED_KERNELS="1", TRANSOM_CPU="" if ALL_TESTS else "haswell")
+
+
+def run_as(processor: str, case: Callable[[], None]) -> None:
+    """Run `case` with kernels compiled for another processor; skip the test where this one lacks its instructions."""
+    other, own = named_target(processor), cpu_target()
+    names = ("avx2", "avx512", "bf16", "vnni", "amx", "avx_vnni")
+    missing = [name for name in names if getattr(other, name) and not getattr(own, name)]
+    if missing:
+        pytest.skip(f"this processor has no {', '.join(missing)}")
+    run_in_child(case, TRANSOM_CPU=processor)

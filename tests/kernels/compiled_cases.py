@@ -6,29 +6,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from transom_kernels.block_copy.gpu import WORDS
-from transom_kernels.block_copy.kernel import copy_words
-from transom_kernels.gated_mlp.kernel import activate
-from transom_kernels.hyper_connections.gpu import row_block, stream_blocks
-from transom_kernels.hyper_connections.kernel import normalise_streams, post_and_mix, pre_and_mix
+from transom_kernels.block_copy.gpu import WORDS, copy_words
+from transom_kernels.gated_mlp.gpu import activate
+from transom_kernels.hyper_connections.gpu import normalise_streams, post_and_mix, pre_and_mix, row_block, stream_blocks
 from transom_kernels.kv_write.gpu import head_blocks
 from transom_kernels.kv_write.kernel import prepare_and_write
 from transom_kernels.latent_attention.kernel import attend_rows, pool, score_entries
 from transom_kernels.latent_attention.tuning import POOL_CHANNELS, POOL_ROWS, attend_config, score_config
 from transom_kernels.launch import next_power_of_two, split_width, warps_for
+from transom_kernels.moe.gpu import Tile, choose_tile
 from transom_kernels.moe.kernel import into_experts, out_of_experts, sum_experts
-from transom_kernels.moe.sort import sort_blocks, sort_pairs
-from transom_kernels.moe.tuning import Tile, choose_tile
+from transom_kernels.moe.row_blocks import sort_blocks, sort_pairs
 from transom_kernels.paged_attention.triton.attend import attend
 from transom_kernels.paged_attention.triton.combine import combine
 from transom_kernels.paged_attention.triton.tuning import COMBINED_AT_ONCE, kernel_config, stages_on
 from transom_kernels.policy_attention.triton import kernel as policy
 from transom_kernels.policy_attention.triton.tuning import TileConfig, tile_config
-from transom_kernels.rms_norm.kernel import norm_heads, norm_rows
-from transom_kernels.rotary.kernel import rotate
-from transom_kernels.route import tuning as routes
-from transom_kernels.route.kernel import choose_experts, score_experts
-from transom_kernels.sample.block_maxima import block_maxima
+from transom_kernels.rms_norm.gpu import norm_heads, norm_rows
+from transom_kernels.rotary.gpu import rotate
+from transom_kernels.route import gpu as routes
+from transom_kernels.route.gpu import choose_experts, score_experts
 from transom_kernels.sample.gpu import (
     CHANGES,
     COMPARED_IDS,
@@ -37,8 +34,10 @@ from transom_kernels.sample.gpu import (
     READ_BLOCKS,
     READ_CHUNKS,
     ROUND_BLOCKS,
+    apply_logit_changes,
+    block_maxima,
 )
-from transom_kernels.sample.kernel import apply_logit_changes, sample_rows
+from transom_kernels.sample.sample_rows import sample_rows
 
 FP8 = "fp8e4nv"  # from sm_89 on
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1, "i8": 1, "u8": 1}

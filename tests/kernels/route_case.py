@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from transom_kernels.route import Routing
-from transom_kernels.route.reference import route_reference
+from transom_kernels.route.op import route_reference
 
 SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from tests.cpu_threads import kernel_threads
-from tests.kernels.checked import run_in_child
 from tests.kernels.hyper_connections_case import EPS, Sizes, close, coefficients, streams_of
 from transom_kernels.hyper_connections import hc_head, hc_norm, hc_post, hc_pre, hc_project
 from transom_kernels.hyper_connections.cpu import CHUNK
-from transom_kernels.hyper_connections.reference import (
+from transom_kernels.hyper_connections.op import (
     hc_head_reference,
     hc_norm_reference,
     hc_post_reference,
@@ -95,7 +94,3 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def small_case() -> None:
     check(streams_of((3, 3, 35), torch.bfloat16), rounds=2)
-
-
-def test_checked_kernels_of_a_processor_with_narrower_registers() -> None:
-    run_in_child(small_case, TRANSOM_CHECKED_KERNELS="1", TRANSOM_CPU="haswell")

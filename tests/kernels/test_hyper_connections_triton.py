@@ -12,7 +12,7 @@ from transom_kernels.hyper_connections.gpu import (
     hc_post_triton,
     hc_pre_triton,
 )
-from transom_kernels.hyper_connections.reference import (
+from transom_kernels.hyper_connections.op import (
     hc_head_reference,
     hc_norm_reference,
     hc_post_reference,

@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from tests.cpu_threads import kernel_threads
-from tests.kernels.checked import run_checked, run_in_child
+from tests.kernels.checked import run_as
+from tests.matrices import some_daily
 from transom_kernels.cpu.kernel import cpu_kernel, object_code
 from transom_kernels.cpu.program import ReplayMemory, record_program
 from transom_kernels.cpu.target import CpuTarget
 from transom_kernels.launch import prefer, uses_cpu_kernels
 from transom_kernels.linear import embedding_rows, gated_linear, linear, pack_weight
 from transom_kernels.linear.cpu import method_of
-from transom_kernels.linear.reference import embedding_rows_reference, gated_linear_reference, linear_reference
+from transom_kernels.linear.op import embedding_rows_reference, gated_linear_reference, linear_reference
 from transom_kernels.rms_norm import rms_norm
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
@@ -43,7 +44,7 @@ def limit(dtype: torch.dtype) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", some_daily(DTYPES, DTYPES[:2]))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_linear(dtype, shape):
     rows, width, outputs = shape
@@ -76,8 +77,12 @@ def test_every_row_equals_itself_alone_whatever_the_number_of_threads(dtype, row
             assert all(linear(x[row : row + 1], packed)[0].equal(together[row]) for row in range(rows))
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+GATED = [(dtype, activation) for dtype in DTYPES[:2] for activation in ("silu", "gelu_tanh")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "activation"), some_daily(GATED, [(torch.bfloat16, "silu"), (torch.float32, "gelu_tanh")])
+)
 def test_gated(dtype, activation):
     for rows, width, inner in ((1, 24, 32), (5, 33, 17), (40, 96, 48)):
         (gate, up), x = matrices(inner, width, dtype, count=2), strided(rows, width, dtype) * 3
@@ -92,9 +97,8 @@ def test_gated(dtype, activation):
         assert gated_linear(x[-1:], biased, activation, limit=1.5).equal(got[-1:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_logits_in_float32(dtype):
-    (weight,), x = matrices(37, 40, dtype), torch.randn(5, 40).to(dtype)
+def test_logits_in_float32():
+    (weight,), x = matrices(37, 40, torch.bfloat16), torch.randn(5, 40).bfloat16()
     packed = pack_weight(weight)
     got = linear(x, packed, scale=3.0, soft_cap=2.0, out_dtype=torch.float32)
     wanted = linear_reference(x, weight, scale=3.0, soft_cap=2.0, out_dtype=torch.float32)
@@ -104,8 +108,10 @@ def test_logits_in_float32(dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "norm_dtype"),
-    [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32,) * 2],
-    ids=str,
+    some_daily(
+        [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32,) * 2],
+        daily=[(torch.bfloat16, torch.float32)],
+    ),
 )
 def test_norm_in_front_equals_the_norm_by_itself(dtype, norm_dtype):
     for rows, width in ((1, 576), (3, 77), (40, 33)):
@@ -115,7 +121,7 @@ def test_norm_in_front_equals_the_norm_by_itself(dtype, norm_dtype):
         assert linear(x, packed, norm=(norm, EPS)).equal(linear(normed, packed))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", some_daily(DTYPES, DTYPES[:2]))
 @pytest.mark.parametrize("width", [1, 16, 33, 576])
 def test_embedding(dtype, width):
     table, ids = torch.randn(37, width).to(dtype), torch.tensor([0, 36, 15, 16, 16, 31, 5, 4, 45])
@@ -145,9 +151,9 @@ def test_reference_kernels_compute_with_packed_weights():
     (gate, up), x = matrices(20, 30, torch.float32, count=2), torch.randn(4, 30)
     bias, ids = torch.randn(20), torch.tensor([3, 9])
     packed, gated = pack_weight(gate, bias), pack_weight(gate, bias, up=up, up_bias=bias)
-    by_kernel = linear(x, packed), gated_linear(x, gated, "silu"), embedding_rows(ids, packed)
+    by_kernel = linear(x, packed), gated_linear(x, gated, "gelu_tanh"), embedding_rows(ids, packed)
     with prefer("reference"):
-        by_torch = linear(x, packed), gated_linear(x, gated, "silu"), embedding_rows(ids, packed)
+        by_torch = linear(x, packed), gated_linear(x, gated, "gelu_tanh"), embedding_rows(ids, packed)
     torch.testing.assert_close(by_kernel, by_torch)
 
 
@@ -207,25 +213,19 @@ def test_what_does_not_fit_is_refused():
         embedding_rows(torch.zeros(3, dtype=torch.int32), packed)
 
 
-def few_cases() -> None:
-    """Small linear layers."""
+def small_case() -> None:
+    """Small linear layers with all that belongs to them."""
     torch.manual_seed(0)
-    for dtype in DTYPES[:2]:
-        for rows, width, outputs in ((1, 33, 20), (19, 64, 40), (40, 600, 17)):
-            test_linear(dtype, (rows, width, outputs))
-    assert method_of(torch.bfloat16) == os.environ.get("WANTED_METHOD", method_of(torch.bfloat16))
-
-
-def checked_cases() -> None:
-    """All of one dtype, and small linear layers of another."""
-    few_cases()
+    for dtype, (rows, width, outputs) in zip(DTYPES[:2], ((40, 600, 17), (19, 64, 40)), strict=True):
+        test_linear(dtype, (rows, width, outputs))
+        test_linear(dtype, (1, 33, 20))
     test_gated(torch.bfloat16, "silu")
-    test_norm_in_front_equals_the_norm_by_itself(torch.bfloat16, torch.bfloat16)
+    test_norm_in_front_equals_the_norm_by_itself(torch.bfloat16, torch.float32)
     test_embedding(torch.bfloat16, 33)
 
 
-def test_checked_kernels_touch_nothing_else():
-    run_checked(checked_cases)
+def wanted_method() -> None:
+    assert method_of(torch.bfloat16) == os.environ["WANTED_METHOD"]
 
 
 @pytest.mark.exhaustive
@@ -233,8 +233,9 @@ def test_checked_kernels_touch_nothing_else():
     ("processor", "method"),
     [("cooperlake", "pairs"), ("skylake-avx512", "wide"), ("haswell", "wide"), ("x86-64", "wide")],
 )
-def test_other_processors(processor, method):
-    run_in_child(few_cases, TRANSOM_CPU=processor, WANTED_METHOD=method)
+def test_other_processors(processor, method, monkeypatch):
+    monkeypatch.setenv("WANTED_METHOD", method)
+    run_as(processor, wanted_method)
 
 
 ARM = CpuTarget(
@@ -243,7 +244,7 @@ ARM = CpuTarget(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("dtype", some_daily(["bf16", "f32"], ["f32"]))
 def test_arm_code_can_be_made(dtype):
     kernel = cpu_kernel(
         "transom_kernels.linear.cpu_kernel", "make_linear", method="wide", dtype=dtype, out_dtype=dtype, activation="silu",

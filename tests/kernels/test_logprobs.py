@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.cpu_threads import kernel_threads
-from tests.kernels.checked import run_checked
+from tests.matrices import matrix
 from transom_kernels.logprobs import RowLogprobs, logprobs
-from transom_kernels.logprobs.reference import logprobs_reference
+from transom_kernels.logprobs.op import logprobs_reference
 
 ROWS = 6
 
@@ -31,8 +31,10 @@ def check(logits: torch.Tensor, num_top: int) -> RowLogprobs:
     return got
 
 
-@pytest.mark.parametrize("vocabulary", [1, 15, 16, 17, 64, 65, 1000, 8191, 8192, 8193, 16_500])
-@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
+@pytest.mark.parametrize(
+    ("vocabulary", "num_top"),
+    matrix([1, 15, 16, 17, 64, 65, 1000, 8191, 8192, 8193, 16_500], [0, 1, 5, 20], strength=1),
+)
 def test_against_torch(vocabulary: int, num_top: int) -> None:
     logits = torch.randn(ROWS, vocabulary) * 4
     got = check(logits, num_top)
@@ -75,7 +77,3 @@ def test_shapes_are_checked() -> None:
 def small_case() -> None:
     torch.manual_seed(0)
     check(torch.randn(ROWS, 8200), 5)
-
-
-def test_checked() -> None:
-    run_checked(small_case)

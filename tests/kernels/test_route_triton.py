@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from tests.kernels.route_case import SCORES, Pair, check_route, large_and_small_logits, logits_of
 from transom_kernels.launch import INTERPRETED, prefer
-from transom_kernels.route import Routing, route, router_layout, tuning
-from transom_kernels.route.gpu import partial_logits_triton, route_triton
-from transom_kernels.route.tuning import FEW_TOKENS, MIN_SPLIT, split_of
+from transom_kernels.route import Routing, gpu, route, router_layout
+from transom_kernels.route.gpu import FEW_TOKENS, MIN_SPLIT, partial_logits_triton, route_triton, split_of
 
 
 def check(x: torch.Tensor, weight: torch.Tensor, routing: Routing, **parts: Any) -> Pair:
@@ -127,7 +126,7 @@ def test_parts_of_a_token_are_few() -> None:
 
 
 def test_parts_of_more_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "MAX_PARTIALS", 64)
+    monkeypatch.setattr(gpu, "MAX_PARTIALS", 64)
     x, weight = torch.randn(2, 300), torch.randn(20, 300)
     assert partial_logits_triton(x, weight).shape == (2, 2, 20)
     check(x, weight, Routing(num_chosen=3))

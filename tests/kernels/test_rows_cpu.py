@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from tests.cpu_threads import kernel_threads
-from tests.kernels.checked import run_checked, run_in_child
 from transom_kernels.launch import uses_cpu_kernels
+from transom_kernels.layer_norm import cpu as layer_norm_kernel
 from transom_kernels.layer_norm import layer_norm
-from transom_kernels.layer_norm.cpu import ITEM_ELEMENTS, layer_norm_fits
-from transom_kernels.layer_norm.reference import layer_norm_reference
+from transom_kernels.layer_norm.op import layer_norm_reference
+from transom_kernels.position_scale import cpu as position_scale_kernel
 from transom_kernels.position_scale import position_scale
-from transom_kernels.position_scale.cpu import ITEM_TOKENS, position_scale_fits
-from transom_kernels.position_scale.reference import position_scale_reference
+from transom_kernels.position_scale.op import position_scale_reference
 
 EPS = 1e-5
 DTYPES = [torch.float32, torch.bfloat16]
@@ -30,7 +29,7 @@ def compare_layer_norm(dtype: torch.dtype, width: int) -> None:
     x, weight = wide[:, 2 : width + 2], torch.randn(width).to(dtype)
     x.copy_(torch.randn(5, width) + 3)
     assert uses_cpu_kernels(x)
-    assert layer_norm_fits(x, weight)
+    assert layer_norm_kernel.fits_cpu(x, weight)
     torch.testing.assert_close(layer_norm(x, weight, EPS), layer_norm_reference(x, weight, EPS), **limit(dtype))
 
 
@@ -41,7 +40,7 @@ def test_layer_norm(dtype, width):
 
 
 def test_layer_norm_of_a_row_does_not_depend_on_its_batch_or_on_threads():
-    rows, width = 2 * (ITEM_ELEMENTS // 100) + 1, 100
+    rows, width = 2 * (layer_norm_kernel.ITEM_ELEMENTS // 100) + 1, 100
     x, weight = torch.randn(rows, width), torch.randn(width)
     whole = layer_norm(x, weight, EPS)
     assert all(layer_norm(x[row : row + 1], weight, EPS).equal(whole[row : row + 1]) for row in range(rows))
@@ -56,8 +55,10 @@ def test_layer_norm_of_a_row_does_not_depend_on_its_batch_or_on_threads():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("interval", [1, 7, 8192])
 def test_position_scale(dtype, interval):
-    positions = torch.cat([torch.arange(3 * ITEM_TOKENS + 1), torch.tensor([8190, 8191, 8192, 131_071, 9_999_999])])
-    assert position_scale_fits(positions, dtype)
+    positions = torch.cat(
+        [torch.arange(3 * position_scale_kernel.ITEM_TOKENS + 1), torch.tensor([8190, 8191, 8192, 131_071, 9_999_999])]
+    )
+    assert position_scale_kernel.fits_cpu(positions, dtype)
     got = position_scale(positions, factor=0.1, interval=interval, dtype=dtype)
     wanted = position_scale_reference(positions, factor=0.1, interval=interval, dtype=dtype)
     torch.testing.assert_close(got, wanted, rtol=2e-7 if dtype == torch.float32 else 2**-7, atol=0)
@@ -69,12 +70,3 @@ def small_case() -> None:
     for dtype in DTYPES:
         compare_layer_norm(dtype, 37)
         position_scale(torch.arange(3), factor=0.1, interval=2, dtype=dtype)
-
-
-def test_no_access_outside_of_its_memory():
-    run_checked(small_case)
-
-
-@pytest.mark.exhaustive
-def test_another_processor():
-    run_in_child(small_case, TRANSOM_CPU="haswell")

@@ -7,8 +7,8 @@ import pytest
 from tests.kernels.compiled_cases import ELEMENT_BYTES, all_cases
 from transom_kernels.latent_attention.kernel import attend_rows, score_entries
 from transom_kernels.latent_attention.tuning import attend_config, score_config
+from transom_kernels.moe.gpu import choose_tile
 from transom_kernels.moe.kernel import into_experts, out_of_experts
-from transom_kernels.moe.tuning import choose_tile
 from transom_kernels.paged_attention.triton.attend import attend
 from transom_kernels.paged_attention.triton.tuning import kernel_config, tilings
 

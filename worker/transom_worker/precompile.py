@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, SamplingParams, WindowPolicy
-from transom_kernels.cpu.kernel import cache_directory, statistics
+from transom_kernels.cpu.code_cache import cache_directory
+from transom_kernels.cpu.kernel import statistics
 from transom_worker.llm import LLM
 
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 40, 4  # a prompt and decode steps of one and of several sequences

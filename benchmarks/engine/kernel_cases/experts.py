@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.engine.kernel_cases.case import Case, Check, Prepared, Promise, Scale, Tensors
 from transom_kernels.moe.gpu import moe_triton
-from transom_kernels.moe.reference import moe_reference
+from transom_kernels.moe.op import moe_reference
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
 
 ERROR_LIMIT = 1e-2  # bf16 operands, and the row between the products rounded to bf16

@@ -12,11 +12,11 @@ import torch
 
 from benchmarks.engine.kernel_cases.case import Case, Check, Prepared, Promise, Scale, Tensors
 from transom_kernels.gated_mlp.gpu import gated_activation_triton
-from transom_kernels.gated_mlp.reference import gated_silu_reference
+from transom_kernels.gated_mlp.op import activated_product_reference
 from transom_kernels.rms_norm.gpu import head_norm_triton_, rms_norm_triton
-from transom_kernels.rms_norm.reference import head_norm_reference, rms_norm_reference
+from transom_kernels.rms_norm.op import rms_norm_reference
 from transom_kernels.rotary.gpu import rotary_triton_
-from transom_kernels.rotary.reference import rotary_reference
+from transom_kernels.rotary.op import rotary_reference
 
 EPS = 1e-6
 ERROR_LIMIT = 6e-3  # one rounding to bf16
@@ -74,7 +74,7 @@ def _head_norm(shape: Rows, device: torch.device) -> Prepared:
         return (x,)
 
     def check(out: Tensors) -> list[Check]:
-        wanted = head_norm_reference(_ends(source).float(), weight, EPS)
+        wanted = rms_norm_reference(_ends(source).float(), weight, EPS)
         return [Check(got=_ends(out[0]), wanted=wanted, limit=ERROR_LIMIT)]
 
     return Prepared(run=run, check=check, num_bytes=2 * x.nbytes + weight.nbytes, reset=lambda: x.copy_(source))
@@ -101,7 +101,8 @@ def _gated(shape: Rows, device: torch.device) -> Prepared:
     gate_up = _random(shape[0], 2 * shape[1], device=device)
 
     def check(out: Tensors) -> list[Check]:
-        wanted = gated_silu_reference(_ends(gate_up).float())
+        gate, up = _ends(gate_up).float().chunk(2, dim=-1)
+        wanted = activated_product_reference(gate, up, "silu")
         return [Check(got=_ends(out[0]), wanted=wanted, limit=ERROR_LIMIT)]
 
     return Prepared(

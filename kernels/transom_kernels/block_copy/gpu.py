@@ -1,12 +1,15 @@
-"""Launches of the block copy kernel: one launch for copies that do not depend on each other."""
+"""Block copies on GPUs: one launch for copies that do not depend on each other.
+
+Legend: C copies, W 32-bit words of a block.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-
-from transom_kernels.block_copy.kernel import copy_words
+import triton
+import triton.language as tl
 
 WORDS = 2048  # 32-bit words that a program copies: 8 KiB
 
@@ -20,11 +23,30 @@ def copy_blocks_triton(source: torch.Tensor, target: torch.Tensor, pairs: Sequen
     if not pairs:
         return
     words = [rows.view(torch.int32) for rows in (source, target)]
-    device = (
-        target.device if source.device.type == "cpu" else source.device
-    )  # the kernel cannot read ids in plain host memory
+    # the kernel cannot read ids in plain host memory
+    device = target.device if source.device.type == "cpu" else source.device
     ids = torch.tensor(pairs, dtype=torch.int64).T.contiguous().to(device, non_blocking=True)
     num_words = words[0].shape[1]
     copy_words[(len(pairs), -(-num_words // WORDS))](
         *words, ids[0], ids[1], words[0].stride(0), words[1].stride(0), num_words, BLOCK_W=WORDS, num_warps=8
     )
+
+
+@triton.jit(do_not_specialize=["source_ids", "target_ids"])  # alignment of `target_ids` depends on C
+def copy_words(
+    source,  # [ids, W] of int32, in any memory that the device can address, pinned host memory included
+    target,  # [ids, W], likewise
+    source_ids,  # [C] int64
+    target_ids,  # [C] int64
+    source_stride,  # words from block to block
+    target_stride,  # words from block to block
+    num_words,
+    BLOCK_W: tl.constexpr,
+):
+    """Copy `BLOCK_W` words of one block. The grid is (C, blocks of W)."""
+    copy = tl.program_id(0)
+    w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    inside = w < num_words
+    from_block = source + tl.load(source_ids + copy) * source_stride
+    to_block = target + tl.load(target_ids + copy) * target_stride
+    tl.store(to_block + w, tl.load(from_block + w, mask=inside), mask=inside)

@@ -11,13 +11,14 @@ import torch
 
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
 
-STAGED_BYTES = 64 << 20  # a batch of the torch implementation passes through a buffer, at most this large
+Pairs = Sequence[tuple[int, int]]  # (source, target) block ids
+
 # Runs of blocks at least this large pass between host and GPU by copy engines, which leave the multiprocessors to the step; below,
 # starting one copy after the other would take longer than the copies, and one kernel moves all blocks.
 ENGINE_BYTES = 64 << 10
 
 
-def block_copy(blocks: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+def block_copy(blocks: torch.Tensor, pairs: Pairs) -> None:
     """Copy `blocks[source]` to `blocks[target]` for each (source, target), with the result of one copy after the other.
 
     `blocks` is one KV cache group's view of the cache memory, [ids, ...] of any dtype and strides; a block is everything at one id.
@@ -27,25 +28,17 @@ def block_copy(blocks: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """
     _check_ids(blocks, blocks, pairs)
     if uses_triton(blocks) and _is_rows_of_words(blocks):
-        from transom_kernels.block_copy.gpu import copy_blocks_triton
-
-        for batch in _independent_batches(pairs, most=len(pairs), staged=False):
-            copy_blocks_triton(blocks, blocks, batch)
+        from transom_kernels.block_copy.gpu import copy_blocks_triton as copy_blocks
+    elif uses_cpu_kernels(blocks) and _is_rows_of_bytes(blocks):
+        from transom_kernels.block_copy.cpu import copy_blocks_cpu as copy_blocks
+    else:
+        block_copy_reference(blocks, pairs)
         return
-    if uses_cpu_kernels(blocks) and _is_rows_of_bytes(blocks):
-        from transom_kernels.block_copy.cpu import copy_blocks_cpu
-
-        for batch in _independent_batches(pairs, most=len(pairs), staged=False):
-            copy_blocks_cpu(blocks, blocks, batch)
-        return
-    block_bytes = blocks[0].numel() * blocks.element_size() if pairs else 1
-    for batch in _independent_batches(pairs, most=max(1, STAGED_BYTES // block_bytes), staged=True):
-        sources = torch.tensor([source for source, _ in batch], device=blocks.device)
-        targets = torch.tensor([target for _, target in batch], device=blocks.device)
-        blocks.index_copy_(0, targets, blocks.index_select(0, sources))
+    for batch in _independent_batches(pairs):
+        copy_blocks(blocks, blocks, batch)
 
 
-def block_copy_between(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+def block_copy_between(source: torch.Tensor, target: torch.Tensor, pairs: Pairs) -> None:
     """Copy `source[s]` to `target[t]` for each (s, t), with the result of one copy after the other.
 
     `source` and `target` are one KV cache group's views of two memories that do not overlap, [ids, bytes] of uint8 with contiguous
@@ -61,21 +54,24 @@ def block_copy_between(source: torch.Tensor, target: torch.Tensor, pairs: Sequen
     device = source if source.is_cuda else target
     by_kernel = not device.is_cuda or source.shape[1] < ENGINE_BYTES
     if uses_triton(device) and by_kernel and _is_rows_of_words(source) and _is_rows_of_words(target):
-        from transom_kernels.block_copy.gpu import copy_blocks_triton
-
-        for batch in _batches_of_targets(pairs):
-            copy_blocks_triton(source, target, batch)
+        from transom_kernels.block_copy.gpu import copy_blocks_triton as copy_blocks
     elif uses_cpu_kernels(device) and _is_rows_of_bytes(source) and _is_rows_of_bytes(target):
-        from transom_kernels.block_copy.cpu import copy_blocks_cpu
-
-        for batch in _batches_of_targets(pairs):
-            copy_blocks_cpu(source, target, batch)
+        from transom_kernels.block_copy.cpu import copy_blocks_cpu as copy_blocks
     else:
         for first, to, count in _runs(pairs):
             target[to : to + count].copy_(source[first : first + count], non_blocking=True)
+        return
+    for batch in _batches_of_targets(pairs):
+        copy_blocks(source, target, batch)
 
 
-def _check_ids(sources: torch.Tensor, targets: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+def block_copy_reference(blocks: torch.Tensor, pairs: Pairs) -> None:
+    """The specification of `block_copy`, in torch: one copy after the other."""
+    for source, target in pairs:
+        blocks[target] = blocks[source].clone()
+
+
+def _check_ids(sources: torch.Tensor, targets: torch.Tensor, pairs: Pairs) -> None:
     for source, target in pairs:
         if not (0 <= source < sources.shape[0] and 0 <= target < targets.shape[0]):
             raise ValueError(
@@ -83,8 +79,23 @@ def _check_ids(sources: torch.Tensor, targets: torch.Tensor, pairs: Sequence[tup
             )
 
 
-def _batches_of_targets(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Split the list before each copy whose target another copy of its batch has."""
+def _independent_batches(pairs: Pairs) -> list[list[tuple[int, int]]]:
+    """Batches of copies within one memory: none reads or writes a block that another copy of its batch writes."""
+    batches: list[list[tuple[int, int]]] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for source, target in pairs:
+        if not batches or source in written or target in written or target in read:
+            batches.append([])
+            read, written = set(), set()
+        batches[-1].append((source, target))
+        read.add(source)
+        written.add(target)
+    return batches
+
+
+def _batches_of_targets(pairs: Pairs) -> list[list[tuple[int, int]]]:
+    """Batches of copies to another memory: no two copies of a batch have the same target."""
     batches: list[list[tuple[int, int]]] = []
     written: set[int] = set()
     for pair in pairs:
@@ -96,7 +107,7 @@ def _batches_of_targets(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int
     return batches
 
 
-def _runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+def _runs(pairs: Pairs) -> Iterator[tuple[int, int, int]]:
     """Yield neighbouring copies of consecutive blocks as (first source, first target, count)."""
     first = 0
     for end in range(1, len(pairs) + 1):
@@ -114,23 +125,3 @@ def _is_rows_of_bytes(blocks: torch.Tensor) -> bool:
 def _is_rows_of_words(blocks: torch.Tensor) -> bool:
     """Whether `blocks` is a matrix of bytes whose rows are contiguous 32-bit words, as the Triton kernel needs."""
     return _is_rows_of_bytes(blocks) and not blocks.shape[1] % 4
-
-
-def _independent_batches(pairs: Sequence[tuple[int, int]], *, most: int, staged: bool) -> list[list[tuple[int, int]]]:
-    """Split the list before each copy that reads or writes a block which an earlier copy of its batch wrote.
-
-    Without `staged`, a copy may not overwrite a block that an earlier copy of its batch reads, either; with `staged` all blocks of
-    a batch are read before any is written. A batch has at most `most` copies.
-    """
-    batches: list[list[tuple[int, int]]] = []
-    read: set[int] = set()
-    written: set[int] = set()
-    for source, target in pairs:
-        depends = source in written or target in written or (not staged and target in read)
-        if not batches or len(batches[-1]) == most or depends:
-            batches.append([])
-            read, written = set(), set()
-        batches[-1].append((source, target))
-        read.add(source)
-        written.add(target)
-    return batches

@@ -15,13 +15,13 @@ INSTRUCTION_WORDS = 64
 KERNEL, ITEMS, OWN_ITEMS, ARGUMENTS = 0, 1, 2, 4
 MAX_ARGUMENTS = INSTRUCTION_WORDS - ARGUMENTS
 
-# an instruction's claim word, and its done word DONE bytes behind
+# an instruction's claim word, and DONE bytes after it its done word
 SYNC_BYTES = 2 * LINE
 DONE = LINE
 
 # a thread's words; MASKS_OF is the address of its sets of cpus (CPU_SET_BYTES each), one for each cpu that the launching thread may
 # be on, or 0; LAUNCHER_OF the cpu whose set was taken last
-SYNC_OF, TAG_OF, ITEMS_OF, SCRATCH_OF, THREAD_OF, THREADS_OF, MASKS_OF, LAUNCHER_OF = range(8)
+SYNC_OF, TAG_OF, ITEMS_OF, SCRATCH_OF, MASKS_OF, LAUNCHER_OF = range(6)
 THREAD_BYTES = 2 * LINE
 CPU_SET_BYTES = 128
 

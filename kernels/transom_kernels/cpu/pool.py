@@ -59,8 +59,7 @@ class Pool:
         self._none = Runnable(0)
         self._run_entry = _Entry(cpu_kernel("transom_kernels.cpu.pool_kernel", "make_run").address)
         self._pool_address = self._words.ctypes.data
-        for index, words in enumerate(self._thread_words):
-            words[layout.THREAD_OF], words[layout.THREADS_OF] = index, num_threads
+        for words in self._thread_words:
             words[layout.LAUNCHER_OF] = -1
         self._grow_scratch(_FIRST_SCRATCH_BYTES)
         self._main = self._thread_words[0].ctypes.data
@@ -204,7 +203,7 @@ os.register_at_fork(after_in_child=_forget_pool)
 def _cpu_sets(usable: list[int], index: int, num_threads: int) -> NDArray[np.uint8]:
     """The sets of cpus for thread `index`, by the cpu that the launching thread is on.
 
-    With as many threads as usable cpus each has a cpu of its own. Fewer threads move among the cpus beside the launching thread's.
+    With as many threads as usable cpus each has a cpu of its own. Fewer threads move among all cpus but the launching thread's.
     """
     sets = np.zeros((8 * layout.CPU_SET_BYTES, 8 * layout.CPU_SET_BYTES), dtype=np.uint8)
     sets[:, usable] = 1  # where the launching thread may use other cpus

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import platform
 
-from numba import njit
-
 from transom_kernels.cpu import layout
+from transom_kernels.cpu.language import helper
 from transom_kernels.cpu.layout import ITEM_BITS, ITEM_MASK
 from transom_kernels.cpu.simd import (
     atomic_add,
@@ -25,8 +24,8 @@ _WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129
 _SPINS_BEFORE_YIELD = 2000  # about 50 microseconds, far longer than one item of work takes
 
 
-@njit
-def _wait_done(done, tag, items_of):  # type: ignore[no-untyped-def]
+@helper
+def _wait_done(done, tag, items_of):
     """Wait until all items are finished; return False when the run is over."""
     spins = 0
     while True:
@@ -41,8 +40,8 @@ def _wait_done(done, tag, items_of):  # type: ignore[no-untyped-def]
             system_call(_SCHED_YIELD, 0, 0, 0, 0, 0, 0)
 
 
-@njit
-def _execute(tag, runnable, thread):  # type: ignore[no-untyped-def]
+@helper
+def _execute(tag, runnable, thread):
     """Take part in each instruction of a run, in order."""
     instructions = unchecked_i64(runnable + 8 * layout.INSTRUCTIONS)
     sync = unchecked_i64(runnable + 8 * layout.SYNC)
@@ -59,8 +58,8 @@ def _execute(tag, runnable, thread):  # type: ignore[no-untyped-def]
             return
 
 
-@njit
-def _keep_off_launcher(pool, thread):  # type: ignore[no-untyped-def]
+@helper
+def _keep_off_launcher(pool, thread):
     """Move this thread to another cpu than the launching thread's, if that one has moved.
 
     Linux may keep two threads on one cpu for as long as a program runs, while another cpu is idle.
@@ -71,10 +70,10 @@ def _keep_off_launcher(pool, thread):  # type: ignore[no-untyped-def]
         system_call(_SET_AFFINITY, 0, layout.CPU_SET_BYTES, masks + cpu * layout.CPU_SET_BYTES, 0, 0, 0)
 
 
-def make_run():  # type: ignore[no-untyped-def]
+def make_run():
     """The caller's part of a run: publish it, wake parked threads, take part in it, and close it to threads that are late."""
 
-    def run(pool, thread):  # type: ignore[no-untyped-def]
+    def run(pool, thread):
         tag = atomic_load(pool + 8 * layout.RUN) + 1
         runnable = unchecked_i64(pool + 8 * layout.RUNNABLE)
         count, sync = unchecked_i64(runnable + 8 * layout.COUNT), unchecked_i64(runnable + 8 * layout.SYNC)
@@ -93,10 +92,10 @@ def make_run():  # type: ignore[no-untyped-def]
     return run
 
 
-def make_serve():  # type: ignore[no-untyped-def]
+def make_serve():
     """A pool thread's whole life."""
 
-    def serve(pool, thread):  # type: ignore[no-untyped-def]
+    def serve(pool, thread):
         seen = unchecked_i64(thread + 8 * layout.TAG_OF)
         spins = 0
         while atomic_load(pool + 8 * layout.STOP) == 0:

@@ -184,11 +184,11 @@ def record_program(function: Callable[[], T], memory: ReplayMemory) -> tuple[Pro
     return program, result
 
 
-class _TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _TorchCalls(TorchDispatchMode):
     """Adds every torch operator that computes something to a program, as a Python call."""
 
     def __init__(self, program: Program) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._program = program
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Products of rows of activations with rows of a float32 matrix as it lies, for small matrices such as routers.
+"""Products of some rows of x with some rows of a float32 weight that is not packed: for small matrices, such as routers.
 
 A product is one chain of multiply-adds in 16 lanes along the row, whatever the tile, so it does not depend on the other rows.
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import types
-from numba.core.typing.templates import signature
-from numba.extending import intrinsic
+from llvmlite import ir
 
+from transom_kernels.cpu.language import INT, NOTHING, emits
 from transom_kernels.cpu.vector_code import (
     F32_16,
     LANES,
@@ -21,53 +20,53 @@ from transom_kernels.cpu.vector_code import (
     horizontal_sum,
     int64,
     multiply_add,
+    repeated_rows,
     store,
 )
 
 
 def make_row_products(dtype: str, size: int) -> Any:
-    """Make the intrinsic that computes the products of `size` rows of x (in `dtype`) and as many rows of a float32 weight.
+    """Make the function that multiplies a tile: up to `size` rows of x, in `dtype`, by up to `size` rows of the weight.
 
-    All arguments are int64, addresses and strides in bytes: x, its row stride, index of its last row, weight, its row stride, index
-    of its last row, width, out, out's row stride. Behind a last row, that row is computed again.
+    out[m, n] = sum over k of x[m, k] * weight[n, k], in float32. Arguments, addresses and strides in bytes:
+
+        x, x_stride, last_x                  the tile's first row of x, from row to row, and the number of its last row, from 0
+        weight, weight_stride, last_weight   likewise of the weight
+        width                                K, the length of all rows
+        out, out_stride                      where out[0, 0] goes, and from row to row
     """
     x_bytes = 4 if dtype == "f32" else 2
 
-    @intrinsic
-    def row_products(typingctx, x, x_stride, last_row, weight, weight_stride, last_column, width, out, out_stride):  # type: ignore[no-untyped-def]
-        def generate(context, b, sig, args):  # type: ignore[no-untyped-def]
-            x, x_stride, last_row, weight, weight_stride, last_column, width, out, out_stride = args
+    @emits(NOTHING, *[INT] * 9)
+    def row_products(b, x, x_stride, last_x, weight, weight_stride, last_weight, width, out, out_stride):
+        # a tile with fewer rows computes its last row several times, and stores it to the same place
+        x_rows, weight_rows = (
+            repeated_rows(b, x, x_stride, last_x, size),
+            repeated_rows(b, weight, weight_stride, last_weight, size),
+        )
+        full, rest = b.and_(width, int64(-LANES)), b.and_(width, int64(LANES - 1))
 
-            def places(base, stride, last):  # type: ignore[no-untyped-def]
-                each = [b.select(b.icmp_signed("<", int64(i), last), int64(i), last) for i in range(size)]
-                return [b.add(base, b.mul(index, stride)) for index in each]
+        def add_products(totals: list[ir.Value], of_x: list[ir.Value], of_weight: list[ir.Value]) -> list[ir.Value]:
+            pairs = [(left, right) for left in of_x for right in of_weight]
+            return [multiply_add(b, left, right, total) for (left, right), total in zip(pairs, totals, strict=True)]
 
-            rows, columns = places(x, x_stride, last_row), places(weight, weight_stride, last_column)
+        def whole_vectors(k: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+            of_x = [emit_load(b, b.add(row, b.mul(k, int64(x_bytes))), dtype) for row in x_rows]
+            return add_products(
+                totals, of_x, [emit_load(b, b.add(row, b.mul(k, int64(4))), "f32") for row in weight_rows]
+            )
 
-            def products(totals, left, right):  # type: ignore[no-untyped-def]
-                return [multiply_add(b, left[i // size], right[i % size], total) for i, total in enumerate(totals)]
+        def last_part(_: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+            of_x = [emit_load_part(b, b.add(row, b.mul(full, int64(x_bytes))), rest, dtype) for row in x_rows]
+            of_weight = [emit_load_part(b, b.add(row, b.mul(full, int64(4))), rest, "f32") for row in weight_rows]
+            return add_products(totals, of_x, of_weight)
 
-            def body(k, totals):  # type: ignore[no-untyped-def]
-                left = [emit_load(b, b.add(row, b.mul(k, int64(x_bytes))), dtype) for row in rows]
-                right = [emit_load(b, b.add(column, b.mul(k, int64(4))), "f32") for column in columns]
-                return products(totals, left, right)
-
-            full, rest = b.and_(width, int64(-LANES)), b.and_(width, int64(LANES - 1))
-
-            def tail(_, totals):  # type: ignore[no-untyped-def]
-                left = [emit_load_part(b, b.add(row, b.mul(full, int64(x_bytes))), rest, dtype) for row in rows]
-                right = [emit_load_part(b, b.add(column, b.mul(full, int64(4))), rest, "f32") for column in columns]
-                return products(totals, left, right)
-
-            totals = [constant(F32_16, 0.0)] * size**2
-            totals = Loop(b, full, LANES, totals, body, may_be_empty=True).results
-            totals = Loop(b, rest, LANES, totals, tail, may_be_empty=True).results
-            outs = places(out, out_stride, last_row)
-            for row, place in enumerate(outs):
-                for column, shift in enumerate(places(int64(0), int64(4), last_column)):
-                    store(b, horizontal_sum(b, totals[row * size + column]), b.add(place, shift), 4)
-            return context.get_dummy_value()
-
-        return signature(types.void, *[types.int64] * 9), generate
+        totals = [constant(F32_16, 0.0)] * size**2
+        totals = Loop(b, full, LANES, totals, whole_vectors, may_be_empty=True).results
+        totals = Loop(b, rest, LANES, totals, last_part, may_be_empty=True).results  # once, or not at all
+        out_rows = repeated_rows(b, out, out_stride, last_x, size)
+        places = [place for row in out_rows for place in repeated_rows(b, row, int64(4), last_weight, size)]
+        for place, total in zip(places, totals, strict=True):
+            store(b, horizontal_sum(b, total), place, 4)
 
     return row_products

@@ -1,6 +1,6 @@
-"""Functions over one row of numbers that several kernels call: the scale of an RMS norm, and rotary position embedding (RoPE).
+"""Functions that several kernels call: RMS norm, rotary position embedding (RoPE), Hadamard products, gated activations.
 
-Each `make_*` returns a function for the dtypes given; rows are addresses, and may have any width.
+Each `make_*` returns a function for the dtypes given. Rows are addresses and may have any width; gates and ups are vectors.
 
 Legend: N row width, R rotated width.
 """
@@ -9,34 +9,37 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
+from transom_kernels.cpu.language import helper, inlined
 from transom_kernels.cpu.simd import (
+    ADD_PAIRS,
     LOAD,
     LOAD_PART,
     NUM_BYTES,
-    STORE,
-    STORE_PART,
-    add_pairs_1,
-    add_pairs_2,
-    add_pairs_4,
-    add_pairs_8,
     fma,
+    keep_nan,
     lane_sum,
     load_f32,
+    row_access,
+    sigmoid,
     splat,
     sqrt,
     store_f32,
     swap_neighbours,
+    tanh,
+    vector_max,
+    vector_min,
 )
+
+_GELU_SLOPE = 2 * 0.7978845608028654  # 2 sqrt(2 / pi)
+_GELU_CUBE = 0.044715 * _GELU_SLOPE
 
 
 def make_inverse_rms(dtype: str) -> Any:
     """inverse_rms(x, N, eps) = 1 / sqrt(mean(x ** 2) + eps) of a row."""
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
 
-    @njit(error_model="numpy")
-    def inverse_rms(x, width, eps):  # type: ignore[no-untyped-def]
+    @helper
+    def inverse_rms(x, width, eps):
         full, rest = width // 16 * 16, width % 16
         total = splat(0.0)
         for k in range(0, full, 16):
@@ -55,9 +58,10 @@ def make_hadamard() -> Any:
 
     The row has whole vectors of memory, in which zeros follow it. The product is sums and differences of pairs 1, 2, 4, ... apart.
     """
+    add_pairs_1, add_pairs_2, add_pairs_4, add_pairs_8 = (ADD_PAIRS[distance] for distance in (1, 2, 4, 8))
 
-    @njit(error_model="numpy")
-    def hadamard(x, width, block):  # type: ignore[no-untyped-def]
+    @helper
+    def hadamard(x, width, block):
         factor = splat(1.0 / sqrt(1.0 * block))
         for k in range(0, width, 16):
             lanes = load_f32(x + k * 4) * factor
@@ -88,12 +92,11 @@ def make_rotate(dtype: str, table_dtype: str, *, interleaved: bool) -> Any:
     For each pair (i, j): x[i], x[j] = x[i] cos[i] + x[j] signed_sin[i],  x[j] cos[j] + x[i] signed_sin[j]. Pairs are
     (i, i + R / 2), or (2i, 2i + 1) if `interleaved`.
     """
-    load, load_part, store, store_part = LOAD[dtype], LOAD_PART[dtype], STORE[dtype], STORE_PART[dtype]
-    load_table, load_table_part = LOAD[table_dtype], LOAD_PART[table_dtype]
-    size, table_size = NUM_BYTES[dtype], NUM_BYTES[table_dtype]
+    load, load_part, store, store_part, size = row_access(dtype)
+    load_table, load_table_part, table_size = LOAD[table_dtype], LOAD_PART[table_dtype], NUM_BYTES[table_dtype]
 
-    @njit(error_model="numpy")
-    def rotate_halves(x, cos, signed_sin, rotated):  # type: ignore[no-untyped-def]
+    @helper
+    def rotate_halves(x, cos, signed_sin, rotated):
         half = rotated // 2
         full, rest = half // 16 * 16, half % 16
         for k in range(0, full, 16):
@@ -111,8 +114,8 @@ def make_rotate(dtype: str, table_dtype: str, *, interleaved: bool) -> Any:
             other = first * load_table_part(signed_sin + u, rest)
             store_part(j, fma(second, load_table_part(cos + u, rest), other), rest)
 
-    @njit(error_model="numpy")
-    def rotate_neighbours(x, cos, signed_sin, rotated):  # type: ignore[no-untyped-def]
+    @helper
+    def rotate_neighbours(x, cos, signed_sin, rotated):
         full, rest = rotated // 16 * 16, rotated % 16
         for k in range(0, full, 16):
             lanes = load(x + k * size)
@@ -124,3 +127,36 @@ def make_rotate(dtype: str, table_dtype: str, *, interleaved: bool) -> Any:
             store_part(x + full * size, fma(lanes, load_table_part(cos + full * table_size, rest), other), rest)
 
     return rotate_neighbours if interleaved else rotate_halves
+
+
+def make_gated(activation: str) -> Any:
+    """gated(gate, up) = activation(gate) * up, where the activation is `silu` or `gelu_tanh`."""
+    is_gelu = activation == "gelu_tanh"
+
+    @inlined
+    def gated(gate, up):
+        slope = gate
+        if is_gelu:
+            # gelu(x) = x (1 + tanh(y)) / 2 with y = sqrt(2 / pi) (x + 0.044715 x ** 3), and (1 + tanh(y)) / 2 = sigmoid(2 y)
+            slope = gate * fma(gate * gate, splat(_GELU_CUBE), splat(_GELU_SLOPE))
+        return gate * sigmoid(slope) * up
+
+    return gated
+
+
+@inlined
+def limited_gate(gate, limit):
+    """Gates of at most `limit`; NaN stays."""
+    return keep_nan(vector_min(gate, splat(limit)), gate)
+
+
+@inlined
+def limited_up(up, limit):
+    """Ups in [-limit, limit]; NaN stays."""
+    return keep_nan(vector_max(vector_min(up, splat(limit)), splat(-limit)), up)
+
+
+@inlined
+def soft_capped(y, cap):
+    """cap * tanh(y / cap); NaN stays."""
+    return keep_nan(tanh(y / splat(cap)) * splat(cap), y)

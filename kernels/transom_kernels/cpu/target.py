@@ -1,7 +1,7 @@
 """The processor that CPU kernels are compiled for: its LLVM name, and the instruction sets that kernels choose by.
 
 `TRANSOM_CPU` names another processor, in LLVM's names, such as `haswell` (AVX2) or `cascadelake` (AVX-512 with VNNI): code for
-it then also runs here if this processor has all of its instructions. Numba's own `NUMBA_CPU_NAME` is set from it.
+it then also runs here if this processor has all of its instructions.
 """
 
 from __future__ import annotations

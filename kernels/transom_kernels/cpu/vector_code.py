@@ -13,6 +13,7 @@ With TRANSOM_CHECKED_KERNELS=1 each access is compared with the memory that the 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 
@@ -28,7 +29,7 @@ F16 = ir.HalfType()
 F32_16, I32_16 = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
 
-class _BFloat(ir.Type):  # type: ignore[misc]
+class _BFloat(ir.Type):
     """LLVM's bfloat, which llvmlite does not know."""
 
     intrinsic_name = "bf16"
@@ -107,40 +108,34 @@ def emit_prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
 
 def emit_load(b: ir.IRBuilder, address: ir.Value, dtype: str) -> ir.Value:
     """16 numbers of a dtype, in float32."""
-    if dtype == "f32":
-        return load(b, address, F32_16, 4)
-    if dtype == "f16":
-        return b.fpext(load(b, address, ir.VectorType(F16, LANES), 2), F32_16)
-    bits = b.zext(load(b, address, ir.VectorType(I16, LANES), 2), I32_16)
-    return b.bitcast(b.shl(bits, constant(I32_16, 16)), F32_16)
+    element = F32 if dtype == "f32" else I16
+    return widened(b, load(b, address, ir.VectorType(element, LANES), num_bytes(element)), dtype)
 
 
 def emit_load_part(b: ir.IRBuilder, address: ir.Value, count: ir.Value, dtype: str) -> ir.Value:
     """The first `count` of 16 numbers of a dtype, in float32."""
-    if dtype == "f32":
-        return _load_part(b, address, count, F32, "f32")
-    bits = _load_part(b, address, count, I16, "i16")
-    if dtype == "f16":
-        return b.fpext(b.bitcast(bits, ir.VectorType(F16, LANES)), F32_16)
-    return b.bitcast(b.shl(b.zext(bits, I32_16), constant(I32_16, 16)), F32_16)
-
-
-def emit_store_part(b: ir.IRBuilder, address: ir.Value, value: ir.Value, count: ir.Value, name: str) -> None:
-    """Store the first `count` lanes of a vector whose elements LLVM calls `name`."""
-    vector, masks = value.type, ir.VectorType(I1, LANES)
-    address = checked_address(b, address, b.mul(count, int64(num_bytes(vector.element))))
-    pointer = b.inttoptr(address, ir.PointerType(vector))
-    masked = function(b, f"llvm.masked.store.v{LANES}{name}.p0", ir.VoidType(), [vector, pointer.type, I32, masks])
-    b.call(masked, [value, pointer, int32(num_bytes(vector.element)), lane_mask(b, count)])
-
-
-def _load_part(b: ir.IRBuilder, address: ir.Value, count: ir.Value, element: ir.Type, name: str) -> ir.Value:
+    element, name = (F32, "f32") if dtype == "f32" else (I16, "i16")
     vector, masks = ir.VectorType(element, LANES), ir.VectorType(I1, LANES)
     address = checked_address(b, address, b.mul(count, int64(num_bytes(element))))
     pointer = b.inttoptr(address, ir.PointerType(vector))
     masked = function(b, f"llvm.masked.load.v{LANES}{name}.p0", vector, [pointer.type, I32, masks, vector])
     zero = ir.Constant(vector, [0] * LANES)
-    return b.call(masked, [pointer, int32(num_bytes(element)), lane_mask(b, count), zero])
+    return widened(b, b.call(masked, [pointer, int32(num_bytes(element)), lane_mask(b, count), zero]), dtype)
+
+
+def emit_store(b: ir.IRBuilder, address: ir.Value, x: ir.Value, dtype: str) -> None:
+    """Round 16 float32 numbers to a dtype and store them."""
+    store(b, narrowed(b, x, dtype), address, 4 if dtype == "f32" else 2)
+
+
+def emit_store_part(b: ir.IRBuilder, address: ir.Value, x: ir.Value, count: ir.Value, dtype: str) -> None:
+    """Round the first `count` lanes to a dtype and store them."""
+    value, name = narrowed(b, x, dtype), "f32" if dtype == "f32" else "i16"
+    masks = ir.VectorType(I1, LANES)
+    address = checked_address(b, address, b.mul(count, int64(num_bytes(value.type.element))))
+    pointer = b.inttoptr(address, ir.PointerType(value.type))
+    masked = function(b, f"llvm.masked.store.v{LANES}{name}.p0", ir.VoidType(), [value.type, pointer.type, I32, masks])
+    b.call(masked, [value, pointer, int32(num_bytes(value.type.element)), lane_mask(b, count)])
 
 
 def lane_mask(b: ir.IRBuilder, count: ir.Value) -> ir.Value:
@@ -149,7 +144,18 @@ def lane_mask(b: ir.IRBuilder, count: ir.Value) -> ir.Value:
     return b.icmp_signed("<", lanes, broadcast(b, b.trunc(count, I32), I32_16))
 
 
+def repeated_rows(b: ir.IRBuilder, first: ir.Value, stride: ir.Value, last: ir.Value, count: int) -> list[ir.Value]:
+    """The addresses of `count` rows; after the row with number `last` that row is repeated."""
+    numbers = [b.select(b.icmp_signed("<", int64(row), last), int64(row), last) for row in range(count)]
+    return [b.add(first, b.mul(number, stride)) for number in numbers]
+
+
 # --- lanes
+
+
+def lanewise(b: ir.IRBuilder, name: str, *x: ir.Value) -> ir.Value:
+    """LLVM's function `name` of each lane of vectors of float32."""
+    return b.call(function(b, f"llvm.{name}.v{LANES}f32", F32_16, [F32_16] * len(x)), x)
 
 
 def broadcast(b: ir.IRBuilder, scalar: ir.Value, vector: ir.VectorType) -> ir.Value:
@@ -177,7 +183,7 @@ def horizontal_sum(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 def multiply_add(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     """x * y + z, rounded once."""
-    return b.call(function(b, f"llvm.fma.v{LANES}f32", F32_16, [F32_16] * 3), [x, y, z])
+    return lanewise(b, "fma", x, y, z)
 
 
 def dot_pairs(b: ir.IRBuilder, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
@@ -203,7 +209,6 @@ def pair_high(b: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
 
 # --- products of integers
 WIDE_LARGEST = 127 * 256  # magnitude of the integers that `store_wide` takes
-WIDE_BYTES = 64  # of 32 integers
 
 
 def store_wide(b: ir.IRBuilder, parts: list[ir.Value], address: ir.Value) -> None:
@@ -360,16 +365,41 @@ def half_to_float(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     return b.bitcast(b.or_(b.bitcast(value, I32_16), sign), F32_16)
 
 
-def round_bf16(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+def narrowed(b: ir.IRBuilder, x: ir.Value, dtype: str) -> ir.Value:
+    """16 float32 numbers rounded to a dtype; 16-bit ones as integers."""
+    half = ir.VectorType(I16, LANES)
+    if dtype == "f32":
+        return x
+    return _bf16_bits(b, x) if dtype == "bf16" else b.bitcast(b.fptrunc(x, ir.VectorType(F16, LANES)), half)
+
+
+def rounded(b: ir.IRBuilder, x: ir.Value, dtype: str) -> ir.Value:
+    """16 float32 numbers rounded to a dtype, and back in float32."""
+    return widened(b, narrowed(b, x, dtype), dtype)
+
+
+def widened(b: ir.IRBuilder, x: ir.Value, dtype: str) -> ir.Value:
+    """Numbers of a dtype in float32; 16-bit ones are given as integers. One number, or a vector."""
+    if dtype == "f32":
+        return x
+    count = getattr(x.type, "count", None)
+    words, floats, halves = (ir.VectorType(kind, count) if count else kind for kind in (I32, F32, F16))
+    if dtype == "f16":
+        return b.fpext(b.bitcast(x, halves), floats)
+    sixteen = constant(words, 16) if count else int32(16)
+    return b.bitcast(b.shl(b.zext(x, words), sixteen), floats)
+
+
+def _bf16_bits(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """float32 rounded to bfloat16 (to nearest, ties to even), as 16-bit integers; NaN stays NaN."""
     half = ir.VectorType(I16, LANES)
     if cpu_target().bf16:
         return b.bitcast(b.fptrunc(x, ir.VectorType(BF16, LANES)), half)
     bits = b.bitcast(x, I32_16)
     lowest = b.and_(b.lshr(bits, constant(I32_16, 16)), constant(I32_16, 1))
-    rounded = b.lshr(b.add(bits, b.add(lowest, constant(I32_16, 0x7FFF))), constant(I32_16, 16))
+    nearest = b.lshr(b.add(bits, b.add(lowest, constant(I32_16, 0x7FFF))), constant(I32_16, 16))
     quiet = b.or_(b.lshr(bits, constant(I32_16, 16)), constant(I32_16, 0x40))
-    return b.trunc(b.select(b.fcmp_unordered("uno", x, x), quiet, rounded), half)
+    return b.trunc(b.select(b.fcmp_unordered("uno", x, x), quiet, nearest), half)
 
 
 # --- functions of float32
@@ -383,8 +413,8 @@ _EXP2_FACTORS = (
 def emit_exp2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """2 ** x for x up to 127, within 3e-7 of its value; 0 for x below -126."""
     low = b.fcmp_ordered("<", x, constant(F32_16, -126.0))
-    clamped = b.call(function(b, f"llvm.maxnum.v{LANES}f32", F32_16, [F32_16] * 2), [x, constant(F32_16, -126.0)])
-    whole = b.call(function(b, f"llvm.rint.v{LANES}f32", F32_16, [F32_16]), [clamped])
+    clamped = lanewise(b, "maxnum", x, constant(F32_16, -126.0))
+    whole = lanewise(b, "rint", clamped)
     part = b.fsub(clamped, whole)
     total = constant(F32_16, _EXP2_FACTORS[0])
     for factor in _EXP2_FACTORS[1:]:
@@ -402,7 +432,7 @@ _WEIGHT_FACTORS = {
 
 def emit_weight(b: ir.IRBuilder, x: ir.Value, degree: int) -> ir.Value:
     """2 ** x for x up to 0, the weights of a softmax; 0 far below 0. The error is 1e-4 with degree 3 and 1e-7 with degree 5."""
-    whole = b.call(function(b, f"llvm.rint.v{LANES}f32", F32_16, [F32_16]), [x])
+    whole = lanewise(b, "rint", x)
     part = b.fsub(x, whole)
     total = constant(F32_16, _WEIGHT_FACTORS[degree][0])
     for factor in (*_WEIGHT_FACTORS[degree][1:], 1.0):
@@ -425,10 +455,9 @@ _COSINE_FACTORS = (2.443315711809948e-5, -1.388731625493765e-3, 4.16666456829882
 
 def emit_sine(b: ir.IRBuilder, x: ir.Value, quarters: int) -> ir.Value:
     """sin(x + quarters * pi / 2) within 1e-7, for x up to some millions."""
-    rint = function(b, f"llvm.rint.v{LANES}f32", F32_16, [F32_16])
     quarter = constant(I32_16, quarters)
     for _ in range(2):  # the first number of quarter turns is one too high or too low for some large x
-        turns = b.call(rint, [b.fmul(x, constant(F32_16, 0.6366197723675814))])
+        turns = lanewise(b, "rint", b.fmul(x, constant(F32_16, 2 / math.pi)))
         negative = b.fsub(constant(F32_16, 0.0), turns)
         for part in _HALF_PI_PARTS:
             x = multiply_add(b, negative, constant(F32_16, part), x)

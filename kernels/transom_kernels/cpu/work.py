@@ -3,12 +3,12 @@
 A kernel is a function (arguments, thread) without a result. `arguments` is the address of its argument words (int64); `thread` is
 the address of this thread's words. All threads of the pool call the kernel at once, and each item goes to one of them:
 
-    def kernel(arguments, thread):
+    def kernel(arguments, thread):                  # or, which is the same:
         item = claim(thread)
-        while item >= 0:
-            x = argument(arguments, 0)
-            ...
-            finish(thread)
+        while item >= 0:                            @each_item
+            x = argument(arguments, 0)              def kernel(arguments, thread, item):
+            ...                                         x = argument(arguments, 0)
+            finish(thread)                              ...
             item = claim(thread)
 
 A kernel must not read what its arguments point at before its first claim: a thread that comes late, when the step is over and
@@ -17,10 +17,10 @@ its memory belongs to others, gets no item.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
-from numba import njit
-
+from transom_kernels.cpu.language import helper as helper
+from transom_kernels.cpu.language import inlined
 from transom_kernels.cpu.layout import (
     DONE,
     ITEM_BITS,
@@ -29,24 +29,19 @@ from transom_kernels.cpu.layout import (
     SCRATCH_OF,
     SYNC_OF,
     TAG_OF,
-    THREAD_OF,
-    THREADS_OF,
 )
 from transom_kernels.cpu.simd import argument as argument
 from transom_kernels.cpu.simd import atomic_add, atomic_load, compare_and_swap, unchecked_i64
 
-helper = partial(njit, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""Decorates a function that kernels call. Python cannot call it, which saves a third of the time to compile it."""
-
 
 @helper
-def row_address(arguments, rows, index):  # type: ignore[no-untyped-def]
+def row_address(arguments, rows, index):
     """The address of a row: `rows` are the numbers of the words of an `arguments.RowArguments`."""
     return argument(arguments, rows.tensor) + index * argument(arguments, rows.stride)
 
 
 @helper
-def claim(thread):  # type: ignore[no-untyped-def]
+def claim(thread):
     """The next item that no thread has, or -1."""
     sync, tag = unchecked_i64(thread + 8 * SYNC_OF), unchecked_i64(thread + 8 * TAG_OF)
     while True:
@@ -60,25 +55,27 @@ def claim(thread):  # type: ignore[no-untyped-def]
             return item
 
 
-@njit(inline="always")
-def finish(thread):  # type: ignore[no-untyped-def]
+@inlined
+def finish(thread):
     """Say that a claimed item is done: what this thread stored is then visible to all."""
     atomic_add(unchecked_i64(thread + 8 * SYNC_OF) + DONE, 1)
 
 
-@njit(inline="always")
-def scratch(thread):  # type: ignore[no-untyped-def]
+def each_item(work: Callable[..., None]) -> Callable[..., None]:
+    """Decorates what a kernel does with one item that this thread has claimed: work(arguments, thread, item)."""
+    do = inlined(work)
+
+    def kernel(arguments, thread):
+        item = claim(thread)
+        while item >= 0:
+            do(arguments, thread, item)
+            finish(thread)
+            item = claim(thread)
+
+    return kernel
+
+
+@inlined
+def scratch(thread):
     """The address of this thread's own memory; the launch says how much of it the kernel needs. Aligned to 4096."""
     return unchecked_i64(thread + 8 * SCRATCH_OF)
-
-
-@njit(inline="always")
-def thread_index(thread):  # type: ignore[no-untyped-def]
-    """This thread's number, from 0."""
-    return unchecked_i64(thread + 8 * THREAD_OF)
-
-
-@njit(inline="always")
-def num_threads(thread):  # type: ignore[no-untyped-def]
-    """How many threads the pool has."""
-    return unchecked_i64(thread + 8 * THREADS_OF)

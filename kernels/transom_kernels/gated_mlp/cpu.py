@@ -1,19 +1,24 @@
-"""Launch of the CPU kernel of gated activations.
+"""Gated activations on CPUs: out[t, n] = activation(gate[t, n]) * up[t, n], in float32.
 
 Legend: T tokens, N inner width.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
+from transom_kernels.cpu.rows import limited_gate, limited_up, make_gated
+from transom_kernels.cpu.simd import float_of_bits, row_access
+from transom_kernels.cpu.work import argument, each_item, helper
 
 ITEM_ELEMENTS = 1024  # most elements of a row that are one item of work; a multiple of 16
 
 
-def activated_product_fits(gate: torch.Tensor, up: torch.Tensor) -> bool:
+def fits_cpu(gate: torch.Tensor, up: torch.Tensor) -> bool:
     """Whether the kernel takes these dtypes and strides."""
     return gate.dtype == up.dtype and gate.dtype in DTYPES and gate.dim() == 2 and gate.stride(1) == up.stride(1) == 1
 
@@ -21,11 +26,11 @@ def activated_product_fits(gate: torch.Tensor, up: torch.Tensor) -> bool:
 def activated_product_cpu(
     gate: torch.Tensor, up: torch.Tensor, activation: str, limit: float | None = None
 ) -> torch.Tensor:
-    """The contract is that of `op.activated_product`, with the limit of `op.gated_activation`."""
+    """`activation(gate) * up` [T, N] of two tensors [T, N]; gates and ups are clamped first, as `op.gated_activation` says."""
     rows, width = gate.shape
     out = empty((rows, width), gate.dtype)
     kernel = cpu_kernel(
-        "transom_kernels.gated_mlp.cpu_kernel",
+        "transom_kernels.gated_mlp.cpu",
         "make_activate",
         dtype=DTYPES[gate.dtype],
         activation=activation,
@@ -35,3 +40,37 @@ def activated_product_cpu(
     bound = 0.0 if limit is None else float(limit)
     launch(kernel, rows * -(-width // ITEM_ELEMENTS), [gate, up, out, width, ITEM_ELEMENTS, *strides, bound])
     return out
+
+
+def make_activate(dtype: str, activation: str, limited: bool) -> Any:
+    """The kernel. An item is a part of one row.
+
+    Arguments: 0 gate, 1 up, 2 out, contiguous, 3 N, 4 width of an item, a multiple of 16, 5 gate's row stride in bytes, 6 up's,
+    7 limit.
+    """
+    load, load_part, store, store_part, size = row_access(dtype)
+    gated = make_gated(activation)
+
+    @helper
+    def activated(gate, up, limit):
+        if limited:
+            gate, up = limited_gate(gate, limit), limited_up(up, limit)
+        return gated(gate, up)
+
+    @each_item
+    def activate(arguments, thread, item):
+        width, step, limit = argument(arguments, 3), argument(arguments, 4), float_of_bits(argument(arguments, 7))
+        parts = (width + step - 1) // step
+        row, first = item // parts, item % parts * step
+        gate = argument(arguments, 0) + row * argument(arguments, 5)
+        up = argument(arguments, 1) + row * argument(arguments, 6)
+        out = argument(arguments, 2) + row * width * size
+        last = min(first + step, width)
+        full = last // 16 * 16
+        for n in range(first, full, 16):
+            store(out + n * size, activated(load(gate + n * size), load(up + n * size), limit))
+        if last > full:
+            at, rest = full * size, last - full
+            store_part(out + at, activated(load_part(gate + at, rest), load_part(up + at, rest), limit), rest)
+
+    return activate

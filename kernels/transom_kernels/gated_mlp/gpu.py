@@ -1,4 +1,4 @@
-"""Launch of the gated activation kernel.
+"""Gated activations on GPUs: out[t, n] = activation(gate_up[t, n]) * gate_up[t, N + n], in float32.
 
 Legend: T tokens, N inner width.
 """
@@ -6,15 +6,17 @@ Legend: T tokens, N inner width.
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
-from transom_kernels.gated_mlp.kernel import activate
 from transom_kernels.launch import next_power_of_two
+from transom_kernels.triton_math import gelu_tanh, silu
 
 MOST_ELEMENTS = 2048  # of a row that a program computes
 
 
 def gated_activation_triton(gate_up: torch.Tensor, *, gelu: bool, limit: float | None = None) -> torch.Tensor:
-    """The contract is that of `op.gated_activation`."""
+    """`activation(gate) * up` [T, N] of `gate_up` [T, 2 N]; gates and ups are clamped first, as `op.gated_activation` says."""
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     rows = gate_up.reshape(-1, 2 * width)
@@ -25,3 +27,17 @@ def gated_activation_triton(gate_up: torch.Tensor, *, gelu: bool, limit: float |
             GELU=gelu, HAS_LIMIT=limit is not None, BLOCK_N=block, num_warps=4,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def activate(gate_up, out, stride, N, limit, GELU: tl.constexpr, HAS_LIMIT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Compute `BLOCK_N` elements of one row. `gate_up` is [T, 2 N], `out` [T, N]. The grid is (T, blocks of N)."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < N
+    gate = tl.load(gate_up + row * stride + n, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + N + n, mask=inside, other=0.0).to(tl.float32)
+    if HAS_LIMIT:
+        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+    value = gelu_tanh(gate) if GELU else silu(gate)
+    tl.store(out + row * N + n, (value * up).to(out.dtype.element_ty), mask=inside)

@@ -1,15 +1,15 @@
 """The operators `gated_activation` and `activated_product`: activation(gate) * up, where one projection gives gate and up, or two
-do.
+do. With silu this is SwiGLU, with gelu_tanh GEGLU.
 
 Legend: T tokens, N inner width.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
 
@@ -31,16 +31,7 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation, limit: float
 
         return gated_activation_triton(gate_up, gelu=activation == "gelu_tanh", limit=limit)
     gate, up = gate_up.chunk(2, dim=-1)
-    if uses_cpu_kernels(gate_up):
-        from transom_kernels.gated_mlp.cpu import activated_product_cpu, activated_product_fits
-
-        if activated_product_fits(gate, up):
-            return activated_product_cpu(gate, up, activation, limit)
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    if activation == "silu":
-        return F.silu(gate).mul_(up)
-    return F.gelu(gate, approximate="tanh").mul_(up)
+    return _product(gate, up, activation, limit)
 
 
 def activated_product(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -51,14 +42,27 @@ def activated_product(gate: torch.Tensor, up: torch.Tensor, activation: Activati
     """
     if gate.shape != up.shape:
         raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must be equally large.")
+    return _product(gate, up, activation, None)
+
+
+def activated_product_reference(
+    gate: torch.Tensor, up: torch.Tensor, activation: Activation, limit: float | None = None
+) -> torch.Tensor:
+    """The specification of `gated_activation`, in torch: float32, rounded once."""
+    wide_gate, wide_up = gate.float(), up.float()
+    if limit is not None:
+        wide_gate, wide_up = wide_gate.clamp(max=limit), wide_up.clamp(-limit, limit)
+    if activation == "silu":
+        share = torch.sigmoid(wide_gate)
+    else:
+        share = 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide_gate + 0.044715 * wide_gate**3)))
+    return (wide_gate * share * wide_up).to(gate.dtype)
+
+
+def _product(gate: torch.Tensor, up: torch.Tensor, activation: Activation, limit: float | None) -> torch.Tensor:
     if uses_cpu_kernels(gate):
-        from transom_kernels.gated_mlp.cpu import activated_product_cpu, activated_product_fits
+        from transom_kernels.gated_mlp.cpu import activated_product_cpu, fits_cpu
 
-        if activated_product_fits(gate, up):
-            return activated_product_cpu(gate, up, activation)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
-
-
-def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
-    """`gated_activation` with silu (SwiGLU)."""
-    return gated_activation(gate_up, "silu")
+        if fits_cpu(gate, up):
+            return activated_product_cpu(gate, up, activation, limit)
+    return activated_product_reference(gate, up, activation, limit)

@@ -1,22 +1,57 @@
-"""Launches of the hyper-connections' CPU kernels.
+"""Hyper-connections on CPUs (DeepSeek V4): launches and kernels of the `hc_*` operators.
 
-Legend: T tokens, S residual streams, N hidden width, M coefficients: S (S + 2) in a sublayer, S in the head.
+    input  = sum_s pre[s] * x[s],    x'[to] = sum_from mix[from, to] * x[from] + post[to] * y      (`op.py` has the terms)
+
+Sums over streams and over a row are in one order, so a token does not depend on the others.
+
+Legend: T tokens, S residual streams (up to 16), N hidden width, M coefficients: S (S + 2) in a sublayer, S in the head.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
+from transom_kernels.cpu.row_products import make_row_products
+from transom_kernels.cpu.simd import (
+    LOAD,
+    LOAD_PART,
+    NUM_BYTES,
+    ROUND,
+    exp,
+    float_of_bits,
+    fma,
+    keep_nan,
+    keep_part,
+    lane_max,
+    lane_sum,
+    load_f32,
+    load_part_f32,
+    load_scalar_f32,
+    row_access,
+    sigmoid,
+    splat,
+    sqrt,
+    store_f32,
+    store_part_f32,
+    store_scalar_f32,
+)
 from transom_kernels.cpu.target import cpu_target
+from transom_kernels.cpu.vector_code import LANES
+from transom_kernels.cpu.work import argument, each_item, helper, scratch
 
-MODULE = "transom_kernels.hyper_connections.cpu_kernel"
-MAX_STREAMS = 16  # a row of coefficients fits into one vector
+MAX_STREAMS = LANES  # so that a token's pre, its post, and each row of its mix fit into one vector
 CHUNK = 512  # elements of N in an item
-TILE = 4 if cpu_target().avx512 else 2  # tokens and coefficients of a tile of `project_streams`
+TILE = (
+    4 if cpu_target().avx512 else 2
+)  # tokens and coefficients of a tile of `project_streams`: its sums fill the registers
 
-_SCRATCH_BYTES = (MAX_STREAMS + 1) * 64
+_MODULE = "transom_kernels.hyper_connections.cpu"
+_ROW = 4 * LANES  # bytes of a row of coefficients in scratch
+_SCRATCH_BYTES = (MAX_STREAMS + 1) * _ROW  # the rows of a token's mix, and one of post or pre
 
 
 def fits_cpu(x: torch.Tensor) -> bool:
@@ -25,20 +60,20 @@ def fits_cpu(x: torch.Tensor) -> bool:
 
 
 def hc_norm_cpu(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """The contract is that of `op.hc_norm`."""
+    """All streams of a token divided by their common root mean square: [T, S N] float32 of `x` [T, S, N]."""
     tokens, size, width = x.shape
     out = empty((tokens, size * width), torch.float32)
-    kernel = cpu_kernel(MODULE, "make_normalise_streams", dtype=DTYPES[x.dtype])
+    kernel = cpu_kernel(_MODULE, "make_normalise_streams", dtype=DTYPES[x.dtype])
     launch(kernel, tokens * size, [x, out, size, width, *_strides(x), eps])
     return out
 
 
 def hc_project_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The contract is that of `op.hc_project`."""
+    """`hc_norm(x) @ weight.T` [T, M] float32 of `x` [T, S, N] and a contiguous float32 matrix [M, S N]."""
     tokens, size, width = x.shape
     out = empty((tokens, len(weight)), torch.float32)
     launch(
-        cpu_kernel(MODULE, "make_project_streams", dtype=DTYPES[x.dtype], tile_size=TILE),
+        cpu_kernel(_MODULE, "make_project_streams", dtype=DTYPES[x.dtype], tile_size=TILE),
         -(-tokens // TILE) * -(-len(weight) // TILE),
         [x, weight, out, tokens, size, width, len(weight), *_strides(x), eps],
         scratch_bytes=size * TILE * TILE * 4,
@@ -49,50 +84,54 @@ def hc_project_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 def hc_pre_cpu(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, rounds: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The contract is that of `op.hc_pre`."""
+    """A sublayer's input [T, N], post [T, S] and mix [T, S from, S to] of streams `x` [T, S, N] and the logits
+    `projected` [T, M] * `scale` [M] + `base` [M], with that many rounds of Sinkhorn's iteration.
+    """
     tokens, size, _ = x.shape
-    post, mix = empty((tokens, size), torch.float32), empty((tokens, size, size), torch.float32)
-    return _pre(x, projected, scale, base, post, mix, rounds, eps), post, mix
+    outputs = empty((tokens, size), torch.float32), empty((tokens, size, size), torch.float32)
+    return _weighted_sum(x, (projected, scale, base), outputs, rounds=rounds, eps=eps), *outputs
 
 
 def hc_head_cpu(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, eps: float
 ) -> torch.Tensor:
-    """The contract is that of `op.hc_head`."""
-    return _pre(x, projected, scale, base, None, None, 0, eps)
+    """The streams summed into one [T, N], weighted by `sigmoid(projected * scale + base) + eps`."""
+    return _weighted_sum(x, (projected, scale, base), None, rounds=0, eps=eps)
 
 
-def hc_post_cpu(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
-    """The contract is that of `op.hc_post`."""
-    tokens, size, width = x.shape
-    out = empty((tokens, size, width), x.dtype)
-    launch(
-        cpu_kernel(MODULE, "make_post_and_mix", dtype=DTYPES[x.dtype], chunk=CHUNK),
-        tokens * -(-width // CHUNK),
-        [y, x, post.contiguous(), mix.contiguous(), out, size, width, y.stride(0) * y.itemsize, *_strides(x)],
-        scratch_bytes=_SCRATCH_BYTES,
-    )
-    return out
-
-
-def _pre(
+def _weighted_sum(
     x: torch.Tensor,
-    projected: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    post: torch.Tensor | None,
-    mix: torch.Tensor | None,
+    logits: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # projected, scale, base
+    outputs: tuple[torch.Tensor, torch.Tensor] | None,  # post and mix of a sublayer, which are computed, too
+    *,
     rounds: int,
     eps: float,
 ) -> torch.Tensor:
-    """The weighted sum of the streams; with `post` and `mix` these are computed, too."""
+    """sum_s pre[s] * x[s], [T, N] in the dtype of `x`."""
     tokens, size, width = x.shape
     out = empty((tokens, width), x.dtype)
-    coefficients = [part.contiguous() for part in (projected, scale, base)]
+    # a token has an item for each chunk of its sum, and in a sublayer one more, for post and mix
+    items_of_token = -(-width // CHUNK) + (0 if outputs is None else 1)
     launch(
-        cpu_kernel(MODULE, "make_pre_and_mix", dtype=DTYPES[x.dtype], chunk=CHUNK),
-        tokens * (-(-width // CHUNK) + (mix is not None)),
-        [x, *coefficients, out, post, mix, size, width, projected.shape[1], *_strides(x), rounds, eps],
+        cpu_kernel(_MODULE, "make_pre_and_mix", dtype=DTYPES[x.dtype], chunk=CHUNK),
+        tokens * items_of_token,
+        [
+            x, *(part.contiguous() for part in logits), out, *(outputs or (None, None)), size, width, logits[0].shape[1],
+            *_strides(x), rounds, eps,
+        ],
+        scratch_bytes=_SCRATCH_BYTES,
+    )  # fmt: skip
+    return out
+
+
+def hc_post_cpu(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+    """The streams after a sublayer, `mix^T x + post * y` [T, S, N], of its output `y` [T, N] and the streams `x` before it."""
+    tokens, size, width = x.shape
+    out = empty((tokens, size, width), x.dtype)
+    launch(
+        cpu_kernel(_MODULE, "make_post_and_mix", dtype=DTYPES[x.dtype], chunk=CHUNK),
+        tokens * -(-width // CHUNK),
+        [y, x, post.contiguous(), mix.contiguous(), out, size, width, y.stride(0) * y.itemsize, *_strides(x)],
         scratch_bytes=_SCRATCH_BYTES,
     )
     return out
@@ -101,3 +140,206 @@ def _pre(
 def _strides(x: torch.Tensor) -> tuple[int, int]:
     """Bytes from token to token, and from stream to stream."""
     return x.stride(0) * x.itemsize, x.stride(1) * x.itemsize
+
+
+# --- kernels
+
+
+def make_normalise_streams(dtype: str) -> Any:
+    """The kernel of `hc_norm_cpu`. An item is one stream of a token, and reads all of the token's streams.
+
+    Arguments: 0 x [T, S, N], 1 out [T, S, N] float32, 2 S, 3 N, 4 x's token stride in bytes, 5 its stream stride, 6 eps.
+    """
+    load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
+    inverse_rms = _make_inverse_rms(dtype)
+
+    @each_item
+    def normalise_streams(arguments, thread, item):
+        streams, width, stream_stride = argument(arguments, 2), argument(arguments, 3), argument(arguments, 5)
+        token = argument(arguments, 0) + item // streams * argument(arguments, 4)
+        factor = splat(inverse_rms(token, streams, width, stream_stride, float_of_bits(argument(arguments, 6))))
+        x, out = token + item % streams * stream_stride, argument(arguments, 1) + item * width * 4
+        for n in range(0, width - LANES + 1, LANES):
+            store_f32(out + 4 * n, load(x + n * size) * factor)
+        rest = width % LANES
+        if rest:
+            n = width - rest
+            store_part_f32(out + 4 * n, load_part(x + n * size, rest) * factor, rest)
+
+    return normalise_streams
+
+
+def make_project_streams(dtype: str, tile_size: int) -> Any:
+    """The kernel of `hc_project_cpu`. An item is a tile of tokens and of coefficients; tokens change first.
+
+    Arguments: 0 x [T, S, N], 1 weight [M, S N] float32, 2 out [T, M] float32, 3 T, 4 S, 5 N, 6 M, 7 x's token stride in bytes,
+    8 its stream stride, 9 eps. Scratch: S tiles of products.
+    """
+    products, inverse_rms = make_row_products(dtype, tile_size), _make_inverse_rms(dtype)
+
+    @each_item
+    def project_streams(arguments, thread, item):
+        tokens, streams, width = argument(arguments, 3), argument(arguments, 4), argument(arguments, 5)
+        coefficients, token_stride, stream_stride = (
+            argument(arguments, 6),
+            argument(arguments, 7),
+            argument(arguments, 8),
+        )
+        tiles = (tokens + tile_size - 1) // tile_size
+        first, column = item % tiles * tile_size, item // tiles * tile_size
+        rows, columns = min(tile_size, tokens - first), min(tile_size, coefficients - column)
+        x, sums, sum_bytes = argument(arguments, 0) + first * token_stride, scratch(thread), 4 * tile_size**2
+        weight = argument(arguments, 1) + column * streams * width * 4
+        for stream in range(streams):
+            products(
+                x + stream * stream_stride, token_stride, rows - 1, weight + stream * width * 4,
+                streams * width * 4, columns - 1, width, sums + stream * sum_bytes, 4 * tile_size,
+            )  # fmt: skip
+        for row in range(rows):
+            eps = float_of_bits(argument(arguments, 9))
+            factor = inverse_rms(x + row * token_stride, streams, width, stream_stride, eps)
+            out = argument(arguments, 2) + ((first + row) * coefficients + column) * 4
+            for index in range(columns):
+                total = 0.0
+                for stream in range(streams):
+                    total += load_scalar_f32(sums + stream * sum_bytes + 4 * (row * tile_size + index))
+                store_scalar_f32(out + 4 * index, total * factor)
+
+    return project_streams
+
+
+def _make_inverse_rms(dtype: str) -> Any:
+    """inverse_rms(token, S, N, stream stride, eps) = 1 / sqrt(mean(x ** 2) + eps) over all streams of a token."""
+    load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
+
+    @helper
+    def inverse_rms(token, streams, width, stream_stride, eps):
+        total = splat(0.0)
+        for stream in range(streams):
+            x = token + stream * stream_stride
+            for n in range(0, width - LANES + 1, LANES):
+                lanes = load(x + n * size)
+                total = fma(lanes, lanes, total)
+            rest = width % LANES
+            if rest:
+                lanes = load_part(x + (width - rest) * size, rest)
+                total = fma(lanes, lanes, total)
+        return 1.0 / sqrt(lane_sum(total) / (streams * width) + eps)
+
+    return inverse_rms
+
+
+@helper
+def _logits(projected, scale, base, at, count):
+    """projected * scale + base of `count` coefficients from `at` on."""
+    product = load_part_f32(projected + 4 * at, count) * load_part_f32(scale + 4 * at, count)
+    return product + load_part_f32(base + 4 * at, count)
+
+
+@helper
+def _balanced_mix(rows, projected, scale, base, size, rounds, eps):
+    """Write the mixing matrix to `rows`: a softmax over targets plus eps, then Sinkhorn's iteration, columns first and last."""
+    for row in range(size):
+        logits = keep_part(_logits(projected, scale, base, (2 + row) * size, size), size, float("-inf"))
+        below = logits - splat(lane_max(logits))
+        shares = keep_part(keep_nan(exp(below), below), size, 0.0)
+        store_f32(rows + row * _ROW, keep_part(shares / splat(lane_sum(shares)) + splat(eps), size, 0.0))
+    for turn in range(2 * rounds - 1):
+        if turn % 2 == 0:
+            total = splat(0.0)
+            for row in range(size):
+                total = total + load_f32(rows + row * _ROW)
+            divisor = keep_part(total + splat(eps), size, 1.0)
+            for row in range(size):
+                store_f32(rows + row * _ROW, load_f32(rows + row * _ROW) / divisor)
+        else:
+            for row in range(size):
+                values = load_f32(rows + row * _ROW)
+                store_f32(rows + row * _ROW, values / splat(lane_sum(values) + eps))
+
+
+def make_pre_and_mix(dtype: str, chunk: int) -> Any:
+    """The kernel of `hc_pre_cpu` and `hc_head_cpu`. An item is `chunk` elements of a token's weighted sum; in a sublayer a token's
+    first item is its post and mix instead.
+
+    Arguments: 0 x [T, S, N], 1 projected [T, M], 2 scale [M], 3 base [M], 4 out [T, N], 5 post [T, S] or 0, 6 mix [T, S, S] or 0,
+    7 S, 8 N, 9 M, 10 x's token stride in bytes, 11 its stream stride, 12 rounds, 13 eps. Scratch: S + 1 rows of 16 float32.
+    """
+    load, load_part, store, store_part, num_bytes = row_access(dtype)
+
+    @each_item
+    def pre_and_mix(arguments, thread, item):
+        size, width = argument(arguments, 7), argument(arguments, 8)
+        post, mix = argument(arguments, 5), argument(arguments, 6)
+        mixes = 1 if mix != 0 else 0
+        parts = (width + chunk - 1) // chunk + mixes
+        token, part = item // parts, item % parts - mixes
+        projected = argument(arguments, 1) + token * argument(arguments, 9) * 4
+        scale, base = argument(arguments, 2), argument(arguments, 3)
+        eps, rows = float_of_bits(argument(arguments, 13)), scratch(thread)
+        if part < 0:
+            _balanced_mix(rows, projected, scale, base, size, argument(arguments, 12), eps)
+            for row in range(size):
+                store_part_f32(mix + (token * size + row) * size * 4, load_f32(rows + row * _ROW), size)
+            logits = _logits(projected, scale, base, size, size)
+            store_part_f32(post + token * size * 4, splat(2.0) * keep_nan(sigmoid(logits), logits), size)
+            return
+        logits = _logits(projected, scale, base, 0, size)
+        store_f32(rows, keep_nan(sigmoid(logits), logits) + splat(eps))
+        x = argument(arguments, 0) + token * argument(arguments, 10)
+        out = argument(arguments, 4) + token * width * num_bytes
+        for n in range(part * chunk, min((part + 1) * chunk, width), LANES):
+            total, rest = splat(0.0), min(LANES, width - n)
+            for stream in range(size):
+                at = x + stream * argument(arguments, 11) + n * num_bytes
+                values = load(at) if rest == LANES else load_part(at, rest)
+                total = fma(splat(load_scalar_f32(rows + 4 * stream)), values, total)
+            if rest == LANES:
+                store(out + n * num_bytes, total)
+            else:
+                store_part(out + n * num_bytes, total, rest)
+
+    return pre_and_mix
+
+
+def make_post_and_mix(dtype: str, chunk: int) -> Any:
+    """The kernel of `hc_post_cpu`. An item is `chunk` elements of all of a token's streams.
+
+    Arguments: 0 y [T, N], 1 x [T, S, N], 2 post [T, S] float32, 3 mix [T, S, S] float32, 4 out [T, S, N], 5 S, 6 N,
+    7 y's row stride in bytes, 8 x's token stride, 9 its stream stride. Values are rounded where separate operators would write a
+    tensor. Scratch: S + 1 rows of 16 float32.
+    """
+    load, load_part, store, store_part, num_bytes = row_access(dtype)
+    rounded = ROUND[dtype]
+
+    @each_item
+    def post_and_mix(arguments, thread, item):
+        size, width = argument(arguments, 5), argument(arguments, 6)
+        parts = (width + chunk - 1) // chunk
+        token, part = item // parts, item % parts
+        rows = scratch(thread)  # the mix, then post
+        for row in range(size):
+            share = load_part_f32(argument(arguments, 3) + (token * size + row) * size * 4, size)
+            store_f32(rows + row * _ROW, rounded(share))
+        post = rows + size * _ROW
+        store_f32(post, rounded(load_part_f32(argument(arguments, 2) + token * size * 4, size)))
+        y = argument(arguments, 0) + token * argument(arguments, 7)
+        x = argument(arguments, 1) + token * argument(arguments, 8)
+        out = argument(arguments, 4) + token * size * width * num_bytes
+        for n in range(part * chunk, min((part + 1) * chunk, width), LANES):
+            rest = min(LANES, width - n)
+            addend = load(y + n * num_bytes) if rest == LANES else load_part(y + n * num_bytes, rest)
+            for to in range(size):
+                total = splat(0.0)
+                for stream in range(size):
+                    at = x + stream * argument(arguments, 9) + n * num_bytes
+                    values = load(at) if rest == LANES else load_part(at, rest)
+                    total = fma(splat(load_scalar_f32(rows + stream * _ROW + 4 * to)), values, total)
+                total = fma(splat(load_scalar_f32(post + 4 * to)), addend, rounded(total))
+                place = out + (to * width + n) * num_bytes
+                if rest == LANES:
+                    store(place, total)
+                else:
+                    store_part(place, total, rest)
+
+    return post_and_mix

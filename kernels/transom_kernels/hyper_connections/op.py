@@ -1,17 +1,18 @@
 """The operators `hc_norm`, `hc_project`, `hc_pre`, `hc_post` and `hc_head`: DeepSeek V4's hyper-connections.
 
 A *hyper-connection* replaces the residual connection of a sublayer (attention or feed-forward). The residual is S parallel
-*residual streams* instead of one. Three sets of coefficients, computed from the streams of each token, connect them with the
-sublayer:
+*residual streams* instead of one: a token has S hidden states x[0], ..., x[S - 1]. Three sets of coefficients, computed from the
+streams of each token, connect them with the sublayer:
 
     input  = sum_s pre[s] * x[s]                                 what the sublayer reads (`hc_pre`)
     x'[to] = sum_from mix[from, to] * x[from] + post[to] * y     its output y goes back into the streams (`hc_post`)
 
-`mix` is made (nearly) doubly stochastic by Sinkhorn's iteration: rows and columns add up to 1, so that mixing neither amplifies nor
-damps the streams. (DeepSeek's paper "mHC: Manifold-Constrained Hyper-Connections" writes H_pre, H_post and H_res.)
+`mix` is made (nearly) doubly stochastic by Sinkhorn's iteration: rows and columns are divided by their sums in turn, for a number
+of *rounds*, until all of them add up to 1, so that mixing neither amplifies nor damps the streams. (DeepSeek's paper "mHC:
+Manifold-Constrained Hyper-Connections" writes H_pre, H_post and H_res.) After the last layer `hc_head` sums the streams into one.
 
-Coefficients are `projected * scale + base` [T, M] in float32, where `projected` is `hc_norm(x)` times a learned matrix
-(`hc_project`). Their order:
+A coefficient is made of a logit, and the logits of a token are `projected * scale + base` [T, M] in float32: `projected` is
+`hc_norm(x)` times a learned matrix (`hc_project`), and `scale` and `base` are learned vectors [M]. Their order:
 
     [0, S)        logits of pre
     [S, 2 S)      logits of post           (in a sublayer only)
@@ -25,13 +26,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from transom_kernels.hyper_connections.reference import (
-    hc_head_reference,
-    hc_norm_reference,
-    hc_post_reference,
-    hc_pre_reference,
-    hc_project_reference,
-)
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
 
 
@@ -104,7 +98,7 @@ def hc_pre(
 def hc_head(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, eps: float
 ) -> torch.Tensor:
-    """The streams summed into one [T, N] behind the last layer, weighted by `sigmoid(logits) + eps` as in `hc_pre`.
+    """The streams summed into one [T, N] after the last layer, weighted by `sigmoid(logits) + eps` as in `hc_pre`.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -123,8 +117,8 @@ def hc_head(
 
 
 def hc_post(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
-    """The streams behind a sublayer, `mix^T x + post * y` [T, S, N], of its output `y` [T, N] and the streams before it `x` [T,
-    S, N].
+    """The streams after a sublayer, `mix^T x + post * y` [T, S, N], of its output `y` [T, N] and the streams before it `x`
+    [T, S, N].
 
     `post` and `mix` come from `hc_pre` and are rounded to the dtype of `x` first. The mixed streams are rounded, and so is their
     sum with the weighted output.
@@ -151,6 +145,40 @@ def hc_post(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch.Ten
     return hc_post_reference(y, x, post, mix)
 
 
+def hc_norm_reference(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """The specification of `hc_norm`, in torch."""
+    flat = x.flatten(1).float()
+    return flat * torch.rsqrt(flat.square().mean(dim=1, keepdim=True) + eps)
+
+
+def hc_project_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The specification of `hc_project`, in torch."""
+    return F.linear(hc_norm_reference(x, eps), weight)
+
+
+def hc_pre_reference(
+    x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, rounds: int, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The specification of `hc_pre`, in torch."""
+    size = x.shape[1]
+    pre, post, mix = (projected * scale + base).split_with_sizes((size, size, size * size), dim=1)
+    balanced = _balance(mix.view(-1, size, size).softmax(dim=2) + eps, rounds, eps)
+    return _weighted_sum(x, pre.sigmoid() + eps), 2 * post.sigmoid(), balanced
+
+
+def hc_head_reference(
+    x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, eps: float
+) -> torch.Tensor:
+    """The specification of `hc_head`, in torch."""
+    return _weighted_sum(x, (projected * scale + base).sigmoid() + eps)
+
+
+def hc_post_reference(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+    """The specification of `hc_post`, in torch."""
+    mixed = torch.bmm(mix.to(x.dtype).transpose(1, 2), x)
+    return mixed.addcmul_(post.to(x.dtype)[:, :, None], y[:, None])
+
+
 def _uses_cpu_kernels(x: torch.Tensor) -> bool:
     """Whether the CPU kernels compute on these streams."""
     if not uses_cpu_kernels(x):
@@ -175,3 +203,17 @@ def _check_coefficients(x: torch.Tensor, size: int, *parts: torch.Tensor) -> Non
         )
     if any(part.dtype != torch.float32 for part in parts):
         raise ValueError(f"projected, scale, base are {[part.dtype for part in parts]}; coefficients are float32.")
+
+
+def _balance(mix: torch.Tensor, rounds: int, eps: float) -> torch.Tensor:
+    """Sinkhorn's iteration: divide columns and rows by their sums in turn, until both (nearly) add up to 1."""
+    # on CPUs torch makes a tensor of a number at each addition; on devices making a tensor waits for the device
+    addend = mix.new_tensor(eps) if mix.device.type == "cpu" else eps
+    for turn in range(2 * rounds - 1):
+        mix.div_(mix.sum(dim=2 if turn % 2 else 1, keepdim=True).add_(addend))
+    return mix
+
+
+def _weighted_sum(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """sum over s of weight[t, s] * x[t, s], [T, N] in the dtype of `x`."""
+    return (weight[:, :, None] * x).sum(dim=1).to(x.dtype)

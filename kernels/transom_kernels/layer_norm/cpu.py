@@ -1,28 +1,73 @@
-"""Launch of the CPU kernel of `layer_norm`.
+"""`layer_norm` on CPUs: (x - mean) / sqrt(variance + eps) * weight of each row, in float32, in three passes over the row.
 
 Legend: T rows, N width.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
+from transom_kernels.cpu.simd import float_of_bits, fma, keep_part, lane_sum, row_access, splat, sqrt
+from transom_kernels.cpu.work import argument, each_item, helper
 
 ITEM_ELEMENTS = 2048  # about as many elements as one item of work normalises
 
 
-def layer_norm_fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def fits_cpu(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the kernel takes these dtypes and strides."""
     return x.dtype in DTYPES and x.dtype == weight.dtype and x.dim() == 2 and x.stride(1) == weight.stride(0) == 1
 
 
 def layer_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The contract is that of `op.layer_norm`."""
+    """Return the normalised rows of `x` [T, N] times `weight` [N], as `op.layer_norm`."""
     rows, width = x.shape
     out = empty(x.shape, x.dtype)
     per_item = max(1, ITEM_ELEMENTS // width)
-    kernel = cpu_kernel("transom_kernels.layer_norm.cpu_kernel", "make_layer_norm", dtype=DTYPES[x.dtype])
+    kernel = cpu_kernel("transom_kernels.layer_norm.cpu", "make_layer_norm", dtype=DTYPES[x.dtype])
     launch(kernel, -(-rows // per_item), [x, weight, out, rows, per_item, width, x.stride(0) * x.element_size(), eps])
     return out
+
+
+def make_layer_norm(dtype: str) -> Any:
+    """The kernel. An item is some rows.
+
+    Arguments: 0 x, 1 weight, 2 out, contiguous, 3 T, 4 rows of an item, 5 N, 6 x's row stride in bytes, 7 eps.
+    """
+    load, load_part, store, store_part, size = row_access(dtype)
+
+    @helper
+    def normalise(x, weight, out, width, eps):
+        full, rest = width // 16 * 16, width % 16
+        total = splat(0.0)
+        for k in range(0, full, 16):
+            total = total + load(x + k * size)
+        if rest:
+            total = total + load_part(x + full * size, rest)
+        mean = splat(lane_sum(total) / width)
+        total = splat(0.0)
+        for k in range(0, full, 16):
+            centred = load(x + k * size) - mean
+            total = fma(centred, centred, total)
+        if rest:
+            centred = keep_part(load_part(x + full * size, rest) - mean, rest, 0.0)
+            total = fma(centred, centred, total)
+        scale = splat(1.0 / sqrt(lane_sum(total) / width + eps))
+        for k in range(0, full, 16):
+            store(out + k * size, (load(x + k * size) - mean) * scale * load(weight + k * size))
+        if rest:
+            lanes = (load_part(x + full * size, rest) - mean) * scale * load_part(weight + full * size, rest)
+            store_part(out + full * size, lanes, rest)
+
+    @each_item
+    def layer_norm(arguments, thread, item):
+        width, eps = argument(arguments, 5), float_of_bits(argument(arguments, 7))
+        first = item * argument(arguments, 4)
+        for row in range(first, min(first + argument(arguments, 4), argument(arguments, 3))):
+            x = argument(arguments, 0) + row * argument(arguments, 6)
+            normalise(x, argument(arguments, 1), argument(arguments, 2) + row * width * size, width, eps)
+
+    return layer_norm

@@ -1,4 +1,11 @@
-"""Linear layers over packed weights, and the embedding that shares them."""
+"""Linear layers over packed weights, and the embedding that shares them.
+
+op                          the operators with their specification
+layout, weights             how a weight lies in memory, and the packing of weights
+cpu, cpu_kernel             launches, and the kernel of linear layers
+vector_product              its product of rows and two panels in vector registers (`cpu/tiles.py` has that of AMX)
+table_kernel                the kernels that pack a weight and that read rows of a table
+"""
 
 from transom_kernels.linear.op import Activation, RowNorm, embedding_rows, gated_linear, linear
 from transom_kernels.linear.weights import PackedWeight, can_pack, pack_weight

@@ -35,7 +35,7 @@ def linear_cpu(
     soft_cap: float | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The contract is that of `op.linear`."""
+    """`residual + cap(scale * (x @ weight.T + bias))` [M, N] of `x` [M, K]; see `op.linear`."""
     out = empty((x.shape[0], weight.num_outputs), out_dtype)
     _launch(x, weight, out, residual=residual, norm=norm, scale=scale, soft_cap=soft_cap or 0.0)
     return out
@@ -49,7 +49,7 @@ def gated_linear_cpu(
     limit: float | None,
     norm: tuple[torch.Tensor, float] | None,
 ) -> torch.Tensor:
-    """The contract is that of `op.gated_linear`."""
+    """`activation(x @ gate.T + gate bias) * (x @ up.T + up bias)` [M, N] of `x` [M, K]; see `op.gated_linear`."""
     out = empty((x.shape[0], weight.num_outputs), x.dtype)
     _launch(x, weight, out, norm=norm, activation=activation, limit=limit or 0.0)
     return out
@@ -63,7 +63,7 @@ def table_fits(table: PackedWeight | torch.Tensor) -> bool:
 def embedding_rows_cpu(
     ids: torch.Tensor, table: PackedWeight | torch.Tensor, *, first_id: int, scale: float
 ) -> torch.Tensor:
-    """The contract is that of `op.embedding_rows`."""
+    """The rows `ids - first_id` of a table [N, K] times `scale`; zeros for rows that it lacks. See `op.embedding_rows`."""
     packed = isinstance(table, PackedWeight)
     if isinstance(table, PackedWeight):
         memory, stride, num_rows, width = table.panels, table.panel_bytes, table.num_outputs, table.width

@@ -1,4 +1,4 @@
-"""Linear layers for CPUs, in numba: x @ weight.T over packed weights, with what belongs to it done in float32 before the one
+"""The kernel of linear layers on CPUs: x @ weight.T over packed weights, with what belongs to it done in float32 before the one
 rounding. `cpu.py` launches it.
 
 - method: how rows and panels are multiplied (`layout.py`).
@@ -13,25 +13,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
-from transom_kernels.cpu.rows import make_inverse_rms
+from transom_kernels.cpu.language import helper, inlined
+from transom_kernels.cpu.rows import limited_gate, limited_up, make_gated, make_inverse_rms, soft_capped
 from transom_kernels.cpu.simd import (
     LOAD,
     LOAD_PART,
     NUM_BYTES,
     ROUND,
     STORE,
-    STORE_PART,
     float_of_bits,
-    fma,
-    keep_nan,
     load_f32,
-    sigmoid,
+    row_access,
     splat,
-    tanh,
-    vector_max,
-    vector_min,
 )
 from transom_kernels.cpu.tiles import CONFIG_BYTES, configure_tiles, make_tile_product, release_tiles
 from transom_kernels.cpu.work import argument, claim, finish, scratch
@@ -40,11 +33,8 @@ from transom_kernels.linear.vector_product import make_vector_product
 
 SUM_STRIDE = 2 * LINE  # from row to row of a group's sums
 
-_GELU_SLOPE = 2 * 0.7978845608028654  # 2 sqrt(2 / pi)
-_GELU_CUBE = 0.044715 * _GELU_SLOPE
 
-
-def make_linear(  # type: ignore[no-untyped-def]
+def make_linear(
     method: str, dtype: str, out_dtype: str, activation: str | None, norm_dtype: str | None, registers: int
 ) -> Any:
     """out = residual + cap(scale * (x @ weight.T + bias)); with an activation, activation(x @ gate.T + bias) * (x @ up.T + bias).
@@ -61,7 +51,7 @@ def make_linear(  # type: ignore[no-untyped-def]
     store_group = _make_gate(out_dtype, tiles, activation) if activation else _make_output(out_dtype, tiles)
     step_of_x = {"tiles": 64, "pairs": 4, "wide": 4 if dtype == "f32" else 8}[method]
 
-    def linear(arguments, thread):  # type: ignore[no-untyped-def]
+    def linear(arguments, thread):
         item = claim(thread)
         memory = scratch(thread)
         sums = memory + CONFIG_BYTES
@@ -124,8 +114,8 @@ def _make_tiles() -> Any:
     """The product by AMX. The last tile of a block may repeat rows of the one before."""
     one, two = make_tile_product(1), make_tile_product(2)
 
-    @njit(error_model="numpy")
-    def product(x, x_stride, rows, weight, other, num_steps, sums, adds):  # type: ignore[no-untyped-def]
+    @helper
+    def product(x, x_stride, rows, weight, other, num_steps, sums, adds):
         tile = min(rows, TILE_ROWS)
         for row in range(0, rows, 2 * TILE_ROWS):
             first, out = x + min(row, rows - tile) * x_stride, sums + row * SUM_STRIDE
@@ -146,8 +136,8 @@ def _make_vectors(method: str, dtype: str, registers: int) -> Any:
     of_many, of_few = _make_rows(many, panels, dtype, pairs), _make_rows(few, panels_of_few, dtype, pairs)
     of_one = _make_rows(1, 2, dtype, pairs)
 
-    @njit(error_model="numpy")
-    def product(x, x_stride, rows, weight, other, num_steps, sums, adds):  # type: ignore[no-untyped-def]
+    @helper
+    def product(x, x_stride, rows, weight, other, num_steps, sums, adds):
         row = 0
         while row < rows:
             here, out, left = x + row * x_stride, sums + row * SUM_STRIDE, rows - row
@@ -168,12 +158,12 @@ def _make_rows(most: int, panels: int, dtype: str, pairs: bool) -> Any:
     """Up to `most` rows times two panels, both at once or (`panels` 1) one after the other."""
     tile = make_vector_product(most, panels, dtype, pairs=pairs)
 
-    @njit(error_model="numpy")
-    def both(x, x_stride, rows, weight, other, num_steps, out, adds):  # type: ignore[no-untyped-def]
+    @helper
+    def both(x, x_stride, rows, weight, other, num_steps, out, adds):
         tile(x, x_stride, rows, (weight, other), num_steps, out, SUM_STRIDE, adds)
 
-    @njit(error_model="numpy")
-    def in_turn(x, x_stride, rows, weight, other, num_steps, out, adds):  # type: ignore[no-untyped-def]
+    @helper
+    def in_turn(x, x_stride, rows, weight, other, num_steps, out, adds):
         tile(x, x_stride, rows, (weight,), num_steps, out, SUM_STRIDE, adds)
         tile(x, x_stride, rows, (other,), num_steps, out + LINE, SUM_STRIDE, adds)
 
@@ -189,8 +179,8 @@ def _make_copy(method: str, dtype: str, norm_dtype: str | None) -> Any:
     load_norm, load_norm_part = LOAD[norm_dtype or "f32"], LOAD_PART[norm_dtype or "f32"]
     norm_size, inverse_rms = NUM_BYTES[norm_dtype or "f32"], make_inverse_rms(dtype)
 
-    @njit(error_model="numpy")
-    def copy_rows(x, x_stride, rows, width, own, own_stride, norm, eps):  # type: ignore[no-untyped-def]
+    @helper
+    def copy_rows(x, x_stride, rows, width, own, own_stride, norm, eps):
         full, rest = width // 16 * 16, width % 16
         for row in range(rows):
             source, target = x + row * x_stride, own + row * own_stride
@@ -216,19 +206,18 @@ def _make_copy(method: str, dtype: str, norm_dtype: str | None) -> Any:
     return copy_rows
 
 
-@njit(error_model="numpy", inline="always")
-def _add_bias(arguments, lanes, column):  # type: ignore[no-untyped-def]
+@inlined
+def _add_bias(arguments, lanes, column):
     bias = argument(arguments, 8)
     return lanes + load_f32(bias + column * 4) if bias else lanes
 
 
 def _make_output(dtype: str, tiles: bool) -> Any:
     """Store a group's sums: bias, scale, soft cap, residual."""
-    load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
-    store, store_part = STORE[dtype], STORE_PART[dtype]
+    load, load_part, store, store_part, size = row_access(dtype)
 
-    @njit(error_model="numpy")
-    def output(arguments, sums, rows, first_row, panel, num_outputs):  # type: ignore[no-untyped-def]
+    @helper
+    def output(arguments, sums, rows, first_row, panel, num_outputs):
         scale, bound = splat(float_of_bits(argument(arguments, 13))), float_of_bits(argument(arguments, 14))
         residual, out = argument(arguments, 9), argument(arguments, 11)
         repeated = _repeated_rows(rows) if tiles else 0
@@ -248,7 +237,7 @@ def _make_output(dtype: str, tiles: bool) -> Any:
             for column in range(panel * 16, min(panel * 16 + 32, num_outputs), 16):
                 lanes = _add_bias(arguments, load_f32(own + (column - panel * 16) * 4), column) * scale
                 if bound != 0.0:
-                    lanes = keep_nan(tanh(lanes / splat(bound)) * splat(bound), lanes)
+                    lanes = soft_capped(lanes, bound)
                 count = num_outputs - column
                 if count >= 16:
                     if residual:
@@ -264,11 +253,11 @@ def _make_output(dtype: str, tiles: bool) -> Any:
 
 def _make_gate(dtype: str, tiles: bool, activation: str) -> Any:
     """Store the gated activation of a group's sums, a panel of gate and one of up."""
-    store, store_part, size = STORE[dtype], STORE_PART[dtype], NUM_BYTES[dtype]
-    gelu = activation == "gelu_tanh"
+    _, _, store, store_part, size = row_access(dtype)
+    gated = make_gated(activation)
 
-    @njit(error_model="numpy")
-    def gate_and_up(arguments, sums, rows, first_row, panel, num_outputs):  # type: ignore[no-untyped-def]
+    @helper
+    def gate_and_up(arguments, sums, rows, first_row, panel, num_outputs):
         limit, out = float_of_bits(argument(arguments, 15)), argument(arguments, 11)
         repeated = _repeated_rows(rows) if tiles else 0
         column = panel // 2 * 16
@@ -277,23 +266,18 @@ def _make_gate(dtype: str, tiles: bool, activation: str) -> Any:
             gate = _add_bias(arguments, load_f32(own), panel * 16)
             up = _add_bias(arguments, load_f32(own + LINE), panel * 16 + 16)
             if limit != 0.0:
-                bound = splat(limit)
-                gate = keep_nan(vector_min(gate, bound), gate)
-                up = keep_nan(vector_min(vector_max(up, splat(-limit)), bound), up)
-            inner = gate
-            if gelu:  # 1 + tanh(x) = 2 sigmoid(2x)
-                inner = gate * fma(gate * gate, splat(_GELU_CUBE), splat(_GELU_SLOPE))
-            gate = gate * sigmoid(inner)
+                gate, up = limited_gate(gate, limit), limited_up(up, limit)
+            product = gated(gate, up)
             place = out + (first_row + row) * argument(arguments, 12) + column * size
             if num_outputs - column >= 16:
-                store(place, gate * up)
+                store(place, product)
             else:
-                store_part(place, gate * up, num_outputs - column)
+                store_part(place, product, num_outputs - column)
 
     return gate_and_up
 
 
-@njit(error_model="numpy", inline="always")
-def _repeated_rows(rows):  # type: ignore[no-untyped-def]
+@inlined
+def _repeated_rows(rows):
     """How many rows the last tile of AMX repeats of the tile before."""
     return TILE_ROWS - rows % TILE_ROWS if rows > TILE_ROWS else 0

@@ -1,4 +1,4 @@
-"""Kernels for CPUs, in numba, that put a weight into panels and get rows out of them: `pack` and `embedding_rows`.
+"""Kernels for CPUs that put a weight into panels and get rows out of them: `pack` and `embedding_rows`.
 
 Legend: M rows, K width, N outputs of a weight or rows of a table.
 """
@@ -8,46 +8,33 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
-from numba.core.typing.templates import signature
-from numba.extending import intrinsic
 
+from transom_kernels.cpu.language import INT, NOTHING, emits, helper
 from transom_kernels.cpu.simd import (
-    LOAD,
-    LOAD_PART,
-    NUM_BYTES,
-    STORE,
-    STORE_PART,
     float_of_bits,
     load_i32,
     load_i64,
     load_u8,
+    row_access,
     splat,
     store_i32,
     store_i64,
     store_u8,
 )
 from transom_kernels.cpu.vector_code import I32_16, int64, load, shuffle, store
-from transom_kernels.cpu.work import argument, claim, finish, scratch
+from transom_kernels.cpu.work import argument, each_item, scratch
 from transom_kernels.linear.layout import LINE, OUTPUTS, WORD
 
 
-@intrinsic
-def _transpose(typing, source, stride, target):
+@emits(NOTHING, INT, INT, INT)
+def _transpose(b, source, stride, target):
     """Store 16 rows of 16 words as 16 columns: 64-byte lines at `target`."""
-
-    def generate(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        source, stride, target = args
-        rows = [load(b, b.add(source, b.mul(stride, int64(m))), I32_16, 4) for m in range(16)]
-        for distance in (1, 2, 4, 8):  # swap the off-diagonal halves of all blocks of 2, 4, 8 and 16
-            for first in (m for m in range(16) if not m & distance):
-                rows[first], rows[first + distance] = _exchange(b, rows[first], rows[first + distance], distance)
-        for m, row in enumerate(rows):
-            store(b, row, b.add(target, int64(LINE * m)), LINE)
-        return context.get_dummy_value()
-
-    i = types.int64
-    return signature(types.void, i, i, i), generate
+    rows = [load(b, b.add(source, b.mul(stride, int64(m))), I32_16, 4) for m in range(16)]
+    for distance in (1, 2, 4, 8):  # swap the off-diagonal halves of all blocks of 2, 4, 8 and 16
+        for first in (m for m in range(16) if not m & distance):
+            rows[first], rows[first + distance] = _exchange(b, rows[first], rows[first + distance], distance)
+    for m, row in enumerate(rows):
+        store(b, row, b.add(target, int64(LINE * m)), LINE)
 
 
 def _exchange(b: ir.IRBuilder, upper: ir.Value, lower: ir.Value, distance: int) -> tuple[ir.Value, ir.Value]:
@@ -65,35 +52,32 @@ def make_pack() -> Any:
     7 from panel to panel.
     """
 
-    @njit(error_model="numpy")
-    def copy_block(source, stride, rows, count, block):  # type: ignore[no-untyped-def]
-        """Copy `rows` rows of `count` bytes into a block of 16 rows of 64 bytes, with zeros behind."""
+    @helper
+    def copy_block(source, stride, rows, count, block):
+        """Copy `rows` rows of `count` bytes into a block of 16 rows of 64 bytes, followed by zeros."""
         for at in range(0, OUTPUTS * LINE, 8):
             store_i64(block + at, 0)
         for row in range(rows):
             for at in range(count):
                 store_u8(block + row * LINE + at, load_u8(source + row * stride + at))
 
-    def pack(arguments, thread):  # type: ignore[no-untyped-def]
-        item = claim(thread)
+    @each_item
+    def pack(arguments, thread, item):
         block = scratch(thread)
-        while item >= 0:
-            stride, row_bytes, panel = argument(arguments, 1), argument(arguments, 3), argument(arguments, 5)
-            rows = min(OUTPUTS, argument(arguments, 2) - item * OUTPUTS)
-            source = argument(arguments, 0) + item * OUTPUTS * stride
-            target = argument(arguments, 4) + (argument(arguments, 6) + item * argument(arguments, 7)) * panel
-            for word in range(0, panel // LINE, 16):
-                count = min(LINE, row_bytes - word * WORD)
-                lines = min(16, panel // LINE - word)
-                if rows == OUTPUTS and count == LINE:
-                    _transpose(source + word * WORD, stride, target + word * LINE)
-                else:
-                    copy_block(source + word * WORD, stride, rows, max(0, count), block)
-                    _transpose(block, LINE, block + OUTPUTS * LINE)
-                    for at in range(0, lines * LINE, 8):
-                        store_i64(target + word * LINE + at, load_i64(block + OUTPUTS * LINE + at))
-            finish(thread)
-            item = claim(thread)
+        stride, row_bytes, panel = argument(arguments, 1), argument(arguments, 3), argument(arguments, 5)
+        rows = min(OUTPUTS, argument(arguments, 2) - item * OUTPUTS)
+        source = argument(arguments, 0) + item * OUTPUTS * stride
+        target = argument(arguments, 4) + (argument(arguments, 6) + item * argument(arguments, 7)) * panel
+        for word in range(0, panel // LINE, 16):
+            count = min(LINE, row_bytes - word * WORD)
+            lines = min(16, panel // LINE - word)
+            if rows == OUTPUTS and count == LINE:
+                _transpose(source + word * WORD, stride, target + word * LINE)
+            else:
+                copy_block(source + word * WORD, stride, rows, max(0, count), block)
+                _transpose(block, LINE, block + OUTPUTS * LINE)
+                for at in range(0, lines * LINE, 8):
+                    store_i64(target + word * LINE + at, load_i64(block + OUTPUTS * LINE + at))
 
     return pack
 
@@ -103,35 +87,31 @@ def make_embedding_rows(dtype: str, packed: bool) -> Any:
 
     Arguments: 0 ids, 1 table, 2 bytes of a panel, or of a row, 3 N, 4 K, 5 out, 6 its row stride in bytes, 7 first, 8 scale.
     """
-    load_lanes, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
-    store_lanes, store_part = STORE[dtype], STORE_PART[dtype]
+    load_lanes, load_part, store_lanes, store_part, size = row_access(dtype)
     words = 16 * size // WORD  # of 16 numbers
 
-    def embedding_rows(arguments, thread):  # type: ignore[no-untyped-def]
-        item = claim(thread)
-        while item >= 0:
-            row, width = load_i64(argument(arguments, 0) + 8 * item) - argument(arguments, 7), argument(arguments, 4)
-            out, scale = argument(arguments, 5) + item * argument(arguments, 6), float_of_bits(argument(arguments, 8))
-            exists = 0 <= row < argument(arguments, 3)
-            for k in range(0, width, 16):
-                count, lanes = min(16, width - k), splat(0.0)
-                if exists:
-                    if packed:
-                        place = argument(arguments, 1) + row // OUTPUTS * argument(arguments, 2)
-                        place += row % OUTPUTS * WORD + k // 16 * words * LINE
-                        own = scratch(thread)
-                        for word in range((count * size + WORD - 1) // WORD):
-                            store_i32(own + word * WORD, load_i32(place + word * LINE))
-                        lanes = load_part(own, count)
-                    else:
-                        place = argument(arguments, 1) + row * argument(arguments, 2) + k * size
-                        lanes = load_lanes(place) if count == 16 else load_part(place, count)
-                    lanes = lanes * splat(scale)
-                if count == 16:
-                    store_lanes(out + k * size, lanes)
+    @each_item
+    def embedding_rows(arguments, thread, item):
+        row, width = load_i64(argument(arguments, 0) + 8 * item) - argument(arguments, 7), argument(arguments, 4)
+        out, scale = argument(arguments, 5) + item * argument(arguments, 6), float_of_bits(argument(arguments, 8))
+        exists = 0 <= row < argument(arguments, 3)
+        for k in range(0, width, 16):
+            count, lanes = min(16, width - k), splat(0.0)
+            if exists:
+                if packed:
+                    place = argument(arguments, 1) + row // OUTPUTS * argument(arguments, 2)
+                    place += row % OUTPUTS * WORD + k // 16 * words * LINE
+                    own = scratch(thread)
+                    for word in range((count * size + WORD - 1) // WORD):
+                        store_i32(own + word * WORD, load_i32(place + word * LINE))
+                    lanes = load_part(own, count)
                 else:
-                    store_part(out + k * size, lanes, count)
-            finish(thread)
-            item = claim(thread)
+                    place = argument(arguments, 1) + row * argument(arguments, 2) + k * size
+                    lanes = load_lanes(place) if count == 16 else load_part(place, count)
+                lanes = lanes * splat(scale)
+            if count == 16:
+                store_lanes(out + k * size, lanes)
+            else:
+                store_part(out + k * size, lanes, count)
 
     return embedding_rows

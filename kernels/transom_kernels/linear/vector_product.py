@@ -1,4 +1,4 @@
-"""Products of some rows of x and two panels of a weight, in vector registers, for kernels that numba compiles.
+"""Products of some rows of x and two panels of a weight, in vector registers, for kernels.
 
 A *step* is one 64-byte line of a panel: 16 outputs of one float32, or of one pair of 16-bit numbers. Every output has one chain
 of additions over the steps, whatever the number of rows, so that a row's result does not depend on the rows beside it.
@@ -6,31 +6,29 @@ of additions over the steps, whatever the number of rows, so that a row's result
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.core.typing.templates import signature
-from numba.extending import intrinsic
 
+from transom_kernels.cpu.language import INT, NOTHING, emits
 from transom_kernels.cpu.vector_code import (
     F16,
     F32,
     F32_16,
-    I8,
     I32,
     I32_16,
     Loop,
     broadcast,
     constant,
     dot_pairs,
-    function,
-    int32,
+    emit_prefetch,
     int64,
     load,
     multiply_add,
     pair_high,
     pair_low,
+    repeated_rows,
     shuffle,
     store,
 )
@@ -41,7 +39,7 @@ _UNROLL = 4
 
 
 def make_vector_product(num_rows: int, num_panels: int, dtype: str, *, pairs: bool) -> Any:
-    """Make the intrinsic that multiplies up to `num_rows` rows by one or two panels of a weight in `dtype`.
+    """Make the function that multiplies up to `num_rows` rows by one or two panels of a weight in `dtype`.
 
     With `pairs` x is bfloat16 and multiplied pair by pair; else x is float32. All arguments are int64, addresses and
     strides in bytes:
@@ -53,45 +51,32 @@ def make_vector_product(num_rows: int, num_panels: int, dtype: str, *, pairs: bo
         adds                      1: the sums in memory are added to; 0: they are overwritten
     """
 
-    @intrinsic
-    def vector_product(typing, rows, row_stride, count, weights, num_steps, sums, sum_stride, adds):
-        def generate(context: Any, b: Any, sig: Any, args: Any) -> Any:
-            rows, row_stride, count, weights, num_steps, sums, sum_stride, adds = args
-            last = b.sub(count, int64(1))
+    add_products = _dot if pairs else partial(_multiply, dtype=dtype)
 
-            def row_of(m: int) -> ir.Value:  # rows that do not exist repeat the last one
-                index = b.select(b.icmp_signed("<", int64(m), last), int64(m), last)
-                return b.add(rows, b.mul(index, row_stride))
+    @emits(NOTHING, INT, INT, INT, (INT,) * num_panels, INT, INT, INT, INT)
+    def vector_product(b, rows, row_stride, count, weights, num_steps, sums, sum_stride, adds):
+        addresses = repeated_rows(b, rows, row_stride, b.sub(count, int64(1)), num_rows)
+        panels = [b.extract_value(weights, p) for p in range(num_panels)]
+        places = [
+            b.add(b.add(sums, b.mul(sum_stride, int64(m))), int64(LINE * p))
+            for m in range(num_rows)
+            for p in range(num_panels)
+        ]
+        zero, before = constant(F32_16, 0.0), b.icmp_signed("!=", adds, int64(0))
+        with b.if_then(b.not_(before)):
+            for place in places:
+                store(b, zero, place, 4)
+        totals = [load(b, place, F32_16, 4) for place in places]
 
-            addresses = [row_of(m) for m in range(num_rows)]
-            panels = [b.extract_value(weights, p) for p in range(num_panels)]
-            places = [
-                b.add(b.add(sums, b.mul(sum_stride, int64(m))), int64(LINE * p))
-                for m in range(num_rows)
-                for p in range(num_panels)
-            ]
-            zero, before = constant(F32_16, 0.0), b.icmp_signed("!=", adds, int64(0))
-            with b.if_then(b.not_(before)):
-                for place in places:
-                    store(b, zero, place, 4)
-            totals = [load(b, place, F32_16, 4) for place in places]
+        def steps(k: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+            for offset in range(_UNROLL):
+                index = b.add(k, int64(offset))
+                lines = [_line(b, b.add(panel, b.mul(index, int64(LINE))), num_rows) for panel in panels]
+                totals = add_products(b, totals, lines, addresses, index)
+            return totals
 
-            def steps(k: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-                for offset in range(_UNROLL):
-                    index = b.add(k, int64(offset))
-                    lines = [_line(b, b.add(panel, b.mul(index, int64(LINE))), num_rows) for panel in panels]
-                    if pairs:
-                        totals = _dot(b, totals, lines, addresses, index)
-                    else:
-                        totals = _multiply(b, totals, lines, addresses, index, dtype)
-                return totals
-
-            for place, total in zip(places, Loop(b, num_steps, _UNROLL, totals, steps).results, strict=True):
-                store(b, total, place, 4)
-            return context.get_dummy_value()
-
-        i, tuple_of_panels = types.int64, types.UniTuple(types.int64, num_panels)
-        return signature(types.void, i, i, i, tuple_of_panels, i, i, i, i), generate
+        for place, total in zip(places, Loop(b, num_steps, _UNROLL, totals, steps).results, strict=True):
+            store(b, total, place, 4)
 
     return vector_product
 
@@ -99,9 +84,7 @@ def make_vector_product(num_rows: int, num_panels: int, dtype: str, *, pairs: bo
 def _line(b: ir.IRBuilder, address: ir.Value, num_rows: int) -> ir.Value:
     """One step of a panel; with few rows the weights come from memory, and are fetched ahead."""
     if num_rows <= 4:
-        byte = ir.PointerType(I8)
-        fetch = function(b, "llvm.prefetch.p0", ir.VoidType(), [byte, I32, I32, I32])
-        b.call(fetch, [b.inttoptr(b.add(address, int64(_AHEAD)), byte), int32(0), int32(3), int32(1)])
+        emit_prefetch(b, b.add(address, int64(_AHEAD)))
     return load(b, address, I32_16, LINE)
 
 

@@ -1,18 +1,57 @@
-"""Launches of the log-probability kernel for CPUs.
+"""`logprobs` on CPUs: one pass over each row's logits.
+
+An item is a *piece* of a row: 8192 ids. It leaves the largest logit of each block of 64 ids, the piece's sum of exp(logit - its
+largest logit), and how many of its logits are larger than the chosen one. The thread that finishes the last piece of a row adds the
+sums, and finds the likely tokens in the blocks whose largest logit is large enough.
 
 Legend: L rows, V vocabulary, K likely tokens, P pieces of a row.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import empty, launch
+from transom_kernels.cpu.simd import (
+    atomic_add,
+    count_bits,
+    exp,
+    float32,
+    keep_part,
+    lane_max,
+    lane_sum,
+    lanes_at_least,
+    lanes_greater,
+    load_f32,
+    load_i64,
+    load_part_f32,
+    load_scalar_f32,
+    load_scalar_f64,
+    lowest_bit,
+    splat,
+    store_i64,
+    store_i64_unchecked,
+    store_scalar_f32,
+    store_scalar_f64,
+    vector_max,
+)
+from transom_kernels.cpu.work import argument, each_item, helper
 
 BLOCK = 64  # ids of a block, which has a maximum
 PIECE_BLOCKS = 128  # blocks of a piece, which is an item of work
-AREA_BYTES = 4 * PIECE_BLOCKS + 24  # of a piece's summary
+PIECE = BLOCK * PIECE_BLOCKS
+# A piece's summary: the maxima of its blocks (float32); then its largest logit, its sum (float64), and how many of its logits are
+# larger than the chosen one (int64).
+SUMS = 4 * PIECE_BLOCKS
+AREA_BYTES = SUMS + 24
+LOWEST = -math.inf
+
+# arguments
+LOGITS, STRIDE, NUM_IDS, CHOSEN, NUM_TOP, IDS, LOGPROBS, RANKS, AREA, PIECES, COUNTERS = range(11)
 
 _zeros = [torch.zeros(64, dtype=torch.int64)]  # the last one is in use; a recorded program may still use an earlier one
 
@@ -20,15 +59,17 @@ _zeros = [torch.zeros(64, dtype=torch.int64)]  # the last one is in use; a recor
 def logprobs_cpu(
     logits: torch.Tensor, chosen: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The contract is that of `op.logprobs`; the results are those of `RowLogprobs`."""
+    """Ids, log-probabilities and ranks, each [L, 1 + K], of `chosen` [L] and the K likely tokens of `logits` [L, V]: the fields of
+    `op.RowLogprobs`.
+    """
     num_rows, num_ids = logits.shape
-    num_pieces = -(-num_ids // (BLOCK * PIECE_BLOCKS))
+    num_pieces = -(-num_ids // PIECE)
     shape = (num_rows, 1 + num_top)
     ids, logprobs, ranks = empty(shape, torch.int64), empty(shape, torch.float32), empty(shape, torch.int64)
     if len(_zeros[-1]) < num_rows:
         _zeros.append(torch.zeros(2 * num_rows, dtype=torch.int64))
     launch(
-        cpu_kernel("transom_kernels.logprobs.cpu_kernel", "make_logprobs"),
+        cpu_kernel("transom_kernels.logprobs.cpu", "make_logprobs"),
         num_rows * num_pieces,
         [
             logits, logits.stride(0) * 4, num_ids, chosen.contiguous(), num_top, ids, logprobs, ranks,
@@ -36,3 +77,120 @@ def logprobs_cpu(
         ],
     )  # fmt: skip
     return ids, logprobs, ranks
+
+
+@helper
+def _lanes(row, column, end):
+    """16 logits from `column` on; -inf for NaN, and from `end` on."""
+    if column + 16 <= end:
+        return vector_max(load_f32(row + 4 * column), splat(LOWEST))
+    return vector_max(keep_part(load_part_f32(row + 4 * column, end - column), end - column, LOWEST), splat(LOWEST))
+
+
+@helper
+def _summarise(row, begin, end, chosen, area):
+    """Read the logits [begin, end) of a row, and leave their summary."""
+    largest, above, bound = splat(LOWEST), 0, splat(chosen)
+    for first in range(begin, end, BLOCK):
+        of_block = splat(LOWEST)
+        for column in range(first, min(first + BLOCK, end), 16):
+            lanes = _lanes(row, column, end)
+            of_block = vector_max(of_block, lanes)
+            above += count_bits(lanes_greater(lanes, bound))
+        largest = vector_max(largest, of_block)
+        store_scalar_f32(area + 4 * ((first - begin) // BLOCK), lane_max(of_block))
+    anchor, total = lane_max(largest), 0.0
+    store_scalar_f64(area + SUMS, anchor)
+    if anchor > LOWEST:
+        for first in range(begin, end, BLOCK):
+            part = splat(0.0)
+            for column in range(first, min(first + BLOCK, end), 16):
+                part = part + exp(_lanes(row, column, end) - splat(anchor))
+            total += lane_sum(part)
+    store_scalar_f64(area + SUMS + 8, total)
+    store_i64(area + SUMS + 16, above)
+
+
+@helper
+def _log_total(area, pieces):
+    """The logarithm of a row's sum of exp(logit), and how many logits are larger than the chosen one."""
+    largest, total, above = LOWEST, 0.0, 0
+    for piece in range(pieces):
+        largest = max(largest, load_scalar_f64(area + piece * AREA_BYTES + SUMS))
+        above += load_i64(area + piece * AREA_BYTES + SUMS + 16)
+    for piece in range(pieces):
+        of_piece = load_scalar_f64(area + piece * AREA_BYTES + SUMS)
+        if of_piece > LOWEST:
+            total += load_scalar_f64(area + piece * AREA_BYTES + SUMS + 8) * math.exp(of_piece - largest)
+    return largest + math.log(total), above
+
+
+@helper
+def _list_top(row, num_ids, area, num_top, ids, logits):
+    """List the `num_top` largest logits and their ids, the largest first. They are inserted in the order of their ids."""
+    count, bound = 0, float32(LOWEST)  # once the list is full, the last logit in it
+    for block in range((num_ids + BLOCK - 1) // BLOCK):
+        if count == num_top:
+            largest = load_scalar_f32(area + (block // PIECE_BLOCKS) * AREA_BYTES + 4 * (block % PIECE_BLOCKS))
+            if not largest > bound:
+                continue
+        end = min(num_ids, (block + 1) * BLOCK)
+        for first in range(block * BLOCK, end, 16):
+            lanes = _lanes(row, first, end)
+            found = lanes_greater(lanes, splat(bound)) if count == num_top else lanes_at_least(lanes, splat(bound))
+            while found:
+                column = first + lowest_bit(found)
+                found &= found - 1
+                logit = load_scalar_f32(row + 4 * column) if column < end else float32(LOWEST)
+                logit = logit if logit == logit else float32(LOWEST)
+                if column >= end or (count == num_top and not logit > bound):
+                    continue
+                place = min(count, num_top - 1)
+                while place > 0 and logit > load_scalar_f32(logits + 4 * place - 4):
+                    store_scalar_f32(logits + 4 * place, load_scalar_f32(logits + 4 * place - 4))
+                    store_i64(ids + 8 * place, load_i64(ids + 8 * place - 8))
+                    place -= 1
+                store_scalar_f32(logits + 4 * place, logit)
+                store_i64(ids + 8 * place, column)
+                count = min(count + 1, num_top)
+                if count == num_top:
+                    bound = load_scalar_f32(logits + 4 * count - 4)
+
+
+def make_logprobs() -> Any:
+    """The kernel; its arguments are named above."""
+
+    @each_item
+    def logprobs(arguments, thread, item):
+        pieces, num_ids = argument(arguments, PIECES), argument(arguments, NUM_IDS)
+        num_top = argument(arguments, NUM_TOP)
+        row, piece = item // pieces, item % pieces
+        logits = argument(arguments, LOGITS) + row * argument(arguments, STRIDE)
+        area = argument(arguments, AREA) + row * pieces * AREA_BYTES
+        token = load_i64(argument(arguments, CHOSEN) + 8 * row)
+        chosen = load_scalar_f32(logits + 4 * token)
+        begin, end = piece * PIECE, min(num_ids, (piece + 1) * PIECE)
+        _summarise(logits, begin, end, chosen, area + piece * AREA_BYTES)
+        if atomic_add(argument(arguments, COUNTERS) + 8 * row, 1) < pieces - 1:
+            return
+        # this was the last piece of the row
+        store_i64_unchecked(argument(arguments, COUNTERS) + 8 * row, 0)
+        log_total, above = _log_total(area, pieces)
+        first = row * (1 + num_top)
+        ids, ranks = argument(arguments, IDS) + 8 * first, argument(arguments, RANKS) + 8 * first
+        found = argument(arguments, LOGPROBS) + 4 * first
+        store_i64(ids, token)
+        store_scalar_f32(found, chosen)
+        store_i64(ranks, above + 1)
+        if num_top:
+            _list_top(logits, num_ids, area, num_top, ids + 8, found + 4)
+        before, rank = chosen, 1
+        for place in range(1 + num_top):
+            logit = load_scalar_f32(found + 4 * place)
+            if place >= 1:
+                rank = place if place == 1 or logit < before else rank
+                store_i64(ranks + 8 * place, rank)
+            before = logit
+            store_scalar_f32(found + 4 * place, logit - log_total)
+
+    return logprobs

@@ -15,7 +15,7 @@ from transom_kernels.moe.weights import GateRule
 
 MODULE = "transom_kernels.moe.cpu_kernel"
 EXPERTS_PER_ITEM = 16  # of `gather_rows`
-SPARE_ROWS = 15  # behind all rows, as AMX reads and writes whole tiles
+SPARE_ROWS = 15  # after all rows, as AMX reads and writes whole tiles
 MAX_PAIRS = 4096  # of a launch: sums of all pairs stay in a thread's cache
 
 
@@ -28,7 +28,7 @@ def moe_cpu(
     *,
     scales_input: bool,
 ) -> torch.Tensor:
-    """The contract is that of `op.moe`."""
+    """`sum_k weights[t, k] * expert(experts[t, k])(x[t])`, [T, N] in the dtype of `x`; see `op.moe`."""
     tokens, num_chosen = experts.shape
     out = empty((tokens, packed.width), x.dtype)
     experts, weights = experts.to(torch.int64).contiguous(), weights.contiguous()

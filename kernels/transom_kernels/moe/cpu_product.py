@@ -13,10 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
-from numba.core.typing.templates import signature
-from numba.extending import intrinsic
 
+from transom_kernels.cpu.language import INT, NOTHING, emits, helper
 from transom_kernels.cpu.target import cpu_target
 from transom_kernels.cpu.tiles import configure_tiles, make_tile_product, release_tiles
 from transom_kernels.cpu.vector_code import (
@@ -37,6 +35,7 @@ from transom_kernels.cpu.vector_code import (
     multiply_add,
     pair_high,
     pair_low,
+    repeated_rows,
     store,
 )
 
@@ -56,7 +55,7 @@ def make_multiply(kind: str, dtype: str) -> Any:
     """Make multiply(x, x_stride, rows, weight, units, sums, memory): sums [rows, 64] float32 of rows of x times a panel.
 
     `kind` is the panel's format (f32, bf16, mx), or `tiles` for bfloat16 with AMX; `dtype` is that of x. Strides are in bytes; x
-    has zeros in its padded columns. Behind the rows of x and of the sums there is memory for 15 more, which AMX reads and writes;
+    has zeros in its padded columns. After the rows of x and of the sums there is memory for 15 more, which AMX reads and writes;
     it also takes 64 bytes of `memory`.
     """
     return _make_by_tiles() if kind == "tiles" else _make_by_vectors(kind, dtype)
@@ -65,8 +64,8 @@ def make_multiply(kind: str, dtype: str) -> Any:
 def _make_by_tiles() -> Any:
     one, two = make_tile_product(1), make_tile_product(2)
 
-    @njit(error_model="numpy")
-    def multiply(x, x_stride, rows, weight, units, sums, memory):  # type: ignore[no-untyped-def]
+    @helper
+    def multiply(x, x_stride, rows, weight, units, sums, memory):
         part, tile = units * 64, min(rows, _TILE_ROWS)
         configure_tiles(memory, tile)
         block = units if rows <= 2 * _TILE_ROWS else _TILE_BLOCK_UNITS
@@ -93,8 +92,8 @@ def _make_by_vectors(kind: str, dtype: str) -> Any:
     groups = kind == "mx"
     x_unit_bytes = 8 if groups and dtype == "f32" else 4
 
-    @njit(error_model="numpy")
-    def multiply(x, x_stride, rows, weight, units, sums, memory):  # type: ignore[no-untyped-def]
+    @helper
+    def multiply(x, x_stride, rows, weight, units, sums, memory):
         panel_stride = 64 if groups else units * 64
         block = units if rows <= many_rows else _BLOCK_UNITS
         for begin in range(0, units, block):
@@ -120,45 +119,39 @@ def _make_by_vectors(kind: str, dtype: str) -> Any:
 
 
 def _make_tile(kind: str, dtype: str, rows: int, panels: int) -> Any:
-    """Make an intrinsic: the sums of `rows` rows and 16 `panels` outputs. Behind the last row, that row is computed again.
+    """Make the function that computes the sums of `rows` rows and 16 `panels` outputs. After the last row, that row is repeated.
 
     With `goes_on` the sums are added to.
     """
 
-    @intrinsic
-    def tile(typingctx, x, x_stride, last_row, weight, panel_stride, panel, units, sums, goes_on):  # type: ignore[no-untyped-def]
-        def generate(context, b, sig, args):  # type: ignore[no-untyped-def]
-            x, x_stride, last_row, weight, panel_stride, panel, units, sums, goes_on = args
-            indices = [b.select(b.icmp_signed("<", int64(row), last_row), int64(row), last_row) for row in range(rows)]
-            x_rows = [b.add(x, b.mul(index, x_stride)) for index in indices]
-            places = [
-                b.add(sums, b.add(b.mul(index, int64(PANEL_BYTES)), int64(64 * p)))
-                for index in indices
-                for p in range(panels)
-            ]
-            adds = b.icmp_signed("!=", goes_on, int64(0))
-            zero = constant(F32_16, 0.0)
-            totals = [b.select(adds, load(b, place, F32_16, 4), zero) for place in places]
-            weights = [b.add(weight, b.mul(panel_stride, int64(p))) for p in range(panels)]
-            if kind == "mx":  # behind a group's words, 16 bytes for each of the panel's parts of 64 bytes
-                parts = [b.add(panel, int64(p)) for p in range(panels)]
-                scales = [b.sub(int64(GROUP_UNITS * 64), b.mul(part, int64(48))) for part in parts]
-                totals = _emit_groups(b, dtype, x_rows, weights, scales, units, totals)
-            else:
-                totals = _emit_units(b, dtype, x_rows, weights, units, totals)
-            for place, total in zip(places, totals, strict=True):
-                store(b, total, place, 4)
-            return context.get_dummy_value()
-
-        return signature(types.void, *[types.int64] * 9), generate
+    @emits(NOTHING, *[INT] * 9)
+    def tile(b, x, x_stride, last_row, weight, panel_stride, panel, units, sums, goes_on):
+        x_rows = repeated_rows(b, x, x_stride, last_row, rows)
+        places = [
+            b.add(row, int64(64 * p))
+            for row in repeated_rows(b, sums, int64(PANEL_BYTES), last_row, rows)
+            for p in range(panels)
+        ]
+        adds = b.icmp_signed("!=", goes_on, int64(0))
+        zero = constant(F32_16, 0.0)
+        totals = [b.select(adds, load(b, place, F32_16, 4), zero) for place in places]
+        weights = [b.add(weight, b.mul(panel_stride, int64(p))) for p in range(panels)]
+        if kind == "mx":  # after a group's words, 16 bytes for each of the panel's parts of 64 bytes
+            parts = [b.add(panel, int64(p)) for p in range(panels)]
+            scales = [b.sub(int64(GROUP_UNITS * 64), b.mul(part, int64(48))) for part in parts]
+            totals = _emit_groups(b, dtype, x_rows, weights, scales, units, totals)
+        else:
+            totals = _emit_units(b, dtype, x_rows, weights, units, totals)
+        for place, total in zip(places, totals, strict=True):
+            store(b, total, place, 4)
 
     return tile
 
 
-def _emit_units(b, dtype, x_rows, weights, units, totals):  # type: ignore[no-untyped-def]
+def _emit_units(b, dtype, x_rows, weights, units, totals):
     """Sums over plain weights."""
 
-    def body(unit, totals):  # type: ignore[no-untyped-def]
+    def body(unit, totals):
         totals, kind = list(totals), F32_16 if dtype == "f32" else I32_16
         places = [b.add(weight, b.mul(unit, int64(64))) for weight in weights]
         values = [load(b, place, kind, 64) for place in places]
@@ -179,16 +172,16 @@ def _emit_units(b, dtype, x_rows, weights, units, totals):  # type: ignore[no-un
     return Loop(b, units, 1, totals, body).results
 
 
-def _emit_groups(b, dtype, x_rows, weights, scales, units, totals):  # type: ignore[no-untyped-def]
+def _emit_groups(b, dtype, x_rows, weights, scales, units, totals):
     """Sums over MXFP4 weights; `scales` are the distances from a group's words to its scales."""
     zeros = [constant(F32_16, 0.0)] * len(totals)
     x_bytes = 8 if dtype == "f32" else 4
 
-    def group(unit, totals):  # type: ignore[no-untyped-def]
+    def group(unit, totals):
         offset = b.mul(b.sdiv(unit, int64(GROUP_UNITS)), int64(GROUP_BYTES))
         starts = [b.add(weight, offset) for weight in weights]
 
-        def line(inner, sums):  # type: ignore[no-untyped-def]
+        def line(inner, sums):
             sums, at = list(sums), b.mul(inner, int64(64))  # 256 bytes for 4 units
             words = [load(b, b.add(start, at), I32_16, 64) for start in starts]
             if len(x_rows) == 1:
@@ -221,11 +214,10 @@ def _emit_groups(b, dtype, x_rows, weights, scales, units, totals):  # type: ign
     return Loop(b, units, GROUP_UNITS, totals, group).results
 
 
-def _scale(b, address):  # type: ignore[no-untyped-def]
+def _scale(b, address):
     """Powers of two in float32 of 16 exponents of 8 bits, as `MxTensor` has them."""
     exponents = b.zext(load(b, address, _BYTES_16, 16), I32_16)
-    is_zero = b.icmp_signed(
-        "==", exponents, constant(I32_16, 0)
-    )  # 2 ** -127, which float32 holds as 1 bit in the fraction
+    # 2 ** -127, which float32 holds as 1 bit in the fraction
+    is_zero = b.icmp_signed("==", exponents, constant(I32_16, 0))
     bits = b.select(is_zero, constant(I32_16, 1 << 22), b.shl(exponents, constant(I32_16, 23)))
     return b.bitcast(bits, F32_16)

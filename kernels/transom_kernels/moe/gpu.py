@@ -5,16 +5,40 @@ Legend: T tokens, N hidden width, I inner width, E experts, K experts per token,
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 
 from transom_kernels.launch import INTERPRETED, next_power_of_two
-from transom_kernels.moe.dispatch import block_rows
 from transom_kernels.moe.kernel import into_experts, out_of_experts, sum_experts
-from transom_kernels.moe.sort import MAX_PAIRS, block_rows_triton
-from transom_kernels.moe.tuning import choose_tile
+from transom_kernels.moe.row_blocks import MAX_PAIRS, block_rows, block_rows_triton
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
 
 SUM_COLUMNS = 1024  # of a program of `sum_experts`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """The tile of a grouped matmul: rows, columns and inner elements of an iteration; warps and pipeline stages."""
+
+    block_m: int
+    block_n: int
+    block_j: int
+    num_warps: int
+    num_stages: int
+
+
+# few rows: the time goes into reading weights
+SMALL = Tile(block_m=16, block_n=64, block_j=128, num_warps=4, num_stages=3)
+MIDDLE = Tile(block_m=64, block_n=64, block_j=64, num_warps=4, num_stages=3)
+LARGE = Tile(block_m=128, block_n=64, block_j=64, num_warps=8, num_stages=3)
+TILES = (SMALL, MIDDLE, LARGE)
+MXFP4_TILES = (  # MXFP4 weights are dequantised in registers, which more warps must share
+    replace(SMALL, num_warps=8),  # with four warps Triton 3.6 spills registers
+    replace(MIDDLE, block_n=32, num_warps=8),
+    replace(LARGE, block_n=32),
+)
+FLOAT32_TILE = replace(SMALL, block_n=32, block_j=32, num_stages=2)  # float32, without tensor cores
 
 
 def moe_triton(
@@ -77,3 +101,11 @@ def _operands(weight: torch.Tensor | MxTensor) -> tuple[torch.Tensor, torch.Tens
     if isinstance(weight, MxTensor):
         return weight.blocks, weight.scales, True
     return weight, weight, False
+
+
+def choose_tile(num_pairs: int, num_experts: int, *, is_mx: bool, element_bytes: int) -> Tile:
+    """The tile for this many pairs of token and expert."""
+    if element_bytes > 2:
+        return FLOAT32_TILE
+    rows = num_pairs / num_experts
+    return (MXFP4_TILES if is_mx else TILES)[0 if rows <= 16 else 1 if rows <= 96 else 2]

@@ -5,7 +5,7 @@
     sum_experts:     out[t] = sum of result[p] over the K pairs p of token t
 
 With SCALES_INPUT (Llama 4) weights[p] multiplies x instead of the result. The grid of a matmul is (column blocks, row blocks): one
-program multiplies one row block (pairs that chose one expert, `dispatch.py`) by one block of columns of that expert's matrix.
+program multiplies one row block (pairs that chose one expert, `row_blocks.py`) by one block of columns of that expert's matrix.
 
 MXFP4 weights are dequantised in registers. A byte holds an even and an odd element; even and odd columns are multiplied separately.
 
@@ -132,9 +132,8 @@ def into_experts(
     for begin in range(0, width, BLOCK_J):
         if IS_MX:
             groups = width // 32
-            half = (
-                groups * 16
-            )  # bytes of a row, as a product with 16: so the compiler knows that rows begin at multiples of 16
+            # bytes of a row, as a product with 16: so the compiler knows that rows begin at multiples of 16
+            half = groups * 16
             gate = _mx_product(
                 gate, rows, gate_up + gate_row[:, None] * half, scales + gate_row[:, None] * groups,
                 begin, width, is_row, is_column, factor, UPCAST, BLOCK_J,
@@ -145,20 +144,13 @@ def into_experts(
             )  # fmt: skip
         else:
             gate = _plain_product(
-                gate,
-                rows,
-                gate_up + gate_row[:, None] * width,
-                begin,
-                width,
-                is_row,
-                is_column,
-                factor,
-                UPCAST,
-                BLOCK_J,
-            )
+                gate, rows, gate_up + gate_row[:, None] * width,
+                begin, width, is_row, is_column, factor, UPCAST, BLOCK_J,
+            )  # fmt: skip
             up = _plain_product(
-                up, rows, gate_up + up_row[:, None] * width, begin, width, is_row, is_column, factor, UPCAST, BLOCK_J
-            )
+                up, rows, gate_up + up_row[:, None] * width,
+                begin, width, is_row, is_column, factor, UPCAST, BLOCK_J,
+            )  # fmt: skip
     # bias, clamp, activation
     if HAS_BIAS:
         gate += tl.load(bias + gate_row, mask=is_column, other=0.0).to(tl.float32)[None, :]

@@ -1,31 +1,55 @@
-"""Launch of the CPU kernel of `position_scale`.
+"""`position_scale` on CPUs: 1 + factor * log(1 + floor((p + 1) / interval)) of each position p, in float32.
 
 Legend: T tokens.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
+from transom_kernels.cpu.simd import NUM_BYTES, STORE_PART, float_of_bits, fma, load_i64, logarithm, splat, vector_floor
+from transom_kernels.cpu.work import argument, each_item
 
 ITEM_TOKENS = 32  # most tokens of one item of work
 
 
-def position_scale_fits(positions: torch.Tensor, dtype: torch.dtype) -> bool:
+def fits_cpu(positions: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether the kernel takes these dtypes and strides."""
     return positions.dtype == torch.int64 and positions.is_contiguous() and dtype in DTYPES
 
 
 def position_scale_cpu(positions: torch.Tensor, *, factor: float, interval: int, dtype: torch.dtype) -> torch.Tensor:
-    """The contract is that of `op.position_scale`."""
-    out = empty((len(positions),), dtype)
-    kernel = cpu_kernel("transom_kernels.position_scale.cpu_kernel", "make_position_scale", dtype=DTYPES[dtype])
+    """Return the factors [T] of `positions` [T] int64 in `dtype`, as `op.position_scale`."""
     num_tokens = len(positions)
+    out = empty((num_tokens,), dtype)
     launch(
-        kernel,
+        cpu_kernel("transom_kernels.position_scale.cpu", "make_position_scale", dtype=DTYPES[dtype]),
         -(-num_tokens // ITEM_TOKENS),
         [positions, out, num_tokens, ITEM_TOKENS, float(factor), float(interval)],
     )
     return out
+
+
+def make_position_scale(dtype: str) -> Any:
+    """The kernel. An item is some tokens.
+
+    Arguments: 0 positions [T] int64, 1 out [T], 2 T, 3 tokens of an item, 4 factor, 5 interval.
+    """
+    store_part, size = STORE_PART[dtype], NUM_BYTES[dtype]
+
+    @each_item
+    def position_scale(arguments, thread, item):
+        factor = splat(float_of_bits(argument(arguments, 4)))
+        interval = splat(float_of_bits(argument(arguments, 5)))
+        first = item * argument(arguments, 3)
+        for token in range(first, min(first + argument(arguments, 3), argument(arguments, 2))):
+            next_position = splat(load_i64(argument(arguments, 0) + token * 8)) + splat(1.0)
+            intervals = vector_floor(next_position / interval)
+            value = fma(logarithm(intervals + splat(1.0)), factor, splat(1.0))
+            store_part(argument(arguments, 1) + token * size, value, 1)
+
+    return position_scale

@@ -1,4 +1,6 @@
-"""The operator `position_scale`: 1 + factor * log(1 + floor((p + 1) / interval)) of each position p.
+"""The operator `position_scale`: the factor of queries in Llama 4's layers without RoPE, which grows with the position.
+
+    factor of position p = 1 + factor * log(1 + floor((p + 1) / interval))
 
 Legend: T tokens.
 """
@@ -8,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from transom_kernels.launch import uses_cpu_kernels
-from transom_kernels.position_scale.reference import position_scale_reference
 
 
 def position_scale(positions: torch.Tensor, *, factor: float, interval: int, dtype: torch.dtype) -> torch.Tensor:
@@ -20,8 +21,16 @@ def position_scale(positions: torch.Tensor, *, factor: float, interval: int, dty
     if interval < 1:
         raise ValueError(f"interval is {interval}; give at least 1.")
     if uses_cpu_kernels(positions):
-        from transom_kernels.position_scale.cpu import position_scale_cpu, position_scale_fits
+        from transom_kernels.position_scale.cpu import fits_cpu, position_scale_cpu
 
-        if position_scale_fits(positions, dtype):
+        if fits_cpu(positions, dtype):
             return position_scale_cpu(positions, factor=factor, interval=interval, dtype=dtype)
     return position_scale_reference(positions, factor=factor, interval=interval, dtype=dtype)
+
+
+def position_scale_reference(
+    positions: torch.Tensor, *, factor: float, interval: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The specification of `position_scale`, in torch."""
+    intervals_T = ((positions.float() + 1.0) / interval).floor()
+    return (intervals_T.log1p() * factor + 1.0).to(dtype)

@@ -16,9 +16,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from transom_kernels.cpu.bounds import checked_address
+from transom_kernels.cpu.numba_types import f32x16
 from transom_kernels.cpu.simd import (
     NUM_BYTES,
-    f32x16,
     keep_part,
     lane_max,
     lane_sum,

@@ -1,4 +1,10 @@
-"""Linear layers over weights in 8 or 4 bits, for CPUs."""
+"""Linear layers over weights in 8 or 4 bits, for CPUs.
+
+op                          the operators with their specification
+layout, weights             sizes of groups and panels, and the rounding and packing of weights
+cpu, cpu_kernel             launches, and the kernels
+rounded_rows, tile_product  what the kernels are made of: rounding rows of x, and products of a block of them with a panel
+"""
 
 from transom_kernels.quantised_linear.layout import GROUP
 from transom_kernels.quantised_linear.op import quantised_gated_linear, quantised_linear

@@ -33,7 +33,7 @@ def quantised_linear_cpu(
     soft_cap: float | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The contract is that of `op.quantised_linear`."""
+    """`residual + cap(scale * (x @ weight.T + bias))` [M, N] of `x` [M, K]; see `op.quantised_linear`."""
     out = empty((x.shape[0], weight.num_outputs), out_dtype)
     _launch(x, weight, out, residual=residual, scale=scale, soft_cap=soft_cap or 0.0)
     return out
@@ -42,7 +42,7 @@ def quantised_linear_cpu(
 def quantised_gated_linear_cpu(
     x: torch.Tensor, weight: PackedPanels, activation: Activation, *, limit: float | None
 ) -> torch.Tensor:
-    """The contract is that of `op.quantised_gated_linear`."""
+    """`activation(x @ gate.T + gate bias) * (x @ up.T + up bias)` [M, N]; see `op.quantised_gated_linear`."""
     out = empty((x.shape[0], weight.num_outputs), x.dtype)
     _launch(x, weight, out, activation=activation, limit=limit or 0.0)
     return out

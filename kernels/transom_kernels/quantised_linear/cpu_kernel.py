@@ -1,5 +1,5 @@
-"""Linear layers over quantised weights for CPUs, in numba: products, with what belongs to the layer done in float32 before the
-one rounding. `cpu.py` launches it.
+"""The kernels of linear layers over quantised weights: products, with what belongs to the layer done in float32 before the one
+rounding. `cpu.py` launches them.
 
 Legend: M rows, K input width, N output width.
 """
@@ -8,31 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
-from transom_kernels.cpu.simd import (
-    LOAD,
-    LOAD_PART,
-    NUM_BYTES,
-    STORE,
-    STORE_PART,
-    float_of_bits,
-    fma,
-    keep_nan,
-    load_f32,
-    sigmoid,
-    splat,
-    tanh,
-    vector_max,
-    vector_min,
-)
-from transom_kernels.cpu.work import argument, claim, finish, scratch
+from transom_kernels.cpu.rows import limited_gate, limited_up, make_gated, soft_capped
+from transom_kernels.cpu.simd import float_of_bits, load_f32, row_access, splat
+from transom_kernels.cpu.work import argument, claim, each_item, finish, helper, scratch
 from transom_kernels.quantised_linear.layout import GROUP, LINE, MOST_ROWS, PANEL, RECORD, ZERO, group_bytes
 from transom_kernels.quantised_linear.rounded_rows import block_rows, make_round_rows
 from transom_kernels.quantised_linear.tile_product import make_tile_product
 
-_GELU_SLOPE = 2 * 0.7978845608028654  # 2 sqrt(2 / pi)
-_GELU_CUBE = 0.044715 * _GELU_SLOPE
 _SUMS = MOST_ROWS * LINE  # bytes of a block's sums
 
 
@@ -40,16 +22,13 @@ def make_rounded_rows(dtype: str) -> Any:
     """Round rows to 16 bits; an item is MOST_ROWS rows. Arguments: x, records, M, K, row stride of x in bytes, zero."""
     round_rows = make_round_rows(dtype)
 
-    def rounded_rows(arguments, thread):  # type: ignore[no-untyped-def]
-        item = claim(thread)
-        while item >= 0:
-            first = item * MOST_ROWS
-            count = min(MOST_ROWS, argument(arguments, 2) - first)
-            width, stride = argument(arguments, 3), argument(arguments, 4)
-            records = argument(arguments, 1) + first * ((width + GROUP - 1) // GROUP) * RECORD
-            round_rows(argument(arguments, 0) + first * stride, stride, count, width, argument(arguments, 5), records)
-            finish(thread)
-            item = claim(thread)
+    @each_item
+    def rounded_rows(arguments, thread, item):
+        first = item * MOST_ROWS
+        count = min(MOST_ROWS, argument(arguments, 2) - first)
+        width, stride = argument(arguments, 3), argument(arguments, 4)
+        records = argument(arguments, 1) + first * ((width + GROUP - 1) // GROUP) * RECORD
+        round_rows(argument(arguments, 0) + first * stride, stride, count, width, argument(arguments, 5), records)
 
     return rounded_rows
 
@@ -67,7 +46,7 @@ def make_quantised_linear(dtype: str, out_dtype: str, format: str, activation: s
     level_bytes, scale_bytes = group_bytes(format)
     store_tile = _store_output(out_dtype) if activation is None else _store_gated(out_dtype, activation)
 
-    def quantised_linear(arguments, thread):  # type: ignore[no-untyped-def]
+    def quantised_linear(arguments, thread):
         item = claim(thread)
         if item < 0:
             return
@@ -104,11 +83,10 @@ def make_quantised_linear(dtype: str, out_dtype: str, format: str, activation: s
 
 def _store_output(dtype: str) -> Any:
     """Make store_output(arguments, sums, panel, first row, rows): bias, scale, soft cap, residual, and the rounding."""
-    load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
-    store, store_part = STORE[dtype], STORE_PART[dtype]
+    load, load_part, store, store_part, size = row_access(dtype)
 
-    @njit(error_model="numpy")
-    def store_output(arguments, sums, panel, first_row, count):  # type: ignore[no-untyped-def]
+    @helper
+    def store_output(arguments, sums, panel, first_row, count):
         bias, residual, out = argument(arguments, 7), argument(arguments, 13), argument(arguments, 15)
         scale, cap = float_of_bits(argument(arguments, 17)), float_of_bits(argument(arguments, 18))
         lanes, column = argument(arguments, 8) - panel * PANEL, panel * PANEL * size
@@ -118,7 +96,7 @@ def _store_output(dtype: str) -> Any:
                 y = y + load_f32(bias + panel * LINE)
             y = y * splat(scale)
             if cap != 0:
-                y = keep_nan(tanh(y / splat(cap)) * splat(cap), y)
+                y = soft_capped(y, cap)
             before = residual + (first_row + row) * argument(arguments, 14) + column
             place = out + (first_row + row) * argument(arguments, 16) + column
             if lanes >= PANEL:
@@ -135,11 +113,11 @@ def _store_output(dtype: str) -> Any:
 
 def _store_gated(dtype: str, activation: str) -> Any:
     """Make store_gated(arguments, sums, pair of panels, first row, rows): biases, limits, activation, product and rounding."""
-    store, store_part, size = STORE[dtype], STORE_PART[dtype], NUM_BYTES[dtype]
-    is_gelu = activation == "gelu_tanh"
+    _, _, store, store_part, size = row_access(dtype)
+    gated = make_gated(activation)
 
-    @njit(error_model="numpy")
-    def store_gated(arguments, sums, pair, first_row, count):  # type: ignore[no-untyped-def]
+    @helper
+    def store_gated(arguments, sums, pair, first_row, count):
         bias, out, limit = argument(arguments, 7), argument(arguments, 15), float_of_bits(argument(arguments, 19))
         lanes = argument(arguments, 8) - pair * PANEL
         for row in range(count):
@@ -148,12 +126,8 @@ def _store_gated(dtype: str, activation: str) -> Any:
                 gate = gate + load_f32(bias + 2 * pair * LINE)
                 up = up + load_f32(bias + (2 * pair + 1) * LINE)
             if limit != 0:
-                gate = keep_nan(vector_min(gate, splat(limit)), gate)
-                up = keep_nan(vector_max(vector_min(up, splat(limit)), splat(-limit)), up)
-            slope = gate
-            if is_gelu:  # (1 + tanh(y)) / 2 is the sigmoid of 2 y
-                slope = gate * fma(gate * gate, splat(_GELU_CUBE), splat(_GELU_SLOPE))
-            y = gate * sigmoid(slope) * up
+                gate, up = limited_gate(gate, limit), limited_up(up, limit)
+            y = gated(gate, up)
             place = out + (first_row + row) * argument(arguments, 16) + pair * PANEL * size
             if lanes >= PANEL:
                 store(place, y)

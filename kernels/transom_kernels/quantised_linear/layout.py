@@ -9,6 +9,7 @@ LINE = 64  # bytes
 ZERO = {"int8": 128, "int8_min": 0, "int4": 8, "int4_min": 0}  # the level of an element of 0, by format
 RECORD = 80  # bytes of a group of a rounded row (`rounded_rows`)
 MOST_ROWS = 8  # in a block
+SMALLEST = 1e-30  # groups of a row without a larger magnitude are 0
 
 
 def is_small(format: str) -> bool:

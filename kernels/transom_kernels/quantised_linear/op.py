@@ -1,22 +1,22 @@
 """The operators `quantised_linear` and `quantised_gated_linear`: linear layers over weights in 8 or 4 bits.
 
-Rows of the input are rounded, too: to 16 bits, with a scale for each group of 32 columns, which changes results less than
-bfloat16 does. The integers of a group are multiplied
-exactly, and the groups' products are added in float32, in order. So a row's result is the same for any number of rows or threads.
+Rows of the input are rounded, too: to 16 bits, with a scale for each group of 32 columns, which changes results less than bfloat16
+does. The integers of a group are multiplied exactly, and the groups' products are added in float32, in order. So a row's result is
+the same for any number of rows or threads.
 
-Legend: M rows, K input width, N output width.
+Legend: M rows, K input width, N output width, G groups of 32 columns.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from transom_kernels.launch import uses_cpu_kernels
-from transom_kernels.quantised_linear.reference import (
-    quantised_gated_linear_reference,
-    quantised_linear_reference,
-)
-from transom_kernels.quantised_linear.weights import Activation, PackedPanels
+from transom_kernels.quantised_linear.layout import GROUP, SMALLEST, ZERO
+from transom_kernels.quantised_linear.weights import Activation, PackedPanels, QuantisedRows
+
+LARGEST = 127 * 256  # magnitude of a rounded element
 
 
 def quantised_linear(
@@ -66,6 +66,66 @@ def quantised_gated_linear(
         if fits(x, x.dtype):
             return quantised_gated_linear_cpu(x, weight, activation, limit=limit)
     return quantised_gated_linear_reference(x, weight, activation, limit=limit)
+
+
+def quantised_linear_reference(
+    x: torch.Tensor,
+    weight: PackedPanels,
+    residual: torch.Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The specification of `quantised_linear`, in torch: group by group."""
+    (y,) = _products(x, weight)
+    y = y * scale
+    if soft_cap is not None:
+        y = soft_cap * torch.tanh(y / soft_cap)
+    if residual is not None:
+        y = y + residual.float()
+    return y.to(out_dtype or x.dtype)
+
+
+def quantised_gated_linear_reference(
+    x: torch.Tensor, weight: PackedPanels, activation: Activation, *, limit: float | None = None
+) -> torch.Tensor:
+    """The specification of `quantised_gated_linear`, in torch: group by group."""
+    gate, up = _products(x, weight)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up).to(x.dtype)
+
+
+def quantise_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `x` [M, K] as integers from -32512 to 32512 [M, G, 32], and the groups' scales [M, G], both in float32."""
+    padded = F.pad(x.float(), (0, -x.shape[1] % GROUP))
+    groups = padded.view(len(x), padded.shape[1] // GROUP, GROUP)
+    largest = groups.abs().amax(dim=-1)
+    inverse = torch.where(largest < SMALLEST, 0.0, torch.full_like(largest, LARGEST) / largest)
+    return torch.round(groups * inverse[..., None]), largest * (1 / LARGEST)
+
+
+def _products(x: torch.Tensor, weight: PackedPanels) -> list[torch.Tensor]:
+    """x @ weight.T + bias in float32, of the weight or of gate and up."""
+    integers, scales = quantise_activations(x)
+    return [
+        _product(integers, scales, rows) + (0.0 if bias is None else bias)
+        for rows, bias in zip(weight.unpacked(), weight.biases(), strict=True)
+    ]
+
+
+def _product(x: torch.Tensor, x_scales: torch.Tensor, weight: QuantisedRows) -> torch.Tensor:
+    """x @ weight.T [M, N] in float32. The integers of a group are summed in float64, exactly."""
+    total = torch.zeros(len(x), len(weight.levels))
+    levels = weight.levels.view(len(weight.levels), -1, GROUP)
+    for group in range(x.shape[1]):
+        scale = x_scales[:, group, None]
+        product = (x[:, group].double() @ (levels[:, group].double() - ZERO[weight.format]).T).float()
+        total += product * (scale * weight.scales[:, group].float())
+        if weight.minima is not None:
+            total += scale * x[:, group].sum(dim=-1, keepdim=True) * weight.minima[:, group].float()
+    return total
 
 
 def _check(x: torch.Tensor, weight: PackedPanels, *, is_gated: bool) -> None:

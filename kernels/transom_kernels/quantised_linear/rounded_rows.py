@@ -1,4 +1,4 @@
-"""Rounds rows to 16 bits, in numba, for products with quantised weights.
+"""Rounds rows to 16 bits in a kernel, for products with quantised weights.
 
 Each group of 32 columns of a row becomes a *record* of 80 bytes:
 
@@ -17,11 +17,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
-
-from transom_kernels.cpu.simd import LOAD, LOAD_PART, NUM_BYTES, f32x16
+from transom_kernels.cpu.language import FLOATS, INT, NOTHING, emits, helper
+from transom_kernels.cpu.simd import LOAD, LOAD_PART, NUM_BYTES
 from transom_kernels.cpu.target import cpu_target
 from transom_kernels.cpu.vector_code import (
     F32,
@@ -34,17 +31,18 @@ from transom_kernels.cpu.vector_code import (
     float32_constant,
     function,
     int64,
+    lanewise,
     store,
     store_wide,
 )
-from transom_kernels.quantised_linear.layout import GROUP, RECORD
+from transom_kernels.quantised_linear.layout import GROUP, RECORD, SMALLEST
 
 START, SCALE, SCALED_SUM = 64, 68, 72  # where they lie in a record
 BLOCK_ROWS = (8, 4, 2, 1) if cpu_target().avx512 else (2, 1)  # as many as the registers hold
 
 
-@njit(error_model="numpy")
-def block_rows(left):  # type: ignore[no-untyped-def]
+@helper
+def block_rows(left):
     """Rows of the next block, of `left` rows."""
     for rows in BLOCK_ROWS:
         if left >= rows:
@@ -56,8 +54,8 @@ def make_round_rows(dtype: str) -> Any:
     """Make round_rows(x, row stride, rows, K, zero, records)."""
     load_lanes, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
 
-    @njit(error_model="numpy")
-    def round_rows(x, stride, num_rows, width, zero, records):  # type: ignore[no-untyped-def]
+    @helper
+    def round_rows(x, stride, num_rows, width, zero, records):
         num_groups, rest = (width + GROUP - 1) // GROUP, width % GROUP
         row = 0
         while row < num_rows:
@@ -77,28 +75,20 @@ def make_round_rows(dtype: str) -> Any:
     return round_rows
 
 
-@intrinsic
-def _round_group(typing_context, first, second, zero, record):  # type: ignore[no-untyped-def]
+@emits(NOTHING, FLOATS, FLOATS, INT, INT)
+def _round_group(b, first, second, zero, record):
     """Write the record of a group: its first and its second 16 columns."""
-
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        *parts, zero, record = arguments
-        # magnitudes compare like their bits; NaN is the largest, so that it reaches the scale and all that is made of it
-        bits = [b.and_(b.bitcast(part, I32_16), constant(I32_16, 0x7FFFFFFF)) for part in parts]
-        largest = b.call(function(b, "llvm.smax.v16i32", I32_16, [I32_16] * 2), bits)
-        magnitude = b.bitcast(b.call(function(b, "llvm.vector.reduce.smax.v16i32", I32, [I32_16]), [largest]), F32)
-        is_tiny = b.fcmp_ordered("<", magnitude, float32_constant(1e-30))
-        inverse = broadcast(
-            b, b.select(is_tiny, float32_constant(0.0), b.fdiv(float32_constant(WIDE_LARGEST), magnitude)), F32_16
-        )
-        nearest = function(b, "llvm.rint.v16f32", F32_16, [F32_16])
-        integers = [b.fptosi(b.call(nearest, [b.fmul(part, inverse)]), I32_16) for part in parts]
-        store_wide(b, integers, record)
-        total = b.call(function(b, "llvm.vector.reduce.add.v16i32", I32, [I32_16]), [b.add(*integers)])
-        scale = b.fmul(magnitude, float32_constant(1 / WIDE_LARGEST))
-        store(b, b.neg(b.mul(total, b.trunc(zero, I32))), b.add(record, int64(START)), 4)
-        store(b, scale, b.add(record, int64(SCALE)), 4)
-        store(b, b.fmul(scale, b.sitofp(total, F32)), b.add(record, int64(SCALED_SUM)), 4)
-        return context.get_dummy_value()
-
-    return types.void(f32x16, f32x16, types.int64, types.int64), generate
+    # magnitudes compare like their bits; NaN is the largest, so that it reaches the scale and all that is made of it
+    bits = [b.and_(b.bitcast(part, I32_16), constant(I32_16, 0x7FFFFFFF)) for part in (first, second)]
+    largest = b.call(function(b, "llvm.smax.v16i32", I32_16, [I32_16] * 2), bits)
+    magnitude = b.bitcast(b.call(function(b, "llvm.vector.reduce.smax.v16i32", I32, [I32_16]), [largest]), F32)
+    is_tiny = b.fcmp_ordered("<", magnitude, float32_constant(SMALLEST))
+    inverse = b.select(is_tiny, float32_constant(0.0), b.fdiv(float32_constant(WIDE_LARGEST), magnitude))
+    factor = broadcast(b, inverse, F32_16)
+    integers = [b.fptosi(lanewise(b, "rint", b.fmul(part, factor)), I32_16) for part in (first, second)]
+    store_wide(b, integers, record)
+    total = b.call(function(b, "llvm.vector.reduce.add.v16i32", I32, [I32_16]), [b.add(*integers)])
+    scale = b.fmul(magnitude, float32_constant(1 / WIDE_LARGEST))
+    store(b, b.neg(b.mul(total, b.trunc(zero, I32))), b.add(record, int64(START)), 4)
+    store(b, scale, b.add(record, int64(SCALE)), 4)
+    store(b, b.fmul(scale, b.sitofp(total, F32)), b.add(record, int64(SCALED_SUM)), 4)

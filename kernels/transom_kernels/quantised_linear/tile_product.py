@@ -1,4 +1,4 @@
-"""Products of a block of rounded rows (`rounded_rows`) with a panel of a quantised weight (`weights`), in numba.
+"""Products of a block of rounded rows (`rounded_rows`) with a panel of a quantised weight (`weights`), in a kernel.
 
 The integers of each group are summed exactly. Then the float32 totals grow by sum * (scale of the weight * scale of the row), one
 group after the other, for any number of rows.
@@ -6,12 +6,12 @@ group after the other, for any number of rows.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
 
+from transom_kernels.cpu.language import INT, NOTHING, emits, helper
 from transom_kernels.cpu.vector_code import (
     F32_16,
     I16,
@@ -44,8 +44,8 @@ def make_tile_product(format: str) -> Any:
     of_1, of_2 = products[1], products[2]
     of_4, of_8 = products.get(4, of_1), products.get(8, of_1)
 
-    @njit(error_model="numpy")
-    def tile_product(rows, levels, scales, records, num_groups, sums):  # type: ignore[no-untyped-def]
+    @helper
+    def tile_product(rows, levels, scales, records, num_groups, sums):
         if rows == 1:
             of_1(levels, scales, records, num_groups, sums)
         elif rows == 2:
@@ -59,28 +59,20 @@ def make_tile_product(format: str) -> Any:
 
 
 def _make_product(format: str, rows: int) -> Any:
-    """Make the intrinsic for blocks of `rows` rows."""
-
-    @intrinsic
-    def product(typing_context, levels, scales, records, num_groups, sums):  # type: ignore[no-untyped-def]
-        def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-            _emit_product(b, format, rows, *arguments)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 5), generate
-
-    return product
+    """Make the function for blocks of `rows` rows."""
+    return emits(NOTHING, *[INT] * 5)(partial(_emit_product, format=format, rows=rows))
 
 
 def _emit_product(
     b: ir.IRBuilder,
-    format: str,
-    rows: int,
     levels: ir.Value,
     scales: ir.Value,
     records: ir.Value,
     num_groups: ir.Value,
     sums: ir.Value,
+    *,
+    format: str,
+    rows: int,
 ) -> None:
     small, minimal = is_small(format), has_minimum(format)
     level_bytes, scale_bytes = group_bytes(format)

@@ -1,21 +1,26 @@
-"""Launches of the CPU kernels of RMS normalisation.
+"""RMS normalisation on CPUs: of rows, also of sums with the residual, and of heads in place.
+
+rms_norm(x, weight) = x / sqrt(mean(x ** 2) + eps) * weight, computed in float32.
 
 Legend: T rows or tokens, N row width, H heads, D head width.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from transom_kernels.cpu.kernel import CpuKernel, cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
+from transom_kernels.cpu.rows import make_inverse_rms
+from transom_kernels.cpu.simd import LOAD, LOAD_PART, NUM_BYTES, ROUND, float_of_bits, row_access, splat
+from transom_kernels.cpu.work import argument, each_item, helper
 
 ITEM_ELEMENTS = 2048  # about as many elements as one item of work normalises
 
-_KERNELS = "transom_kernels.rms_norm.cpu_kernel"
 
-
-def rms_norm_fits(
+def rows_fit(
     x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None, inner: torch.Tensor | None
 ) -> bool:
     """Whether the kernel takes these dtypes and strides."""
@@ -38,7 +43,7 @@ def rms_norm_cpu(
     inner: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The contract is that of `op.rms_norm`."""
+    """rms_norm(sum, weight) and the sum = (residual + rms_norm(x, inner)) * factor, both [T, N]; see `op.rms_norm`."""
     width = x.shape[-1]
     num_rows = x.numel() // width
     sums = x if residual is None else empty(x.shape, x.dtype)
@@ -56,14 +61,14 @@ def rms_norm_cpu(
     return out, sums
 
 
-def head_norm_fits(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
+def heads_fit(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
     """Whether the kernel takes these dtypes and strides."""
     fits = x.dtype in DTYPES and x.stride(2) == 1
     return fits and (weight is None or (weight.dtype in DTYPES and weight.is_contiguous()))
 
 
 def head_norm_cpu_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
-    """The contract is that of `heads.head_norm_`."""
+    """x = x / rms(x) * weight [H, D] of each head of `x` [T, H, D], in place."""
     tokens, heads, width = x.shape
     per_item = max(1, min(heads, ITEM_ELEMENTS // width))
     size = x.element_size()
@@ -75,9 +80,100 @@ def head_norm_cpu_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> 
 
 
 def _kernel(maker: str, x: torch.Tensor, weight: torch.Tensor) -> CpuKernel:
-    return cpu_kernel(_KERNELS, maker, dtype=DTYPES[x.dtype], weight_dtype=DTYPES[weight.dtype])
+    return cpu_kernel("transom_kernels.rms_norm.cpu", maker, dtype=DTYPES[x.dtype], weight_dtype=DTYPES[weight.dtype])
 
 
 def _is_matrix(x: torch.Tensor) -> bool:
     """Whether the rows of a tensor of two or more dimensions have one stride."""
     return all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
+
+
+def _make_normalise(dtype: str, weight_dtype: str) -> Any:
+    """normalise(x, weight, out, width, eps): store one normalised row; without a weight (0) the scaled row."""
+    load, load_part, store, store_part, size = row_access(dtype)
+    load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]
+    inverse_rms = make_inverse_rms(dtype)
+
+    @helper
+    def normalise(x, weight, out, width, eps):
+        full, rest = width // 16 * 16, width % 16
+        scale = splat(inverse_rms(x, width, eps))
+        for k in range(0, full, 16):
+            lanes = load(x + k * size) * scale
+            store(out + k * size, lanes * load_weight(weight + k * weight_size) if weight else lanes)
+        if rest:
+            lanes = load_part(x + full * size, rest) * scale
+            if weight:
+                lanes = lanes * load_weight_part(weight + full * weight_size, rest)
+            store_part(out + full * size, lanes, rest)
+
+    return normalise
+
+
+def make_rms_norm(dtype: str, weight_dtype: str) -> Any:
+    """The kernel of `rms_norm_cpu`: y = rms_norm(x, inner); sum = (residual + y) * factor; out = rms_norm(sum, weight).
+
+    An item is some rows. Steps whose argument is 0 are left out: without `inner` y is x, without `residual` the sum is y. Values
+    are rounded where separate operators would write a tensor. Arguments:
+     0 x, 1 residual, 2 inner, 3 weight, 4 out, 5 sums (both contiguous), 6 T, 7 rows of an item, 8 N,
+     9 x's row stride in bytes, 10 residual's, 11 factor, 12 eps.
+    """
+    load, load_part, store, store_part, size = row_access(dtype)
+    load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]
+    rounded, inverse_rms, normalise = ROUND[dtype], make_inverse_rms(dtype), _make_normalise(dtype, weight_dtype)
+
+    @helper
+    def add(x, residual, inner, sums, width, factor, eps):
+        """Store the sum of one row."""
+        full, rest = width // 16 * 16, width % 16
+        scale = splat(inverse_rms(x, width, eps)) if inner else splat(1.0)
+        for k in range(0, full, 16):
+            y = load(x + k * size)
+            if inner:
+                y = rounded(y * scale * load_weight(inner + k * weight_size))
+            store(sums + k * size, rounded(load(residual + k * size) + y) * factor)
+        if rest:
+            y = load_part(x + full * size, rest)
+            if inner:
+                y = rounded(y * scale * load_weight_part(inner + full * weight_size, rest))
+            total = rounded(load_part(residual + full * size, rest) + y) * factor
+            store_part(sums + full * size, total, rest)
+
+    @each_item
+    def rms_norm(arguments, thread, item):
+        residual, inner, weight = argument(arguments, 1), argument(arguments, 2), argument(arguments, 3)
+        width, eps = argument(arguments, 8), float_of_bits(argument(arguments, 12))
+        factor = splat(float_of_bits(argument(arguments, 11)))
+        first = item * argument(arguments, 7)
+        for row in range(first, min(first + argument(arguments, 7), argument(arguments, 6))):
+            x = argument(arguments, 0) + row * argument(arguments, 9)
+            if residual:
+                sums = argument(arguments, 5) + row * width * size
+                add(x, residual + row * argument(arguments, 10), inner, sums, width, factor, eps)
+                x = sums
+            if weight:
+                normalise(x, weight, argument(arguments, 4) + row * width * size, width, eps)
+
+    return rms_norm
+
+
+def make_norm_heads(dtype: str, weight_dtype: str) -> Any:
+    """The kernel of `head_norm_cpu_`. An item is some heads of one token.
+
+    Arguments: 0 x, 1 weight [H, D], contiguous, or 0, 2 H, 3 D, 4 heads of an item, 5 x's token stride in bytes,
+    6 its head stride, 7 eps.
+    """
+    normalise, weight_size = _make_normalise(dtype, weight_dtype), NUM_BYTES[weight_dtype]
+
+    @each_item
+    def norm_heads(arguments, thread, item):
+        weight, num_heads, width = argument(arguments, 1), argument(arguments, 2), argument(arguments, 3)
+        per_item, eps = argument(arguments, 4), float_of_bits(argument(arguments, 7))
+        parts = (num_heads + per_item - 1) // per_item
+        token, first = item // parts, item % parts * per_item
+        row = argument(arguments, 0) + token * argument(arguments, 5)
+        for head in range(first, min(first + per_item, num_heads)):
+            x = row + head * argument(arguments, 6)
+            normalise(x, weight + head * width * weight_size if weight else 0, x, width, eps)
+
+    return norm_heads

@@ -1,14 +1,17 @@
-"""Launches of the RMS normalisation kernels.
+"""RMS normalisation on GPUs: `norm_rows` (one program per row) and `norm_heads` (some heads of one token per program).
 
-Legend: T tokens, H heads, N row width, D head width.
+rms_norm(x, weight) = x / sqrt(mean(x ** 2) + eps) * weight, computed in float32.
+
+Legend: T rows or tokens, N row width, H heads, D head width.
 """
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
 from transom_kernels.launch import next_power_of_two, warps_for
-from transom_kernels.rms_norm.kernel import norm_heads, norm_rows
 
 HEAD_ELEMENTS = 2048  # of a program of `norm_heads`
 
@@ -22,7 +25,7 @@ def rms_norm_triton(
     inner: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The contract is that of `op.rms_norm`."""
+    """rms_norm(sum, weight) and the sum = (residual + rms_norm(x, inner)) * factor, both [T, N]; see `op.rms_norm`."""
     width = x.shape[1]
     sums = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out = sums if weight is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -38,7 +41,7 @@ def rms_norm_triton(
 
 
 def head_norm_triton_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
-    """The contract is that of `heads.head_norm_`."""
+    """x = x / rms(x) * weight [H, D] of each head of `x` [T, H, D], in place."""
     tokens, heads, width = x.shape
     block_d = next_power_of_two(width)
     block_h = min(next_power_of_two(heads), max(1, HEAD_ELEMENTS // block_d))
@@ -47,3 +50,77 @@ def head_norm_triton_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) 
             x, x if weight is None else weight.contiguous(), x.stride(0), x.stride(1), eps,
             H=heads, D=width, HAS_WEIGHT=weight is not None, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
         )  # fmt: skip
+
+
+@triton.jit
+def _normalised(values, weight, n, inside, eps, N: tl.constexpr):
+    """rms_norm of one row of float32 values [BLOCK_N]."""
+    scale = tl.rsqrt(tl.sum(values * values, 0) / N + eps)
+    return values * scale * tl.load(weight + n, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def norm_rows(
+    x,  # [T, N]
+    residual,  # [T, N], or unused
+    inner,  # [N] weight of the norm before the sum, or unused
+    weight,  # [N] weight of the norm of the sum, or unused
+    out,  # [T, N], or unused
+    sums,  # [T, N], or unused
+    x_stride,
+    residual_stride,
+    factor,
+    eps,
+    N: tl.constexpr,
+    HAS_INNER: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Compute one row: y = rms_norm(x, inner); sum = (residual + y) * factor; out = rms_norm(sum, weight). The grid is (T).
+
+    Steps without their argument are left out: without `inner` y is x, without `residual` the sum is y. Values are rounded where
+    separate operators would write a tensor.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK_N)
+    inside = n < N
+    # load, normalise by `inner`
+    values = tl.load(x + row * x_stride + n, mask=inside, other=0.0).to(tl.float32)
+    if HAS_INNER:
+        values = _normalised(values, inner, n, inside, eps, N).to(sums.dtype.element_ty).to(tl.float32)
+    # add the residual, store the sum
+    if HAS_RESIDUAL:
+        values += tl.load(residual + row * residual_stride + n, mask=inside, other=0.0).to(tl.float32)
+        rounded = (values.to(sums.dtype.element_ty).to(tl.float32) * factor).to(sums.dtype.element_ty)
+        tl.store(sums + row * N + n, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    # normalise the sum
+    if HAS_WEIGHT:
+        normed = _normalised(values, weight, n, inside, eps, N)
+        tl.store(out + row * N + n, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_heads(
+    x,  # [T, H, D], in place
+    weight,  # [H, D], or unused
+    x_stride_t,
+    x_stride_h,
+    eps,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Normalise `BLOCK_H` heads of one token in place. The grid is (T, blocks of heads)."""
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    d = tl.arange(0, BLOCK_D)
+    inside = (head < H)[:, None] & (d < D)[None, :]
+    place = x + tl.program_id(0).to(tl.int64) * x_stride_t + head[:, None] * x_stride_h + d[None, :]
+    values = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    values *= tl.rsqrt(tl.sum(values * values, 1) / D + eps)[:, None]
+    if HAS_WEIGHT:
+        values *= tl.load(weight + head[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, values.to(x.dtype.element_ty), mask=inside)

@@ -1,16 +1,15 @@
-"""The operator `rms_norm`: x / rms(x) * weight in float32, optionally of a sum with the residual.
+"""The operators of RMS normalisation: `rms_norm` of rows, also of sums with the residual, and `head_norm_` of attention heads.
 
-Legend: T rows, N width.
+rms_norm(x, weight) = x / sqrt(mean(x ** 2) + eps) * weight, computed in float32.
+
+Legend: T rows or tokens, N row width, H heads, D head width.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
-
-_FEW_ROWS = 64  # with fewer, torch's own operator is faster (fewer calls); with more, fewer passes over memory are
 
 
 def rms_norm(
@@ -39,26 +38,45 @@ def rms_norm(
             return rms_norm_triton(x, weight, eps, residual, inner=inner, factor=factor)
         return rms_norm_triton(x.reshape(-1, x.shape[-1]), weight, eps)[0].view_as(x), x
     if uses_cpu_kernels(x):
-        from transom_kernels.rms_norm.cpu import rms_norm_cpu, rms_norm_fits
+        from transom_kernels.rms_norm.cpu import rms_norm_cpu, rows_fit
 
-        if rms_norm_fits(x, weight, residual, inner):
+        if rows_fit(x, weight, residual, inner):
             return rms_norm_cpu(x, weight, eps, residual, inner=inner, factor=factor)
     if residual is not None:
-        x = residual + (x if inner is None else _normalised(x, inner, eps))
-        x = x if factor == 1.0 else x * factor
-    return x if weight is None else _normalised(x, weight, eps), x
+        x = (residual + (x if inner is None else rms_norm_reference(x, inner, eps))) * factor
+    return x if weight is None else rms_norm_reference(x, weight, eps), x
 
 
-def _normalised(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """rms_norm by torch; with many rows in steps that pass over memory less often than torch's operator."""
-    if weight.dtype != x.dtype:
-        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
-    if x.shape[0] < _FEW_ROWS or x.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps)
+def head_norm_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
+    """Normalise each head of `x` [T, H, D] in place: x / rms(x) * weight, where rms is taken over the head (QK norm, for instance).
+
+    `x` may have strides. `weight` is [H, D]; None means no weight. A float32 weight over heads of fewer bits is multiplied in
+    float32, and the product is rounded once.
+
+    Raises:
+        ValueError: the weight's shape does not fit.
+    """
+    if weight is not None and weight.shape != x.shape[1:]:
+        raise ValueError(f"x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}; give [heads, width].")
+    if uses_triton(x) and x.stride(2) == 1:
+        from transom_kernels.rms_norm.gpu import head_norm_triton_
+
+        head_norm_triton_(x, weight, eps)
+        return
+    if uses_cpu_kernels(x):
+        from transom_kernels.rms_norm.cpu import head_norm_cpu_, heads_fit
+
+        if heads_fit(x, weight):
+            head_norm_cpu_(x, weight, eps)
+            return
+    x.copy_(rms_norm_reference(x, weight, eps))
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """The specification of both operators, in torch: the last dimension in float32, rounded once."""
     wide = x.float()
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-    return wide.mul_(scale).to(x.dtype).mul_(weight)
+    normed = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return (normed if weight is None else normed * weight.float()).to(x.dtype)
 
 
 def _check(

@@ -1,4 +1,7 @@
-"""The operator `rotary_`: rotary position embedding, by halves (pairs (i, i + R / 2)) or interleaved (pairs (2i, 2i + 1)).
+"""The operators of rotary position embedding (RoPE): `rotary_tables` makes a step's cosines and sines, `rotary_` rotates heads.
+
+For each pair (i, j) of a head: x[i], x[j] = x[i] cos[i] + x[j] signed_sin[i],  x[j] cos[j] + x[i] signed_sin[j].
+Pairs are (i, i + R / 2), halves, or (2i, 2i + 1), interleaved. `signed_sin` is the sine, negated for the first of each pair.
 
 Legend: T tokens, H heads, D head width, R rotated width.
 """
@@ -13,7 +16,7 @@ from transom_kernels.launch import uses_cpu_kernels, uses_triton
 def rotary_(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool = False) -> None:
     """Rotate the first R of each head's D elements of `x` [T, H, D] in place. `x` may have strides.
 
-    `cos` and `signed_sin` are [T, 1 or H, R] in the dtype of `x`; `signed_sin` is the sine, negated for the first of each pair.
+    `cos` and `signed_sin` are [T, 1 or H, R] in the dtype of `x`.
 
     Raises:
         ValueError: R is odd, or the tables do not fit.
@@ -32,14 +35,39 @@ def rotary_(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, int
         rotary_triton_(x, cos, signed_sin, interleaved=interleaved)
         return
     if uses_cpu_kernels(x):
-        from transom_kernels.rotary.cpu import rotary_cpu_, rotary_fits
+        from transom_kernels.rotary.cpu import heads_fit, rotary_cpu_
 
-        if rotary_fits(x, cos, signed_sin):
+        if heads_fit(x, cos, signed_sin):
             rotary_cpu_(x, cos, signed_sin, interleaved=interleaved)
             return
-    rotated = x if width == x.shape[-1] else x[..., :width]
+    x.copy_(rotary_reference(x, cos, signed_sin, interleaved=interleaved))
+
+
+def rotary_tables(
+    positions: torch.Tensor, frequency: torch.Tensor, sign: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cos(position * frequency) * scale and sin(position * frequency) * sign * scale, each [T, 1, R] in `dtype`.
+
+    `positions` is [T] int64; `frequency` and `sign` are [R] float32. Everything is computed in float32, and rounded once.
+    """
+    if uses_cpu_kernels(positions):
+        from transom_kernels.rotary.cpu import rotary_tables_cpu, tables_fit
+
+        if tables_fit(positions, frequency, sign, dtype):
+            return rotary_tables_cpu(positions, frequency, sign, dtype, scale)
+    angles = positions.to(torch.float32)[:, None] * frequency
+    cos, signed_sin = angles.cos() * scale, angles.sin() * sign * scale
+    return cos.to(dtype)[:, None], signed_sin.to(dtype)[:, None]
+
+
+def rotary_reference(
+    x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool = False
+) -> torch.Tensor:
+    """The specification of `rotary_`, in torch; returns the rotated copy."""
+    width = cos.shape[-1]
+    rotated = x[..., :width]
     if interleaved:
-        swapped = rotated.reshape(*rotated.shape[:-1], -1, 2).flip(-1).flatten(-2).mul_(signed_sin)
+        partners = rotated.reshape(*rotated.shape[:-1], -1, 2).flip(-1).flatten(-2)
     else:
-        swapped = rotated.roll(width // 2, dims=-1).mul_(signed_sin)
-    torch.addcmul(swapped, rotated, cos, out=rotated)
+        partners = rotated.roll(width // 2, dims=-1)
+    return torch.cat([torch.addcmul(partners * signed_sin, rotated, cos), x[..., width:]], dim=-1)

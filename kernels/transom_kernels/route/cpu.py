@@ -1,20 +1,72 @@
-"""Launches of the router's CPU kernels: `score_experts` (logits) and `choose_experts`.
+"""An MoE router on CPUs: the kernels `score_experts` (logits) and `choose_experts` (top-k and weights), and their launches.
+
+    logits = x @ weight^T + bias,  scores = softmax, sigmoid or sqrt(softplus) of the logits
+    chosen = the K largest of logits (or scores + correction),  weights = scores[chosen], normalised, * scale * expert_scale
+
+A logit is one chain of multiply-adds in 16 lanes along N, whatever the tile, so it does not depend on the other tokens.
 
 Legend: T tokens, N hidden width, E experts, K experts per token.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from llvmlite import ir
 
 from transom_kernels.cpu.kernel import cpu_kernel
+from transom_kernels.cpu.language import FLOATS, INT, INTS, emits
 from transom_kernels.cpu.launching import DTYPES, empty, launch
+from transom_kernels.cpu.row_products import make_row_products
+from transom_kernels.cpu.simd import (
+    exp,
+    float_of_bits,
+    keep_nan,
+    keep_part,
+    lane_max,
+    lane_sum,
+    load_f32,
+    load_i64,
+    load_part_f32,
+    load_scalar_f32,
+    log1p,
+    sigmoid,
+    splat,
+    store_f32,
+    store_i32,
+    store_i64,
+    store_scalar_f32,
+    store_words,
+    vector_abs,
+    vector_max,
+    vector_sqrt,
+)
 from transom_kernels.cpu.target import cpu_target
+from transom_kernels.cpu.vector_code import (
+    F32_16,
+    I32,
+    I32_16,
+    I64,
+    LANES,
+    Loop,
+    broadcast,
+    constant,
+    function,
+    int64,
+    lane_mask,
+    load,
+)
+from transom_kernels.cpu.work import argument, each_item, helper, scratch
 from transom_kernels.route.rule import TINY, Routing
 
 EXPERTS_PER_ITEM = 16
 TILE = 4 if cpu_target().avx512 else 2  # tokens and experts of a tile: its sums fill the registers
-MODULE = "transom_kernels.route.cpu_kernel"
+
+_MODULE = "transom_kernels.route.cpu"
+_NEVER = -(2**31)  # below every key: experts that do not exist or are chosen already
+_LARGEST = 2**31 - 1
+_NO_LOGIT = float("-inf")
 
 
 def fits_cpu(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -32,12 +84,12 @@ def route_cpu(
     expert_scale: torch.Tensor | None = None,
     chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The contract is that of `op.route`."""
+    """Experts [T, K] int64 and weights [T, K] float32 of `x` [T, N] by the matrix `weight` [E, N] float32; see `op.route`."""
     (tokens, width), num_experts, num_chosen = x.shape, len(weight), routing.num_chosen
     logits = empty((tokens, num_experts), torch.float32)
     launch(
         cpu_kernel(
-            MODULE, "make_score_experts", dtype=DTYPES[x.dtype], tile_size=TILE, experts_per_item=EXPERTS_PER_ITEM
+            _MODULE, "make_score_experts", dtype=DTYPES[x.dtype], tile_size=TILE, experts_per_item=EXPERTS_PER_ITEM
         ),
         -(-tokens // TILE) * -(-num_experts // EXPERTS_PER_ITEM),
         [x, weight, logits, tokens, width, num_experts, x.stride(0) * x.itemsize, weight.stride(0) * 4],
@@ -45,12 +97,155 @@ def route_cpu(
     experts, weights = empty((tokens, num_chosen), torch.int64), empty((tokens, num_chosen), torch.float32)
     vectors = [None if vector is None else vector.contiguous() for vector in (bias, correction, expert_scale, chosen)]
     launch(
-        cpu_kernel(MODULE, "make_choose_experts", score=routing.score),
+        cpu_kernel(_MODULE, "make_choose_experts", score=routing.score),
         tokens,
         [
             logits, *vectors, experts, weights, num_experts, num_chosen, int(routing.normalise), float(routing.scale),
             TINY,
         ],
-        scratch_bytes=8 * (num_experts + 16),
+        scratch_bytes=8 * (num_experts + LANES),
     )  # fmt: skip
     return experts, weights
+
+
+def make_score_experts(dtype: str, tile_size: int, experts_per_item: int) -> Any:
+    """The kernel of logits. An item is `tile_size` tokens and `experts_per_item` experts; tokens change first.
+
+    Arguments: 0 x [T, N], 1 weight [E, N] float32, 2 logits [T, E] float32, 3 T, 4 N, 5 E, 6 x's row stride in bytes, 7 weight's.
+    """
+    tile = make_row_products(dtype, tile_size)
+
+    @each_item
+    def score_experts(arguments, thread, item):
+        tokens, width, experts = argument(arguments, 3), argument(arguments, 4), argument(arguments, 5)
+        x_stride, weight_stride = argument(arguments, 6), argument(arguments, 7)
+        tiles = (tokens + tile_size - 1) // tile_size
+        token, first = item % tiles * tile_size, item // tiles * experts_per_item
+        x = argument(arguments, 0) + token * x_stride
+        out = argument(arguments, 2) + token * experts * 4
+        for expert in range(first, min(first + experts_per_item, experts), tile_size):
+            weight = argument(arguments, 1) + expert * weight_stride
+            last = min(tile_size - 1, experts - 1 - expert)
+            tile(
+                x, x_stride, min(tile_size - 1, tokens - 1 - token), weight, weight_stride, last, width,
+                out + expert * 4, experts * 4,
+            )  # fmt: skip
+
+    return score_experts
+
+
+def make_choose_experts(score: str) -> Any:
+    """The kernel of the choice. An item is a token.
+
+    Arguments: 0 logits [T, E] float32, 1 bias [E] or 0, 2 correction [E] or 0, 3 expert_scale [E] or 0, 4 chosen [T, K] or 0,
+    5 experts [T, K], 6 weights [T, K], 7 E, 8 K, 9 whether weights are normalised, 10 their scale, 11 what is added to their sum.
+    Scratch: 2 E words of 32 bits, E rounded up to 16: a token's scores, and the keys that order its experts.
+    """
+    write_scores = _make_scores(score)
+
+    @each_item
+    def choose_experts(arguments, thread, token):
+        num_experts, num_chosen = argument(arguments, 7), argument(arguments, 8)
+        padded = (num_experts + LANES - 1) // LANES * LANES
+        scores, keys = scratch(thread), scratch(thread) + 4 * padded
+        logits = argument(arguments, 0) + token * num_experts * 4
+        bias, correction = argument(arguments, 1), argument(arguments, 2)
+        # logits, and the largest one
+        peaks = splat(_NO_LOGIT)
+        for e in range(0, num_experts, LANES):
+            count = min(LANES, num_experts - e)
+            values = load_part_f32(logits + 4 * e, count)
+            if bias != 0:
+                values = values + load_part_f32(bias + 4 * e, count)
+            values = keep_part(values, count, _NO_LOGIT)
+            peaks = vector_max(peaks, values)
+            store_f32(scores + 4 * e, values)
+            if correction == 0:
+                store_words(keys + 4 * e, _keys(values, count))
+        write_scores(scores, num_experts, splat(lane_max(peaks)))
+        if correction != 0:
+            for e in range(0, num_experts, LANES):
+                count = min(LANES, num_experts - e)
+                values = load_f32(scores + 4 * e) + load_part_f32(correction + 4 * e, count)
+                store_words(keys + 4 * e, _keys(values, count))
+        # the choice
+        chosen, experts = argument(arguments, 4), argument(arguments, 5) + token * num_chosen * 8
+        for rank in range(num_chosen):
+            if chosen != 0:
+                store_i64(experts + 8 * rank, load_i64(chosen + (token * num_chosen + rank) * 8))
+            else:
+                best = _first_largest(keys, padded)
+                store_i64(experts + 8 * rank, best)
+                store_i32(keys + 4 * best, _NEVER)
+        # weights
+        weights, expert_scale = argument(arguments, 6) + token * num_chosen * 4, argument(arguments, 3)
+        factor = 1.0 * float_of_bits(argument(arguments, 10))  # in float64
+        if argument(arguments, 9) != 0:
+            found = 0.0
+            for rank in range(num_chosen):
+                found += load_scalar_f32(scores + 4 * load_i64(experts + 8 * rank))
+            factor /= found + float_of_bits(argument(arguments, 11))
+        for rank in range(num_chosen):
+            expert = load_i64(experts + 8 * rank)
+            weight = factor * load_scalar_f32(scores + 4 * expert)
+            if expert_scale != 0:
+                weight *= load_scalar_f32(expert_scale + 4 * expert)
+            store_scalar_f32(weights + 4 * rank, weight)
+
+    return choose_experts
+
+
+def _make_scores(score: str) -> Any:
+    """write_scores(scores, E, peak): replace a token's logits by their scores; `peak` is the largest logit, in every lane."""
+    is_softmax, is_sigmoid = score == "softmax", score == "sigmoid"
+
+    @helper
+    def write_scores(scores, num_experts, peak):
+        total = splat(0.0)
+        for e in range(0, num_experts, LANES):
+            values = load_f32(scores + 4 * e)
+            if is_softmax:
+                below = values - peak
+                values = keep_nan(exp(below), below)
+                total = total + values
+            elif is_sigmoid:
+                values = keep_nan(sigmoid(values), values)
+            else:
+                small = log1p(exp(splat(0.0) - vector_abs(values)))  # softplus(x) = max(x, 0) + log1p(exp(-|x|))
+                values = keep_nan(vector_sqrt(vector_max(values, splat(0.0)) + small), values)
+            store_f32(scores + 4 * e, values)
+        if is_softmax:
+            divisor = splat(lane_sum(total))
+            for e in range(0, num_experts, LANES):
+                store_f32(scores + 4 * e, load_f32(scores + 4 * e) / divisor)
+
+    return write_scores
+
+
+@emits(INTS, FLOATS, INT)
+def _keys(b, preferences, count):
+    """Integers that order experts by preference: NaN is above all, -0 equals 0. Lanes from `count` on are `_NEVER`."""
+    zero = constant(F32_16, 0.0)
+    bits = b.bitcast(b.fadd(preferences, zero), I32_16)
+    flipped = b.xor(bits, b.and_(b.ashr(bits, constant(I32_16, 31)), constant(I32_16, _LARGEST)))
+    ordered = b.select(b.fcmp_unordered("uno", preferences, zero), constant(I32_16, _LARGEST), flipped)
+    return b.select(lane_mask(b, count), ordered, constant(I32_16, _NEVER))
+
+
+@emits(INT, INT, INT)
+def _first_largest(b, keys, count):
+    """The index of the largest of `count` keys, a multiple of 16; of equal ones the first."""
+    lanes = ir.Constant(I32_16, list(range(LANES)))
+
+    def body(k: ir.Value, best: list[ir.Value]) -> list[ir.Value]:
+        values = load(b, b.add(keys, b.mul(k, int64(4))), I32_16, 4)
+        larger = b.icmp_signed(">", values, best[0])
+        index = b.add(lanes, broadcast(b, b.trunc(k, I32), I32_16))
+        return [b.select(larger, values, best[0]), b.select(larger, index, best[1])]
+
+    values, index = Loop(b, count, LANES, [constant(I32_16, _NEVER), lanes], body).results
+    largest = b.call(function(b, f"llvm.vector.reduce.smax.v{LANES}i32", I32, [I32_16]), [values])
+    is_best = b.icmp_signed("==", values, broadcast(b, largest, I32_16))
+    index = b.select(is_best, index, constant(I32_16, _LARGEST))
+    first = b.call(function(b, f"llvm.vector.reduce.smin.v{LANES}i32", I32, [I32_16]), [index])
+    return b.sext(first, I64)

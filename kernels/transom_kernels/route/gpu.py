@@ -1,18 +1,36 @@
-"""Launches of the two router kernels: `score_experts` (partial logits) and `choose_experts`.
+"""An MoE router on GPUs: the kernels `score_experts` (partial logits) and `choose_experts` (top-k and weights), and their launches.
+
+    logits = x @ weight^T + bias,  scores = softmax, sigmoid or sqrt(softplus) of the logits
+    chosen = the K largest of logits (or scores + correction),  weights = scores[chosen], normalised, * scale * expert_scale
+
+The product is true float32, without tensor cores. It is cut along N into *splits* of equal length (split-K), so that many programs
+run at once. A partial logit is one chain of multiply-adds along its split, whatever the tile, and partial logits are added in
+one order: no sum depends on the number of tokens.
 
 Legend: T tokens, N hidden width, E experts, K experts per token, S splits of N.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import triton
+import triton.language as tl
 
 from transom_kernels.launch import next_power_of_two
-from transom_kernels.route.kernel import choose_experts, score_experts
 from transom_kernels.route.rule import TINY, Routing
-from transom_kernels.route.tuning import choose_tile, read_blocks, split_of
 
-SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}  # numbers that `choose_experts` knows
+MIN_SPLIT = 128  # elements of N
+# partial logits of a token (16 KiB): enough for one program per multiprocessor of an H200 with tiles of 32 experts
+MAX_PARTIALS = 4096
+FEW_TOKENS = 256  # with up to that many tokens (a decoding batch) tiles are small
+MIN_EXPERTS = 16  # of a tile
+
+SOFTMAX, SIGMOID, SQRT_SOFTPLUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}  # the same by name
+
+_NEVER = tl.constexpr(-(2**62))  # below every key: experts that do not exist or are chosen already
 
 
 def route_triton(
@@ -25,7 +43,7 @@ def route_triton(
     expert_scale: torch.Tensor | None = None,
     chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The contract is that of `op.route`."""
+    """Experts [T, K] int64 and weights [T, K] float32 of `x` [T, N] by the matrix `weight` [E, N] float32; see `op.route`."""
     tokens, num_experts, num_chosen = len(x), len(weight), routing.num_chosen
     experts = torch.empty((tokens, num_chosen), dtype=torch.int64, device=x.device)
     weights = torch.empty((tokens, num_chosen), dtype=torch.float32, device=x.device)
@@ -56,3 +74,169 @@ def partial_logits_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return partials
+
+
+# --- sizes of tiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Tile of the router's product: tokens, experts, elements of N per iteration; warps and pipeline stages."""
+
+    block_t: int
+    block_e: int
+    block_n: int
+    num_warps: int
+    num_stages: int = 3
+
+
+def choose_tile(num_tokens: int, num_experts: int) -> Tile:
+    """The tile of the product for a batch. All tiles add up in an equal order."""
+    experts = max(MIN_EXPERTS, next_power_of_two(num_experts))
+    if num_tokens <= FEW_TOKENS:
+        return Tile(block_t=16, block_e=min(32, experts), block_n=32, num_warps=2)
+    return Tile(block_t=64, block_e=min(64, experts), block_n=32 if experts > 32 else 16, num_warps=4)
+
+
+def split_of(width: int, num_experts: int) -> int:
+    """Elements of N per split. The number of tokens does not matter, so a token's sums have one order in every batch."""
+    most, split = max(1, MAX_PARTIALS // next_power_of_two(num_experts)), MIN_SPLIT
+    while -(-width // split) > most:
+        split *= 2
+    return split
+
+
+def read_blocks(num_splits: int, num_experts: int) -> tuple[int, int, int]:
+    """Splits and experts (padded) that a program of `choose_experts` reads, and its warps."""
+    block_s, block_e = next_power_of_two(num_splits), max(MIN_EXPERTS, next_power_of_two(num_experts))
+    return block_s, block_e, min(8, max(1, block_s * block_e // 1024))
+
+
+# --- kernels
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def score_experts(
+    x,  # [T, N]
+    weight,  # [E, N] float32
+    partials,  # [T, S, E] float32
+    num_tokens,
+    x_stride,  # elements from token to token
+    weight_stride_e,
+    weight_stride_n,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    SPLIT: tl.constexpr,  # elements of N
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Compute the partial logits of a tile of tokens and experts over `SPLIT` elements of N. The grid is (T tiles, E tiles, S)."""
+    SPLITS: tl.constexpr = (N + SPLIT - 1) // SPLIT
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    rows = x + t.to(tl.int64)[:, None] * x_stride
+    columns = weight + e[None, :] * weight_stride_e
+    partial = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    for step in range(SPLIT // BLOCK_N):
+        n = tl.program_id(2) * SPLIT + step * BLOCK_N + tl.arange(0, BLOCK_N)
+        a = tl.load(rows + n[None, :], mask=(t < num_tokens)[:, None] & (n < N)[None, :], other=0.0)
+        places = columns + n[:, None] * weight_stride_n
+        b = tl.load(places, mask=(n < N)[:, None] & (e < E)[None, :], other=0.0)
+        partial = tl.dot(a.to(tl.float32), b, partial, input_precision="ieee")
+    places = partials + (t.to(tl.int64) * SPLITS + tl.program_id(2))[:, None] * E + e[None, :]
+    tl.store(places, partial, mask=(t < num_tokens)[:, None] & (e < E)[None, :])
+
+
+@triton.jit
+def _scores(logits, is_expert, SCORE: tl.constexpr):
+    """Scores [BLOCK_E] of logits."""
+    if SCORE == SOFTMAX:
+        weights = tl.exp(logits - tl.max(tl.where(is_expert, logits, float("-inf")), 0))
+        return weights / tl.sum(tl.where(is_expert, weights, 0.0), 0)
+    if SCORE == SIGMOID:
+        return tl.sigmoid(logits)
+    # softplus(x) = log1p(exp(x)), linear from 20 on as in torch; log1p(a) = log(1 + a) * a / ((1 + a) - 1) keeps a small a's digits
+    addend = tl.exp(tl.where(logits > 20.0, 20.0, logits))
+    one_plus = 1.0 + addend
+    log1p = tl.where(
+        one_plus == 1.0, addend, tl.log(one_plus) * (addend / tl.where(one_plus == 1.0, 1.0, one_plus - 1.0))
+    )
+    return tl.sqrt(tl.where(logits > 20.0, logits, log1p))
+
+
+@triton.jit
+def _keys(preference, e):
+    """Integers that order experts as they are chosen: larger preferences first, NaN before all, of equal ones the first expert.
+
+    A key is (sortable bits of the float << 16) + 65535 - expert, so the expert can be read from the largest key.
+    """
+    bits = (preference + 0.0).to(tl.int32, bitcast=True)  # -0 is 0
+    ordered = tl.where(preference == preference, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 16) | (65535 - e)
+
+
+@triton.jit
+def choose_experts(
+    partials,  # [T, S, E] float32
+    bias,  # [E] float32, or unused
+    correction,  # [E] float32, or unused
+    expert_scale,  # [E] float32, or unused
+    chosen,  # [T, K] int64, or unused
+    experts,  # [T, K] int64
+    weights,  # [T, K] float32
+    scale,  # multiplies all weights
+    tiny,  # `rule.TINY`
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SCORE: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_CORRECTION: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    IS_FIXED: tl.constexpr,  # `chosen` gives the experts
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Choose the experts of one token: add partial logits, compute scores, take the K largest keys. The grid is (T)."""
+    token = tl.program_id(0).to(tl.int64)
+    e, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    is_expert = e < E
+
+    # logits and scores
+    s = tl.arange(0, BLOCK_S)
+    places = partials + (token * SPLITS + s)[:, None] * E + e[None, :]
+    logits = tl.sum(tl.load(places, mask=(s < SPLITS)[:, None] & is_expert[None, :], other=0.0), 0)
+    if HAS_BIAS:
+        logits += tl.load(bias + e, mask=is_expert, other=0.0)
+    scores = _scores(logits, is_expert, SCORE)
+
+    # the choice: `ids` and their scores `found`, best first
+    ids = tl.zeros([BLOCK_K], tl.int64)
+    found = tl.zeros([BLOCK_K], tl.float32)
+    if IS_FIXED:
+        ids = tl.load(chosen + token * K + k, mask=k < K, other=0)
+        for rank in range(K):
+            expert = tl.load(chosen + token * K + rank)
+            found = tl.where(k == rank, tl.sum(tl.where(e == expert, scores, 0.0), 0), found)
+    else:
+        preference = logits
+        if HAS_CORRECTION:
+            preference = scores + tl.load(correction + e, mask=is_expert, other=0.0)
+        keys = tl.where(is_expert, _keys(preference, e), _NEVER)
+        for rank in range(K):
+            expert = 65535 - (tl.max(keys, 0) & 65535)
+            found = tl.where(k == rank, tl.sum(tl.where(e == expert, scores, 0.0), 0), found)
+            ids = tl.where(k == rank, expert, ids)
+            keys = tl.where(e == expert, _NEVER, keys)
+
+    # weights
+    if NORMALISE:
+        found = found / (tl.sum(found, 0) + tiny)
+    found *= scale
+    if HAS_SCALE:
+        found *= tl.load(expert_scale + ids, mask=k < K, other=0.0)
+    tl.store(experts + token * K + k, ids, mask=k < K)
+    tl.store(weights + token * K + k, found, mask=k < K)

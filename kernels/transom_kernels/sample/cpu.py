@@ -24,7 +24,7 @@ def fits_cpu(logits: torch.Tensor) -> bool:
 
 
 def sample_cpu(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
-    """The contract is that of `op.sample`."""
+    """One token id of each row of `logits` [S, V] float32, by `params`, which also change the logits in place; see `op.sample`."""
     if params.change_row is not None:
         _apply_changes(logits, params)
     table = SampleTable()

@@ -28,12 +28,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from numba import float32
-
 from transom_kernels.cpu.simd import (
     atomic_add,
     count_bits,
     exp,
+    float32,
     float_of_sort_key,
     keep_lanes,
     keep_part,
@@ -59,7 +58,7 @@ from transom_kernels.cpu.simd import (
     vector_max,
     vector_max_or_nan,
 )
-from transom_kernels.cpu.work import argument, claim, finish, helper, scratch
+from transom_kernels.cpu.work import argument, each_item, helper, scratch
 from transom_kernels.sample.cpu import AREA_BYTES, PIECE_BLOCKS
 from transom_kernels.sample.cpu_noise import exponential, least_exponential, mixed, negative_log, store_noise
 from transom_kernels.sample.params import NOISE_BLOCK
@@ -76,15 +75,13 @@ INFINITE = math.inf
 LOWEST = -INFINITE
 ROUNDING = 1e-9  # of a score: two logarithms are rounded differently in a bound and in a score
 
-_TEMPERATURE, _TOP_K, _TOP_P, _LOG_MIN_P = (
-    8 * int(word) for word in (Word.TEMPERATURE, Word.TOP_K, Word.TOP_P, Word.LOG_MIN_P)
-)
-_KEY, _POSITION, _IS_ADJUSTED = 8 * int(Word.KEY), 8 * int(Word.POSITION), 8 * int(Word.IS_ADJUSTED)
-_BIAS_IDS, _NUM_BIAS, _BIAS_VALUES = 8 * int(Word.BIAS_IDS), 8 * int(Word.NUM_BIAS), 8 * int(Word.BIAS_VALUES)
-_BANNED_IDS, _NUM_BANNED, _MIN_TOKENS = 8 * int(Word.BANNED_IDS), 8 * int(Word.NUM_BANNED), 8 * int(Word.MIN_TOKENS)
-_TOKEN_IDS, _NUM_TOKENS, _COUNTS = 8 * int(Word.TOKEN_IDS), 8 * int(Word.NUM_TOKENS), 8 * int(Word.OUTPUT_COUNTS)
-_REPETITION, _PRESENCE, _FREQUENCY = 8 * int(Word.REPETITION), 8 * int(Word.PRESENCE), 8 * int(Word.FREQUENCY)
-
+# byte offsets of a record's words
+_KEY, _POSITION, _TEMPERATURE = 8 * Word.KEY, 8 * Word.POSITION, 8 * Word.TEMPERATURE
+_TOP_K, _TOP_P, _LOG_MIN_P, _IS_ADJUSTED = 8 * Word.TOP_K, 8 * Word.TOP_P, 8 * Word.LOG_MIN_P, 8 * Word.IS_ADJUSTED
+_BIAS_IDS, _NUM_BIAS, _BIAS_VALUES = 8 * Word.BIAS_IDS, 8 * Word.NUM_BIAS, 8 * Word.BIAS_VALUES
+_BANNED_IDS, _NUM_BANNED, _MIN_TOKENS = 8 * Word.BANNED_IDS, 8 * Word.NUM_BANNED, 8 * Word.MIN_TOKENS
+_TOKEN_IDS, _NUM_TOKENS, _COUNTS = 8 * Word.TOKEN_IDS, 8 * Word.NUM_TOKENS, 8 * Word.OUTPUT_COUNTS
+_REPETITION, _PRESENCE, _FREQUENCY = 8 * Word.REPETITION, 8 * Word.PRESENCE, 8 * Word.FREQUENCY
 
 # A row's summaries, in bytes for each piece: noise (float64), offset of the noisiest id (int64), largest logit and noisiest logit
 # (float32) of each block; then largest logit and mass (float64) of each piece.
@@ -92,7 +89,7 @@ OFFSETS, MAXIMA, NOISIEST, OF_PIECES = (PIECE_BLOCKS * size for size in (8, 16, 
 
 
 @helper
-def _lanes(row, column, end):  # type: ignore[no-untyped-def]
+def _lanes(row, column, end):
     """16 logits from `column` on; -inf from `end` on."""
     if column + 16 <= end:
         return load_f32(row + 4 * column)
@@ -103,7 +100,7 @@ def _lanes(row, column, end):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _summarise(arguments, record, logits, area, piece, temperature, key):  # type: ignore[no-untyped-def]
+def _summarise(arguments, record, logits, area, piece, temperature, key):
     """Read a piece of a row, and leave its summary."""
     shift = argument(arguments, FIRST_ID) & BLOCK - 1  # the first block begins before column 0 by this
     begin, end = max(0, piece * PIECE - shift), min(argument(arguments, NUM_IDS), (piece + 1) * PIECE - shift)
@@ -118,7 +115,7 @@ def _summarise(arguments, record, logits, area, piece, temperature, key):  # typ
 
 
 @helper
-def _largest_or_nan(logits, begin, end):  # type: ignore[no-untyped-def]
+def _largest_or_nan(logits, begin, end):
     a = b = c = d = splat(LOWEST)
     column = begin
     while column + 64 <= end:
@@ -135,7 +132,7 @@ def _largest_or_nan(logits, begin, end):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _largest(logits, begin, end):  # type: ignore[no-untyped-def]
+def _largest(logits, begin, end):
     """The largest number; NaN counts as -inf."""
     largest = splat(LOWEST)
     for column in range(begin, end, 16):
@@ -144,7 +141,7 @@ def _largest(logits, begin, end):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _summarise_blocks(arguments, logits, area, piece, temperature, key):  # type: ignore[no-untyped-def]
+def _summarise_blocks(arguments, logits, area, piece, temperature, key):
     """Write the summaries of a piece's blocks; returns the piece's largest scaled logit."""
     num_ids, first_id, pieces = argument(arguments, NUM_IDS), argument(arguments, FIRST_ID), argument(arguments, PIECES)
     offsets, maxima, noisiest = area + pieces * OFFSETS, area + pieces * MAXIMA, area + pieces * NOISIEST
@@ -167,7 +164,7 @@ def _summarise_blocks(arguments, logits, area, piece, temperature, key):  # type
 
 
 @helper
-def _mass_of_range(logits, begin, end, temperature, anchor):  # type: ignore[no-untyped-def]
+def _mass_of_range(logits, begin, end, temperature, anchor):
     """The sum of exp(scaled logit - anchor), added by 64 ids in float32, then in float64."""
     anchor = anchor if anchor > LOWEST else float32(0.0)
     total = 0.0
@@ -180,7 +177,7 @@ def _mass_of_range(logits, begin, end, temperature, anchor):  # type: ignore[no-
 
 
 @helper
-def _copy_adjusted(arguments, row, record, source, target, piece):  # type: ignore[no-untyped-def]
+def _copy_adjusted(arguments, row, record, source, target, piece):
     """Copy a piece of a row's logits, and apply grammar, bias, bans and penalties to the copy."""
     masks, num_ids = argument(arguments, MASKS), argument(arguments, NUM_IDS)
     masks += row * ((num_ids + 7) >> 3) if masks else 0
@@ -209,7 +206,7 @@ def _copy_adjusted(arguments, row, record, source, target, piece):  # type: igno
 
 
 @helper
-def _penalise(record, target, begin, end):  # type: ignore[no-untyped-def]
+def _penalise(record, target, begin, end):
     """Apply repetition, presence and frequency penalties to the ids of [begin, end)."""
     factor = load_scalar_f32(record + _REPETITION)
     presence, frequency = load_scalar_f32(record + _PRESENCE), load_scalar_f32(record + _FREQUENCY)
@@ -229,7 +226,7 @@ def _penalise(record, target, begin, end):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _first_largest(arguments, logits, area):  # type: ignore[no-untyped-def]
+def _first_largest(arguments, logits, area):
     """The first column with the row's largest logit, and that logit; with NaN in the row, the first NaN."""
     of_pieces = area + argument(arguments, PIECES) * OF_PIECES
     piece, largest = 0, load_scalar_f64(of_pieces)
@@ -249,7 +246,7 @@ def _first_largest(arguments, logits, area):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _sample_random(arguments, listed, record, logits, area, temperature, key):  # type: ignore[no-untyped-def]
+def _sample_random(arguments, listed, record, logits, area, temperature, key):
     """The column that wins among those that the filters keep, and its score; column -1 if all logits are -inf."""
     num_ids, pieces = argument(arguments, NUM_IDS), argument(arguments, PIECES)
     maxima, num_blocks = area + pieces * MAXIMA, pieces * PIECE_BLOCKS
@@ -289,7 +286,7 @@ def _sample_random(arguments, listed, record, logits, area, temperature, key):  
 
 
 @helper
-def _winner(arguments, logits, area, temperature, key, cut):  # type: ignore[no-untyped-def]
+def _winner(arguments, logits, area, temperature, key, cut):
     """Column, score and scaled logit of the best score among scaled logits from `cut` on; the lowest column of equal scores."""
     num_ids, first_id, pieces = argument(arguments, NUM_IDS), argument(arguments, FIRST_ID), argument(arguments, PIECES)
     offsets, maxima, noisiest = area + pieces * OFFSETS, area + pieces * MAXIMA, area + pieces * NOISIEST
@@ -325,7 +322,7 @@ def _winner(arguments, logits, area, temperature, key, cut):  # type: ignore[no-
 
 
 @helper
-def _list_from(logits, num_ids, maxima, temperature, floor, listed):  # type: ignore[no-untyped-def]
+def _list_from(logits, num_ids, maxima, temperature, floor, listed):
     """List the scaled logits from `floor` on, padded with -inf to a multiple of 16; returns how many there are."""
     count = 0
     for block in range((num_ids + BLOCK - 1) // BLOCK):
@@ -347,7 +344,7 @@ def _list_from(logits, num_ids, maxima, temperature, floor, listed):  # type: ig
 
 
 @helper
-def _kth_largest(values, count, k, low, high):  # type: ignore[no-untyped-def]
+def _kth_largest(values, count, k, low, high):
     """The k-th largest of `count` values, which lie between `low` and `high`; -inf if there are fewer than k.
 
     The range of sort keys is halved until one is left.
@@ -365,7 +362,7 @@ def _kth_largest(values, count, k, low, high):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _count_from(values, count, bound):  # type: ignore[no-untyped-def]
+def _count_from(values, count, bound):
     """How many of `count` values are `bound` or more; the memory behind them is -inf up to a multiple of 16."""
     found, bounds = 0, splat(bound)
     for at in range(0, 4 * count, 64):
@@ -374,7 +371,7 @@ def _count_from(values, count, bound):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _mass_above(logits, num_ids, maxima, temperature, bound, best):  # type: ignore[no-untyped-def]
+def _mass_above(logits, num_ids, maxima, temperature, bound, best):
     """The mass of the ids whose scaled logits are larger than `bound`."""
     total = 0.0
     for block in range((num_ids + BLOCK - 1) // BLOCK):
@@ -389,7 +386,7 @@ def _mass_above(logits, num_ids, maxima, temperature, bound, best):  # type: ign
 
 
 @helper
-def _mass_of_list(listed, count, bound, best, with_bound):  # type: ignore[no-untyped-def]
+def _mass_of_list(listed, count, bound, best, with_bound):
     """The mass of the listed scaled logits that are larger than `bound`, and those equal to it `with_bound`."""
     total = 0.0
     for at in range(0, 4 * count, 64):
@@ -403,55 +400,53 @@ def _mass_of_list(listed, count, bound, best, with_bound):  # type: ignore[no-un
 
 
 @helper
-def _next_float(x):  # type: ignore[no-untyped-def]
+def _next_float(x):
     """The next larger float32."""
     return float_of_sort_key(sort_key(x if x != 0.0 else float32(0.0)) + 1)
 
 
 @helper
-def _least_float(bound):  # type: ignore[no-untyped-def]
+def _least_float(bound):
     """The least float32 that is not below `bound`, a float64."""
     rounded = float32(bound)
     return _next_float(rounded) if rounded < bound else rounded
 
 
 @helper
-def _safely_below(x):  # type: ignore[no-untyped-def]
+def _safely_below(x):
     """A float32 that is below x by more than rounding errors; x itself if it is infinite."""
     return float32(x - (1e-6 + 1e-6 * abs(x))) if abs(x) < INFINITE else float32(x)
 
 
 def make_sample() -> Any:
-    """The arguments are named above; scratch has room for V + 16 float32 numbers."""
+    """The kernel. Its arguments are named above; scratch has room for V + 16 float32 numbers."""
 
-    def sample(arguments, thread):  # type: ignore[no-untyped-def]
-        item = claim(thread)
-        while item >= 0:
-            pieces = argument(arguments, PIECES)
-            row, piece = item // pieces, item % pieces
-            record = argument(arguments, TABLE) + load_i64(argument(arguments, NUMBERS) + 8 * row) * RECORD_BYTES
-            logits = argument(arguments, LOGITS) + row * argument(arguments, STRIDE)
-            if argument(arguments, MASKS) != 0 or load_i64(record + _IS_ADJUSTED) != 0:
-                copy = argument(arguments, COPIES) + row * argument(arguments, NUM_IDS) * 4
-                _copy_adjusted(arguments, row, record, logits, copy, piece)
-                logits = copy
-            area = argument(arguments, AREA) + row * pieces * AREA_BYTES
-            temperature = load_scalar_f32(record + _TEMPERATURE)
-            key = load_i64(record + _KEY)
-            if load_i64(record + _POSITION) != KEY_IS_FINAL:
-                key = mixed((key ^ load_i64(record + _POSITION)) + GOLDEN)
-            _summarise(arguments, record, logits, area, piece, temperature, key)
-            # the last piece that is finished
-            if atomic_add(argument(arguments, COUNTERS) + 8 * row, 1) == pieces - 1:
-                store_i64_unchecked(argument(arguments, COUNTERS) + 8 * row, 0)
-                if temperature == 0.0:
-                    column, score = _first_largest(arguments, logits, area)
-                else:
-                    column, score = _sample_random(arguments, scratch(thread), record, logits, area, temperature, key)
-                store_i64(argument(arguments, OUT) + 8 * row, argument(arguments, FIRST_ID) + max(0, column))
-                if argument(arguments, SCORES):
-                    store_scalar_f64(argument(arguments, SCORES) + 8 * row, score)
-            finish(thread)
-            item = claim(thread)
+    @each_item
+    def sample(arguments, thread, item):
+        pieces = argument(arguments, PIECES)
+        row, piece = item // pieces, item % pieces
+        record = argument(arguments, TABLE) + load_i64(argument(arguments, NUMBERS) + 8 * row) * RECORD_BYTES
+        logits = argument(arguments, LOGITS) + row * argument(arguments, STRIDE)
+        if argument(arguments, MASKS) != 0 or load_i64(record + _IS_ADJUSTED) != 0:
+            copy = argument(arguments, COPIES) + row * argument(arguments, NUM_IDS) * 4
+            _copy_adjusted(arguments, row, record, logits, copy, piece)
+            logits = copy
+        area = argument(arguments, AREA) + row * pieces * AREA_BYTES
+        temperature = load_scalar_f32(record + _TEMPERATURE)
+        key = load_i64(record + _KEY)
+        if load_i64(record + _POSITION) != KEY_IS_FINAL:
+            key = mixed((key ^ load_i64(record + _POSITION)) + GOLDEN)
+        _summarise(arguments, record, logits, area, piece, temperature, key)
+        if atomic_add(argument(arguments, COUNTERS) + 8 * row, 1) < pieces - 1:
+            return
+        # this was the last piece of the row
+        store_i64_unchecked(argument(arguments, COUNTERS) + 8 * row, 0)
+        if temperature == 0.0:
+            column, score = _first_largest(arguments, logits, area)
+        else:
+            column, score = _sample_random(arguments, scratch(thread), record, logits, area, temperature, key)
+        store_i64(argument(arguments, OUT) + 8 * row, argument(arguments, FIRST_ID) + max(0, column))
+        if argument(arguments, SCORES):
+            store_scalar_f64(argument(arguments, SCORES) + 8 * row, score)
 
     return sample

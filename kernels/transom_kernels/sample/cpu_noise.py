@@ -9,13 +9,11 @@ Legend: 8 blocks of 64 ids at once.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
-from transom_kernels.cpu.vector_code import F64, I64, function, store
+from transom_kernels.cpu.language import DOUBLE, INT, NOTHING, emits
+from transom_kernels.cpu.vector_code import F64, I64, broadcast, function, store
 from transom_kernels.sample.params import NOISE_BLOCK
 from transom_kernels.sample.reference import GOLDEN, MIX_1, MIX_2
 
@@ -29,41 +27,43 @@ _LOG_FACTORS = (
     2.857142874366239149e-01, 3.999999999940941908e-01, 6.666666666666735130e-01,
 )  # fmt: skip
 
-Value = ir.Value
 
-
-def _same(like: Value, number: float) -> ir.Constant:
-    """A constant of the type of `like`, in every lane."""
-    kind = like.type
+def _constant(kind: ir.Type, number: float) -> ir.Constant:
+    """A constant, in every lane of a vector."""
     return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
 
 
-def _floats(like: Value) -> ir.Type:
+def _same(like: ir.Value, number: float) -> ir.Constant:
+    """A constant of the type of `like`."""
+    return _constant(like.type, number)
+
+
+def _floats(like: ir.Value) -> ir.Type:
     return ir.VectorType(F64, like.type.count) if isinstance(like.type, ir.VectorType) else F64
 
 
-def _integers(like: Value) -> ir.Type:
+def _integers(like: ir.Value) -> ir.Type:
     return ir.VectorType(I64, like.type.count) if isinstance(like.type, ir.VectorType) else I64
 
 
-def _multiply_add(b: ir.IRBuilder, x: Value, y: Value, z: Value) -> Value:
+def _multiply_add(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     suffix = f"v{x.type.count}f64" if isinstance(x.type, ir.VectorType) else "f64"
     return b.call(function(b, f"llvm.fma.{suffix}", x.type, [x.type] * 3), [x, y, z])
 
 
-def emit_mixed(b: ir.IRBuilder, value: Value) -> Value:
+def emit_mixed(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """SplitMix64's finaliser."""
     for shift, factor in ((30, MIX_1), (27, MIX_2)):
         value = b.mul(b.xor(value, b.lshr(value, _same(value, shift))), _same(value, factor))
     return b.xor(value, b.lshr(value, _same(value, 31)))
 
 
-def emit_random_bits(b: ir.IRBuilder, key: Value, counter: Value) -> Value:
+def emit_random_bits(b: ir.IRBuilder, key: ir.Value, counter: ir.Value) -> ir.Value:
     """64 random bits of each counter."""
     return emit_mixed(b, b.add(key, b.mul(counter, _same(counter, GOLDEN))))
 
 
-def emit_uniform(b: ir.IRBuilder, bits: Value) -> Value:
+def emit_uniform(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     """The odd multiple of 2 ** -53 inside (0, 1) that the upper 52 bits give."""
     kind = _floats(bits)
     number = b.bitcast(b.or_(b.lshr(bits, _same(bits, 12)), _same(bits, _TWO_52_BITS)), kind)  # 2 ** 52 + the 52 bits
@@ -71,7 +71,7 @@ def emit_uniform(b: ir.IRBuilder, bits: Value) -> Value:
     return b.fmul(b.fadd(whole, _same(whole, 0.5)), _same(whole, 2.0**-52))
 
 
-def emit_negative_log(b: ir.IRBuilder, x: Value) -> Value:
+def emit_negative_log(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """-log(x) of normal positive numbers.
 
     x = 2 ** k * (1 + f), where 1 + f lies between sqrt(1 / 2) and sqrt(2); log(1 + f) comes from a series in s = f / (2 + f).
@@ -95,68 +95,45 @@ def emit_negative_log(b: ir.IRBuilder, x: Value) -> Value:
     return b.fsub(b.fsub(b.fsub(half, low), f), b.fmul(k, _same(x, _LN2_HIGH)))
 
 
-def emit_least_exponential(b: ir.IRBuilder, key: Value, block: Value) -> tuple[Value, Value]:
+def emit_least_exponential(b: ir.IRBuilder, key: ir.Value, block: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The least exponential variable of each block, and the offset in the block of the id that has it."""
     bits = emit_random_bits(b, key, b.sub(_same(block, -1), block))
-    least = b.fmul(emit_negative_log(b, emit_uniform(b, bits)), _same_float(bits, 1.0 / NOISE_BLOCK))
+    least = b.fmul(emit_negative_log(b, emit_uniform(b, bits)), _constant(_floats(bits), 1.0 / NOISE_BLOCK))
     return least, b.and_(bits, _same(bits, NOISE_BLOCK - 1))
 
 
-def _same_float(like: Value, number: float) -> ir.Constant:
-    kind = _floats(like)
-    return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
-
-
-_i, _d = types.int64, types.float64
-
-
-@intrinsic
-def mixed(typingctx: Any, value: Any) -> Any:
+@emits(INT, INT)
+def mixed(b, value):
     """SplitMix64's finaliser of one int64."""
-    return _i(_i), lambda context, b, sig, args: emit_mixed(b, args[0])
+    return emit_mixed(b, value)
 
 
-@intrinsic
-def negative_log(typingctx: Any, x: Any) -> Any:
+@emits(DOUBLE, DOUBLE)
+def negative_log(b, x):
     """-log(x) of a normal positive float64."""
-    return _d(_d), lambda context, b, sig, args: emit_negative_log(b, args[0])
+    return emit_negative_log(b, x)
 
 
-@intrinsic
-def least_exponential(typingctx: Any, key: Any, block: Any) -> Any:
+@emits(DOUBLE, INT, INT)
+def least_exponential(b, key, block):
     """The least exponential variable of one block."""
-    return _d(_i, _i), lambda context, b, sig, args: emit_least_exponential(b, *args)[0]
+    return emit_least_exponential(b, key, block)[0]
 
 
-@intrinsic
-def exponential(typingctx: Any, key: Any, token: Any) -> Any:
+@emits(DOUBLE, INT, INT)
+def exponential(b, key, token):
     """The exponential variable of one id, which is added to its block's least one."""
-
-    def generate(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Value:
-        return emit_negative_log(b, emit_uniform(b, emit_random_bits(b, *args)))
-
-    return _d(_i, _i), generate
+    return emit_negative_log(b, emit_uniform(b, emit_random_bits(b, key, token)))
 
 
-@intrinsic
-def store_noise(typingctx: Any, key: Any, block: Any, noise: Any, offset: Any) -> Any:
+@emits(NOTHING, INT, INT, INT, INT)
+def store_noise(b, key, block, noise, offset):
     """Store the largest noise of 8 blocks from `block` on (float64 at `noise`), and the offsets of the ids that have it (int64)."""
-
-    def generate(context: Any, b: ir.IRBuilder, sig: Any, args: Any) -> Value:
-        vector = ir.VectorType(I64, BLOCKS_AT_ONCE)
-
-        def spread(scalar: Value) -> Value:
-            one = b.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
-            lanes = ir.Constant(ir.VectorType(ir.IntType(32), BLOCKS_AT_ONCE), [0] * BLOCKS_AT_ONCE)
-            return b.shuffle_vector(one, one, lanes)
-
-        blocks = b.add(spread(args[1]), ir.Constant(vector, list(range(BLOCKS_AT_ONCE))))
-        least, offsets = emit_least_exponential(b, spread(args[0]), blocks)
-        store(b, emit_negative_log(b, least), args[2], 8)
-        store(b, offsets, args[3], 8)
-        return context.get_dummy_value()
-
-    return types.void(_i, _i, _i, _i), generate
+    vector = ir.VectorType(I64, BLOCKS_AT_ONCE)
+    blocks = b.add(broadcast(b, block, vector), ir.Constant(vector, list(range(BLOCKS_AT_ONCE))))
+    least, offsets = emit_least_exponential(b, broadcast(b, key, vector), blocks)
+    store(b, emit_negative_log(b, least), noise, 8)
+    store(b, offsets, offset, 8)
 
 
 assert math.isclose(_LN2_HIGH + _LN2_LOW, math.log(2), rel_tol=1e-15)

@@ -1,19 +1,29 @@
-"""Launches of the sampling kernels: `apply_logit_changes` if there are changes, then `block_maxima` and `sample_rows`.
+"""`sample` on GPUs: launches of `apply_logit_changes` if there are changes, then of `block_maxima` and `sample_rows`.
 
-Legend: S rows, V vocabulary, B blocks of 64 token ids, C chunks of a row.
+`block_maxima` is one pass over all logits that leaves a summary of each block of 64 token ids: the largest logit, the block's
+largest Gumbel noise, and the logit of the id that has that noise (the block's *noisiest* id). The noise is built for this: a
+block's largest noise is one random number. So with those three numbers
+
+    score of every id of the block  <=  largest logit / temperature + largest noise
+    score of the noisiest id         =  its logit / temperature + largest noise
+
+and `gumbel_max.py` skips every block whose bound lies below a score that is known. Few ids need their own noise.
+
+Legend: S rows, V vocabulary, B blocks of a row, C chunks of a row, K blocks of a chunk.
 """
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
-from transom_kernels.sample.block_maxima import block_maxima
-from transom_kernels.sample.kernel import apply_logit_changes, sample_rows
-from transom_kernels.sample.params import NOISE_BLOCK, SampleParams
+from transom_kernels.sample.gumbel_noise import NOISE_BLOCK, least_exponential
+from transom_kernels.sample.params import SampleParams
+from transom_kernels.sample.sample_rows import sample_rows
 
-PROGRAM_BLOCKS = (
-    32  # of a `block_maxima` program, which is one warp: each thread computes the largest noise of one block
-)
+# blocks of a `block_maxima` program, which is one warp: each thread computes the largest noise of one block
+PROGRAM_BLOCKS = 32
 ROUND_BLOCKS = 16  # blocks whose ids are read at once
 READ_BLOCKS = 2048  # block summaries that are read at once
 READ_CHUNKS = 256  # chunk sums that are read at once
@@ -23,7 +33,7 @@ CHANGES = 256  # logit changes of a program
 
 
 def sample_triton(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
-    """The contract is that of `op.sample`."""
+    """One token id of each row of `logits` [S, V] float32, by `params`, which also change the logits in place; see `op.sample`."""
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if params.change_row is not None and len(params.change_row):
         count = len(params.change_row)
@@ -38,7 +48,7 @@ def sample_triton(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
 
 def _sample_rows(logits: torch.Tensor, params: SampleParams, out: torch.Tensor) -> None:
     num_rows, num_ids = logits.shape
-    num_blocks = -(-num_ids // NOISE_BLOCK)
+    num_blocks = -(-num_ids // NOISE_BLOCK.value)
     num_chunks = -(-num_blocks // PROGRAM_BLOCKS)
     # Separate tensors: Triton recompiles for a tensor that does not begin at a multiple of 16 bytes, as slices of one tensor may.
     maxima, noisiest, max_noise = (logits.new_empty(num_rows, num_blocks) for _ in range(3))
@@ -55,3 +65,71 @@ def _sample_rows(logits: torch.Tensor, params: SampleParams, out: torch.Tensor) 
         BLOCK_B=READ_BLOCKS, BLOCK_C=READ_CHUNKS, BLOCK_L=LISTED_IDS, ROUND=ROUND_BLOCKS,
         KEPT=COMPARED_IDS, num_warps=8,
     )  # fmt: skip
+
+
+@triton.jit
+def block_maxima(
+    logits,  # [S, V] float32
+    temperatures,  # [S] float32; 0: greedy
+    top_ks,  # [S] int32
+    top_ps,  # [S] float32
+    keys,  # [S] int64
+    maxima,  # [S, B] float32: the largest logit of each block
+    noisiest,  # [S, B] float32: the logit of the id with the largest noise; not written for greedy rows
+    max_noise,  # [S, B] float32: that noise; not written for greedy rows
+    chunk_sums,  # [S, C, 2] float32: largest scaled logit and sum of exp(scaled - largest); for rows with top-p alone
+    num_ids,
+    stride,  # elements from row to row of logits
+    num_blocks,
+    BLOCKS: tl.constexpr,  # K
+):
+    """Summarise one chunk of one row; for rows with top-p and without top-k also the chunk's softmax sum. One program is one warp.
+
+    The grid is (chunks of a row, rows). A chunk's size is fixed, since a row's sums must not depend on the number of rows.
+    """
+    # load the chunk's logits
+    c, s = tl.program_id(0), tl.program_id(1)
+    row = logits + s.to(tl.int64) * stride
+    b = c * BLOCKS + tl.arange(0, BLOCKS)
+    inside = b < num_blocks
+    at = s.to(tl.int64) * num_blocks + b
+    n = b[:, None] * NOISE_BLOCK + tl.arange(0, NOISE_BLOCK)[None, :]  # [K, 64]
+    value = tl.load(row + n, mask=n < num_ids, other=float("-inf"))
+
+    # the largest logit of each block
+    max_logit = tl.max(value, 1)
+    tl.store(maxima + at, max_logit, mask=inside)
+    temperature = tl.load(temperatures + s)
+    if temperature != 0.0:
+        # the largest noise of each block, and the logit of the id that has it
+        exponential, place = least_exponential(tl.load(keys + s), b)
+        token = b * NOISE_BLOCK + place
+        tl.store(max_noise + at, (-tl.log(exponential)).to(tl.float32), mask=inside)
+        tl.store(noisiest + at, tl.load(row + token, mask=token < num_ids, other=float("-inf")), mask=inside)
+
+        # the chunk's softmax sum, which top-p alone needs
+        top_k = tl.load(top_ks + s)
+        if (tl.load(top_ps + s) < 1.0) & ((top_k <= 0) | (top_k >= num_ids)):
+            value = tl.div_rn(value, tl.zeros_like(value) + temperature)
+            largest = tl.max(tl.max(value, 1), 0)
+            anchor = tl.where(largest == float("-inf"), 0.0, largest)
+            place_of = chunk_sums + (s.to(tl.int64) * tl.num_programs(0) + c) * 2
+            tl.store(place_of, largest)
+            tl.store(place_of + 1, tl.sum(tl.sum(tl.exp(value - anchor), 1), 0))
+
+
+@triton.jit(do_not_specialize=["num_changes"])
+def apply_logit_changes(logits, rows, ids, factors, subtrahends, stride, num_changes, BLOCK_C: tl.constexpr):
+    """Apply `BLOCK_C` changes to logits in place; the contract is that of `params.SampleParams`.
+
+    The grid is (chunks of changes).
+    """
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = c < num_changes
+    place = logits + tl.load(rows + c, mask=inside, other=0) * stride + tl.load(ids + c, mask=inside, other=0)
+    value = tl.load(place, mask=inside, other=0.0)
+    factor = tl.load(factors + c, mask=inside, other=1.0)
+    value = tl.where(value > 0, tl.div_rn(value, factor), value * factor) - tl.load(
+        subtrahends + c, mask=inside, other=0.0
+    )
+    tl.store(place, value, mask=inside)

@@ -9,7 +9,7 @@ has this noise (the noisiest id). They bound each block's scores from above and 
       1          3.0             5.0          8.0            2.5              7.5      <- known: the winner scores at least 7.5
       2          1.0             4.0          5.0            0.0              4.0      <- bound below 7.5: skipped
 
-A *cut_key key* is the sort key (`gumbel_noise.sort_key`) of the least scaled logit that stays; a *scaled* logit is divided by the
+A *cut key* is the sort key (`gumbel_noise.sort_key`) of the least scaled logit that stays; a *scaled* logit is divided by the
 temperature. The *mass* of an id is exp(scaled logit - largest scaled logit), its softmax weight before normalisation.
 
 Legend: B blocks of a row, T blocks of an iteration, L places in a list of ids.
@@ -56,7 +56,7 @@ def list_blocks_from(maxima, blocks, temperature, cut_key, num_blocks, BLOCK_B: 
 
 @triton.jit
 def best_of_listed(row, ids, count, key, temperature, NOISE_WIDTH: tl.constexpr):
-    """The max_scaled score of `count` listed ids, which ascend, and its id."""
+    """The best score of `count` listed ids, which ascend, and its id."""
     best_score, best_id = tl.full([], float("-inf"), tl.float64), tl.full([], 0, tl.int32)
     for first in range(0, count, NOISE_WIDTH):
         i = first + tl.arange(0, NOISE_WIDTH)
@@ -98,7 +98,7 @@ def gumbel_argmax(
     row, maxima, noisiest, max_noise, blocks, ids, key, temperature, cut_key, num_ids, num_blocks,
     BLOCK_B: tl.constexpr, ROUND: tl.constexpr, BLOCK_L: tl.constexpr, NOISE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The id with the max_scaled score among those with a sort key of `cut_key` or more."""
+    """The id with the best score among those with a sort key of `cut_key` or more."""
     num_candidates, known_score = _candidate_blocks(
         maxima, noisiest, max_noise, blocks, temperature, cut_key, num_blocks, BLOCK_B
     )
@@ -150,9 +150,8 @@ def kth_largest_key(values, places, count, k, temperature, LISTED: tl.constexpr,
     thresholds = tl.arange(0, 16)
     for round in range(ROUNDS):
         step = 1 << (28 - 4 * round)
-        reaching = tl.zeros(
-            [SEARCH_WIDTH, 16], tl.int32
-        )  # summed once after the loop, so that threads need not wait for each other in it
+        # summed once after the loop, so that threads need not wait for each other in it
+        reaching = tl.zeros([SEARCH_WIDTH, 16], tl.int32)
         for first in range(0, count, SEARCH_WIDTH):
             i = first + tl.arange(0, SEARCH_WIDTH)
             n = tl.load(places + i, mask=i < count, other=0) if LISTED else i

@@ -20,7 +20,7 @@ MASK_64 = 2**64 - 1
 
 
 def sample_reference(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
-    """The contract is that of `op.sample`."""
+    """The specification of `op.sample`."""
     if params.change_row is not None:
         _apply_changes(logits, params)
     return torch.tensor([_sample_row(logits[row], params, row) for row in range(len(logits))], dtype=torch.int64)

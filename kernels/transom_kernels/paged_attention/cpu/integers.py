@@ -14,11 +14,11 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from transom_kernels.cpu.numba_types import f32x16
 from transom_kernels.cpu.simd import (
     LOAD,
     LOAD_PART,
     NUM_BYTES,
-    f32x16,
     lane_max,
     lane_sum,
     splat,

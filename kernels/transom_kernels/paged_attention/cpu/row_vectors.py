@@ -9,7 +9,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from transom_kernels.cpu.simd import NUM_BYTES, f32x16
+from transom_kernels.cpu.numba_types import f32x16
+from transom_kernels.cpu.simd import NUM_BYTES
 from transom_kernels.cpu.target import cpu_target
 from transom_kernels.cpu.vector_code import (
     F32,

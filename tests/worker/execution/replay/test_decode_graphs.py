@@ -22,8 +22,7 @@ from tests.graph_recorder import NotCapturable, RecordedGraph, RecorderDevice, R
 from tests.tiny_checkpoints import tiny_llama
 from transom_core.settings.settings import Settings
 from transom_kernels.launch import INTERPRETED, Kernels, prefer
-from transom_kernels.moe.dispatch import block_rows
-from transom_kernels.moe.sort import MAX_PAIRS
+from transom_kernels.moe.row_blocks import MAX_PAIRS, block_rows
 from transom_kernels.paged_attention.triton import tuning
 from transom_worker.execution.replay import backends
 from transom_worker.execution.replay.decode_replay import ReplayMismatch, check_replay

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transom_kernels.launch import prefer
 from transom_kernels.moe import ExpertTensors, GateRule
 from transom_kernels.route import Routing
-from transom_kernels.route.reference import routes_of
+from transom_kernels.route.op import routes_of
 from transom_worker.models.layers.expert_router import ExpertRouter, Routes
 from transom_worker.models.layers.experts import GroupedExperts, SequentialExperts, make_experts
 from transom_worker.models.layers.linear import PlainLinear

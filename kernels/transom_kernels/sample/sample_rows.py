@@ -1,22 +1,21 @@
-"""The Triton kernels `sample_rows` (logits to one token per row) and `apply_logit_changes` (penalties and bias).
+"""The Triton kernel `sample_rows`: logits to one token per row.
 
-`sample_rows` runs after `block_maxima`, which has read all logits and left a summary of each block of 64 ids. The grid is (rows):
+It runs after `block_maxima` (`gpu.py`), which has read all logits and left a summary of each block of 64 ids. The grid is (rows):
 one program samples one row, by the parameters of the row:
 
-    temperature 0               the id of the largest logit
-    top-k                       list the ids that reach the k-th largest block maximum: k blocks have a maximum that reaches it,
-    so the
-                                top k are among them. Few ids (up to KEPT): compare each with every other, apply all filters to
-                                them, and sample. Many (equal logits): find the k-th largest key, then go on as for top-p
-    top-p and min-p, or neither the Gumbel-max winner of all ids from the cut_key key on. With top-p: the winner is the sample if
-    the ids
-                                mass_above it have less mass than p; else the winner and all below it are out, and the cut_key key
-                                rises
+    temperature 0   the id of the largest logit
+
+    top-k           list the ids that reach the k-th largest block maximum: k blocks have a maximum that reaches it, so the top k
+                    are among them. Few ids (up to KEPT): compare each with every other, apply all filters to them, and sample.
+                    Many (equal logits): find the k-th largest key, then go on as for top-p
+
+    the others      the Gumbel-max winner of all ids from the cut on. With top-p: the winner is the sample if the ids above it have
+                    less mass than p; if not, the winner and all ids below it are out, the cut rises, and the next winner is found
 
 That is exact for top-p without sorting: the winner of all ids, if top-p keeps it, is the winner of the ids that top-p keeps.
 
-*Scaled* logits are divided by the temperature; a *cut_key key* is the sort key of the least scaled logit that is_kept; the *mass*
-of an id is exp(scaled logit - largest scaled logit). `gumbel_max.py` and `gumbel_noise.py` say more.
+*Scaled* logits are divided by the temperature; a *cut key* is the sort key of the least scaled logit that is kept; the *mass* of an
+id is exp(scaled logit - largest scaled logit). `gumbel_max.py` and `gumbel_noise.py` say more.
 
 Legend: S rows, V vocabulary, B blocks of 64 ids, C chunks of a row, L places in the list of ids, N ids that are compared.
 """
@@ -126,9 +125,9 @@ def _sample_top_p(
     row, maxima, noisiest, max_noise, blocks, ids, key, temperature, max_scaled, cut_key, mass_limit, num_ids, num_blocks,
     BLOCK_B: tl.constexpr, ROUND: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """The Gumbel-max winner among the ids that stay: those from `cut_key` on mass_above which there is less mass than `mass_limit`.
+    """The Gumbel-max winner among the ids that stay: those from `cut_key` on above which there is less mass than `mass_limit`.
 
-    The most likely id always is_kept.
+    The most likely id always stays.
     """
     token = tl.full([], -1, tl.int32)
     while token < 0:
@@ -231,20 +230,3 @@ def _sample_listed(row, ids, count, key, temperature, max_scaled, cut_key, top_k
     score = tl.where(is_kept, value.to(tl.float64) + gumbel(key, token), float("-inf"))
     _, found = argmax_lowest_id(score, token)
     return found
-
-
-@triton.jit(do_not_specialize=["num_changes"])
-def apply_logit_changes(logits, rows, ids, factors, subtrahends, stride, num_changes, BLOCK_C: tl.constexpr):
-    """Apply `BLOCK_C` changes to logits in place; the contract is that of `params.SampleParams`.
-
-    The grid is (chunks of changes).
-    """
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = c < num_changes
-    place = logits + tl.load(rows + c, mask=inside, other=0) * stride + tl.load(ids + c, mask=inside, other=0)
-    value = tl.load(place, mask=inside, other=0.0)
-    factor = tl.load(factors + c, mask=inside, other=1.0)
-    value = tl.where(value > 0, tl.div_rn(value, factor), value * factor) - tl.load(
-        subtrahends + c, mask=inside, other=0.0
-    )
-    tl.store(place, value, mask=inside)

@@ -1,0 +1,217 @@
+"""Compiles a kernel to object code: numba translates Python to LLVM's text, and LLVM makes machine code of the whole once.
+
+Numba as it is used elsewhere would optimise and load each function that a kernel calls, before it links them into the kernel and
+optimises that: twice the time, for machine code that nothing calls. Here functions are compiled with `_TextCompiler`, a pipeline
+(numba's documented `pipeline_class`) whose result is a `_Text`: it keeps the text, and what to link with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import njit, types
+from numba.core.codegen import CodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.runtime import rtsys
+from numba.extending import typeof_impl
+
+from transom_kernels.cpu import numba_types as numba_types  # shows numba the functions whose code is emitted
+from transom_kernels.cpu.language import Helper
+from transom_kernels.cpu.target import CpuTarget
+
+_ENTRY = types.void(types.int64, types.int64)  # arguments, thread
+
+
+class _TextCompiler(CompilerBase):
+    """Numba's pipeline, but for where the functions' code goes: to a `_Text`."""
+
+    def define_pipelines(self) -> list[Any]:
+        """The passes of a function that is about to be compiled."""
+        self.state.library = _Text(self.state.targetctx.codegen(), self.state.func_id.func_qualname)
+        return [DefaultPassBuilder.define_nopython_pipeline(self.state)]
+
+
+class _Text(CodeLibrary):
+    """The code of one function, as LLVM's text, and the libraries of the functions that it calls."""
+
+    def __init__(self, codegen: Any, name: str) -> None:
+        super().__init__(codegen, name)
+        self.modules: list[str] = []
+        self.libraries: list[CodeLibrary] = []
+
+    def add_ir_module(self, ir_module: ir.Module) -> None:
+        """Take a part of the function's code."""
+        self.modules.append(str(ir_module))
+
+    def add_linking_library(self, library: CodeLibrary) -> None:
+        """Take the library of a function that this one calls."""
+        self.libraries.append(library)
+
+    def get_llvm_str(self) -> str:
+        """The text of this function alone."""
+        return "\n".join(self.modules)
+
+    def finalize(self) -> None:
+        """Refuse to be linked by numba: `_linked` links the texts of a whole kernel."""
+        raise TypeError(f"A function under numba's `njit` calls {self.name}; decorate it with `language.helper`, too.")
+
+    def get_function(self, name: str) -> Any:
+        """Functions are not looked up in a text."""
+        raise NotImplementedError(name)
+
+    def get_asm_str(self) -> str:
+        """A text has no machine code."""
+        raise NotImplementedError(self.name)
+
+    @property
+    def codegen(self) -> Any:
+        """What numba tells the Python environment of a loaded function (`set_env`): the text itself, since it is not loaded."""
+        return self
+
+    def set_env(self, name: str, environment: Any) -> None:
+        """Kernels have no use for Python objects."""
+
+    def get_pointer_to_function(self, name: str) -> int:
+        """The address by which Python would call the function: any but 0, since Python does not."""
+        return id(self)
+
+
+_translate = partial(
+    njit,
+    nogil=True,
+    boundscheck=False,
+    error_model="numpy",
+    no_cpython_wrapper=True,
+    no_cfunc_wrapper=True,
+    pipeline_class=_TextCompiler,
+)
+
+
+@typeof_impl.register(Helper)
+def _type_of_helper(function: Helper, context: Any) -> types.Type:
+    return types.Dispatcher(_translated(function))
+
+
+@cache
+def _translated(function: Helper) -> Any:
+    return _translate(forceinline=function.is_inlined)(function.function)
+
+
+def compile_kernel(function: Callable[[Any, Any], None], symbol: str, target: CpuTarget) -> bytes:
+    """Object code for a processor, with one function `symbol(arguments, thread)` that is visible outside.
+
+    Raises:
+        ValueError: the kernel, or a function that it calls, raises exceptions or allocates.
+    """
+    with _without_collections():
+        dispatcher = _translate(_ENTRY)(function)
+    compiled = dispatcher.overloads[_ENTRY.args]
+    module = _linked(compiled.library)
+    # Numba's own wrapper refers to functions of numba, which is not in processes that only load code.
+    wrapper = (
+        f"declare i32 @{compiled.fndesc.llvm_func_name}(ptr, ptr, i64, i64)\n"
+        f"define void @{symbol}(i64 %arguments, i64 %thread) {{\n"
+        "  %result = alloca ptr\n  %error = alloca ptr\n"
+        f"  call i32 @{compiled.fndesc.llvm_func_name}(ptr %result, ptr %error, i64 %arguments, i64 %thread)\n  ret void\n}}\n"
+    )
+    machine = _machine(target)
+    _optimise(module, machine)
+    module.link_in(llvm.parse_assembly(wrapper))
+    module.triple = target.triple
+    module.verify()
+    _check_calls(module)
+    return bytes(machine.emit_object(module))
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Within this context Python's garbage collector rests: a collection takes long in a process with torch."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _linked(library: CodeLibrary) -> llvm.ModuleRef:
+    """One module of a function and of all that it calls. The called functions go where they are inlined."""
+    first, *others = _libraries(library)
+    module = llvm.parse_assembly(first.get_llvm_str())
+    for other in others:
+        part = llvm.parse_assembly(other.get_llvm_str())
+        for function in part.functions:
+            if not function.is_declaration and function.linkage == llvm.Linkage.external:
+                function.linkage = "linkonce_odr"
+        module.link_in(part)
+    return module
+
+
+def _libraries(library: CodeLibrary) -> Iterator[CodeLibrary]:
+    """A function's library, then those of the functions that it calls, each once. Numba's own hold what they call."""
+    seen = {rtsys.library}  # numba's counting of references: a kernel that needs it is refused
+    pending = [library]
+    while pending:
+        next_library = pending.pop(0)
+        if next_library not in seen:
+            seen.add(next_library)
+            yield next_library
+            if isinstance(next_library, _Text):
+                pending = next_library.libraries + pending
+
+
+@cache
+def _initialise() -> None:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+
+
+def _machine(target: CpuTarget) -> llvm.TargetMachine:
+    _initialise()
+    return llvm.Target.from_triple(target.triple).create_target_machine(
+        cpu=target.name,
+        features=target.features,
+        opt=3,
+        reloc="static",
+        codemodel="jitdefault" if target.x86 else "small",
+        jit=True,
+    )
+
+
+def _optimise(module: llvm.ModuleRef, machine: llvm.TargetMachine) -> None:
+    """LLVM's passes of level 3, after three that bring loops into the form in which its vectoriser knows them."""
+    options = llvm.create_pipeline_tuning_options(speed_level=0)
+    builder = llvm.create_pass_builder(machine, options)
+    passes = builder.getModulePassManager()
+    passes.add_loop_rotate_pass()
+    passes.add_instruction_combine_pass()
+    passes.add_jump_threading_pass()
+    passes.run(module, builder)
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options.loop_vectorization, options.slp_vectorization = True, False
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+
+
+def _check_calls(module: llvm.ModuleRef) -> None:
+    """Refuse code that calls numba's own functions: in a process without numba all of its calls, to any function, would go to 0.
+
+    Raises:
+        ValueError: the kernel, or a function that it calls, raises exceptions or allocates.
+    """
+    process = ctypes.CDLL(None)  # the C library, the mathematical functions and Python's own
+    declared = [function.name for function in module.functions if function.is_declaration]
+    foreign = [name for name in declared if not name.startswith("llvm.") and not hasattr(process, name)]
+    if foreign:
+        raise ValueError(
+            f"The kernel calls {', '.join(foreign)}, which no library of the process has: a kernel and the functions that "
+            "it calls must neither raise exceptions nor allocate."
+        )
