@@ -34,6 +34,7 @@ from transom_kernels.sample.gpu import (
     READ_BLOCKS,
     READ_CHUNKS,
     ROUND_BLOCKS,
+    ROW_WARPS,
     apply_logit_changes,
     block_maxima,
 )
@@ -424,7 +425,7 @@ def sample_cases() -> Iterator[Compilation]:
         name="sample_rows", kernel=sample_rows, types=types,
         constants={"BLOCK_B": READ_BLOCKS, "BLOCK_C": READ_CHUNKS, "BLOCK_L": LISTED_IDS, "ROUND": ROUND_BLOCKS,
                    "KEPT": COMPARED_IDS},
-        num_warps=8, unaligned=("num_blocks", "num_chunks"),
+        num_warps=ROW_WARPS, unaligned=("num_blocks", "num_chunks"),
     )  # fmt: skip
     yield Compilation(
         name="apply_logit_changes", kernel=apply_logit_changes,

@@ -17,7 +17,8 @@ class Options:
 
 
 def test_views_of_one_slab_are_written_where_they_lie_and_results_come_back() -> None:
-    k, v = empty_caches(Shape(), 3)
+    shape = Shape()
+    k, v = empty_caches(shape, 3)
     seen: list[int] = []
 
     def launch(k: torch.Tensor, pair: tuple[torch.Tensor, int], *, options: Options) -> tuple[torch.Tensor, int]:
@@ -27,15 +28,15 @@ def test_views_of_one_slab_are_written_where_they_lie_and_results_come_back() ->
         pair[0][2, 3, 1] = options.weight * options.scale
         return k[1, 2], pair[1]
 
-    outer, weight = k, torch.ones(8)
+    outer, weight = k, torch.ones(shape.size)
     result, number = on_device(launch, torch.device("cpu"))(k, (v, 7), options=Options(weight, 2.0))
     assert seen[0] == seen[1] != k.untyped_storage().data_ptr()
     assert number == 7
-    assert torch.equal(result, torch.full((2, 8), 5.0))
+    assert torch.equal(result, torch.full((2, shape.size), 5.0))
     assert torch.equal(k[1, 2], result)
-    assert torch.equal(v[2, 3, 1], torch.full((8,), 2.0))
-    assert int((~k.isnan()).sum()) == 16
-    assert torch.equal(weight, torch.ones(8))
+    assert torch.equal(v[2, 3, 1], torch.full((shape.size,), 2.0))
+    assert int((~k.isnan()).sum()) == 2 * shape.size
+    assert torch.equal(weight, torch.ones(shape.size))
 
 
 def test_empty_tensors_go_along() -> None:

@@ -30,6 +30,8 @@ READ_CHUNKS = 256  # chunk sums that are read at once
 LISTED_IDS = 4096  # places in a row's list of candidate ids; at least COMPARED_IDS plus the ids of ROUND_BLOCKS
 COMPARED_IDS = 512  # ids of a top-k list that are compared with each other
 CHANGES = 256  # logit changes of a program
+# Warps of a `sample_rows` program. With 8 warps Triton 3.7.1 needs more than 128 registers a thread on sm_90, and spills 8 bytes.
+ROW_WARPS = 16
 
 
 def sample_triton(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
@@ -63,7 +65,7 @@ def _sample_rows(logits: torch.Tensor, params: SampleParams, out: torch.Tensor) 
         logits, params.temperature, params.top_k, params.top_p, params.min_p, params.keys,
         maxima, noisiest, max_noise, chunk_sums, lists, out, num_ids, logits.stride(0), num_blocks, num_chunks,
         BLOCK_B=READ_BLOCKS, BLOCK_C=READ_CHUNKS, BLOCK_L=LISTED_IDS, ROUND=ROUND_BLOCKS,
-        KEPT=COMPARED_IDS, num_warps=8,
+        KEPT=COMPARED_IDS, num_warps=ROW_WARPS,
     )  # fmt: skip
 
 

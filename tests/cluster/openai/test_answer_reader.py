@@ -17,6 +17,8 @@ from transom_cluster.openai.answer.answer_reader import NO_TOKEN_ID, AnswerReade
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.output_events import joined
 from transom_cluster.router.output_stream import OutputStream
+from transom_cluster.routing.placer import PlacementDecision
+from transom_cluster.routing.worker_view import HitTokens
 from transom_core.contract import OutputEvent, Request, SamplingParams
 from transom_core.text.markup.parts import AnswerPart, MessageText, ReasoningText
 from transom_worker.engine.running_request import RunningRequest
@@ -158,13 +160,24 @@ def migrated(token_ids: Sequence[int], params: SamplingParams, at: int, num_repe
             passed.append(event)
 
     in_flight = InFlightRequest(Passed([request]), 0, request)
+    send(in_flight)
     for event in worker_events(token_ids, params)[:at]:
         assert in_flight.take(event)
     num_resumed = max(0, at - num_repeated)
     if not in_flight.has_ended:
+        in_flight.leave_worker()
+        send(in_flight)
         for event in worker_events(token_ids, params, num_resumed=num_resumed):
             assert in_flight.take(event)
     return passed
+
+
+def send(in_flight: InFlightRequest) -> None:
+    """Give the next attempt to a worker."""
+    in_flight.begin_attempt()
+    decision = PlacementDecision(worker_id="w", reason="least_loaded", predicted=HitTokens(0), index_version=0)
+    in_flight.place(decision, policy="kv")
+    in_flight.send()
 
 
 params_st = st.builds(
