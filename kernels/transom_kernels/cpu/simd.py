@@ -444,6 +444,13 @@ def argument(b, arguments, index):
     return b.load(_word_at(b, b.add(arguments, b.mul(index, int64(8)))), align=8)
 
 
+@emits(FLOAT, INT, INT)
+def float_argument(b, arguments, index):
+    """Argument word `index` of a kernel, whose low 32 bits are a float32 (`launching.float_bits`)."""
+    word = b.load(_word_at(b, b.add(arguments, b.mul(index, int64(8)))), align=8)
+    return b.bitcast(b.trunc(word, I32), F32)
+
+
 @emits(INT, INT)
 def atomic_load(b, address):
     """Load an int64; what was stored before by the thread that released it is visible."""

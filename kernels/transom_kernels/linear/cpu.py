@@ -1,4 +1,4 @@
-"""Launches of the CPU kernels of linear layers: cuts the work into items and says how rows are multiplied.
+"""Launches the CPU kernels of linear layers: declares arguments, cuts the work into items, says how rows are multiplied.
 
 Legend: M rows, K input width, N output width.
 """
@@ -6,13 +6,17 @@ Legend: M rows, K input width, N output width.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
+from transom_kernels.cpu.arguments import RowArguments, numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
+from transom_kernels.cpu.layer_output import OutputArguments
 from transom_kernels.cpu.pool import pool
 from transom_kernels.cpu.target import cpu_target
+from transom_kernels.cpu.tiles import CONFIG_BYTES
 from transom_kernels.linear.layout import GROUPS_OF_CHUNK, LINE, STEP_BYTES, TILE_ROWS, Method, padded_width
 from transom_kernels.linear.weights import PackedWeight
 
@@ -20,9 +24,30 @@ _BLOCK_BYTES = 1 << 20  # of a chunk of x in a block: half of a usual second-lev
 _MOST_ROWS, _MANY_ROWS = 512, 256  # of a block; and of one whose rows are so long that they come in chunks
 _FEW_ROWS = 2 * TILE_ROWS  # whose products with a group of panels need no chunks of K
 _ITEMS_PER_THREAD = (4, 8)  # least and most
-_CONFIG_BYTES = 64  # `tiles.CONFIG_BYTES`, which cannot be imported without numba
 
 _KERNELS = "transom_kernels.linear"
+
+
+class LinearArguments(NamedTuple):
+    """The words of `linear`."""
+
+    x: RowArguments  # [M, K]
+    num_rows: int  # M
+    width: int  # K
+    panels: torch.Tensor  # the weight
+    panel_bytes: int
+    num_panels: int
+    norm: torch.Tensor | None  # [K] weight of the RMS norm in front
+    eps: float
+    block_rows: int
+    groups_of_item: int
+    chunk_steps: int
+    own_offset: int  # bytes of scratch before a thread's copy of x
+    own_stride: int  # bytes from row to row of that copy; 0: x is multiplied from where it is
+    output: OutputArguments
+
+
+AT = numbers_of(LinearArguments)
 
 
 def linear_cpu(
@@ -37,7 +62,16 @@ def linear_cpu(
 ) -> torch.Tensor:
     """`residual + cap(scale * (x @ weight.T + bias))` [M, N] of `x` [M, K]; see `op.linear`."""
     out = empty((x.shape[0], weight.num_outputs), out_dtype)
-    _launch(x, weight, out, residual=residual, norm=norm, scale=scale, soft_cap=soft_cap or 0.0)
+    residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
+    output = OutputArguments(
+        out=RowArguments.of(out),
+        num_outputs=weight.num_outputs,
+        bias=weight.bias,
+        residual=RowArguments.of(residual),
+        scale=scale,
+        soft_cap=soft_cap or 0.0,
+    )
+    _launch(x, weight, output, out_dtype, norm=norm, activation=None)
     return out
 
 
@@ -51,7 +85,8 @@ def gated_linear_cpu(
 ) -> torch.Tensor:
     """`activation(x @ gate.T + gate bias) * (x @ up.T + up bias)` [M, N] of `x` [M, K]; see `op.gated_linear`."""
     out = empty((x.shape[0], weight.num_outputs), x.dtype)
-    _launch(x, weight, out, norm=norm, activation=activation, limit=limit or 0.0)
+    output = OutputArguments(RowArguments.of(out), weight.num_outputs, weight.bias, limit=limit or 0.0)
+    _launch(x, weight, output, x.dtype, norm=norm, activation=activation)
     return out
 
 
@@ -100,17 +135,13 @@ def _num_registers() -> int:
 def _launch(
     x: torch.Tensor,
     weight: PackedWeight,
-    out: torch.Tensor,
+    output: OutputArguments,
+    out_dtype: torch.dtype,
     *,
-    residual: torch.Tensor | None = None,
-    norm: tuple[torch.Tensor, float] | None = None,
-    activation: str | None = None,
-    scale: float = 1.0,
-    soft_cap: float = 0.0,
-    limit: float = 0.0,
+    norm: tuple[torch.Tensor, float] | None,
+    activation: str | None,
 ) -> None:
     x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-    residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
     num_rows, width = x.shape
     dtype, method = DTYPES[x.dtype], method_of(x.dtype)
     steps = weight.panel_bytes // STEP_BYTES[method]
@@ -122,21 +153,37 @@ def _launch(
     own_stride = -(-padded * own_size // LINE) * LINE + LINE if copies else 0
     chunk = _chunk(block, steps, -(-padded * own_size // steps))
     sums_bytes = (block + TILE_ROWS) * 2 * LINE * (GROUPS_OF_CHUNK if chunk < steps else 1)
+    norm_weight, eps = norm or (None, 0.0)
     launch(
         cpu_kernel(
-            f"{_KERNELS}.cpu_kernel", "make_linear", method=method, dtype=dtype, out_dtype=DTYPES[out.dtype],
-            activation=activation, norm_dtype=None if norm is None else DTYPES[norm[0].dtype], registers=_num_registers(),
+            f"{_KERNELS}.cpu_kernel",
+            "make_linear",
+            method=method,
+            dtype=dtype,
+            out_dtype=DTYPES[out_dtype],
+            activation=activation,
+            norm_dtype=None if norm_weight is None else DTYPES[norm_weight.dtype],
+            registers=_num_registers(),
         ),
         items * num_blocks if num_rows else 0,
-        [
-            x, x.stride(0) * x.itemsize, num_rows, width, weight.panels, weight.panel_bytes, weight.num_panels,
-            weight.num_outputs, weight.bias, residual, 0 if residual is None else residual.stride(0) * residual.itemsize,
-            out, out.stride(0) * out.itemsize, scale, soft_cap, limit, block, per_item,
-            chunk, own_stride, _CONFIG_BYTES + sums_bytes,
-            None if norm is None else norm[0], 0.0 if norm is None else norm[1],
-        ],
-        scratch_bytes=_CONFIG_BYTES + sums_bytes + block * own_stride,
-    )  # fmt: skip
+        LinearArguments(
+            x=RowArguments.of(x),
+            num_rows=num_rows,
+            width=width,
+            panels=weight.panels,
+            panel_bytes=weight.panel_bytes,
+            num_panels=weight.num_panels,
+            norm=norm_weight,
+            eps=eps,
+            block_rows=block,
+            groups_of_item=per_item,
+            chunk_steps=chunk,
+            own_offset=CONFIG_BYTES + sums_bytes,
+            own_stride=own_stride,
+            output=output,
+        ),
+        scratch_bytes=CONFIG_BYTES + sums_bytes + block * own_stride,
+    )
 
 
 @cache

@@ -14,21 +14,13 @@ from __future__ import annotations
 from typing import Any
 
 from transom_kernels.cpu.language import helper, inlined
-from transom_kernels.cpu.rows import limited_gate, limited_up, make_gated, make_inverse_rms, soft_capped
-from transom_kernels.cpu.simd import (
-    LOAD,
-    LOAD_PART,
-    NUM_BYTES,
-    ROUND,
-    STORE,
-    float_of_bits,
-    load_f32,
-    row_access,
-    splat,
-)
+from transom_kernels.cpu.layer_output import make_store_gated, make_store_output
+from transom_kernels.cpu.rows import make_inverse_rms
+from transom_kernels.cpu.simd import LOAD, LOAD_PART, NUM_BYTES, ROUND, STORE, float_argument, load_f32, splat
 from transom_kernels.cpu.tiles import CONFIG_BYTES, configure_tiles, make_tile_product, release_tiles
-from transom_kernels.cpu.work import argument, claim, finish, scratch
-from transom_kernels.linear.layout import GROUPS_OF_CHUNK, LINE, STEP_BYTES, TILE_ROWS, VECTOR_TILES
+from transom_kernels.cpu.work import argument, claim, finish, row_address, scratch
+from transom_kernels.linear.cpu import AT
+from transom_kernels.linear.layout import GROUPS_OF_CHUNK, LINE, OUTPUTS, STEP_BYTES, TILE_ROWS, VECTOR_TILES
 from transom_kernels.linear.vector_product import make_vector_product
 
 SUM_STRIDE = 2 * LINE  # from row to row of a group's sums
@@ -39,11 +31,7 @@ def make_linear(
 ) -> Any:
     """out = residual + cap(scale * (x @ weight.T + bias)); with an activation, activation(x @ gate.T + bias) * (x @ up.T + bias).
 
-    With `norm_dtype` x is replaced by rms_norm(x, norm). An item is some groups of panels and a block of rows. Arguments:
-     0 x, 1 its row stride in bytes, 2 M, 3 K, 4 weight, 5 bytes of a panel, 6 panels, 7 N, 8 bias (float32, padded) or 0,
-     9 residual or 0, 10 its row stride, 11 out, 12 its row stride, 13 scale, 14 soft cap or 0, 15 limit or 0, 16 rows of a block,
-    17 groups of an item, 18 steps of a chunk, 19 row stride of x in scratch, or 0 where x is multiplied from where it is,
-    20 bytes in scratch in front of x, 21 norm, 22 eps.
+    With `norm_dtype` x is replaced by rms_norm(x, norm). An item is some groups of panels and a block of rows.
     """
     product = _make_tiles() if method == "tiles" else _make_vectors(method, dtype, registers)
     copy_rows = _make_copy(method, dtype, norm_dtype)
@@ -51,57 +39,66 @@ def make_linear(
     store_group = _make_gate(out_dtype, tiles, activation) if activation else _make_output(out_dtype, tiles)
     step_of_x = {"tiles": 64, "pairs": 4, "wide": 4 if dtype == "f32" else 8}[method]
 
+    @helper
+    def whole_rows(arguments, x, x_stride, first_row, rows, first, last, sums):
+        """Multiply a block of rows by the panels [first, last), all of K at once, some rows after the other."""
+        panel, num_panels = argument(arguments, AT.panel_bytes), argument(arguments, AT.num_panels)
+        for p in range(first, last, 2):
+            weight = argument(arguments, AT.panels) + p * panel
+            other = weight + panel if p + 1 < num_panels else weight
+            row = 0
+            while row < rows:
+                count = rows - row
+                if count >= 3 * TILE_ROWS:  # else a last tile could not repeat rows
+                    count = 2 * TILE_ROWS
+                product(x + row * x_stride, x_stride, count, weight, other, panel // step_bytes, sums, 0)
+                store_group(arguments, sums, count, first_row + row, p)
+                row += count
+
+    @helper
+    def chunks_of_rows(arguments, x, x_stride, first_row, rows, first, last, sums):
+        """Multiply a block of rows by the panels [first, last), some groups of panels at a time, chunk after chunk of K."""
+        panel, num_panels = argument(arguments, AT.panel_bytes), argument(arguments, AT.num_panels)
+        num_steps, chunk = panel // step_bytes, argument(arguments, AT.chunk_steps)
+        sums_of_group = (argument(arguments, AT.block_rows) + TILE_ROWS) * SUM_STRIDE
+        for begin in range(first, last, 2 * GROUPS_OF_CHUNK):
+            end = min(begin + 2 * GROUPS_OF_CHUNK, last)
+            for step in range(0, num_steps, chunk):
+                here, count = x + step * step_of_x, min(chunk, num_steps - step)
+                for p in range(begin, end, 2):
+                    weight = argument(arguments, AT.panels) + p * panel + step * step_bytes
+                    other = weight + panel if p + 1 < num_panels else weight
+                    own_sums = sums + (p - begin) // 2 * sums_of_group
+                    product(here, x_stride, rows, weight, other, count, own_sums, 1 if step else 0)
+            for p in range(begin, end, 2):
+                store_group(arguments, sums + (p - begin) // 2 * sums_of_group, rows, first_row, p)
+
     def linear(arguments, thread):
         item = claim(thread)
         memory = scratch(thread)
-        sums = memory + CONFIG_BYTES
         copied, configured = -1, 0
         while item >= 0:
-            x, x_stride = argument(arguments, 0), argument(arguments, 1)
-            panel, num_panels = argument(arguments, 5), argument(arguments, 6)
-            block, per_item, chunk = argument(arguments, 16), argument(arguments, 17), argument(arguments, 18)
+            num_panels, per_item = argument(arguments, AT.num_panels), argument(arguments, AT.groups_of_item)
             items_of_block = (num_panels + 2 * per_item - 1) // (2 * per_item)
+            block = argument(arguments, AT.block_rows)
             first_row, part = item // items_of_block * block, item % items_of_block
-            rows, num_steps = min(block, argument(arguments, 2) - first_row), panel // step_bytes
-            x += first_row * x_stride
-            if argument(arguments, 19):
-                own, own_stride = memory + argument(arguments, 20), argument(arguments, 19)
+            rows = min(block, argument(arguments, AT.num_rows) - first_row)
+            x, x_stride = row_address(arguments, AT.x, first_row), argument(arguments, AT.x.stride)
+            if argument(arguments, AT.own_stride):
+                own, own_stride = memory + argument(arguments, AT.own_offset), argument(arguments, AT.own_stride)
                 if copied != first_row:
-                    width, eps = argument(arguments, 3), float_of_bits(argument(arguments, 22))
-                    copy_rows(x, x_stride, rows, width, own, own_stride, argument(arguments, 21), eps)
+                    copy_rows(arguments, x, x_stride, rows, own, own_stride)
                     copied = first_row
                 x, x_stride = own, own_stride
             if tiles and configured != min(rows, TILE_ROWS):
                 configured = min(rows, TILE_ROWS)
                 configure_tiles(memory, configured)
             first, last = 2 * part * per_item, min(2 * (part + 1) * per_item, num_panels)
-            matrix, num_outputs = argument(arguments, 4), argument(arguments, 7)
-            if num_steps <= chunk:
-                for p in range(first, last, 2):
-                    weight = matrix + p * panel
-                    other = weight + panel if p + 1 < num_panels else weight
-                    row = 0
-                    while row < rows:
-                        count = rows - row
-                        if count >= 3 * TILE_ROWS:  # else a last tile could not repeat rows
-                            count = 2 * TILE_ROWS
-                        product(x + row * x_stride, x_stride, count, weight, other, num_steps, sums, 0)
-                        store_group(arguments, sums, count, first_row + row, p, num_outputs)
-                        row += count
+            sums = memory + CONFIG_BYTES
+            if argument(arguments, AT.panel_bytes) // step_bytes <= argument(arguments, AT.chunk_steps):
+                whole_rows(arguments, x, x_stride, first_row, rows, first, last, sums)
             else:
-                sums_of_group = (block + TILE_ROWS) * SUM_STRIDE
-                for begin in range(first, last, 2 * GROUPS_OF_CHUNK):
-                    end = min(begin + 2 * GROUPS_OF_CHUNK, last)
-                    for step in range(0, num_steps, chunk):
-                        here, count = x + step * step_of_x, min(chunk, num_steps - step)
-                        for p in range(begin, end, 2):
-                            weight = matrix + p * panel + step * step_bytes
-                            other = weight + panel if p + 1 < num_panels else weight
-                            own_sums = sums + (p - begin) // 2 * sums_of_group
-                            product(here, x_stride, rows, weight, other, count, own_sums, 1 if step else 0)
-                    for p in range(begin, end, 2):
-                        own_sums = sums + (p - begin) // 2 * sums_of_group
-                        store_group(arguments, own_sums, rows, first_row, p, num_outputs)
+                chunks_of_rows(arguments, x, x_stride, first_row, rows, first, last, sums)
             finish(thread)
             item = claim(thread)
         if tiles and configured:
@@ -180,7 +177,12 @@ def _make_copy(method: str, dtype: str, norm_dtype: str | None) -> Any:
     norm_size, inverse_rms = NUM_BYTES[norm_dtype or "f32"], make_inverse_rms(dtype)
 
     @helper
-    def copy_rows(x, x_stride, rows, width, own, own_stride, norm, eps):
+    def copy_rows(arguments, x, x_stride, rows, own, own_stride):
+        width, norm, eps = (
+            argument(arguments, AT.width),
+            argument(arguments, AT.norm),
+            float_argument(arguments, AT.eps),
+        )
         full, rest = width // 16 * 16, width % 16
         for row in range(rows):
             source, target = x + row * x_stride, own + row * own_stride
@@ -206,78 +208,55 @@ def _make_copy(method: str, dtype: str, norm_dtype: str | None) -> Any:
     return copy_rows
 
 
-@inlined
-def _add_bias(arguments, lanes, column):
-    bias = argument(arguments, 8)
-    return lanes + load_f32(bias + column * 4) if bias else lanes
-
-
 def _make_output(dtype: str, tiles: bool) -> Any:
-    """Store a group's sums: bias, scale, soft cap, residual."""
-    load, load_part, store, store_part, size = row_access(dtype)
+    """store_group(arguments, sums, rows, first row, first panel): the outputs of two panels."""
+    store, size = STORE[dtype], NUM_BYTES[dtype]
+    store_output = make_store_output(dtype, AT.output)
+    place_of_sums = _make_place_of_sums(tiles)
 
     @helper
-    def output(arguments, sums, rows, first_row, panel, num_outputs):
-        scale, bound = splat(float_of_bits(argument(arguments, 13))), float_of_bits(argument(arguments, 14))
-        residual, out = argument(arguments, 9), argument(arguments, 11)
-        repeated = _repeated_rows(rows) if tiles else 0
-        is_plain = residual == 0 and argument(arguments, 8) == 0 and bound == 0.0
-        if is_plain and float_of_bits(argument(arguments, 13)) == 1.0 and panel * 16 + 32 <= num_outputs:
-            place = out + first_row * argument(arguments, 12) + panel * 16 * size
-            for row in range(rows):
-                own = sums + (row + (repeated if row >= rows // TILE_ROWS * TILE_ROWS else 0)) * SUM_STRIDE
-                store(place, load_f32(own))
-                store(place + 16 * size, load_f32(own + LINE))
-                place += argument(arguments, 12)
-            return
+    def output(arguments, sums, rows, first_row, panel):
+        at, column, num_outputs = AT.output, panel * OUTPUTS, argument(arguments, AT.output.num_outputs)
+        adds = argument(arguments, at.residual.tensor) != 0 or argument(arguments, at.bias) != 0
+        is_plain = (
+            not adds and float_argument(arguments, at.soft_cap) == 0.0 and float_argument(arguments, at.scale) == 1.0
+        )
         for row in range(rows):
-            own = sums + (row + (repeated if row >= rows // TILE_ROWS * TILE_ROWS else 0)) * SUM_STRIDE
-            before = residual + (first_row + row) * argument(arguments, 10)
-            place = out + (first_row + row) * argument(arguments, 12)
-            for column in range(panel * 16, min(panel * 16 + 32, num_outputs), 16):
-                lanes = _add_bias(arguments, load_f32(own + (column - panel * 16) * 4), column) * scale
-                if bound != 0.0:
-                    lanes = soft_capped(lanes, bound)
-                count = num_outputs - column
-                if count >= 16:
-                    if residual:
-                        lanes = lanes + load(before + column * size)
-                    store(place + column * size, lanes)
-                else:
-                    if residual:
-                        lanes = lanes + load_part(before + column * size, count)
-                    store_part(place + column * size, lanes, count)
+            own = place_of_sums(sums, row, rows)
+            if is_plain and column + 2 * OUTPUTS <= num_outputs:
+                place = row_address(arguments, at.out, first_row + row) + column * size
+                store(place, load_f32(own))
+                store(place + OUTPUTS * size, load_f32(own + LINE))
+            else:
+                store_output(arguments, load_f32(own), first_row + row, column)
+                if column + OUTPUTS < num_outputs:
+                    store_output(arguments, load_f32(own + LINE), first_row + row, column + OUTPUTS)
 
     return output
 
 
 def _make_gate(dtype: str, tiles: bool, activation: str) -> Any:
-    """Store the gated activation of a group's sums, a panel of gate and one of up."""
-    _, _, store, store_part, size = row_access(dtype)
-    gated = make_gated(activation)
+    """store_group(arguments, sums, rows, first row, first panel): the activations of a panel of gate and one of up."""
+    store_gated = make_store_gated(dtype, activation, AT.output)
+    place_of_sums = _make_place_of_sums(tiles)
 
     @helper
-    def gate_and_up(arguments, sums, rows, first_row, panel, num_outputs):
-        limit, out = float_of_bits(argument(arguments, 15)), argument(arguments, 11)
-        repeated = _repeated_rows(rows) if tiles else 0
-        column = panel // 2 * 16
+    def gate_and_up(arguments, sums, rows, first_row, panel):
         for row in range(rows):
-            own = sums + (row + (repeated if row >= rows // TILE_ROWS * TILE_ROWS else 0)) * SUM_STRIDE
-            gate = _add_bias(arguments, load_f32(own), panel * 16)
-            up = _add_bias(arguments, load_f32(own + LINE), panel * 16 + 16)
-            if limit != 0.0:
-                gate, up = limited_gate(gate, limit), limited_up(up, limit)
-            product = gated(gate, up)
-            place = out + (first_row + row) * argument(arguments, 12) + column * size
-            if num_outputs - column >= 16:
-                store(place, product)
-            else:
-                store_part(place, product, num_outputs - column)
+            own = place_of_sums(sums, row, rows)
+            store_gated(arguments, load_f32(own), load_f32(own + LINE), first_row + row, panel // 2 * OUTPUTS)
 
     return gate_and_up
 
 
-@inlined
-def _repeated_rows(rows):
-    """How many rows the last tile of AMX repeats of the tile before."""
-    return TILE_ROWS - rows % TILE_ROWS if rows > TILE_ROWS else 0
+def _make_place_of_sums(tiles: bool) -> Any:
+    """place_of_sums(sums, row, rows): where a row's sums are. With AMX the last tile begins with rows of the tile before."""
+
+    @inlined
+    def place_of_sums(sums, row, rows):
+        repeated = 0
+        if tiles and rows > TILE_ROWS and row >= rows // TILE_ROWS * TILE_ROWS:
+            repeated = TILE_ROWS - rows % TILE_ROWS
+        return sums + (row + repeated) * SUM_STRIDE
+
+    return place_of_sums

@@ -1,22 +1,55 @@
-"""Launches the kernels of `quantised_linear` and `quantised_gated_linear`.
+"""Launches the kernels of `quantised_linear` and `quantised_gated_linear`, and declares their arguments.
 
 Legend: M rows, K input width, N output width, G groups of 32 columns.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+from transom_kernels.cpu.arguments import RowArguments, numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
+from transom_kernels.cpu.layer_output import OutputArguments
 from transom_kernels.quantised_linear.layout import GROUP, LINE, MOST_ROWS, PANEL, RECORD, ZERO
 from transom_kernels.quantised_linear.weights import Activation, PackedPanels
 
 _MODULE = "transom_kernels.quantised_linear.cpu_kernel"
-_ROWS_EACH_THREAD_ROUNDS = 4  # up to so many, rounding them in every thread costs less than a launch of its own
+_ROWS_EACH_THREAD_ROUNDS = 4  # up to this many, rounding them in every thread costs less than a launch of its own
 _ROWS_OF_ITEM = 64
 _LEAST_ITEMS, _MOST_PANELS = 32, 16  # panels of an item: few enough that all threads finish at about the same time
 _SUMS_BYTES = 2 * MOST_ROWS * LINE
+
+
+class RoundedRowsArguments(NamedTuple):
+    """The words of `rounded_rows`."""
+
+    x: RowArguments  # [M, K]
+    records: torch.Tensor
+    num_rows: int  # M
+    width: int  # K
+    zero: int  # the level of an element of 0
+
+
+class QuantisedLinearArguments(NamedTuple):
+    """The words of `quantised_linear`."""
+
+    x: RowArguments  # [M, K]
+    num_rows: int  # M
+    width: int  # K
+    records: torch.Tensor | None  # of x; None: every thread rounds all rows for itself
+    levels: torch.Tensor
+    scales: torch.Tensor
+    num_panels: int  # or pairs of panels, if the weight is gated
+    panels_of_item: int
+    rows_of_item: int
+    items_of_rows: int
+    output: OutputArguments
+
+
+ROUNDED, AT = numbers_of(RoundedRowsArguments), numbers_of(QuantisedLinearArguments)
 
 
 def fits(x: torch.Tensor, out_dtype: torch.dtype) -> bool:
@@ -35,7 +68,16 @@ def quantised_linear_cpu(
 ) -> torch.Tensor:
     """`residual + cap(scale * (x @ weight.T + bias))` [M, N] of `x` [M, K]; see `op.quantised_linear`."""
     out = empty((x.shape[0], weight.num_outputs), out_dtype)
-    _launch(x, weight, out, residual=residual, scale=scale, soft_cap=soft_cap or 0.0)
+    residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
+    output = OutputArguments(
+        out=RowArguments.of(out),
+        num_outputs=weight.num_outputs,
+        bias=weight.bias,
+        residual=RowArguments.of(residual),
+        scale=scale,
+        soft_cap=soft_cap or 0.0,
+    )
+    _launch(x, weight, output, out_dtype, activation=None)
     return out
 
 
@@ -44,58 +86,54 @@ def quantised_gated_linear_cpu(
 ) -> torch.Tensor:
     """`activation(x @ gate.T + gate bias) * (x @ up.T + up bias)` [M, N]; see `op.quantised_gated_linear`."""
     out = empty((x.shape[0], weight.num_outputs), x.dtype)
-    _launch(x, weight, out, activation=activation, limit=limit or 0.0)
+    output = OutputArguments(RowArguments.of(out), weight.num_outputs, weight.bias, limit=limit or 0.0)
+    _launch(x, weight, output, x.dtype, activation=activation)
     return out
 
 
 def rounded_rows(x: torch.Tensor, zero: int) -> torch.Tensor:
-    """The records of rows (`rounded_rows`), for weights whose elements of 0 have the level `zero`."""
+    """The records of rows (`rounded_rows.py`), for weights whose elements of 0 have the level `zero`."""
     num_rows, width = x.shape
     records = empty((num_rows * -(-width // GROUP) * RECORD,), torch.uint8)
     kernel = cpu_kernel(_MODULE, "make_rounded_rows", dtype=DTYPES[x.dtype])
-    launch(kernel, -(-num_rows // MOST_ROWS), [x, records, num_rows, width, _row_bytes(x), zero])
+    arguments = RoundedRowsArguments(x=RowArguments.of(x), records=records, num_rows=num_rows, width=width, zero=zero)
+    launch(kernel, -(-num_rows // MOST_ROWS), arguments)
     return records
 
 
 def _launch(
-    x: torch.Tensor,
-    weight: PackedPanels,
-    out: torch.Tensor,
-    *,
-    residual: torch.Tensor | None = None,
-    activation: str | None = None,
-    scale: float = 1.0,
-    soft_cap: float = 0.0,
-    limit: float = 0.0,
+    x: torch.Tensor, weight: PackedPanels, output: OutputArguments, out_dtype: torch.dtype, *, activation: str | None
 ) -> None:
     num_rows, width = x.shape
     if num_rows == 0:
         return
     x = x if x.stride(1) == 1 or width == 1 else x.contiguous()
-    residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
     rounds = num_rows <= _ROWS_EACH_THREAD_ROUNDS
-    kernel = cpu_kernel(
-        _MODULE,
-        "make_quantised_linear",
-        dtype=DTYPES[x.dtype],
-        out_dtype=DTYPES[out.dtype],
-        format=weight.format,
-        activation=activation,
-    )
     num_panels = -(-weight.num_outputs // PANEL)
     panels_each = max(1, min(_MOST_PANELS, num_panels // _LEAST_ITEMS))
     num_parts = -(-num_rows // _ROWS_OF_ITEM)
     launch(
-        kernel,
+        cpu_kernel(
+            _MODULE,
+            "make_quantised_linear",
+            dtype=DTYPES[x.dtype],
+            out_dtype=DTYPES[out_dtype],
+            format=weight.format,
+            activation=activation,
+        ),
         -(-num_panels // panels_each) * num_parts,
-        [
-            x, _row_bytes(x), num_rows, width, None if rounds else rounded_rows(x, ZERO[weight.format]),
-            weight.levels, weight.scales, weight.bias, weight.num_outputs, num_panels, panels_each, _ROWS_OF_ITEM, num_parts,
-            residual, 0 if residual is None else _row_bytes(residual), out, _row_bytes(out), scale, soft_cap, limit,
-        ],
+        QuantisedLinearArguments(
+            x=RowArguments.of(x),
+            num_rows=num_rows,
+            width=width,
+            records=None if rounds else rounded_rows(x, ZERO[weight.format]),
+            levels=weight.levels,
+            scales=weight.scales,
+            num_panels=num_panels,
+            panels_of_item=panels_each,
+            rows_of_item=_ROWS_OF_ITEM,
+            items_of_rows=num_parts,
+            output=output,
+        ),
         scratch_bytes=_SUMS_BYTES + (num_rows * -(-width // GROUP) * RECORD if rounds else 0),
-    )  # fmt: skip
-
-
-def _row_bytes(tensor: torch.Tensor) -> int:
-    return tensor.stride(0) * tensor.element_size()
+    )

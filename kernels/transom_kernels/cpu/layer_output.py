@@ -1,0 +1,77 @@
+"""What follows the sums of a linear layer, in float32, before the one rounding: bias, scale, soft cap and residual; or gate and up.
+
+    out = residual + cap(scale * (sums + bias)), where cap(y) is soft_cap * tanh(y / soft_cap)
+    out = activation(gate sums + gate bias) * (up sums + up bias)
+
+Sums come as a vector: 16 neighbouring outputs of one row.
+
+Legend: M rows, N output width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from transom_kernels.cpu.arguments import RowArguments
+from transom_kernels.cpu.language import helper
+from transom_kernels.cpu.rows import limited_gate, limited_up, make_gated, soft_capped
+from transom_kernels.cpu.simd import float_argument, load_f32, row_access, splat
+from transom_kernels.cpu.work import argument, row_address
+
+
+class OutputArguments(NamedTuple):
+    """The words of a layer's output."""
+
+    out: RowArguments  # [M, N]
+    num_outputs: int  # N
+    bias: torch.Tensor | None  # float32, padded to whole vectors; of a gated layer 16 gates, their 16 ups, and so on
+    residual: RowArguments = RowArguments(None, 0)  # [M, N]
+    scale: float = 1.0
+    soft_cap: float = 0.0  # 0: none
+    limit: float = 0.0  # gates are at most this, ups in [-limit, limit]; 0: none
+
+
+def make_store_output(dtype: str, at: OutputArguments) -> Any:
+    """store_output(arguments, sums, row, column): finish and store 16 outputs of a row. `at` has the words' numbers."""
+    load, load_part, store, store_part, size = row_access(dtype)
+
+    @helper
+    def store_output(arguments, sums, row, column):
+        bias, cap = argument(arguments, at.bias), float_argument(arguments, at.soft_cap)
+        y = (sums + load_f32(bias + 4 * column) if bias else sums) * splat(float_argument(arguments, at.scale))
+        if cap != 0.0:
+            y = soft_capped(y, cap)
+        has_residual = argument(arguments, at.residual.tensor) != 0
+        before = row_address(arguments, at.residual, row) + column * size
+        place = row_address(arguments, at.out, row) + column * size
+        count = argument(arguments, at.num_outputs) - column
+        if count >= 16:
+            store(place, y + load(before) if has_residual else y)
+        else:
+            store_part(place, y + load_part(before, count) if has_residual else y, count)
+
+    return store_output
+
+
+def make_store_gated(dtype: str, activation: str, at: OutputArguments) -> Any:
+    """store_gated(arguments, gate, up, row, column): finish and store 16 activations of a row."""
+    _, _, store, store_part, size = row_access(dtype)
+    gated = make_gated(activation)
+
+    @helper
+    def store_gated(arguments, gate, up, row, column):
+        bias, limit = argument(arguments, at.bias), float_argument(arguments, at.limit)
+        if bias:
+            gate, up = gate + load_f32(bias + 8 * column), up + load_f32(bias + 8 * column + 64)
+        if limit != 0.0:
+            gate, up = limited_gate(gate, limit), limited_up(up, limit)
+        place = row_address(arguments, at.out, row) + column * size
+        count = argument(arguments, at.num_outputs) - column
+        if count >= 16:
+            store(place, gated(gate, up))
+        else:
+            store_part(place, gated(gate, up), count)
+
+    return store_gated
