@@ -9,10 +9,11 @@ Legend: T tokens, S residual streams (up to 16), N hidden width, M coefficients:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from transom_kernels.cpu.arguments import numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.row_products import make_row_products
@@ -22,7 +23,7 @@ from transom_kernels.cpu.simd import (
     NUM_BYTES,
     ROUND,
     exp,
-    float_of_bits,
+    float_argument,
     fma,
     keep_nan,
     keep_part,
@@ -54,6 +55,70 @@ _ROW = 4 * LANES  # bytes of a row of coefficients in scratch
 _SCRATCH_BYTES = (MAX_STREAMS + 1) * _ROW  # the rows of a token's mix, and one of post or pre
 
 
+class StreamArguments(NamedTuple):
+    """The words of a token's streams."""
+
+    x: torch.Tensor  # [T, S, N]
+    num_streams: int  # S
+    width: int  # N
+    token_stride: int  # bytes
+    stream_stride: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> StreamArguments:
+        """The words of `x` [T, S, N]."""
+        return cls(x, x.shape[1], x.shape[2], x.stride(0) * x.itemsize, x.stride(1) * x.itemsize)
+
+
+class NormArguments(NamedTuple):
+    """The words of `normalise_streams`."""
+
+    streams: StreamArguments
+    out: torch.Tensor  # [T, S, N] float32
+    eps: float
+
+
+class ProjectArguments(NamedTuple):
+    """The words of `project_streams`."""
+
+    streams: StreamArguments
+    weight: torch.Tensor  # [M, S N] float32
+    out: torch.Tensor  # [T, M] float32
+    num_tokens: int
+    num_coefficients: int  # M
+    eps: float
+
+
+class PreArguments(NamedTuple):
+    """The words of `pre_and_mix`."""
+
+    streams: StreamArguments
+    projected: torch.Tensor  # [T, M] float32
+    scale: torch.Tensor  # [M] float32
+    base: torch.Tensor  # [M] float32
+    num_coefficients: int  # M
+    out: torch.Tensor  # [T, N]
+    post: torch.Tensor | None  # [T, S] float32; in a sublayer
+    mix: torch.Tensor | None  # [T, S, S] float32; in a sublayer
+    rounds: int
+    eps: float
+
+
+class PostArguments(NamedTuple):
+    """The words of `post_and_mix`."""
+
+    streams: StreamArguments
+    y: torch.Tensor  # [T, N]
+    y_stride: int  # bytes
+    post: torch.Tensor  # [T, S] float32
+    mix: torch.Tensor  # [T, S, S] float32
+    out: torch.Tensor  # [T, S, N]
+
+
+NORM, PROJECT = numbers_of(NormArguments), numbers_of(ProjectArguments)
+PRE, POST = numbers_of(PreArguments), numbers_of(PostArguments)
+
+
 def fits_cpu(x: torch.Tensor) -> bool:
     """Whether the kernels take streams of this dtype, number and strides."""
     return x.dtype in DTYPES and x.shape[1] <= MAX_STREAMS and (x.stride(2) == 1 or x.shape[2] == 1)
@@ -64,18 +129,18 @@ def hc_norm_cpu(x: torch.Tensor, eps: float) -> torch.Tensor:
     tokens, size, width = x.shape
     out = empty((tokens, size * width), torch.float32)
     kernel = cpu_kernel(_MODULE, "make_normalise_streams", dtype=DTYPES[x.dtype])
-    launch(kernel, tokens * size, [x, out, size, width, *_strides(x), eps])
+    launch(kernel, tokens * size, NormArguments(StreamArguments.of(x), out, eps))
     return out
 
 
 def hc_project_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`hc_norm(x) @ weight.T` [T, M] float32 of `x` [T, S, N] and a contiguous float32 matrix [M, S N]."""
-    tokens, size, width = x.shape
+    tokens, size, _ = x.shape
     out = empty((tokens, len(weight)), torch.float32)
     launch(
         cpu_kernel(_MODULE, "make_project_streams", dtype=DTYPES[x.dtype], tile_size=TILE),
         -(-tokens // TILE) * -(-len(weight) // TILE),
-        [x, weight, out, tokens, size, width, len(weight), *_strides(x), eps],
+        ProjectArguments(StreamArguments.of(x), weight, out, tokens, len(weight), eps),
         scratch_bytes=size * TILE * TILE * 4,
     )
     return out
@@ -108,19 +173,29 @@ def _weighted_sum(
     eps: float,
 ) -> torch.Tensor:
     """sum_s pre[s] * x[s], [T, N] in the dtype of `x`."""
-    tokens, size, width = x.shape
+    tokens, _, width = x.shape
     out = empty((tokens, width), x.dtype)
     # a token has an item for each chunk of its sum, and in a sublayer one more, for post and mix
     items_of_token = -(-width // CHUNK) + (0 if outputs is None else 1)
+    projected, scale, base = (part.contiguous() for part in logits)
+    post, mix = outputs or (None, None)
     launch(
         cpu_kernel(_MODULE, "make_pre_and_mix", dtype=DTYPES[x.dtype], chunk=CHUNK),
         tokens * items_of_token,
-        [
-            x, *(part.contiguous() for part in logits), out, *(outputs or (None, None)), size, width, logits[0].shape[1],
-            *_strides(x), rounds, eps,
-        ],
+        PreArguments(
+            streams=StreamArguments.of(x),
+            projected=projected,
+            scale=scale,
+            base=base,
+            num_coefficients=len(base),
+            out=out,
+            post=post,
+            mix=mix,
+            rounds=rounds,
+            eps=eps,
+        ),
         scratch_bytes=_SCRATCH_BYTES,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -131,34 +206,33 @@ def hc_post_cpu(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch
     launch(
         cpu_kernel(_MODULE, "make_post_and_mix", dtype=DTYPES[x.dtype], chunk=CHUNK),
         tokens * -(-width // CHUNK),
-        [y, x, post.contiguous(), mix.contiguous(), out, size, width, y.stride(0) * y.itemsize, *_strides(x)],
+        PostArguments(
+            streams=StreamArguments.of(x),
+            y=y,
+            y_stride=y.stride(0) * y.itemsize,
+            post=post.contiguous(),
+            mix=mix.contiguous(),
+            out=out,
+        ),
         scratch_bytes=_SCRATCH_BYTES,
     )
     return out
-
-
-def _strides(x: torch.Tensor) -> tuple[int, int]:
-    """Bytes from token to token, and from stream to stream."""
-    return x.stride(0) * x.itemsize, x.stride(1) * x.itemsize
 
 
 # --- kernels
 
 
 def make_normalise_streams(dtype: str) -> Any:
-    """The kernel of `hc_norm_cpu`. An item is one stream of a token, and reads all of the token's streams.
-
-    Arguments: 0 x [T, S, N], 1 out [T, S, N] float32, 2 S, 3 N, 4 x's token stride in bytes, 5 its stream stride, 6 eps.
-    """
+    """The kernel of `hc_norm_cpu`. An item is one stream of a token, and reads all of the token's streams."""
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
     inverse_rms = _make_inverse_rms(dtype)
 
     @each_item
     def normalise_streams(arguments, thread, item):
-        streams, width, stream_stride = argument(arguments, 2), argument(arguments, 3), argument(arguments, 5)
-        token = argument(arguments, 0) + item // streams * argument(arguments, 4)
-        factor = splat(inverse_rms(token, streams, width, stream_stride, float_of_bits(argument(arguments, 6))))
-        x, out = token + item % streams * stream_stride, argument(arguments, 1) + item * width * 4
+        streams, width = argument(arguments, NORM.streams.num_streams), argument(arguments, NORM.streams.width)
+        factor = splat(inverse_rms(arguments, item // streams, float_argument(arguments, NORM.eps)))
+        x = _stream_address(arguments, item // streams, item % streams)
+        out = argument(arguments, NORM.out) + item * width * 4
         for n in range(0, width - LANES + 1, LANES):
             store_f32(out + 4 * n, load(x + n * size) * factor)
         rest = width % LANES
@@ -172,33 +246,27 @@ def make_normalise_streams(dtype: str) -> Any:
 def make_project_streams(dtype: str, tile_size: int) -> Any:
     """The kernel of `hc_project_cpu`. An item is a tile of tokens and of coefficients; tokens change first.
 
-    Arguments: 0 x [T, S, N], 1 weight [M, S N] float32, 2 out [T, M] float32, 3 T, 4 S, 5 N, 6 M, 7 x's token stride in bytes,
-    8 its stream stride, 9 eps. Scratch: S tiles of products.
+    Scratch: S tiles of products.
     """
     products, inverse_rms = make_row_products(dtype, tile_size), _make_inverse_rms(dtype)
 
     @each_item
     def project_streams(arguments, thread, item):
-        tokens, streams, width = argument(arguments, 3), argument(arguments, 4), argument(arguments, 5)
-        coefficients, token_stride, stream_stride = (
-            argument(arguments, 6),
-            argument(arguments, 7),
-            argument(arguments, 8),
-        )
+        tokens, coefficients = argument(arguments, PROJECT.num_tokens), argument(arguments, PROJECT.num_coefficients)
+        streams, width = argument(arguments, PROJECT.streams.num_streams), argument(arguments, PROJECT.streams.width)
         tiles = (tokens + tile_size - 1) // tile_size
         first, column = item % tiles * tile_size, item // tiles * tile_size
         rows, columns = min(tile_size, tokens - first), min(tile_size, coefficients - column)
-        x, sums, sum_bytes = argument(arguments, 0) + first * token_stride, scratch(thread), 4 * tile_size**2
-        weight = argument(arguments, 1) + column * streams * width * 4
+        sums, sum_bytes = scratch(thread), 4 * tile_size**2
+        weight = argument(arguments, PROJECT.weight) + column * streams * width * 4
         for stream in range(streams):
             products(
-                x + stream * stream_stride, token_stride, rows - 1, weight + stream * width * 4,
-                streams * width * 4, columns - 1, width, sums + stream * sum_bytes, 4 * tile_size,
+                _stream_address(arguments, first, stream), argument(arguments, PROJECT.streams.token_stride), rows - 1,
+                weight + stream * width * 4, streams * width * 4, columns - 1, width, sums + stream * sum_bytes, 4 * tile_size,
             )  # fmt: skip
         for row in range(rows):
-            eps = float_of_bits(argument(arguments, 9))
-            factor = inverse_rms(x + row * token_stride, streams, width, stream_stride, eps)
-            out = argument(arguments, 2) + ((first + row) * coefficients + column) * 4
+            factor = inverse_rms(arguments, first + row, float_argument(arguments, PROJECT.eps))
+            out = argument(arguments, PROJECT.out) + ((first + row) * coefficients + column) * 4
             for index in range(columns):
                 total = 0.0
                 for stream in range(streams):
@@ -208,19 +276,28 @@ def make_project_streams(dtype: str, tile_size: int) -> Any:
     return project_streams
 
 
+@helper
+def _stream_address(arguments, token, stream):
+    """The address of a token's stream; all kernels here have the streams' words first."""
+    strides = token * argument(arguments, NORM.streams.token_stride) + stream * argument(
+        arguments, NORM.streams.stream_stride
+    )
+    return argument(arguments, NORM.streams.x) + strides
+
+
 def _make_inverse_rms(dtype: str) -> Any:
-    """inverse_rms(token, S, N, stream stride, eps) = 1 / sqrt(mean(x ** 2) + eps) over all streams of a token."""
+    """inverse_rms(arguments, token, eps) = 1 / sqrt(mean(x ** 2) + eps) over all streams of a token."""
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
 
     @helper
-    def inverse_rms(token, streams, width, stream_stride, eps):
-        total = splat(0.0)
+    def inverse_rms(arguments, token, eps):
+        streams, width = argument(arguments, NORM.streams.num_streams), argument(arguments, NORM.streams.width)
+        total, rest = splat(0.0), width % LANES
         for stream in range(streams):
-            x = token + stream * stream_stride
+            x = _stream_address(arguments, token, stream)
             for n in range(0, width - LANES + 1, LANES):
                 lanes = load(x + n * size)
                 total = fma(lanes, lanes, total)
-            rest = width % LANES
             if rest:
                 lanes = load_part(x + (width - rest) * size, rest)
                 total = fma(lanes, lanes, total)
@@ -260,25 +337,22 @@ def _balanced_mix(rows, projected, scale, base, size, rounds, eps):
 
 def make_pre_and_mix(dtype: str, chunk: int) -> Any:
     """The kernel of `hc_pre_cpu` and `hc_head_cpu`. An item is `chunk` elements of a token's weighted sum; in a sublayer a token's
-    first item is its post and mix instead.
-
-    Arguments: 0 x [T, S, N], 1 projected [T, M], 2 scale [M], 3 base [M], 4 out [T, N], 5 post [T, S] or 0, 6 mix [T, S, S] or 0,
-    7 S, 8 N, 9 M, 10 x's token stride in bytes, 11 its stream stride, 12 rounds, 13 eps. Scratch: S + 1 rows of 16 float32.
+    first item is its post and mix instead. Scratch: S + 1 rows of 16 float32.
     """
     load, load_part, store, store_part, num_bytes = row_access(dtype)
 
     @each_item
     def pre_and_mix(arguments, thread, item):
-        size, width = argument(arguments, 7), argument(arguments, 8)
-        post, mix = argument(arguments, 5), argument(arguments, 6)
+        size, width = argument(arguments, PRE.streams.num_streams), argument(arguments, PRE.streams.width)
+        post, mix = argument(arguments, PRE.post), argument(arguments, PRE.mix)
         mixes = 1 if mix != 0 else 0
         parts = (width + chunk - 1) // chunk + mixes
         token, part = item // parts, item % parts - mixes
-        projected = argument(arguments, 1) + token * argument(arguments, 9) * 4
-        scale, base = argument(arguments, 2), argument(arguments, 3)
-        eps, rows = float_of_bits(argument(arguments, 13)), scratch(thread)
+        projected = argument(arguments, PRE.projected) + token * argument(arguments, PRE.num_coefficients) * 4
+        scale, base = argument(arguments, PRE.scale), argument(arguments, PRE.base)
+        eps, rows = float_argument(arguments, PRE.eps), scratch(thread)
         if part < 0:
-            _balanced_mix(rows, projected, scale, base, size, argument(arguments, 12), eps)
+            _balanced_mix(rows, projected, scale, base, size, argument(arguments, PRE.rounds), eps)
             for row in range(size):
                 store_part_f32(mix + (token * size + row) * size * 4, load_f32(rows + row * _ROW), size)
             logits = _logits(projected, scale, base, size, size)
@@ -286,12 +360,11 @@ def make_pre_and_mix(dtype: str, chunk: int) -> Any:
             return
         logits = _logits(projected, scale, base, 0, size)
         store_f32(rows, keep_nan(sigmoid(logits), logits) + splat(eps))
-        x = argument(arguments, 0) + token * argument(arguments, 10)
-        out = argument(arguments, 4) + token * width * num_bytes
+        out = argument(arguments, PRE.out) + token * width * num_bytes
         for n in range(part * chunk, min((part + 1) * chunk, width), LANES):
             total, rest = splat(0.0), min(LANES, width - n)
             for stream in range(size):
-                at = x + stream * argument(arguments, 11) + n * num_bytes
+                at = _stream_address(arguments, token, stream) + n * num_bytes
                 values = load(at) if rest == LANES else load_part(at, rest)
                 total = fma(splat(load_scalar_f32(rows + 4 * stream)), values, total)
             if rest == LANES:
@@ -305,34 +378,31 @@ def make_pre_and_mix(dtype: str, chunk: int) -> Any:
 def make_post_and_mix(dtype: str, chunk: int) -> Any:
     """The kernel of `hc_post_cpu`. An item is `chunk` elements of all of a token's streams.
 
-    Arguments: 0 y [T, N], 1 x [T, S, N], 2 post [T, S] float32, 3 mix [T, S, S] float32, 4 out [T, S, N], 5 S, 6 N,
-    7 y's row stride in bytes, 8 x's token stride, 9 its stream stride. Values are rounded where separate operators would write a
-    tensor. Scratch: S + 1 rows of 16 float32.
+    Values are rounded where separate operators would write a tensor. Scratch: S + 1 rows of 16 float32.
     """
     load, load_part, store, store_part, num_bytes = row_access(dtype)
     rounded = ROUND[dtype]
 
     @each_item
     def post_and_mix(arguments, thread, item):
-        size, width = argument(arguments, 5), argument(arguments, 6)
+        size, width = argument(arguments, POST.streams.num_streams), argument(arguments, POST.streams.width)
         parts = (width + chunk - 1) // chunk
         token, part = item // parts, item % parts
         rows = scratch(thread)  # the mix, then post
         for row in range(size):
-            share = load_part_f32(argument(arguments, 3) + (token * size + row) * size * 4, size)
+            share = load_part_f32(argument(arguments, POST.mix) + (token * size + row) * size * 4, size)
             store_f32(rows + row * _ROW, rounded(share))
         post = rows + size * _ROW
-        store_f32(post, rounded(load_part_f32(argument(arguments, 2) + token * size * 4, size)))
-        y = argument(arguments, 0) + token * argument(arguments, 7)
-        x = argument(arguments, 1) + token * argument(arguments, 8)
-        out = argument(arguments, 4) + token * size * width * num_bytes
+        store_f32(post, rounded(load_part_f32(argument(arguments, POST.post) + token * size * 4, size)))
+        y = argument(arguments, POST.y) + token * argument(arguments, POST.y_stride)
+        out = argument(arguments, POST.out) + token * size * width * num_bytes
         for n in range(part * chunk, min((part + 1) * chunk, width), LANES):
             rest = min(LANES, width - n)
             addend = load(y + n * num_bytes) if rest == LANES else load_part(y + n * num_bytes, rest)
             for to in range(size):
                 total = splat(0.0)
                 for stream in range(size):
-                    at = x + stream * argument(arguments, 9) + n * num_bytes
+                    at = _stream_address(arguments, token, stream) + n * num_bytes
                     values = load(at) if rest == LANES else load_part(at, rest)
                     total = fma(splat(load_scalar_f32(rows + stream * _ROW + 4 * to)), values, total)
                 total = fma(splat(load_scalar_f32(post + 4 * to)), addend, rounded(total))

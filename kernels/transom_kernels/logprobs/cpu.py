@@ -10,10 +10,11 @@ Legend: L rows, V vocabulary, K likely tokens, P pieces of a row.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from transom_kernels.cpu.arguments import RowArguments, numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import empty, launch
 from transom_kernels.cpu.simd import (
@@ -39,7 +40,7 @@ from transom_kernels.cpu.simd import (
     store_scalar_f64,
     vector_max,
 )
-from transom_kernels.cpu.work import argument, each_item, helper
+from transom_kernels.cpu.work import argument, each_item, helper, row_address
 
 BLOCK = 64  # ids of a block, which has a maximum
 PIECE_BLOCKS = 128  # blocks of a piece, which is an item of work
@@ -50,8 +51,23 @@ SUMS = 4 * PIECE_BLOCKS
 AREA_BYTES = SUMS + 24
 LOWEST = -math.inf
 
-# arguments
-LOGITS, STRIDE, NUM_IDS, CHOSEN, NUM_TOP, IDS, LOGPROBS, RANKS, AREA, PIECES, COUNTERS = range(11)
+
+class LogprobsArguments(NamedTuple):
+    """The words of `logprobs`."""
+
+    logits: RowArguments  # [L, V] float32
+    num_ids: int  # V
+    chosen: torch.Tensor  # [L] int64
+    num_top: int  # K
+    ids: torch.Tensor  # [L, 1 + K] int64
+    logprobs: torch.Tensor  # [L, 1 + K] float32
+    ranks: torch.Tensor  # [L, 1 + K] int64
+    area: torch.Tensor  # [L, P, AREA_BYTES] uint8: summaries of the pieces
+    num_pieces: int  # P
+    counters: torch.Tensor  # [L] int64 of zeros, which the kernel leaves at zero: finished pieces of each row
+
+
+AT = numbers_of(LogprobsArguments)
 
 _zeros = [torch.zeros(64, dtype=torch.int64)]  # the last one is in use; a recorded program may still use an earlier one
 
@@ -71,11 +87,19 @@ def logprobs_cpu(
     launch(
         cpu_kernel("transom_kernels.logprobs.cpu", "make_logprobs"),
         num_rows * num_pieces,
-        [
-            logits, logits.stride(0) * 4, num_ids, chosen.contiguous(), num_top, ids, logprobs, ranks,
-            empty((num_rows * num_pieces * AREA_BYTES,), torch.uint8), num_pieces, _zeros[-1],
-        ],
-    )  # fmt: skip
+        LogprobsArguments(
+            logits=RowArguments.of(logits),
+            num_ids=num_ids,
+            chosen=chosen.contiguous(),
+            num_top=num_top,
+            ids=ids,
+            logprobs=logprobs,
+            ranks=ranks,
+            area=empty((num_rows * num_pieces * AREA_BYTES,), torch.uint8),
+            num_pieces=num_pieces,
+            counters=_zeros[-1],
+        ),
+    )
     return ids, logprobs, ranks
 
 
@@ -158,27 +182,27 @@ def _list_top(row, num_ids, area, num_top, ids, logits):
 
 
 def make_logprobs() -> Any:
-    """The kernel; its arguments are named above."""
+    """The kernel. An item is a piece of a row."""
 
     @each_item
     def logprobs(arguments, thread, item):
-        pieces, num_ids = argument(arguments, PIECES), argument(arguments, NUM_IDS)
-        num_top = argument(arguments, NUM_TOP)
+        pieces, num_ids = argument(arguments, AT.num_pieces), argument(arguments, AT.num_ids)
+        num_top = argument(arguments, AT.num_top)
         row, piece = item // pieces, item % pieces
-        logits = argument(arguments, LOGITS) + row * argument(arguments, STRIDE)
-        area = argument(arguments, AREA) + row * pieces * AREA_BYTES
-        token = load_i64(argument(arguments, CHOSEN) + 8 * row)
+        logits = row_address(arguments, AT.logits, row)
+        area = argument(arguments, AT.area) + row * pieces * AREA_BYTES
+        token = load_i64(argument(arguments, AT.chosen) + 8 * row)
         chosen = load_scalar_f32(logits + 4 * token)
         begin, end = piece * PIECE, min(num_ids, (piece + 1) * PIECE)
         _summarise(logits, begin, end, chosen, area + piece * AREA_BYTES)
-        if atomic_add(argument(arguments, COUNTERS) + 8 * row, 1) < pieces - 1:
+        if atomic_add(argument(arguments, AT.counters) + 8 * row, 1) < pieces - 1:
             return
         # this was the last piece of the row
-        store_i64_unchecked(argument(arguments, COUNTERS) + 8 * row, 0)
+        store_i64_unchecked(argument(arguments, AT.counters) + 8 * row, 0)
         log_total, above = _log_total(area, pieces)
         first = row * (1 + num_top)
-        ids, ranks = argument(arguments, IDS) + 8 * first, argument(arguments, RANKS) + 8 * first
-        found = argument(arguments, LOGPROBS) + 4 * first
+        ids, ranks = argument(arguments, AT.ids) + 8 * first, argument(arguments, AT.ranks) + 8 * first
+        found = argument(arguments, AT.logprobs) + 4 * first
         store_i64(ids, token)
         store_scalar_f32(found, chosen)
         store_i64(ranks, above + 1)

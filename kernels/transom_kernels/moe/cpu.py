@@ -1,12 +1,15 @@
-"""Launches of the experts' CPU kernels.
+"""Launches the experts' CPU kernels, and declares their arguments.
 
 Legend: T tokens, N hidden width, I inner width, E experts, K experts per token, P = T K pairs of token and expert.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+from transom_kernels.cpu.arguments import RowArguments, numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.target import cpu_target
@@ -17,6 +20,70 @@ MODULE = "transom_kernels.moe.cpu_kernel"
 EXPERTS_PER_ITEM = 16  # of `gather_rows`
 SPARE_ROWS = 15  # after all rows, as AMX reads and writes whole tiles
 MAX_PAIRS = 4096  # of a launch: sums of all pairs stay in a thread's cache
+
+
+class PlaceArguments(NamedTuple):
+    """Where the pairs of an expert are: `gather_rows` writes them, and the others read them. All are int64."""
+
+    places: torch.Tensor  # [P]: the place of each pair
+    expert_at: torch.Tensor  # [P]: the expert of a place that is its expert's first, else -1
+    first_of: torch.Tensor  # [E]: an expert's first place
+    count_of: torch.Tensor  # [E]: an expert's pairs
+
+
+class GatherArguments(NamedTuple):
+    """The words of `gather_rows`."""
+
+    x: RowArguments  # [T, N]
+    experts: torch.Tensor  # [P] int64
+    weights: torch.Tensor | None  # [P] float32: a row is multiplied by its weight and rounded
+    rows: torch.Tensor  # [P, columns]: the rows of x by place, padded with zeros
+    num_pairs: int  # P
+    num_chosen: int  # K
+    width: int  # N
+    columns: int
+    num_experts: int  # E
+    pairs: PlaceArguments
+
+
+class MatrixArguments(NamedTuple):
+    """The words of a product of rows and the matrix of each row's expert."""
+
+    rows: torch.Tensor  # [P, columns] by place
+    row_bytes: int
+    panels: torch.Tensor
+    num_panels: int
+    panel_bytes: int
+    units: int  # steps along the columns (`cpu_product.py`)
+    bias: torch.Tensor | None  # [E, panels, 64] float32
+    slots_are_places: bool
+    pairs: PlaceArguments
+
+
+class GateUpArguments(NamedTuple):
+    """The words of `gate_up`."""
+
+    matrix: MatrixArguments
+    activations: torch.Tensor  # [P, 32 panels]
+    gain: float  # `GateRule`, as the next three
+    has_limit: bool
+    limit: float
+    up_offset: float
+
+
+class DownArguments(NamedTuple):
+    """The words of `down_and_sum`."""
+
+    matrix: MatrixArguments
+    num_slots: int
+    weights: torch.Tensor | None  # [P] float32; None: all are 1
+    out: torch.Tensor  # [T, N]
+    num_tokens: int  # T
+    num_chosen: int  # K
+    width: int  # N
+
+
+GATHER, UP, DOWN = numbers_of(GatherArguments), numbers_of(GateUpArguments), numbers_of(DownArguments)
 
 
 def moe_cpu(
@@ -52,48 +119,73 @@ def _some_tokens(
     (tokens, num_chosen), num_experts, dtype = experts.shape, packed.num_experts, DTYPES[x.dtype]
     pairs, columns, inner = tokens * num_chosen, packed.gate_up.columns, packed.down.columns
     rows, activations = empty((pairs + SPARE_ROWS, columns), x.dtype), empty((pairs + SPARE_ROWS, inner), x.dtype)
-    places, expert_at = empty((pairs,), torch.int64), empty((pairs,), torch.int64)
-    first_of, count_of = empty((num_experts,), torch.int64), empty((num_experts,), torch.int64)
+    places = PlaceArguments(
+        places=empty((pairs,), torch.int64),
+        expert_at=empty((pairs,), torch.int64),
+        first_of=empty((num_experts,), torch.int64),
+        count_of=empty((num_experts,), torch.int64),
+    )
     launch(
         cpu_kernel(MODULE, "make_gather_rows", dtype=dtype),
         pairs + -(-num_experts // EXPERTS_PER_ITEM),
-        [
-            x, experts, weights if scales_input else None, rows, places, expert_at, first_of, count_of, pairs, num_chosen,
-            packed.width, columns, num_experts, x.stride(0) * x.itemsize,
-        ],
-    )  # fmt: skip
-    slots = min(pairs, num_experts)
-    slots_are_places = int(pairs <= num_experts)
-    matrix, scratch_bytes = packed.gate_up, 64 + (pairs + SPARE_ROWS) * 256
+        GatherArguments(
+            x=RowArguments.of(x),
+            experts=experts,
+            weights=weights if scales_input else None,
+            rows=rows,
+            num_pairs=pairs,
+            num_chosen=num_chosen,
+            width=packed.width,
+            columns=columns,
+            num_experts=num_experts,
+            pairs=places,
+        ),
+    )
+
+    def product(rows: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None) -> MatrixArguments:
+        return MatrixArguments(
+            rows=rows,
+            row_bytes=rows.shape[1] * rows.itemsize,
+            panels=matrix.panels,
+            num_panels=matrix.num_panels,
+            panel_bytes=matrix.panel_bytes,
+            units=matrix.columns if matrix.dtype == torch.float32 else matrix.columns // 2,
+            bias=bias,
+            slots_are_places=pairs <= num_experts,
+            pairs=places,
+        )
+
+    slots, scratch_bytes = min(pairs, num_experts), 64 + (pairs + SPARE_ROWS) * 256
     launch(
-        cpu_kernel(MODULE, "make_gate_up", kind=_kind(matrix), dtype=dtype, activation=rule.activation),
-        slots * matrix.num_panels,
-        [
-            rows, matrix.panels, packed.gate_up_bias, activations, expert_at, first_of, count_of, slots_are_places,
-            matrix.num_panels, matrix.panel_bytes, _units(matrix), columns * x.itemsize, float(rule.gain),
-            int(rule.limit is not None), float(rule.limit or 0.0), float(rule.up_offset),
-        ],
+        cpu_kernel(MODULE, "make_gate_up", kind=_kind(packed.gate_up), dtype=dtype, activation=rule.activation),
+        slots * packed.gate_up.num_panels,
+        GateUpArguments(
+            matrix=product(rows, packed.gate_up, packed.gate_up_bias),
+            activations=activations,
+            gain=float(rule.gain),
+            has_limit=rule.limit is not None,
+            limit=float(rule.limit or 0.0),
+            up_offset=float(rule.up_offset),
+        ),
         scratch_bytes=scratch_bytes,
-    )  # fmt: skip
-    matrix = packed.down
+    )
     launch(
-        cpu_kernel(MODULE, "make_down_and_sum", kind=_kind(matrix), dtype=dtype),
-        matrix.num_panels,
-        [
-            activations, matrix.panels, packed.down_bias, None if scales_input else weights, out, places, expert_at,
-            first_of, count_of, slots_are_places, slots, matrix.num_panels, matrix.panel_bytes, _units(matrix),
-            inner * x.itemsize, tokens, num_chosen, packed.width,
-        ],
+        cpu_kernel(MODULE, "make_down_and_sum", kind=_kind(packed.down), dtype=dtype),
+        packed.down.num_panels,
+        DownArguments(
+            matrix=product(activations, packed.down, packed.down_bias),
+            num_slots=slots,
+            weights=None if scales_input else weights,
+            out=out,
+            num_tokens=tokens,
+            num_chosen=num_chosen,
+            width=packed.width,
+        ),
         scratch_bytes=scratch_bytes,
-    )  # fmt: skip
+    )
 
 
 def _kind(matrix: PackedMatrix) -> str:
     if matrix.dtype is None:
         return "mx"
     return "tiles" if matrix.dtype == torch.bfloat16 and cpu_target().amx else DTYPES[matrix.dtype]
-
-
-def _units(matrix: PackedMatrix) -> int:
-    """Steps along the columns (`cpu_product`)."""
-    return matrix.columns if matrix.dtype == torch.float32 else matrix.columns // 2

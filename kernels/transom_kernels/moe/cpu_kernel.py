@@ -21,7 +21,7 @@ from transom_kernels.cpu.rows import limited_gate, limited_up
 from transom_kernels.cpu.simd import (
     NUM_BYTES,
     STORE,
-    float_of_bits,
+    float_argument,
     fma,
     load_f32,
     load_i64,
@@ -34,21 +34,15 @@ from transom_kernels.cpu.simd import (
     tanh,
 )
 from transom_kernels.cpu.vector_code import LANES
-from transom_kernels.cpu.work import argument, each_item, scratch
+from transom_kernels.cpu.work import argument, each_item, row_address, scratch
+from transom_kernels.moe.cpu import DOWN, EXPERTS_PER_ITEM, GATHER, UP
 from transom_kernels.moe.cpu_product import PANEL_BYTES, make_multiply
-
-EXPERTS_PER_ITEM = 16
 
 _GELU_SLOPE, _GELU_CUBIC = 0.7978845608028654, 0.044715  # sqrt(2 / pi)
 
 
 def make_gather_rows(dtype: str) -> Any:
-    """An item is a pair, or after the pairs 16 experts.
-
-    Arguments: 0 x [T, N], 1 experts [P], 2 weights [P] float32 or 0, 3 rows [P, padded N], 4 places [P], 5 expert_at [P],
-    6 first_of [E], 7 count_of [E], 8 P, 9 K, 10 N, 11 padded N, 12 E, 13 x's row stride in bytes. Integers are int64. With weights
-    a row is multiplied by its weight and rounded. `expert_at` is the expert of a place that is its expert's first, else -1.
-    """
+    """An item is a pair, or after the pairs 16 experts."""
     load, load_part, store, store_part, size = row_access(dtype)
 
     @helper
@@ -64,24 +58,25 @@ def make_gather_rows(dtype: str) -> Any:
 
     @each_item
     def gather_rows(arguments, thread, item):
-        experts, pairs = argument(arguments, 1), argument(arguments, 8)
+        experts, pairs = argument(arguments, GATHER.experts), argument(arguments, GATHER.num_pairs)
         if item >= pairs:
             begin = (item - pairs) * EXPERTS_PER_ITEM
-            for expert in range(begin, min(begin + EXPERTS_PER_ITEM, argument(arguments, 12))):
+            for expert in range(begin, min(begin + EXPERTS_PER_ITEM, argument(arguments, GATHER.num_experts))):
                 first, count = _count(experts, pairs, expert)
-                store_i64(argument(arguments, 6) + 8 * expert, first)
-                store_i64(argument(arguments, 7) + 8 * expert, count)
+                store_i64(argument(arguments, GATHER.pairs.first_of) + 8 * expert, first)
+                store_i64(argument(arguments, GATHER.pairs.count_of) + 8 * expert, count)
             return
         expert = load_i64(experts + 8 * item)
         first, _ = _count(experts, pairs, expert)
         _, earlier = _count(experts, item, expert)
         place = first + earlier
-        store_i64(argument(arguments, 4) + 8 * item, place)
-        store_i64(argument(arguments, 5) + 8 * place, expert if earlier == 0 else -1)
-        x = argument(arguments, 0) + item // argument(arguments, 9) * argument(arguments, 13)
-        width, padded, weights = argument(arguments, 10), argument(arguments, 11), argument(arguments, 2)
+        store_i64(argument(arguments, GATHER.pairs.places) + 8 * item, place)
+        store_i64(argument(arguments, GATHER.pairs.expert_at) + 8 * place, expert if earlier == 0 else -1)
+        x = row_address(arguments, GATHER.x, item // argument(arguments, GATHER.num_chosen))
+        width, columns = argument(arguments, GATHER.width), argument(arguments, GATHER.columns)
+        weights = argument(arguments, GATHER.weights)
         factor = splat(load_scalar_f32(weights + 4 * item)) if weights != 0 else splat(1.0)
-        copy_row(x, factor, argument(arguments, 3) + place * padded * size, width, padded)
+        copy_row(x, factor, argument(arguments, GATHER.rows) + place * columns * size, width, columns)
 
     return gather_rows
 
@@ -97,15 +92,48 @@ def _count(experts, pairs, expert):
     return smaller, equal
 
 
-def make_gate_up(kind: str, dtype: str, activation: str) -> Any:
-    """An item is a slot and one panel of its expert: 32 activations of all rows.
+def _make_multiply_expert(kind: str, dtype: str, at: Any) -> Any:
+    """multiply_expert(arguments, slot, panel, memory, sums, by_place): a panel of the slot's expert times that expert's rows.
 
-    Arguments: 0 rows [P, columns], 1 weight, 2 bias [E, panels, 64] float32 or 0, 3 activations [P, 32 panels], 4 expert_at,
-    5 first_of, 6 count_of, 7 whether slots are places, 8 panels, 9 bytes of a panel, 10 units of a row, 11 bytes of a row, 12 gain,
-    13 whether there is a limit, 14 limit, 15 offset of ups. Scratch: 64 bytes, and 256 for each pair and 15 more.
+    It returns the expert, its first place and its rows: none where no pair has that expert. Sums [rows, 64] begin at `sums`, or
+    `by_place` at their places there. `at` has the numbers of the `MatrixArguments`.
+    """
+    multiply = make_multiply(kind, dtype)
+
+    @helper
+    def multiply_expert(arguments, slot, panel, memory, sums, by_place):
+        expert = slot
+        if argument(arguments, at.slots_are_places) != 0:
+            expert = load_i64(argument(arguments, at.pairs.expert_at) + 8 * slot)
+        if expert < 0:
+            return 0, 0, 0
+        first = load_i64(argument(arguments, at.pairs.first_of) + 8 * expert)
+        count = load_i64(argument(arguments, at.pairs.count_of) + 8 * expert)
+        if count > 0:
+            number = expert * argument(arguments, at.num_panels) + panel
+            weight = argument(arguments, at.panels) + number * argument(arguments, at.panel_bytes)
+            row_bytes = argument(arguments, at.row_bytes)
+            rows = argument(arguments, at.rows) + first * row_bytes
+            own_sums = sums + first * PANEL_BYTES if by_place else sums
+            multiply(rows, row_bytes, count, weight, argument(arguments, at.units), own_sums, memory)
+        return expert, first, count
+
+    return multiply_expert
+
+
+@helper
+def _bias_of(arguments, at, expert, panel):
+    """The address of a panel's biases, or 0."""
+    bias = argument(arguments, at.bias)
+    return bias + (expert * argument(arguments, at.num_panels) + panel) * PANEL_BYTES if bias else 0
+
+
+def make_gate_up(kind: str, dtype: str, activation: str) -> Any:
+    """An item is a slot and one panel of its expert: 32 activations of all rows. Scratch: 64 bytes, and 256 for each pair and 15
+    more.
     """
     store, size = STORE[dtype], NUM_BYTES[dtype]
-    multiply = make_multiply(kind, dtype)
+    multiply_expert = _make_multiply_expert(kind, dtype, UP.matrix)
     is_silu = activation == "silu"
 
     @helper
@@ -117,22 +145,14 @@ def make_gate_up(kind: str, dtype: str, activation: str) -> Any:
 
     @each_item
     def gate_up(arguments, thread, item):
-        panels = argument(arguments, 8)
+        panels = argument(arguments, UP.matrix.num_panels)
         slot, panel = item // panels, item % panels
-        expert = load_i64(argument(arguments, 4) + 8 * slot) if argument(arguments, 7) != 0 else slot
-        count = load_i64(argument(arguments, 6) + 8 * expert) if expert >= 0 else 0
-        if count == 0:
-            return
-        first, stride = load_i64(argument(arguments, 5) + 8 * expert), argument(arguments, 11)
-        weight = argument(arguments, 1) + (expert * panels + panel) * argument(arguments, 9)
-        rows, sums = argument(arguments, 0) + first * stride, scratch(thread) + 64
-        multiply(rows, stride, count, weight, argument(arguments, 10), sums, scratch(thread))
-        bias = argument(arguments, 2)
-        if bias != 0:
-            bias += (expert * panels + panel) * PANEL_BYTES
-        gain, limit = splat(float_of_bits(argument(arguments, 12))), float_of_bits(argument(arguments, 14))
-        has_limit, offset = argument(arguments, 13) != 0, splat(float_of_bits(argument(arguments, 15)))
-        out = argument(arguments, 3) + (first * panels + panel) * 32 * size
+        sums = scratch(thread) + 64
+        expert, first, count = multiply_expert(arguments, slot, panel, scratch(thread), sums, False)
+        bias = _bias_of(arguments, UP.matrix, expert, panel)
+        gain, offset = splat(float_argument(arguments, UP.gain)), splat(float_argument(arguments, UP.up_offset))
+        has_limit, limit = argument(arguments, UP.has_limit) != 0, float_argument(arguments, UP.limit)
+        out = argument(arguments, UP.activations) + (first * panels + panel) * 32 * size
         for row in range(count):
             for half in range(2):
                 at = row * PANEL_BYTES + half * 128
@@ -147,44 +167,33 @@ def make_gate_up(kind: str, dtype: str, activation: str) -> Any:
 
 
 def make_down_and_sum(kind: str, dtype: str) -> Any:
-    """An item is one panel of every expert: 64 outputs of all tokens.
-
-    Arguments: 0 activations [P, columns], 1 weight, 2 bias [E, panels, 64] float32 or 0, 3 weights [P] float32 or 0 (all are 1),
-    4 out [T, N], 5 places, 6 expert_at, 7 first_of, 8 count_of, 9 whether slots are places, 10 slots, 11 panels, 12 bytes of a
-    panel, 13 units of a row, 14 bytes of a row, 15 T, 16 K, 17 N. Scratch: 64 bytes, and 256 for each pair and 15 more.
-    """
+    """An item is one panel of every expert: 64 outputs of all tokens. Scratch: 64 bytes, and 256 for each pair and 15 more."""
     _, _, store, store_part, size = row_access(dtype)
-    multiply = make_multiply(kind, dtype)
+    multiply_expert = _make_multiply_expert(kind, dtype, DOWN.matrix)
 
     @each_item
     def down_and_sum(arguments, thread, panel):
-        panels, sums = argument(arguments, 11), scratch(thread) + 64
-        bias, stride = argument(arguments, 2), argument(arguments, 14)
+        sums = scratch(thread) + 64
         # each expert's products
-        for slot in range(argument(arguments, 10)):
-            expert = load_i64(argument(arguments, 6) + 8 * slot) if argument(arguments, 9) != 0 else slot
-            count = load_i64(argument(arguments, 8) + 8 * expert) if expert >= 0 else 0
-            if count > 0:
-                first = load_i64(argument(arguments, 7) + 8 * expert)
-                weight = argument(arguments, 1) + (expert * panels + panel) * argument(arguments, 12)
-                rows, products = argument(arguments, 0) + first * stride, sums + first * PANEL_BYTES
-                multiply(rows, stride, count, weight, argument(arguments, 13), products, scratch(thread))
-                if bias != 0:
-                    addend = bias + (expert * panels + panel) * PANEL_BYTES
-                    for at in range(0, count * PANEL_BYTES, 64):
-                        place = products + at
-                        store_f32(place, load_f32(place) + load_f32(addend + at % PANEL_BYTES))
+        for slot in range(argument(arguments, DOWN.num_slots)):
+            expert, first, count = multiply_expert(arguments, slot, panel, scratch(thread), sums, True)
+            bias = _bias_of(arguments, DOWN.matrix, expert, panel)
+            if bias != 0:
+                for at in range(0, count * PANEL_BYTES, 64):
+                    place = sums + first * PANEL_BYTES + at
+                    store_f32(place, load_f32(place) + load_f32(bias + at % PANEL_BYTES))
         # each token's sum
-        num_chosen, width, weights = argument(arguments, 16), argument(arguments, 17), argument(arguments, 3)
-        for token in range(argument(arguments, 15)):
+        num_chosen, width = argument(arguments, DOWN.num_chosen), argument(arguments, DOWN.width)
+        places, weights = argument(arguments, DOWN.matrix.pairs.places), argument(arguments, DOWN.weights)
+        for token in range(argument(arguments, DOWN.num_tokens)):
             for part in range(min(4, (width - panel * 64 + LANES - 1) // LANES)):
                 total = splat(0.0)
                 for pair in range(token * num_chosen, (token + 1) * num_chosen):
-                    place = load_i64(argument(arguments, 5) + 8 * pair)
+                    place = load_i64(places + 8 * pair)
                     factor = splat(load_scalar_f32(weights + 4 * pair)) if weights != 0 else splat(1.0)
                     total = fma(factor, load_f32(sums + place * PANEL_BYTES + part * 64), total)
                 column = panel * 64 + part * LANES
-                out = argument(arguments, 4) + (token * width + column) * size
+                out = argument(arguments, DOWN.out) + (token * width + column) * size
                 if width - column >= LANES:
                     store(out, total)
                 else:

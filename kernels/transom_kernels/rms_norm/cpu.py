@@ -7,17 +7,49 @@ Legend: T rows or tokens, N row width, H heads, D head width.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from transom_kernels.cpu.arguments import RowArguments, numbers_of
 from transom_kernels.cpu.kernel import CpuKernel, cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.rows import make_inverse_rms
-from transom_kernels.cpu.simd import LOAD, LOAD_PART, NUM_BYTES, ROUND, float_of_bits, row_access, splat
-from transom_kernels.cpu.work import argument, each_item, helper
+from transom_kernels.cpu.simd import LOAD, LOAD_PART, NUM_BYTES, ROUND, float_argument, row_access, splat
+from transom_kernels.cpu.work import argument, each_item, helper, row_address
 
 ITEM_ELEMENTS = 2048  # about as many elements as one item of work normalises
+
+
+class RmsNormArguments(NamedTuple):
+    """The words of `rms_norm`. A step whose tensor is None is left out."""
+
+    x: RowArguments  # [T, N]
+    residual: RowArguments  # [T, N]
+    inner: torch.Tensor | None  # [N]
+    weight: torch.Tensor | None  # [N]
+    out: torch.Tensor  # [T, N], contiguous
+    sums: torch.Tensor  # [T, N], contiguous
+    num_rows: int  # T
+    rows_of_item: int
+    width: int  # N
+    factor: float
+    eps: float
+
+
+class HeadNormArguments(NamedTuple):
+    """The words of `norm_heads`."""
+
+    x: RowArguments  # [T, H, D]
+    head_stride: int  # bytes
+    weight: torch.Tensor | None  # [H, D], contiguous
+    num_heads: int
+    width: int  # D
+    heads_of_item: int
+    eps: float
+
+
+AT, HEADS = numbers_of(RmsNormArguments), numbers_of(HeadNormArguments)
 
 
 def rows_fit(
@@ -53,11 +85,20 @@ def rms_norm_cpu(
     launch(
         _kernel("make_rms_norm", x, x if like is None else like),
         -(-num_rows // per_item),
-        [
-            x, residual, inner, weight, out, sums, num_rows, per_item, width, x.stride(-2) * x.element_size(),
-            0 if residual is None else residual.stride(-2) * x.element_size(), factor, eps,
-        ],
-    )  # fmt: skip
+        RmsNormArguments(
+            x=RowArguments(x, x.stride(-2) * x.element_size()),
+            residual=RowArguments.of(residual),
+            inner=inner,
+            weight=weight,
+            out=out,
+            sums=sums,
+            num_rows=num_rows,
+            rows_of_item=per_item,
+            width=width,
+            factor=factor,
+            eps=eps,
+        ),
+    )
     return out, sums
 
 
@@ -71,11 +112,10 @@ def head_norm_cpu_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> 
     """x = x / rms(x) * weight [H, D] of each head of `x` [T, H, D], in place."""
     tokens, heads, width = x.shape
     per_item = max(1, min(heads, ITEM_ELEMENTS // width))
-    size = x.element_size()
     launch(
         _kernel("make_norm_heads", x, x if weight is None else weight),
         tokens * -(-heads // per_item),
-        [x, weight, heads, width, per_item, x.stride(0) * size, x.stride(1) * size, eps],
+        HeadNormArguments(RowArguments.of(x), x.stride(1) * x.element_size(), weight, heads, width, per_item, eps),
     )
 
 
@@ -114,9 +154,7 @@ def make_rms_norm(dtype: str, weight_dtype: str) -> Any:
     """The kernel of `rms_norm_cpu`: y = rms_norm(x, inner); sum = (residual + y) * factor; out = rms_norm(sum, weight).
 
     An item is some rows. Steps whose argument is 0 are left out: without `inner` y is x, without `residual` the sum is y. Values
-    are rounded where separate operators would write a tensor. Arguments:
-     0 x, 1 residual, 2 inner, 3 weight, 4 out, 5 sums (both contiguous), 6 T, 7 rows of an item, 8 N,
-     9 x's row stride in bytes, 10 residual's, 11 factor, 12 eps.
+    are rounded where separate operators would write a tensor.
     """
     load, load_part, store, store_part, size = row_access(dtype)
     load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]
@@ -141,39 +179,35 @@ def make_rms_norm(dtype: str, weight_dtype: str) -> Any:
 
     @each_item
     def rms_norm(arguments, thread, item):
-        residual, inner, weight = argument(arguments, 1), argument(arguments, 2), argument(arguments, 3)
-        width, eps = argument(arguments, 8), float_of_bits(argument(arguments, 12))
-        factor = splat(float_of_bits(argument(arguments, 11)))
-        first = item * argument(arguments, 7)
-        for row in range(first, min(first + argument(arguments, 7), argument(arguments, 6))):
-            x = argument(arguments, 0) + row * argument(arguments, 9)
-            if residual:
-                sums = argument(arguments, 5) + row * width * size
-                add(x, residual + row * argument(arguments, 10), inner, sums, width, factor, eps)
+        inner, weight = argument(arguments, AT.inner), argument(arguments, AT.weight)
+        width, eps = argument(arguments, AT.width), float_argument(arguments, AT.eps)
+        factor = splat(float_argument(arguments, AT.factor))
+        first = item * argument(arguments, AT.rows_of_item)
+        for row in range(first, min(first + argument(arguments, AT.rows_of_item), argument(arguments, AT.num_rows))):
+            x = row_address(arguments, AT.x, row)
+            if argument(arguments, AT.residual.tensor):
+                sums = argument(arguments, AT.sums) + row * width * size
+                add(x, row_address(arguments, AT.residual, row), inner, sums, width, factor, eps)
                 x = sums
             if weight:
-                normalise(x, weight, argument(arguments, 4) + row * width * size, width, eps)
+                normalise(x, weight, argument(arguments, AT.out) + row * width * size, width, eps)
 
     return rms_norm
 
 
 def make_norm_heads(dtype: str, weight_dtype: str) -> Any:
-    """The kernel of `head_norm_cpu_`. An item is some heads of one token.
-
-    Arguments: 0 x, 1 weight [H, D], contiguous, or 0, 2 H, 3 D, 4 heads of an item, 5 x's token stride in bytes,
-    6 its head stride, 7 eps.
-    """
+    """The kernel of `head_norm_cpu_`. An item is some heads of one token."""
     normalise, weight_size = _make_normalise(dtype, weight_dtype), NUM_BYTES[weight_dtype]
 
     @each_item
     def norm_heads(arguments, thread, item):
-        weight, num_heads, width = argument(arguments, 1), argument(arguments, 2), argument(arguments, 3)
-        per_item, eps = argument(arguments, 4), float_of_bits(argument(arguments, 7))
+        weight, num_heads = argument(arguments, HEADS.weight), argument(arguments, HEADS.num_heads)
+        width, eps = argument(arguments, HEADS.width), float_argument(arguments, HEADS.eps)
+        per_item = argument(arguments, HEADS.heads_of_item)
         parts = (num_heads + per_item - 1) // per_item
         token, first = item // parts, item % parts * per_item
-        row = argument(arguments, 0) + token * argument(arguments, 5)
         for head in range(first, min(first + per_item, num_heads)):
-            x = row + head * argument(arguments, 6)
+            x = row_address(arguments, HEADS.x, token) + head * argument(arguments, HEADS.head_stride)
             normalise(x, weight + head * width * weight_size if weight else 0, x, width, eps)
 
     return norm_heads

@@ -10,18 +10,19 @@ Legend: T tokens, N hidden width, E experts, K experts per token.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from llvmlite import ir
 
+from transom_kernels.cpu.arguments import RowArguments, numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.language import FLOATS, INT, INTS, emits
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.row_products import make_row_products
 from transom_kernels.cpu.simd import (
     exp,
-    float_of_bits,
+    float_argument,
     keep_nan,
     keep_part,
     lane_max,
@@ -57,7 +58,7 @@ from transom_kernels.cpu.vector_code import (
     lane_mask,
     load,
 )
-from transom_kernels.cpu.work import argument, each_item, helper, scratch
+from transom_kernels.cpu.work import argument, each_item, helper, row_address, scratch
 from transom_kernels.route.rule import TINY, Routing
 
 EXPERTS_PER_ITEM = 16
@@ -67,6 +68,37 @@ _MODULE = "transom_kernels.route.cpu"
 _NEVER = -(2**31)  # below every key: experts that do not exist or are chosen already
 _LARGEST = 2**31 - 1
 _NO_LOGIT = float("-inf")
+
+
+class ScoreArguments(NamedTuple):
+    """The words of `score_experts`."""
+
+    x: RowArguments  # [T, N]
+    weight: RowArguments  # [E, N] float32
+    logits: torch.Tensor  # [T, E] float32
+    num_tokens: int
+    width: int
+    num_experts: int
+
+
+class ChooseArguments(NamedTuple):
+    """The words of `choose_experts`."""
+
+    logits: torch.Tensor  # [T, E] float32
+    bias: torch.Tensor | None  # [E] float32
+    correction: torch.Tensor | None  # [E] float32
+    expert_scale: torch.Tensor | None  # [E] float32
+    chosen: torch.Tensor | None  # [T, K] int64
+    experts: torch.Tensor  # [T, K] int64
+    weights: torch.Tensor  # [T, K] float32
+    num_experts: int
+    num_chosen: int
+    normalise: bool
+    scale: float
+    tiny: float  # added to a sum of scores
+
+
+SCORE, CHOOSE = numbers_of(ScoreArguments), numbers_of(ChooseArguments)
 
 
 def fits_cpu(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -92,43 +124,47 @@ def route_cpu(
             _MODULE, "make_score_experts", dtype=DTYPES[x.dtype], tile_size=TILE, experts_per_item=EXPERTS_PER_ITEM
         ),
         -(-tokens // TILE) * -(-num_experts // EXPERTS_PER_ITEM),
-        [x, weight, logits, tokens, width, num_experts, x.stride(0) * x.itemsize, weight.stride(0) * 4],
+        ScoreArguments(RowArguments.of(x), RowArguments.of(weight), logits, tokens, width, num_experts),
     )
     experts, weights = empty((tokens, num_chosen), torch.int64), empty((tokens, num_chosen), torch.float32)
-    vectors = [None if vector is None else vector.contiguous() for vector in (bias, correction, expert_scale, chosen)]
     launch(
         cpu_kernel(_MODULE, "make_choose_experts", score=routing.score),
         tokens,
-        [
-            logits, *vectors, experts, weights, num_experts, num_chosen, int(routing.normalise), float(routing.scale),
-            TINY,
-        ],
+        ChooseArguments(
+            logits=logits,
+            bias=None if bias is None else bias.contiguous(),
+            correction=None if correction is None else correction.contiguous(),
+            expert_scale=None if expert_scale is None else expert_scale.contiguous(),
+            chosen=None if chosen is None else chosen.contiguous(),
+            experts=experts,
+            weights=weights,
+            num_experts=num_experts,
+            num_chosen=num_chosen,
+            normalise=routing.normalise,
+            scale=float(routing.scale),
+            tiny=TINY,
+        ),
         scratch_bytes=8 * (num_experts + LANES),
-    )  # fmt: skip
+    )
     return experts, weights
 
 
 def make_score_experts(dtype: str, tile_size: int, experts_per_item: int) -> Any:
-    """The kernel of logits. An item is `tile_size` tokens and `experts_per_item` experts; tokens change first.
-
-    Arguments: 0 x [T, N], 1 weight [E, N] float32, 2 logits [T, E] float32, 3 T, 4 N, 5 E, 6 x's row stride in bytes, 7 weight's.
-    """
+    """The kernel of logits. An item is `tile_size` tokens and `experts_per_item` experts; tokens change first."""
     tile = make_row_products(dtype, tile_size)
 
     @each_item
     def score_experts(arguments, thread, item):
-        tokens, width, experts = argument(arguments, 3), argument(arguments, 4), argument(arguments, 5)
-        x_stride, weight_stride = argument(arguments, 6), argument(arguments, 7)
+        tokens, experts = argument(arguments, SCORE.num_tokens), argument(arguments, SCORE.num_experts)
         tiles = (tokens + tile_size - 1) // tile_size
         token, first = item % tiles * tile_size, item // tiles * experts_per_item
-        x = argument(arguments, 0) + token * x_stride
-        out = argument(arguments, 2) + token * experts * 4
+        x, out = row_address(arguments, SCORE.x, token), argument(arguments, SCORE.logits) + token * experts * 4
         for expert in range(first, min(first + experts_per_item, experts), tile_size):
-            weight = argument(arguments, 1) + expert * weight_stride
             last = min(tile_size - 1, experts - 1 - expert)
             tile(
-                x, x_stride, min(tile_size - 1, tokens - 1 - token), weight, weight_stride, last, width,
-                out + expert * 4, experts * 4,
+                x, argument(arguments, SCORE.x.stride), min(tile_size - 1, tokens - 1 - token),
+                row_address(arguments, SCORE.weight, expert), argument(arguments, SCORE.weight.stride), last,
+                argument(arguments, SCORE.width), out + expert * 4, experts * 4,
             )  # fmt: skip
 
     return score_experts
@@ -137,19 +173,17 @@ def make_score_experts(dtype: str, tile_size: int, experts_per_item: int) -> Any
 def make_choose_experts(score: str) -> Any:
     """The kernel of the choice. An item is a token.
 
-    Arguments: 0 logits [T, E] float32, 1 bias [E] or 0, 2 correction [E] or 0, 3 expert_scale [E] or 0, 4 chosen [T, K] or 0,
-    5 experts [T, K], 6 weights [T, K], 7 E, 8 K, 9 whether weights are normalised, 10 their scale, 11 what is added to their sum.
     Scratch: 2 E words of 32 bits, E rounded up to 16: a token's scores, and the keys that order its experts.
     """
     write_scores = _make_scores(score)
 
     @each_item
     def choose_experts(arguments, thread, token):
-        num_experts, num_chosen = argument(arguments, 7), argument(arguments, 8)
+        num_experts, num_chosen = argument(arguments, CHOOSE.num_experts), argument(arguments, CHOOSE.num_chosen)
         padded = (num_experts + LANES - 1) // LANES * LANES
         scores, keys = scratch(thread), scratch(thread) + 4 * padded
-        logits = argument(arguments, 0) + token * num_experts * 4
-        bias, correction = argument(arguments, 1), argument(arguments, 2)
+        logits = argument(arguments, CHOOSE.logits) + token * num_experts * 4
+        bias, correction = argument(arguments, CHOOSE.bias), argument(arguments, CHOOSE.correction)
         # logits, and the largest one
         peaks = splat(_NO_LOGIT)
         for e in range(0, num_experts, LANES):
@@ -169,7 +203,10 @@ def make_choose_experts(score: str) -> Any:
                 values = load_f32(scores + 4 * e) + load_part_f32(correction + 4 * e, count)
                 store_words(keys + 4 * e, _keys(values, count))
         # the choice
-        chosen, experts = argument(arguments, 4), argument(arguments, 5) + token * num_chosen * 8
+        chosen, experts = (
+            argument(arguments, CHOOSE.chosen),
+            argument(arguments, CHOOSE.experts) + token * num_chosen * 8,
+        )
         for rank in range(num_chosen):
             if chosen != 0:
                 store_i64(experts + 8 * rank, load_i64(chosen + (token * num_chosen + rank) * 8))
@@ -178,13 +215,14 @@ def make_choose_experts(score: str) -> Any:
                 store_i64(experts + 8 * rank, best)
                 store_i32(keys + 4 * best, _NEVER)
         # weights
-        weights, expert_scale = argument(arguments, 6) + token * num_chosen * 4, argument(arguments, 3)
-        factor = 1.0 * float_of_bits(argument(arguments, 10))  # in float64
-        if argument(arguments, 9) != 0:
+        weights = argument(arguments, CHOOSE.weights) + token * num_chosen * 4
+        expert_scale = argument(arguments, CHOOSE.expert_scale)
+        factor = 1.0 * float_argument(arguments, CHOOSE.scale)  # in float64
+        if argument(arguments, CHOOSE.normalise) != 0:
             found = 0.0
             for rank in range(num_chosen):
                 found += load_scalar_f32(scores + 4 * load_i64(experts + 8 * rank))
-            factor /= found + float_of_bits(argument(arguments, 11))
+            factor /= found + float_argument(arguments, CHOOSE.tiny)
         for rank in range(num_chosen):
             expert = load_i64(experts + 8 * rank)
             weight = factor * load_scalar_f32(scores + 4 * expert)

@@ -1,12 +1,15 @@
-"""Launches of the sampling kernel for CPUs.
+"""Launches the sampling kernel for CPUs, and declares its arguments.
 
 Legend: S rows, V vocabulary, or a slice of it, P pieces of a row.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+from transom_kernels.cpu.arguments import RowArguments, numbers_of
 from transom_kernels.cpu.bounds import CHECKED
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import empty, launch
@@ -15,7 +18,26 @@ from transom_kernels.sample.table import SampleTable
 
 PIECE_BLOCKS = 128  # noise blocks of a piece, which is an item of work
 AREA_BYTES = PIECE_BLOCKS * 24 + 16  # of a piece's summary
-MODULE = "transom_kernels.sample.cpu_kernel"
+
+
+class SampleArguments(NamedTuple):
+    """The words of `sample`."""
+
+    logits: RowArguments  # [S, V] float32
+    num_ids: int  # V
+    first_id: int  # the token id of column 0
+    table: torch.Tensor  # the records of a `SampleTable`
+    numbers: torch.Tensor  # [S] int64: each row's record
+    out: torch.Tensor  # [S] int64
+    scores: torch.Tensor | None  # [S] float64
+    area: torch.Tensor  # [S, P, AREA_BYTES] uint8: summaries of the pieces
+    num_pieces: int  # P
+    counters: torch.Tensor  # [S] int64 of zeros, which the kernel leaves at zero: finished pieces of each row
+    copies: torch.Tensor  # [S, V] float32: rows that are adjusted
+    masks: torch.Tensor | None  # [S, V / 8] uint8: a grammar's bits
+
+
+AT = numbers_of(SampleArguments)
 
 
 def fits_cpu(logits: torch.Tensor) -> bool:
@@ -55,16 +77,25 @@ def sample_records(
     num_pieces = -(-(num_ids + first_id % NOISE_BLOCK) // (NOISE_BLOCK * PIECE_BLOCKS))
     out = empty((num_rows,), torch.int64)
     launch(
-        cpu_kernel(MODULE, "make_sample"),
+        cpu_kernel("transom_kernels.sample.cpu_kernel", "make_sample"),
         num_rows * num_pieces,
-        [
-            logits, logits.stride(0) * 4, num_ids, first_id, table.words, numbers, out, scores,
-            empty((num_rows * num_pieces * AREA_BYTES,), torch.uint8), num_pieces, _counters(num_rows),
-            table.copies(num_rows, num_ids), allowed,
-        ],
+        SampleArguments(
+            logits=RowArguments.of(logits),
+            num_ids=num_ids,
+            first_id=first_id,
+            table=table.words,
+            numbers=numbers,
+            out=out,
+            scores=scores,
+            area=empty((num_rows * num_pieces * AREA_BYTES,), torch.uint8),
+            num_pieces=num_pieces,
+            counters=_counters(num_rows),
+            copies=table.copies(num_rows, num_ids),
+            masks=allowed,
+        ),
         scratch_bytes=4 * (num_ids + 16),
         linked=table.linked_memory() if CHECKED else (),
-    )  # fmt: skip
+    )
     return out
 
 

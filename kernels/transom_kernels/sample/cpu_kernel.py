@@ -58,17 +58,14 @@ from transom_kernels.cpu.simd import (
     vector_max,
     vector_max_or_nan,
 )
-from transom_kernels.cpu.work import argument, each_item, helper, scratch
-from transom_kernels.sample.cpu import AREA_BYTES, PIECE_BLOCKS
+from transom_kernels.cpu.work import argument, each_item, helper, row_address, scratch
+from transom_kernels.sample.cpu import AREA_BYTES, AT, PIECE_BLOCKS
 from transom_kernels.sample.cpu_noise import exponential, least_exponential, mixed, negative_log, store_noise
 from transom_kernels.sample.params import NOISE_BLOCK
 from transom_kernels.sample.table import KEY_IS_FINAL, RECORD_BYTES, Word
 
 BLOCK = NOISE_BLOCK
 PIECE = BLOCK * PIECE_BLOCKS
-
-# arguments
-LOGITS, STRIDE, NUM_IDS, FIRST_ID, TABLE, NUMBERS, OUT, SCORES, AREA, PIECES, COUNTERS, COPIES, MASKS = range(13)
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 INFINITE = math.inf
@@ -102,9 +99,9 @@ def _lanes(row, column, end):
 @helper
 def _summarise(arguments, record, logits, area, piece, temperature, key):
     """Read a piece of a row, and leave its summary."""
-    shift = argument(arguments, FIRST_ID) & BLOCK - 1  # the first block begins before column 0 by this
-    begin, end = max(0, piece * PIECE - shift), min(argument(arguments, NUM_IDS), (piece + 1) * PIECE - shift)
-    of_piece = area + argument(arguments, PIECES) * OF_PIECES + 16 * piece
+    shift = argument(arguments, AT.first_id) & BLOCK - 1  # the first block begins before column 0 by this
+    begin, end = max(0, piece * PIECE - shift), min(argument(arguments, AT.num_ids), (piece + 1) * PIECE - shift)
+    of_piece = area + argument(arguments, AT.num_pieces) * OF_PIECES + 16 * piece
     if temperature == 0.0:
         store_scalar_f64(of_piece, _largest_or_nan(logits, begin, end))
         return
@@ -143,7 +140,11 @@ def _largest(logits, begin, end):
 @helper
 def _summarise_blocks(arguments, logits, area, piece, temperature, key):
     """Write the summaries of a piece's blocks; returns the piece's largest scaled logit."""
-    num_ids, first_id, pieces = argument(arguments, NUM_IDS), argument(arguments, FIRST_ID), argument(arguments, PIECES)
+    num_ids, first_id, pieces = (
+        argument(arguments, AT.num_ids),
+        argument(arguments, AT.first_id),
+        argument(arguments, AT.num_pieces),
+    )
     offsets, maxima, noisiest = area + pieces * OFFSETS, area + pieces * MAXIMA, area + pieces * NOISIEST
     first = piece * PIECE_BLOCKS
     for block in range(first, first + PIECE_BLOCKS, 8):
@@ -179,7 +180,7 @@ def _mass_of_range(logits, begin, end, temperature, anchor):
 @helper
 def _copy_adjusted(arguments, row, record, source, target, piece):
     """Copy a piece of a row's logits, and apply grammar, bias, bans and penalties to the copy."""
-    masks, num_ids = argument(arguments, MASKS), argument(arguments, NUM_IDS)
+    masks, num_ids = argument(arguments, AT.masks), argument(arguments, AT.num_ids)
     masks += row * ((num_ids + 7) >> 3) if masks else 0
     begin, end = piece * PIECE, min(num_ids, (piece + 1) * PIECE)
     for column in range(begin, end, 16):
@@ -228,14 +229,14 @@ def _penalise(record, target, begin, end):
 @helper
 def _first_largest(arguments, logits, area):
     """The first column with the row's largest logit, and that logit; with NaN in the row, the first NaN."""
-    of_pieces = area + argument(arguments, PIECES) * OF_PIECES
+    of_pieces = area + argument(arguments, AT.num_pieces) * OF_PIECES
     piece, largest = 0, load_scalar_f64(of_pieces)
-    for other in range(1, argument(arguments, PIECES)):
+    for other in range(1, argument(arguments, AT.num_pieces)):
         value = load_scalar_f64(of_pieces + 16 * other)
         if largest == largest and (value > largest or value != value):
             piece, largest = other, value
-    shift = argument(arguments, FIRST_ID) & BLOCK - 1
-    end = min(argument(arguments, NUM_IDS), (piece + 1) * PIECE - shift)
+    shift = argument(arguments, AT.first_id) & BLOCK - 1
+    end = min(argument(arguments, AT.num_ids), (piece + 1) * PIECE - shift)
     wanted = splat(float32(largest))
     for column in range(max(0, piece * PIECE - shift), end, 16):
         lanes = _lanes(logits, column, end)
@@ -248,7 +249,7 @@ def _first_largest(arguments, logits, area):
 @helper
 def _sample_random(arguments, listed, record, logits, area, temperature, key):
     """The column that wins among those that the filters keep, and its score; column -1 if all logits are -inf."""
-    num_ids, pieces = argument(arguments, NUM_IDS), argument(arguments, PIECES)
+    num_ids, pieces = argument(arguments, AT.num_ids), argument(arguments, AT.num_pieces)
     maxima, num_blocks = area + pieces * MAXIMA, pieces * PIECE_BLOCKS
     best = _largest(maxima, 0, num_blocks)
     # filters: the cut, and the mass from which on ids are out
@@ -288,7 +289,11 @@ def _sample_random(arguments, listed, record, logits, area, temperature, key):
 @helper
 def _winner(arguments, logits, area, temperature, key, cut):
     """Column, score and scaled logit of the best score among scaled logits from `cut` on; the lowest column of equal scores."""
-    num_ids, first_id, pieces = argument(arguments, NUM_IDS), argument(arguments, FIRST_ID), argument(arguments, PIECES)
+    num_ids, first_id, pieces = (
+        argument(arguments, AT.num_ids),
+        argument(arguments, AT.first_id),
+        argument(arguments, AT.num_pieces),
+    )
     offsets, maxima, noisiest = area + pieces * OFFSETS, area + pieces * MAXIMA, area + pieces * NOISIEST
     shift, first_block = first_id & BLOCK - 1, first_id // BLOCK
     num_blocks = (num_ids + shift + BLOCK - 1) // BLOCK
@@ -419,34 +424,34 @@ def _safely_below(x):
 
 
 def make_sample() -> Any:
-    """The kernel. Its arguments are named above; scratch has room for V + 16 float32 numbers."""
+    """The kernel. An item is a piece of a row; scratch has room for V + 16 float32 numbers."""
 
     @each_item
     def sample(arguments, thread, item):
-        pieces = argument(arguments, PIECES)
+        pieces = argument(arguments, AT.num_pieces)
         row, piece = item // pieces, item % pieces
-        record = argument(arguments, TABLE) + load_i64(argument(arguments, NUMBERS) + 8 * row) * RECORD_BYTES
-        logits = argument(arguments, LOGITS) + row * argument(arguments, STRIDE)
-        if argument(arguments, MASKS) != 0 or load_i64(record + _IS_ADJUSTED) != 0:
-            copy = argument(arguments, COPIES) + row * argument(arguments, NUM_IDS) * 4
+        record = argument(arguments, AT.table) + load_i64(argument(arguments, AT.numbers) + 8 * row) * RECORD_BYTES
+        logits = row_address(arguments, AT.logits, row)
+        if argument(arguments, AT.masks) != 0 or load_i64(record + _IS_ADJUSTED) != 0:
+            copy = argument(arguments, AT.copies) + row * argument(arguments, AT.num_ids) * 4
             _copy_adjusted(arguments, row, record, logits, copy, piece)
             logits = copy
-        area = argument(arguments, AREA) + row * pieces * AREA_BYTES
+        area = argument(arguments, AT.area) + row * pieces * AREA_BYTES
         temperature = load_scalar_f32(record + _TEMPERATURE)
         key = load_i64(record + _KEY)
         if load_i64(record + _POSITION) != KEY_IS_FINAL:
             key = mixed((key ^ load_i64(record + _POSITION)) + GOLDEN)
         _summarise(arguments, record, logits, area, piece, temperature, key)
-        if atomic_add(argument(arguments, COUNTERS) + 8 * row, 1) < pieces - 1:
+        if atomic_add(argument(arguments, AT.counters) + 8 * row, 1) < pieces - 1:
             return
         # this was the last piece of the row
-        store_i64_unchecked(argument(arguments, COUNTERS) + 8 * row, 0)
+        store_i64_unchecked(argument(arguments, AT.counters) + 8 * row, 0)
         if temperature == 0.0:
             column, score = _first_largest(arguments, logits, area)
         else:
             column, score = _sample_random(arguments, scratch(thread), record, logits, area, temperature, key)
-        store_i64(argument(arguments, OUT) + 8 * row, argument(arguments, FIRST_ID) + max(0, column))
-        if argument(arguments, SCORES):
-            store_scalar_f64(argument(arguments, SCORES) + 8 * row, score)
+        store_i64(argument(arguments, AT.out) + 8 * row, argument(arguments, AT.first_id) + max(0, column))
+        if argument(arguments, AT.scores):
+            store_scalar_f64(argument(arguments, AT.scores) + 8 * row, score)
 
     return sample
