@@ -153,15 +153,20 @@ def worker_engine_config(settings: Settings, resources: WorkerResources, *, firs
     """The engine's config in a Serve worker: Ray starts its ranks, and `resources` say how many threads each one has.
 
     The replica sets which of the shares of the cores is its own; those before `first_worker` belong to other groups of workers.
-    On CPUs steps have a target time unless the settings say otherwise: requests of several clients wait for each other there.
+    On CPUs steps have a target time unless the settings say otherwise: requests of several clients wait for each other there. A
+    worker to which Ray grants GPUs computes on them, or does not start: `auto` is for machines alone.
     """
     config = settings.engine_config()
-    scheduler = config.scheduler
+    scheduler, model = config.scheduler, config.model
+    if resources.has_gpus:
+        model = replace(model, device="cuda")
     if settings.target_step_s is None and not resources.has_gpus:
         scheduler = replace(scheduler, target_step_s=CPU_TARGET_STEP_S)
     ranks = replace(config.ranks, launcher="ray")
     share = CoreShare(index=first_worker, count=1 if resources.has_gpus else resources.workers_per_node)
-    return replace(config, scheduler=scheduler, ranks=ranks, num_threads=resources.num_threads, core_share=share)
+    return replace(
+        config, model=model, scheduler=scheduler, ranks=ranks, num_threads=resources.num_threads, core_share=share
+    )
 
 
 def worker_deployment(settings: Settings, resources: WorkerResources, *, name: str = WORKER) -> Any:

@@ -61,6 +61,12 @@ def test_every_command_has_the_cluster_s_environment(config: dict[str, Any]) -> 
     assert config["file_mounts"] == {"~/transom": "node"}
 
 
+def test_hosts_install_what_was_tested_and_what_triton_needs(config: dict[str, Any]) -> None:
+    setup = "\n".join(config["setup_commands"])
+    assert "pip install --quiet -c ~/transom/constraints.txt ~/transom/transom-*.whl" in setup
+    assert config["provider"]["type"] == "local" or "install gcc python3-dev python3-venv" in setup
+
+
 def test_the_head_has_no_resources_for_workers(config: dict[str, Any]) -> None:
     assert "--num-cpus=0 --num-gpus=0" in config["head_start_ray_commands"][-1]
 

@@ -45,6 +45,7 @@ class OnPremise:
         shutil.copytree(ROOT / "deploy", deploy)
         node = deploy / "node"
         shutil.copy(wheel, node)
+        shutil.copy(ROOT / "constraints.txt", node)
         shutil.copytree(model, node / "model")
         (node / "auth_token").write_text(TOKEN)
         (node / "api_keys").write_text(API_KEY + "\n")

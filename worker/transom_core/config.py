@@ -66,6 +66,9 @@ class SchedulerConfig:
     steps_in_flight: int | None = None
     target_step_s: float | None = None
     preemption_mode: PreemptionMode = "auto"
+    by_device: frozenset[str] = (
+        frozenset()
+    )  # fields that get the worker's device's default, see `settings.device_defaults`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

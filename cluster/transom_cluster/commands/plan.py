@@ -27,9 +27,14 @@ def plan(
         ),
     ] = "auto",
     block_size: Annotated[int, typer.Option(min=1, max=256, help="Tokens per KV block and unit of hashing.")] = 16,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed per step.")] = 1024,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="Memory of each GPU, such as 80GiB: the defaults below are those of such a GPU.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens computed per step; unset, as `transom serve` has it.")
+    ] = None,
     steps_in_flight: Annotated[
-        int | None, typer.Option(min=1, max=2, help="2 as with --device cuda; unset, 2 with several ranks, else 1.")
+        int | None, typer.Option(min=1, max=2, help="Unset, 2 on GPUs and with several ranks, else 1.")
     ] = None,
     hybrid_kv_cache: Annotated[bool, typer.Option(help="Off: every layer keeps full length.")] = True,
     swap_space: Annotated[str, typer.Option(help="Host tier of each rank: GiB, or such as 512MiB.")] = "0",
@@ -51,6 +56,7 @@ def plan(
     from transom_core.model_config.kv_policy_obstacle import kv_policy_obstacle
     from transom_core.model_files.resolve import resolve_config
     from transom_core.settings.byte_sizes import parse_bytes
+    from transom_core.settings.device_defaults import batch_defaults
     from transom_core.settings.settings import gibibytes
     from transom_worker.kvcache.policy_retentions import retention_under
     from transom_worker.planner import plan_from_config
@@ -58,16 +64,18 @@ def plan(
     try:
         config = resolve_config(model)
         policy = None if kv_policy is None else kv_policy_from_json(kv_policy)
+        gpu_bytes = None if gpu_memory is None else parse_bytes(gpu_memory, name="--gpu-memory")
+        defaults = batch_defaults(gpu_bytes, num_ranks=tensor_parallel_size)
         result = plan_from_config(
             config,
             memory_bytes=parse_bytes(memory, name="--memory"),
             block_size=block_size,
             max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_batched_tokens=max_num_batched_tokens or defaults.max_num_batched_tokens,
             tensor_parallel_size=tensor_parallel_size,
             kv_cache_dtype=kv_cache_dtype,
             hybrid=hybrid_kv_cache,
-            steps_in_flight=steps_in_flight or (2 if tensor_parallel_size > 1 else 1),
+            steps_in_flight=steps_in_flight or defaults.steps_in_flight,
             host_bytes=int(gibibytes(swap_space, name="--swap-space") * 2**30),
             retention_of=Retention if policy is None else partial(retention_under, policy),
         )

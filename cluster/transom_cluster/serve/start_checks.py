@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transom_cluster.http.api_keys import ADMIN_FLAG, KEY_VARIABLES, check_key_variables, read_key_file
-from transom_cluster.serve.worker_resources import check_gpus, count_visible_gpus
+from transom_cluster.serve.worker_resources import check_gpus
 from transom_core.contract import check_kv_policy
 from transom_core.contract.kv_policy import kv_policy_from_json
 from transom_core.errors import ConfigError, RequestError
+from transom_core.machine.gpus import GpuDriver, gpu_problem, read_driver, torch_build, visible_gpus
 from transom_core.machine.host_memory import available_host_bytes
 from transom_core.settings.settings import Settings
 
@@ -38,13 +39,11 @@ def check_start(settings: Settings) -> None:
         check_tracing(tracing)
     if problem := port_problem(settings.host, settings.port):
         raise ConfigError(problem)
-    if settings.quantization == "int8" and (settings.device == "cuda" or settings.dtype == "float16"):
+    if settings.quantization != "none" and settings.dtype == "float16":
         raise ConfigError(
-            f"--quantization int8 runs on CPUs in bfloat16 or float32, not with --device {settings.device} --dtype "
-            f"{settings.dtype}; leave one of them out."
+            f"--quantization {settings.quantization} runs in bfloat16 or float32, not with --dtype float16; leave one of them out."
         )
-    if problem := check_gpus(settings, count_visible_gpus(os.listdir("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES"))):
-        raise ConfigError(problem)
+    check_machine(settings, read_driver())
     files = resolve_text_files(settings.model)
     if Path(settings.model).expanduser().is_dir():
         check_weights(files.path)
@@ -64,6 +63,24 @@ def check_start(settings: Settings) -> None:
     tokenizer.check_chat_template()
     config = settings.server_config()
     AnswerMarkup.choose(tokenizer, tool_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser)
+
+
+def check_machine(settings: Settings, driver: GpuDriver) -> None:
+    """Check that torch and Triton can use this machine's GPUs, if workers are to run on them, and that there are enough.
+
+    Raises:
+        ConfigError: they cannot, or a setting is not for GPUs.
+    """
+    num_gpus = len(visible_gpus(driver.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
+    if settings.device == "cpu" or (settings.device == "auto" and num_gpus == 0):
+        return
+    if settings.quantization != "none":
+        raise ConfigError(
+            f"--quantization {settings.quantization} runs on CPUs, and --device is {settings.device} on a machine with {num_gpus} "
+            "GPUs; leave it out, or give --device cpu."
+        )
+    if problem := gpu_problem(driver, torch_build(), os.environ) or check_gpus(settings, num_gpus):
+        raise ConfigError(f"--device {settings.device}: {problem}")
 
 
 def check_host_tiers(settings: Settings) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from transom_core.machine.gpus import num_visible_gpus
 from transom_core.machine.openmp import wait_variables
 from transom_core.settings.settings import Settings
 
@@ -30,8 +31,7 @@ class ClusterResources:
     @classmethod
     def of_this_machine(cls) -> ClusterResources:
         """The resources of a Ray cluster that this process starts on this machine."""
-        num_gpus = count_visible_gpus(os.listdir("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return cls(node_cpus=(float(len(os.sched_getaffinity(0))),), num_gpus=num_gpus)
+        return cls(node_cpus=(float(len(os.sched_getaffinity(0))),), num_gpus=num_visible_gpus())
 
     @classmethod
     def now(cls) -> ClusterResources:
@@ -92,7 +92,8 @@ def worker_resources(
     """
     num_ranks = settings.tensor_parallel_size
     if settings.device == "cuda" or (settings.device == "auto" and machines.num_gpus > 0):
-        threads = settings.num_threads or int(max(machines.node_cpus))
+        gpus_per_node = math.ceil(machines.num_gpus / len(machines.node_cpus))
+        threads = settings.num_threads or max(1, int(max(machines.node_cpus)) // max(1, gpus_per_node))
         return _resources(threads, num_ranks, replica={"CPU": 1}, rank={"CPU": 1, "GPU": 1})
     node_cpus = max(machines.node_cpus)
     groups = (settings, *others)
@@ -146,9 +147,3 @@ def check_gpus(settings: Settings, num_gpus: int) -> str | None:
         f"{workers} {num_workers(settings)} with --tensor-parallel-size {settings.tensor_parallel_size} needs {needed} GPUs and "
         f"this machine has {num_gpus}; ask for fewer, or use --device cpu."
     )
-
-
-def count_visible_gpus(device_files: Sequence[str], visible: str | None) -> int:
-    """Count GPUs by their device files (nvidia0, ...), limited to those that CUDA_VISIBLE_DEVICES names."""
-    present = sum(name.removeprefix("nvidia").isdecimal() for name in device_files)
-    return present if visible is None else min(present, len([one for one in visible.split(",") if one.strip()]))

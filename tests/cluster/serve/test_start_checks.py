@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from transom_cluster.serve import start_checks
 from transom_cluster.serve.start_checks import check_start
 from transom_core.errors import ConfigError
+from transom_core.machine.gpus import Gpu, GpuDriver
 from transom_core.settings.settings import Settings
 
 WINDOW = '{"type": "window", "window": 64}'
@@ -43,6 +45,27 @@ def test_what_the_model_can_take_is_not_refused(tiny_model: Path) -> None:
     check(tiny_model, kv_policy=WINDOW, kv_cache_dtype="full=int8")
     check(tiny_model, kv_cache_dtype="window=int4,full=fp8", **HYBRID)
     check(tiny_model, tensor_parallel_size=3, worker_group=["role=prefill,tensor_parallel_size=2"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, None),
+        ({"device": "cpu", "quantization": "int8"}, None),
+        ({"quantization": "int4"}, "--quantization int4 runs on CPUs, and --device is auto on a machine with 1 GPUs"),
+        ({"replicas": 2}, "needs 2 GPUs and this machine has 1"),
+        ({"device": "cuda"}, None),
+    ],
+)
+def test_the_machine_is_asked_for_its_gpus(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str | None
+) -> None:
+    gpu = Gpu(name="NVIDIA H100", uuid="GPU-1", memory_bytes=80 << 30, capability=(9, 0))
+    monkeypatch.setattr(start_checks, "gpu_problem", lambda *_: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    driver = GpuDriver(version="580", cuda=(13, 0), gpus=(gpu,))
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        start_checks.check_machine(Settings.parse(model="m", **settings), driver)
 
 
 def test_host_tiers_that_do_not_fit_together_are_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from transom_cluster.serve.worker_resources import (
     ClusterResources,
     WorkerResources,
     check_gpus,
-    count_visible_gpus,
     worker_resources,
 )
 from transom_core.machine.openmp import SPIN_ROUNDS
@@ -77,6 +76,7 @@ def test_a_gpu_for_each_rank(device, num_gpus):
     assert several.bundles == [{"CPU": 1}, *[{"CPU": 1, "GPU": 1}] * 3]
     assert "num_gpus" not in several.actor_options
     assert not several.can_start_one_more
+    assert of(ClusterResources(node_cpus=(64.0, 64.0), num_gpus=16), device="cuda").num_threads == 8
     assert of(LAPTOP, tensor_parallel_size=3).can_start_one_more
 
 
@@ -91,11 +91,3 @@ def test_more_gpus_than_there_are_is_refused_with_the_numbers():
     assert "needs 1 GPUs and this machine has 0" in (problem(0, device="cuda") or "")
     message = problem(4, max_replicas=3, tensor_parallel_size=2) or ""
     assert "--max-replicas 3 with --tensor-parallel-size 2 needs 6 GPUs and this machine has 4" in message
-
-
-def test_gpus_are_counted_by_their_device_files():
-    files = ["null", "nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"]
-    assert count_visible_gpus(files, None) == 2
-    assert count_visible_gpus(files, "1") == 1
-    assert count_visible_gpus(files, "") == 0
-    assert count_visible_gpus([], "0,1") == 0

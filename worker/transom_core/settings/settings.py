@@ -149,7 +149,10 @@ class Settings(
                 CacheConfig, swap_space_bytes=self._swap_space_bytes(), disk_space_bytes=self.disk_space
             ),
             scheduler=self._config(
-                SchedulerConfig, policy=self.scheduling_policy, target_step_s=self.target_step_s or None
+                SchedulerConfig,
+                policy=self.scheduling_policy,
+                target_step_s=self.target_step_s or None,
+                by_device=BY_DEVICE - self.model_fields_set,
             ),
             ranks=self._config(RanksConfig, size=self.tensor_parallel_size),
             transfer=TransferConfig(is_on=self.kv_transfer, timeout_s=self.kv_transfer_timeout_s),
@@ -192,6 +195,7 @@ class Settings(
 
 
 SETTING_NAMES = frozenset(Settings.model_fields)
+BY_DEVICE = frozenset(("max_num_seqs", "max_num_batched_tokens"))  # settings whose default the worker's device decides
 
 
 def gibibytes(text: str, *, name: str) -> float:

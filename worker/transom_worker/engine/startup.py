@@ -8,7 +8,9 @@ from dataclasses import replace
 
 from transom_core.clock import steady_time_s
 from transom_core.config import EngineConfig
+from transom_core.machine.gpus import read_driver
 from transom_core.model_files.resolve import resolve_text_files
+from transom_core.settings.device_defaults import batch_defaults, with_defaults
 from transom_core.telemetry.tracing import Tracing
 from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.engine import Engine
@@ -39,7 +41,7 @@ def build_engine(
     """
     tracing = None if config.tracing is None else Tracing(config.tracing, role="worker", name=worker)
     begin_s = time.perf_counter()
-    config = resolve_steps_in_flight(config)
+    config = resolve_for_device(config)
     files = resolve_text_files(config.model.model)  # the ranks load the weights
     metrics = EngineMetrics(model=model_name or config.model.model, worker=worker)
     tokenizer, executor = Tokenizer.load(files), executor or create_executor(config)
@@ -56,15 +58,18 @@ def build_engine(
     return engine
 
 
-def resolve_steps_in_flight(config: EngineConfig) -> EngineConfig:
-    """Return the config with a number of steps in flight: 2 on a GPU and with several ranks, else 1, where it has none.
+def resolve_for_device(config: EngineConfig) -> EngineConfig:
+    """Return the config with a value for what the user left to the device; only the worker's process knows what `auto` is.
 
-    The second step hides the time in which the engine handles the tokens of the first one. On a CPU with one rank both would run
-    on the same cores. Only the worker's process can tell what the device `auto` stands for.
+    Raises:
+        ConfigError: the device cannot be used.
     """
-    if config.scheduler.steps_in_flight is not None:
-        return config
     from transom_worker.execution.setup.model_loading import choose_device  # imports torch
 
-    has_two = config.ranks.size > 1 or choose_device(config.model.device).type == "cuda"
-    return replace(config, scheduler=replace(config.scheduler, steps_in_flight=2 if has_two else 1))
+    ranks = config.ranks
+    if ranks.launcher == "ray" and ranks.size > 1:
+        is_cuda = config.model.device == "cuda"  # the ranks' actors have the GPUs, this process may have none
+    else:
+        is_cuda = choose_device(config.model.device).type == "cuda"
+    gpu_bytes = min((gpu.memory_bytes for gpu in read_driver().gpus), default=0) if is_cuda else None
+    return replace(config, scheduler=with_defaults(config.scheduler, batch_defaults(gpu_bytes, num_ranks=ranks.size)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from tests.worker.execution.hand_scheduler import engine_config, make_runner
 from tests.worker.execution.toy_decoder import layer, load_toy
 from transom_core.errors import ConfigError
 from transom_core.kv_cache.layout import ArenaLayout
-from transom_worker.execution.tiers.host_slab import allocate_host_slab
+from transom_worker.execution.tiers.host_slab import allocate_host_slab, pinned_bytes
 
 LAYOUT = ArenaLayout(page_bytes=1 << 20, num_pages=64, groups=())
 CPU = torch.device("cpu")
@@ -20,6 +22,20 @@ def test_memory_that_is_short_is_refused_with_the_numbers() -> None:
         ConfigError, match=r"2 ranks .* KV pools of 1048576 bytes take 2097152 bytes, and 1000 are free"
     ):
         allocate_host_slab(LAYOUT, CPU, available_bytes=1000, pool_bytes=1 << 20, ranks_on_host=2)
+
+
+def test_on_gpus_exactly_the_slab_is_pinned_and_unpinned_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: dict[int, int] = {}
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: pinned.update({address: size}), cudaHostUnregister=pinned.pop
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda result: None)
+    slab = pinned_bytes(3 << 20)
+    assert pinned == {slab.data_ptr(): 3 << 20}
+    assert not slab.any()
+    del slab
+    assert not pinned
 
 
 def test_a_host_tier_on_a_runner() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 
 from transom_core.config import ModelConfig
 from transom_core.errors import ConfigError
+from transom_core.machine.gpus import NO_DRIVER, gpu_problem, read_driver, torch_build, visible_gpus
 from transom_core.model_config.architecture import Architecture, read_architecture, runnable, with_windows
 from transom_core.model_config.sharding import check_size
 from transom_core.model_files.resolve import ModelFiles, eos_token_ids, resolve_model
@@ -116,16 +118,25 @@ def model_architecture(files: ModelFiles, config: ModelConfig) -> Architecture:
 
 
 def choose_device(device: str) -> torch.device:
-    """Return the device for a setting; `auto` chooses CUDA where torch finds a CUDA device.
+    """Return the device for a setting; `auto` chooses CUDA where this process may use a GPU.
 
     Raises:
-        ConfigError: the setting is `cuda`, and torch finds no CUDA device.
+        ConfigError: a GPU is to be used, and there is none, or torch or Triton cannot use it; the message says why. A GPU that
+            cannot be used is never replaced by the CPU without a word.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device is cuda, but torch finds no CUDA device; use --device cpu or auto.")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
+    driver, torch_finds_one = read_driver(), torch.cuda.is_available()
+    has_gpu = torch_finds_one or visible_gpus(driver.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if device == "cpu" or (device == "auto" and not has_gpu):
+        return torch.device("cpu")
+    asks_driver = driver is not NO_DRIVER or not torch_finds_one  # a container may have CUDA's library without NVML
+    if asks_driver and (problem := gpu_problem(driver, torch_build(), os.environ)):
+        raise ConfigError(f"--device {device}: {problem}")
+    if not torch_finds_one:
+        raise ConfigError(
+            f"--device {device}: the driver {driver.version} has GPUs, and torch {torch.__version__} cannot use them; try "
+            "python -c 'import torch; torch.zeros(1).cuda()', or serve on the CPU with --device cpu."
+        )
+    return torch.device("cuda")
 
 
 def choose_dtype(dtype: str, architecture: Architecture) -> str:

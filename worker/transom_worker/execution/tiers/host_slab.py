@@ -1,9 +1,14 @@
 """The host slab: the memory of a rank's host tier, which has the groups, blocks and pages of the device's slab in another number.
 
 On GPUs it is pinned, so that copies run beside steps. On CPUs it takes memory as its pages are first touched.
+
+torch's own pinned memory is not used: its allocator rounds up to a power of two, so that a tier of 40 GiB would take 64 GiB, and
+one thread would fill it with zeros. The system's memory is zero already, and CUDA pins it as it is (`cudaHostRegister`).
 """
 
 from __future__ import annotations
+
+import weakref
 
 import torch
 
@@ -33,10 +38,25 @@ def allocate_host_slab(
         )
     try:
         if device.type == "cuda":
-            return torch.zeros(layout.slab_bytes, dtype=torch.uint8, pin_memory=True)
+            return pinned_bytes(layout.slab_bytes)
         return lazy_bytes(layout.slab_bytes)
     except (OSError, MemoryError, RuntimeError) as error:
         raise ConfigError(
             f"A host tier of {layout.slab_bytes} bytes cannot be allocated ({error}); {available_bytes} bytes are free. Give a "
             "smaller --swap-space."
         ) from error
+
+
+def pinned_bytes(num_bytes: int) -> torch.Tensor:
+    """Return zeroed bytes of exactly this number that CUDA has pinned; they are unpinned once the tensor is gone.
+
+    Raises:
+        RuntimeError: CUDA cannot pin them.
+    """
+    slab = lazy_bytes(num_bytes)
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(cudart.cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
+    # The storage lives until the callback has run: CUDA must forget the pages before the system takes them back.
+    end = weakref.finalize(slab, lambda storage: cudart.cudaHostUnregister(storage.data_ptr()), slab.untyped_storage())
+    end.atexit = False  # a process that ends gives all its memory back
+    return slab
