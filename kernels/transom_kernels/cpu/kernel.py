@@ -15,6 +15,7 @@ import hashlib
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import import_module
@@ -57,15 +58,18 @@ class CpuKernel:
             if compiled:
                 statistics.num_compiled += 1
                 statistics.compile_s += time.perf_counter() - begin_s
+                if statistics.on_compiled is not None:
+                    statistics.on_compiled()
             return address
 
 
 @dataclass(slots=True)
 class CompileStatistics:
-    """What compiling has cost this process."""
+    """What compiling has cost this process, and who is told of each kernel."""
 
     num_compiled: int = 0
     compile_s: float = 0.0
+    on_compiled: Callable[[], None] | None = None
 
 
 statistics = CompileStatistics()

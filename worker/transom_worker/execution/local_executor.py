@@ -12,6 +12,7 @@ from transom_core.errors import OutOfMemory, StepFailed
 from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport
 from transom_worker.execution.loss_causes import cause_of_error
 from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.setup.load_progress import compile_progress
 from transom_worker.execution.setup.model_loading import LoadedModel
 from transom_worker.execution.setup.model_setup import ModelSetup
 from transom_worker.execution.tiers.load_reports import LoadReports
@@ -38,7 +39,8 @@ class LocalExecutor(Executor):
             ConfigError: the model or the memory cannot meet the settings.  ModelError: the model cannot be loaded.
         """
         setup = ModelSetup(self._config, loaded=self._loaded)
-        self._runner = setup.allocate(setup.pool_bytes())
+        with compile_progress():
+            self._runner = setup.allocate(setup.pool_bytes())
         return self._runner.info
 
     def submit(self, plan: StepPlan) -> None:

@@ -8,6 +8,7 @@
     LoadProgress ...    ->
     Loaded              ->
                         <-  Measure           once all ranks have loaded: how large a KV pool fits?
+    Compiling ...       ->                    kernels, here and after Allocate
     KvCapacity          ->
                         <-  Allocate          the smallest capacity of all ranks
     Ready               ->
@@ -87,6 +88,13 @@ class LoadProgress:
 
     share: float
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compiling:
+    """How many kernels the rank has compiled while it measures its memory or warms up."""
+
+    num_kernels: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from transom_worker.execution.loss_causes import cause_of_error
 from transom_worker.execution.ranks.channel import RankChannel
 from transom_worker.execution.ranks.messages import (
     BlocksDone,
+    Compiling,
     Hello,
     KvCapacity,
     Load,
@@ -42,6 +43,7 @@ from transom_worker.execution.ranks.messages import (
     StepDone,
     WriteBlocks,
 )
+from transom_worker.execution.setup.load_progress import compile_progress
 from transom_worker.execution.setup.model_loading import choose_device
 from transom_worker.execution.setup.model_setup import ModelSetup
 from transom_worker.models.parallel import SINGLE_RANK, Communicator, Parallel
@@ -130,10 +132,11 @@ class _Rank:
         setup = ModelSetup(config, parallel, ranks_on_host=load.ranks_on_host, on_progress=self._send_progress)
         self._channel.send(Loaded())
         message = self._channel.receive()
-        if isinstance(message, Measure):
-            self._channel.send(KvCapacity(setup.pool_bytes()))
-            message = self._channel.receive()
-        self._runner = setup.allocate(message.pool_bytes)
+        with compile_progress(lambda num_kernels: self._channel.send(Compiling(num_kernels))):
+            if isinstance(message, Measure):
+                self._channel.send(KvCapacity(setup.pool_bytes()))
+                message = self._channel.receive()
+            self._runner = setup.allocate(message.pool_bytes)
         self._channel.send(Ready(self._runner.info))
 
     def _send_progress(self, share: float, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Reports the progress of downloading and loading a model.
+"""Reports the progress of downloading and loading a model, and of compiling its kernels.
 
 The caller passes an `OnProgress` callback. It gets the share of the tensors that were read and the bytes of them, about once a
 second: the executor takes a rank that reports nothing for two minutes for hung.
@@ -6,21 +6,27 @@ second: the executor takes a rank that reports nothing for two minutes for hung.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 
+from transom_kernels.compile_news import compile_news
 from transom_worker.models.weights import Weights
 from transom_worker.models.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, StoredGroups, read_groups, read_mxfp4
+
+logger = logging.getLogger("transom.worker")
 
 OnProgress = Callable[[float, int], None]
 
 T = TypeVar("T")
 
 PERIOD_S = 1.0
+LOG_PERIOD_S = 10.0  # between two lines about kernels
 
 
 def fetch_with_progress(fetch: Callable[[], T], on_progress: OnProgress) -> T:
@@ -34,6 +40,32 @@ def fetch_with_progress(fetch: Callable[[], T], on_progress: OnProgress) -> T:
         while not wait([future], timeout=PERIOD_S).done:
             on_progress(0.0, 0)
         return future.result()
+
+
+@contextmanager
+def compile_progress(on_compiled: Callable[[int], None] | None = None) -> Iterator[None]:
+    """Within this context, log how many kernels this process has compiled, and call `on_compiled` with it, each second at most.
+
+    A first start on a GPU compiles some 20 to 40 kernels, 0.5 to 5 seconds each; a later one loads them from Triton's cache.
+    """
+    begin_s = logged_s = told_s = time.monotonic()
+    num_kernels = 0
+
+    def tell() -> None:
+        nonlocal logged_s, told_s, num_kernels
+        num_kernels += 1
+        now_s = time.monotonic()
+        if on_compiled is not None and now_s - told_s >= PERIOD_S:
+            told_s = now_s
+            on_compiled(num_kernels)
+        if now_s - logged_s >= LOG_PERIOD_S:
+            logged_s = now_s
+            logger.info(
+                "%d kernels compiled in %.0f s; the next start finds them in the cache.", num_kernels, now_s - begin_s
+            )
+
+    with compile_news(tell):
+        yield
 
 
 class ProgressWeights:
