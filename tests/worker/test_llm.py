@@ -141,14 +141,18 @@ def test_an_interrupt_waits_for_the_step_and_leaves_the_engine_usable(
         executor = llm.engine.executor
         assert isinstance(executor, HookedExecutor)
         (expected,) = llm.generate("again", params, use_tqdm=False)
-        executor.before_step = _thread.interrupt_main
+
+        def interrupt() -> None:
+            executor.before_step = lambda: None
+            _thread.interrupt_main()
+
+        executor.before_step = interrupt
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # test processes side by side ignore it
         try:
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(["one", "two"], SamplingParams(max_tokens=1000, ignore_eos=True), use_tqdm=False)
         finally:
             signal.signal(signal.SIGINT, handler)
-        executor.before_step = lambda: None
         assert not llm.engine.requests
         (found,) = llm.generate("again", params, use_tqdm=False)
         assert found.outputs[0].token_ids == expected.outputs[0].token_ids

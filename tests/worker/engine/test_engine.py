@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine_driver import Whole, make_engine, make_hooked_engine, make_request, run
-from transom_core.config import ModelConfig
+from tests.engine_driver import make_engine, make_hooked_engine, make_request, run
 from transom_core.contract import OutputEvent
 from transom_core.errors import (
     ConfigError,
@@ -23,8 +22,6 @@ from transom_core.errors import (
 )
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.running_request import RunningRequest
-from transom_worker.execution.local_executor import LocalExecutor
-from transom_worker.execution.setup.model_loading import load_model
 from transom_worker.scheduling.outputs import SequenceOutput
 
 
@@ -172,39 +169,6 @@ def test_a_failure_in_one_requests_text_loses_no_other_requests_event(
     assert events["r1"].error is not None
     assert not engine.has_work
     assert engine.step() == []
-
-
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_an_interrupt_drops_the_requests_in_flight_alone(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, steps_in_flight: int
-) -> None:
-    loaded = load_model(ModelConfig(model=str(tiny_model)))
-    engine = make_engine(
-        str(tiny_model),
-        executor=lambda config: LocalExecutor(config, loaded),
-        max_num_seqs=2,
-        steps_in_flight=steps_in_flight,
-    )
-    (alone,) = run(engine, [make_request("alone", list(range(5, 45)))])
-    for i in range(3):
-        engine.add(make_request(f"r{i}", list(range(5, 45))))
-    engine.step()
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loaded.model, "forward", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-    answer = Whole()
-    while engine.has_work:
-        for event in engine.step():
-            assert event.request_id == "r2"  # it was waiting
-            answer.add(event, first_position=0)
-    assert answer.token_ids == alone.token_ids
-    assert run(engine, [make_request("later", list(range(5, 45)))])[0].token_ids == alone.token_ids
-    engine.shutdown()
 
 
 def test_a_deadline_is_its_own_requests_alone(tiny_model: Path) -> None:

@@ -109,12 +109,16 @@ def resumed(llm: LLM, ids: list[int], known: list[int], policy: KvPolicy, num_to
         resumed_output_ids=tuple(known),
         kv_policy=policy,
     )
-    llm.engine.add(request)
-    tokens = list(known)
-    while llm.engine.requests:
-        for event in llm.engine.step():
-            tokens += event.token_ids
-    return tokens
+
+    def run() -> list[int]:
+        llm.engine.add(request)
+        tokens = list(known)
+        while llm.engine.requests:
+            for event in llm.engine.step():
+                tokens += event.token_ids
+        return tokens
+
+    return llm._thread.call(run).result()
 
 
 @pytest.mark.parametrize("policy", [WINDOW, replace(HISTORIES[0], max_window=32)], ids=lambda policy: policy.text)
@@ -184,13 +188,17 @@ def test_metrics_and_timelines_tell_what_policies_keep(folder: Path) -> None:
             seed=0,
             kv_policy=WINDOW,
         )
-        llm.engine.add(request)
-        for _ in range(4):
-            llm.engine.step()
-        llm.engine.publish()
-        page = llm.engine.metrics.text().decode()
-        (queued, *_, phase) = llm.engine.timelines.events_of("x")
-        llm.engine.abort("x-0-0")
+
+        def run_a_little() -> tuple[str, list[dict[str, Any]]]:
+            llm.engine.add(request)
+            for _ in range(4):
+                llm.engine.step()
+            llm.engine.publish()
+            seen = llm.engine.metrics.text().decode(), llm.engine.timelines.events_of("x")
+            llm.engine.abort("x-0-0")
+            return seen
+
+        page, (queued, *_, phase) = llm._thread.call(run_a_little).result()
 
     def value(name: str, policy: str) -> float:
         (line,) = (

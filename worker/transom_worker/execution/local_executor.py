@@ -81,11 +81,9 @@ class LocalExecutor(Executor):
             result = self._runner.execute(plan)
             self._load_reports.add(result.loaded, result.load_s, result.failed)
             self._done.append(result)
-        except BaseException as error:
+        except Exception as error:
             self._runner.abandon(plan)
             self._abandon_plans()
-            if not isinstance(error, Exception):
-                raise  # a KeyboardInterrupt must reach the program that runs the engine
             self._done.append(error if isinstance(error, OutOfMemory) else _step_failed(plan, error))
 
     def drop_in_flight(self) -> None:
