@@ -61,13 +61,6 @@ def test_logprobs_by_step_and_token(llm: LLM) -> None:
     assert all(token in step for token, step in zip([8, 7], out.prompt_logprobs[1:], strict=True) if step)
 
 
-def test_the_cache_is_reported(llm: LLM) -> None:
-    prompt = {"prompt_token_ids": list(range(100, 150))}
-    params = SamplingParams(max_tokens=1)
-    assert llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens == 0
-    assert llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens == 48
-
-
 def test_chat_uses_the_template(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=3)
     conversation = [{"role": "user", "content": "Hi"}]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tests.checkpoints import load_oracle, make_checkpoint, prompt
 from tests.worker.execution.test_policy_steps import check_greedy, window_mask
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, Request, WindowPolicy
-from transom_core.errors import ConfigError, PromptTooLong, RequestError
+from transom_core.errors import PromptTooLong, RequestError
 from transom_worker import LLM, SamplingParams
 
 BLOCK = 4
@@ -170,11 +170,6 @@ def test_models_whose_layers_have_windows_take_no_policy(tmp_path: Path, hybrid:
     refusal = pytest.raises(RequestError, match="in this one 2 of its 4 layers have sliding windows")
     with engine(make_checkpoint(tmp_path, "gemma2"), hybrid_kv_cache=hybrid) as llm, refusal:
         answers(llm, [prompt(9)], replace(WINDOW, window=4))
-
-
-def test_a_wrong_default_ends_the_start(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="its type must be one of full, window, adaptive, heavy"):
-        LLM(str(folder), kv_policy='{"type": "random"}')
 
 
 def test_metrics_and_timelines_tell_what_policies_keep(folder: Path) -> None:
