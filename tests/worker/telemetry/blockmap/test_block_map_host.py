@@ -20,7 +20,7 @@ from transom_worker.kvcache.tiers.exports import BlockExport
 from transom_worker.kvcache.tiers.host_snapshot import HostGroupChanges, HostSnapshot
 from transom_worker.kvcache.tiers.imports import BlockImport
 from transom_worker.telemetry.blockmap import host_records
-from transom_worker.telemetry.blockmap.describe import describe_block, describe_host_block
+from transom_worker.telemetry.blockmap.describe import describe_block
 
 ELSEWHERE = 1000  # the least token of prompts that only imports have, since no rank has their contents
 
@@ -207,13 +207,13 @@ def test_every_block_of_the_host_tier_can_be_described() -> None:
     states = in_host_tier(scheduler)
     assert HELD in states.values()
     for (group, block), state in states.items():
-        described = describe_host_block(scheduler, group, block)
+        described = describe_block(scheduler, group, block, "host")
         assert described["references"] == host.pools[group].refs[block] == len(described["checkpoints"])
         assert (described["hash"] is not None) == (state == HELD)
     for group, block in plain(scheduler):
         on_device = describe_block(scheduler, group, block)
         assert len(on_device["checkpoints"]) == scheduler.cache.pools[group].pins[block]
     for group, block in [(-1, 0), (2, 0), (0, -1), (0, 10**9)]:
-        assert list(describe_host_block(scheduler, group, block)) == ["error"]
+        assert list(describe_block(scheduler, group, block, "host")) == ["error"]
     without = Driver(layout(("full",), num_pages=12)).scheduler
-    assert describe_host_block(without, 0, 0) == {"error": "This worker has no host tier."}
+    assert describe_block(without, 0, 0, "host") == {"error": "This worker has no host tier."}

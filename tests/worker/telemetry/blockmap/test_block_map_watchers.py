@@ -55,7 +55,7 @@ class Worker:
 
     @property
     def keeps_nothing(self) -> bool:
-        return not self.scheduler.cache.registry.watches_changes and not self.log.events.is_on
+        return not self.scheduler.cache.registry.watches_changes and not self.log.is_watched
 
     def _on_engine(self, function: Callable[[], T]) -> Awaitable[T]:
         return asyncio.wrap_future(self._post(function))
