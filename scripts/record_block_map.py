@@ -42,7 +42,7 @@ class Recording:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         log = engine.block_map_log
-        self._snapshots = SnapshotTaker(engine.scheduler, log.events)
+        self._snapshots = SnapshotTaker(engine.scheduler, log)
         self._encoder = Encoder(WorkerIdentity("demo", "tiny"), engine.scheduler.cache.layout, log.history)
         self._snapshots.begin()
         for group in range(len(engine.scheduler.cache.shape.groups)):

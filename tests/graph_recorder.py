@@ -18,6 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from transom_worker.execution.replay.graph_capture import CudaCapture
+
 HOST_READS = ("tolist", "numpy", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", "__array__")
 UNCAPTURED = (
     "_local_scalar_dense", "item", "nonzero", "nonzero_static", "masked_select", "bincount", "_unique2", "unique_dim",
@@ -93,8 +95,8 @@ class RecordedGraph:
         self.num_replays += 1
 
 
-class RecorderDevice:
-    """A `CaptureDevice`. Its buffers detect a write to a buffer that an upload still reads."""
+class RecorderDevice(CudaCapture):
+    """Records without a GPU. Its buffers detect a write to a buffer that an upload still reads."""
 
     def __init__(self) -> None:
         self.graphs: list[RecordedGraph] = []

@@ -252,16 +252,6 @@ class ThreadRanks(Executor):
             for runner in self.runners
         )
 
-    @property
-    def lost(self) -> bool:
-        return False
-
-    def check(self) -> None:
-        pass
-
-    def on_lost(self, callback: Callable[[], None]) -> None:
-        pass
-
     def shutdown(self) -> None:
         self._plans.clear()
         self._done.clear()

@@ -42,6 +42,7 @@ def run_broken(models: list[Path], first: int, count: int) -> str:
         capture_output=True,
         text=True,
         check=False,
+        timeout=600 + 20 * count,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     last = done.stdout.splitlines()[-1]

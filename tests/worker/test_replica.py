@@ -96,19 +96,6 @@ async def test_events_of_each_router_come_on_its_own_stream(replica: WorkerRepli
     assert active_blocks(replica) == 0
 
 
-async def test_one_message_carries_a_whole_step(replica: WorkerReplica) -> None:
-    """Three sequences that run together cost one message a step, not one a token."""
-    stream = replica.open_stream("r")
-    await anext(stream)
-    assert await replica.submit("r", [request(f"m{i}", max_tokens=30) for i in range(3)]) == [None] * 3
-    messages = []
-    while sum(event.finish_reason is not None for message in messages for event in message.events) < 3:
-        messages.append(await anext(stream))
-    assert sum(len(message.events) for message in messages) == 90
-    assert sum(bool(message.events) for message in messages) <= 30 + 2  # the prompts may have come in over three steps
-    await stream.aclose()
-
-
 async def test_a_long_step_does_not_block_the_event_loop(replica: WorkerReplica, executor: HookedExecutor) -> None:
     """While a step is stuck, everything else that the replica is asked is answered."""
     entered, release = threading.Event(), threading.Event()
@@ -162,16 +149,6 @@ async def test_without_a_stream_nothing_is_admitted(replica: WorkerReplica) -> N
     (error,) = await replica.submit("no-such-router", [request("x")])
     assert error is not None
     assert error.kind == "EngineDead"
-
-
-async def test_a_full_queue_refuses(replica: WorkerReplica) -> None:
-    stream = replica.open_stream("r")
-    await anext(stream)
-    results = await replica.submit("r", [request(f"q{i}", max_tokens=100) for i in range(40)])
-    refused = [error for error in results if error is not None]
-    assert refused
-    assert {error.kind for error in refused} == {"Overloaded"}
-    await stream.aclose()
 
 
 async def test_leaving_routers_and_aborts_free_blocks_at_once(replica: WorkerReplica) -> None:

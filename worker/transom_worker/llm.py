@@ -8,6 +8,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from typing import Any, Literal, cast
 
 from tqdm import tqdm
@@ -24,11 +25,12 @@ from transom_core.contract import (
 from transom_core.contract.kv_policy import kv_policy_from_json
 from transom_core.errors import RequestError, TransomError, WorkerLost
 from transom_core.logs import show_logs
+from transom_core.machine.openmp import call_on_thread
 from transom_core.settings.settings import Settings
 from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.engine import Engine
+from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.engine.startup import build_engine
-from transom_worker.engine.step_thread import StepThread
 
 Prompt = str | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
@@ -85,10 +87,12 @@ class LLM:
     def __init__(self, model: str, *, dtype: str = "auto", **settings: Any) -> None:
         parsed = Settings.parse(model=model, dtype=dtype, **settings)
         show_logs(parsed.log_format)
-        self._steps = StepThread()
-        self.engine: Engine = self._steps.make(lambda: build_engine(parsed.engine_config()))
+        self.engine: Engine = call_on_thread(lambda: build_engine(parsed.engine_config()))
+        events: SimpleQueue[tuple[OutputEvent, ...]] = SimpleQueue()
+        self._thread = EngineThread(self.engine, lambda message: events.put(message.events))
+        self._events = events  # the thread must not hold this object, so that the end of the object ends the thread
         # a program that forgets `shutdown` must leave no ranks behind
-        self._end = weakref.finalize(self, _shut_down, self.engine, self._steps)
+        self._end = weakref.finalize(self, self._thread.shutdown)
         self._seed = parsed.seed
         self._kv_policy = None if parsed.kv_policy is None else kv_policy_from_json(parsed.kv_policy)
         self._ids = itertools.count()
@@ -213,21 +217,21 @@ class LLM:
         return secrets.randbits(63) if self._seed is None else self._seed + int(output.request_id)
 
     def _run(self, requests: list[Request], outputs: list[RequestOutput], *, use_tqdm: bool) -> None:
-        """Add the requests as the engine's queue has space, and run to the end; a wrong request ends all of them."""
+        """Submit the requests as the engine's queue has space, and collect their events; a wrong request ends all of them.
+
+        An interrupt aborts them all after the present step, so that the engine can be used again.
+        """
         targets = {f"{out.request_id}-{choice.index}": (out, choice) for out in outputs for choice in out.outputs}
-        scheduler = self.engine.config.scheduler
-        limit = scheduler.max_num_seqs + scheduler.max_waiting
         waiting = deque(requests)
         running: dict[str, Request] = {}
         resumes: Counter[str] = Counter()
         try:
             with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm) as bar:
                 while waiting or running:
-                    while waiting and len(running) < limit and not self.engine.is_restarting:
-                        request = waiting.popleft()
-                        self.engine.add(request)
-                        running[request.request_id] = request
-                    for event in self._steps.step(self.engine):
+                    self._submit(waiting, running)
+                    for event in self._events.get():
+                        if event.request_id not in running:  # of a call that was interrupted
+                            continue
                         out, choice = targets[event.request_id]
                         if event.finish_reason is not None:
                             request = running.pop(event.request_id)
@@ -238,10 +242,29 @@ class LLM:
                             bar.update()
                         self._collect(event, out, choice)
         except BaseException:
-            self._steps.settle(self.engine)
-            for request_id in running:
-                self.engine.abort(request_id)
+            self._thread.call(lambda: [self.engine.abort(request_id) for request_id in running]).result()
             raise
+
+    def _submit(self, waiting: deque[Request], running: dict[str, Request]) -> None:
+        """Move requests from `waiting` to `running`, as many as the engine's queue has space for.
+
+        While ranks start again the engine takes none; a message comes when they run.
+        """
+        scheduler = self.engine.config.scheduler
+        num_free = scheduler.max_num_seqs + scheduler.max_waiting - len(running)
+        batch = [] if self.engine.is_restarting else list(waiting)[:num_free]
+        if not batch:
+            return
+        running |= {request.request_id: request for request in batch}
+        errors = [error for error in self._thread.submit(batch).result() if error is not None]
+        if not errors:
+            for _ in batch:
+                waiting.popleft()
+        elif errors[0].kind == WorkerLost.__name__:  # a rank was lost just now
+            for request in batch:
+                del running[request.request_id]
+        else:
+            raise errors[0].error()
 
     def _collect(self, event: OutputEvent, out: RequestOutput, choice: CompletionOutput) -> None:
         if event.error is not None:
@@ -262,12 +285,6 @@ class LLM:
     def _by_id(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         token = self.engine.tokenizer.token
         return {e.token_id: Logprob(e.logprob, e.rank, token(e.token_id)) for e in (*entry.top, entry.chosen)}
-
-
-def _shut_down(engine: Engine, steps: StepThread) -> None:
-    steps.close()
-    if not steps.is_hung:  # a step that hangs keeps what it uses until the program ends
-        engine.shutdown()
 
 
 def _can_resume(event: OutputEvent) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping
 
 import pytest
@@ -68,23 +67,3 @@ def test_a_share_is_kept(machine):
 def test_the_whole_machine_a_worker_too_many_and_single_cores_are_not_kept(machine, share):
     assert keep_to_share(share) is None
     assert machine == []
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no such setting")
-def test_threads_inherit_what_their_thread_keeps_to():
-    """As a worker does it: on the thread that then starts the threads of its engine."""
-    cpu = min(os.sched_getaffinity(0))
-    seen = []
-
-    def work() -> None:
-        os.sched_setaffinity(0, {cpu})
-        inner = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
-        inner.start()
-        inner.join()
-
-    before = os.sched_getaffinity(0)
-    outer = threading.Thread(target=work)
-    outer.start()
-    outer.join()
-    assert seen == [{cpu}]
-    assert os.sched_getaffinity(0) == before

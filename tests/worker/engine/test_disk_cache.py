@@ -68,48 +68,26 @@ def usage(engine: Engine) -> DiskUsage:
     return report.usage.disk
 
 
-@pytest.mark.parametrize("layers", [{}, WINDOWS], ids=["full", "windows"])
+RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "kv_cache_memory_bytes": 300 << 10}
+
+
+@pytest.mark.parametrize("settings", [{}, WINDOWS, RANKS], ids=["full", "windows", "two ranks"])
 def test_a_second_engine_hits_what_the_first_one_wrote(
-    tiny_model: Path, tmp_path: Path, fast_reads: None, layers: dict[str, Any]
+    tiny_model: Path, tmp_path: Path, fast_reads: None, settings: dict[str, Any]
 ) -> None:
-    expected = write(tiny_model, tmp_path, **layers)
+    expected = write(tiny_model, tmp_path, **settings)
     assert [cached for _, cached in expected] == [0] * 8
-    second = engine_on(tiny_model, tmp_path, **layers)
+    num_ranks = settings.get("tensor_parallel_size", 1)
+    assert len(list((tmp_path / "transom-kv").iterdir())) == num_ranks + 1  # a folder each, and the count of bytes
+    second = engine_on(tiny_model, tmp_path, **settings)
     found = answers(second, prompts(8))
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     cached = [count for _, count in found]
     assert all(count >= 200 for count in cached), cached  # what was in the first engine's memory at its end, too
-    assert usage(second).num_read > 0
-    assert usage(second).num_broken == 0
+    if num_ranks == 1:  # several report their usage once a second
+        assert usage(second).num_read > 0
+        assert usage(second).num_broken == 0
     second.shutdown()
-
-
-def test_two_ranks_have_their_own_files(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
-    expected = write(tiny_model, tmp_path, tensor_parallel_size=2, kv_cache_memory_bytes=300 << 10)
-    assert len(list((tmp_path / "transom-kv").iterdir())) == 3  # a folder for each rank, and the count of bytes
-    second = engine_on(tiny_model, tmp_path, tensor_parallel_size=2, kv_cache_memory_bytes=300 << 10)
-    found = answers(second, prompts(8))
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
-    assert all(cached >= 200 for _, cached in found)
-    second.shutdown()
-
-
-def test_within_one_engine_and_beside_other_requests(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
-    engine = engine_on(tiny_model, tmp_path)
-    expected = answers(engine, prompts(8))
-    disk = engine.executor._runner.tiers._disk  # type: ignore[attr-defined]
-    while disk._queued_bytes:
-        os.sched_yield()
-    assert isinstance(engine._disk, EngineDiskTier)
-    engine._disk.watch.look()
-    requests = [make_request(f"again {number}", prompt, max_tokens=6) for number, prompt in enumerate(prompts(8)[:4])]
-    requests += [make_request(f"twin {number}", prompt, max_tokens=6) for number, prompt in enumerate(prompts(8)[:4])]
-    wholes = run(engine, requests)
-    assert [whole.token_ids for whole in wholes] == [tokens for tokens, _ in expected[:4]] * 2
-    assert usage(engine).num_read > 0
-    assert not engine._disk.is_busy
-    assert not engine.scheduler.cache.tiers.imports.opened
-    engine.shutdown()
 
 
 def test_a_space_under_one_block_is_refused(tiny_model: Path, tmp_path: Path) -> None:
@@ -328,20 +306,16 @@ def test_what_is_in_memory_at_an_orderly_end_is_written(tiny_model: Path, tmp_pa
     second.shutdown()
 
 
-def test_an_engine_that_failed_writes_nothing_at_its_end(tiny_model: Path, tmp_path: Path) -> None:
-    first = engine_on(tiny_model, tmp_path)
-    answers(first, prompts(2))
-    first.fail(EngineDead("A step failed.", loss_cause="exception"))
-    first.shutdown()
-    assert not list(tmp_path.rglob("*.kv"))
-
-
-def test_the_end_does_not_wait_long_for_a_slow_disk(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("why", ["it failed", "the disk is too slow"])
+def test_an_end_that_writes_nothing(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     first = engine_on(tiny_model, tmp_path)
     answers(first, prompts(2))
-    monkeypatch.setattr("transom_worker.engine.disk_tier.FLUSH_S", 0.0)
+    if why == "it failed":
+        first.fail(EngineDead("A step failed.", loss_cause="exception"))
+    else:
+        monkeypatch.setattr("transom_worker.engine.disk_tier.FLUSH_S", 0.0)
     first.shutdown()
     assert not list(tmp_path.rglob("*.kv"))
 

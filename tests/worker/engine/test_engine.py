@@ -9,22 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.engine_driver import Whole, make_engine, make_hooked_engine, make_request, run
-from transom_core.config import ModelConfig
+from tests.engine_driver import make_engine, make_hooked_engine, make_request
 from transom_core.contract import OutputEvent
 from transom_core.errors import (
     ConfigError,
     EngineDead,
-    Overloaded,
     PromptTooLong,
     RequestError,
-    RequestTooLarge,
-    WorkerLost,
 )
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.running_request import RunningRequest
-from transom_worker.execution.local_executor import LocalExecutor
-from transom_worker.execution.setup.model_loading import load_model
 from transom_worker.scheduling.outputs import SequenceOutput
 
 
@@ -59,40 +53,9 @@ def test_a_prompt_beyond_the_model_gives_both_lengths(engine: Engine) -> None:
         engine.add(make_request("r", [7] * 3000))
 
 
-def test_what_never_fits_the_pool_is_refused_with_the_numbers(tiny_model: Path) -> None:
-    """Window layers let the pool hold any prompt, full layers do not: the length limit follows the pool."""
-    engine = make_engine(str(tiny_model), kv_cache_memory_bytes="512KiB")
-    assert engine.info.max_model_len < 2048
-    with pytest.raises((PromptTooLong, RequestTooLarge), match=str(engine.info.max_model_len)):
-        engine.add(make_request("r", [7] * 1000))
-    engine.shutdown()
-
-
 def test_a_length_that_the_pool_cannot_hold_is_refused_at_start(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"KV pool holds \d+ tokens .* 2000"):
         make_engine(str(tiny_model), kv_cache_memory_bytes="512KiB", max_model_len=2000)
-
-
-def test_a_full_queue_refuses_and_recovers(engine: Engine) -> None:
-    requests = [make_request(f"r{i}", [5, 6, 7]) for i in range(10)]
-    for request in requests[:4]:  # two may run, two may wait
-        engine.add(request)
-    with pytest.raises(Overloaded, match="limit is 2"):
-        engine.add(requests[4])
-    while engine.has_work:
-        engine.step()
-    run(engine, requests[:4])
-
-
-def test_a_duplicate_id_is_refused(engine: Engine) -> None:
-    engine.add(make_request("same", [5]))
-    with pytest.raises(RequestError, match="same"):
-        engine.add(make_request("same", [5]))
-
-
-def test_another_contract_version_is_refused(engine: Engine) -> None:
-    with pytest.raises(WorkerLost, match="version 99"):  # another worker may speak it
-        engine.add(replace(make_request("r", [5]), version=99))
 
 
 def test_a_deadline_ends_a_request_with_an_error(engine: Engine) -> None:
@@ -174,39 +137,6 @@ def test_a_failure_in_one_requests_text_loses_no_other_requests_event(
     assert engine.step() == []
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_an_interrupt_drops_the_requests_in_flight_alone(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, steps_in_flight: int
-) -> None:
-    loaded = load_model(ModelConfig(model=str(tiny_model)))
-    engine = make_engine(
-        str(tiny_model),
-        executor=lambda config: LocalExecutor(config, loaded),
-        max_num_seqs=2,
-        steps_in_flight=steps_in_flight,
-    )
-    (alone,) = run(engine, [make_request("alone", list(range(5, 45)))])
-    for i in range(3):
-        engine.add(make_request(f"r{i}", list(range(5, 45))))
-    engine.step()
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loaded.model, "forward", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-    answer = Whole()
-    while engine.has_work:
-        for event in engine.step():
-            assert event.request_id == "r2"  # it was waiting
-            answer.add(event, first_position=0)
-    assert answer.token_ids == alone.token_ids
-    assert run(engine, [make_request("later", list(range(5, 45)))])[0].token_ids == alone.token_ids
-    engine.shutdown()
-
-
 def test_a_deadline_is_its_own_requests_alone(tiny_model: Path) -> None:
     """An id that is used again after its first request has ended does not inherit that one's deadline."""
     now_s = 1000.0
@@ -219,13 +149,3 @@ def test_a_deadline_is_its_own_requests_alone(tiny_model: Path) -> None:
     events = [event for _ in range(5) for event in engine.step()]
     assert [event.error for event in events] == [None] * 5
     engine.shutdown()
-
-
-def test_index_updates_have_what_can_be_found(engine: Engine) -> None:
-    run(engine, [make_request("r", list(range(5, 45)), max_tokens=8)])
-    update = engine.scheduler.cache.changes.take()
-    assert update is not None
-    assert (update.after, update.version, update.whole) == (0, 2, False)
-    assert [(run.action, run.group, len(run.digests)) for run in update.runs] == [("added", 0, 2)]
-    assert engine.scheduler.cache.changes.take() is None
-    assert engine.scheduler.cache.changes.whole().version == 2

@@ -15,7 +15,6 @@ import pytest
 from tests.core.grammar.vocabularies import json_grammar
 from tests.engine_driver import Whole, make_engine, make_hooked_engine, make_request, run
 from tests.memory_faults import OutOfMemoryExecutor
-from tests.thread_ranks import make_sharded_engine
 from tests.worker.engine.test_out_of_memory import at_steps
 from transom_core.contract import OutputEvent, Request
 from transom_worker.engine.engine import Engine
@@ -102,42 +101,6 @@ def test_answers_are_valid(calm: list[Whole]) -> None:
     check_valid(requests(), calm)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"steps_in_flight": 2},
-        {"steps_in_flight": 2, "max_num_batched_tokens": 24, "block_size": 8},
-        {"kv_cache_memory_bytes": "640KiB", "block_size": 8},
-        {"kv_cache_memory_bytes": "640KiB", "block_size": 8, "steps_in_flight": 2, "max_num_batched_tokens": 32},
-        {"kv_cache_memory_bytes": "640KiB", "block_size": 8, "swap_space": "4MiB", "preemption_mode": "swap"},
-        {"enable_prefix_caching": False, "window": 20, "sinks": 2, "window_pattern": "SF"},
-    ],
-    ids=str,
-)
-def test_plans_do_not_change_answers(tiny_model: Path, calm: list[Whole], settings: dict[str, Any]) -> None:
-    """Two steps in flight, small chunks, preemption in both modes."""
-    engine = make_engine(str(tiny_model), **settings)
-    try:
-        got = run(engine, requests())
-        check_valid(requests(), got)
-        if "window" not in settings:
-            assert all(map(same, got, calm))
-        if "kv_cache_memory_bytes" in settings:
-            assert engine.scheduler.work.preemptions["swap" if "swap_space" in settings else "recompute"]
-        assert not len(engine.grammars.masks)
-    finally:
-        engine.shutdown()
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_ranks_do_not_change_answers(tiny_model: Path, calm: list[Whole], size: int) -> None:
-    engine, _ = make_sharded_engine(str(tiny_model), size)
-    try:
-        assert all(map(same, run(engine, requests()), calm))
-    finally:
-        engine.shutdown()
-
-
 def test_a_row_waits_for_its_token_and_the_others_do_not(tiny_model: Path) -> None:
     """With two steps in flight, every plan has the free row, and every other plan the constrained one, with a mask."""
     engine, executor = make_hooked_engine(str(tiny_model), steps_in_flight=2)
@@ -183,16 +146,6 @@ def test_steps_that_run_out_of_memory_do_not_change_answers(tiny_model: Path, ca
             assert request_id in ended or same(answer, whole)
     finally:
         engine.shutdown()
-
-
-def test_the_first_token_is_handed_over(engine: Engine) -> None:
-    ask = make_request("whole", [50, 51, 52], grammar=GRAMMAR, max_tokens=48, temperature=1.0)
-    whole = end(engine, ask)
-    first = end(engine, replace(ask, request_id="first", prefill_only=True))
-    assert first.is_handover
-    assert first.token_ids == whole.token_ids[:1]
-    rest = end(engine, replace(ask, request_id="rest", resumed_output_ids=first.token_ids))
-    assert first.token_ids + rest.token_ids == whole.token_ids
 
 
 def test_a_document_of_two_tokens_goes_on_after_any_of_them(engine: Engine) -> None:
@@ -287,13 +240,6 @@ def test_a_request_that_was_aborted_leaves_nothing(engine: Engine) -> None:
     assert not len(engine.grammars.masks)
     while engine.has_work:
         assert not engine.step()
-
-
-def test_equal_grammars_are_compiled_once(engine: Engine) -> None:
-    before = engine.grammars.compiler.num_compiled
-    asked = [make_request(f"r{i}", [70 + i], grammar="start: /[a-c]{9}/", max_tokens=20) for i in range(5)]
-    run(engine, [replace(one, choice_index=i) for i, one in enumerate(asked)])
-    assert engine.grammars.compiler.num_compiled == before + 1
 
 
 def test_metrics_count_requests_masks_and_compiling(tiny_model: Path) -> None:

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tests.how_many import num_examples
 from tests.line_count import lines_run
-from transom_worker.engine.stop_automaton import StopAutomaton, StopNode
 from transom_worker.engine.stop_strings import StopStrings
 
 MODULES = ("transom_worker.engine.stop_automaton", "transom_worker.engine.stop_strings")
@@ -46,18 +45,6 @@ def test_only_a_possible_stop_is_held_back() -> None:
     assert stops.push("ab", may_stop=True) == ("", None)
     assert stops.flush() == "ab"
     assert stops.push("c", may_stop=True) == ("c", None)
-
-
-def test_a_stop_inside_the_beginning_of_another_ends_the_text() -> None:
-    stops = StopStrings(("abcd", "bc"), include=False)
-    assert stops.push("xab", may_stop=True) == ("x", None)
-    assert stops.push("c", may_stop=True) == ("a", "bc")
-
-
-@pytest.mark.parametrize("piece", ["abcde", "xabcde"])
-def test_the_first_stop_of_a_piece_wins_and_the_longest_of_those(piece: str) -> None:
-    stops = StopStrings(("bc", "abc", "abcd", "e"), include=True)
-    assert stops.push(piece, may_stop=True) == (piece[:-1], "abcd")
 
 
 PIECES = st.lists(
@@ -117,23 +104,3 @@ def test_stops_that_the_text_never_begins_cost_nothing() -> None:
 def test_a_request_with_long_stops_builds_only_their_first_characters() -> None:
     stops = tuple(chr(65 + i) * 1_024 for i in range(16))
     assert lines_run(lambda: StopStrings(stops, include=False), *MODULES) < 300
-
-
-@settings(max_examples=num_examples(daily=100, exhaustive=5_000), deadline=None)
-@given(
-    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=8), min_size=1, max_size=8),
-    text=st.text(alphabet="ab", max_size=40),
-)
-def test_the_node_is_the_longest_beginning_that_the_text_ends_with(stops: list[str], text: str) -> None:
-    automaton = StopAutomaton(tuple(stops))
-    node = automaton.root
-    for end in range(1, len(text) + 1):
-        node = automaton.move(node, text[end - 1])
-        beginnings = {stop[:n] for stop in stops for n in range(1, len(stop) + 1)}
-        assert node.length == max((n for n in range(end + 1) if text[end - n : end] in beginnings), default=0)
-        assert node.match_length == max((len(stop) for stop in stops if text[:end].endswith(stop)), default=0)
-        assert _chain_shrinks(node)
-
-
-def _chain_shrinks(node: StopNode) -> bool:
-    return node.fail is None or (node.fail.length < node.length and _chain_shrinks(node.fail))

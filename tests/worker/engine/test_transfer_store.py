@@ -20,6 +20,7 @@ from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.engine.transfer_store import TransferStore
 from transom_worker.kvcache.tiers.kept_imports import MAX_KEPT_S, KeptImports
+from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan
 from transom_worker.scheduling.scheduler import Scheduler
 
 
@@ -113,6 +114,17 @@ def fetch(source: Worker, target: Worker, num_tokens: int = 1) -> tuple[PrefixQu
     return query, source.store.open_export("e", query)
 
 
+def move(source: Worker, target: Worker, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
+    """Move and publish what of an offer the target lacks."""
+    plan = target.store.begin_import("i", query, offer)
+    for blocks, _ in () if plan is None else plan.pieces:
+        data = [np.frombuffer(part, np.uint8) for part in source.store.read_export("e", blocks)]
+        target.store.write_import("i", blocks, target.store.convert(offer, blocks, data))
+    if plan is not None:
+        target.store.publish_import("i", "held")
+    return plan
+
+
 @pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
 @pytest.mark.parametrize("seed", range(3))
 def test_what_was_a_hit_there_is_one_here(mix: tuple[str, ...], seed: int) -> None:
@@ -130,15 +142,11 @@ def test_what_was_a_hit_there_is_one_here(mix: tuple[str, ...], seed: int) -> No
         return
     assert offer is not None
     before = target.cache.find(query.chain, len(query.chain) * BLOCK + 1).start
-    plan = target.store.begin_import("i", query, offer)
+    plan = move(source, target, query, offer)
     if plan is not None:
         assert plan.num_tokens == max(0, there - before)
         assert sum(len(one.blocks) for one, _ in plan.pieces) == plan.num_blocks
         assert sum(size for _, size in plan.pieces) <= plan.full_length_bytes
-        for blocks, _ in plan.pieces:
-            data = [np.frombuffer(part, np.uint8) for part in source.store.read_export("e", blocks)]
-            target.store.write_import("i", blocks, target.store.convert(offer, blocks, data))
-        target.store.publish_import("i", "held")
         assert target.cache.find(query.chain, len(query.chain) * BLOCK + 1).start >= there
         for group, found in enumerate(target.cache.index.tiers[HOST]):
             for digest, block in found.items():
@@ -189,7 +197,7 @@ def test_a_policys_prefix_moves_its_sinks_and_window_alone(policy: WindowPolicy,
     query, offer = fetch(source, target)
     assert offer is not None
     assert offer.start == num_tokens // BLOCK * BLOCK
-    plan = target.store.begin_import("i", query, offer)
+    plan = move(source, target, query, offer)
     assert plan is not None
     live = {token // BLOCK for begin, end in source.windows(policy).live(offer.start) for token in range(begin, end)}
     assert {block for one, _ in plan.pieces for block in one.blocks} >= live
@@ -197,10 +205,6 @@ def test_a_policys_prefix_moves_its_sinks_and_window_alone(policy: WindowPolicy,
     assert plan.num_blocks <= -(-policy.sinks // BLOCK) + -(-policy.window // BLOCK) + 1
     assert sum(num_bytes for _, num_bytes in plan.pieces) == plan.num_blocks * size
     assert plan.full_length_bytes == offer.num_hash_blocks * size
-    for blocks, _ in plan.pieces:
-        data = [np.frombuffer(part, np.uint8) for part in source.store.read_export("e", blocks)]
-        target.store.write_import("i", blocks, target.store.convert(offer, blocks, data))
-    target.store.publish_import("i", "held")
     assert target.store.has("held", replace(query, num_tokens=offer.start))
     assert not target.store.has("held", replace(query, num_tokens=offer.start, kv_policy=None))
     source.store.close_export("e")
@@ -276,12 +280,7 @@ def imported(source: Worker, target: Worker, tokens: Sequence[int]) -> PrefixQue
     target.hold([*tokens, 1])
     query, offer = fetch(source, target)
     assert offer is not None
-    plan = target.store.begin_import("i", query, offer)
-    assert plan is not None
-    for blocks, _ in plan.pieces:
-        data = [np.frombuffer(part, np.uint8) for part in source.store.read_export("e", blocks)]
-        target.store.write_import("i", blocks, target.store.convert(offer, blocks, data))
-    target.store.publish_import("i", "held")
+    assert move(source, target, query, offer) is not None
     source.store.close_export("e")
     return query
 

@@ -50,14 +50,6 @@ def test_a_failing_step_drops_the_plans_behind_it() -> None:
     assert executor.receive().sampled_ids == model.continue_greedily([8, 9], 1)
 
 
-def test_shutdown_twice_then_refuses_plans() -> None:
-    executor, hand, _ = start()
-    executor.shutdown()
-    executor.shutdown()
-    with pytest.raises(StepFailed, match="not running"):
-        executor.submit(hand.plan({}))
-
-
 def test_max_model_len_is_bounded_by_the_model() -> None:
     executor, _, _ = start(max_model_len=50)
     assert executor.start().max_model_len == 50

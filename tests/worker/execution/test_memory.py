@@ -17,11 +17,6 @@ def never() -> None:
     raise AssertionError("nothing to profile on a CPU")
 
 
-def test_a_set_size_is_taken_as_it_is() -> None:
-    cache = CacheConfig(kv_cache_memory_bytes=123_456)
-    assert memory.pool_bytes(cache, device=CPU, max_useful_bytes=10, run_worst_case=never) == 123_456
-
-
 def test_cpus_give_a_share_of_what_is_free_but_no_more_than_is_useful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 8_000_000)
     cache = CacheConfig()

@@ -53,28 +53,6 @@ def test_any_chunking_equals_the_reference(kind: str, chunks: list[int]) -> None
     assert decode(runner, hand, {0: chunks}, 12)[0] == model.continue_greedily(tokens, 12)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("hybrid", [True, False])
-def test_sequences_side_by_side(kind: str, hybrid: bool) -> None:
-    runner, hand, model = make(kind, hybrid=hybrid)
-    assert hybrid or [spec.name for spec in hand.specs] == ["full"]
-    lengths = {0: 19, 1: 1, 2: 30, 3: 6}  # more than max_num_seqs: tables grow
-    for seq_id, length in lengths.items():
-        hand.add(seq_id, prompt(length, seed=seq_id))
-    chunks = {0: [10, 9], 1: [1], 2: [7, 7, 16], 3: [6]}
-    found = decode(runner, hand, chunks, 8)
-    for seq_id, length in lengths.items():
-        assert found[seq_id] == model.continue_greedily(prompt(length, seed=seq_id), 8)
-
-
-def test_finished_sequences_make_room_and_ids_come_back() -> None:
-    runner, hand, model = make("sinks")
-    for turn in range(5):
-        hand.add(7, prompt(9, seed=turn))
-        assert decode(runner, hand, {7: [9]}, 3)[7] == model.continue_greedily(prompt(9, seed=turn), 3)
-        hand.finish(7)
-
-
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.3, logprobs=2)
 
 
@@ -99,17 +77,6 @@ def test_two_steps_in_flight_equal_one() -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "sinks"])
-def test_resume_at_every_position(kind: str) -> None:
-    runner, hand, _ = make(kind)
-    hand.add(0, prompt(11), params=SAMPLED, seed=77)
-    whole = decode(runner, hand, {0: [11]}, 9)[0]
-    for position in range(9):
-        hand.finish(0)
-        hand.add(0, prompt(11) + whole[:position], num_prompt_tokens=11, params=SAMPLED, seed=77)
-        assert decode(runner, hand, {0: [11 + position]}, 9 - position)[0] == whole[position:]
-
-
 def test_logits_of_a_long_chunk_are_computed_in_slices() -> None:
     """Prompt log-probabilities of a whole chunk take the memory of one slice's logits."""
     runner, hand, model = make("hybrid")
@@ -124,25 +91,6 @@ def test_logits_of_a_long_chunk_are_computed_in_slices() -> None:
     assert [entry.chosen.token_id for entry in logprobs] == tokens[1:]
     for position, entry in enumerate(logprobs):
         assert entry.chosen.logprob == pytest.approx(expected[position, tokens[position + 1]].item(), abs=1e-4)
-
-
-def test_prompt_logprobs_in_chunks() -> None:
-    runner, hand, model = make("hybrid")
-    tokens = prompt(14)
-    hand.add(0, prompt(5, seed=9))
-    hand.add(1, tokens, params=SamplingParams(temperature=0.0, prompt_logprobs=1))
-    found = []
-    for counts in ({0: 5, 1: 6}, {1: 5, 0: 1}, {0: 1, 1: 3}, {0: 1, 1: 1}):
-        plan = hand.plan(counts)
-        result = runner.execute(plan)
-        hand.received(plan, result)
-        assert set(result.prompt_logprobs) <= {plan.seq_ids.index(1)}
-        found += result.prompt_logprobs.get(plan.seq_ids.index(1), [])
-    expected = model.reference(tokens).log_softmax(-1)
-    assert [entry.chosen.token_id for entry in found] == tokens[1:]
-    for position, entry in enumerate(found):
-        assert entry.chosen.logprob == pytest.approx(expected[position, tokens[position + 1]].item(), abs=1e-4)
-        assert entry.top[0].token_id == int(expected[position].argmax())
 
 
 def test_window_repair_by_hand() -> None:
@@ -213,13 +161,6 @@ def test_compaction_moves_blocks_under_a_running_sequence(kind: str) -> None:
             hand.swap_blocks(plan, hand.sequences[0], group, spare[group])
         found += hand.received(plan, runner.execute(plan)).values()
     assert found == model.continue_greedily(tokens, 12)
-
-
-def test_an_empty_plan_only_keeps_books() -> None:
-    runner, hand, _ = make("full")
-    hand.add(0, prompt(3))
-    result = runner.execute(hand.plan({}))
-    assert (result.sampled_ids, result.timings.forward_s) == ([], 0.0)
 
 
 def test_wrong_plans_are_refused() -> None:

@@ -93,12 +93,3 @@ def test_nothing_waits_for_a_step_that_samples_nothing() -> None:
     assert timings.forward_s == 0.25
     assert sum(parts(timings)) == pytest.approx(clock.busy_s)
     assert world.host_s < world.device_s
-
-
-def test_a_step_without_tokens_ends_at_its_copies() -> None:
-    world = World()
-    clock = StepClock(world.event, now_s=lambda: world.host_s)
-    clock.begin()
-    world.host_s += 1.0
-    clock.mark(Mark.COPIED)
-    assert clock.busy_s == 1.0

@@ -82,26 +82,6 @@ def test_results_of_forgotten_plans_are_dropped(engine: Engine) -> None:
     assert executor.receive().step_id == 2_001
 
 
-def test_an_interrupt_while_a_plan_is_sent(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank has the plan and the other does not, so both must be restarted."""
-    send = ExecutorChannel._send
-
-    def send_and_interrupt(channel: ExecutorChannel, rank: int, frame: zmq.Frame) -> None:
-        send(channel, rank, frame)
-        raise KeyboardInterrupt
-
-    expected = run(engine, [make_request("whole", PROMPT, max_tokens=4)])[0].token_ids
-    engine.add(make_request("interrupted", PROMPT, max_tokens=4))
-    monkeypatch.setattr(ExecutorChannel, "_send", send_and_interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    monkeypatch.undo()
-    engine.step()
-    assert engine.is_restarting
-    engine.step()
-    assert run(engine, [make_request("again", PROMPT, max_tokens=4)])[0].token_ids == expected
-
-
 def test_a_plan_that_one_rank_refuses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank began the plan and waits; the error names the refusing rank's reason."""
     send = ExecutorChannel._send

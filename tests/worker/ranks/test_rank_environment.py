@@ -19,29 +19,21 @@ WRITES_ITS_VARIABLES = (
     "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text("
     "' '.join(f'{name}={os.environ[name]}' for name in ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY') if name in os.environ))"
 )
-CHOICES = pytest.mark.parametrize(
+
+
+@pytest.mark.parametrize(
     ("policy", "expected"), [(None, f"GOMP_SPINCOUNT={SPIN_ROUNDS}"), ("ACTIVE", "OMP_WAIT_POLICY=ACTIVE")]
 )
-
-
-def one_setup() -> RankSetup:
-    config = Settings.parse(model="m", device="cpu").engine_config()
-    return RankSetup(config=config, rank=0, size=1, endpoint="", server_key=b"")
-
-
-def choose(monkeypatch: pytest.MonkeyPatch, policy: str | None) -> None:
+def test_a_rank_s_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | None, expected: str) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if policy is not None:
         monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-
-
-@CHOICES
-def test_a_rank_s_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | None, expected: str) -> None:
-    choose(monkeypatch, policy)
+    config = Settings.parse(model="m", device="cpu").engine_config()
+    setup = RankSetup(config=config, rank=0, size=1, endpoint="", server_key=b"")
     written, exits = tmp_path / "variables", queue.Queue[tuple[int, RankExit | None]]()
     monkeypatch.setattr(process_launcher, "PROGRAM", (sys.executable, "-c", WRITES_ITS_VARIABLES, str(written)))
     launcher = RankProcesses()
-    launcher.launch([one_setup()], lambda rank, how: exits.put((rank, how)))
+    launcher.launch([setup], lambda rank, how: exits.put((rank, how)))
     assert exits.get(timeout=120) == (0, None)
     launcher.close()
     assert written.read_text() == expected

@@ -12,7 +12,6 @@ from queue import SimpleQueue
 
 import pytest
 
-from tests.tiny_checkpoints import tiny_llama
 from tests.worker.ranks.rank_watch import left_behind, wait_until_gone
 from transom_core.config import EngineConfig
 from transom_core.errors import ConfigError, ModelError, RankLost
@@ -120,13 +119,6 @@ def test_a_checkpoint_that_is_wrong(tiny_model: Path, tmp_path: Path, pids: list
         RanksExecutor(config(tmp_path), RankProcesses).start()
     wait_until_gone(*pids)
     assert not left_behind(os.getpid())
-
-
-@pytest.mark.exhaustive  # `test_a_checkpoint_that_is_wrong` has an error of a rank every day
-def test_more_ranks_than_heads(tmp_path: Path, pids: list[int]) -> None:
-    with pytest.raises(ConfigError, match="at most 1"):
-        RanksExecutor(config(tiny_llama(tmp_path, layers=1, heads=1, kv_heads=1)), RankProcesses).start()
-    wait_until_gone(*pids)
 
 
 def test_too_few_devices(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

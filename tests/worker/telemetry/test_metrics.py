@@ -57,12 +57,6 @@ def test_counts_of_finished_requests(engine: Engine) -> None:
     assert total(engine, "transom_requests_running") == total(engine, "transom_requests_waiting") == 0
 
 
-def test_queue_and_prefill_make_the_first_token_time(engine: Engine) -> None:
-    run(engine, [make_request(f"r{i}", [5, 6, 7], max_tokens=4) for i in range(3)])
-    parts = total(engine, "transom_queue_seconds_sum") + total(engine, "transom_prefill_seconds_sum")
-    assert parts == pytest.approx(total(engine, "transom_first_token_seconds_sum"), abs=1e-3)
-
-
 def test_times_of_a_request_begin_at_this_worker(engine: Engine) -> None:
     """It came to its router decades ago, and may have migrated since then."""
     for name, resumed in (("anew", []), ("resumed", [9])):
@@ -72,22 +66,6 @@ def test_times_of_a_request_begin_at_this_worker(engine: Engine) -> None:
         buckets = page(engine)[f"transom_{name}_seconds_bucket"]
         assert max(value for labels, value in buckets if labels["le"] == "1800.0") == 2, name
         assert total(engine, f"transom_{name}_seconds_count") == 2, name
-
-
-def test_outcomes_sum_to_the_prompt_tokens_whatever_happens(engine: Engine) -> None:
-    """A request that leaves before its first step has no outcome, and no prompt tokens; a resumed one has its own alone."""
-    engine.add(make_request("runs", list(range(5, 45)), max_tokens=3))
-    engine.add(make_request("waits", list(range(5, 55)), max_tokens=3))
-    engine.step()
-    engine.abort("waits")
-    while engine.has_work:
-        engine.step()
-    run(engine, [make_request("resumed", list(range(5, 40)), resumed=[9] * 20, max_tokens=30)])
-    assert total(engine, "transom_prompt_tokens_total") == 40 + 35
-    assert total(engine, "transom_prefix_tokens_total") == 40 + 35
-    assert total(engine, "transom_output_tokens_total") == 3 + 10
-    assert total(engine, "transom_requests_total", finish_reason="abort") == 1
-    assert total(engine, "transom_queue_seconds_count") == 2
 
 
 def test_outcomes_sum_to_the_prompt_tokens_on_every_page(engine: Engine) -> None:

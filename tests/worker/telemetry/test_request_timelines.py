@@ -119,7 +119,7 @@ def test_preemptions_and_recomputed_tokens(tiny_model: Path, chunk: int, steps_i
         num_prefills = sum(step["what"] in ("prefill", "recompute") for step in own)
         assert 40 - num_prefills <= decoded < 40, own  # a prefill brings a token, unless it is preempted as well
         assert next(step for step in own if step["what"] == "finished")["output_tokens"] == 40
-    assert engine.timelines.num_prefilling == 0
+    assert not engine.timelines._prefilling
 
 
 def test_running_requests_have_events_too(tiny_model: Path) -> None:

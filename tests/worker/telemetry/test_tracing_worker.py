@@ -18,7 +18,6 @@ from transom_core.config import TracingConfig
 from transom_core.contract import Request
 from transom_core.errors import ConfigError, WorkerLost
 from transom_core.settings.settings import Settings
-from transom_core.telemetry import tracing
 from transom_core.telemetry.tracing import Tracing
 from transom_worker.engine.engine import Engine
 from transom_worker.telemetry.timeline_exporter import RequestSpans, TimelineExporter
@@ -149,9 +148,3 @@ def test_settings() -> None:
             Settings.parse(model="m", otlp_traces_endpoint=endpoint)
     with pytest.raises(ConfigError, match="trace_sample_ratio"):
         Settings.parse(model="m", trace_sample_ratio=2)
-
-
-def test_an_endpoint_without_a_path_gets_the_usual_one() -> None:
-    assert tracing.traces_url("http://c:4318") == "http://c:4318/v1/traces"
-    assert tracing.traces_url("http://c:4318/") == "http://c:4318/v1/traces"
-    assert tracing.traces_url("http://c:4318/own") == "http://c:4318/own"

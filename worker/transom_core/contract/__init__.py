@@ -15,11 +15,10 @@ from transom_core.contract.kv_policy import (
     check_kv_policy,
     max_stream_len,
 )
-from transom_core.contract.logprob_table import LogprobTable
+from transom_core.contract.logprob_table import Logprob, LogprobTable, TokenLogprobs
 from transom_core.contract.output import ErrorInfo, FinishReason, KvQuality, OutputEvent, Usage
 from transom_core.contract.request import CONTRACT_VERSION, PrefixSource, Request
 from transom_core.contract.sampling_params import MAX_LOGPROBS, SamplingParams
-from transom_core.contract.token_logprobs import Logprob, TokenLogprobs
 from transom_core.contract.worker import KvGroupInfo, WorkerInfo, WorkerLoad, WorkerMessage
 
 __all__ = [

@@ -1,4 +1,5 @@
-"""`LogprobTable`: log-probabilities at many positions in flat arrays, 12 bytes an entry, where a `Logprob` object takes about 130.
+"""Log-probabilities: at one position as objects, and at many positions as a `LogprobTable`, whose flat arrays take 12 bytes an
+entry, where a `Logprob` object takes about 130.
 
 An *entry* is one token at one position: the chosen token first, then the most likely ones. Every position of a table has equally
 many entries. Example: a prompt of 100,000 tokens with 20 alternatives has 2.1 million entries, which take 25 MB.
@@ -8,10 +9,26 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, overload
 
-from transom_core.contract.token_logprobs import Logprob, TokenLogprobs
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural log-probability of one token and its rank (1 = most likely) before temperature and filters."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: of the chosen token, and of the most likely tokens, the most likely first."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...] = ()
 
 
 class LogprobTable(Sequence[TokenLogprobs]):
@@ -33,11 +50,6 @@ class LogprobTable(Sequence[TokenLogprobs]):
         for position in positions:
             table.append(position)
         return table
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the entries."""
-        return sum(part.itemsize * len(part) for part in (self._token_ids, self._logprobs, self._ranks))
 
     def append(self, position: TokenLogprobs) -> None:
         """Add one position. Raises ValueError if it has another number of entries."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from transom_core import errors
-from transom_core.contract.logprob_table import LogprobTable
-from transom_core.contract.token_logprobs import TokenLogprobs
+from transom_core.contract.logprob_table import LogprobTable, TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

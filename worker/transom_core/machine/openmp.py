@@ -15,8 +15,8 @@ process. Two facts decide whether they count:
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 SPIN_ROUNDS = 2000  # 20 to 100 microseconds, by processor
@@ -34,18 +34,5 @@ def wait_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def call_on_thread(function: Callable[[], T]) -> T:
     """Run `function` on a thread that has ended, with its OpenMP threads, when this returns the function's result or raises its
     error."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="transom-load")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1, thread_name_prefix="transom-load") as pool:
+        return pool.submit(function).result()

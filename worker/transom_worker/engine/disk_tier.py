@@ -1,21 +1,35 @@
-"""`EngineDiskTier`: what an engine does with its disk tier: it follows which files there are (`disk_watch`), imports the
-prefixes of requests from there (`disk_imports`), and writes what is cached when it is stopped.
+"""What an engine does with its disk tier: it follows which files there are (`disk.watch`), brings the prefixes of new requests from
+there into the host tier while other requests run, and writes what is cached when it is stopped.
+
+    begin      the hit search finds that a new request's prefix continues on the disk, and that reading it takes less time than
+               computing it (`kvcache.prefix_search`): host blocks are taken, and the ranks load the files into them. The request
+               is *held* outside of the queue
+    step_done  the ranks have reported the load. Its blocks are published, and the request is admitted like any other: it finds
+               a hit in the host tier, where `KeptImports` keeps the blocks for it. If a file was missing or broken, the
+               blocks are freed, and the prefix is computed
+    flush      an engine that is stopped has the ranks write what is cached
+
+Requests with the same prefix wait for the same load. How long reading takes is learned from earlier loads, and is part of the rates
+that routers know (`kvcache.load_rates`), whose prediction is the same hit.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from transom_core.config import CacheConfig
 from transom_core.contract import Request
-from transom_worker.engine.disk_imports import DiskImports
+from transom_core.kv_cache.hashing import extend_chain
 from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.kvcache.tiers.disk.watch import DiskWatch
+from transom_worker.kvcache.tiers.imports import BlockImport
 from transom_worker.kvcache.tiers.kept_imports import KeptImports
+from transom_worker.scheduling.read_meter import ReadMeter
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepResult
 
@@ -58,10 +72,26 @@ class NoDiskTier:
         """Write what is cached, the most valuable prefixes first, as far as it takes no longer than `FLUSH_S`."""
 
 
-class EngineDiskTier(NoDiskTier):
-    """The disk tier of one engine, whose thread calls it.
+@dataclass(slots=True)
+class _Held:
+    """A request that waits for imports: without them it would start at token `memory_start`, with them at `start`."""
 
-    `end_hold` lets a request be admitted of whose prefix a number of tokens were imported; `kept` keeps what was imported.
+    request: Request
+    memory_start: int
+    start: int
+
+
+@dataclass(slots=True)
+class _Import:
+    blocks: BlockImport
+    held: list[_Held] = field(default_factory=list)
+
+
+class EngineDiskTier(NoDiskTier):
+    """The disk tier of one engine, whose thread calls it and whose requests `scheduler` holds meanwhile.
+
+    `end_hold` lets a request be admitted; it takes its id and how many tokens of its prefix were imported. `kept` keeps what was
+    imported.
     """
 
     exists = True
@@ -74,37 +104,71 @@ class EngineDiskTier(NoDiskTier):
         *,
         end_hold: Callable[[str, int], object],
     ) -> None:
-        self._scheduler = scheduler
-        tiers = scheduler.cache.tiers
-        tiers.open_disk(scheduler.cache.layout)
+        self._scheduler, self._cache, self._kept, self._end_hold = scheduler, scheduler.cache, kept, end_hold
+        tiers = self._cache.tiers
+        tiers.open_disk(self._cache.layout)
         self.watch = DiskWatch(folder, tiers.disk)
-        self._imports = DiskImports(scheduler, self.watch, kept, end_hold=end_hold)
+        self._meter = ReadMeter([group.block_bytes for group in self._cache.layout.groups])
+        self._loading: dict[int, _Import] = {}  # by ticket
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request waits for a load from the disk, or files were found to have come or gone."""
+        return bool(self._loading) or self.watch.has_news
 
     def on_news(self, call: Callable[[], object]) -> None:
         """Call this, on another thread, when files have come or gone."""
         self.watch.on_news(call)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a request waits for a load from the disk, or files were found to have come or gone."""
-        return self._imports.is_busy or self.watch.has_news
-
-    def begin(self, request: Request) -> bool:
-        """Begin to import the prefix of a new request; False if it need not be held."""
-        self.watch.take_news()
-        return self._imports.begin(request)
-
     def take_news(self) -> None:
         """Take note of the files that have come and gone."""
         self.watch.take_news()
 
+    def begin(self, request: Request) -> bool:
+        """Begin to import the prefix of a new request; False if it need not be held."""
+        self.watch.take_news()
+        if not request.reads_prefix_cache:
+            return False
+        held = self._import(request)
+        if held is None:
+            self._meter.not_read()
+            self._set_rates()
+        return held is not None
+
+    def _import(self, request: Request) -> _Held | None:
+        """Begin or join the import of a request's prefix; None if there is none to wait for."""
+        cache, sequence = self._cache, self._scheduler.by_request[request.request_id]
+        extend_chain(sequence.chain, sequence.root, sequence.token_ids, cache.block_size)
+        hit = cache.find(sequence.chain, len(sequence.token_ids), sequence.retentions, with_disk=True)
+        if not hit.num_read:
+            return None
+        under_way = self._bringing(sequence.chain[: hit.num_hash_blocks])
+        if under_way is None:
+            blocks = cache.tiers.imports.begin(sequence.chain, hit, sequence.retentions)
+            if blocks is None:
+                return None
+            under_way = self._loading[cache.tiers.imports.fetch(blocks)] = _Import(blocks)
+        under_way.held.append(held := _Held(request, hit.memory_start, hit.start))
+        return held
+
     def step_done(self, result: StepResult) -> None:
         """Take note of the loads that have ended."""
-        self._imports.step_done(result)
+        for ticket, seconds in zip(result.loaded, result.load_s, strict=True):
+            if (ended := self._loading.pop(ticket, None)) is not None:
+                self._kept.publish(ended.blocks, [held.request.request_id for held in ended.held])
+                self._measure(ended.blocks, seconds)
+                self._go_on(ended, was_read=True)
+        for ticket in result.failed:
+            if (ended := self._loading.pop(ticket, None)) is not None:
+                self._cache.tiers.imports.end(ended.blocks)
+                self.watch.forget([(one.group, one.digest) for one in ended.blocks.blocks])
+                self._go_on(ended, was_read=False)
 
     def forget_loads(self) -> None:
         """End all imports, since the ranks were restarted. All requests have ended."""
-        self._imports.forget()
+        for one in self._loading.values():
+            self._cache.tiers.imports.end(one.blocks)
+        self._loading = {}
 
     def close(self) -> None:
         """End the thread that lists the files."""
@@ -122,6 +186,40 @@ class EngineDiskTier(NoDiskTier):
                 executor.receive()
         except Exception as error:  # the engine must end, even if the cache is lost
             logger.warning("What is cached could not be written to the disk tier: %s", error)
+
+    def _bringing(self, chain: Sequence[bytes]) -> _Import | None:
+        """Return the import under way that brings a block of a chain."""
+        wanted = set(chain)
+        return next((one for one in self._loading.values() if one.blocks.blocks[-1].digest in wanted), None)
+
+    def _go_on(self, ended: _Import, *, was_read: bool) -> None:
+        """Let the requests of an import that has ended be admitted, unless there is more for one to wait for."""
+        for held in ended.held:
+            if not self._waits(held.request):
+                continue
+            more = None if held is ended.held[0] else self._import(held.request)
+            if more is None:
+                self._end_hold(held.request.request_id, held.start - held.memory_start if was_read else 0)
+            else:
+                more.memory_start = min(more.memory_start, held.memory_start)
+
+    def _waits(self, request: Request) -> bool:
+        """Whether a request has not ended meanwhile; another one may have its id then."""
+        sequence = self._scheduler.by_request.get(request.request_id)
+        return sequence is not None and sequence.request is request and not sequence.was_admitted
+
+    def _measure(self, blocks: BlockImport, seconds: float) -> None:
+        """Learn what reading costs from a load of these blocks."""
+        num_blocks = [0] * len(self._cache.pools)
+        for one in blocks.blocks:
+            num_blocks[one.group] += 1
+        self._meter.read(num_blocks, seconds)
+        self._set_rates()
+
+    def _set_rates(self) -> None:
+        present = self._cache.changes.rates
+        if present is not None and (rates := self._meter.next_rates(present)) is not None:
+            self._cache.changes.set_rates(rates)
 
 
 def open_disk_tier(

@@ -263,8 +263,7 @@ class Engine:
 
         A failing step ends the engine: every request gets an error event, and `add` refuses from then on. A step that runs out of
         memory ends the request that asked for the most, and the others are computed again. When a rank is lost,
-        every request gets an error event with which it can migrate, and the next call starts all ranks again. An interrupt
-        (Ctrl-C in offline use) passes through and drops the requests that the submitted plans compute, and no others.
+        every request gets an error event with which it can migrate, and the next call starts all ranks again.
         """
         events, self._ready = self._ready, []
         self._expire(events)
@@ -280,9 +279,6 @@ class Engine:
             events += self._lose_ranks(error)
         except Exception as error:  # any error of an executor ends this engine, but no request may wait for ever
             events += self.fail(error)
-        except BaseException:
-            self._drop_in_flight()
-            raise
         return events
 
     def _step(self, events: list[OutputEvent]) -> None:
@@ -444,13 +440,6 @@ class Engine:
         self.executor.restart()
         self.is_restarting = False
         logger.info("All ranks run again after %.1f s.", time.perf_counter() - begin_s)
-        self.publish()
-
-    def _drop_in_flight(self) -> None:
-        """A step was interrupted: drop all submitted plans, with the requests that they compute."""
-        for request_id in self._pipeline.drop():
-            if request_id in self.requests:
-                self._report_end(self._remove(request_id), "abort")
         self.publish()
 
     def _end_all_with_error(self, error: WorkerLost) -> list[OutputEvent]:

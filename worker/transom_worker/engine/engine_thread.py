@@ -1,4 +1,4 @@
-"""Runs an engine on a thread of its own, so that the step loop never blocks an event loop.
+"""Runs an engine on a thread of its own, so that the step loop blocks neither a replica's event loop nor the caller of `LLM`.
 
 Other threads post commands (add, abort, send the index) to an inbox. The engine's thread runs them between two steps; an idle
 engine wakes up at once.
@@ -17,7 +17,7 @@ from typing import TypeVar
 from transom_core.contract import ErrorInfo, OutputEvent, Request, WorkerMessage
 from transom_core.errors import EngineDead, TransomError, WorkerLost
 from transom_worker.engine.engine import RESTARTING, Engine
-from transom_worker.engine.step_watchdog import Watchdog, new_turns
+from transom_worker.engine.step_watchdog import Turns, Watchdog
 from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
 
 logger = logging.getLogger("transom.worker")
@@ -57,7 +57,7 @@ class EngineThread:
         self._ended = False  # from here on the thread runs no command: `_post` runs it itself
         self._is_hung = False
         self._on_hang = on_hang
-        self._turns = new_turns(engine.config.ranks, lambda: engine.is_restarting)
+        self._turns = Turns(engine.config.ranks, is_starting=lambda: engine.is_restarting)
         self._watchdog = Watchdog(self._turns, self._give_up, ends_process=ends_process)
         engine.executor.on_lost(self._wake.set)
         engine.on_disk_news(self._wake.set)

@@ -59,12 +59,6 @@ class StepPipeline:
         num_tokens, num_seqs = self._sizes.popleft()
         return FinishedStep(num_tokens, num_seqs, result.timings, received_s, self._scheduler.receive(result), result)
 
-    def drop(self) -> list[str]:
-        """Drop all submitted plans after an interrupt; returns the ids of the requests that they computed, which end with them."""
-        self._executor.drop_in_flight()
-        self.forget()
-        return self._scheduler.fail_in_flight()
-
     def forget(self) -> None:
         """Forget the submitted plans: the ranks are lost, and no result will come."""
         self._sizes.clear()

@@ -38,17 +38,14 @@ COMPILERS = ("/numba/core/", "/llvmlite/", "/triton/compiler/")  # in the path o
 HUNG = "The worker hangs: a step has taken longer than {timeout_s:g} s (--step-timeout-s)."
 
 
-def turn_limit_s(config: RanksConfig) -> float:
-    """Return how long a turn may take."""
-    return config.step_timeout_s + (RANKS_GRACE_S if config.size > 1 else 0.0)
-
-
 class Turns:
     """When the turns of one thread began. That thread calls `begin` and `end`; any thread may ask whether one is overdue."""
 
-    def __init__(self, config: RanksConfig, *, is_starting: Callable[[], bool], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: RanksConfig, *, is_starting: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`is_starting` says whether the present turn starts ranks, so that its time does not count; `clock` is monotonic."""
-        self.limit_s = turn_limit_s(config)
+        self.limit_s = config.step_timeout_s + (RANKS_GRACE_S if config.size > 1 else 0.0)  # how long a turn may take
         self.period_s = min(LONGEST_PERIOD_S, self.limit_s / LOOKS_PER_TIMEOUT)
         self._step_timeout_s = config.step_timeout_s
         self._is_starting = is_starting
@@ -115,7 +112,8 @@ class Watchdog:
             while not self._stop.wait(self._turns.period_s):
                 self._set_timer()
                 if (error := self._turns.overdue()) is not None:
-                    log_hang(error)
+                    logger.error("%s The stacks of all threads follow.", error)
+                    faulthandler.dump_traceback(STANDARD_ERROR)
                     self._on_hang(error)
                     return
         finally:
@@ -128,12 +126,6 @@ class Watchdog:
             faulthandler.dump_traceback_later(timeout_s, exit=True, file=STANDARD_ERROR)  # instead of the last one
 
 
-def log_hang(error: EngineDead) -> None:
-    """Write the error to the log, and the stacks of all threads to standard error."""
-    logger.error("%s The stacks of all threads follow.", error)
-    faulthandler.dump_traceback(STANDARD_ERROR)
-
-
 def _compiles(thread: int) -> bool:
     """Whether the Python stack of a thread is inside a compiler of kernels."""
     frame = sys._current_frames().get(thread)
@@ -142,8 +134,3 @@ def _compiles(thread: int) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def new_turns(config: RanksConfig, is_starting: Callable[[], bool]) -> Turns:
-    """The turns of one thread, on the monotonic clock."""
-    return Turns(config, is_starting=is_starting, clock=time.monotonic)

@@ -148,16 +148,14 @@ class Executor(ABC):
         """Forget every plan in flight: the engine will not receive their results."""
 
     @property
-    @abstractmethod
     def lost(self) -> bool:
-        """Whether a rank has ended by itself, which makes `check` raise; any thread may read it."""
+        """Whether a rank has ended by itself, which makes `check` raise; any thread may read it. Ranks in this process cannot."""
+        return False
 
-    @abstractmethod
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027
         """Raise RankLost when a rank has ended by itself."""
 
-    @abstractmethod
-    def on_lost(self, callback: Callable[[], None]) -> None:
+    def on_lost(self, callback: Callable[[], None]) -> None:  # noqa: B027
         """Call `callback`, on any thread, when `lost` becomes true."""
 
     @abstractmethod

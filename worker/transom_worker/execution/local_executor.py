@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from transom_core.config import EngineConfig
 from transom_core.errors import OutOfMemory, StepFailed
@@ -83,11 +83,9 @@ class LocalExecutor(Executor):
             result = self._runner.execute(plan)
             self._load_reports.add(result.loaded, result.load_s, result.failed)
             self._done.append(result)
-        except BaseException as error:
+        except Exception as error:
             self._runner.abandon(plan)
             self._abandon_plans()
-            if not isinstance(error, Exception):
-                raise  # a KeyboardInterrupt must reach the program that runs the engine
             self._done.append(error if isinstance(error, OutOfMemory) else _step_failed(plan, error))
 
     def drop_in_flight(self) -> None:
@@ -107,17 +105,6 @@ class LocalExecutor(Executor):
             return ()
         info = RankInfo(process_id=os.getpid(), ip=platform.node(), memory=self._runner.info.memory)
         return (RankReport(info=info, usage=self._runner.usage),)
-
-    @property
-    def lost(self) -> bool:
-        """Always false: the only rank ends with this process."""
-        return False
-
-    def check(self) -> None:
-        """Do nothing: the only rank cannot be lost."""
-
-    def on_lost(self, callback: Callable[[], None]) -> None:
-        """Do nothing: the only rank cannot be lost, so `callback` is never called."""
 
     def shutdown(self) -> None:
         """Free the model, the slab and the queued plans; idempotent."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -31,28 +32,13 @@ class Mark(IntEnum):
 _ON_DEVICE = (Mark.APPLIED, Mark.COPIED, Mark.PREPARED, Mark.FORWARDED)
 
 
-class DeviceEvent(Protocol):
-    """A point in the stream of work that was launched on a device, such as a `torch.cuda.Event`."""
-
-    def record(self) -> None:
-        """Place the event after all work that was launched until now."""
-        ...
-
-    def query(self) -> bool:
-        """Return whether the device has reached the event."""
-        ...
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Return the milliseconds from this event to `end_event`; the device must have reached both."""
-        ...
-
-
 class StepClock:
-    """Measures one step after the other. Without `make_event` it uses the host's clock for everything."""
+    """Measures one step after the other. `make_event` makes objects like `torch.cuda.Event`; without it the host's clock measures
+    everything."""
 
     def __init__(
         self,
-        make_event: Callable[[], DeviceEvent] | None = None,
+        make_event: Callable[[], Any] | None = None,
         *,
         now_s: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -104,9 +90,4 @@ class StepClock:
 
 def step_clock(device: torch.device) -> StepClock:
     """Return the clock for steps on a device: with CUDA events on a GPU, without events elsewhere."""
-    return StepClock(_cuda_event) if device.type == "cuda" else StepClock()
-
-
-def _cuda_event() -> DeviceEvent:
-    event: DeviceEvent = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    return event
+    return StepClock(partial(torch.cuda.Event, enable_timing=True)) if device.type == "cuda" else StepClock()

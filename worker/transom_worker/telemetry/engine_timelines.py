@@ -106,11 +106,6 @@ class EngineTimelines(EngineEventSink):
         self._num_steps = 0
         self._num_rows = 0
 
-    @property
-    def num_prefilling(self) -> int:
-        """Requests in the phase prefill or recompute."""
-        return len(self._prefilling)
-
     # Events (see `EngineEventSink`)
 
     def queued(self, sequence: Sequence, *, num_ahead: int) -> None:

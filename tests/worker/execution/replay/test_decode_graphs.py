@@ -18,7 +18,7 @@ from tests.worker.execution.hand_scheduler import HandScheduler, make_runner
 pytest.importorskip("triton")
 
 from tests.checkpoints import make_checkpoint
-from tests.graph_recorder import NotCapturable, RecordedGraph, RecorderDevice, Recording, recorded
+from tests.graph_recorder import RecordedGraph, RecorderDevice, Recording
 from tests.tiny_checkpoints import tiny_llama
 from transom_core.settings.settings import Settings
 from transom_kernels.launch import INTERPRETED, Kernels, prefer
@@ -149,12 +149,6 @@ def check_steps(
     assert min(use.num_graph_steps, use.num_eager_steps) >= num_steps // 4
     assert use.num_graph_steps == device.num_uploads - 2 * len(device.graphs)
     assert runner.info.num_graphs == len(device.graphs) == 2 * len([num for num in (1, 2, 3) if num <= max_num_seqs])
-
-
-@pytest.mark.exhaustive
-def test_random_steps_give_the_same_logits(checkpoint: Path) -> None:
-    """As torch computes them; `test_many_random_steps` has the interpreter on both sides."""
-    check_steps(checkpoint, seed=3, num_steps=12, max_num_seqs=2, beside="reference")
 
 
 @pytest.mark.interpreter
@@ -333,44 +327,3 @@ def test_experts_of_many_sequences_are_found_in_a_graph() -> None:
     wanted = block_rows(experts, 8, 16)
     assert torch.equal(pairs, wanted[0])
     assert torch.equal(owners, wanted[1])
-
-
-def test_eager_is_eager(checkpoint: Path) -> None:
-    device = RecorderDevice()
-    with runner_of(checkpoint, device, max_num_seqs=1, max_model_len=8, enforce_eager=True) as runner:
-        assert (runner.info.num_graphs, device.graphs) == (0, [])
-
-
-REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
-    "a list": lambda x: x.tolist(),
-    "a number": lambda x: x.sum().item(),
-    "a branch": lambda x: 1 if x.sum() > 0 else 2,
-    "an array": lambda x: x.numpy(),
-    "nonzero": lambda x: x.nonzero(),
-    "a mask": lambda x: x[x > 0],
-    "a count": lambda x: x.long().bincount(),
-    "a new tensor": lambda x: x + torch.tensor([1.0, 2.0]),
-    "repeats": lambda x: x.repeat_interleave(x.long()),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_recording_refuses_what_a_graph_cannot_hold(what: str) -> None:
-    x = torch.ones(2)
-    with torch.inference_mode(), pytest.raises(NotCapturable), recorded():
-        REFUSED[what](x)
-
-
-def test_a_recording_keeps_the_hosts_numbers_and_reads_its_inputs_again() -> None:
-    x, out, factor = torch.ones(3), torch.zeros(3), 2.0
-
-    def run() -> None:
-        made = torch.empty(3).copy_(x)
-        out.copy_((made * factor + torch.arange(3)).view(3, 1)[:, 0])
-
-    with torch.inference_mode():
-        graph = RecorderDevice().capture(run)
-        x.fill_(5.0)
-        factor = 100.0
-        graph.replay()
-    assert out.tolist() == [10.0, 11.0, 12.0]

@@ -37,13 +37,6 @@ def test_sequences_come_in_few_sizes() -> None:
     assert [len(sizes(256, length).all) for length in (1024, 8192, 131_072)] == [13, 37, 55]
 
 
-def test_low_levels_come_first_and_of_each_level_the_largest_size() -> None:
-    every = sizes(8, 8192).all
-    assert every[:5] == tuple(
-        DecodeSize(level=level, num_seqs=num) for level, num in ((0, 8), (0, 4), (0, 2), (0, 1), (1, 8))
-    )
-
-
 @pytest.mark.parametrize(
     ("lengths", "size"),
     [

@@ -12,7 +12,6 @@ from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup.dummy_run import (
-    dummy_run,
     prompt_steps,
     warm_up,
     worst_case_start,
@@ -99,11 +98,3 @@ def test_the_worst_case_wants_every_position_but_never_its_logits_together() -> 
     assert [len(result.prompt_logprobs[b]) for b in (0, 1)] == [92, 89]
     assert all(logprobs is not None and len(logprobs.top) == 20 for logprobs in result.logprobs)
     assert model.most_logit_rows == MAX_ROWS_PER_PASS
-
-
-def test_only_the_first_sequence_of_a_dummy_run_has_a_context() -> None:
-    runner, model = make(100)
-    builder = RecordingBuilder(runner)
-    logits = dummy_run(model, builder, builder.groups, [5, 1], start=90)
-    plan = builder.plans[0]
-    assert (plan.start, plan.count, plan.logits_from, len(logits)) == ([90, 0], [5, 1], [94, 0], 2)

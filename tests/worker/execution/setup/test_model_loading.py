@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.worker.execution.toy_decoder import architecture, layer
 from transom_core.config import ModelConfig
 from transom_core.model_files.resolve import ModelFiles, eos_token_ids
 from transom_kernels.cpu import threads
@@ -49,13 +48,6 @@ def test_windows_come_from_settings() -> None:
     assert [(attention.window, attention.chunk) for attention in shape.layers] == [(None, 32), (8, None), (None, None)]
     plain = model_loading.model_architecture(files(LLAMA), ModelConfig(model="x"))
     assert all(attention.window is None for attention in plain.layers)
-
-
-def test_device_and_dtype() -> None:
-    assert model_loading.choose_device("cpu") == torch.device("cpu")
-    assert model_loading.choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    assert model_loading.choose_dtype("auto", architecture([layer()])) == "float32"
-    assert model_loading.choose_dtype("float16", architecture([layer()])) == "float16"
 
 
 def test_threads_as_set_or_every_core(monkeypatch: pytest.MonkeyPatch) -> None:

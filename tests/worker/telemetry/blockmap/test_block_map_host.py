@@ -20,7 +20,7 @@ from transom_worker.kvcache.tiers.exports import BlockExport
 from transom_worker.kvcache.tiers.host_snapshot import HostGroupChanges, HostSnapshot
 from transom_worker.kvcache.tiers.imports import BlockImport
 from transom_worker.telemetry.blockmap import host_records
-from transom_worker.telemetry.blockmap.describe import describe_block, describe_host_block
+from transom_worker.telemetry.blockmap.describe import describe_block
 
 ELSEWHERE = 1000  # the least token of prompts that only imports have, since no rank has their contents
 
@@ -171,43 +171,6 @@ def test_what_does_not_fit_into_a_frame_is_in_the_next_ones(monkeypatch: pytest.
     assert max(watch.map.most_host_records for watch in watches) == 2
 
 
-def test_a_prefix_that_is_spilled_and_loaded_again_shows_in_both_tiers() -> None:
-    driver = Driver(layout(("full",), num_pages=5), host_pages=60, max_num_batched_tokens=64, load_after=lambda: 3)
-    driver.add(request("a", [1] * 40, 2))
-    driver.run()
-    watch = Watch(driver.scheduler)
-    first = watch.look()
-    cached = {key for key, block in first.shown.items() if block.state == HELD}
-    assert cached
-    assert not first.shown_in_host
-    moved = set()
-    for token in (2, 3):
-        driver.add(request(f"other{token}", [token] * 40, 2))
-        while driver.scheduler.has_work:
-            driver.step()
-            moved |= watch.look().spilled
-    spilled = watch.settle()
-    assert moved >= cached
-    assert not spilled.spilled
-    assert set(spilled.shown_in_host.values()) <= {HELD, EMPTY}
-    assert list(spilled.shown_in_host.values()).count(HELD) == spilled.header["totals"]["spilled_blocks"]
-    assert not [event for event in spilled.events if event["kind"] == "evicted"]
-    driver.add(request("back", [1] * 40, 2))
-    driver.schedule()
-    loading = watch.look()
-    (sequence,) = loading.sequences.values()
-    assert sequence["phase"] == "loading"
-    (runs,) = sequence["host_runs"]
-    held = {(0, first + k) for first, count in runs for k in range(count)}
-    assert held == {key for key, state in loading.shown_in_host.items() if state == LOADING}
-    while sequence["phase"] == "loading":
-        driver.step()
-        (sequence,) = watch.look().sequences.values()
-    assert {key for key, state in watch.map.host_blocks.items() if state == MOVED} == held
-    assert "host_runs" not in sequence
-    driver.run()
-
-
 def test_long_runs_are_cut() -> None:
     blocks = 200_000
     pages = layout(("full",), num_pages=1)
@@ -244,13 +207,13 @@ def test_every_block_of_the_host_tier_can_be_described() -> None:
     states = in_host_tier(scheduler)
     assert HELD in states.values()
     for (group, block), state in states.items():
-        described = describe_host_block(scheduler, group, block)
+        described = describe_block(scheduler, group, block, "host")
         assert described["references"] == host.pools[group].refs[block] == len(described["checkpoints"])
         assert (described["hash"] is not None) == (state == HELD)
     for group, block in plain(scheduler):
         on_device = describe_block(scheduler, group, block)
         assert len(on_device["checkpoints"]) == scheduler.cache.pools[group].pins[block]
     for group, block in [(-1, 0), (2, 0), (0, -1), (0, 10**9)]:
-        assert list(describe_host_block(scheduler, group, block)) == ["error"]
+        assert list(describe_block(scheduler, group, block, "host")) == ["error"]
     without = Driver(layout(("full",), num_pages=12)).scheduler
-    assert describe_host_block(without, 0, 0) == {"error": "This worker has no host tier."}
+    assert describe_block(without, 0, 0, "host") == {"error": "This worker has no host tier."}

@@ -55,7 +55,7 @@ class Worker:
 
     @property
     def keeps_nothing(self) -> bool:
-        return not self.scheduler.cache.registry.watches_changes and not self.log.events.is_on
+        return not self.scheduler.cache.registry.watches_changes and not self.log.is_watched
 
     def _on_engine(self, function: Callable[[], T]) -> Awaitable[T]:
         return asyncio.wrap_future(self._post(function))
@@ -105,24 +105,6 @@ async def test_the_first_frame_is_whole_and_later_ones_are_not() -> None:
             worker.step()
         await follow(frames, seen, lambda: not seen.sequences)
     await until(lambda: worker.keeps_nothing)
-
-
-async def test_two_requests_that_share_a_prefix_share_its_blocks() -> None:
-    worker, seen = Worker(), Map()
-    worker.run("first")
-    async with watching(worker) as frames:
-        for name in ("a", "b"):
-            worker.driver.add(request(name, [*PROMPT, 77, 78], 6))
-        worker.step()
-        await follow(frames, seen, lambda: len(seen.sequences) == 2)
-        shared = [key for key, block in seen.shown.items() if block.refs == 2]
-        assert {group for group, _ in shared} == {0, 1}
-        for sequence in seen.sequences.values():
-            runs = sequence["runs"][0]
-            assert {(0, block) for block in range(runs[0][1], runs[0][1] + runs[0][2])} & set(shared)
-        described = await worker.map.describe(*shared[0])
-        assert described["references"] == 2
-        assert {user["request"] for user in described["sequences"]} == {"a", "b"}
 
 
 async def test_evictions_show_once_and_repairs_while_they_last() -> None:
@@ -254,10 +236,3 @@ async def test_every_block_can_be_described() -> None:
     for block, holds in enumerate(pools[1].pins):
         kinds |= {one["kind"] for one in (await worker.map.describe(1, block))["checkpoints"]} if holds else set()
     assert "prompt" in kinds
-
-
-@pytest.mark.parametrize(("group", "block"), [(-1, 0), (2, 0), (0, -1), (0, 10**9)])
-async def test_blocks_that_do_not_exist_have_an_error(group: int, block: int) -> None:
-    described = await Worker().map.describe(group, block)
-    assert list(described) == ["error"]
-    assert "0" in described["error"]

@@ -47,7 +47,7 @@ class Watch:
         self.scheduler = scheduler
         self.log = BlockMapLog()
         scheduler.admission.listeners.append(self.log)
-        self.snapshots = SnapshotTaker(scheduler, self.log.events)
+        self.snapshots = SnapshotTaker(scheduler, self.log)
         host = self.snapshots.host
         self.encoder = Encoder(
             WorkerIdentity("w", "m"), scheduler.cache.layout, self.log.history, None if host is None else host.layout

@@ -91,11 +91,7 @@ class RanksExecutor(Executor):
         """Send one plan to all ranks. Raises RankLost."""
         self.check()
         assert self._group is not None
-        try:
-            self._group.send_all(RunStep(self._epoch, plan))
-        except BaseException:  # such as an interrupt: some ranks may have received the plan, and others not
-            self._kill()
-            raise
+        self._group.send_all(RunStep(self._epoch, plan))
         self._in_flight.append((plan.step_id, time.monotonic()))
         if not plan.seq_ids:
             self._without_rows[plan.step_id] = self._config.ranks.size

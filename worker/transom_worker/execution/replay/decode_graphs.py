@@ -19,7 +19,7 @@ from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.replay.decode_replay import DecodeReplay, DecodeStep, check_replay
 from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
-from transom_worker.execution.replay.graph_capture import CaptureDevice, Replayable
+from transom_worker.execution.replay.graph_capture import CudaCapture, Replayable
 from transom_worker.execution.replay.graph_inputs import (
     GraphInputs,
     GroupLaunchKey,
@@ -53,7 +53,7 @@ class DecodeGraphs(DecodeReplay):
         builder: BatchBuilder,
         sizes: DecodeSizes,
         launch_keys: Sequence[GroupLaunchKey],
-        device: CaptureDevice,
+        device: CudaCapture,
     ) -> None:
         """`launch_keys` are the launch keys of all attention layers, see `launches.launch_keys_of`."""
         self.builder, self.sizes = builder, sizes

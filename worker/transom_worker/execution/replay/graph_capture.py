@@ -1,4 +1,4 @@
-"""Captures a forward pass and replays it: CUDA graphs, by a protocol that tests implement without a GPU.
+"""Captures a forward pass and replays it as a CUDA graph. Tests replace `CudaCapture` by a class that needs no GPU.
 
 Capturing runs the host's code of the pass once, and records the kernels that it would launch, with their addresses and numbers.
 A replay launches exactly these kernels: a number that the host computed during the capture keeps its value in every replay.
@@ -21,28 +21,6 @@ class Replayable(Protocol):
         ...
 
 
-class CaptureDevice(Protocol):
-    """A device that can capture graphs."""
-
-    def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Return zeroed bytes on the host, which the device can read while the host goes on."""
-        ...
-
-    def upload(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        """Copy bytes to the device, in order with what is launched before and after; the host does not wait."""
-        ...
-
-    def wait_uploaded(self) -> None:
-        """Wait until the last upload has read its source, so that the host may overwrite it."""
-        ...
-
-    def capture(self, run: Callable[[], None]) -> Replayable:
-        """Capture what `run` launches. `run` is called twice: first to compile its kernels, then to record them without
-        computing.
-        """
-        ...
-
-
 class CudaCapture:
     """Captures CUDA graphs into one memory pool and on one stream, since they are replayed one at a time.
 
@@ -57,20 +35,24 @@ class CudaCapture:
         self._uploaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """See `CaptureDevice.host_buffer`; the memory is pinned."""
+        """Return zeroed, pinned bytes on the host, which the device can read while the host goes on."""
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        """See `CaptureDevice.upload`."""
+        """Copy bytes to the device, in order with what is launched before and after; the host does not wait."""
         device.copy_(host, non_blocking=True)
         self._uploaded.record(torch.cuda.current_stream(self._device))
 
     def wait_uploaded(self) -> None:
-        """See `CaptureDevice.wait_uploaded`. It hardly ever waits, because nearly every step ends with reading the sampled ids."""
+        """Wait until the last upload has read its source, so that the host may overwrite it: hardly ever, because nearly every step
+        ends with reading the sampled ids."""
         self._uploaded.synchronize()
 
     def capture(self, run: Callable[[], None]) -> Replayable:
-        """See `CaptureDevice.capture`. Work of other threads of this process on the device does not disturb the capture."""
+        """Capture what `run` launches. `run` is called twice: first to compile its kernels, then to record them without computing.
+
+        Work of other threads of this process on the device does not disturb the capture.
+        """
         # The first run is on the capture's stream too, so that cuBLAS allocates its workspace for it outside the graphs' pool.
         now = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(now)
@@ -107,6 +89,6 @@ class CudaCapture:
             torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
 
 
-def capture_device(device: torch.device) -> CaptureDevice | None:
+def capture_device(device: torch.device) -> CudaCapture | None:
     """Return the device that captures graphs on `device`; None where graphs cannot be captured."""
     return CudaCapture(device) if device.type == "cuda" else None

@@ -22,7 +22,7 @@ from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.replay.decode_graphs import DecodeGraphs
 from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
-from transom_worker.execution.replay.graph_capture import CaptureDevice
+from transom_worker.execution.replay.graph_capture import CudaCapture
 from transom_worker.execution.replay.graph_inputs import GroupLaunchKey
 from transom_worker.execution.tiers.device_slab import block_rows
 from transom_worker.models.model import Model
@@ -35,7 +35,7 @@ logger = logging.getLogger("transom.worker")
 
 
 def capture_decode_graphs(
-    model: Model, builder: BatchBuilder, sizes: DecodeSizes, device: CaptureDevice, *, slab: torch.Tensor
+    model: Model, builder: BatchBuilder, sizes: DecodeSizes, device: CudaCapture, *, slab: torch.Tensor
 ) -> DecodeGraphs | None:
     """Capture graphs of all sizes that `LIMIT_S` suffices for; return None, and log a warning, if a graph cannot be captured or
     is wrong.

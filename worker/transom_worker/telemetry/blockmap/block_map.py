@@ -22,7 +22,7 @@ from typing import Any
 from transom_core.errors import Overloaded, RequestError
 from transom_worker.kvcache.tiers.transfer.kv_store import OnEngine
 from transom_worker.scheduling.scheduler import Scheduler
-from transom_worker.telemetry.blockmap.describe import describe_block, describe_host_block
+from transom_worker.telemetry.blockmap.describe import describe_block
 from transom_worker.telemetry.blockmap.encoder import Encoder, WorkerIdentity
 from transom_worker.telemetry.blockmap.log import BlockMapLog
 from transom_worker.telemetry.blockmap.snapshot import Snapshot, SnapshotTaker
@@ -59,11 +59,6 @@ class BlockMap:
         self._came = asyncio.Event()  # a watcher came or went
         self._maker: asyncio.Task[None] | None = None
 
-    @property
-    def num_watchers(self) -> int:
-        """The number of watchers now."""
-        return len(self._watchers)
-
     async def watch(self, period_s: float) -> AsyncGenerator[bytes, None]:
         """Stream frames every `period_s` at most, or more often if another watcher has a shorter period; the first one is whole.
 
@@ -91,9 +86,8 @@ class BlockMap:
             self._came.set()
 
     async def describe(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
-        """Describe one block as it is now, as `describe_block` and `describe_host_block` do; `tier` is "device" or "host"."""
-        describe = describe_host_block if tier == "host" else describe_block
-        return await self._on_engine(lambda: describe(self._scheduler, group, block))
+        """Describe one block as it is now, as `describe_block` does; `tier` is "device" or "host"."""
+        return await self._on_engine(lambda: describe_block(self._scheduler, group, block, tier))
 
     async def _make_frames(self) -> None:
         """Make frames while there are watchers. A watcher that comes while a round ends gets another round."""
@@ -108,7 +102,7 @@ class BlockMap:
             self._maker = None
 
     async def _round(self) -> None:
-        snapshots = SnapshotTaker(self._scheduler, self._log.events)
+        snapshots = SnapshotTaker(self._scheduler, self._log)
         try:
             frames = FrameMaker(self._log, snapshots, self._on_engine, heartbeat_s=self._heartbeat_s)
             layout, history = self._scheduler.cache.layout, self._log.history

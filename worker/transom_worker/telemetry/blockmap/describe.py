@@ -17,67 +17,46 @@ from transom_worker.scheduling.scheduler import Scheduler
 HASH_CHARS = 16
 
 
-def describe_block(scheduler: Scheduler, group: int, block: int) -> dict[str, Any]:
-    """A block's state, the sequences that use it, its prefix hash and its checkpoints; `error` alone if there is no such
-    block."""
-    cache = scheduler.cache
-    layout = cache.layout
+def describe_block(scheduler: Scheduler, group: int, block: int, tier: str = "device") -> dict[str, Any]:
+    """What a block of a tier ("device" or "host") holds, the sequences that use it, its prefix hash and its checkpoints; `error`
+    alone if there is no such block. Of the device's blocks also the state, and how long they have been cached."""
+    cache, is_host = scheduler.cache, tier == "host"
+    host = cache.tiers.host
+    if is_host and not host.exists:
+        return {"error": "This worker has no host tier."}
+    layout, pools, arena = (
+        (host.layout, host.pools, host.arena) if is_host else (cache.layout, cache.pools, cache.arena)
+    )
     if error := _missing(layout, group, block):
         return {"error": error}
-    pool, page = cache.pools[group], cache.arena.page_of(group, block)
+    pool, page, of_group = pools[group], arena.page_of(group, block), layout.groups[group]
     name = pool.published.get(block)
-    users = _users(scheduler, group, block)
-    owner = cache.arena.owner[page] if page < layout.num_pages else FREE
-    return {
+    users = _host_users(scheduler, group, block) if is_host else _users(scheduler, group, block)
+    owner = arena.owner[page] if page < layout.num_pages else FREE
+    described = {
         "group": group,
-        "name": layout.groups[group].spec.name,
+        "name": of_group.spec.name,
         "block": block,
-        "state": _state(
-            scheduler, group, block, is_leased=owner == group, repairs=any(user["repair"] for user in users)
-        ),
         "references": pool.refs[block],
         "sequences": users,
         "hash": None if name is None else name[0].hex()[:HASH_CHARS],
-        "logical": users[0]["logical"] if users else None if name is None else name[1],
-        "cached_s": cache.registry.cached_age_s(group, block) if name is not None and not pool.refs[block] else None,
-        "page": page,
-        "page_group": None if owner == FREE else layout.groups[owner].spec.name,
-        "first_byte": block * layout.groups[group].stride_bytes,
-        "bytes": layout.groups[group].block_bytes,
-        "tokens": layout.groups[group].spec.block_size,
-        "checkpoints": [] if name is None else _checkpoints(cache, group, name[0], DEVICE),
-        "time_s": time.time(),
-    }
-
-
-def describe_host_block(scheduler: Scheduler, group: int, block: int) -> dict[str, Any]:
-    """What a block of the host tier holds and who needs it; `error` alone if there is no such block."""
-    cache = scheduler.cache
-    host = cache.tiers.host
-    if not host.exists:
-        return {"error": "This worker has no host tier."}
-    if error := _missing(host.layout, group, block):
-        return {"error": error}
-    pool, page = host.pools[group], host.arena.page_of(group, block)
-    name = pool.published.get(block)
-    owner = host.arena.owner[page] if page < host.layout.num_pages else FREE
-    layout = host.layout.groups[group]
-    return {
-        "tier": "host",
-        "group": group,
-        "name": layout.spec.name,
-        "block": block,
-        "references": pool.refs[block],
-        "sequences": _host_users(scheduler, group, block),
-        "hash": None if name is None else name[0].hex()[:HASH_CHARS],
         "logical": None if name is None else name[1],
         "page": page,
-        "page_group": None if owner == FREE else host.layout.groups[owner].spec.name,
-        "first_byte": block * layout.stride_bytes,
-        "bytes": layout.block_bytes,
-        "tokens": layout.spec.block_size,
-        "checkpoints": [] if name is None else _checkpoints(cache, group, name[0], HOST),
+        "page_group": None if owner == FREE else layout.groups[owner].spec.name,
+        "first_byte": block * of_group.stride_bytes,
+        "bytes": of_group.block_bytes,
+        "tokens": of_group.spec.block_size,
+        "checkpoints": [] if name is None else _checkpoints(cache, group, name[0], HOST if is_host else DEVICE),
         "time_s": time.time(),
+    }
+    if is_host:
+        return {"tier": "host", **described}
+    repairs = any(user["repair"] for user in users)
+    is_cached = name is not None and not pool.refs[block]
+    return described | {
+        "state": _state(scheduler, group, block, is_leased=owner == group, repairs=repairs),
+        "logical": users[0]["logical"] if users else described["logical"],
+        "cached_s": cache.registry.cached_age_s(group, block) if is_cached else None,
     }
 
 

@@ -1,24 +1,63 @@
-"""What the live block map keeps of an engine's events. While no watcher is connected, an event costs one addition."""
+"""What the live block map keeps of an engine's events: admissions, hits, window repairs, preemptions and ends.
+
+While no watcher is connected, an event costs one addition.
+"""
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from transom_worker.kvcache.prefix.prefix_outcome import HIT, REPAIRED
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan, StepTimings
-from transom_worker.telemetry.blockmap.events import EventLog
 from transom_worker.telemetry.blockmap.history import History
 from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes, RequestTimes
 from transom_worker.telemetry.worker_state import WorkerState
 
+MAX_EVENTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class MapEvent:
+    """One entry of a frame's `events`; docs/block_map.md has the meaning of the fields."""
+
+    time_s: float
+    kind: str
+    request: str | None
+    group: int | None
+    count: int
+    detail: str
+
 
 class BlockMapLog(EngineEventSink):
-    """One engine's history and newest events, and a counter that tells whether anything has changed since a snapshot."""
+    """One engine's history, a counter that tells whether anything has changed since a snapshot, and, while there is a watcher, the
+    newest `MAX_EVENTS` events since they were last taken. Used on the engine's thread."""
 
     def __init__(self) -> None:
         self.history = History()
-        self.events = EventLog()
         self.num_changes = 0  # grows whenever a new snapshot may differ from the one before; read from any thread
+        self.is_watched = False
+        self._events: deque[MapEvent] = deque(maxlen=MAX_EVENTS)
+        self._num_added = 0
+
+    def begin(self) -> None:
+        """Keep events from now on: there is a watcher."""
+        self.is_watched = True
+
+    def end(self) -> None:
+        """Keep no events from now on: the last watcher has left."""
+        self.is_watched = False
+        self.take()
+
+    def take(self) -> tuple[list[MapEvent], int]:
+        """The events since the last call, and the number of older ones that were dropped."""
+        events, num_dropped = list(self._events), self._num_added - len(self._events)
+        self._events.clear()
+        self._num_added = 0
+        return events, num_dropped
 
     def queued(self, sequence: Sequence, *, num_ahead: int) -> None:
         """A request has entered the scheduler's queue."""
@@ -26,11 +65,21 @@ class BlockMapLog(EngineEventSink):
 
     def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
         """The scheduler has admitted a request; `tokens` by outcome of the prefix cache search."""
-        self.events.admitted(sequence, tokens=tokens)
+        if not self.is_watched:
+            return
+        request_id, num_tokens = sequence.request.request_id, len(sequence.token_ids)
+        hit, repaired = tokens.get(HIT, 0), tokens.get(REPAIRED, 0)
+        self._add("admitted", request_id, num_tokens, f"{num_tokens} tokens")
+        if hit:
+            self._add("hit", request_id, hit, f"{hit} of {num_tokens} tokens were cached")
+        if repaired:
+            self._add("repair", request_id, repaired, f"{repaired} tokens are computed again to repair windows")
 
     def preempted(self, sequence: Sequence, *, mode: str) -> None:
         """The scheduler preempts a request."""
-        self.events.preempted(sequence, mode=mode)
+        if self.is_watched:
+            processed = 0 if sequence.blocks is None else sequence.blocks.processed
+            self._add("preempted", sequence.request.request_id, processed, f"{mode}; {processed} tokens were computed")
 
     def scheduled(self, plan: StepPlan) -> None:
         """The engine has sent a step's plan to the ranks."""
@@ -43,7 +92,8 @@ class BlockMapLog(EngineEventSink):
     def finished(self, times: RequestTimes, finish_reason: str, *, num_output_tokens: int) -> None:
         """A request has ended."""
         self.num_changes += 1
-        self.events.finished(times.request_id, finish_reason)
+        if self.is_watched:
+            self._add("finished", times.request_id, 1, finish_reason)
 
     def ranks_lost(self) -> None:
         """The engine has lost a rank: the cache is empty."""
@@ -53,3 +103,7 @@ class BlockMapLog(EngineEventSink):
         """A fraction of a second has passed, or the engine becomes idle."""
         self.num_changes += 1
         self.history.add(state.stats)
+
+    def _add(self, kind: str, request_id: str, count: int, detail: str) -> None:
+        self._events.append(MapEvent(time.time(), kind, request_id, None, count, detail))
+        self._num_added += 1

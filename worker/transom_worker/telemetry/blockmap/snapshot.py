@@ -23,7 +23,7 @@ from transom_worker.kvcache.tiers.host_snapshot import HostSnapshots
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.sequence import Sequence as ScheduledSequence
 from transom_worker.scheduling.sequence import SequenceStatus
-from transom_worker.telemetry.blockmap.events import EventLog, MapEvent
+from transom_worker.telemetry.blockmap.log import BlockMapLog, MapEvent
 
 SWAPPED_PHASE = "swapped"
 
@@ -77,9 +77,9 @@ class SnapshotTaker:
     The engine's thread calls all methods.
     """
 
-    def __init__(self, scheduler: Scheduler, events: EventLog) -> None:
+    def __init__(self, scheduler: Scheduler, log: BlockMapLog) -> None:
         self._scheduler = scheduler
-        self._events = events
+        self._log = log
         # By sequence, by group: the logical index up to which snapshots have its table.
         self._ends: dict[int, list[int]] = {}
         self._num_compacted = 0
@@ -87,7 +87,7 @@ class SnapshotTaker:
     def begin(self) -> None:
         """Begin to record changes: there is a watcher."""
         self._scheduler.cache.snapshots.begin()
-        self._events.begin()
+        self._log.begin()
 
     def copy(self, group: int) -> GroupCopy:
         """Copy all blocks of one group. The next `take` has what changes from now on."""
@@ -111,7 +111,7 @@ class SnapshotTaker:
             ]
         present = {sequence.seq_id for sequence in sequences}
         self._ends = {seq_id: ends for seq_id, ends in self._ends.items() if seq_id in present}
-        events, num_dropped = self._events.take()
+        events, num_dropped = self._log.take()
         return Snapshot(
             time_s=time.time(),
             cache=cache,
@@ -126,7 +126,7 @@ class SnapshotTaker:
     def end(self) -> None:
         """Stop recording changes: the last watcher has left."""
         self._scheduler.cache.snapshots.end()
-        self._events.end()
+        self._log.end()
 
     def _sequence(self, sequence: ScheduledSequence) -> SequenceSnapshot:
         blocks = sequence.blocks
