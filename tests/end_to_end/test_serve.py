@@ -3,7 +3,7 @@
 The server has two routers, two workers, windows over full layers, and an API key. First the official client asks what a user's
 first hour touches. Then a worker is killed, all is deployed again as one worker of two ranks, a rank is killed, and the server
 ends. Every disturbance strikes while streams run, and each client gets, on the same connection, the text of an undisturbed run.
-The tests follow one another on the one server. `make test-all` adds ten minutes of `benchmarks/serving/soak`, whose kills are random.
+The tests follow one another on the one server. `make test-all` adds ten minutes of random kills, of `benchmarks/serving/soak`.
 """
 
 from __future__ import annotations
