@@ -151,7 +151,7 @@ def compare(got: list[list[int]], want: list[list[int]], where: object, margins:
         assert likely[want[i][step]] - likely.get(got[i][step], -math.inf) < CLOSE_CALL, (where, i, step)
 
 
-@pytest.mark.parametrize("mix", [pytest.param(Mix(*one.values), id=one.id, marks=one.marks) for one in MIXES])
+@pytest.mark.parametrize("mix", [pytest.param(Mix(*one.values), id=one.id, marks=one.marks) for one in MIXES])  # type: ignore[arg-type]
 def test_a_combination_is_exact(
     tiny_model: Path, expected: dict[str, list[list[int]]], waits: list[int], mix: Mix
 ) -> None:
