@@ -239,12 +239,13 @@ def test_steps_that_run_out_of_memory_are_exact(
 class Plain:
     """What an engine with the same number formats, and nothing on, answers, and how likely other tokens were.
 
-    `shrunk` is the size of the cache relative to one that is not quantised.
+    `shrunk` is the size of the cache relative to one that is not quantised, `request_kib` that of the longest request's part.
     """
 
     want: list[list[int]]
     margins: Margins
     shrunk: float
+    request_kib: float
 
 
 def plain_answers(model: Path, name: str, formats: str) -> Plain:
@@ -261,8 +262,9 @@ def plain_answers(model: Path, name: str, formats: str) -> Plain:
     ]
     for engine in (plain, unquantised):
         engine.shutdown()
-    shrunk = plain.info.plan.request_bytes / unquantised.info.plan.request_bytes
-    return Plain([answer.token_ids for answer in answers], margins, shrunk)
+    request_bytes = plain.info.plan.request_bytes
+    shrunk = request_bytes / unquantised.info.plan.request_bytes
+    return Plain([answer.token_ids for answer in answers], margins, shrunk, request_bytes / 1024)
 
 
 # Model, formats of its cache, and how it preempts.
@@ -300,7 +302,8 @@ def test_tiers_are_exact(
     if formats != "auto":
         plain = plain_answers(tiny_model, name, formats)
         want, margins = plain.want, plain.margins
-        tight_kib = int(0.7 * tight_kib * plain.shrunk)  # fewer run at once, while others wait for the disk
+        # Fewer run at once, while others wait for the disk; a quarter is what pages of a small pool leave unused.
+        tight_kib = int(max(0.7 * tight_kib * plain.shrunk, 1.25 * plain.request_kib))
     seen = Counter[str]()
     for turn in range(2):
         engine = make_engine(
