@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tests.browser.block_frames import FakeWorker
 from tests.browser.map_server import MapServer
 
 if TYPE_CHECKING:
@@ -50,6 +51,11 @@ class MapPage:
         self.page.goto(f"{self.server.url}/blocks{query}")
         if waits_for_stream:
             self.page.wait_for_selector("#status[data-kind=live]")
+
+    def show(self, *workers: FakeWorker) -> None:
+        """Open the page and send a whole frame of each worker."""
+        self.open()
+        self.send(*(worker.frame(whole=True) for worker in workers))
 
     def send(self, *frames: bytes) -> None:
         """Send frames one by one, each a moment of its own, and wait until the last is drawn."""

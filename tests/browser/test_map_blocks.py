@@ -25,11 +25,12 @@ def brightness(colour: str) -> int:
     return sum(int(colour[i : i + 2], 16) for i in (1, 3, 5))
 
 
-def test_each_state_has_its_own_look(block_map: MapPage, worker: FakeWorker) -> None:
+def test_each_state_has_its_own_look_and_each_group_its_hue(block_map: MapPage, worker: FakeWorker) -> None:
+    first_of_window = worker.blocks_of(1, 4)[0]
+    worker.put(1, first_of_window, ACTIVE, references=1)
     for block, state in enumerate((FREE, ACTIVE, EVICTABLE, PINNED, REPAIR, EVICTED)):
         worker.put(0, block, state, references=int(state in (ACTIVE, REPAIR)))
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     free, active, evictable, pinned, repair, evicted = (block_map.colours(0, block) for block in range(6))
     assert active == {BLUE}
     assert repair == {BLUE, WHITE}
@@ -37,23 +38,13 @@ def test_each_state_has_its_own_look(block_map: MapPage, worker: FakeWorker) -> 
     assert len(free) == len(evictable) == 1
     assert pinned == evictable | {BLUE}, "a frame around the colour of cached blocks"
     assert brightness(BLUE) < brightness(*evictable) < brightness(*free) < brightness(WHITE)
-
-
-def test_hue_is_the_group_and_area_is_bytes(block_map: MapPage, worker: FakeWorker) -> None:
-    first_of_window = worker.blocks_of(1, 4)[0]
-    worker.put(0, 16, ACTIVE, references=1)
-    worker.put(1, first_of_window, ACTIVE, references=1)
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
-    assert block_map.colours(0, 16) == {BLUE}
-    assert block_map.colours(1, first_of_window) == {VERMILLION}
+    assert block_map.colours(1, first_of_window) == {VERMILLION}, "hue is the group"
     wide, narrow = block_map.rect(0, 16), block_map.rect(1, first_of_window)
-    assert wide[2] * wide[3] > 1.5 * narrow[2] * narrow[3], "a block of full has twice the bytes"
+    assert wide[2] * wide[3] > 1.5 * narrow[2] * narrow[3], "area is bytes: a block of full has twice as many"
 
 
 def test_pages_lie_in_slab_order_and_free_ones_are_blank(block_map: MapPage, worker: FakeWorker) -> None:
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     corners = [block_map.rect(0, worker.blocks_of(0, page)[0])[:2] for page in range(24)]
     assert corners == sorted(corners, key=lambda corner: (corner[1], corner[0]))
     assert len({tuple(corner) for corner in corners}) == 24
@@ -92,30 +83,9 @@ def test_a_shared_prefix_is_marked_without_colour(block_map: MapPage, worker: Fa
     ]
 
 
-def test_a_window_slides(block_map: MapPage, worker: FakeWorker) -> None:
-    """Behind the window blocks become cached, in front active ones are added: lightness moves along the page."""
-    blocks = worker.blocks_of(1, 4)
-    block_map.open()
-    looks = []
-    for step in range(3):
-        for i, block in enumerate(blocks[:6]):
-            state = EVICTABLE if i < step else ACTIVE if i < step + 3 else FREE
-            worker.put(1, block, state, references=int(state == ACTIVE), logical=i)
-        worker.sequence(1, "cmpl-slides", [[], [[step, blocks[step], 3]]])
-        block_map.send(worker.frame(whole=step == 0))
-        looks.append([block_map.colours(1, block) == {VERMILLION} for block in blocks[:6]])
-    assert looks == [
-        [True, True, True, False, False, False],
-        [False, True, True, True, False, False],
-        [False, False, True, True, True, False],
-    ]
-    assert block_map.colours(1, blocks[0]) != block_map.colours(1, blocks[5]), "cached is not free"
-
-
 def test_an_eviction_flashes_for_one_frame(block_map: MapPage, worker: FakeWorker) -> None:
     worker.put(0, 5, EVICTABLE, hash_prefix=7)
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     worker.put(0, 5, EVICTED)
     worker.event("evicted", group=0)
     worker.totals["evicted_blocks"] = 1
@@ -123,18 +93,12 @@ def test_an_eviction_flashes_for_one_frame(block_map: MapPage, worker: FakeWorke
     assert block_map.colours(0, 5) == {TEXT, WHITE}
     assert "1 block of full" in block_map.text("#events li")
     assert block_map.text("#counters tbody tr:nth-child(4)").split()[-2:] == ["1", "1"]
+    worker.put(0, 5, EVICTED, references=1)
+    block_map.send(worker.frame())
+    assert block_map.colours(0, 5) == {BLUE, WHITE}, "in use again: else a full pool would look unused"
     worker.put(0, 5, FREE)
     block_map.send(worker.frame())
     assert block_map.colours(0, 5) == block_map.colours(0, 6)
-
-
-def test_an_evicted_block_that_is_in_use_again_keeps_its_hue(block_map: MapPage, worker: FakeWorker) -> None:
-    worker.put(0, 5, EVICTABLE, hash_prefix=7)
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
-    worker.put(0, 5, EVICTED, references=1)
-    block_map.send(worker.frame())
-    assert block_map.colours(0, 5) == {BLUE, WHITE}, "a full pool would look unused"
 
 
 def test_the_legend_counts_as_the_header_does(block_map: MapPage, worker: FakeWorker) -> None:
@@ -142,8 +106,7 @@ def test_the_legend_counts_as_the_header_does(block_map: MapPage, worker: FakeWo
     references = [1, 2, 1, 1, 2, 0, 0, 0, 0]
     for block, (state, num) in enumerate(zip(states, references, strict=True)):
         worker.put(0, block, state, references=num)
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     rows = block_map.page.locator("#legend tbody tr")
     counts = worker.counts()[0]
     cells = rows.locator("td:nth-child(2)").all_inner_texts()
@@ -153,25 +116,9 @@ def test_the_legend_counts_as_the_header_does(block_map: MapPage, worker: FakeWo
     assert "5 blocks active" in (block_map.page.locator("#announcer").text_content() or "")
 
 
-def test_an_eviction_flashes_in_a_page_that_was_given_back(block_map: MapPage, worker: FakeWorker) -> None:
-    worker.put(0, 49, PINNED, hash_prefix=7)
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
-    worker.give_back(3)
-    worker.put(0, 49, EVICTED)
-    block_map.send(worker.frame())
-    assert block_map.colours(0, 49) == {TEXT, WHITE}
-    assert block_map.colours(0, 50) == {WHITE}
-    del worker.records[0, 49]
-    worker._changed.add((0, 49))
-    block_map.send(worker.frame())
-    assert block_map.colours(0, 49) == {WHITE}
-
-
 def test_a_page_changes_hands(block_map: MapPage, worker: FakeWorker) -> None:
     worker.put(0, 48, EVICTABLE)
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     worker.give_back(3)
     worker.lease(1, 3)
     first = worker.blocks_of(1, 3)[0]
@@ -193,8 +140,7 @@ def test_a_page_changes_hands(block_map: MapPage, worker: FakeWorker) -> None:
 def test_cached_blocks_fade_with_age(block_map: MapPage, worker: FakeWorker) -> None:
     for block, age in enumerate((0, 100, 300, 1000, 4000, 9000)):
         worker.put(0, block, EVICTABLE, age=age)
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     looks = [brightness(*block_map.colours(0, block)) for block in range(6)]
     assert looks == sorted(looks)
     assert len(set(looks)) == 6
@@ -211,8 +157,7 @@ def test_hover_tells_what_the_frames_and_the_worker_know(block_map: MapPage, wor
         "cached_s": None,
         "first_byte": 4352,
     }
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     block_map.hover(0, 17)
     assert block_map.rows("#inspector [data-rows]") == {
         "Worker": "w0",
@@ -233,15 +178,9 @@ def test_hover_tells_what_the_frames_and_the_worker_know(block_map: MapPage, wor
         "Longer hash": "00c0ffee00000001…",
         "First byte": "4,352",
     }
-    assert block_map.server.described == [{"worker": "w0", "group": "0", "block": "17"}]
-
-
-def test_a_free_page_says_so(block_map: MapPage, worker: FakeWorker) -> None:
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
     block_map.hover(0, worker.blocks_of(0, 12)[0])
     assert block_map.text("#tooltip") == "Page 12: free"
-    assert block_map.server.described == []
+    assert block_map.server.described == [{"worker": "w0", "group": "0", "block": "17"}]
 
 
 def test_every_worker_is_a_section(block_map: MapPage, worker: FakeWorker) -> None:
@@ -249,8 +188,7 @@ def test_every_worker_is_a_section(block_map: MapPage, worker: FakeWorker) -> No
     other.lease(0, 0)
     other.put(0, 0, ACTIVE, references=1)
     worker.put(0, 0, ACTIVE, references=1)
-    block_map.open()
-    block_map.send(worker.frame(whole=True), other.frame(whole=True))
+    block_map.show(worker, other)
     assert block_map.colours(0, 0, "w0") == {BLUE}
     assert block_map.colours(0, 0, "w1") == {VERMILLION}, "the same name has the same hue everywhere"
     assert block_map.rect(0, 0, "w1")[1] > block_map.rect(0, 383, "w0")[1]
@@ -266,8 +204,7 @@ def test_every_worker_is_a_section(block_map: MapPage, worker: FakeWorker) -> No
 def test_dark_mode_follows_the_system_and_the_button(block_map: MapPage, worker: FakeWorker) -> None:
     worker.put(0, 0, ACTIVE, references=1)
     block_map.page.emulate_media(color_scheme="dark")
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     assert block_map.colours(0, 0) == {"#56b4e9"}
     block_map.page.click("#theme")
     block_map.settle()

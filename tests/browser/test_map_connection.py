@@ -117,7 +117,6 @@ def test_a_server_without_a_trace_says_so(block_map: MapPage) -> None:
 def test_nothing_comes_from_elsewhere(block_map: MapPage, worker: FakeWorker) -> None:
     asked: list[str] = []
     block_map.page.on("request", lambda request: asked.append(request.url))
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     assert len(asked) > 20
     assert [url for url in asked if not url.startswith(f"{block_map.server.url}/blocks")] == []

@@ -38,8 +38,7 @@ def lit(block_map: MapPage, worker: FakeWorker) -> list[bool]:
 
 
 def test_part_of_a_request_id_dims_the_others(block_map: MapPage, worker: FakeWorker) -> None:
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     block_map.page.fill("#request-filter", "alpha")
     assert lit(block_map, worker) == [True, True, False, False, True, False]
     block_map.page.fill("#request-filter", "CMPL")
@@ -51,8 +50,7 @@ def test_part_of_a_request_id_dims_the_others(block_map: MapPage, worker: FakeWo
 
 
 def test_a_filtered_request_that_grows_lights_its_new_block(block_map: MapPage, worker: FakeWorker) -> None:
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     block_map.page.fill("#request-filter", "alpha")
     assert lit(block_map, worker)[2] is False
     worker.sequence(1, "cmpl-Alpha", [[[0, 0, 3]], []])
@@ -64,8 +62,7 @@ def test_a_filtered_request_that_grows_lights_its_new_block(block_map: MapPage, 
 
 
 def test_a_click_on_a_blocks_request_selects_it(block_map: MapPage, worker: FakeWorker) -> None:
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     block_map.hover(0, 2)
     block_map.page.mouse.down()
     block_map.page.mouse.up()
@@ -80,8 +77,7 @@ def test_a_click_on_a_blocks_request_selects_it(block_map: MapPage, worker: Fake
 
 def test_the_group_filter_dims_and_the_worker_filter_hides(block_map: MapPage, worker: FakeWorker) -> None:
     other = FakeWorker(worker="w1")
-    block_map.open()
-    block_map.send(worker.frame(whole=True), other.frame(whole=True))
+    block_map.show(worker, other)
     block_map.page.select_option("#group-filter", "window(128)")
     assert lit(block_map, worker) == [False, False, False, False, True, True]
     block_map.page.select_option("#group-filter", "")
@@ -94,8 +90,7 @@ def test_the_group_filter_dims_and_the_worker_filter_hides(block_map: MapPage, w
 
 def test_everything_by_keyboard(block_map: MapPage, worker: FakeWorker) -> None:
     press = block_map.page.keyboard.press
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     worker.put(0, 9, EVICTABLE)
     block_map.send(worker.frame())
     press("Space")
@@ -124,8 +119,7 @@ def test_everything_by_keyboard(block_map: MapPage, worker: FakeWorker) -> None:
 
 def test_the_cursor_moves_from_block_to_block(block_map: MapPage, worker: FakeWorker) -> None:
     press = block_map.page.keyboard.press
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     press("m")
     for key, expected in [
         ("ArrowRight", "full block 0: active, cmpl-Alpha"),
@@ -150,8 +144,7 @@ def test_the_cursor_moves_from_block_to_block(block_map: MapPage, worker: FakeWo
 
 
 def test_single_key_shortcuts_can_be_switched_off(block_map: MapPage, worker: FakeWorker) -> None:
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     block_map.page.click("#help-button")
     block_map.page.check("#no-shortcuts")
     block_map.page.click("#help button")
@@ -162,8 +155,7 @@ def test_single_key_shortcuts_can_be_switched_off(block_map: MapPage, worker: Fa
 
 
 def test_every_control_is_named_and_can_be_tabbed_to(block_map: MapPage, worker: FakeWorker) -> None:
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     controls = block_map.page.locator("button:visible:enabled, select:visible, input:visible, canvas[tabindex]:visible")
     unnamed = controls.evaluate_all(
         "all => all.filter(c => !(c.getAttribute('aria-label') || c.textContent.trim() || c.labels?.length)).map(c => c.id)"
@@ -187,8 +179,7 @@ def test_every_control_is_named_and_can_be_tabbed_to(block_map: MapPage, worker:
 
 
 def test_zoom_makes_cells_larger_and_keeps_them_findable(block_map: MapPage, worker: FakeWorker) -> None:
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     fitted = block_map.rect(0, 2)
     for _ in range(3):
         block_map.page.keyboard.press("+")
@@ -206,8 +197,7 @@ def test_zoom_makes_cells_larger_and_keeps_them_findable(block_map: MapPage, wor
 
 def test_a_small_window_has_no_sideways_scrolling(block_map: MapPage, worker: FakeWorker) -> None:
     block_map.page.set_viewport_size({"width": 390, "height": 700})
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     assert block_map.evaluate("document.documentElement.scrollWidth") <= 390
     assert block_map.colours(0, 0) == {BLUE}
 
@@ -218,8 +208,7 @@ def test_device_pixels_are_used(block_map: MapPage, worker: FakeWorker) -> None:
     assert browser is not None
     dense = browser.new_context(viewport={"width": 1000, "height": 700}, device_scale_factor=2)
     page = MapPage(dense.new_page(), block_map.server)
-    page.open()
-    page.send(worker.frame(whole=True))
+    page.show(worker)
     page.hover(0, 2)
     assert page.text("#tooltip") == "full block 2: active, cmpl-beta"
     assert page.evaluate("transomBlockMap.map.pixels.width === 2 * document.getElementById('map-scroller').clientWidth")

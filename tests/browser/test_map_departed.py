@@ -121,14 +121,6 @@ def test_the_last_worker_leaves_its_past(block_map: MapPage) -> None:
     assert block_map.text("#nothing").startswith("No blocks yet")
 
 
-def test_a_past_is_kept_for_five_minutes(block_map: MapPage, crashed: tuple[FakeWorker, FakeWorker, list[str]]) -> None:
-    known = "[...transomBlockMap.workers.keys()].join()"
-    block_map.pass_time(299)
-    assert block_map.evaluate(known) == "w0,w1"
-    block_map.pass_time(1)
-    assert block_map.evaluate(known) == "w1"
-
-
 def test_eight_are_kept_at_most_and_the_oldest_goes_first(block_map: MapPage) -> None:
     block_map.freeze_clock()
     block_map.open()

@@ -36,8 +36,7 @@ def test_both_tiers_are_drawn_and_numbered(block_map: MapPage) -> None:
     worker.put_host(0, 8, 2, SWAPPED)
     worker.put_host(0, 10, 6, FREE)
     worker.totals["spilled_blocks"] = 10
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     assert [section[:2] for section in block_map.evaluate(SECTIONS)] == [["w0", "device"], ["w0", "host"]]
     states, owners = block_map.evaluate(STATES, "w0")
     assert states[:17] == [PINNED] * 8 + [SWAPPED] * 2 + [FREE] * 6 + [UNLEASED]
@@ -47,13 +46,24 @@ def test_both_tiers_are_drawn_and_numbered(block_map: MapPage) -> None:
     assert f"full 10 of {48 * PER_PAGE} blocks" in headings
     assert "Swapped" in block_map.text("#host-legend")
     assert "Spilled blocks" in block_map.text("#counters")
+    block_map.send(FakeWorker(worker="w1").frame(whole=True))
+    assert [section[:2] for section in block_map.evaluate(SECTIONS)][2:] == [["w1", "device"]]
+
+
+def test_every_state_has_its_own_look(block_map: MapPage) -> None:
+    worker = worker_with_host()
+    looks = [PINNED, EVICTABLE, FREE, EVICTED, LOADING, SWAPPED, IMPORTED, EXPORTED, MOVED]
+    for block, state in enumerate(looks):
+        worker.put_host(0, block, 1, state)
+    block_map.show(worker)
+    pixels = {str(block_map.pixels(block_map.evaluate(HOST_RECT, [0, block]))) for block in range(len(looks))}
+    assert len(pixels) == len(looks)
 
 
 def test_a_spill_shows_in_both_tiers_and_then_settles(block_map: MapPage) -> None:
     worker = worker_with_host()
     worker.put(0, 3, EVICTABLE, hash_prefix=7)
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     worker.put(0, 3, EVICTED)
     worker.spilled = [(0, 3)]
     worker.put_host(0, 20, 1, PINNED)
@@ -82,8 +92,7 @@ def test_requests_that_load_or_are_swapped_name_their_host_blocks(block_map: Map
     worker.sequence(1, "loads", [[[0, 0, 1]], []], phase="loading", host_runs=[[[0, 4]], []])
     worker.sequence(2, "waits", [[], []], phase="swapped", host_runs=[[[4, 3]], []])
     block_map.server.description = {"first_byte": 1280, "hash": "ab" * 8}
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     assert "swapped, 32 of 33 tokens" in block_map.text("#requests")
     assert "1 loading, 1 swapped" in block_map.text("#map-world")
     x, y, width, height = block_map.evaluate(HOST_RECT, [0, 5])
@@ -95,32 +104,10 @@ def test_requests_that_load_or_are_swapped_name_their_host_blocks(block_map: Map
     assert block_map.server.described == [{"worker": "w0", "group": "0", "block": "5", "tier": "host"}]
 
 
-def test_workers_without_a_host_tier_have_one_section(block_map: MapPage) -> None:
-    worker = FakeWorker()
-    worker.lease(0, 0)
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
-    assert [section[:2] for section in block_map.evaluate(SECTIONS)] == [["w0", "device"]]
-    assert block_map.page.locator("#host-panel").is_hidden()
-    assert "Spilled blocks" not in block_map.text("#counters")
-
-
-def test_every_state_has_its_own_look(block_map: MapPage) -> None:
-    worker = worker_with_host()
-    looks = [PINNED, EVICTABLE, FREE, EVICTED, LOADING, SWAPPED, IMPORTED, EXPORTED, MOVED]
-    for block, state in enumerate(looks):
-        worker.put_host(0, block, 1, state)
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
-    pixels = {str(block_map.pixels(block_map.evaluate(HOST_RECT, [0, block]))) for block in range(len(looks))}
-    assert len(pixels) == len(looks)
-
-
 def test_a_host_tier_of_a_million_blocks_leaves_the_device_large(block_map: MapPage) -> None:
     worker = worker_with_host(num_pages=2**16)
     worker.put_host(0, 0, 2**16, PINNED)
-    block_map.open()
-    block_map.send(worker.frame(whole=True))
+    block_map.show(worker)
     ((_, _, top), (_, _, host_top)) = block_map.evaluate(SECTIONS)
     box = block_map.page.locator("#map").bounding_box()
     assert box is not None

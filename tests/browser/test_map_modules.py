@@ -1,16 +1,14 @@
-"""The page's modules on their own: decoder, server-sent events, history, geometry, layout, colours."""
+"""The page's modules on their own: decoder, server-sent events, history, geometry, layout."""
 
 from __future__ import annotations
 
 import base64
-import itertools
 from typing import Any
 
 import pytest
 
 from tests.browser.block_frames import ACTIVE, EVICTABLE, FakeWorker
 from tests.browser.busy_worker import BusyWorker
-from tests.browser.colour_vision import contrast, distance
 from tests.browser.map_page import MapPage
 
 pytestmark = pytest.mark.browser
@@ -179,28 +177,3 @@ def test_a_page_that_changes_hands_forgets_the_old_groups_blocks(modules: MapPag
     const { states, geometry } = worker.live, [, second] = geometry.offsets;
     return [0, second].map((from, g) => states.subarray(from, from + geometry.groups[g].num_blocks).filter(Boolean).length);"""
     assert run(modules, "workers:Worker frames:decodeFrame,fromBase64", body, [first, second]) == [0, 32]
-
-
-@pytest.mark.parametrize(("theme", "ground"), [("light", "#ffffff"), ("dark", "#14181d")])
-def test_hues_are_told_apart_by_every_kind_of_colour_vision(modules: MapPage, theme: str, ground: str) -> None:
-    hues = run(modules, "colours:HUES", "return HUES[argument];", theme)
-    assert all(contrast(hue, ground) >= 3 for hue in hues)
-    for vision in ("normal", "protan", "deutan", "tritan"):
-        apart = {pair: distance(*pair, vision) for pair in itertools.combinations(hues, 2)}
-        assert min(apart.values()) > 0.08, (vision, min(apart, key=lambda pair: apart[pair]))
-
-
-def test_text_can_be_read_on_its_ground(modules: MapPage) -> None:
-    for theme in ("light", "dark"):
-        colours = modules.evaluate(
-            """(theme) => {
-              document.documentElement.dataset.theme = theme;
-              const style = getComputedStyle(document.documentElement);
-              return Object.fromEntries(["ground", "page", "text", "muted", "accent", "accent-text", "good", "bad"].map(
-                name => [name, style.getPropertyValue("--" + name).trim()]));
-            }""",
-            theme,
-        )
-        for name in ("text", "muted", "good", "bad"):
-            assert min(contrast(colours[name], colours["ground"]), contrast(colours[name], colours["page"])) >= 4.5
-        assert contrast(colours["accent"], colours["accent-text"]) >= 4.5

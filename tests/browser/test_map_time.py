@@ -29,7 +29,7 @@ def move(fake: FakeWorker, moment: int) -> bytes:
         fake.give_back(5)
     fake.event("hit", request=f"cmpl-{moment}", count=16)
     fake.totals["hit_tokens"] += 16
-    return fake.frame(whole=moment == 0)
+    return fake.frame(whole=moment in (0, 3))
 
 
 @pytest.fixture
@@ -46,6 +46,7 @@ def snapshots(block_map: MapPage) -> list[str]:
 
 
 def test_steps_back_and_forth_restore_the_pixels(block_map: MapPage, snapshots: list[str]) -> None:
+    """A whole frame between others is a moment as any other, and is what the frames before it told."""
     block_map.page.click("#toggle")
     assert block_map.all_pixels() == snapshots[-1]
     for moment in reversed(range(NUM_MOMENTS - 1)):
@@ -96,33 +97,10 @@ def test_the_slider_goes_to_any_moment(block_map: MapPage, snapshots: list[str])
     assert block_map.all_pixels() == snapshots[1]
     block_map.page.keyboard.press("ArrowLeft")
     assert block_map.all_pixels() == snapshots[0]
+    block_map.page.click("#forth")
+    block_map.page.locator("#strip canvas").first.click(position={"x": 3, "y": 20})
+    assert block_map.all_pixels() == snapshots[0], "before the oldest frame there is only the oldest"
     assert "Paused at" in (slider.get_attribute("aria-valuetext") or "")
-
-
-def test_several_workers_are_paused_at_the_same_moment(block_map: MapPage) -> None:
-    fakes = [worker_in_motion("w0"), worker_in_motion("w1")]
-    block_map.open()
-    snapshots = []
-    for moment in range(4):
-        for fake in fakes:
-            block_map.send(move(fake, moment))
-            snapshots.append(block_map.all_pixels())
-    for expected in reversed(snapshots[1:-1]):  # at the very first only one worker was there
-        block_map.page.click("#back")
-        assert block_map.all_pixels() == expected
-
-
-def test_a_whole_frame_between_diffs_is_just_another_moment(block_map: MapPage) -> None:
-    fake = worker_in_motion()
-    block_map.open()
-    snapshots = []
-    for moment in range(3):
-        block_map.send(move(fake, moment))
-        snapshots.append(block_map.all_pixels())
-    block_map.send(fake.frame(whole=True))
-    for expected in (snapshots[2], snapshots[1]):
-        block_map.page.click("#back")
-        assert block_map.all_pixels() == expected
 
 
 def test_the_strip_begins_with_the_frames_history(block_map: MapPage) -> None:
@@ -156,17 +134,6 @@ def test_a_worker_that_rests_leaves_no_gap_in_the_strip(block_map: MapPage) -> N
     block_map.page.evaluate("() => transomBlockMap.requestRender(true)")
     block_map.settle()
     assert block_map.page.locator("#strip .strip-row p").first.inner_text().startswith("full 64 leased"), "of both"
-
-
-def test_a_click_on_the_strip_goes_to_that_time(block_map: MapPage) -> None:
-    fake = worker_in_motion()
-    block_map.open()
-    for moment in range(3):
-        block_map.send(move(fake, moment))
-    block_map.page.locator("#strip canvas").first.click(position={"x": 3, "y": 20})
-    assert block_map.text("#toggle") == "Resume"
-    block_map.settle()
-    assert block_map.page.locator("#events li").count() == 1, "before the oldest frame there is only the oldest"
 
 
 def test_an_empty_map_cannot_be_paused(block_map: MapPage) -> None:

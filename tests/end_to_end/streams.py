@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,6 @@ class Stream:
 
     text: str = ""
     num_chunks: int = 0
-    longest_gap_s: float = 0.0
     error: dict[str, Any] | None = None
     is_whole: bool = False  # the end mark came
     usage: dict[str, Any] | None = None
@@ -46,15 +44,12 @@ def bodies(count: int, *, max_tokens: int) -> list[dict[str, Any]]:
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any], stream: Stream) -> Stream:
     """Send one request and read its answer into `stream`, as far as it comes."""
-    last_s = time.monotonic()
     async with client.stream("POST", "/v1/completions", json=body) as reply:
         assert reply.status_code == 200, await reply.aread()
         async for line in reply.aiter_lines():
             if line == "data: [DONE]":
                 stream.is_whole = True
             elif line.startswith("data: "):
-                now_s = time.monotonic()
-                stream.longest_gap_s, last_s = max(stream.longest_gap_s, now_s - last_s), now_s
                 _read_chunk(json.loads(line[6:]), stream)
     return stream
 

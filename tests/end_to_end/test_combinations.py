@@ -1,17 +1,15 @@
 """Everything on at once, and exact: every feature in every combination gives the tokens of a plain reference.
 
-Each feature that lands adds its switch here: prefix cache, window repair, chunk size, pool size (preemption), steps in flight,
-the hybrid cache on or off, resumed requests, answers held to a grammar beside free ones; over models with full, window,
-sink + window and chunked layers. Chunk sizes take turns, the rest meets in every combination. Several ranks, which share
-nothing but plans, meet some of them.
-
-Every day each pair of values meets at least once, in a model's `Mix`es; `make test-all` runs the full cross.
+One table has the features: prefix cache, window repair, pool size (preemption), steps in flight, chunk size, the hybrid cache on or
+off; over models with full, window, sink + window and chunked layers. Every combination has resumed requests, and answers held to a
+grammar beside free ones. Every pair of values meets every day, every three values in `make test-all`. Tiers, formats of the cache,
+steps that fail and several ranks have tests of their own, each with everything else on.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,12 @@ import pytest
 from tests.core.grammar.vocabularies import json_grammar
 from tests.engine_driver import make_engine, make_request, run
 from tests.lost_windows import lose_windows
+from tests.matrices import covering, some_daily
 from tests.memory_faults import PLACES, OutOfMemoryExecutor, Place
 from tests.oracle_answers import oracle_answers
-from tests.tiny_checkpoints import HybridCase
+from tests.tiny_checkpoints import HybridCase, reference_greedy
 from transom_core.contract import Request
 from transom_worker.engine.engine import Engine
-from transom_worker.planner import CachePlan
 from transom_worker.scheduling import in_flight_prefixes
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan
@@ -54,6 +52,7 @@ SETTINGS: dict[str, Any] = {"block_size": 8, "max_model_len": 256, "max_num_seqs
 class Mix:
     """One combination of the features that an engine can switch."""
 
+    model: str
     caching: str
     pool: str
     in_flight: int
@@ -61,30 +60,9 @@ class Mix:
     hybrid: bool
 
 
-def full_cross(name: str, *, hybrid: bool) -> list[Mix]:
-    """Every combination, with chunk sizes in turn; of the dense cache, which is a model's plain form, every third one."""
-    found = list(itertools.product(CACHING, POOLS, IN_FLIGHT))[:: 1 if hybrid else 3]
-    first = list(MODELS).index(name)
-    return [Mix(*switches, CHUNKS[(at + first) % len(CHUNKS)], hybrid) for at, switches in enumerate(found)]
-
-
-def pairwise(name: str) -> list[Mix]:
-    """Four combinations of a model; those of all models together have every two values of any two features."""
-    m = list(MODELS).index(name)
-    repaired_in = 1 if m % 3 else 0  # a tight pool seldom leaves a window to repair: where there are any, it is roomy
-    mixes = []
-    for at in range(4):
-        caching = at if at < 3 else m % 3
-        mixes.append(
-            Mix(
-                CACHING[caching],
-                POOLS[(caching + repaired_in) % 2],
-                IN_FLIGHT[(at + m // 3) % 2],
-                CHUNKS[(at + m + at // 3 + m // 5) % 3],  # "SCF" is not preempted where its chunks are the smallest
-                hybrid=at < 3,
-            )
-        )
-    return mixes
+FEATURES = (list(MODELS), CACHING, POOLS, IN_FLIGHT, CHUNKS, (True, False))
+PAIRS, TRIPLES = covering(*FEATURES), covering(*FEATURES, strength=3)
+MIXES = some_daily(dict.fromkeys([*PAIRS, *TRIPLES]), PAIRS)
 
 
 def prompts() -> list[list[int]]:
@@ -120,20 +98,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return waited
 
 
-@dataclass(kw_only=True)
-class Seen:
-    """What happened on the way, so that nothing is exact because it did not happen."""
-
-    preemptions: int = 0
-    swaps: int = 0
-    loaded_blocks: int = 0
-    hits: int = 0
-    repaired: int = 0
-    read_blocks: int = 0  # from the disk
-    broken_blocks: int = 0
-
-
 Margins = list[list[dict[int, float]]]  # by answer and step: log-probabilities of the likeliest tokens
+CLOSE_CALL = 0.2  # nats
 
 
 def ask(request_id: str, index: int, prompt: list[int], **more: Any) -> Request:
@@ -142,9 +108,12 @@ def ask(request_id: str, index: int, prompt: list[int], **more: Any) -> Request:
 
 
 def check(
-    engine: Engine, want: list[list[int]], where: object, seen: Seen, *, lose: bool, margins: Margins | None = None
-) -> None:
-    """All prompts twice: from nothing, and resumed over what is cached then, without its windows if `lose`."""
+    engine: Engine, want: list[list[int]], where: object, *, lose: bool = True, margins: Margins | None = None
+) -> Counter[str]:
+    """All prompts twice: from nothing, and resumed over what is cached then, without its windows if `lose`.
+
+    Returns how often what happened on the way, so that a test can say that nothing is exact because it did not happen.
+    """
     fresh = [ask(f"r{i}", i, p) for i, p in enumerate(prompts())]
     resumed = [ask(f"s{i}", i, p, resumed=want[i][: i % NUM_TOKENS]) for i, p in enumerate(prompts())]
     got = run(engine, fresh)
@@ -155,17 +124,18 @@ def check(
     tails = [w[i % NUM_TOKENS :] for i, w in enumerate(want)]
     later = margins and [answer[i % NUM_TOKENS :] for i, answer in enumerate(margins)]
     compare([whole.token_ids for whole in rest], tails, where, later)
-    seen.preemptions += engine.scheduler.work.num_preemptions
-    seen.swaps += engine.scheduler.work.num_swaps
-    loads = engine.scheduler.cache.tiers.loads
-    seen.loaded_blocks += sum(loads.num_loaded)
-    seen.hits += sum(whole.num_cached_tokens for whole in got + rest)
-    seen.repaired += engine.scheduler.stats().outcome_tokens.get("repaired", 0)
-    for report in engine.executor.rank_reports():
-        if report.usage.disk is not None:
-            seen.read_blocks += report.usage.disk.num_read
-            seen.broken_blocks += report.usage.disk.num_broken
+    disks = [report.usage.disk for report in engine.executor.rank_reports() if report.usage.disk is not None]
+    seen = Counter(
+        preemptions=engine.scheduler.work.num_preemptions,
+        swaps=engine.scheduler.work.num_swaps,
+        loaded_blocks=sum(engine.scheduler.cache.tiers.loads.num_loaded),
+        hits=sum(whole.num_cached_tokens for whole in got + rest),
+        repaired=engine.scheduler.stats().outcome_tokens.get("repaired", 0),
+        read_blocks=sum(disk.num_read for disk in disks),
+        broken_blocks=sum(disk.num_broken for disk in disks),
+    )
     engine.shutdown()
+    return seen
 
 
 def compare(got: list[list[int]], want: list[list[int]], where: object, margins: Margins | None) -> None:
@@ -181,80 +151,49 @@ def compare(got: list[list[int]], want: list[list[int]], where: object, margins:
         assert likely[want[i][step]] - likely.get(got[i][step], -math.inf) < CLOSE_CALL, (where, i, step)
 
 
-def check_mixes(
-    model: Path,
-    name: str,
-    mixes: list[Mix],
-    want: list[list[int]],
-    tight_kib: int = 0,
-    margins: Margins | None = None,
-    **settings: Any,
-) -> Seen:
-    """An engine for each combination gives the reference's tokens; what happened in all of them."""
-    case, tight_kib = MODELS[name][0], tight_kib or MODELS[name][1]
-    seen = Seen()
-    for mix in mixes:
-        engine = make_engine(
-            str(model),
-            **case.settings(),
-            **SETTINGS,
-            hybrid_kv_cache=mix.hybrid,
-            enable_prefix_caching=mix.caching != "off",
-            window_repair=mix.caching == "repair",
-            max_num_batched_tokens=mix.chunk,
-            steps_in_flight=mix.in_flight,
-            kv_cache_memory_bytes=8 << 20 if mix.pool == "roomy" else (tight_kib if mix.hybrid else 300) << 10,
-            **settings,
-        )
-        check(engine, want, (name, mix), seen, lose=mix.caching == "repair", margins=margins)
-    return seen
-
-
-def test_every_two_values_meet() -> None:
-    """What `pairwise` promises, and that each of its hybrids has every kind of caching."""
-
-    def pairs(mixes: list[tuple[str, Mix]]) -> set[tuple[tuple[int, object], tuple[int, object]]]:
-        rows = [(name, mix.caching, mix.pool, mix.in_flight, mix.chunk, mix.hybrid) for name, mix in mixes]
-        return {two for row in rows for two in itertools.combinations(enumerate(row), 2)}
-
-    values = itertools.product(MODELS, CACHING, POOLS, IN_FLIGHT, CHUNKS, (True, False))
-    possible = [
-        (name, Mix(caching, pool, steps, chunk, hybrid)) for name, caching, pool, steps, chunk, hybrid in values
-    ]
-    assert pairs([(name, mix) for name in MODELS for mix in pairwise(name)]) == pairs(possible)
-    for name in MODELS:
-        assert {mix.caching for mix in pairwise(name) if mix.hybrid} == set(CACHING)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_pairs_are_exact(tiny_model: Path, expected: dict[str, list[list[int]]], waits: list[int], name: str) -> None:
-    seen = check_mixes(tiny_model, name, pairwise(name), expected[name])
-    assert seen.preemptions > 0
-    assert seen.hits > 0
-    assert waits
-    assert (seen.repaired > 0) == (name not in ("full", "windows only"))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "dense"])
-@pytest.mark.parametrize("name", MODELS)
-def test_every_combination_is_exact(
-    tiny_model: Path, expected: dict[str, list[list[int]]], waits: list[int], name: str, hybrid: bool
+@pytest.mark.parametrize("mix", [pytest.param(Mix(*one.values), id=one.id, marks=one.marks) for one in MIXES])  # type: ignore[arg-type]
+def test_a_combination_is_exact(
+    tiny_model: Path, expected: dict[str, list[list[int]]], waits: list[int], mix: Mix
 ) -> None:
-    seen = check_mixes(tiny_model, name, full_cross(name, hybrid=hybrid), expected[name])
-    assert seen.preemptions > 0
-    assert seen.hits > 0
-    assert waits
-    assert (seen.repaired > 0) == (hybrid and name not in ("full", "windows only"))
+    case, tight_kib = MODELS[mix.model]
+    engine = make_engine(
+        str(tiny_model),
+        **case.settings(),
+        **SETTINGS,
+        hybrid_kv_cache=mix.hybrid,
+        enable_prefix_caching=mix.caching != "off",
+        window_repair=mix.caching == "repair",
+        max_num_batched_tokens=mix.chunk,
+        steps_in_flight=mix.in_flight,
+        kv_cache_memory_bytes=8 << 20 if mix.pool == "roomy" else (tight_kib if mix.hybrid else 300) << 10,
+    )
+    seen = check(engine, expected[mix.model], mix, lose=mix.caching == "repair")
+    assert (seen["hits"] > 0) == bool(waits) == (mix.caching != "off")
+    if mix.pool == "tight" and mix.chunk > min(CHUNKS):  # with the smallest chunks few requests run side by side
+        assert seen["preemptions"] > 0
+    if mix.caching != "repair" or not mix.hybrid or mix.model in ("full", "windows only"):
+        assert seen["repaired"] == 0
+    elif mix.pool == "roomy":  # a tight pool seldom leaves a window to repair
+        assert seen["repaired"] > 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("SSF with sinks", "SCF") else pytest.param(name, marks=pytest.mark.exhaustive)
-        for name in MODELS
-    ],
-)
+def test_an_answer_goes_on_after_a_repair(tiny_model: Path) -> None:
+    """What was published after a repair serves the next turn: its tokens, too, are those of a cold run."""
+    case = HybridCase(window=11, pattern="SSF")
+    engine = make_engine(str(tiny_model), **case.settings(), block_size=8, max_model_len=256)
+    conversation = prompts()[-1][:70]
+    for turn in range(3):
+        (answer,) = run(engine, [make_request(f"turn{turn}", conversation, max_tokens=30)])
+        assert answer.token_ids == reference_greedy(tiny_model, conversation, 30, case, guess=answer.token_ids)
+        assert (answer.num_cached_tokens > 0) == (turn > 0)
+        conversation = [*conversation, *answer.token_ids, 77 + turn]
+        if turn == 0:
+            lose_windows(engine.scheduler.cache)
+    assert engine.scheduler.stats().outcome_tokens["repaired"] > 0
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("name", some_daily(MODELS, ["SSF with sinks", "SCF"]))
 def test_steps_that_run_out_of_memory_are_exact(
     tiny_model: Path, expected: dict[str, list[list[int]]], name: str
 ) -> None:
@@ -293,145 +232,98 @@ def test_steps_that_run_out_of_memory_are_exact(
     assert executor.num_faults == 24
     assert num_ended > 12
     assert list(got.values()) == expected[name]
-    check(engine, expected[name], name, Seen(), lose=True)  # what failed steps have left in the cache is right
-
-
-def float_plan(model: Path, case: HybridCase) -> CachePlan:
-    """The plan of an engine whose cache is not quantised."""
-    engine = make_engine(str(model), **case.settings(), **SETTINGS)
-    engine.shutdown()
-    return engine.info.plan
-
-
-CLOSE_CALL = 0.2  # nats
-QUANTISED = {"SSF with sinks": "int8", "SCF": "int4", "full": "fp8", "CF": "full=int8"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "SSF with sinks" else pytest.param(name, marks=pytest.mark.exhaustive) for name in QUANTISED],
-)
-def test_quantised_caches_are_exact(tiny_model: Path, name: str) -> None:
-    """Whatever is on, the tokens are those of an engine with the same number formats and nothing on, but for close calls.
-
-    The order of a sum depends on how many rows a step has. That moves a key by a few of float32's last bits, and over the edge
-    between two stored numbers once in some ten thousand times.
-    """
-    answers = quantised_answers(tiny_model, name, QUANTISED[name])
-    tight_kib = int(MODELS[name][1] * answers.shrunk)
-    mixes = [mix for mix in pairwise(name) if mix.hybrid]
-    seen = check_mixes(
-        tiny_model, name, mixes, answers.want, tight_kib, answers.margins, kv_cache_dtype=QUANTISED[name]
-    )
-    assert seen.preemptions > 0
-    assert seen.hits > 0
+    check(engine, expected[name], name)  # what failed steps have left in the cache is right
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedAnswers:
+class Plain:
     """What an engine with the same number formats, and nothing on, answers, and how likely other tokens were.
 
-    `shrunk` is the size of the cache relative to one that is not quantised.
+    `shrunk` is the size of the cache relative to one that is not quantised, `request_kib` that of the longest request's part.
     """
 
     want: list[list[int]]
     margins: Margins
     shrunk: float
+    request_kib: float
 
 
-def quantised_answers(model: Path, name: str, asked: str) -> QuantisedAnswers:
-    """The answers of one model under the formats that `asked` names."""
-    case = MODELS[name][0]
+def plain_answers(model: Path, name: str, formats: str) -> Plain:
+    """The answers of one model under the formats of its cache."""
+    settings: dict[str, Any] = {**MODELS[name][0].settings(), **SETTINGS}
+    unquantised = make_engine(str(model), **settings)
     plain = make_engine(
-        str(model),
-        **case.settings(),
-        **SETTINGS,
-        kv_cache_dtype=asked,
-        enable_prefix_caching=False,
-        max_num_batched_tokens=1024,
-        kv_cache_memory_bytes=8 << 20,
+        str(model), **settings, kv_cache_dtype=formats, enable_prefix_caching=False, max_num_batched_tokens=1024
     )
-    fresh = [ask(f"r{i}", i, p, logprobs=8) for i, p in enumerate(prompts())]
-    answers = run(plain, fresh)
+    answers = run(plain, [ask(f"r{i}", i, p, logprobs=8) for i, p in enumerate(prompts())])
     margins = [
         [{one.token_id: one.logprob for one in (step.chosen, *step.top)} for step in answer.logprobs]
         for answer in answers
     ]
-    plain.shutdown()
-    shrunk = plain.info.plan.request_bytes / float_plan(model, case).request_bytes
-    return QuantisedAnswers([answer.token_ids for answer in answers], margins, shrunk)
+    for engine in (plain, unquantised):
+        engine.shutdown()
+    request_bytes = plain.info.plan.request_bytes
+    shrunk = request_bytes / unquantised.info.plan.request_bytes
+    return Plain([answer.token_ids for answer in answers], margins, shrunk, request_bytes / 1024)
 
 
-TIERED = {"SSF with sinks": "sinks_window=fp8,full=int8", "SCF": "int4", "full": "int8", "CF": "full=int4", "SF": "fp8"}
+# Model, formats of its cache, and how it preempts.
+TIERED = [
+    ("SSF with sinks", "sinks_window=fp8,full=int8", "swap"),
+    ("SCF", "int4", "swap"),
+    ("full", "int8", "swap"),
+    ("CF", "full=int4", "swap"),
+    ("SF", "fp8", "swap"),
+    *((name, "auto", mode) for name in MODELS for mode in ("swap", "auto")),
+]
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("SSF with sinks", "SCF") else pytest.param(name, marks=pytest.mark.exhaustive)
-        for name in TIERED
-    ],
+    ("name", "formats", "mode"),
+    some_daily(TIERED, [TIERED[0], TIERED[1], ("SSF with sinks", "auto", "swap"), ("SCF", "auto", "auto")]),
 )
-def test_quantised_caches_are_exact_in_all_tiers(tiny_model: Path, tmp_path: Path, fast_reads: None, name: str) -> None:
-    """Quantised blocks and their scales go to the host and to files, and come back, also into a second engine."""
+def test_tiers_are_exact(
+    tiny_model: Path,
+    tmp_path: Path,
+    fast_reads: None,
+    expected: dict[str, list[list[int]]],
+    name: str,
+    formats: str,
+    mode: str,
+) -> None:
+    """Blocks go to the host and to files, and come back, also into a second engine; preempted requests are swapped.
+
+    Quantised caches are compared with an engine that has nothing on, but for close calls: the order of a sum depends on how many
+    rows a step has. That moves a key by a few of float32's last bits, and over the edge between two stored numbers once in some
+    ten thousand times.
+    """
     case, tight_kib = MODELS[name]
-    answers = quantised_answers(tiny_model, name, TIERED[name])
-    tight_kib = int(0.7 * tight_kib * answers.shrunk)  # fewer run at once, while others wait for the disk
-    seen = Seen()
+    want, margins = expected[name], None
+    if formats != "auto":
+        plain = plain_answers(tiny_model, name, formats)
+        want, margins = plain.want, plain.margins
+        # Fewer run at once, while others wait for the disk; a quarter is what pages of a small pool leave unused.
+        tight_kib = int(max(0.7 * tight_kib * plain.shrunk, 1.25 * plain.request_kib))
+    seen = Counter[str]()
     for turn in range(2):
         engine = make_engine(
             str(tiny_model),
             **case.settings(),
             **SETTINGS,
-            kv_cache_dtype=TIERED[name],
+            kv_cache_dtype=formats,
             device="cpu",
-            max_num_batched_tokens=CHUNKS[turn],
-            steps_in_flight=2,
+            # With the smallest chunks few run side by side, and whether one is preempted depends on grammars' compile time.
+            max_num_batched_tokens=CHUNKS[turn] if formats != "auto" else CHUNKS[1 + turn],
+            steps_in_flight=2 - turn,
             kv_cache_memory_bytes=tight_kib << 10,
             swap_space=f"{tight_kib}KiB",
-            preemption_mode="swap",
+            preemption_mode=mode,
             disk_cache=str(tmp_path),
             disk_space="64MiB",
         )
-        check(engine, answers.want, (name, turn), seen, lose=True, margins=answers.margins)
-    assert seen.swaps > 0
-    assert seen.loaded_blocks > 0
-    assert seen.hits > 0
-    assert seen.read_blocks > 0
-    assert seen.broken_blocks == 0
-
-
-@pytest.mark.parametrize("mode", ["swap", "auto"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("SSF with sinks", "SCF") else pytest.param(name, marks=pytest.mark.exhaustive)
-        for name in MODELS
-    ],
-)
-def test_the_host_tier_is_exact(
-    tiny_model: Path, expected: dict[str, list[list[int]]], waits: list[int], name: str, mode: str
-) -> None:
-    """With everything on, in a tight pool: blocks go to the host and come back, and preempted requests are swapped."""
-    case, tight_kib = MODELS[name]
-    m = list(MODELS).index(name) + (mode == "swap")
-    seen = Seen()
-    engine = make_engine(
-        str(tiny_model),
-        **case.settings(),
-        **SETTINGS,
-        # With the smallest chunks few requests run side by side, and whether one is preempted depends on grammars' compile time.
-        max_num_batched_tokens=CHUNKS[1 + m % 2],
-        steps_in_flight=IN_FLIGHT[m % 2],
-        kv_cache_memory_bytes=tight_kib << 10,
-        swap_space="2MiB",
-        preemption_mode=mode,
-    )
-    check(engine, expected[name], (name, mode), seen, lose=True)
-    assert seen.loaded_blocks > 0
-    assert seen.swaps > 0
-    assert seen.hits > 0
-    assert waits
+        seen += check(engine, want, (name, turn), margins=margins)
+    assert min(seen[what] for what in ("swaps", "loaded_blocks", "hits", "read_blocks")) > 0, seen
+    assert seen["broken_blocks"] == 0
 
 
 @pytest.mark.parametrize(
@@ -443,7 +335,6 @@ def test_several_ranks_are_exact(
 ) -> None:
     """With everything on; each rank has one of the two KV heads, so half the bytes hold as many blocks."""
     case, tight_kib = MODELS[name]
-    seen = Seen()
     engine = make_engine(
         str(tiny_model),
         **case.settings(),
@@ -456,8 +347,8 @@ def test_several_ranks_are_exact(
         swap_space="1MiB",
         preemption_mode="swap",
     )
-    check(engine, expected[name], (name, ranks), seen, lose=True)
-    assert seen.hits > 0
+    seen = check(engine, expected[name], (name, ranks))
+    assert seen["hits"] > 0
     assert waits
-    assert (seen.swaps if pool == "tight" else seen.repaired) > 0
-    assert pool == "roomy" or seen.loaded_blocks > 0
+    assert seen["swaps" if pool == "tight" else "repaired"] > 0
+    assert pool == "roomy" or seen["loaded_blocks"] > 0

@@ -1,11 +1,13 @@
-"""The demo model in fp32 against transformers on the same weights: whatever else goes on."""
+"""The demo model in fp32 against transformers on the same weights: in chunks, cached, preempted, and with windows put on it."""
 
 from __future__ import annotations
 
 import pytest
+from transformers import LlamaForCausalLM
 
 from tests.end_to_end.demo_model import Expected, check, continuations, demo_prompts, generate, load_oracle, make
 from tests.how_many import ALL_TESTS
+from tests.tiny_checkpoints import HybridCase
 from transom_worker.llm import RequestOutput
 
 # a real model computes for minutes where others compute beside it
@@ -23,8 +25,13 @@ def in_chunks() -> list[RequestOutput]:
 
 
 @pytest.fixture(scope="module")
-def expected(in_chunks: list[RequestOutput]) -> list[Expected]:
-    return continuations(load_oracle(), demo_prompts(), in_chunks)
+def oracle() -> LlamaForCausalLM:
+    return load_oracle()
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: LlamaForCausalLM, in_chunks: list[RequestOutput]) -> list[Expected]:
+    return continuations(oracle, demo_prompts(), in_chunks)
 
 
 def test_all_at_once_in_chunks(in_chunks: list[RequestOutput], expected: list[Expected]) -> None:
@@ -50,3 +57,21 @@ def test_a_pool_so_small_that_requests_queue_and_are_preempted(expected: list[Ex
     with make(kv_cache_memory_bytes=num_blocks * block_bytes, max_num_batched_tokens=192) as llm:
         check(generate(llm, [want.prompt for want in some]), some)
         assert llm.engine.scheduler.work.num_preemptions > 0
+
+
+@pytest.mark.parametrize("sinks", [pytest.param(0, marks=pytest.mark.exhaustive), 4])
+def test_windows_on_real_weights_are_a_hybrid(oracle: LlamaForCausalLM, sinks: int) -> None:
+    """SSF with a window of 40 equals transformers with the same masks: cold, from the cache, with the hybrid cache off."""
+    case = HybridCase(window=40, sinks=sinks, pattern="SSF")
+    some = demo_prompts()[2:-1:2] if ALL_TESTS else demo_prompts()[4::2]
+    with make(**case.settings()) as llm:
+        assert len(llm.engine.info.layout.groups) == 2
+        cold = generate(llm, some)
+        expected = continuations(oracle, some, cold, case)
+        check(cold, expected)
+        again = generate(llm, some)
+        check(again, expected)
+        assert sum(out.num_cached_tokens for out in again) > 0
+    with make(**case.settings(), hybrid_kv_cache=False, max_num_batched_tokens=200) as llm:
+        assert len(llm.engine.info.layout.groups) == 1
+        check(generate(llm, some), expected)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.end_to_end.test_combinations import NUM_TOKENS, prompts
 from tests.engine_driver import Whole, make_engine, make_request, run
+from tests.matrices import some_daily
 from tests.oracle_answers import oracle_answers
 from tests.tiny_checkpoints import FULL, HybridCase
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, Request, WindowPolicy
@@ -24,11 +25,12 @@ NO_SINKS = WindowPolicy(sinks=0, window=24)
 ADAPTIVE = AdaptivePolicy(sinks=4, min_window=16, max_window=64, threshold=0.05)
 HEAVY = HeavyPolicy(sinks=4, budget=48)
 MIXED: tuple[KvPolicy | None, ...] = (None, WINDOW, HEAVY, NO_SINKS, ADAPTIVE)
+POLICIES: dict[str, tuple[KvPolicy | None, ...]] = {"mixed": MIXED, "window": (WINDOW,), "no sinks": (NO_SINKS,)}
 SETTINGS: dict[str, Any] = {
     "block_size": 8,
     "max_model_len": 256,
-    "max_num_seqs": 24,
-}  # windows hold little: many at once
+    "max_num_seqs": 24,  # windows hold little: many at once
+}
 TIGHT_KIB = 280  # the longest request just fits
 ROOMY_KIB = 8 << 10
 
@@ -97,73 +99,54 @@ def num_compared(engine: Engine) -> int:
     return sum(one.num_compared for one in stats.values())
 
 
-@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
-@pytest.mark.parametrize("chunk", [16, pytest.param(64, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("host", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_all_policies_in_one_batch(
-    tiny_model: Path, expected: dict[KvPolicy | None, Answers], steps: int, chunk: int, host: bool
-) -> None:
-    tiers: dict[str, Any] = {"swap_space": "2MiB", "preemption_mode": "swap"} if host else {}
-    engine = make_engine(
-        str(tiny_model),
-        **SETTINGS,
-        max_num_batched_tokens=chunk,
-        steps_in_flight=steps,
-        kv_cache_memory_bytes=TIGHT_KIB << 10,
-        **tiers,
-    )
-    found = check(engine, MIXED, expected)
-    work = engine.scheduler.work
-    assert (work.num_swaps, work.num_preemptions) > (0, 0)
-    assert bool(work.num_swaps) == host
-    assert bool(work.num_preemptions) != host
-    assert sum(whole.num_cached_tokens for whole in found) > 0
-    assert num_compared(engine) > 0
-    engine.shutdown()
+# Policies, ranks, KiB of the pool, tokens of a step, steps in flight, and how requests are preempted ("" without a host tier).
+COMBINATIONS = [
+    ("mixed", 1, TIGHT_KIB, 16, 2, "swap"),
+    ("window", 1, TIGHT_KIB, 16, 2, "swap"),
+    ("mixed", 2, TIGHT_KIB, 64, 2, "swap"),
+    ("mixed", 1, TIGHT_KIB, 64, 1, ""),
+    ("mixed", 1, TIGHT_KIB, 16, 2, ""),
+    ("mixed", 1, TIGHT_KIB, 64, 2, "swap"),
+    ("no sinks", 1, TIGHT_KIB, 64, 2, "swap"),
+    ("no sinks", 1, TIGHT_KIB, 16, 2, "auto"),
+    ("window", 1, TIGHT_KIB, 64, 2, "auto"),
+    ("mixed", 3, TIGHT_KIB, 64, 2, "swap"),
+    ("mixed", 3, ROOMY_KIB, 64, 2, "swap"),
+]
 
 
-@pytest.mark.parametrize("mode", ["swap", pytest.param("auto", marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("window", [WINDOW, pytest.param(NO_SINKS, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("chunk", [16, pytest.param(64, marks=pytest.mark.exhaustive)])
-def test_windows_with_a_host_tier(
-    tiny_model: Path, expected: dict[KvPolicy | None, Answers], window: WindowPolicy, chunk: int, mode: str
-) -> None:
-    """Chunked prompts, 2 steps in flight, in a pool so tight that requests are swapped and hits are loaded from the host."""
-    engine = make_engine(
-        str(tiny_model),
-        **SETTINGS,
-        max_num_batched_tokens=chunk,
-        steps_in_flight=2,
-        kv_cache_memory_bytes=TIGHT_KIB << 10,
-        swap_space="2MiB",
-        preemption_mode=mode,
-    )
-    found = check(engine, (window,), expected)
-    loads = engine.scheduler.cache.tiers.loads
-    assert sum(loads.num_loaded) > 0
-    assert engine.scheduler.work.num_swaps > 0
-    assert sum(whole.num_cached_tokens for whole in found) > 0
-    engine.shutdown()
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("pool_kib", [TIGHT_KIB, pytest.param(ROOMY_KIB, marks=pytest.mark.exhaustive)])
-def test_ranks_decide_alike(
-    tiny_model: Path, expected: dict[KvPolicy | None, Answers], ranks: int, pool_kib: int
+@pytest.mark.parametrize(
+    ("name", "ranks", "pool_kib", "chunk", "steps", "preemption"), some_daily(COMBINATIONS, COMBINATIONS[:3])
+)
+def test_a_combination_is_exact(
+    tiny_model: Path,
+    expected: dict[KvPolicy | None, Answers],
+    name: str,
+    ranks: int,
+    pool_kib: int,
+    chunk: int,
+    steps: int,
+    preemption: str,
 ) -> None:
     """Attention is summed over the ranks, so policies keep the same blocks on each of them as on one rank alone."""
+    host: dict[str, Any] = {"swap_space": f"{2 // ranks or 1}MiB", "preemption_mode": preemption} if preemption else {}
     engine = make_engine(
         str(tiny_model),
         **SETTINGS,
         device="cpu",
         tensor_parallel_size=ranks,
-        max_num_batched_tokens=64,
-        steps_in_flight=2,
-        kv_cache_memory_bytes=pool_kib << 9,  # each rank has one of the two KV heads
-        swap_space="1MiB",
-        preemption_mode="swap",
+        max_num_batched_tokens=chunk,
+        steps_in_flight=steps,
+        kv_cache_memory_bytes=(pool_kib << 10) // min(ranks, 2),  # each of several ranks has one of the two KV heads
+        **host,
     )
-    check(engine, MIXED, expected)
-    assert (engine.scheduler.work.num_swaps > 0) == (pool_kib == TIGHT_KIB)
-    assert num_compared(engine) > 0
+    policies = POLICIES[name]
+    found = check(engine, policies, expected)
+    work, loads = engine.scheduler.work, engine.scheduler.cache.tiers.loads
+    assert (work.num_swaps > 0) == (bool(preemption) and pool_kib == TIGHT_KIB)
+    assert (work.num_preemptions > 0) == (not preemption)
+    assert sum(whole.num_cached_tokens for whole in found) > 0
+    assert (num_compared(engine) > 0) == (len(policies) > 1)
+    if len(policies) == 1:
+        assert sum(loads.num_loaded) > 0
     engine.shutdown()

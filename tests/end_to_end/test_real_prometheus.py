@@ -9,8 +9,6 @@ import asyncio
 import json
 import math
 import re
-import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,23 +17,20 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.dashboards.dashboard_files import all_queries
 from tests.end_to_end.pressure import press
 from tests.end_to_end.prometheus_server import Prometheus, prometheus
 from tests.end_to_end.server import (
     HTTP,
-    PATIENCE_S,
     Server,
     assert_ended_cleanly,
     look_until,
     start_server,
     stop_server,
 )
+from tests.prometheus_programs import prometheus_program
 
-pytestmark = [
-    pytest.mark.exhaustive,
-    pytest.mark.serve,
-    pytest.mark.timeout(900),
-]  # one of them waits for the server and its traffic
+pytestmark = [pytest.mark.exhaustive, pytest.mark.serve, pytest.mark.timeout(900)]  # the first waits for all traffic
 
 ROOT = Path(__file__).parents[2]
 DASHBOARDS = sorted((ROOT / "dashboards" / "json").glob("*.json"))
@@ -45,10 +40,8 @@ FLAGS = (
     *("--window", "24", "--window-pattern", "SF", "--block-size", "8", "--max-model-len", "256"),
     *("--max-num-seqs", "8", "--kv-cache-memory-bytes", "190KiB"),
 )
-OF_EACH_PROCESS = ("transom_kv_pool_bytes", "transom_router_waiting_requests")  # two workers, two routers
-SCRAPED_S = (
-    'timestamp(up{job="transom"}) and up{job="transom"} == 1'  # of anything but a selector it is the query's time
-)
+# Of anything but a selector, `timestamp` is the query's time.
+SCRAPED_S = 'timestamp(up{job="transom"}) and up{job="transom"} == 1'
 # What that traffic must have shown before the queries run.
 SHOWN = (
     'transom_prefix_tokens_total{outcome="hit"}',
@@ -76,16 +69,11 @@ class Monitored:
     pages: Prometheus  # by one router's page
     processes: Prometheus  # process by process, as the router lists them
     traffic: Traffic
-    quiet_s: float  # a scrape after the traffic, of whole pages
 
 
 @pytest.fixture(scope="module")
 def monitored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Monitored]:
-    command: list[str | Path] = [ROOT / "scripts" / "prometheus", "prometheus", "--offline"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    if found.returncode:
-        pytest.skip(found.stderr.strip())
-    program = found.stdout.strip()
+    program = prometheus_program("prometheus")
     folder = tmp_path_factory.mktemp("monitored")
     server = start_server(str(tiny_model), folder / "log", *FLAGS)
     try:
@@ -97,7 +85,7 @@ def monitored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Ite
         ):
             traffic = Traffic(pages)
             asyncio.run(press(server.url, traffic.has_shown_everything))
-            yield Monitored(server, pages, processes, traffic, scraped_after(pages, time.time()))
+            yield Monitored(server, pages, processes, traffic)
     finally:
         code = stop_server(server)
     assert_ended_cleanly(server, code)
@@ -131,34 +119,15 @@ class Traffic:
 def queries(dashboard: dict[str, Any], stem: str) -> set[tuple[str, str]]:
     """Titles of panels with their queries, but for those that may be empty."""
     return {
-        (panel["title"], substituted(target["expr"], dashboard))
-        for panel in panels(dashboard)
-        for target in panel.get("targets", [])
-        if (stem, panel["title"]) not in MAY_BE_EMPTY
+        (title, substituted(expression, dashboard))
+        for title, expression, _ in all_queries(dashboard)
+        if (stem, title) not in MAY_BE_EMPTY
     }
 
 
 def shows_something(series: list[dict[str, Any]]) -> bool:
     """Whether there is a number among what a query found."""
     return any(math.isfinite(float(one["value"][1])) for one in series)
-
-
-def scraped_after(pages: Prometheus, then_s: float) -> float:
-    """When a page was read later than `then_s`, on which none of the processes is missing because it was slow."""
-
-    def is_whole(at_s: float) -> bool:
-        counts = [pages.value(f"count({name})", at_s=at_s) for name in OF_EACH_PROCESS]
-        return at_s > then_s and counts == [2.0, 2.0]
-
-    return look_until(lambda: pages.value(SCRAPED_S), is_whole)
-
-
-def panels(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """All of them, those inside rows too."""
-    for panel in dashboard["panels"]:
-        yield from panel.get("panels", [])
-        if panel["type"] != "row":
-            yield panel
 
 
 def substituted(expression: str, dashboard: dict[str, Any]) -> str:
@@ -189,9 +158,7 @@ def test_every_variable_has_values(monitored: Monitored, path: Path) -> None:
         if variable["type"] == "query":
             assert match, (variable["name"], text)
             selector = substituted(match[1], json.loads(path.read_text()))
-            assert any(
-                match[2] in series["metric"] for series in monitored.pages.query(selector, at_s=monitored.quiet_s)
-            ), text
+            assert any(match[2] in series["metric"] for series in monitored.pages.query(selector)), text
 
 
 def test_every_alert_is_looked_at(monitored: Monitored) -> None:
@@ -205,17 +172,6 @@ def test_every_alert_is_looked_at(monitored: Monitored) -> None:
 
     looked_at = look_until(health, lambda found: all(state != "unknown" for _, state in found))
     assert sorted(looked_at) == sorted((rule.get("alert") or rule["record"], "ok") for rule in rules)
-
-
-def test_parts_add_up(monitored: Monitored) -> None:
-    """Reasons to prompt tokens, states to pools, one page to all processes."""
-
-    def value(expression: str) -> float:
-        return monitored.pages.value(expression, at_s=monitored.quiet_s)
-
-    assert value("sum(transom_prefix_tokens_total)") == value("sum(transom_prompt_tokens_total)") > 0
-    used = "sum by (worker) (transom_kv_bytes)"
-    assert value(f"count({used} <= on (worker) transom_kv_pool_bytes)") == 2
 
 
 def test_every_process_can_be_scraped_by_itself(monitored: Monitored) -> None:

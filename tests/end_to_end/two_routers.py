@@ -24,7 +24,7 @@ def check_answers(streams: list[Stream], undisturbed: list[Stream], max_tokens: 
     assert [stream.error for stream in streams] == [None] * len(streams)
     assert all(stream.is_whole for stream in streams)
     assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
-    assert {stream.usage["completion_tokens"] for stream in streams if stream.usage} == {max_tokens}
+    assert all(stream.usage and stream.usage["completion_tokens"] == max_tokens for stream in streams)
 
 
 def page_of(server: Server, path: str = "/metrics") -> Page:
@@ -79,7 +79,7 @@ def worker_changes(server: Server) -> dict[tuple[str, str], float]:
 
 
 def check_pages(server: Server, num_ranks: int) -> None:
-    """New connections come to either router; each process that discovery names has a page of its own behind the same address."""
+    """New connections come to either router; each process that discovery names has a page of its own at the same address."""
     # twenty in a row, so that both routers have answered; a process that is slow may be missing at first
     look_until(
         lambda: [page_of(server) for _ in range(20)],
@@ -102,7 +102,7 @@ def wait_for_page_of_its_own(server: Server, path: str, kind: str) -> None:
 
 
 def has_all_processes(page: Page, num_ranks: int) -> bool:
-    """Two routers and so many ranks; a worker without ranks of its own counts as one."""
+    """Two routers and `num_ranks` ranks; a worker without ranks of its own counts as one."""
     num_routers = num_labels(page, "transom_router_process_cpu_seconds", "router")
     return (num_routers, num_labels(page, "transom_rank_info", "worker", "rank")) == (2, num_ranks)
 
