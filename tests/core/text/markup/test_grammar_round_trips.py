@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 
-from tests.core.text.markup.canitoolcall_fixtures import read_answer
+from tests.core.text.markup.canitoolcall_fixtures import call_arguments, read_answer
 from tests.core.text.markup.grammar_walks import MARKERS, WalkTokenizer, walk
 from tests.core.text.markup.read_calls import check_calls, message_of
 from tests.how_many import num_examples
@@ -74,8 +74,7 @@ FAMILIES = [
     Family("pythonic", "qwen3"),
     Family("mistral", "mistral"),
     Family("granite", "granite"),
-    # As ordinary text, its grammar allows a value with `</parameter>` and another tag in it, which the parser takes for its end.
-    Family("qwen3_coder", "qwen3", may_be_text=False),
+    Family("qwen3_coder", "qwen3"),
     Family("gemma4", "gemma4", GEMMA, call="<|tool_call>"),
     Family("glm45", "glm45", GLM, call="<tool_call>"),
     Family("glm47", "glm45", GLM, call="<tool_call>"),
@@ -296,6 +295,40 @@ def test_a_marker_that_is_a_token_cannot_be_spelled(parsers, prompt_end, marker)
     assert grammar is not None
     letters = tokenizer(f"Hi {marker}".encode())
     assert LLMatcher(tokenizer.library, grammar).validate_tokens(letters) == len(letters) - 1
+
+
+@pytest.mark.parametrize("ordinary", [False, True], ids=["markers", "ordinary"])
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [
+        ("a </parameter> tag", True),
+        ("a </parameter>\n<parameter=city> tag", False),
+        ("a </parameter> </function>", False),
+        ("a\n</function> and </tool_call>", True),
+        ("a\n</function>\n</tool_call>", False),
+        ("a\n<parameter=other>", True),
+        ("a\n<parameter=city>", False),
+    ],
+)
+def test_a_string_of_qwen3_coder_has_nothing_that_its_parser_takes_for_the_end(
+    text: str, is_allowed: bool, ordinary: bool
+) -> None:
+    """Regression: the grammar allowed tags as text inside a string, at which the parser ended the argument."""
+    tokenizer = WalkTokenizer(ordinary=ordinary)
+    form, demand = answer_format("qwen3_coder"), ToolsDemand("required", ("note",), parallel=False)
+    tools = (
+        ToolSpec("note", {"type": "object", "properties": {"text": {"type": "string"}, "city": {"type": "string"}}}),
+    )
+    context = AnswerContext(tools, parses_tools=True)
+    grammar = form.grammar(tokenizer, context, message=FreeAnswer(), tools=demand)
+    assert grammar is not None
+    matcher = LLMatcher(tokenizer.library, grammar)
+    call = tokenizer.cut("<tool_call>") + tokenizer(f"\n<function=note>\n<parameter=text>\n{text}".encode())
+    end = tokenizer(b"\n</parameter>\n</function>\n") + tokenizer.cut("</tool_call>")
+    assert (matcher.validate_tokens(call + end) == len(call + end)) is is_allowed
+    if is_allowed:
+        parts = read_answer(form.parser(tokenizer, context), [(i, tokenizer.token(i)) for i in call + end])
+        assert json.loads(call_arguments(parts, 0)) == {"text": text}
 
 
 @pytest.mark.parametrize(("parser", "markers"), [("gemma4", GEMMA), ("glm47", GLM), ("deepseek_v4", DSML)])

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from transom_core.text.markup.call_object import read_call_object
 from transom_core.text.markup.call_reading import CallReading
 from transom_core.text.markup.context import ToolSpec
-from transom_core.text.markup.lark import LarkText
+from transom_core.text.markup.lark import LarkText, escaped
 from transom_core.text.markup.parameter_grammar import ParameterMarkup, parameter_rules
 from transom_core.text.markup.parameters import ParameterWriter
 from transom_core.text.markup.reader import SPACE, MalformedMarkupError, Markers, MarkupReader, Reading, Write
@@ -76,8 +76,20 @@ def _function_rule(lark: LarkText, tool: ToolSpec) -> str:
         before_value=lambda json_type: lark.literal(">\n"),
         end="\n" + _PARAMETER_END,
         after=lark.literal("\n"),
+        other_ends=_other_ends(tool),
     )
     return f"{lark.literal(tool.name + '>' + chr(10))} {parameter_rules(lark, tool.parameters, markup)}"
+
+
+def _other_ends(tool: ToolSpec) -> str:
+    """A regular expression for what `_Function` takes for the end of an argument of this tool, besides the usual end."""
+    spaces = f"[{escaped(SPACE)}]*"
+    ends = [
+        f"{escaped(_PARAMETER_END)}{spaces}({'|'.join(map(escaped, _AFTER_PARAMETER))})",
+        f"{escaped(chr(10) + _FUNCTION_END)}{spaces}{escaped(_CALL_END)}",
+        *(escaped(f"\n{_PARAMETER}{name}>") for name in tool.parameters.get("properties") or ()),
+    ]
+    return "|".join(ends)
 
 
 class _Function:
