@@ -168,12 +168,3 @@ def test_any_body_gets_a_response_or_an_error_that_names_the_field(post, request
         assert '"error"' not in response.text
     else:
         json.loads(response.text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    path=st.sampled_from(list(MODELS)),
-    content=st.binary(max_size=12) | st.text('[{"a:1,e-9}]\\u0d ', max_size=12).map(str.encode),
-)
-def test_any_bytes_are_refused(post, path, content):
-    assert post(path, content).status_code == 400
