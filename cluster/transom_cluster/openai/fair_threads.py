@@ -72,7 +72,7 @@ class FairThreads:
             client, turns = self._waiting.popitem(last=False)
             turn = turns.popleft()
             if turns:
-                self._waiting[client] = turns  # behind all others
+                self._waiting[client] = turns  # after all others
             if not turn.done():
                 turn.set_result(None)
                 return

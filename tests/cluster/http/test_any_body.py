@@ -1,4 +1,4 @@
-"""Any JSON in any field, and any bytes, get a response or OpenAI's error object, never status 500, and leave nothing behind."""
+"""Any JSON in any field, and any bytes, get a response or OpenAI's error object, never status 500, and leave nothing in flight."""
 
 from __future__ import annotations
 

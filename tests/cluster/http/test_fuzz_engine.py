@@ -197,7 +197,7 @@ class Client:
         await asyncio.get_running_loop().sock_sendall(self._socket, content)
 
     async def _read(self, *, at_once: int = 2**16, until: int | None = None) -> None:
-        """To the end, or until so many bytes are there."""
+        """To the end, or until `until` bytes are there."""
         while until is None or len(self._received) < until:
             piece = await asyncio.get_running_loop().sock_recv(self._socket, at_once)
             if not piece:

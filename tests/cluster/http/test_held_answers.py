@@ -1,6 +1,6 @@
 """The whole path over HTTP with a real engine: a random model's noise is held to tools and forms, whole and streamed.
 
-The model has noise for weights, so whatever is right in an answer, the grammar has put there.
+The model has noise for weights, so all that is right in an answer comes from the grammar.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ async def test_tokens_are_counted_as_billed() -> None:
     assert values["transom_router_output_tokens_total"] == whole["completion_tokens"] + 4
 
 
-async def test_discovery_has_a_target_for_each_process_behind_the_address_asked() -> None:
+async def test_discovery_has_a_target_for_each_process_at_the_address_asked() -> None:
     async with running_api(stub("w0"), stub("w1")) as api:
         api.router.peers = StubPeers(other_router("r2"), TimeoutError(), other_router("r1"))
         response = await get(api, "/metrics/sd", host="door.example:8443")

@@ -75,7 +75,7 @@ def test_all_metrics_and_block_map_data_need_an_admin_key() -> None:
 @pytest.mark.parametrize(
     "path", ["/metrics%0A", "/metrics/sd%0A", "/blocks/describe%0A", "/blocks/stream%0A?worker=none"]
 )
-async def test_a_line_feed_behind_a_path_opens_nothing(admins: str, path: str) -> None:
+async def test_a_line_feed_after_a_path_opens_nothing(admins: str, path: str) -> None:
     """Patterns of routes match in front of one."""
     async with running_api(api_keys=("k",), admin_api_key_file=admins) as api:
         assert [await status(api, path, key) for key in ("k", None)] == [403, 401]

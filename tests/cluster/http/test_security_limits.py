@@ -304,7 +304,7 @@ async def test_a_body_that_does_not_come_is_408():
 def late_server(tiny_model):
     """A request's deadline passes while its answer, of which some is there, is far from its end.
 
-    For the engine hours pass after so many steps, however fast the machine is.
+    For the engine hours pass after NUM_STEPS_IN_TIME steps, however fast the machine is.
     """
     steps = itertools.count(1)
     late_by_s = 0.0

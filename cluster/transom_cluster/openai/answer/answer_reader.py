@@ -126,7 +126,7 @@ class AnswerReader:
     def _read_end(self, *, is_cut: bool) -> Iterator[AnswerPart]:
         """Read the rest of the final text, and the last token with it unless that was cut.
 
-        The rest is the last token's text; nothing for a stop token that is no part of the text; U+FFFD behind either where the
+        The rest is the last token's text; nothing for a stop token that is no part of the text; U+FFFD after either where the
         output ends in an unfinished character; or what a stop string has left of a token.
         """
         rest, self._unread_text = self._unread_text, ""

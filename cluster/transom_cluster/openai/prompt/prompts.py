@@ -1,7 +1,7 @@
 """Turns prompts of request bodies into token ids: chat template, tokenizer, and the checks that need the vocabulary.
 
 Long texts are tokenised on threads, so that they do not stall the streams: the tokenizer releases Python's global lock. Chats are
-rendered on threads whatever their length, since a chat waits for the process that runs the template.
+rendered on threads even if they are short, since a chat waits for the process that runs the template.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import (
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from transom_cluster.openai.answer.response_types import ChosenToken, KvQualityObject
+from transom_cluster.openai.answer.response_types import ChosenToken, KvQualityObject, OutputTokensDetails
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -94,13 +94,6 @@ class InputTokensDetails(TypedDict):
 
     cached_tokens: int
     cache_write_tokens: int
-
-
-@_exact
-class OutputTokensDetails(TypedDict):
-    """Output tokens of the model's thinking."""
-
-    reasoning_tokens: int
 
 
 @_exact

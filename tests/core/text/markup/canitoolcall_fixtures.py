@@ -29,6 +29,7 @@ from transom_core.text.markup.parts import (
     CallArguments,
     CallBegin,
     CallEnd,
+    MalformedMarkup,
     MessageText,
     ReasoningText,
     join_parts,
@@ -188,6 +189,17 @@ def parse_result(parts: Iterable[AnswerPart]) -> ParseResult:
 def call_arguments(parts: Iterable[AnswerPart], index: int) -> str:
     """The JSON text of one call's arguments."""
     return "".join(part.text for part in parts if isinstance(part, CallArguments) and part.index == index)
+
+
+def all_text(parts: Sequence[AnswerPart]) -> str:
+    """What all parts say; markup that is both counted and shown, twice."""
+    texts = []
+    for part in parts:
+        if isinstance(part, CallBegin):
+            texts.append(part.name)
+        elif isinstance(part, ReasoningText | MessageText | CallArguments | MalformedMarkup):
+            texts.append(part.text)
+    return " ".join(texts)
 
 
 def random_chunks(text: str, *, seed: int, longest: int = 8) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jsonschema
@@ -11,7 +12,6 @@ from llguidance import LLMatcher
 
 from tests.core.text.markup.canitoolcall_fixtures import call_arguments, read_answer
 from tests.core.text.markup.grammar_walks import MARKERS, WalkTokenizer, walk
-from tests.core.text.markup.read_calls import check_calls, message_of
 from tests.how_many import num_examples
 from transom_core.errors import RequestError
 from transom_core.text.markup.context import (
@@ -26,7 +26,7 @@ from transom_core.text.markup.context import (
     ToolSpec,
 )
 from transom_core.text.markup.formats import answer_format
-from transom_core.text.markup.parts import AnswerPart, CallBegin
+from transom_core.text.markup.parts import AnswerPart, CallBegin, CallEnd, MalformedMarkup, MessageText
 
 
 class Family(NamedTuple):
@@ -172,6 +172,22 @@ TOOLS = (
 NAMES = tuple(tool.name for tool in TOOLS)
 
 
+def check_calls(parts: list[AnswerPart], tools: Sequence[ToolSpec]) -> int:
+    """The number of calls, all of which are complete and valid."""
+    names = [part.name for part in parts if isinstance(part, CallBegin)]
+    assert [part.is_complete for part in parts if isinstance(part, CallEnd)] == [True] * len(names), parts
+    assert not [part for part in parts if isinstance(part, MalformedMarkup)], parts
+    for index, name in enumerate(names):
+        (tool,) = [tool for tool in tools if tool.name == name]
+        jsonschema.validate(json.loads(call_arguments(parts, index)), tool.parameters)
+    return len(names)
+
+
+def message_of(parts: list[AnswerPart]) -> str:
+    """The text beside reasoning and calls."""
+    return "".join(part.text for part in parts if isinstance(part, MessageText))
+
+
 def walks(
     family: Family,
     *,
@@ -203,12 +219,9 @@ def walks(
 
 
 @EACH_FORM
-@pytest.mark.parametrize("parallel", [False, True], ids=["one", "parallel"])
-def test_required_calls_are_valid_and_nothing_else(family: Family, ordinary: bool, parallel: bool) -> None:
-    demand = ToolsDemand("required", NAMES, parallel)
-    for parts in walks(family, ordinary=ordinary, message=FreeAnswer(), tools=demand):
-        num_calls = check_calls(parts, TOOLS)
-        assert num_calls >= 1 if parallel else num_calls == 1
+def test_required_calls_are_valid_and_nothing_else(family: Family, ordinary: bool) -> None:
+    for parts in walks(family, ordinary=ordinary, message=FreeAnswer(), tools=ToolsDemand("required", NAMES)):
+        assert check_calls(parts, TOOLS) >= 1
         assert not message_of(parts).strip()
 
 
@@ -237,22 +250,13 @@ def test_calls_in_a_free_message_are_valid(family: Family, ordinary: bool) -> No
         assert check_calls(parts, TOOLS) >= 1
 
 
-@pytest.mark.parametrize("prompt_end", [None, "<think>\n", "<think>\n\n</think>\n\n"], ids=["none", "open", "closed"])
-@pytest.mark.parametrize("family", [one for one in FAMILIES if not one.call], ids=lambda family: family.name)
-def test_a_message_is_json_or_a_call(family: Family, prompt_end: str | None) -> None:
-    demand = ToolsDemand("auto", NAMES)
-    for parts in walks(family, message=JsonAnswer(PLACE), tools=demand, prompt_end=prompt_end):
-        if not check_calls(parts, TOOLS):
-            jsonschema.validate(json.loads(message_of(parts)), PLACE)
-
-
-@pytest.mark.parametrize("family", [one for one in FAMILIES if one.call], ids=lambda family: family.name)
-def test_a_message_is_one_of_the_choices_or_json_or_a_call(family: Family) -> None:
-    for parts in walks(family, message=JsonAnswer(PLACE), tools=ToolsDemand("auto", NAMES)):
-        if not check_calls(parts, TOOLS):
-            jsonschema.validate(json.loads(message_of(parts)), PLACE)
-    for parts in walks(family, message=ChoiceAnswer(("yes", "no"))):
-        assert message_of(parts) in ("yes", "no")
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_message_is_json_or_a_call(family: Family) -> None:
+    prompts = [None] if family.call else [None, "<think>\n", "<think>\n\n</think>\n\n"]
+    for prompt_end in prompts:
+        for parts in walks(family, message=JsonAnswer(PLACE), tools=ToolsDemand("auto", NAMES), prompt_end=prompt_end):
+            if not check_calls(parts, TOOLS):
+                jsonschema.validate(json.loads(message_of(parts)), PLACE)
 
 
 @pytest.mark.parametrize(
