@@ -27,7 +27,7 @@ from transom_cluster.openai.request.body import BodyParser, Model
 from transom_cluster.openai.request.body_shape import SMALL_BODY_BYTES
 from transom_cluster.openai.request.chat_request import ChatCompletionRequest
 from transom_cluster.openai.request.kv_policy_field import kv_policy_of
-from transom_cluster.openai.request.prompt_limits import ModelLimits
+from transom_cluster.openai.request.request_limits import ModelLimits
 from transom_cluster.openai.request.sampling_fields import SamplingFields
 from transom_cluster.router.router import Router
 from transom_core import contract
@@ -60,7 +60,7 @@ class RequestPreparation:
 
     def client_threads(self, request: Request) -> ClientThreads:
         """The threads for long work, as this request's client may use them."""
-        return self._threads.of(request_state(request.scope).client)
+        return ClientThreads(self._threads, request_state(request.scope).client)
 
     async def parse(self, request: Request, parser: BodyParser[Model], threads: ClientThreads) -> Model:
         """Wait for a request's body, and parse and check it.
@@ -192,5 +192,5 @@ class RequestPreparation:
             logprobs_param="top_logprobs" if prompt_param == "messages" else "logprobs",
         )
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        threads = self._threads.of(state.client)
+        threads = ClientThreads(self._threads, state.client)
         return await threads.run(build, num_chars=num_tokens, inline_chars=MAX_INLINE_TOKENS)

@@ -15,11 +15,9 @@ from tests.cluster.engine_server import engine_server
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.http.request_timeline_routes import phase_times
-from transom_cluster.telemetry.request_timeline import RequestTimelines
 from transom_core.config import FailoverConfig
 from transom_core.contract import ErrorInfo
 from transom_core.errors import Overloaded, StepFailed
-from transom_core.telemetry.request_timelines import TimelineStore
 
 MARK = "zebra4711"
 
@@ -263,16 +261,6 @@ async def test_any_router_knows_what_another_one_served() -> None:
         assert (await asked.client.get(f"/debug/requests/{request_id}", headers=yours)).status_code == 404
         assert [line["id"] for line in await lines_of(asked, **mine)] == [own_id, request_id]
         assert await lines_of(asked, **yours) == []
-
-
-async def test_timelines_are_bounded(api: Api) -> None:
-    api.router.timelines = RequestTimelines("r0", store=TimelineStore(max_timelines=5))
-    ids = [(await api.complete(max_tokens=1)).json()["id"] for _ in range(9)]
-    assert [line["id"] for line in await lines_of(api)] == ids[:3:-1]
-    assert (await api.client.get(f"/debug/requests/{ids[0]}")).status_code == 404
-    timeline = await timeline_of(api, (await api.complete(n=100, max_tokens=1)).json()["id"])
-    assert len(timeline["steps"]) <= 200
-    assert the(timeline, "summed_up")["steps"] > 1
 
 
 def test_through_a_real_engine(tiny_model: Path) -> None:

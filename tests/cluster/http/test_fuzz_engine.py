@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.cluster.engine_server import EngineServer, engine_server
-from tests.cluster.http.test_any_body import bodies
+from tests.cluster.http.any_bodies import bodies
 from tests.how_many import num_examples
 
 SETTINGS: dict[str, Any] = {
@@ -28,6 +28,7 @@ SETTINGS: dict[str, Any] = {
     "window_pattern": "SF",
 }
 CLIENT_S = 120
+ERROR_FIELDS = {"message", "type", "param", "code"}
 PROBE = {"prompt": list(range(5, 45)), "max_tokens": 20, "temperature": 0, "ignore_eos": True}
 FUZZ = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
@@ -83,7 +84,7 @@ def contents(draw: st.DrawFn) -> tuple[str, bytes]:
     return path, content
 
 
-@settings(FUZZ, max_examples=num_examples(20, 120))
+@settings(FUZZ, max_examples=num_examples(60, 1000))
 @given(contents(), content_types)
 def test_any_body(client: httpx.Client, request_of: tuple[str, bytes], content_type: str) -> None:
     path, content = request_of
@@ -91,6 +92,11 @@ def test_any_body(client: httpx.Client, request_of: tuple[str, bytes], content_t
     response = client.post(path, content=content, headers=headers)
     assert response.status_code in (200, 400, 404), response.text
     assert not re.search(r'"type": ?"server_error"', response.text)
+    if response.headers["content-type"].startswith("text/event-stream"):
+        assert response.text.endswith("data: [DONE]\n\n")
+    else:
+        answer = json.loads(response.text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        assert response.status_code == 200 or (answer["error"].keys() == ERROR_FIELDS and answer["error"]["message"])
 
 
 MANNERS = ["reads", "sips", "dribbles", "pipelines", "half closes", "stops", "leaves", "resets", "gives up", "lies"]

@@ -14,7 +14,7 @@ from transom_cluster.openai.request.body import BodyParser
 from transom_cluster.openai.request.chat_request import ChatCompletionRequest
 from transom_cluster.openai.request.completion_request import CompletionRequest, DetokenizeRequest
 from transom_cluster.openai.request.message_fields import template_messages
-from transom_cluster.openai.request.prompt_limits import ModelLimits
+from transom_cluster.openai.request.request_limits import ModelLimits
 from transom_cluster.openai.request.token_id_lists import PIECE_BYTES
 from transom_core.errors import RequestError
 

@@ -19,8 +19,7 @@ from transom_cluster.openai.answer import json_pieces as pieces
 from transom_cluster.openai.answer.chat_writer import ChatWriter
 from transom_cluster.openai.answer.completion_writer import CompletionWriter, EchoedPrompt
 from transom_cluster.openai.answer.writers import ResponseMetadata, ResponseWriter
-from transom_cluster.openai.request.logprob_budget import MAX_LOGPROB_ENTRIES, check_logprob_budget
-from transom_cluster.openai.request.prompt_limits import ModelLimits
+from transom_cluster.openai.request.request_limits import MAX_LOGPROB_ENTRIES, ModelLimits, check_logprob_budget
 from transom_core.config import FailoverConfig
 from transom_core.contract import LogprobTable, OutputEvent, Request, SamplingParams
 from transom_core.errors import RequestError

@@ -51,12 +51,3 @@ async def test_completions(api, fields):
         mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice.index]
         assert "".join(c["text"] for c in mine) == choice.text
         assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice.finish_reason]
-
-
-async def test_streamed_logprobs_of_an_echo_equal_those_of_a_plain_response(api):
-    fields = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 2}
-    whole = (await api.complete(**fields)).json()["choices"][0]["logprobs"]
-    chunks = events((await api.complete(**fields, stream=True)).text)
-    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    assert {name: [value for part in parts for value in part[name]] for name in whole} == whole
-    assert whole["token_logprobs"][0] is None  # as OpenAI's: nothing comes before the first token

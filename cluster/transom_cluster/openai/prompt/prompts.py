@@ -13,7 +13,7 @@ from typing import Any
 from transom_cluster.openai.fair_threads import ClientThreads
 from transom_cluster.openai.prompt.call_id_forms import with_learnt_call_ids
 from transom_cluster.openai.request.message_fields import ChatMessage, template_messages
-from transom_cluster.openai.request.prompt_limits import ModelLimits, check_length
+from transom_cluster.openai.request.request_limits import ModelLimits, check_length
 from transom_core.errors import RequestError
 from transom_core.text.chat_template import ChatPrompt
 from transom_core.text.tokenizer import CheckLength, Tokenizer

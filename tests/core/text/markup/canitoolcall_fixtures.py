@@ -23,8 +23,8 @@ from canitoolcall.results import Observation, ParsedToolCall, ParseResult, Statu
 
 from transom_core.text.markup.answer_format import AnswerFormat
 from transom_core.text.markup.context import AnswerContext, ToolSpec
+from transom_core.text.markup.markup_parser import MarkupParser
 from transom_core.text.markup.parts import (
-    AnswerParser,
     AnswerPart,
     CallArguments,
     CallBegin,
@@ -168,7 +168,7 @@ def fixture_context(fixture: Fixture) -> AnswerContext:
     )
 
 
-def read_answer(parser: AnswerParser, tokens: Iterable[tuple[int, str]]) -> list[AnswerPart]:
+def read_answer(parser: MarkupParser, tokens: Iterable[tuple[int, str]]) -> list[AnswerPart]:
     """All parts of an answer, joined."""
     parts = [part for token_id, text in tokens for part in parser.push(token_id, text)]
     return join_parts(parts + parser.flush())

@@ -141,7 +141,7 @@ class LarkText:
 
 
 def arguments_schema(tool: ToolSpec) -> Mapping[str, Any]:
-    """The schema of a tool's arguments, which are an object even if the schema says otherwise."""
+    """The schema of a tool's arguments, which are an object even if the schema does not say so."""
     return tool.parameters if "type" in tool.parameters else {**tool.parameters, "type": "object"}
 
 

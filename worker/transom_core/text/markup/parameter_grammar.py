@@ -32,8 +32,8 @@ class ParameterMarkup:
     """How a family writes an argument: `before_name`, its name, `before_value`, its value, `end`, `after`.
 
     All are expressions of a grammar, but for `end`, which is the text of the marker after a value. `before_value` is made for a
-    value of a JSON type; `write_name` spells a name in the markup, which can have the `names` that match. A parser takes what matches
-    the regular expression `other_ends` for a value's end, too, so that no string may have it.
+    value of a JSON type; `write_name` spells a name in the markup, which can have the `names` that match. A parser takes what
+    matches the regular expression `other_ends` for a value's end, too, so that no string may have it.
     """
 
     before_name: str
