@@ -1,4 +1,4 @@
-"""A router over a stub worker, behind a real HTTP server on a random loopback port."""
+"""A router over a stub worker, with a real HTTP server on a random loopback port."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_router(
         timings=timings,
         placer=placer,
         tracing=tracing,
-        grammar_checker=AnyGrammar(),
+        grammar_checker=AnyGrammar(),  # type: ignore[arg-type]
     )
 
 
@@ -76,7 +76,7 @@ class Api:
 
 @contextlib.asynccontextmanager
 async def running(router: Router, num_workers: int) -> AsyncIterator[Router]:
-    """The router, once it has the streams of so many workers; stopped at the end."""
+    """The router, once it has the streams of `num_workers` workers; stopped at the end."""
     router.start()
     try:
         await until(lambda: sum(connection.is_open for connection in router.connections.values()) == num_workers)

@@ -16,16 +16,7 @@ from transom_cluster.telemetry.request_outcome import CLIENT_DISCONNECTED_STATUS
 from transom_core.config import ServerConfig
 
 OTHER = "other"  # the endpoint under which paths that do not exist are counted
-_AT_EVERY_ROUTE = (
-    200,
-    401,
-    405,
-    413,
-    429,
-    431,
-    CLIENT_DISCONNECTED_STATUS,
-    500,
-)  # 413: a GET may have a body, too
+_AT_EVERY_ROUTE = (200, 401, 405, 413, 429, 431, CLIENT_DISCONNECTED_STATUS, 500)  # 413: a GET may have a body, too
 _AT_OTHER_PATHS = (401, 404, 413, 429, 431, 500)
 _UNDOCUMENTED: Mapping[str, tuple[int, ...]] = {  # statuses of routes that the OpenAPI document leaves out
     "/blocks": (304, 404),

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from transom_cluster.http.client_disconnect import run_until_disconnect
 from transom_cluster.http.request_state import request_state
-from transom_cluster.openai.answer.error_responses import STREAM_CODES, WireError, wire_error, wire_error_from_info
+from transom_cluster.openai.answer.error_responses import STREAM_CODES, WireError, wire_error
 from transom_cluster.openai.answer.json_pieces import PIECE_CHARS, joined_pieces, json_pieces
 from transom_cluster.openai.answer.writers import ResponseWriter
 from transom_cluster.router.output_stream import OutputStream
@@ -142,12 +142,12 @@ class GenerationResponse(Response):
             events = await output.next()
 
     def _chunks(self, events: list[tuple[int, OutputEvent]], *, is_last: bool) -> Iterator[str | WireError]:
-        """The server-sent events for these output events, and those that close the stream behind the last ones. If the stream
+        """The server-sent events for these output events, and those that close the stream after the last ones. If the stream
         fails, the error comes before them."""
         for index, event in events:
             error: WireError | None = None
             if event.error is not None:
-                error = wire_error_from_info(event.error)
+                error = wire_error(event.error.error())
                 if error.code in STREAM_CODES:
                     self._log_break(f"{event.error.kind}, {error.code}")
             else:

@@ -1,28 +1,70 @@
 """The routes of metrics: all processes on one page, one process, and the list of processes for Prometheus' HTTP service discovery.
 
+A page is text or OpenMetrics, plain or compressed.
+
 Each process is a scrape target with the API's own address. No process therefore needs a port that Prometheus can reach, and API
 keys hold for all targets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import asyncio
+import gzip
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE_OPENMETRICS
 from starlette.responses import Response
 
-from transom_cluster.http.metrics_page import (
-    collect_page,
-    page_response,
-    process_names,
-    process_page,
-    wants_openmetrics,
-)
-from transom_cluster.http.public_address import PublicAddress, public_address
+from transom_cluster.openai.answer.error_responses import process_silent, unknown_process
+from transom_cluster.router.peers import MetricsQuery, ProcessMetricsQuery, ProcessNameQuery
 from transom_cluster.router.router import Router
+from transom_cluster.router.worker_client import WorkerClient
+from transom_cluster.telemetry.merge_metrics import merge_pages
+
+logger = logging.getLogger("transom.router")
 
 PROCESS_PATH = "/metrics/process"
+GZIP_LEVEL = 1  # lines resemble each other, so higher levels cost more than they save
+MIN_GZIP_BYTES = 1024
+_HOST = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
+_PREFIX = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
+
+
+class PublicAddress(NamedTuple):
+    """The API's address from outside.
+
+    `host` includes the port unless it is the scheme's default; `prefix` is the path in front of all of the app's paths.
+    """
+
+    host: str
+    prefix: str
+    is_https: bool
+
+
+def public_address(request: Request) -> PublicAddress:
+    """The address in the request itself, unless a reverse proxy's headers give another.
+
+    The headers are `X-Forwarded-Host`, `X-Forwarded-Prefix` (the prefix that the proxy removed from the path) and
+    `X-Forwarded-Proto`. Of several values the first counts, which is the outermost proxy's. Values without the form of a host or a
+    path are ignored. A client that forges these headers misleads only itself.
+    """
+    host = _forwarded(request, "host", _HOST) or request.url.netloc
+    removed = _forwarded(request, "prefix", _PREFIX)
+    mounted_at = request.scope.get("root_path", "").rstrip("/")
+    # Serve's `root_path` setting may repeat what the header says; the prefix must appear once.
+    prefix = mounted_at if f"{mounted_at}/".startswith(f"{removed}/") else removed + mounted_at
+    is_https = request.url.scheme == "https" or request.headers.get("x-forwarded-proto", "").lower().startswith("https")
+    return PublicAddress(host, prefix, is_https)
+
+
+def _forwarded(request: Request, name: str, shape: re.Pattern[str]) -> str:
+    value = request.headers.get(f"x-forwarded-{name}", "").partition(",")[0].strip().rstrip("/")
+    return value if shape.fullmatch(value) else ""
 
 
 def discovery(names: Iterable[str], *, at: PublicAddress, model: str) -> list[dict[str, Any]]:
@@ -78,3 +120,92 @@ def add_routes(api: FastAPI, router: Router) -> None:
         openmetrics = wants_openmetrics(request)
         page = await process_page(router, name, openmetrics=openmetrics)
         return await page_response(request, page, openmetrics=openmetrics)
+
+
+async def collect_page(router: Router, *, openmetrics: bool = False) -> str:
+    """The merged metrics of all routers and workers that answer in time. The others are left out and counted."""
+    query, timeout_s = MetricsQuery(openmetrics), router.timings.scrape_timeout_s
+    workers, routers = await asyncio.gather(
+        asyncio.gather(
+            *(_page_of(one.client, openmetrics, timeout_s=timeout_s) for one in router.connections.values())
+        ),
+        router.peers.ask_others(query, timeout_s=timeout_s),
+    )
+    router.metrics.dropped_scrapes("worker", sum(page is None for page in workers))
+    router.metrics.dropped_scrapes("router", sum(not isinstance(page, str) for page in routers))
+    pages = [query.answer(router), *routers, *workers]
+    texts = [page for page in pages if isinstance(page, str)]
+    return await asyncio.to_thread(merge_pages, texts, openmetrics=openmetrics)  # on a thread, so that no stream waits
+
+
+async def process_names(router: Router) -> Sequence[str]:
+    """The names `router/ID` and `worker/ID`: this router, the other routers that answer, and all workers."""
+    others = await router.peers.ask_others(ProcessNameQuery(), timeout_s=router.timings.scrape_timeout_s)
+    routers = [ProcessNameQuery().answer(router), *sorted(name for name in others if isinstance(name, str))]
+    return [*routers, *(f"worker/{worker_id}" for worker_id in router.connections)]
+
+
+async def process_page(router: Router, name: str, *, openmetrics: bool = False) -> str:
+    """The metrics of one process alone.
+
+    Raises:
+        HttpError: 404 if there is no such process, 504 if it does not answer.
+    """
+    kind, _, process_id = name.partition("/")
+    query, timeout_s = ProcessMetricsQuery(name, openmetrics), router.timings.scrape_timeout_s
+    if (page := query.answer(router)) is not None:
+        return page
+    if kind == "worker" and (connection := router.connections.get(process_id)) is not None:
+        page = await _page_of(connection.client, openmetrics, timeout_s=timeout_s)
+        if page is None:
+            raise process_silent(name)
+        return page
+    answers = await router.peers.ask_others(query, timeout_s=timeout_s) if kind == "router" else []
+    for answer in answers:
+        if isinstance(answer, str):
+            return answer
+    raise (
+        process_silent(name) if any(isinstance(answer, BaseException) for answer in answers) else unknown_process(name)
+    )
+
+
+async def _page_of(client: WorkerClient, openmetrics: bool, *, timeout_s: float) -> str | None:
+    try:
+        return await asyncio.wait_for(client.metrics_text(openmetrics=openmetrics), timeout_s)
+    except Exception as error:
+        logger.info("A worker's metrics were left out: %r", error)
+        return None
+
+
+def wants_openmetrics(request: Request) -> bool:
+    """Whether the client prefers OpenMetrics to plain text; a client that states no preference gets text."""
+    weights = _weights(request.headers.get("accept", ""))
+    weight = weights.get("application/openmetrics-text", 0.0)
+    return weight > 0 and weight >= weights.get("text/plain", 0.0)
+
+
+async def page_response(request: Request, page: str, *, openmetrics: bool) -> Response:
+    """The page, compressed if the client accepts gzip. A thread compresses it, so that no stream waits."""
+    headers = {
+        "content-type": CONTENT_TYPE_OPENMETRICS if openmetrics else CONTENT_TYPE_PLAIN_0_0_4,
+        "vary": "Accept, Accept-Encoding",
+    }
+    body = page.encode()
+    if len(body) >= MIN_GZIP_BYTES and _weights(request.headers.get("accept-encoding", "")).get("gzip", 0.0) > 0:
+        body = await asyncio.to_thread(gzip.compress, body, GZIP_LEVEL)
+        headers["content-encoding"] = "gzip"
+    return Response(body, headers=headers)
+
+
+def _weights(header: str) -> dict[str, float]:
+    """The weight of each name in an Accept header: the greatest `q` that it has, or 1 without one."""
+    weights: dict[str, float] = {}
+    for part in header.split(","):
+        name, *parameters = (text.strip().lower() for text in part.split(";"))
+        given = next((text[2:] for text in parameters if text.startswith("q=")), "1")
+        try:
+            weight = float(given)
+        except ValueError:
+            weight = 0.0
+        weights[name] = max(weight, weights.get(name, 0.0))
+    return weights

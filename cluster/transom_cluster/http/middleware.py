@@ -36,9 +36,8 @@ from transom_core.errors import RateLimited
 
 logger = logging.getLogger("transom.router")
 
-OPEN_PATHS = frozenset(
-    {"/health", "/blocks", "/blocks/demo.bin"}
-)  # open without a key: kubelets send none, and the page holds no data
+# Open without a key: kubelets send none, and the page holds no data.
+OPEN_PATHS = frozenset({"/health", "/blocks", "/blocks/demo.bin"})
 BLOCK_STREAM_PATH = "/blocks/stream"
 OPEN_FOLDER = "/blocks/assets/"  # the block map page's own files
 MAX_LENGTH_DIGITS = 18  # Python refuses to read thousands of digits

@@ -13,16 +13,11 @@ from transom_cluster.http.generation_response import GenerationResponse
 from transom_cluster.http.request_id_middleware import set_response_id
 from transom_cluster.http.request_preparation import RequestPreparation
 from transom_cluster.http.request_state import RequestState, request_state, routed_path
-from transom_cluster.openai.answer.answer_grammar import answer_grammar
 from transom_cluster.openai.answer.answer_markup import PLAIN
 from transom_cluster.openai.answer.chat_writer import ChatWriter
 from transom_cluster.openai.answer.completion_writer import CompletionWriter, EchoedPrompt
 from transom_cluster.openai.answer.writers import ResponseMetadata, ResponseWriter
-from transom_cluster.openai.prompt.prompts import (
-    MAX_INLINE_CHARS,
-    Prompt,
-    completion_prompts,
-)
+from transom_cluster.openai.prompt.prompts import MAX_INLINE_CHARS, Prompt, completion_prompts
 from transom_cluster.openai.request.body import BodyParser
 from transom_cluster.openai.request.body_shape import SMALL_BODY_BYTES
 from transom_cluster.openai.request.chat_request import ChatCompletionRequest
@@ -46,7 +41,7 @@ _RESPONSES = BodyParser(ResponsesRequest, RESPONSES_RULES)
 
 
 class OpenAiRoutes:
-    """Route handlers for one router. They parse bodies themselves, whatever the content type, so that errors name fields."""
+    """Route handlers for one router. They parse bodies of every content type themselves, so that errors name fields."""
 
     def __init__(self, router: Router, preparation: RequestPreparation) -> None:
         self._router = router
@@ -127,14 +122,7 @@ class OpenAiRoutes:
         )
         read_options = functools.partial(body.answer_options, self._router.tokenizer.marker_id)
         options = await threads.run(read_options, num_chars=body.num_form_bytes, inline_chars=MAX_INLINE_CHARS)
-        grammar = await answer_grammar(
-            PLAIN,
-            self._router.tokenizer,
-            options,
-            AnswerContext(),
-            threads=threads,
-            checker=self._router.grammar_checker,
-        )
+        grammar = await self._preparation.grammar(PLAIN, options, AnswerContext(), threads)
         requests = await self._preparation.engine_requests(
             state, metadata, body, prompts, params, limits, kv_policy, grammar=grammar, prompt_param="prompt"
         )

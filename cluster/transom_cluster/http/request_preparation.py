@@ -15,23 +15,25 @@ from fastapi import Request
 
 from transom_cluster.http.api_keys import client_cache_salt
 from transom_cluster.http.request_state import RequestState, request_state
-from transom_cluster.openai.answer.answer_grammar import answer_grammar
+from transom_cluster.openai.answer.answer_markup import AnswerMarkup
 from transom_cluster.openai.answer.answer_reader import AnswerReader
 from transom_cluster.openai.answer.chat_answer import ChatAnswer
 from transom_cluster.openai.answer.writers import ResponseMetadata
 from transom_cluster.openai.engine_requests import build_requests
 from transom_cluster.openai.fair_threads import ClientThreads, RequestThreads
 from transom_cluster.openai.prompt.prompts import MAX_INLINE_CHARS, Prompt, chat_prompt
+from transom_cluster.openai.request.answer_options import AnswerOptions
 from transom_cluster.openai.request.body import BodyParser, Model
 from transom_cluster.openai.request.body_shape import SMALL_BODY_BYTES
 from transom_cluster.openai.request.chat_request import ChatCompletionRequest
 from transom_cluster.openai.request.kv_policy_field import kv_policy_of
-from transom_cluster.openai.request.prompt_limits import ModelLimits
+from transom_cluster.openai.request.request_limits import ModelLimits
 from transom_cluster.openai.request.sampling_fields import SamplingFields
 from transom_cluster.router.router import Router
 from transom_core import contract
 from transom_core.contract import KvPolicy, SamplingParams
 from transom_core.errors import RequestTimeout
+from transom_core.text.markup.context import AnswerContext
 
 MAX_INLINE_TOKENS = 16_384
 
@@ -58,7 +60,7 @@ class RequestPreparation:
 
     def client_threads(self, request: Request) -> ClientThreads:
         """The threads for long work, as this request's client may use them."""
-        return self._threads.of(request_state(request.scope).client)
+        return ClientThreads(self._threads, request_state(request.scope).client)
 
     async def parse(self, request: Request, parser: BodyParser[Model], threads: ClientThreads) -> Model:
         """Wait for a request's body, and parse and check it.
@@ -103,9 +105,7 @@ class RequestPreparation:
             limits=limits,
         )
         context = markup.context(options, prompt_end=prompt.text_end)
-        grammar = await answer_grammar(
-            markup, tokenizer, options, context, threads=threads, checker=self._router.grammar_checker
-        )
+        grammar = await self.grammar(markup, options, context, threads)
         requests = await self.engine_requests(
             state, metadata, body, [prompt], params, limits, kv_policy, grammar=grammar, prompt_param="messages"
         )
@@ -118,6 +118,30 @@ class RequestPreparation:
             for one in requests
         ]
         return PreparedChat(params=params, requests=requests, answers=answers, is_parsed=context.is_parsed)
+
+    async def grammar(
+        self, markup: AnswerMarkup, options: AnswerOptions, context: AnswerContext, threads: ClientThreads
+    ) -> str | None:
+        """Write the grammar that a request's answers are held to, and check it before a worker sees it; None: nothing is demanded.
+
+        Example: a chat with `tools` and `tool_choice` "required" gets a grammar that allows the model to think, and then to write
+        calls of these tools and nothing else.
+
+        Raises:
+            RequestError: the demand cannot be held; `param` names the field.
+        """
+        demand, checker = options.form.demand, self._router.grammar_checker
+        write = functools.partial(
+            markup.format.grammar, self._router.tokenizer, context, message=demand, tools=options.tools_demand
+        )
+        grammar = await threads.run(write, num_chars=options.num_chars, inline_chars=MAX_INLINE_CHARS)
+        if grammar is not None:
+            check = functools.partial(checker.check, grammar, param=options.form.param or "tools")
+            if checker.is_known(grammar):
+                check()
+            else:
+                await threads.check(check)
+        return grammar
 
     def kv_policy(self, body: SamplingFields, params: SamplingParams) -> tuple[KvPolicy | None, ModelLimits]:
         """The KV policy of a request, its own or the server's default, and its limits: a policy may allow longer streams.
@@ -168,5 +192,5 @@ class RequestPreparation:
             logprobs_param="top_logprobs" if prompt_param == "messages" else "logprobs",
         )
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        threads = self._threads.of(state.client)
+        threads = ClientThreads(self._threads, state.client)
         return await threads.run(build, num_chars=num_tokens, inline_chars=MAX_INLINE_TOKENS)

@@ -28,7 +28,7 @@ from transom_core.telemetry.request_timelines import MAX_TIMELINES, prompt_and_c
 
 _ERRORS: dict[int | str, dict[str, Any]] = {400: {"description": "A parameter is wrong."}}
 _State = Annotated[Literal["running", "finished"] | None, Query(description="Only requests in this state.")]
-_Limit = Annotated[int, Query(ge=1, le=MAX_TIMELINES, description="At most so many, the newest.")]
+_Limit = Annotated[int, Query(ge=1, le=MAX_TIMELINES, description="Up to this many, the newest.")]
 
 
 def add_routes(api: FastAPI, router: Router) -> None:

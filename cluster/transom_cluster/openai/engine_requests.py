@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from transom_cluster.openai.prompt.prompts import Prompt
-from transom_cluster.openai.request.logprob_budget import check_logprob_budget
-from transom_cluster.openai.request.prompt_limits import ModelLimits, check_length, check_total
+from transom_cluster.openai.request.request_limits import ModelLimits, check_length, check_logprob_budget, check_total
 from transom_cluster.openai.request.token_id_lists import check_vocabulary
 from transom_core.contract import KvPolicy, Request, SamplingParams
 from transom_core.errors import RequestError

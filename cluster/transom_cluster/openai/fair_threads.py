@@ -72,7 +72,7 @@ class FairThreads:
             client, turns = self._waiting.popitem(last=False)
             turn = turns.popleft()
             if turns:
-                self._waiting[client] = turns  # behind all others
+                self._waiting[client] = turns  # after all others
             if not turn.done():
                 turn.set_result(None)
                 return
@@ -83,28 +83,24 @@ class RequestThreads:
     """The threads of one router for its requests: some for short and some for long work, and some for checks of grammars."""
 
     def __init__(self) -> None:
-        self._short, self._long = FairThreads(NUM_SHORT_THREADS), FairThreads(NUM_LONG_THREADS)
-        self._checks = FairThreads(NUM_CHECK_THREADS)
-
-    def of(self, client: str) -> ClientThreads:
-        """The threads as one client's request uses them."""
-        return ClientThreads(self._short, self._long, self._checks, client)
+        self.short, self.long = FairThreads(NUM_SHORT_THREADS), FairThreads(NUM_LONG_THREADS)
+        self.checks = FairThreads(NUM_CHECK_THREADS)
 
 
 class ClientThreads:
-    """The threads for work of one client."""
+    """The threads as one client's requests use them."""
 
-    def __init__(self, short: FairThreads, long: FairThreads, checks: FairThreads, client: str) -> None:
-        self._short, self._long, self._checks, self._client = short, long, checks, client
+    def __init__(self, threads: RequestThreads, client: str) -> None:
+        self._threads, self._client = threads, client
 
     async def run(self, function: Callable[[], Result], *, num_chars: int, inline_chars: int = 0) -> Result:
         """Call `function` on a thread. `num_chars` says how much work it is, as characters of text; up to `inline_chars` it is
         called at once, on the event loop."""
         if num_chars <= inline_chars:
             return function()
-        threads = self._short if num_chars <= MAX_SHORT_CHARS else self._long
+        threads = self._threads.short if num_chars <= MAX_SHORT_CHARS else self._threads.long
         return await threads.run(self._client, function)
 
     async def check(self, function: Callable[[], Result]) -> Result:
         """Call `function`, which waits for the check of a grammar, on a thread that nothing else needs."""
-        return await self._checks.run(self._client, function)
+        return await self._threads.checks.run(self._client, function)

@@ -131,8 +131,11 @@ def _add(model: type[Any], schemas: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _schema(model: type[Any]) -> Mapping[str, Any]:
-    """JSON Schema of a response body, shared by all documents of this process: not to be changed."""
-    return TypeAdapter(model).json_schema(ref_template="#/components/schemas/{model}")
+    """JSON Schema of a response body, whose objects have no other properties; shared by all documents of this process."""
+    schema = TypeAdapter(model).json_schema(ref_template="#/components/schemas/{model}")
+    for part in (schema, *schema.get("$defs", {}).values()):
+        part["additionalProperties"] = False
+    return schema
 
 
 def _add_body(path: str, schemas: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from transom_cluster.openai.request.prompt_limits import ModelLimits
+from transom_cluster.openai.request.request_limits import ModelLimits
 from transom_core.errors import EngineDead, WorkerLost
 
 NO_WORKER = "No worker could take the request for {wait_s:.0f} s (starting, or being replaced); try again in a moment."

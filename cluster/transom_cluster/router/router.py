@@ -18,7 +18,6 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from zlib import crc32
 
-from transom_cluster.openai.answer.answer_grammar import ChecksGrammars
 from transom_cluster.openai.answer.answer_markup import AnswerMarkup
 from transom_cluster.openai.answer.error_responses import unknown_model
 from transom_cluster.router.in_flight_requests import InFlightRequest
@@ -70,7 +69,7 @@ class Router:
         autoscaling: AutoscalingConfig | None = None,
         timelines: RequestTimelines | None = None,
         tracing: RouterTracing | None = None,
-        grammar_checker: ChecksGrammars | None = None,
+        grammar_checker: GrammarChecker | None = None,
         answer_markup: AnswerMarkup | None = None,
     ) -> None:
         self.tokenizer = tokenizer

@@ -24,7 +24,7 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from transom_cluster.openai.request.prompt_limits import ModelLimits
+from transom_cluster.openai.request.request_limits import ModelLimits
 from transom_cluster.router.background_tasks import BackgroundTasks
 from transom_cluster.router.failover import Cause
 from transom_cluster.router.in_flight_requests import AttemptState, InFlightRequest, InFlightRequests

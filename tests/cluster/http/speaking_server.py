@@ -1,4 +1,4 @@
-"""What tests have the worker behind `speaking_server` say: answers with reasoning and calls, and the types of what they hold."""
+"""What tests have the worker of `speaking_server` say: answers with reasoning and calls, and the types of what they hold."""
 
 from __future__ import annotations
 

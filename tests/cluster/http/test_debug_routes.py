@@ -14,12 +14,10 @@ from tests.cluster.conftest import Api, running_api, until
 from tests.cluster.engine_server import engine_server
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
-from transom_cluster.http.request_timeline_routes import clock_difference_s, phase_times
-from transom_cluster.telemetry.request_timeline import RequestTimelines
+from transom_cluster.http.request_timeline_routes import phase_times
 from transom_core.config import FailoverConfig
 from transom_core.contract import ErrorInfo
 from transom_core.errors import Overloaded, StepFailed
-from transom_core.telemetry.request_timelines import TimelineStore
 
 MARK = "zebra4711"
 
@@ -82,12 +80,6 @@ async def test_a_request_is_found_by_its_x_request_id_too(api: Api) -> None:
     assert [line["x_request_id"] for line in await lines_of(api)] == ["x" * 128, "job/7/a", "my-own-1"]
 
 
-async def test_steps_name_their_choice(api: Api) -> None:
-    timeline = await timeline_of(api, (await api.complete(n=3)).json()["id"])
-    assert [step["choice"] for step in timeline["steps"] if step["what"] == "finished"] == [0, 1, 2]
-    assert (timeline["choices"], timeline["prompt_tokens"], timeline["output_tokens"]) == (3, 2, 9)
-
-
 async def test_workers_steps_have_the_routers_number_of_their_choice(api: Api) -> None:
     """Over all prompts: a request with two prompts and three choices of each has the choices 0 to 5."""
     request_id = (await api.complete(prompt=["a", "b"], n=3)).json()["id"]
@@ -101,43 +93,21 @@ async def test_workers_steps_have_the_routers_number_of_their_choice(api: Api) -
     assert {step["choice"] for step in steps if step["what"] == "placed"} == set(range(6))
 
 
-async def test_workers_steps_are_merged_in_order_of_time(api: Api) -> None:
+@pytest.mark.parametrize("ahead_s", [-86_400.0, 0.0, 86_400.0])
+async def test_workers_steps_are_merged_in_order_of_time_even_if_clocks_differ(api: Api, ahead_s: float) -> None:
     request_id = (await api.complete()).json()["id"]
     own = await timeline_of(api, request_id)
     arrival_s = own["arrival_s"]
     for what, after_s in (("queued", 0.5), ("admitted", 0.75), ("first_token", 1.75), ("finished", 3.75)):
         step = {"at_s": arrival_s + after_s, "worker": "w0", "request_id": f"{request_id}-0-0", "what": what}
         api.worker.timeline.append(step)
+    api.worker.clock_ahead_s = ahead_s
     timeline = await timeline_of(api, request_id)
     assert kinds(timeline)[-4:] == ["queued", "admitted", "first_token", "finished"]
     assert not any("choice" in step for step in timeline["steps"]), "there is only one"
     assert timeline["worker_parts"] == {"w0": "told"}
-    assert timeline["times"] == pytest.approx({"queue_s": 0.25, "prefill_s": 1.0, "decode_s": 2.0})
-
-
-@pytest.mark.parametrize("ahead_s", [-86_400.0, 0.0, 86_400.0])
-async def test_steps_of_a_worker_whose_clock_differs_are_where_they_belong(api: Api, ahead_s: float) -> None:
-    request_id = (await api.complete()).json()["id"]
-    arrival_s = (await timeline_of(api, request_id))["arrival_s"]
-    for what, after_s in (("queued", 0.0), ("admitted", 0.0001), ("first_token", 0.0002)):
-        step = {"at_s": arrival_s + after_s, "worker": "w0", "request_id": f"{request_id}-0-0", "what": what}
-        api.worker.timeline.append(step)
-    api.worker.clock_ahead_s = ahead_s
-    timeline = await timeline_of(api, request_id)
-    after = [step["after_s"] for step in timeline["steps"]]
-    assert after == sorted(after)
-    assert -1.0 < after[0] <= after[-1] < 60.0
-    assert timeline["times"]["queue_s"] == pytest.approx(0.0001, abs=1e-5)
-
-
-def test_a_clock_that_shows_a_time_between_question_and_answer_may_be_right() -> None:
-    assert [clock_difference_s(there_s, 10.0, 11.0) for there_s in (7.0, 10.0, 10.5, 11.0, 15.0)] == [
-        -3.0,
-        0,
-        0,
-        0,
-        4.0,
-    ]
+    assert timeline["times"] == pytest.approx({"queue_s": 0.25, "prefill_s": 1.0, "decode_s": 2.0}, abs=1e-5)
+    assert -1.0 < timeline["steps"][-1]["after_s"] - 3.75 < 60.0
 
 
 def test_times_are_those_of_the_slowest_choice_over_its_attempts() -> None:
@@ -291,16 +261,6 @@ async def test_any_router_knows_what_another_one_served() -> None:
         assert (await asked.client.get(f"/debug/requests/{request_id}", headers=yours)).status_code == 404
         assert [line["id"] for line in await lines_of(asked, **mine)] == [own_id, request_id]
         assert await lines_of(asked, **yours) == []
-
-
-async def test_timelines_are_bounded(api: Api) -> None:
-    api.router.timelines = RequestTimelines("r0", store=TimelineStore(max_timelines=5))
-    ids = [(await api.complete(max_tokens=1)).json()["id"] for _ in range(9)]
-    assert [line["id"] for line in await lines_of(api)] == ids[:3:-1]
-    assert (await api.client.get(f"/debug/requests/{ids[0]}")).status_code == 404
-    timeline = await timeline_of(api, (await api.complete(n=100, max_tokens=1)).json()["id"])
-    assert len(timeline["steps"]) <= 200
-    assert the(timeline, "summed_up")["steps"] > 1
 
 
 def test_through_a_real_engine(tiny_model: Path) -> None:

@@ -53,9 +53,3 @@ def test_any_bytes_on_the_port(server: HttpServer, data: bytes) -> None:
     assert answer == b"" or answer.startswith(b"HTTP/1.1 ")
     assert b"HTTP/1.1 500" not in answer
     server.call(until(lambda: num_in_flight(server.router) == 0))
-
-
-def test_the_server_serves_as_before(server: HttpServer) -> None:
-    with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=60) as connection:
-        connection.sendall(REQUESTS[0])
-        assert connection.recv(65536).startswith(b"HTTP/1.1 200")

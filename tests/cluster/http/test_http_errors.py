@@ -30,13 +30,10 @@ def problem(response: httpx.Response, status: int) -> dict[str, Any]:
     [
         ({"temperature": 200}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
-        ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"top_p": 1.5}, "top_p"),
         ({"n": 0}, "n"),
         ({"n": True}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"top_logprobs": 3}, "top_logprobs"),
@@ -51,65 +48,37 @@ def problem(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"what": 1}}, "stream_options.what"),
         ({"temprature": 1}, "temprature"),
-        ({"top-p": 1}, "top-p"),
         ({"str": 1}, "str"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "narrator", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "function", "content": "x", "name": "f"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}
-                ]
-            },
-            "messages[0].content[1]",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "image_url": {"url": "b"}}]}]},
-            "messages[0].content[0]",
-        ),
-        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{}]}, "functions"),
         ({"function_call": "auto"}, "function_call"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"audio": {}}, "audio"),
         ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"prediction": {}}, "prediction"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"verbosity": "huge"}, "verbosity"),
         ({"continue_final_message": True}, "continue_final_message"),
-        ({"store": True}, "store"),
         ({"store": 0}, "store"),
         ({"kv_policy": {"type": "window"}}, "kv_policy.window"),
         ({"kv_policy": {"type": "lru"}}, "kv_policy.type"),
-        ({"kv_policy": {"window": 8}}, "kv_policy.type"),
         ({"kv_policy": {"type": "window", "window": 8, "budget": 3}}, "kv_policy.budget"),
         ({"kv_policy": {"type": "full", "window": 8}}, "kv_policy.window"),
         ({"kv_policy": {"type": "window", "window": 0}}, "kv_policy.window"),
         ({"kv_policy": {"type": "window", "window": 509}}, "kv_policy.window"),
         ({"kv_policy": {"type": "window", "window": "8"}}, "kv_policy.window"),
         ({"kv_policy": {"type": "window", "window": 8, "sinks": -1}}, "kv_policy.sinks"),
-        ({"kv_policy": {"type": "heavy", "budget": 15}}, "kv_policy.budget"),
         ({"kv_policy": {"type": "heavy", "budget": 513}}, "kv_policy.budget"),
         (
             {"kv_policy": {"type": "adaptive", "min_window": 9, "max_window": 8, "threshold": 0.1}},
             "kv_policy.min_window",
         ),
-        (
-            {"kv_policy": {"type": "adaptive", "min_window": 1, "max_window": 7, "threshold": 0.1}},
-            "kv_policy.max_window",
-        ),
         ({"kv_policy": {"type": "adaptive", "min_window": 1, "max_window": 8, "threshold": 1}}, "kv_policy.threshold"),
         ({"kv_policy": "window"}, "kv_policy"),
-        ({"kv_quality": True}, "kv_quality"),
         ({"kv_quality": True, "kv_policy": {"type": "full"}}, "kv_quality"),
     ],
 )
@@ -126,19 +95,14 @@ async def test_a_wrong_chat_field_is_named(api, fields, param):
     [
         ({"prompt": None}, "prompt"),
         ({"prompt": ""}, "prompt"),
-        ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": ["a", 1]}, "prompt[1]"),
         ({"prompt": {"a": 1}}, "prompt"),
-        ({"prompt": [-1]}, "prompt"),
         ({"prompt": [2**70]}, "prompt"),
         ({"prompt": ["a"] * 513, "n": 2}, "prompt"),
         ({"best_of": 3}, "best_of"),
-        ({"suffix": "x"}, "suffix"),
         ({"logprobs": 21}, "logprobs"),
-        ({"logprobs": True}, "logprobs"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"guided_json": 5}, "guided_json"),
     ],
 )
 async def test_a_wrong_completion_field_is_named(api, fields, param):
@@ -238,12 +202,6 @@ async def test_an_error_in_mid_stream_is_an_event_and_the_end(api):
     assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "step_failed"
     assert "[DONE]" not in response.text
     await api.worker.until(lambda: len(api.worker.aborted) == 1)  # the other choice
-
-
-async def test_a_bug_shows_no_internals(api, monkeypatch):
-    monkeypatch.setattr(api.router, "generate", lambda _: 1 / 0)
-    error = problem(await api.complete(), 500)
-    assert "division" not in error["message"]
 
 
 async def test_body_limit_by_length_and_while_reading():

@@ -91,12 +91,10 @@ async def test_what_does_not_answer_is_left_out_and_counted_by_kind() -> None:
     ("accept", "openmetrics"),
     [
         (PROMETHEUS, True),
-        ("application/openmetrics-text", True),
         ("application/openmetrics-text;q=0.3, text/plain;q=0.5", False),
         ("application/openmetrics-text;q=0", False),
         ("application/openmetrics-text;q=much", False),
         (BROWSER, False),
-        ("*/*", False),
         ("", False),
     ],
 )
@@ -149,7 +147,7 @@ async def test_tokens_are_counted_as_billed() -> None:
     assert values["transom_router_output_tokens_total"] == whole["completion_tokens"] + 4
 
 
-async def test_discovery_has_a_target_for_each_process_behind_the_address_asked() -> None:
+async def test_discovery_has_a_target_for_each_process_at_the_address_asked() -> None:
     async with running_api(stub("w0"), stub("w1")) as api:
         api.router.peers = StubPeers(other_router("r2"), TimeoutError(), other_router("r1"))
         response = await get(api, "/metrics/sd", host="door.example:8443")
@@ -181,15 +179,10 @@ PROXIED = {"x-forwarded-host": "llm.example", "x-forwarded-prefix": "/inner", **
         ("/llm", {}, (None, "r:8000", "/llm/metrics/process")),
         ("", PROXIED, ("https", "llm.example", "/inner/metrics/process")),
         ("/llm", PROXIED, ("https", "llm.example", "/inner/llm/metrics/process")),
-        (
-            "/inner/llm",
-            PROXIED,
-            ("https", "llm.example", "/inner/llm/metrics/process"),
-        ),  # Serve's own `root_path` has it
+        # Serve's own `root_path` has the prefix already
+        ("/inner/llm", PROXIED, ("https", "llm.example", "/inner/llm/metrics/process")),
         ("", {"x-forwarded-host": "outer:8443, inner"}, (None, "outer:8443", "/metrics/process")),
-        ("", {"x-forwarded-host": "[::1]:80"}, (None, "[::1]:80", "/metrics/process")),
         ("", {"x-forwarded-host": "a b", "x-forwarded-prefix": "//evil"}, (None, "r:8000", "/metrics/process")),
-        ("", {"x-forwarded-prefix": "/", "x-forwarded-proto": "http"}, (None, "r:8000", "/metrics/process")),
     ],
 )
 async def test_discovery_behind_a_prefix_and_a_proxy(
@@ -201,16 +194,6 @@ async def test_discovery_behind_a_prefix_and_a_proxy(
         (target,) = (await client.get(f"{root_path}/metrics/sd", headers=headers)).json()
     labels = target["labels"]
     assert (labels.get("__scheme__"), target["targets"][0], labels["__metrics_path__"]) == place
-
-
-async def test_targets_below_a_prefix_answer() -> None:
-    transport = httpx.ASGITransport(app=build_api(make_router(stub("w0"))), root_path="/llm")
-    async with httpx.AsyncClient(transport=transport, base_url="http://r:8000") as client:
-        (target,) = (await client.get("/llm/metrics/sd")).json()
-        labels = target["labels"]
-        page = await client.get(labels["__metrics_path__"], params={"name": labels["__param_name"]})
-    assert page.status_code == 200
-    assert set(labels_of(page.text, "transom_build_info", "router")) == {"r0"}
 
 
 async def test_processes_that_are_unknown_or_silent() -> None:
@@ -226,10 +209,3 @@ async def test_processes_that_are_unknown_or_silent() -> None:
         response = await get(api, "/metrics/process")
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "name"
-
-
-@pytest.mark.parametrize("path", ["/metrics", "/metrics/sd", "/metrics/process?name=router/r0"])
-async def test_all_want_a_key(path: str) -> None:
-    async with running_api(api_keys=("sesame",)) as api:
-        assert (await get(api, path)).status_code == 401
-        assert (await get(api, path, authorization="Bearer sesame")).status_code == 200

@@ -29,7 +29,6 @@ TOOLS: Any = [
     }
     for name in ("weather", "time")
 ]
-PATCH: Any = {"type": "custom", "name": "patch"}
 
 
 def test_a_whole_answer(speaking_server: HttpServer, speaking_client: Any) -> None:
@@ -94,38 +93,3 @@ def test_the_output_sent_back_with_a_result_continues_the_chat(
         ],
     )
     assert second.output_text == "Yes."
-
-
-def test_a_custom_tool_gets_text(speaking_server: HttpServer, speaking_client: Any) -> None:
-    says(speaking_server, '<tool_call>\n{"name": "patch", "arguments": {"input": "a\\n\\"b\\""}}\n</tool_call>')
-    with speaking_client.responses.stream(model="stub", input=INPUT, tools=[PATCH]) as stream:
-        events = list(stream)
-    (item,) = events[-1].response.output
-    assert (item.type, item.name, item.input) == ("custom_tool_call", "patch", 'a\n"b"')
-    deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
-    assert "".join(deltas) == item.input
-
-
-def test_log_probabilities_are_those_of_the_message_alone(speaking_server: HttpServer, speaking_client: Any) -> None:
-    says(speaking_server, ANSWER)
-    answer = speaking_client.responses.create(
-        model="stub", input=INPUT, tools=TOOLS, top_logprobs=1, include=["message.output_text.logprobs"]
-    )
-    part = answer.output[1].content[0]
-    assert part.text in "".join(entry.token for entry in part.logprobs)
-    assert "<" not in "".join(entry.token for entry in part.logprobs)
-
-
-def test_only_one_call_where_calls_may_not_be_parallel(speaking_server: HttpServer, speaking_client: Any) -> None:
-    says(speaking_server, ANSWER)
-    answer = speaking_client.responses.create(model="stub", input=INPUT, tools=TOOLS, parallel_tool_calls=False)
-    assert [item.type for item in answer.output].count("function_call") == 1
-    assert answer.parallel_tool_calls is False
-
-
-def test_reasoning_is_sent_back_as_encrypted_content(speaking_server: HttpServer, speaking_client: Any) -> None:
-    says(speaking_server, "<think>\nRain?\n</think>\n\nYes.")
-    first = speaking_client.responses.create(model="stub", input=INPUT, include=["reasoning.encrypted_content"])
-    sent = {"type": "reasoning", "summary": [], "encrypted_content": first.output[0].encrypted_content}
-    assert sent["encrypted_content"]
-    assert speaking_client.responses.create(model="stub", input=[sent, {"role": "user", "content": "On."}])

@@ -47,32 +47,6 @@ def test_a_whole_answer(speaking_server: HttpServer, speaking_client: openai.Ope
     assert answer.usage.completion_tokens_details.reasoning_tokens == len("\nRain?\n</think>") - 1
 
 
-def test_a_streamed_answer_is_the_whole_one(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
-    says(speaking_server, ANSWER)
-    stream = speaking_client.chat.completions.create(
-        model="stub", messages=MESSAGES, tools=TOOLS, stream=True, stream_options={"include_usage": True}
-    )
-    *chunks, last = stream
-    deltas = [chunk.choices[0].delta for chunk in chunks]
-    assert deltas[0].role == "assistant"
-    assert "".join(delta.content or "" for delta in deltas) == "Let me look."
-    assert "".join((delta.model_extra or {}).get("reasoning_content", "") for delta in deltas) == "Rain?"
-    pieces = [piece for delta in deltas for piece in delta.tool_calls or ()]
-    begun = [piece for piece in pieces if piece.id]
-    assert [(piece.index, piece.type, piece.function.name) for piece in begun] == [  # type: ignore[union-attr]
-        (0, "function", "weather"),
-        (1, "function", "time"),
-    ]
-    for index, city in enumerate(("Paris", "Rome")):
-        arguments = "".join(piece.function.arguments for piece in pieces if piece.index == index)  # type: ignore[union-attr,misc]
-        assert json.loads(arguments) == {"city": city}
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
-    assert last.choices == []
-    assert last.usage is not None
-    assert last.usage.completion_tokens_details is not None
-    assert last.usage.completion_tokens_details.reasoning_tokens
-
-
 def test_the_stream_helper_puts_calls_together(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
     says(speaking_server, ANSWER)
     events: list[ChatCompletionStreamEvent[Any]] = []
@@ -95,14 +69,6 @@ def test_the_stream_helper_puts_calls_together(speaking_server: HttpServer, spea
         AskWeather(city="Rome"),
     ]
     assert last_request(speaking_server).grammar is not None  # the helper's tools are strict
-
-
-def test_a_call_alone_has_no_content(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
-    says(speaking_server, CALL)
-    message = speaking_client.chat.completions.create(model="stub", messages=MESSAGES, tools=TOOLS).choices[0].message
-    assert message.content is None
-    with speaking_client.chat.completions.stream(model="stub", messages=MESSAGES, tools=TOOLS) as stream:
-        assert stream.get_final_completion().choices[0].message.content is None
 
 
 def test_an_answer_goes_back_with_the_results_of_its_calls(
@@ -140,15 +106,6 @@ def test_parse_gives_the_model_its_pydantic_class(speaking_server: HttpServer, s
         assert stream.get_final_completion().choices[0].message.parsed == Weather(city="Paris", rain_mm=1.5)
 
 
-def test_parse_reads_strict_tools(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
-    says(speaking_server, CALL)
-    tools = [openai.pydantic_function_tool(AskWeather, name="weather")]
-    answer = speaking_client.chat.completions.parse(model="stub", messages=MESSAGES, tools=tools)
-    assert answer.choices[0].message.tool_calls is not None
-    (call,) = answer.choices[0].message.tool_calls
-    assert call.function.parsed_arguments == AskWeather(city="Paris")
-
-
 def test_parse_says_that_a_length_cut_the_json(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
     says(speaking_server, '{"city": "Paris", "rain_mm": 1.5}')
     with pytest.raises(openai.LengthFinishReasonError):
@@ -157,66 +114,9 @@ def test_parse_says_that_a_length_cut_the_json(speaking_server: HttpServer, spea
         )
 
 
-def test_raw_responses(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
-    says(speaking_server, CALL)
-    raw = speaking_client.chat.completions.with_raw_response.create(model="stub", messages=MESSAGES, tools=TOOLS)
-    answer = raw.parse()
-    assert raw.headers["x-request-id"] == answer.id
-    assert answer.choices[0].message.tool_calls
-
-
-def test_each_choice_has_calls_of_its_own(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
-    says(speaking_server, CALL, "No.", ANSWER)
-    answer = speaking_client.chat.completions.create(model="stub", messages=MESSAGES, tools=TOOLS, n=3)
-    assert [choice.finish_reason for choice in answer.choices] == ["tool_calls", "stop", "tool_calls"]
-    ids = [call.id for choice in answer.choices for call in choice.message.tool_calls or ()]
-    assert len(set(ids)) == 3
-
-
-def test_only_one_call_where_calls_may_not_be_parallel(
-    speaking_server: HttpServer, speaking_client: openai.OpenAI
-) -> None:
-    says(speaking_server, ANSWER)  # as of a worker that does not hold the model to its grammar
-    answer = speaking_client.chat.completions.create(
-        model="stub", messages=MESSAGES, tools=TOOLS, parallel_tool_calls=False
-    )
-    assert [call.function.name for call in answer.choices[0].message.tool_calls or ()] == ["weather"]  # type: ignore[union-attr]
-
-
-def test_reasoning_is_left_out_on_request(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
-    says(speaking_server, ANSWER)
-    extra = {"include_reasoning": False}
-    answer = speaking_client.chat.completions.create(model="stub", messages=MESSAGES, tools=TOOLS, extra_body=extra)
-    assert answer.choices[0].message.model_extra == {}
-
-
 def test_without_tools_their_markup_is_text(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
     says(speaking_server, CALL)
     for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         answer = speaking_client.chat.completions.create(model="stub", messages=MESSAGES, **more)
         assert answer.choices[0].message.content == CALL
         assert answer.choices[0].finish_reason == "stop"
-
-
-def test_logprobs_beside_calls(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:
-    """Every token has them, those of reasoning and markup too."""
-    says(speaking_server, ANSWER)
-    for stream in (False, True):
-        answer: Any = speaking_client.chat.completions.create(
-            model="stub", messages=MESSAGES, tools=TOOLS, logprobs=True, stream=stream
-        )
-        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
-        entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
-        assert "".join(entry.token for entry in entries) == ANSWER
-
-
-async def test_the_async_client(speaking_server: HttpServer) -> None:
-    says(speaking_server, ANSWER)
-    async with (
-        openai.AsyncOpenAI(
-            base_url=f"{speaking_server.url}/v1", api_key="unused", max_retries=0, timeout=120
-        ) as speaking_client,
-        speaking_client.chat.completions.stream(model="stub", messages=MESSAGES, tools=TOOLS) as stream,
-    ):
-        completion = await stream.get_final_completion()
-    assert [call.function.name for call in completion.choices[0].message.tool_calls or ()] == ["weather", "time"]

@@ -51,12 +51,3 @@ async def test_an_echo_with_fewer_alternatives_does_not_have_more(api: Api) -> N
 async def test_a_prompt_of_one_token(api: Api) -> None:
     (choice,) = (await api.complete(prompt="h", prompt_logprobs=1)).json()["choices"]
     assert choice["prompt_logprobs"] == [None]
-
-
-async def test_a_stream_refuses_them(api: Api) -> None:
-    for answer in (
-        await api.chat(prompt_logprobs=1, stream=True),
-        await api.complete(prompt_logprobs=1, stream=True),
-    ):
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "prompt_logprobs"

@@ -55,30 +55,6 @@ def test_a_response(client):
     assert answer.output[0].role == "assistant"
 
 
-def test_a_stream_has_the_events_of_the_whole_response(client):
-    with client.responses.stream(**ASKED, max_output_tokens=3) as stream:
-        events = list(stream)
-    assert [event.type for event in events] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-        *["response.output_text.delta"] * 3,
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.incomplete",
-    ]
-    assert events[-1].response.output_text == "abc"
-    assert events[-1].response.id == events[0].response.id
-
-
-def test_objects_and_events_are_the_published_ones(server):
-    check_published("Response", post(server, max_output_tokens=3).json())
-    events = events_of(post(server, max_output_tokens=3, stream=True))
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-
-
 def test_an_answer_sent_back_is_part_of_the_conversation(client, server):
     first = client.responses.create(**ASKED, max_output_tokens=2)
     again = client.responses.create(
@@ -90,22 +66,6 @@ def test_an_answer_sent_back_is_part_of_the_conversation(client, server):
     assert again.usage.input_tokens == len("system:Be brief.;user:hi;assistant:ab;user:on;assistant:")
     assert again.instructions == "Be brief."
     assert server.worker.submitted[-1].turn_boundaries
-
-
-def test_log_probabilities(client):
-    answer = client.responses.create(
-        **ASKED, max_output_tokens=2, top_logprobs=2, include=["message.output_text.logprobs"]
-    )
-    entries = answer.output[0].content[0].logprobs
-    assert [(entry.token, entry.logprob, len(entry.top_logprobs)) for entry in entries] == [
-        ("a", -0.5, 2),
-        ("b", -0.5, 2),
-    ]
-    with client.responses.stream(
-        **ASKED, max_output_tokens=2, top_logprobs=2, include=["message.output_text.logprobs"]
-    ) as stream:
-        deltas = [event.logprobs for event in stream if event.type == "response.output_text.delta"]
-    assert [[entry.token for entry in delta] for delta in deltas] == [["a"], ["b"]]
 
 
 def test_sampling_and_the_key_reach_the_worker(server):
@@ -159,10 +119,6 @@ def test_a_warning_is_one_line_of_ascii(server):
     answer = post(server, tools=[{"type": "a\r\nx: \u00fc\u2028"}], max_output_tokens=1)
     assert answer.status_code == 200
     assert answer.headers["x-transom-warning"] == "tools[0]: tools of type a??x: ?? are skipped"
-
-
-def test_without_something_to_say_there_is_no_warning(server):
-    assert "x-transom-warning" not in post(server, max_output_tokens=1).headers
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from transom_cluster.commands.serve import START_FAILED
 from transom_cluster.http.api import build_api
 from transom_cluster.http.api_keys import FILE_CHECK_PERIOD_S, ApiKeys, current_keys, read_key_file
 from transom_cluster.serve.start_checks import check_api_keys
-from transom_core.config import ServerConfig
 from transom_core.errors import ConfigError
 from transom_core.kv_cache.hashing import chain_root
 from transom_core.settings.settings import Settings
@@ -64,9 +63,8 @@ async def test_every_route_needs_a_key_except_the_documented_ones():
         assert api.worker.submitted == []
         counted = api.router.metrics.registry.get_sample_value
         labels = {"model": "stub", "router": "r0", "status": "401"}
-        assert (
-            counted("transom_router_requests_total", labels | {"endpoint": "/v1/completions"}) == 3
-        )  # POST, OPTIONS, TRACE
+        # POST, OPTIONS and TRACE
+        assert counted("transom_router_requests_total", labels | {"endpoint": "/v1/completions"}) == 3
         assert counted("transom_router_requests_total", labels | {"endpoint": "/v1/nothing"}) is None
 
 
@@ -80,13 +78,12 @@ async def test_wrong_authorization_headers_are_refused(authorization):
         assert refused(await api.client.get("/v1/models", headers=headers))
 
 
-@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
-@pytest.mark.parametrize("key", KEYS)
-async def test_any_of_the_keys_opens(key, scheme):
+async def test_any_of_the_keys_opens():
     async with running_api(api_keys=KEYS) as api:
-        for path in ("/v1/models", "/metrics", "/version", "/docs", "/openapi.json"):
-            headers = {b"authorization": f"{scheme} {key}".encode()}
-            assert (await api.client.get(path, headers=headers)).status_code == 200
+        for key, scheme in zip(KEYS, ("Bearer", "bearer", "BEARER"), strict=True):
+            for path in ("/v1/models", "/metrics", "/docs"):
+                headers = {b"authorization": f"{scheme} {key}".encode()}
+                assert (await api.client.get(path, headers=headers)).status_code == 200
 
 
 async def test_a_key_file_opens_too(tmp_path):
@@ -110,12 +107,6 @@ def test_wrong_key_files_are_refused(tmp_path, text, mode, said):
         read_key_file(str(path))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_key_file(str(tmp_path / "missing"))
-
-
-def test_a_server_with_a_broken_key_file_does_not_start(tmp_path):
-    config = ServerConfig(served_model_name="m", api_key_file=str(tmp_path / "missing"))
-    with pytest.raises(ConfigError):
-        ApiKeys.from_config(config)
 
 
 def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path):

@@ -1,4 +1,4 @@
-"""No log line and no metric contains a prompt or an output, whatever happens to the request, unless --log-prompts is set."""
+"""No log line and no metric contains a prompt or an output, for every end of a request, unless --log-prompts is set."""
 
 from __future__ import annotations
 

@@ -77,12 +77,5 @@ async def test_metrics_are_the_union_and_parse(api):
     assert value(page, "transom_router_dropped_scrapes_total") == 0
 
 
-async def test_a_worker_that_does_not_answer_is_left_out_of_the_metrics_and_counted():
-    async with running_api(StubWorker(metrics=None)) as api:
-        page = (await api.client.get("/metrics")).text
-    assert "transom_requests_running" not in page
-    assert value(page, "transom_router_dropped_scrapes_total") == 1
-
-
 def value(page: str, name: str) -> float:
     return sum(s.value for family in text_string_to_metric_families(page) for s in family.samples if s.name == name)

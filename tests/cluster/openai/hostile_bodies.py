@@ -8,7 +8,7 @@ CHAT, COMPLETION, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completion
 
 
 def filled(before: str, unit: str, after: str) -> Callable[[int], bytes]:
-    """A body of so many bytes: `unit` again and again, without the comma at its end, between the two."""
+    """A body of `num_bytes`: `unit` again and again, without the comma at its end, between the two."""
 
     def make(num_bytes: int) -> bytes:
         count = max(1, (num_bytes - len(before) - len(after)) // len(unit.encode()))
@@ -18,7 +18,7 @@ def filled(before: str, unit: str, after: str) -> Callable[[int], bytes]:
 
 
 def numbered(before: str, unit: str, after: str) -> Callable[[int], bytes]:
-    """A body of so many bytes whose units are numbered at `#`, so that no two are equal."""
+    """A body of `num_bytes` whose units are numbered at `#`, so that no two are equal."""
 
     def make(num_bytes: int) -> bytes:
         count = (num_bytes - len(before) - len(after)) // (len(unit) + 6)
@@ -32,30 +32,19 @@ CONTENT = '{"max_tokens":1,"messages":[{"role":"user","content":'
 BODIES: dict[str, tuple[str, Callable[[int], bytes]]] = {
     # name: path, and the body of a size
     "prompt: ids, then a string": (COMPLETION, filled('{"prompt":[', "1,", ',"x"]}')),
-    "prompt: too many ids": (COMPLETION, filled('{"prompt":[', "1,", "]}")),
     "prompt: lists of ids": (COMPLETION, filled('{"max_tokens":1,"prompt":[', f"[{'999,' * 99_999}999],", "]}")),
-    "prompt: lists of one id": (COMPLETION, filled('{"prompt":[', "[1],", "]}")),
     "prompt: empty lists": (COMPLETION, filled('{"prompt":[', "[],", "]}")),
     "prompt: short texts": (COMPLETION, filled('{"prompt":[', '"a",', "]}")),
-    "prompt: texts, then a number": (COMPLETION, filled('{"prompt":[', '"ab",', ",1]}")),
     "prompt: one text": (COMPLETION, filled('{"prompt":"', "word ", '"}')),
-    "prompt: escapes": (COMPLETION, filled('{"prompt":"', "\\n", '"}')),
     "prompt: wide characters": (COMPLETION, filled('{"prompt":"\U0001f600', "word ", '"}')),
-    "prompt: objects": (COMPLETION, filled('{"prompt":[', "{},", "]}")),
-    "prompt: floats": (COMPLETION, filled('{"prompt":[', "1.5,", "]}")),
-    "stop: numbers": (COMPLETION, filled('{"prompt":"x","stop":[', "1,", "]}")),
     "stop: strings": (COMPLETION, filled('{"prompt":"x","stop":[', '"a",', "]}")),
     "stop_token_ids": (COMPLETION, filled('{"prompt":"x","stop_token_ids":[', "1,", "]}")),
     "logit_bias": (COMPLETION, numbered('{"prompt":"x","logit_bias":{', '"#":1', "}}")),
     "messages: empty": (CHAT, filled('{"messages":[', '{"role":"user","content":""},', "]}")),
-    "messages: without content": (CHAT, filled('{"messages":[', '{"role":"assistant"},', "]}")),
-    "messages: numbers": (CHAT, filled('{"messages":[', "1,", "]}")),
     "messages: unknown fields": (CHAT, numbered('{"messages":[{"role":"user",', '"x#":1', "}]}")),
     "content: parts": (CHAT, filled(CONTENT + "[", '{"type":"text","text":""},', "]}]}")),
-    "content: numbers": (CHAT, filled(CONTENT + "[", "1,", "]}]}")),
     "content: one text": (CHAT, filled(CONTENT + '"', "word ", '"}]}')),
     "content: braces and quotes": (CHAT, filled(CONTENT + '"', '{\\"[', '"}]}')),
-    "tool_calls": (CHAT, filled('{"messages":[{"role":"assistant","tool_calls":[', "1,", "]}]}")),
     "chat_template_kwargs": (CHAT, numbered("{" + USER + ',"chat_template_kwargs":{', '"x#":[]', "}}")),
     "tool_calls: right ones": (
         CHAT,
@@ -67,34 +56,21 @@ BODIES: dict[str, tuple[str, Callable[[int], bytes]]] = {
         CHAT,
         filled('{"messages":[{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"', "[", '"}}]}]}'),
     ),
-    "tools": (CHAT, filled("{" + USER + ',"tools":[', '{"type":"function"},', "]}")),
     "tools: one enum": (
         CHAT,
         numbered(
             "{" + USER + ',"tools":[{"type":"function","function":{"name":"f","parameters":{"enum":[', '"#"', "]}}}]}"
         ),
     ),
-    "response_format": (
-        CHAT,
-        numbered(
-            "{" + USER + ',"response_format":{"type":"json_schema","json_schema":{"name":"x","schema":{"enum":[',
-            "#",
-            "]}}}}",
-        ),
-    ),
     "guided_choice": (COMPLETION, numbered('{"prompt":"x","guided_choice":[', '"#"', "]}")),
     "guided_grammar: EBNF": (COMPLETION, filled('{"prompt":"x","guided_grammar":"', "root ::= root\\n", '"}')),
-    "metadata: lists": (CHAT, filled("{" + USER + ',"metadata":[', "[],", "]}")),
     "metadata: numbers": (CHAT, filled('{"max_tokens":1,' + USER + ',"metadata":[', "1,", "]}")),
     "unknown fields": (CHAT, numbered("{" + USER + ",", '"x#":1', "}")),
     "the same field again": (CHAT, filled("{" + USER + ",", '"n":1,', "}")),
-    "nesting": (CHAT, filled("{" + USER + ',"metadata":', "[", "")),
     "a number of many digits": (COMPLETION, filled('{"prompt":"x","seed":', "1", "}")),
     "an unknown field with a long name": (COMPLETION, filled('{"prompt":"x","', "a", '":1}')),
     "tokens: ids": (DETOKENIZE, filled('{"tokens":[', "999,", "]}")),
-    "tokens: ids, then a string": (DETOKENIZE, filled('{"tokens":[', "1,", ',"x"]}')),
     "tokenize: one text": (TOKENIZE, filled('{"prompt":"', "word ", '"}')),
-    "tokenize: empty messages": (TOKENIZE, filled('{"messages":[', '{"role":"user","content":""},', "]}")),
     "not JSON": (COMPLETION, filled("", "[", "")),
 }
 SMALL_BODIES: dict[str, tuple[str, bytes]] = {

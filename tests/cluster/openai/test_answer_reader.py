@@ -14,11 +14,7 @@ from hypothesis import strategies as st
 
 from tests.how_many import num_examples
 from transom_cluster.openai.answer.answer_reader import NO_TOKEN_ID, AnswerReader
-from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.output_events import joined
-from transom_cluster.router.output_stream import OutputStream
-from transom_cluster.routing.placer import PlacementDecision
-from transom_cluster.routing.worker_view import HitTokens
 from transom_core.contract import OutputEvent, Request, SamplingParams
 from transom_core.text.markup.parts import AnswerPart, MessageText, ReasoningText
 from transom_worker.engine.running_request import RunningRequest
@@ -150,36 +146,6 @@ def by_cuts(events: Sequence[OutputEvent], cuts: set[int]) -> list[OutputEvent]:
     return [joined(events[a:b]) for a, b in pairwise(bounds)]
 
 
-def migrated(token_ids: Sequence[int], params: SamplingParams, at: int, num_repeated: int) -> list[OutputEvent]:
-    """What the router passes on if the worker is lost after `at` events, and its successor repeats some of the output."""
-    request = Request(request_id="r", prompt_token_ids=(0,), params=params, seed=0)
-    passed: list[OutputEvent] = []
-
-    class Passed(OutputStream):
-        def put(self, index: int, event: OutputEvent) -> None:
-            passed.append(event)
-
-    in_flight = InFlightRequest(Passed([request]), 0, request)
-    send(in_flight)
-    for event in worker_events(token_ids, params)[:at]:
-        assert in_flight.take(event)
-    num_resumed = max(0, at - num_repeated)
-    if not in_flight.has_ended:
-        in_flight.leave_worker()
-        send(in_flight)
-        for event in worker_events(token_ids, params, num_resumed=num_resumed):
-            assert in_flight.take(event)
-    return passed
-
-
-def send(in_flight: InFlightRequest) -> None:
-    """Give the next attempt to a worker."""
-    in_flight.begin_attempt()
-    decision = PlacementDecision(worker_id="w", reason="least_loaded", predicted=HitTokens(0), index_version=0)
-    in_flight.place(decision, policy="kv")
-    in_flight.send()
-
-
 params_st = st.builds(
     SamplingParams,
     max_tokens=st.integers(1, 24),
@@ -229,16 +195,6 @@ def test_the_parser_gets_the_workers_text_and_whole_tokens(
     assert texts(joined_parts) == texts(parts)
 
 
-@given(token_ids=ids_st, params=params_st, at=st.integers(0, 24), num_repeated=st.integers(0, 3))
-@settings(max_examples=num_examples(200, 5_000))
-def test_a_migration_changes_nothing(token_ids: list[int], params: SamplingParams, at: int, num_repeated: int) -> None:
-    calm = read(worker_events(token_ids, params), params)
-    parts, parser, reader = read(migrated(token_ids, params, at, num_repeated), params)
-    assert parser.pushed == calm[1].pushed
-    assert texts(parts) == texts(calm[0])
-    assert reader.reasoning_spans == calm[2].reasoning_spans
-
-
 def test_reasoning_is_counted_without_its_markers() -> None:
     params = SamplingParams(max_tokens=100)
     reader = read(worker_events([0, THINK, 0, 1, 2, END_THINK, 0, THINK, 3, END], params), params)[2]
@@ -261,7 +217,7 @@ def test_a_marker_of_which_a_stop_string_cut_something_is_none(stop: str, pushed
     assert parser.state == "message"
 
 
-def test_an_unfinished_character_goes_before_the_marker_behind_it() -> None:
+def test_an_unfinished_character_goes_before_the_marker_after_it() -> None:
     params = SamplingParams(max_tokens=100)
     parser = read(worker_events([6, THINK, 6, END], params), params)[1]
     assert parser.pushed == [

@@ -132,9 +132,3 @@ def test_a_template_without_tools_takes_no_other_parser_than_the_default(api):
     assert AnswerMarkup.choose(tokenizer, tool_parser="none").tool_parser is None
     with pytest.raises(ConfigError, match="knows no tools"):
         AnswerMarkup.choose(tokenizer, tool_parser="llama3_json")
-
-
-async def test_old_fields_are_refused_with_what_to_send(api):
-    assert "send tools" in problem(await api.chat(functions=[{"name": "f"}]), 400)["message"]
-    assert "send tool_choice" in problem(await api.chat(function_call="auto"), 400)["message"]
-    assert "continues a prompt" in problem(await api.complete(suffix="x"), 400)["message"]

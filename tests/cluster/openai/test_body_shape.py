@@ -35,17 +35,15 @@ def padded(body: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("unit", "most", "reason"),
-    [("[],", MAX_CONTAINERS - 1, "arrays and objects"), ("{},", MAX_CONTAINERS - 1, "arrays and objects")],
+    ("before", "unit", "most", "reason"),
+    [
+        ('"' + "[]," * MAX_CONTAINERS + '",', "[],", MAX_CONTAINERS - 1, "arrays and objects"),
+        ('"' + "{}," * MAX_CONTAINERS + '",', "{},", MAX_CONTAINERS - 1, "arrays and objects"),
+        ("", r'"\"",', MAX_STRINGS, "65,536 strings"),
+    ],
+    ids=["arrays", "objects", "strings"],
 )
-def test_the_limits_count_what_is_outside_of_strings(unit, most, reason):
-    quoted = '"' + unit * MAX_CONTAINERS + '",'
-    check_shape(padded("[" + quoted + unit * most))
+def test_the_limits_count_what_is_outside_of_strings(before, unit, most, reason):
+    check_shape(padded("[" + before + unit * most))
     with pytest.raises(RequestError, match=reason):
-        check_shape(padded("[" + quoted + unit * (most + 1)))
-
-
-def test_strings_are_bounded():
-    check_shape(padded("[" + r'"\"",' * MAX_STRINGS))
-    with pytest.raises(RequestError, match="65,536 strings"):
-        check_shape(padded("[" + r'"\"",' * (MAX_STRINGS + 1)))
+        check_shape(padded("[" + before + unit * (most + 1)))

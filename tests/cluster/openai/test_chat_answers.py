@@ -8,11 +8,90 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
-from tests.cluster.openai.scripted_answer import Step
-from tests.cluster.openai.scripted_chat import ALL, TALKING, WEATHER, call, stream, whole, writer_of
+from tests.cluster.openai.published_document import check_published
+from tests.cluster.openai.scripted_answer import ScriptedParser, ScriptedTokenizer, Step, events_of, request_of
+from transom_cluster.openai.answer import response_types
+from transom_cluster.openai.answer.answer_reader import AnswerReader
+from transom_cluster.openai.answer.chat_answer import ChatAnswer
+from transom_cluster.openai.answer.chat_writer import ChatWriter
+from transom_cluster.openai.answer.json_pieces import json_pieces
+from transom_cluster.openai.answer.writers import ResponseMetadata
 from transom_core.contract import FinishReason
-from transom_core.text.markup.parts import CallEnd, MalformedMarkup, MessageText
+from transom_core.text.markup.parts import (
+    AnswerPart,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    MalformedMarkup,
+    MessageText,
+    ReasoningText,
+)
+
+THINKING = (
+    Step("<think>", state="reasoning"),
+    Step("Rain", (ReasoningText("Rain"),), "reasoning"),
+    Step("?", (ReasoningText("?"),), "reasoning"),
+    Step("</think>"),
+)
+TALKING = (Step("Let me", (MessageText("Let me"),)), Step(" look.", (MessageText(" look."),)))
+
+
+def call(index: int, name: str, *pieces: str, is_complete: bool = True) -> tuple[Step, ...]:
+    return (
+        Step("<call>", state="tool_call"),
+        Step(name, (CallBegin(index, name),), "tool_call"),
+        *(Step(piece, (CallArguments(index, piece),), "tool_call") for piece in pieces),
+        Step("</call>", (CallEnd(index, is_complete),)),
+    )
+
+
+WEATHER = call(0, "get_weather", '{"city": ', '"Par', 'is"}')
+TIME = call(1, "get_time", "{", "}")
+ALL = (*THINKING, *TALKING, *WEATHER, *TIME)
+
+
+def writer_of(
+    *scripts: Sequence[Step], at_end: tuple[AnswerPart, ...] = (), num_top_logprobs: int | None = None, **answer: bool
+) -> ChatWriter:
+    requests = [request_of(choice) for choice in range(len(scripts))]
+    answers = [
+        ChatAnswer(
+            AnswerReader(ScriptedTokenizer(steps), request.params, ScriptedParser(steps, at_end)),  # type: ignore[arg-type]
+            **answer,
+        )
+        for steps, request in zip(scripts, requests, strict=True)
+    ]
+    return ChatWriter(
+        ResponseMetadata(id="chatcmpl-1", model="m", created_s=1),
+        requests,
+        ScriptedTokenizer(scripts[0]),
+        include_usage=True,
+        num_top_logprobs=num_top_logprobs,
+        answers=answers,
+    )
+
+
+def whole(writer: ChatWriter, *scripts: Sequence[Step], **events: Any) -> dict[str, Any]:
+    for index, steps in enumerate(scripts):
+        for event in events_of(steps, **events):
+            writer.usage.add(index, event)
+            writer.add(index, event)
+    answer: dict[str, Any] = json.loads("".join(json_pieces(writer.body())))
+    return answer
+
+
+def stream(writer: ChatWriter, *scripts: Sequence[Step], **events: Any) -> list[dict[str, Any]]:
+    text = ""
+    for index, steps in enumerate(scripts):
+        for event in events_of(steps, **events):
+            writer.usage.add(index, event)
+            text += "".join(writer.chunks(index, event))
+    text += "".join(writer.stream_end())
+    lines = text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
 def deltas(chunks: Sequence[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:
@@ -74,25 +153,10 @@ def test_deltas_joined_are_the_whole_message(per_event: int) -> None:
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
 
 
-def test_the_first_delta_of_a_call_has_its_id_type_and_name() -> None:
-    first, *rest = [
-        delta["tool_calls"][0] for delta in deltas(stream(writer_of(WEATHER), WEATHER)) if "tool_calls" in delta
-    ]
-    assert set(first) == {"index", "id", "type", "function"}
-    assert (first["index"], first["type"]) == (0, "function")
-    assert first["function"] == {"name": "get_weather", "arguments": ""}
-    assert rest == [{"index": 0, "function": {"arguments": piece}} for piece in ('{"city": ', '"Par', 'is"}')]
-
-
 def test_pieces_of_one_kind_in_one_event_make_one_delta() -> None:
     got = deltas(stream(writer_of(ALL), ALL, per_event=100))
     kinds = [next(iter(delta), None) for delta in got]
     assert kinds == ["role", "reasoning_content", "content", *["tool_calls"] * 4, None]
-
-
-def test_calls_alone_leave_the_content_null() -> None:
-    assert whole(writer_of(WEATHER), WEATHER)["choices"][0]["message"]["content"] is None
-    assert joined_message(stream(writer_of(WEATHER), WEATHER))["content"] is None
 
 
 def test_ids_differ_between_calls_choices_and_responses() -> None:
@@ -177,3 +241,26 @@ def test_hidden_reasoning_has_no_logprobs(per_event: int) -> None:
     assert entries(stream(writer_of(ALL, **hidden), ALL, per_event=per_event, logprobs=True)) == shown  # type: ignore[arg-type]
     answer = whole(writer_of(ALL, **hidden), ALL, per_event=per_event, logprobs=True)  # type: ignore[arg-type]
     assert [entry["token"] for entry in answer["choices"][0]["logprobs"]["content"]] == shown
+
+
+SCRIPTS = {
+    "text": TALKING,
+    "reasoning alone": THINKING,
+    "a call alone": WEATHER,
+    "everything": ALL,
+    "a call without its end": call(0, "f", "{", is_complete=False),
+}
+
+
+@pytest.mark.parametrize("num_top", [None, 0], ids=["", "logprobs"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_objects_and_chunks_are_the_published_ones(script: str, num_top: int | None) -> None:
+    """Fields that the published document does not have (`reasoning_content`) are allowed there."""
+    steps = SCRIPTS[script]
+    answer = whole(writer_of(steps, steps, num_top_logprobs=num_top), steps, steps, logprobs=num_top is not None)
+    check_published("CreateChatCompletionResponse", answer)
+    TypeAdapter(response_types.ChatCompletion).validate_python(answer, strict=True)  # what /openapi.json says of it
+    for per_event in (1, 3):
+        writer = writer_of(steps, steps, num_top_logprobs=num_top)
+        for chunk in stream(writer, steps, steps, per_event=per_event, logprobs=num_top is not None):
+            check_published("CreateChatCompletionStreamResponse", chunk)

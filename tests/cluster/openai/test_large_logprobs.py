@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import tracemalloc
 from typing import Any
@@ -12,14 +13,13 @@ import pytest
 
 from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.conftest import running_api, until
-from tests.cluster.stub_worker import MAX_MODEL_LEN, ByteTokenizer, StubWorker, logprobs_of
+from tests.cluster.stub_worker import ByteTokenizer, StubWorker, logprobs_of
 from transom_cluster.http.api import build_api
 from transom_cluster.openai.answer import json_pieces as pieces
 from transom_cluster.openai.answer.chat_writer import ChatWriter
 from transom_cluster.openai.answer.completion_writer import CompletionWriter, EchoedPrompt
 from transom_cluster.openai.answer.writers import ResponseMetadata, ResponseWriter
-from transom_cluster.openai.request.logprob_budget import MAX_LOGPROB_ENTRIES, check_logprob_budget
-from transom_cluster.openai.request.prompt_limits import ModelLimits
+from transom_cluster.openai.request.request_limits import MAX_LOGPROB_ENTRIES, ModelLimits, check_logprob_budget
 from transom_core.config import FailoverConfig
 from transom_core.contract import LogprobTable, OutputEvent, Request, SamplingParams
 from transom_core.errors import RequestError
@@ -48,54 +48,24 @@ def requests(num_prompt_tokens: int, n: int, **params: Any) -> list[Request]:
     ]
 
 
-def limits_of(max_model_len: int) -> ModelLimits:
-    return ModelLimits(max_model_len=max_model_len, vocab_size=1000)
-
-
 @pytest.mark.parametrize(
-    ("lengths", "params", "max_model_len"),
+    ("lengths", "params", "max_model_len", "is_refused"),
     [
-        (
-            [1000] * 2,
-            {"n": 100, "prompt_logprobs": 20, "max_tokens": 1},
-            2000,
-        ),  # 4,200,000 entries, and none of outputs
-        ([1], {"n": 4, "logprobs": 20, "max_tokens": 50_000}, 60_000),  # a long answer in four choices
-        ([1], {"n": 40, "logprobs": 0, "max_tokens": None}, 131_072),  # up to the model's length
+        # 4,200,000 entries, and none of outputs
+        ([1000] * 2, {"n": 100, "prompt_logprobs": 20, "max_tokens": 1}, 2000, True),
+        ([1], {"n": 4, "logprobs": 20, "max_tokens": 50_000}, 60_000, True),  # a long answer in four choices
+        ([1], {"n": 40, "logprobs": 0, "max_tokens": None}, 131_072, True),  # up to the model's length
+        ([1000], {"n": 128, "logprobs": 20, "max_tokens": 16}, 2000, False),  # a prompt without echo does not count
+        ([5], {"logprobs": 0, "max_tokens": None}, 10_000_000, False),  # one sequence of the model's length
     ],
 )
 def test_too_many_log_probabilities_are_refused_with_the_numbers(
-    lengths: list[int], params: dict[str, Any], max_model_len: int
+    lengths: list[int], params: dict[str, Any], max_model_len: int, is_refused: bool
 ) -> None:
-    with pytest.raises(RequestError, match=f"At most {MAX_LOGPROB_ENTRIES:,} are allowed") as caught:
-        check_logprob_budget(lengths, SamplingParams(**params), limits_of(max_model_len), param="logprobs")
-    assert caught.value.param == "logprobs"
-
-
-@pytest.mark.parametrize(
-    ("lengths", "params", "max_model_len"),
-    [
-        ([10**6], {"n": 1, "max_tokens": 10}, 2**20),  # none are asked for
-        ([1000], {"n": 128, "logprobs": 20, "max_tokens": 16}, 2000),  # a prompt without echo does not count
-        ([131_000], {"prompt_logprobs": 20, "logprobs": 20, "max_tokens": 72}, 131_072),
-        ([5], {"logprobs": 0, "max_tokens": None}, 10_000_000),  # one sequence of the model's length, however long
-    ],
-)
-def test_ordinary_requests_are_within_the_budget(
-    lengths: list[int], params: dict[str, Any], max_model_len: int
-) -> None:
-    check_logprob_budget(lengths, SamplingParams(**params), limits_of(max_model_len), param="logprobs")
-
-
-async def test_the_refusal_over_http() -> None:
-    async with running_api() as api:
-        prompts = ["a" * (MAX_MODEL_LEN - 10)] * 8
-        response = await api.complete(prompt=prompts, n=128, echo=True, logprobs=20)
-        assert response.status_code == 400
-        error = response.json()["error"]
-        assert error["param"] == "logprobs"
-        assert "times 21 (the token and 20 alternatives), times n = 128" in error["message"]
-        assert not api.worker.submitted
+    limits = ModelLimits(max_model_len=max_model_len, vocab_size=1000)
+    refusal = pytest.raises(RequestError, match=f"At most {MAX_LOGPROB_ENTRIES:,} are allowed")
+    with refusal if is_refused else contextlib.nullcontext():
+        check_logprob_budget(lengths, SamplingParams(**params), limits, param="logprobs")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -126,13 +96,6 @@ async def test_one_choice_computes_the_prompt_for_all(stream: bool) -> None:
         assert {name: [v for one in shown for v in one[name]] for name in alone["logprobs"]} == alone["logprobs"]
 
 
-async def test_small_responses_have_a_length() -> None:
-    async with running_api() as api:
-        response = await api.complete(logprobs=1, echo=True)
-        assert int(response.headers["content-length"]) == len(response.content)
-        assert response.headers["content-type"] == "application/json"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_first_choices_worker_is_lost(stream: bool) -> None:
     """Before the first choice has brought the prompt's log-probabilities: it asks another worker, and the others wait for it."""
@@ -161,32 +124,6 @@ def shown_logprobs(response: httpx.Response) -> dict[int, dict[str, list[Any]]]:
         for name, values in choice["logprobs"].items():
             lists[name] += values
     return found
-
-
-def test_events_of_further_choices_wait_for_the_first() -> None:
-    asked = requests(3, 2, logprobs=0, prompt_logprobs=0)
-    echoed = [EchoedPrompt(text="aaa", token_ids=(97, 97, 97))] * 2
-    writer = CompletionWriter(METADATA, asked, ByteTokenizer(), num_top_logprobs=0, echoed=echoed)
-    table = LogprobTable.of([logprobs_of(97, 0)] * 2)
-
-    def event(index: int, position: int) -> OutputEvent:
-        return OutputEvent(
-            request_id=asked[index].request_id,
-            position=position,
-            text="b",
-            logprobs=(logprobs_of(98, 0),),
-            prompt_logprobs=table if (index, position) == (0, 0) else None,
-        )
-
-    assert list(writer.chunks(1, event(1, 0))) == []
-    assert list(writer.chunks(1, event(1, 1))) == []
-    written = [json.loads(part.removeprefix("data: "))["choices"][0] for part in writer.chunks(0, event(0, 0))]
-    assert [(one["index"], one["text"], len(one["logprobs"]["tokens"])) for one in written] == [
-        (0, "aaab", 4),
-        (1, "aaab", 4),
-        (1, "b", 1),
-    ]
-    assert len(list(writer.chunks(1, event(1, 2)))) == 1
 
 
 def writers(num_tokens: int, n: int) -> list[ResponseWriter]:

@@ -42,12 +42,10 @@ def test_calls_become_objects_and_results_get_their_functions_name() -> None:
     [
         ("{}", {}),
         ("", {}),
-        (" ", {}),
         ("null", {}),
         (None, {}),
         ({"a": 1}, {"a": 1}),
         ('{"city": "K', '{"city": "K'),  # cut off at max_tokens, as this server itself would send it
-        ("[1]", "[1]"),
         ("not JSON", "not JSON"),
     ],
 )
@@ -101,10 +99,8 @@ def test_results_need_not_belong_to_calls() -> None:
         ({"role": "function", "name": "f", "content": "x"}, "messages[0].role"),
         ({"role": "critic", "content": "x"}, "messages[0].role"),
         ({"role": "user", "content": "x", "tool_calls": [call()]}, "messages[0].tool_calls"),
-        ({"role": "user", "content": "x", "reasoning": "x"}, "messages[0].reasoning"),
         (assistant(content="x", tool_call_id="1"), "messages[0].tool_call_id"),
         (assistant(tool_calls=[call(), call(type="custom")]), "messages[0].tool_calls[1].type"),
-        (assistant(tool_calls=[call(5)]), "messages[0].tool_calls[0].function.arguments"),
         (assistant(tool_calls=[call([])]), "messages[0].tool_calls[0].function.arguments"),
         (assistant(tool_calls=[call('{"a":' * 200)]), "messages[0].tool_calls[0].function.arguments"),
         ({"role": "tool", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0]"),

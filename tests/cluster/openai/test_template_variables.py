@@ -9,17 +9,12 @@ from tests.cluster.http.test_http_errors import problem
 MESSAGES = [{"role": "user", "content": "x"}]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("tools", "xml_tools", "builtin_tools", "tool_choice", "functions", "documents", "Tools"),
-        *("messages", "add_generation_prompt", "chat_template", "continue_final_message"),
-    ],
-)
-async def test_a_name_that_would_pass_a_refusal_is_refused(api, path, name):
-    body = {"messages": MESSAGES, "chat_template_kwargs": {"x": 1, name: [{"a": 1}]}}
-    assert problem(await api.client.post(path, json=body), 400)["param"] == f"chat_template_kwargs.{name}"
+async def test_a_name_that_would_pass_a_refusal_is_refused(api):
+    names = ("tools", "xml_tools", "tool_choice", "functions", "documents", "Tools", "messages", "chat_template")
+    for name in (*names, "add_generation_prompt", "continue_final_message"):
+        body = {"messages": MESSAGES, "chat_template_kwargs": {"x": 1, name: [{"a": 1}]}}
+        for path in ("/v1/chat/completions", "/tokenize"):
+            assert problem(await api.client.post(path, json=body), 400)["param"] == f"chat_template_kwargs.{name}"
     assert api.worker.submitted == []
 
 

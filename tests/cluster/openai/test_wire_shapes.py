@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import json
-import typing
 from typing import Any
 
 import pytest
-from openai.types import Completion, Model
-from openai.types import completion_create_params as completion_params
+from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.chat import completion_create_params as chat_params
-
-from transom_cluster.openai.request.chat_request import ChatCompletionRequest
-from transom_cluster.openai.request.completion_request import CompletionRequest
-from transom_cluster.openai.request.field_rules import CHAT_RULES, COMPLETION_RULES
 
 CHATS = [{}, {"n": 3}, {"logprobs": True}, {"n": 2, "logprobs": True, "top_logprobs": 3}, {"max_tokens": 1}]
 COMPLETIONS = [{}, {"n": 2, "prompt": ["a", "bc"]}, {"logprobs": 2}, {"echo": True}, {"echo": True, "max_tokens": 0}]
@@ -58,29 +51,3 @@ async def test_completions(api, fields):
         mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice.index]
         assert "".join(c["text"] for c in mine) == choice.text
         assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice.finish_reason]
-
-
-async def test_streamed_logprobs_of_an_echo_equal_those_of_a_plain_response(api):
-    fields = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 2}
-    whole = (await api.complete(**fields)).json()["choices"][0]["logprobs"]
-    chunks = events((await api.complete(**fields, stream=True)).text)
-    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    assert {name: [value for part in parts for value in part[name]] for name in whole} == whole
-    assert whole["token_logprobs"][0] is None  # as OpenAI's: nothing comes before the first token
-
-
-async def test_model_cards(api):
-    listed = (await api.client.get("/v1/models")).json()
-    assert listed["object"] == "list"
-    assert [Model.model_validate(card, strict=True).id for card in listed["data"]] == ["stub"]
-
-
-@pytest.mark.parametrize(
-    ("params", "model", "rules"),
-    [(chat_params, ChatCompletionRequest, CHAT_RULES), (completion_params, CompletionRequest, COMPLETION_RULES)],
-    ids=["chat", "completions"],
-)
-def test_every_field_of_the_official_client_is_served_ignored_or_refused_by_name(params, model, rules):
-    kinds = (params.CompletionCreateParamsNonStreaming, params.CompletionCreateParamsStreaming)
-    names = {name for kind in kinds for name in typing.get_type_hints(kind)}
-    assert names - set(model.__struct_fields__) - rules.ignored - rules.refused.keys() == set()

@@ -20,7 +20,7 @@ from tests.cluster.conftest import num_in_flight
 from tests.cluster.router.mortal_workers import Mortal, routed
 from tests.how_many import ALL_TESTS
 from transom_cluster.http.api import build_api
-from transom_cluster.openai.answer.call_ids import call_id
+from transom_cluster.openai.answer.chat_message import call_id
 from transom_core.settings.settings import Settings
 from transom_worker.replica import WorkerReplica
 

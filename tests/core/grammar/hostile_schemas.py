@@ -26,41 +26,20 @@ def _products(groups: int, alternatives: int) -> dict[str, Any]:
 
 
 TOO_MUCH: dict[str, Any] = {
-    "deep": _deep(200),
     "very deep": _deep(10_000),
     "a huge enumeration": {"enum": [f"value {i}" for i in range(60_000)]},
     "combinations": _products(6, 4),
-    "more combinations": _products(16, 4),
     "a large common multiple": {"type": "integer", "allOf": [{"multipleOf": p} for p in (101, 103, 107, 109)]},
-    "a large divisor": {"type": "integer", "multipleOf": 999_999_937},
     "disjoint names": {"patternProperties": {f"^p{i}[a-z]+$": {"type": "integer"} for i in range(2_000)}},
     "many alternatives": {
         "anyOf": [{"properties": {f"k{i}": {"const": i}}, "required": [f"k{i}"]} for i in range(10_000)]
     },
-    "many items": {"type": "array", "prefixItems": [{"type": "integer"}] * 20_000},
     "a loop": {"$ref": "#"},
     "a longer loop": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
-    "a loop of allOf": {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
 }
 """Refused, by a limit or because no answer exists."""
 
-NOT_SUPPORTED: dict[str, tuple[Any, str]] = {
-    "not": ({"not": {"type": "string"}}, '"not"'),
-    "if": ({"if": {"type": "string"}, "then": {"maxLength": 3}}, '"if", "then"'),
-    "unevaluatedProperties": ({"type": "object", "unevaluatedProperties": False}, '"unevaluatedProperties"'),
-    "dependentRequired": ({"type": "object", "dependentRequired": {"a": ["b"]}}, '"dependentRequired"'),
-    "uniqueItems": ({"type": "array", "uniqueItems": True}, '"uniqueItems"'),
-    "contains": ({"type": "array", "contains": {"const": 1}}, '"contains"'),
-    "format": ({"type": "string", "format": "idn-email"}, "idn-email"),
-    "another document": ({"$ref": "https://example.com/x.json"}, "https://example.com/x.json"),
-    "look-ahead": ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
-    "an unknown type": ({"type": "text"}, "Invalid type: text"),
-    "a contradiction": ({"type": "string", "enum": [1]}, "Unsatisfiable schema"),
-}
-"""Refused, with what the message names."""
-
 LARGE: dict[str, Any] = {
-    "1,000 properties": {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1_000)}},
     "2,000 properties": {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2_000)}},
     "5,000 required properties": {
         "type": "object",
@@ -68,10 +47,8 @@ LARGE: dict[str, Any] = {
         "required": [f"p{i}" for i in range(5_000)],
         "additionalProperties": False,
     },
-    "5,000 words": {"enum": [f"word {i}" for i in range(5_000)]},
     "a long string": {"type": "string", "minLength": 1_000_000},
     "many numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 1_000_000, "maxItems": 10**9},
-    "50 levels": json.loads(_deep(50)),
     "a recursive tree": {
         "$defs": {
             "t": {"type": "object", "properties": {"left": {"$ref": "#/$defs/t"}, "right": {"$ref": "#/$defs/t"}}}
@@ -79,13 +56,7 @@ LARGE: dict[str, Any] = {
         "$ref": "#/$defs/t",
     },
     "much choice in a pattern": {"type": "string", "pattern": "^(a|b)*a(a|b){20}$"},
-    "letters": {"type": "string", "pattern": "^\\p{L}{1,1000}$"},
     "nested repetition": {"type": "string", "pattern": "^(a{1000}){1000}$"},
-    "nested lists": {
-        "type": "array",
-        "minItems": 1000,
-        "items": {"type": "array", "minItems": 1000, "items": {"type": "integer"}},
-    },
 }
 """Compiled; answers to them are held, or end with an error."""
 

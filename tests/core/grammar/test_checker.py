@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.core.grammar.hostile_schemas import LARGE, NOT_SUPPORTED, TOO_MUCH, grammar
+from tests.core.grammar.hostile_schemas import LARGE, TOO_MUCH, grammar
 from tests.core.grammar.vocabularies import tiny
 from tests.how_many import num_examples
 from transom_core.errors import RequestError
@@ -56,16 +56,6 @@ def test_what_asks_too_much_is_refused(checker: GrammarChecker, name: str) -> No
     checker.check('start: "the next one"')
 
 
-@pytest.mark.parametrize("name", NOT_SUPPORTED)
-def test_what_is_not_supported_is_named(checker: GrammarChecker, name: str) -> None:
-    schema, named = NOT_SUPPORTED[name]
-    pids = checker.pids
-    with pytest.raises(RequestError) as caught:
-        checker.check(grammar(schema))
-    assert named in str(caught.value)
-    assert checker.pids == pids
-
-
 @pytest.mark.parametrize("name", LARGE)
 def test_large_schemas_are_allowed(checker: GrammarChecker, name: str) -> None:
     checker.check(grammar(LARGE[name]))
@@ -73,7 +63,12 @@ def test_large_schemas_are_allowed(checker: GrammarChecker, name: str) -> None:
 
 def test_what_was_found_is_kept(checker: GrammarChecker) -> None:
     """No child is asked again, whether the grammar can be used or not."""
-    for text, problem in (("start: /[a-f]+/", None), ("start: nothing", "unknown name")):
+    not_supported = grammar({"type": "array", "uniqueItems": True})
+    for text, problem in (
+        ("start: /[a-f]+/", None),
+        ("start: nothing", "unknown name"),
+        (not_supported, '"uniqueItems"'),
+    ):
         assert not checker.is_known(text)
         for _ in range(2):
             found = problem_of(checker, text)
@@ -90,7 +85,7 @@ def test_a_child_that_was_killed_costs_nothing(checker: GrammarChecker) -> None:
 
 @pytest.mark.parametrize("seed", range(num_examples(10, 400)))
 def test_random_schemas_are_answered(checker: GrammarChecker, seed: int) -> None:
-    """Whatever keywords meet, and whatever their values: the answer is yes, or a reason in one line."""
+    """For any keywords together, with any values, the answer is yes, or a reason in one line."""
     random_of = random.Random(seed)
     problem = problem_of(checker, grammar({"$defs": {"x": _schema(random_of, 2)}, **_schema(random_of, 3)}))
     assert problem is None or problem.startswith("The grammar of the answer cannot be used: ")

@@ -67,7 +67,7 @@ def test_the_cache_is_bounded_and_drops_what_was_used_longest_ago(grammars: Gram
 
 
 def test_a_grammar_that_takes_too_long_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread is left behind; grammars behind it have another one, and its text fails at once from then on."""
+    """Its thread is left alone; the grammars after it have another one, and its text fails at once from then on."""
     now, hang, entered = [0.0], threading.Event(), threading.Event()
 
     def compile_grammar(text: str, vocabulary: object) -> object:

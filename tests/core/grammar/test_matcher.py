@@ -25,17 +25,6 @@ PERSON = json_grammar(
 )
 
 
-def test_a_walk_ends_complete_and_valid() -> None:
-    prototype = compile_grammar(PERSON, tiny_vocabulary())
-    for seed in range(5):
-        matcher = prototype.copy()
-        tokens = walk(matcher, 60, random.Random(seed).choice)
-        person = json.loads(tiny().decode(tokens))
-        assert matcher.is_complete or tokens[-1] == 2
-        assert set(person) == {"name", "age"}
-        assert 0 <= person["age"] <= 99
-
-
 def test_a_copy_goes_on_alone_and_a_replayed_matcher_allows_the_same() -> None:
     prototype, masks = compile_grammar(PERSON, tiny_vocabulary()), GrammarMasks(2048)
     tokens = walk(prototype.copy(), 60)

@@ -1,4 +1,4 @@
-"""The library sees the same bytes for every token as our tokenizers give, whatever their kind."""
+"""The library sees the same bytes for every token as our tokenizers give, for every kind of tokenizer."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.tiny_checkpoints import tiny_llama
 from transom_core.errors import RequestError
 from transom_core.model_files.resolve import resolve_model
 from transom_core.text.chat_template import MAX_TURN_BOUNDARIES
@@ -24,16 +23,6 @@ CHAT = [
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("tiny"), layers=1)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer.load(resolve_model(str(folder)))
-
-
 TEMPLATES = [
     None,
     "{{ bos_token }}{% for m in messages %}\n    {% if loop.first %}\n{{ m | tojson }}\n    {% continue %}\n"
@@ -44,11 +33,11 @@ TEMPLATES = [
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("generation", [True, False])
-def test_renders_as_transformers(folder: Path, tokenizer: Tokenizer, template: str | None, generation: bool) -> None:
+def test_renders_as_transformers(folder: Path, tiny: Tokenizer, template: str | None, generation: bool) -> None:
     oracle = AutoTokenizer.from_pretrained(folder)
     options: dict[str, Any] = {"add_generation_prompt": generation}
     want = oracle.apply_chat_template(CHAT, chat_template=template, tokenize=False, flavour="plum", **options)
-    got = tokenizer.apply_chat_template(CHAT, template=template, extra={"flavour": "plum"}, **options)
+    got = tiny.apply_chat_template(CHAT, template=template, extra={"flavour": "plum"}, **options)
     assert got.text == want
     assert list(got.token_ids) == oracle(want, add_special_tokens=False)["input_ids"]
 
@@ -81,12 +70,12 @@ TOOL_TEMPLATE = """
 {% endfor %}"""
 
 
-def test_tools_are_rendered_as_transformers_does(folder: Path, tokenizer: Tokenizer) -> None:
+def test_tools_are_rendered_as_transformers_does(folder: Path, tiny: Tokenizer) -> None:
     oracle = AutoTokenizer.from_pretrained(folder)
     want = oracle.apply_chat_template(
         TOOL_CHAT, tools=TOOLS, chat_template=TOOL_TEMPLATE, tokenize=False, add_generation_prompt=True
     )
-    got = tokenizer.apply_chat_template(TOOL_CHAT, template=TOOL_TEMPLATE, extra={"tools": TOOLS})
+    got = tiny.apply_chat_template(TOOL_CHAT, template=TOOL_TEMPLATE, extra={"tools": TOOLS})
     assert got.text == want
     assert "<call>weather" in want
     assert len(got.turn_boundaries) == 3
@@ -114,45 +103,30 @@ def test_the_folders_template_in_every_form(folder: Path, tmp_path: Path, form: 
     assert with_tools == ("with tools" if "by name" in form else "plain")
 
 
-def test_boundaries_are_where_messages_end(tokenizer: Tokenizer) -> None:
-    chat = tokenizer.apply_chat_template(CHAT)
+def test_boundaries_are_where_messages_end(tiny: Tokenizer) -> None:
+    chat = tiny.apply_chat_template(CHAT)
     pieces = [
-        tokenizer.decode(chat.token_ids[a:b], skip_special_tokens=False)
+        tiny.decode(chat.token_ids[a:b], skip_special_tokens=False)
         for a, b in zip((0, *chat.turn_boundaries), (*chat.turn_boundaries, None), strict=True)
     ]
     assert pieces[:-1] == [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT]
     assert pieces[-1] == "<|im_start|>assistant\n"
     for i, boundary in enumerate(chat.turn_boundaries, 1):
-        part = tokenizer.apply_chat_template(CHAT[:i], add_generation_prompt=False)
+        part = tiny.apply_chat_template(CHAT[:i], add_generation_prompt=False)
         assert part.token_ids == chat.token_ids[:boundary]
 
 
-def test_a_boundary_inside_a_token_is_dropped(tokenizer: Tokenizer) -> None:
-    """Messages that are glued together may merge across their border: only exact prefixes count."""
-    merged = [{"role": "user", "content": text} for text in ("th", "e", " cat")]
-    chat = tokenizer.apply_chat_template(merged, template=PLAIN)
-    assert tokenizer.token(chat.token_ids[0]) == "the"
-    parts = [tokenizer.encode("".join(m["content"] for m in merged[:i])) for i in (1, 2, 3)]
-    assert chat.turn_boundaries == tuple(len(p) for p in parts if p == list(chat.token_ids[: len(p)])) != ()
-
-
-def test_templates_that_look_ahead_have_no_boundary(tokenizer: Tokenizer) -> None:
-    chat = tokenizer.apply_chat_template(CHAT, template="{{ messages | length }} " + PLAIN)
+def test_templates_that_look_ahead_have_no_boundary(tiny: Tokenizer) -> None:
+    chat = tiny.apply_chat_template(CHAT, template="{{ messages | length }} " + PLAIN)
     assert chat.turn_boundaries == (len(chat.token_ids),)
 
 
-def test_long_chats_keep_the_first_and_the_latest_boundaries(tokenizer: Tokenizer) -> None:
+def test_long_chats_keep_the_first_and_the_latest_boundaries(tiny: Tokenizer) -> None:
     messages = [{"role": "system", "content": "s"}, *({"role": "user", "content": f"m{i}"} for i in range(100))]
-    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    chat = tiny.apply_chat_template(messages, add_generation_prompt=False)
     assert len(chat.turn_boundaries) == MAX_TURN_BOUNDARIES
-    assert tokenizer.decode(chat.token_ids[: chat.turn_boundaries[0]]) == "system\ns\n"
+    assert tiny.decode(chat.token_ids[: chat.turn_boundaries[0]]) == "system\ns\n"
     assert chat.turn_boundaries[-1] == len(chat.token_ids)
-
-
-def test_text_parts_are_joined(tokenizer: Tokenizer) -> None:
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    split = tokenizer.apply_chat_template([{"role": "user", "content": parts}])
-    assert split == tokenizer.apply_chat_template([{"role": "user", "content": "one two"}])
 
 
 @pytest.mark.parametrize(
@@ -160,16 +134,14 @@ def test_text_parts_are_joined(tokenizer: Tokenizer) -> None:
     [
         ([], "empty"),
         ([{"content": "x"}], r"messages\[0\] has no role"),
-        ([{"role": "user"}], "NoneType"),
         ([{"role": "user", "content": 7}], "int"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "image_url"),
         ([{"role": "user", "content": ["x"]}], "str"),
-        (["hello"], "no role"),
     ],
 )
-def test_malformed_messages_are_named(tokenizer: Tokenizer, messages: Any, match: str) -> None:
+def test_malformed_messages_are_named(tiny: Tokenizer, messages: Any, match: str) -> None:
     with pytest.raises(RequestError, match=match) as caught:
-        tokenizer.apply_chat_template(messages)
+        tiny.apply_chat_template(messages)
     assert caught.value.param == "messages"
 
 
@@ -183,11 +155,9 @@ def test_malformed_messages_are_named(tokenizer: Tokenizer, messages: Any, match
         ("{{ messages.append(1) }}", "messages", "unsafe"),
     ],
 )
-def test_what_a_template_raises_is_the_clients_error(
-    tokenizer: Tokenizer, template: str, param: str, match: str
-) -> None:
+def test_what_a_template_raises_is_the_clients_error(tiny: Tokenizer, template: str, param: str, match: str) -> None:
     with pytest.raises(RequestError, match=match) as caught:
-        tokenizer.apply_chat_template(CHAT, template=template)
+        tiny.apply_chat_template(CHAT, template=template)
     assert caught.value.param == param
 
 

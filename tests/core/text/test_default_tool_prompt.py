@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from transom_core.model_files.resolve import resolve_model
 from transom_core.text.chat_template import ChatTemplate
 from transom_core.text.default_tool_prompt import messages_with_tools
 from transom_core.text.tokenizer import Tokenizer
@@ -30,11 +29,6 @@ CHAT: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def demo() -> Tokenizer:
-    return Tokenizer.load(resolve_model("smollm2"))
-
-
 def test_the_demo_models_template_gets_tools_calls_and_results_as_text(demo: Tokenizer) -> None:
     assert (demo.model_type, demo.template_knows_tools) == ("llama", False)
     text = demo.apply_chat_template(CHAT, extra={"tools": TOOLS}).text
@@ -55,7 +49,7 @@ def test_turn_boundaries_are_where_the_written_messages_end(demo: Tokenizer) -> 
     assert set(first.turn_boundaries) < set(prompt.turn_boundaries)  # the next request's prefix
 
 
-def test_the_section_goes_behind_the_clients_own_system_prompt() -> None:
+def test_the_section_goes_after_the_clients_own_system_prompt() -> None:
     system, *_ = messages_with_tools([{"role": "system", "content": "Be brief."}, *CHAT], TOOLS)
     assert system["content"].startswith("Be brief.\n\n# Tools\n")
 
@@ -67,11 +61,6 @@ def test_calls_keep_the_text_beside_them_and_arguments_that_are_no_object() -> N
         "role": "assistant",
         "content": 'I look.\n<tool_call>\n{"name": "weather", "arguments": "{\\"place\\": \\"K"}\n</tool_call>',
     }
-
-
-def test_a_chat_without_tools_stays_as_it_is() -> None:
-    chat = [{"role": "user", "content": "a", "name": "b"}, {"role": "assistant", "content": ""}]
-    assert messages_with_tools(chat, ()) == chat
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ class GrammarMasks:
     """
 
     def __init__(self, vocab_size: int, *, num_threads: int | None = None) -> None:
-        """`num_threads` is the number of threads; None: as many as this process may use, and MAX_THREADS at most."""
+        """`num_threads` is the number of threads; None: the number that this process may use, up to MAX_THREADS."""
         self._vocab_size = vocab_size
         self._num_bytes = -(-vocab_size // 8)  # of a row in a plan
         self._num_threads = num_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))

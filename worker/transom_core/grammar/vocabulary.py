@@ -56,7 +56,7 @@ class _Tokens:
 
 def _from_json(tokenizer: Tokenizer, tokens: _Tokens) -> LLTokenizer | None:
     """Return the library's own reading of the tokenizer, which splits text that a grammar demands into tokens without Python's
-    global lock; None where it reads tokens otherwise than this tokenizer does, as it does some of SentencePiece's.
+    global lock; None where it reads tokens in another way than this tokenizer, as it does some of SentencePiece's.
     """
     num_known = tokenizer.vocab_size
     if num_known > len(tokens.tokens) or not all(tokenizer.token_bytes(i) for i in range(num_known)):

@@ -1,7 +1,13 @@
-"""Builds the tokenizer of a GGUF file from the vocabulary and the merges in its metadata."""
+"""Builds the tokenizer of a GGUF file from the vocabulary in its metadata.
+
+The `tokenizers` library needs byte pair encoding: a list of merges, pairs of pieces that become one. A byte-level vocabulary comes
+with its merges. A SentencePiece vocabulary has pieces and their scores, from which the merges follow: wherever a piece is two other
+pieces put together, that is a merge, and those that make pieces with higher scores come first.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +16,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from transom_core.errors import ModelError
 from transom_core.model_files.gguf_header import GgufHeader, read_gguf_header
-from transom_core.text.gguf_sentencepiece import sentencepiece
 
+_NORMAL = 1  # the token type of text; bytes, control tokens and others are never merged
+_SPACE = "▁"
 _CONTROL, _USER_DEFINED = 3, 4  # types of added tokens: text is cut at these first
 _NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # GPT-4's regular expression for words, as Llama 3 and Qwen use it. DIGITS stands for the number of digits that stay together.
@@ -48,7 +55,7 @@ def read_gguf_vocabulary(path: Path) -> GgufVocabulary:
 
 def _build(header: GgufHeader, tokens: list[str]) -> Tokenizer:
     is_sentencepiece = header.require("tokenizer.ggml.model") == "llama"
-    rust = sentencepiece(header, tokens) if is_sentencepiece else _byte_level(header, tokens)
+    rust = _sentencepiece(header, tokens) if is_sentencepiece else _byte_level(header, tokens)
     types = header.metadata.get("tokenizer.ggml.token_type", [])
     rust.add_tokens(
         [
@@ -103,3 +110,51 @@ def _words(digits: str) -> list[Any]:
         pre_tokenizers.Split(pattern, behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
+
+
+def _sentencepiece(header: GgufHeader, tokens: Sequence[str]) -> Tokenizer:
+    """Build the tokenizer of a file whose `tokenizer.ggml.model` is llama.
+
+    Raises:
+        ModelError: scores or token types are missing, or their numbers differ from the tokens'.
+    """
+    scores, types = (header.require(f"tokenizer.ggml.{name}") for name in ("scores", "token_type"))
+    if not len(tokens) == len(scores) == len(types):
+        raise ModelError(f"{header.path} has {len(tokens)} tokens, {len(scores)} scores and {len(types)} token types.")
+    unknown = header.metadata.get("tokenizer.ggml.unknown_token_id")
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    rust = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=_merges(vocabulary, scores, types),
+            unk_token=tokens[unknown] if unknown is not None and unknown < len(tokens) else None,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    parts: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if header.metadata.get("tokenizer.ggml.add_space_prefix", True):
+        rust.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="first", split=False)
+        parts.append(decoders.Strip(content=" ", left=1))
+    else:
+        rust.normalizer = normalizers.Replace(" ", _SPACE)
+    rust.decoder = decoders.Sequence(parts)
+    return rust
+
+
+def _merges(vocabulary: dict[str, int], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
+    """Every pair of pieces that makes another piece: the best piece first, then by the pair's lengths, as transformers orders
+    them."""
+    found = []
+    for piece, i in vocabulary.items():
+        if types[i] != _NORMAL:
+            continue
+        halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+        made = [
+            (vocabulary[left], vocabulary[right], left, right)
+            for left, right in halves
+            if left in vocabulary and right in vocabulary
+        ]
+        found += [(scores[i], len(left), len(right), left, right) for _, _, left, right in sorted(made)]
+    found.sort(key=lambda entry: entry[:3], reverse=True)
+    return [(left, right) for *_, left, right in found]

@@ -306,7 +306,7 @@ def _load_gguf(path: Path, eos_token_ids: Sequence[int], model_type: str) -> Tok
 
 
 def _is_byte_level(rust: RustTokenizer) -> bool:
-    """Whether the vocabulary is byte level; otherwise it is SentencePiece's. Raises ModelError for any other kind."""
+    """Whether the vocabulary is byte level; if not, it is SentencePiece's. Raises ModelError for any other kind."""
     decoder: dict[str, Any] = json.loads(rust.decoder.__getstate__()) if rust.decoder else {"type": None}
     parts: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = {part["type"] for part in parts}

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-FREE_CHARS = 100_000  # compared whatever the chat's length: about 25,000 tokens, 60 ms
+FREE_CHARS = 100_000  # compared at any length of the chat: about 25,000 tokens, 60 ms
 MAX_COMPARED_TEXTS = 4  # and else as many characters as this many times the chat has
 
 

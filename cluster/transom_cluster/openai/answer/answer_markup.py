@@ -49,7 +49,7 @@ class AnswerMarkup:
             if tool_parser not in (None, NO_PARSER, DEFAULT_TOOL_PARSER):
                 raise ConfigError(
                     f"--tool-call-parser is {tool_parser!r}, and the model's chat template knows no tools; the prompt that "
-                    f"describes them in its place asks for calls as {DEFAULT_TOOL_PARSER!r} reads them. Leave the flag out."
+                    f"describes them instead asks for calls as {DEFAULT_TOOL_PARSER!r} reads them. Leave the flag out."
                 )
         tool_parser = _parser(tool_parser or found_tool_parser)
         reasoning_parser = _parser(reasoning_parser or found_reasoning_parser)

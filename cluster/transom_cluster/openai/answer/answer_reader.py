@@ -28,7 +28,8 @@ from dataclasses import dataclass
 
 from transom_core.contract import OutputEvent, SamplingParams
 from transom_core.text.detokenizer import Detokenizer
-from transom_core.text.markup.parts import AnswerParser, AnswerPart, AnswerState, CallBegin, CallEnd, MalformedMarkup
+from transom_core.text.markup.markup_parser import MarkupParser
+from transom_core.text.markup.parts import AnswerPart, AnswerState, CallBegin, CallEnd, MalformedMarkup
 from transom_core.text.tokenizer import Tokenizer
 
 NO_TOKEN_ID = -1
@@ -70,7 +71,7 @@ class AnswerReader:
     has cut.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, parser: AnswerParser) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, parser: MarkupParser) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._parser = parser
@@ -126,7 +127,7 @@ class AnswerReader:
     def _read_end(self, *, is_cut: bool) -> Iterator[AnswerPart]:
         """Read the rest of the final text, and the last token with it unless that was cut.
 
-        The rest is the last token's text; nothing for a stop token that is no part of the text; U+FFFD behind either where the
+        The rest is the last token's text; nothing for a stop token that is no part of the text; U+FFFD after either where the
         output ends in an unfinished character; or what a stop string has left of a token.
         """
         rest, self._unread_text = self._unread_text, ""

@@ -11,11 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
-from transom_cluster.openai.answer.call_ids import call_id
 from transom_cluster.openai.answer.chat_answer import ChatAnswer
-from transom_cluster.openai.answer.chat_deltas import chat_deltas
-from transom_cluster.openai.answer.chat_message import ChatMessage
-from transom_cluster.openai.answer.choice_output import ChoiceOutput
+from transom_cluster.openai.answer.chat_message import ChatMessage, call_id, chat_deltas
 from transom_cluster.openai.answer.json_pieces import LazyList, batches
 from transom_cluster.openai.answer.response_types import (
     AssistantMessage,
@@ -25,7 +22,13 @@ from transom_cluster.openai.answer.response_types import (
     ChosenToken,
 )
 from transom_cluster.openai.answer.shown_logprobs import TokenBytes, chat_logprobs, prompt_logprobs
-from transom_cluster.openai.answer.writers import FINGERPRINT, ChunkWriter, ResponseMetadata, final_finish_reason
+from transom_cluster.openai.answer.writers import (
+    FINGERPRINT,
+    ChoiceOutput,
+    ChunkWriter,
+    ResponseMetadata,
+    final_finish_reason,
+)
 from transom_core.contract import LogprobTable, OutputEvent, Request, TokenLogprobs
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
-from transom_cluster.openai.answer.choice_output import ChoiceOutput
 from transom_cluster.openai.answer.json_pieces import LazyList, batches
 from transom_cluster.openai.answer.response_types import Completion, TextChoice, TextLogprobs
 from transom_cluster.openai.answer.shown_logprobs import (
@@ -17,7 +16,13 @@ from transom_cluster.openai.answer.shown_logprobs import (
     output_positions,
     prompt_logprobs,
 )
-from transom_cluster.openai.answer.writers import FINGERPRINT, ChunkWriter, ResponseMetadata, final_finish_reason
+from transom_cluster.openai.answer.writers import (
+    FINGERPRINT,
+    ChoiceOutput,
+    ChunkWriter,
+    ResponseMetadata,
+    final_finish_reason,
+)
 from transom_core import contract
 from transom_core.contract import LogprobTable, OutputEvent, Request
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from transom_cluster.openai.answer.response_types import ErrorBody
 from transom_core import errors
-from transom_core.contract import ErrorInfo
 
 RETRY_AFTER_S = 1.0
 MAX_MESSAGE_CHARS = 1000
@@ -84,11 +83,6 @@ def wire_error(error: BaseException) -> WireError:
     return WireError(
         status=status, message=message, type=type_, param=getattr(error, "param", None), code=code, headers=headers
     )
-
-
-def wire_error_from_info(info: ErrorInfo) -> WireError:
-    """The form of a worker's error that the client gets."""
-    return wire_error(info.error())
 
 
 def unknown_model(name: str, served: str) -> HttpError:

@@ -11,16 +11,12 @@ from typing import (
     NotRequired,  # pydantic reads typing's own from Python 3.12 on only
 )
 
-from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 """Why a choice ended without an error: a stop condition, the maximum length, or tools to call before the chat goes on."""
 
-_exact = with_config(ConfigDict(extra="forbid"))
 
-
-@_exact
 class ErrorObject(TypedDict):
     """What went wrong; `param` names the field."""
 
@@ -30,28 +26,24 @@ class ErrorObject(TypedDict):
     code: str | None
 
 
-@_exact
 class ErrorBody(TypedDict):
     """Every error's body, and the event that ends a stream which fails."""
 
     error: ErrorObject
 
 
-@_exact
 class CachedTokens(TypedDict):
     """Prompt tokens that came from the cache."""
 
     cached_tokens: int
 
 
-@_exact
 class OutputTokensDetails(TypedDict):
     """Output tokens that were thinking."""
 
     reasoning_tokens: int
 
 
-@_exact
 class KvQualityObject(TypedDict):
     """A KV policy beside full attention, over a sample of the output tokens; null where none was compared."""
 
@@ -62,7 +54,6 @@ class KvQualityObject(TypedDict):
     dropped_attention: float | None
 
 
-@_exact
 class UsageObject(TypedDict):
     """Token counts of the whole request; `completion_tokens_details` where reasoning or tool calls are looked for in the answer,
     `kv_quality` if the request has asked for it."""
@@ -75,7 +66,6 @@ class UsageObject(TypedDict):
     kv_quality: NotRequired[KvQualityObject]
 
 
-@_exact
 class TokenEntry(TypedDict):
     """A token with its natural log-probability; one that was ruled out has -9999."""
 
@@ -84,14 +74,12 @@ class TokenEntry(TypedDict):
     bytes: list[int]
 
 
-@_exact
 class ChosenToken(TokenEntry):
     """The token of one position, and the most likely ones there."""
 
     top_logprobs: list[TokenEntry]
 
 
-@_exact
 class ChatLogprobs(TypedDict):
     """A log-probability for every output token, those of reasoning and of calls included."""
 
@@ -99,7 +87,6 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
-@_exact
 class FunctionCall(TypedDict):
     """The tool that the model wants called; its arguments are JSON text."""
 
@@ -107,7 +94,6 @@ class FunctionCall(TypedDict):
     arguments: str
 
 
-@_exact
 class ToolCall(TypedDict):
     """One call."""
 
@@ -116,7 +102,6 @@ class ToolCall(TypedDict):
     function: FunctionCall
 
 
-@_exact
 class AssistantMessage(TypedDict):
     """The answer; `content` is null where it has tool calls and no text. Both names of the reasoning have the same text."""
 
@@ -128,7 +113,6 @@ class AssistantMessage(TypedDict):
     tool_calls: NotRequired[list[ToolCall]]
 
 
-@_exact
 class ChatChoice(TypedDict):
     """One of `n` answers."""
 
@@ -138,7 +122,6 @@ class ChatChoice(TypedDict):
     finish_reason: FinishReason
 
 
-@_exact
 class PromptTokenLogprob(TypedDict):
     """A token that could stand at a place of the prompt; rank 1 is the most likely one."""
 
@@ -147,7 +130,6 @@ class PromptTokenLogprob(TypedDict):
     decoded_token: str
 
 
-@_exact
 class ChatCompletion(TypedDict):
     """The answer to a chat. `prompt_logprobs`, if the request has asked for them, have the tokens by their ids at each place of the
     prompt, and null at the first."""
@@ -162,7 +144,6 @@ class ChatCompletion(TypedDict):
     prompt_logprobs: NotRequired[list[dict[str, PromptTokenLogprob] | None]]
 
 
-@_exact
 class TextLogprobs(TypedDict):
     """Parallel lists, an entry a token; null where nothing comes before the token."""
 
@@ -172,7 +153,6 @@ class TextLogprobs(TypedDict):
     text_offset: list[int]
 
 
-@_exact
 class TextChoice(TypedDict):
     """One of `n` continuations of one of the prompts, prompt by prompt. `prompt_logprobs` are as in a chat completion."""
 
@@ -183,7 +163,6 @@ class TextChoice(TypedDict):
     prompt_logprobs: NotRequired[list[dict[str, PromptTokenLogprob] | None]]
 
 
-@_exact
 class Completion(TypedDict):
     """The continuations of all prompts."""
 
@@ -196,7 +175,6 @@ class Completion(TypedDict):
     usage: UsageObject
 
 
-@_exact
 class Tokens(TypedDict):
     """Token ids of a text or a chat."""
 
@@ -206,14 +184,12 @@ class Tokens(TypedDict):
     token_strs: list[str] | None
 
 
-@_exact
 class Text(TypedDict):
     """The text of token ids."""
 
     prompt: str
 
 
-@_exact
 class KvGroupCard(TypedDict):
     """A KV cache group of a worker: its number format, and bytes per token with its scales on the first rank."""
 
@@ -222,7 +198,6 @@ class KvGroupCard(TypedDict):
     bytes_per_token: float
 
 
-@_exact
 class ModelCard(TypedDict):
     """A served model; its length is null until a worker was there, and its KV cache is that of one of the workers there are."""
 
@@ -236,7 +211,6 @@ class ModelCard(TypedDict):
     kv_cache: list[KvGroupCard]
 
 
-@_exact
 class ModelList(TypedDict):
     """The served models."""
 
@@ -244,7 +218,6 @@ class ModelList(TypedDict):
     data: list[ModelCard]
 
 
-@_exact
 class Health(TypedDict):
     """Whether requests can be served."""
 

@@ -15,15 +15,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from typing import Any
 
 from transom_cluster.openai.answer.answer_reader import AnswerReader
-from transom_cluster.openai.answer.choice_output import ChoiceOutput
 from transom_cluster.openai.answer.error_responses import WireError
 from transom_cluster.openai.answer.response_types import FinishReason
 from transom_cluster.openai.answer.usage import UsageTotals
 from transom_core import __version__, contract
-from transom_core.contract import OutputEvent, Request
+from transom_core.contract import LogprobTable, OutputEvent, Request
 
 DONE = "data: [DONE]\n\n"
 FINGERPRINT = f"transom-{__version__}"
@@ -86,6 +86,26 @@ class ResponseWriter(ABC):
     def stream_error(self, error: WireError) -> Iterator[str]:
         """The server-sent events that close a stream which has begun and fails, in pieces."""
         yield data_line(error.body)
+
+
+class ChoiceOutput:
+    """What one choice of a plain response has put out so far, in as little memory as its text and arrays take."""
+
+    def __init__(self) -> None:
+        self._text = StringIO()
+        self.logprobs = LogprobTable(1)
+        self.finish_reason: contract.FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return self._text.getvalue()
+
+    def add(self, event: OutputEvent) -> None:
+        """Add the next event."""
+        self._text.write(event.text)
+        self.logprobs.extend(event.logprobs or ())
+        self.finish_reason = event.finish_reason or self.finish_reason
 
 
 class ChunkWriter(ResponseWriter):

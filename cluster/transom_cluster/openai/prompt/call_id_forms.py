@@ -1,6 +1,6 @@
 """Rewrites the ids of tool calls in a chat's history to the form that the model has learnt, where its template writes them.
 
-This server's own ids are `call_` and 24 digits, whatever the model. Templates of most families leave them out. Two do not:
+This server's own ids are `call_` and 24 digits for every model. Templates of most families leave them out. Two do not:
 
 - `mistral`: nine letters and digits, and the template refuses others;
 - `kimi_k2`: `functions.NAME:INDEX`, where INDEX counts all calls of the chat from 0.

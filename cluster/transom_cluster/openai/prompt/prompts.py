@@ -1,7 +1,7 @@
 """Turns prompts of request bodies into token ids: chat template, tokenizer, and the checks that need the vocabulary.
 
 Long texts are tokenised on threads, so that they do not stall the streams: the tokenizer releases Python's global lock. Chats are
-rendered on threads whatever their length, since a chat waits for the process that runs the template.
+rendered on threads even if they are short, since a chat waits for the process that runs the template.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from transom_cluster.openai.fair_threads import ClientThreads
 from transom_cluster.openai.prompt.call_id_forms import with_learnt_call_ids
 from transom_cluster.openai.request.message_fields import ChatMessage, template_messages
-from transom_cluster.openai.request.prompt_limits import ModelLimits, check_length
+from transom_cluster.openai.request.request_limits import ModelLimits, check_length
 from transom_core.errors import RequestError
 from transom_core.text.chat_template import ChatPrompt
 from transom_core.text.tokenizer import CheckLength, Tokenizer

@@ -29,6 +29,10 @@ class WireModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     errors."""
 
 
+class OpenModel(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Base class of parts of bodies in which unknown fields are ignored: clients send back items with marks of their own."""
+
+
 def any_json() -> Any:
     """The default of a `Raw` field that need not be given: null."""
     return msgspec.field(default_factory=lambda: NULL)

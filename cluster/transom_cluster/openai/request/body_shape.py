@@ -19,9 +19,8 @@ SMALL_BODY_BYTES = 64 * 2**10
 MAX_STRINGS = 65_536  # names of fields count, too: 4,096 messages of one text part each have 32,768
 MAX_CONTAINERS = 16_384  # arrays and objects
 PIECE_BYTES = 128 * 2**10  # what one call reads while it holds the interpreter's lock
-MAX_DEPTH = (
-    100  # arrays and objects inside one another, in a field with any JSON; programs that walk it call themselves
-)
+# Arrays and objects inside one another, in a field with any JSON; programs that walk it call themselves.
+MAX_DEPTH = 100
 
 _BRACKET = re.compile(rb"[\[\]{}]")
 

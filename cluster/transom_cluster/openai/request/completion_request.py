@@ -10,7 +10,7 @@ from transom_cluster.openai.request.answer_options import AnswerOptions
 from transom_cluster.openai.request.body import WireModel, any_json
 from transom_cluster.openai.request.message_fields import MAX_MESSAGES, ChatMessage
 from transom_cluster.openai.request.prompt_field import PROMPT_SCHEMA, TOKENS_SCHEMA, read_prompts, read_tokens
-from transom_cluster.openai.request.prompt_limits import ModelLimits
+from transom_cluster.openai.request.request_limits import ModelLimits
 from transom_cluster.openai.request.sampling_fields import SamplingFields
 from transom_cluster.openai.request.structured_output_fields import FindMarker
 from transom_cluster.openai.request.template_variables import TEMPLATE_VARIABLES, read_template_variables

@@ -68,7 +68,7 @@ _REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
 }
 
 _INSTEAD = {
-    # field: what to send in its place
+    # field: what to send instead
     "functions": "send tools, each {'type': 'function', 'function': {...}}",
     "function_call": "send tool_choice",
     "suffix": "the model only continues a prompt; write the text that follows into the prompt itself",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from transom_cluster.openai.request.body import WireModel
@@ -45,7 +46,12 @@ class HeavyField(WireModel, frozen=True, kw_only=True, tag_field="type", tag="he
 
 
 KvPolicyField = FullField | WindowField | AdaptiveField | HeavyField
-TYPES = ("full", "window", "adaptive", "heavy")
+_POLICIES: dict[type[WireModel], type[WindowPolicy | AdaptivePolicy | HeavyPolicy]] = {
+    # form of the field -> the policy, which has the same values
+    WindowField: WindowPolicy,
+    AdaptiveField: AdaptivePolicy,
+    HeavyField: HeavyPolicy,
+}
 
 
 def kv_policy_of(field: KvPolicyField | None, default: KvPolicy | None) -> KvPolicy | None:
@@ -54,19 +60,6 @@ def kv_policy_of(field: KvPolicyField | None, default: KvPolicy | None) -> KvPol
     Raises:
         RequestError: the values contradict each other; `param` names the field.
     """
-    match field:
-        case None:
-            return default
-        case FullField():
-            return None
-        case WindowField():
-            return WindowPolicy(sinks=field.sinks, window=field.window)
-        case AdaptiveField():
-            return AdaptivePolicy(
-                sinks=field.sinks,
-                min_window=field.min_window,
-                max_window=field.max_window,
-                threshold=field.threshold,
-            )
-        case HeavyField():
-            return HeavyPolicy(sinks=field.sinks, budget=field.budget)
+    if field is None:
+        return default
+    return None if isinstance(field, FullField) else _POLICIES[type(field)](**msgspec.structs.asdict(field))

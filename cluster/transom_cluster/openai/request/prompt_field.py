@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Raw
 
 from transom_cluster.openai.request.body import decode_field
-from transom_cluster.openai.request.prompt_limits import ModelLimits, check_length, check_total
+from transom_cluster.openai.request.request_limits import ModelLimits, check_length, check_total
 from transom_cluster.openai.request.token_id_lists import count_ids, read_id_lists, read_ids
 from transom_core.errors import RequestError
 

@@ -1,4 +1,4 @@
-"""The sampling fields that chat and text completions share, and their conversion to `SamplingParams`."""
+"""The fields that request bodies share, and their conversion to `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -40,35 +40,48 @@ class StreamOptions(WireModel, frozen=True, kw_only=True):
     include_obfuscation: bool = False
 
 
-class SamplingFields(WireModel, frozen=True, kw_only=True):
-    """OpenAI's sampling fields, then vLLM's additional ones. `None` means the default."""
+class SharedFields(WireModel, frozen=True, kw_only=True):
+    """Fields that chats, text completions and responses have alike: OpenAI's, then vLLM's. `None` means the default."""
 
     model: str | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    stop: StopString | list[StopString] | None = None
-    logit_bias: Annotated[Raw, Meta(extra_json_schema=_LOGIT_BIAS.schema)] = any_json()
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=MAX_CACHE_KEY_CHARS)] | None = None  # a hint to the router
 
     top_k: Annotated[int, Meta(le=MAX_NUMBER)] | None = None
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: Annotated[Raw, Meta(extra_json_schema=_STOP_TOKEN_IDS.schema)] = any_json()
+    seed: int | None = None
+    stop: StopString | list[StopString] | None = None
     min_tokens: Annotated[int, Meta(le=MAX_NUMBER)] | None = None
     ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    priority: int | None = None  # the deployment sets the range: `to_contract`
+    priority: int | None = None  # the deployment sets the range: `engine_requests`
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    prompt_cache_key: Annotated[str, Meta(max_length=MAX_CACHE_KEY_CHARS)] | None = None  # a hint to the router
     kv_policy: KvPolicyField | None = None  # None: the deployment's
     kv_quality: bool | None = None
+
+
+_COPIED = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("seed", "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+)
+"""Fields that `SamplingParams` has under the same names, with the same values."""
+
+
+class SamplingFields(SharedFields, frozen=True, kw_only=True):
+    """The fields that chats and text completions share besides: OpenAI's, then vLLM's additional ones."""
+
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    max_tokens: int | None = None
+    logit_bias: Annotated[Raw, Meta(extra_json_schema=_LOGIT_BIAS.schema)] = any_json()
+    stream_options: StreamOptions | None = None
+
+    stop_token_ids: Annotated[Raw, Meta(extra_json_schema=_STOP_TOKEN_IDS.schema)] = any_json()
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     response_format: Annotated[Raw, Meta(extra_json_schema=SCHEMAS["response_format"])] = any_json()
@@ -113,21 +126,9 @@ class SamplingFields(WireModel, frozen=True, kw_only=True):
             RequestError: a value is out of range; `param` names the field.
         """
         given: dict[str, Any] = {
-            "n": self.n,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "seed": self.seed,
+            **{name: getattr(self, name) for name in _COPIED},
             "stop": (self.stop,) if isinstance(self.stop, str) else self.stop,
             "stop_token_ids": _STOP_TOKEN_IDS.read(self.stop_token_ids),
-            "min_tokens": self.min_tokens,
-            "ignore_eos": self.ignore_eos,
-            "include_stop_str_in_output": self.include_stop_str_in_output,
-            "skip_special_tokens": self.skip_special_tokens,
             "logit_bias": self._logit_bias(),
         }
         return SamplingParams(**{name: value for name, value in given.items() if value is not None}, **more)

@@ -36,7 +36,7 @@ Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1,
 
 
 class JsonSchemaFormat(WireModel, frozen=True, kw_only=True):
-    """`response_format.json_schema`. The answer is held to the schema whatever `strict` says."""
+    """`response_format.json_schema`. The answer is held to the schema even if `strict` is false."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     description: str | None = None

@@ -50,7 +50,7 @@ class _ToolType(msgspec.Struct):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
     """Whether the model may call a function, or must. `names` are the functions that it may call; None: all. A `single` choice
-    asks for one call, whatever `parallel_tool_calls` says."""
+    asks for one call, even if `parallel_tool_calls` is true."""
 
     mode: Literal["none", "auto", "required"]
     names: tuple[str, ...] | None = None

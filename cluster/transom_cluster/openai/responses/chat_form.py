@@ -20,27 +20,11 @@ from transom_cluster.openai.responses.responses_tools import read_tool_choice, r
 from transom_cluster.openai.responses.tool_names import ToolNames
 from transom_core.errors import RequestError
 
-_SAME_NAME = (
-    "model",
-    "parallel_tool_calls",
-    "temperature",
-    "top_p",
-    "stream",
-    "prompt_cache_key",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "min_tokens",
-    "ignore_eos",
-    "priority",
-    "cache_salt",
-    "kv_policy",
-    "kv_quality",
-    "chat_template_kwargs",
+_READ_HERE = {"tools", "tool_choice", "top_logprobs", "stream_options"}  # which a chat has in another form
+_SAME_NAME = tuple(
+    name
+    for name in ResponsesRequest.__struct_fields__
+    if name in ChatCompletionRequest.__struct_fields__ and name not in _READ_HERE
 )
 _RESPONSES_NAMES = {  # of the chat's fields
     "messages": "input",
@@ -98,10 +82,10 @@ def chat_form(body: ResponsesRequest) -> ChatForm:
     names, warnings = ToolNames(), list[str]()
     tools = read_tools(body.tools, names=names, warnings=warnings)
     chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAME}
-    chat["messages"] = read_messages(body.input, instructions=body.instructions, names=names, warnings=warnings)
+    chat["messages"] = read_messages(body.input, instructions=body.instructions, warnings=warnings)
     chat["max_completion_tokens"] = body.max_output_tokens
     chat["tools"] = list(tools.values())
-    chat["tool_choice"] = read_tool_choice(body.tool_choice, names=names)
+    chat["tool_choice"] = read_tool_choice(body.tool_choice)
     if body.reasoning is not None:
         chat["reasoning_effort"] = body.reasoning.effort
     if body.text is not None and body.text.format is not None:

@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from transom_cluster.openai.request.body import decode_field
+from transom_cluster.openai.request.body import OpenModel, decode_field
 from transom_cluster.openai.request.message_fields import MAX_MESSAGES
 from transom_cluster.openai.responses.opaque_reasoning import read_reasoning
-from transom_cluster.openai.responses.tool_names import CUSTOM_INPUT, ToolNames
+from transom_cluster.openai.responses.tool_names import CUSTOM_INPUT, ToolName
 from transom_core.errors import RequestError
 
 _SYSTEM_ROLES = ("system", "developer")
@@ -49,46 +49,42 @@ _HOSTED_ITEMS = frozenset(  # records of what OpenAI's own tools did; they say n
 Message = dict[str, Any]
 
 
-class _Struct(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Base class of items. Fields that an item does not have here are ignored: clients send back items with marks of their own."""
-
-
-class _ItemType(_Struct, frozen=True, kw_only=True):
+class _ItemType(OpenModel, frozen=True, kw_only=True):
     type: str | None = None
 
 
-class _Part(_Struct, frozen=True, kw_only=True):
+class _Part(OpenModel, frozen=True, kw_only=True):
     type: str
     text: str | None = None
     refusal: str | None = None
 
 
-class _Message(_Struct, frozen=True, kw_only=True):
+class _Message(OpenModel, frozen=True, kw_only=True):
     role: str
     content: str | list[_Part]
 
 
-class _Reasoning(_Struct, frozen=True, kw_only=True):
+class _Reasoning(OpenModel, frozen=True, kw_only=True):
     content: list[_Part] | None = None
     summary: list[_Part] | None = None
     encrypted_content: str | None = None
 
 
-class _FunctionCall(_Struct, frozen=True, kw_only=True):
+class _FunctionCall(OpenModel, frozen=True, kw_only=True):
     call_id: str
     name: str
     arguments: str
     namespace: str | None = None
 
 
-class _CustomToolCall(_Struct, frozen=True, kw_only=True):
+class _CustomToolCall(OpenModel, frozen=True, kw_only=True):
     call_id: str
     name: str
     input: str
     namespace: str | None = None
 
 
-class _CallOutput(_Struct, frozen=True, kw_only=True):
+class _CallOutput(OpenModel, frozen=True, kw_only=True):
     call_id: str
     output: str | list[_Part]
 
@@ -106,14 +102,14 @@ _DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
 }
 
 
-def read_messages(text: Raw, *, instructions: str | None, names: ToolNames, warnings: list[str]) -> list[Message]:
+def read_messages(text: Raw, *, instructions: str | None, warnings: list[str]) -> list[Message]:
     """The chat messages of `instructions` and the field `input`, as JSON objects. Items that are skipped are named in `warnings`.
 
     Raises:
         RequestError: the input is neither text nor a list of items, is empty, or an item is malformed or not supported; `param`
             names it.
     """
-    chat = _Chat(names, warnings)
+    chat = _Chat(warnings)
     if instructions:
         chat.add_system(instructions)
     if bytes(memoryview(text)[:1]) == b'"':
@@ -137,7 +133,6 @@ def read_messages(text: Raw, *, instructions: str | None, names: ToolNames, warn
 class _Chat:
     """The messages so far."""
 
-    names: ToolNames
     warnings: list[str]
     messages: list[Message] = field(default_factory=list)
 
@@ -159,10 +154,9 @@ class _Chat:
                 {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output, f"{path}.output")}
             )
         elif isinstance(item, _CustomToolCall):
-            arguments = msgspec.json.encode({CUSTOM_INPUT: item.input}).decode()
-            self._add_call(item.call_id, self.names.chat_name(item.name, item.namespace), arguments)
+            self._add_call(item, msgspec.json.encode({CUSTOM_INPUT: item.input}).decode())
         else:
-            self._add_call(item.call_id, self.names.chat_name(item.name, item.namespace), item.arguments)
+            self._add_call(item, item.arguments)
 
     def add_system(self, text: str) -> None:
         """Add a system message; at the beginning it joins the one that is there."""
@@ -196,9 +190,10 @@ class _Chat:
             turn = self._turn(_has_not_spoken)
             turn["reasoning_content"] = turn.get("reasoning_content", "") + text
 
-    def _add_call(self, call_id: str, name: str, arguments: str) -> None:
-        turn = self._turn(lambda last: True)
-        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    def _add_call(self, item: _FunctionCall | _CustomToolCall, arguments: str) -> None:
+        turn, tool = self._turn(lambda last: True), ToolName(name=item.name, namespace=item.namespace)
+        function = {"name": tool.chat_name, "arguments": arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
 
     def _turn(self, may_join: Callable[[Message], bool]) -> Message:

@@ -8,17 +8,13 @@ from typing import (
     NotRequired,  # pydantic reads typing's own from Python 3.12 on only
 )
 
-from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from transom_cluster.openai.answer.response_types import ChosenToken, KvQualityObject
+from transom_cluster.openai.answer.response_types import ChosenToken, KvQualityObject, OutputTokensDetails
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
-_exact = with_config(ConfigDict(extra="forbid"))
 
-
-@_exact
 class OutputText(TypedDict):
     """The text of a message. Its log-probabilities are empty unless they were asked for."""
 
@@ -28,7 +24,6 @@ class OutputText(TypedDict):
     logprobs: list[ChosenToken]
 
 
-@_exact
 class MessageItem(TypedDict):
     """What the model says."""
 
@@ -39,7 +34,6 @@ class MessageItem(TypedDict):
     content: list[OutputText]
 
 
-@_exact
 class ReasoningText(TypedDict):
     """The text of a reasoning item."""
 
@@ -47,7 +41,6 @@ class ReasoningText(TypedDict):
     text: str
 
 
-@_exact
 class ReasoningItem(TypedDict):
     """What the model thinks before it answers. `summary` is empty: the server makes none."""
 
@@ -59,7 +52,6 @@ class ReasoningItem(TypedDict):
     encrypted_content: NotRequired[str]
 
 
-@_exact
 class FunctionCallItem(TypedDict):
     """A call of a function; `arguments` is the JSON text of an object."""
 
@@ -72,7 +64,6 @@ class FunctionCallItem(TypedDict):
     namespace: NotRequired[str]
 
 
-@_exact
 class CustomToolCallItem(TypedDict):
     """A call of a custom tool, with free text."""
 
@@ -88,7 +79,6 @@ class CustomToolCallItem(TypedDict):
 OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem
 
 
-@_exact
 class InputTokensDetails(TypedDict):
     """Input tokens that came from the cache, and those that cost something to write there: none. OpenAI's client needs both."""
 
@@ -96,14 +86,6 @@ class InputTokensDetails(TypedDict):
     cache_write_tokens: int
 
 
-@_exact
-class OutputTokensDetails(TypedDict):
-    """Output tokens of the model's thinking."""
-
-    reasoning_tokens: int
-
-
-@_exact
 class ResponseUsage(TypedDict):
     """Token counts of the request, and `kv_quality` if the request has asked for it."""
 
@@ -115,7 +97,6 @@ class ResponseUsage(TypedDict):
     kv_quality: NotRequired[KvQualityObject]
 
 
-@_exact
 class ResponseError(TypedDict):
     """Why a response failed; `code` is one of OpenAI's."""
 
@@ -123,14 +104,12 @@ class ResponseError(TypedDict):
     message: str
 
 
-@_exact
 class IncompleteDetails(TypedDict):
     """Why a response is not complete: the output has reached `max_output_tokens`, or the model's length."""
 
     reason: Literal["max_output_tokens"]
 
 
-@_exact
 class ReasoningEcho(TypedDict):
     """The request's `reasoning`."""
 
@@ -138,7 +117,6 @@ class ReasoningEcho(TypedDict):
     summary: str | None
 
 
-@_exact
 class TextEcho(TypedDict):
     """The request's `text`, with its defaults."""
 
@@ -146,7 +124,6 @@ class TextEcho(TypedDict):
     verbosity: NotRequired[str]
 
 
-@_exact
 class RequestEcho(TypedDict):
     """The fields of the request that its response repeats, with their defaults."""
 
@@ -171,7 +148,6 @@ class RequestEcho(TypedDict):
     user: NotRequired[str]
 
 
-@_exact
 class ResponseObject(RequestEcho):
     """The answer to a request, as a whole. It has its usage once it has ended without an error."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import Any, Literal
 
-from transom_cluster.openai.answer.call_ids import call_id
+from transom_cluster.openai.answer.chat_message import call_id
 from transom_cluster.openai.answer.json_pieces import LazyList
 from transom_cluster.openai.answer.response_types import ChosenToken
 from transom_cluster.openai.answer.shown_logprobs import TokenBytes, chat_logprobs

@@ -12,10 +12,9 @@ from msgspec import Meta, Raw
 
 from transom_cluster.openai.request.body import WireModel, any_json
 from transom_cluster.openai.request.field_rules import FieldRules
-from transom_cluster.openai.request.kv_policy_field import KvPolicyField
 from transom_cluster.openai.request.late_field import LateField
 from transom_cluster.openai.request.reasoning_fields import ReasoningEffort, Verbosity
-from transom_cluster.openai.request.sampling_fields import MAX_CACHE_KEY_CHARS, MAX_NUMBER, StopString
+from transom_cluster.openai.request.sampling_fields import SharedFields
 from transom_cluster.openai.request.template_variables import TEMPLATE_VARIABLES
 from transom_core.contract import MAX_LOGPROBS
 from transom_core.errors import RequestError
@@ -91,10 +90,9 @@ class TextField(WireModel, frozen=True, kw_only=True):
     verbosity: Verbosity | None = None
 
 
-class ResponsesRequest(WireModel, frozen=True, kw_only=True):
-    """OpenAI's fields, then vLLM's additional ones. `None` means the default."""
+class ResponsesRequest(SharedFields, frozen=True, kw_only=True):
+    """OpenAI's fields, and vLLM's additional ones. `None` means the default."""
 
-    model: str | None = None
     input: Annotated[Raw, Meta(extra_json_schema=INPUT_SCHEMA)]
     instructions: str | None = None
     tools: Annotated[Raw, Meta(extra_json_schema=_ARRAY_SCHEMA)] = any_json()
@@ -103,35 +101,17 @@ class ResponsesRequest(WireModel, frozen=True, kw_only=True):
     reasoning: ReasoningField | None = None
     text: TextField | None = None
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     include: list[str] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None
     background: bool | None = None
     previous_response_id: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Annotated[Raw, Meta(extra_json_schema=METADATA.schema)] = any_json()
-    prompt_cache_key: Annotated[str, Meta(max_length=MAX_CACHE_KEY_CHARS)] | None = None
     safety_identifier: str | None = None
     user: str | None = None
     service_tier: str | None = None
-
-    top_k: Annotated[int, Meta(le=MAX_NUMBER)] | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: StopString | list[StopString] | None = None
-    min_tokens: Annotated[int, Meta(le=MAX_NUMBER)] | None = None
-    ignore_eos: bool | None = None
-    priority: int | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    kv_policy: KvPolicyField | None = None
-    kv_quality: bool | None = None
     chat_template_kwargs: Annotated[Raw, Meta(extra_json_schema=TEMPLATE_VARIABLES.schema)] = any_json()
 
     @property

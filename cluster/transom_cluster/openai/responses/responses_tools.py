@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Raw
 
-from transom_cluster.openai.request.body import NULL, decode_field
+from transom_cluster.openai.request.body import NULL, OpenModel, any_json, decode_field
 from transom_cluster.openai.responses.tool_names import CUSTOM_INPUT, ToolName, ToolNames
 from transom_core.errors import RequestError
 
@@ -19,39 +19,35 @@ MAX_TOOLS = 1024
 Chosen = str | dict[str, Any]
 
 
-class _Struct(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Base class of tools. Fields that a tool does not have here are ignored."""
-
-
-class _ToolType(_Struct, frozen=True, kw_only=True):
+class _ToolType(OpenModel, frozen=True, kw_only=True):
     type: str
 
 
-class _Function(_Struct, frozen=True, kw_only=True):
+class _Function(OpenModel, frozen=True, kw_only=True):
     name: str
     description: str | None = None
-    parameters: Raw = msgspec.field(default_factory=lambda: NULL)
+    parameters: Raw = any_json()
     strict: bool | None = None
 
 
-class _CustomFormat(_Struct, frozen=True, kw_only=True):
+class _CustomFormat(OpenModel, frozen=True, kw_only=True):
     type: Literal["text", "grammar"]
     syntax: str | None = None
     definition: str | None = None
 
 
-class _Custom(_Struct, frozen=True, kw_only=True):
+class _Custom(OpenModel, frozen=True, kw_only=True):
     name: str
     description: str | None = None
     format: _CustomFormat | None = None
 
 
-class _Namespace(_Struct, frozen=True, kw_only=True):
+class _Namespace(OpenModel, frozen=True, kw_only=True):
     name: str
     tools: list[Raw]
 
 
-class _Choice(_Struct, frozen=True, kw_only=True):
+class _Choice(OpenModel, frozen=True, kw_only=True):
     type: str
     name: str | None = None
     namespace: str | None = None
@@ -77,7 +73,7 @@ def read_tools(text: Raw, *, names: ToolNames, warnings: list[str]) -> dict[str,
     return _read_list(given, "tools", None, names, warnings)
 
 
-def read_tool_choice(text: Raw, *, names: ToolNames) -> Chosen | None:
+def read_tool_choice(text: Raw) -> Chosen | None:
     """`tool_choice` as a chat has it; None if it is not given.
 
     Raises:
@@ -87,9 +83,9 @@ def read_tool_choice(text: Raw, *, names: ToolNames) -> Chosen | None:
     if choice is None or isinstance(choice, str):
         return choice
     if choice.type == "allowed_tools":
-        allowed = [_named(tool, names, f"tool_choice.tools[{i}]") for i, tool in enumerate(choice.tools or ())]
+        allowed = [_named(tool, f"tool_choice.tools[{i}]") for i, tool in enumerate(choice.tools or ())]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode or "auto", "tools": allowed}}
-    return _named(choice, names, "tool_choice")
+    return _named(choice, "tool_choice")
 
 
 def _read_list(
@@ -152,7 +148,7 @@ def _added(tool: ToolName, path: str, names: ToolNames) -> str:
     return tool.chat_name
 
 
-def _named(choice: _Choice, names: ToolNames, path: str) -> dict[str, Any]:
+def _named(choice: _Choice, path: str) -> dict[str, Any]:
     if choice.type not in ("function", "custom"):
         raise RequestError(
             f"{path}.type is {choice.type[:80]!r}; this server has no tools of its own, so only a function or custom tool can "
@@ -161,4 +157,5 @@ def _named(choice: _Choice, names: ToolNames, path: str) -> dict[str, Any]:
         )
     if choice.name is None:
         raise RequestError(f"{path}.name is missing; it is required.", param=f"{path}.name")
-    return {"type": "function", "function": {"name": names.chat_name(choice.name, choice.namespace)}}
+    tool = ToolName(name=choice.name, namespace=choice.namespace)
+    return {"type": "function", "function": {"name": tool.chat_name}}

@@ -42,7 +42,3 @@ class ToolNames:
     def of_call(self, chat_name: str) -> ToolName:
         """The tool that the model has called; a name that the request does not have is taken for a function's."""
         return self._tools.get(chat_name) or ToolName(name=chat_name)
-
-    def chat_name(self, name: str, namespace: str | None = None) -> str:
-        """The name in the chat of a call in the input."""
-        return ToolName(name=name, namespace=namespace).chat_name

@@ -92,7 +92,7 @@ def test_other_tools_are_skipped_with_a_warning():
     ],
 )
 def test_tool_choice(given, chat):
-    assert read_tool_choice(raw(given), names=ToolNames()) == chat
+    assert read_tool_choice(raw(given)) == chat
 
 
 @pytest.mark.parametrize(
@@ -123,5 +123,5 @@ def test_errors_name_the_tool(tools, param):
 )
 def test_errors_name_the_choice(choice, param):
     with pytest.raises(RequestError) as raised:
-        read_tool_choice(raw(choice), names=ToolNames())
+        read_tool_choice(raw(choice))
     assert raised.value.param == param

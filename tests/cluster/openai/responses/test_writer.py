@@ -29,7 +29,6 @@ from transom_core.text.markup.parts import (
     CallArguments,
     CallBegin,
     CallEnd,
-    MalformedMarkup,
     MessageText,
     ReasoningText,
 )
@@ -219,19 +218,6 @@ def test_stream_and_body_have_the_same_items():
     assert len({item["call_id"] for item in done[2:5]}) == 3
 
 
-def test_deltas_join_to_the_final_texts():
-    events = stream(make_writer(ANSWER), events_of(ANSWER))
-    joined: dict[str, str] = {}
-    for event in events:
-        if event["type"].endswith(".delta"):
-            joined[event["item_id"]] = joined.get(event["item_id"], "") + event["delta"]
-    items = events[-1]["response"]["output"]
-    texts = [
-        item["content"][0]["text"] if "content" in item else item.get("arguments") or item["input"] for item in items
-    ]
-    assert [joined[item["id"]] for item in items] == texts
-
-
 def test_usage_and_the_fields_of_the_request():
     body = body_of(
         make_writer(
@@ -284,12 +270,6 @@ def test_an_answer_without_a_part_is_an_empty_message():
     assert [event["type"] for event in events[2:]] == [*text_events("output_text", 0), "response.completed"]
     (item,) = events[-1]["response"]["output"]
     assert item["content"] == [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
-
-
-def test_malformed_markup_is_a_message():
-    parts: list[AnswerPart] = [MalformedMarkup("<tool"), MessageText("<tool")]
-    (item,) = body_of(make_writer(parts), events_of(parts))["output"]
-    assert item["content"][0]["text"] == "<tool"
 
 
 def test_a_stream_that_fails_ends_with_what_was_sent():

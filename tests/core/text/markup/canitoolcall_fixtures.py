@@ -23,12 +23,13 @@ from canitoolcall.results import Observation, ParsedToolCall, ParseResult, Statu
 
 from transom_core.text.markup.answer_format import AnswerFormat
 from transom_core.text.markup.context import AnswerContext, ToolSpec
+from transom_core.text.markup.markup_parser import MarkupParser
 from transom_core.text.markup.parts import (
-    AnswerParser,
     AnswerPart,
     CallArguments,
     CallBegin,
     CallEnd,
+    MalformedMarkup,
     MessageText,
     ReasoningText,
     join_parts,
@@ -167,7 +168,7 @@ def fixture_context(fixture: Fixture) -> AnswerContext:
     )
 
 
-def read_answer(parser: AnswerParser, tokens: Iterable[tuple[int, str]]) -> list[AnswerPart]:
+def read_answer(parser: MarkupParser, tokens: Iterable[tuple[int, str]]) -> list[AnswerPart]:
     """All parts of an answer, joined."""
     parts = [part for token_id, text in tokens for part in parser.push(token_id, text)]
     return join_parts(parts + parser.flush())
@@ -188,6 +189,17 @@ def parse_result(parts: Iterable[AnswerPart]) -> ParseResult:
 def call_arguments(parts: Iterable[AnswerPart], index: int) -> str:
     """The JSON text of one call's arguments."""
     return "".join(part.text for part in parts if isinstance(part, CallArguments) and part.index == index)
+
+
+def all_text(parts: Sequence[AnswerPart]) -> str:
+    """What all parts say; markup that is both counted and shown, twice."""
+    texts = []
+    for part in parts:
+        if isinstance(part, CallBegin):
+            texts.append(part.name)
+        elif isinstance(part, ReasoningText | MessageText | CallArguments | MalformedMarkup):
+            texts.append(part.text)
+    return " ".join(texts)
 
 
 def random_chunks(text: str, *, seed: int, longest: int = 8) -> list[str]:

@@ -6,7 +6,6 @@ import pytest
 
 from tests.core.text.markup.canitoolcall_fixtures import FixtureTokenizer
 from transom_core.text.markup.detection import detect
-from transom_core.text.markup.formats import REASONING_PARSERS, TOOL_PARSERS, answer_format
 
 _HERMES = '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>'
 
@@ -43,10 +42,3 @@ def test_parsers_of_a_model(model_type: str, template: str | None, parsers: tupl
 
 def test_gpt_oss_without_harmonys_tokens_writes_no_harmony() -> None:
     assert detect("gpt_oss", "", FixtureTokenizer(())) == (None, None)
-
-
-@pytest.mark.parametrize("name", [*TOOL_PARSERS, None])
-def test_every_name_has_a_format(name: str | None) -> None:
-    answer_format(name, None)
-    for reasoning in REASONING_PARSERS:
-        answer_format(name, reasoning)

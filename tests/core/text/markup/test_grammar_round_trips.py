@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jsonschema
 import pytest
 from llguidance import LLMatcher
 
-from tests.core.text.markup.canitoolcall_fixtures import read_answer
+from tests.core.text.markup.canitoolcall_fixtures import call_arguments, read_answer
 from tests.core.text.markup.grammar_walks import MARKERS, WalkTokenizer, walk
-from tests.core.text.markup.read_calls import check_calls, message_of
 from tests.how_many import num_examples
 from transom_core.errors import RequestError
 from transom_core.text.markup.context import (
@@ -26,7 +26,7 @@ from transom_core.text.markup.context import (
     ToolSpec,
 )
 from transom_core.text.markup.formats import answer_format
-from transom_core.text.markup.parts import AnswerPart, CallBegin
+from transom_core.text.markup.parts import AnswerPart, CallBegin, CallEnd, MalformedMarkup, MessageText
 
 
 class Family(NamedTuple):
@@ -74,8 +74,7 @@ FAMILIES = [
     Family("pythonic", "qwen3"),
     Family("mistral", "mistral"),
     Family("granite", "granite"),
-    # As ordinary text, its grammar allows a value with `</parameter>` and another tag in it, which the parser takes for its end.
-    Family("qwen3_coder", "qwen3", may_be_text=False),
+    Family("qwen3_coder", "qwen3"),
     Family("gemma4", "gemma4", GEMMA, call="<|tool_call>"),
     Family("glm45", "glm45", GLM, call="<tool_call>"),
     Family("glm47", "glm45", GLM, call="<tool_call>"),
@@ -173,6 +172,22 @@ TOOLS = (
 NAMES = tuple(tool.name for tool in TOOLS)
 
 
+def check_calls(parts: list[AnswerPart], tools: Sequence[ToolSpec]) -> int:
+    """The number of calls, all of which are complete and valid."""
+    names = [part.name for part in parts if isinstance(part, CallBegin)]
+    assert [part.is_complete for part in parts if isinstance(part, CallEnd)] == [True] * len(names), parts
+    assert not [part for part in parts if isinstance(part, MalformedMarkup)], parts
+    for index, name in enumerate(names):
+        (tool,) = [tool for tool in tools if tool.name == name]
+        jsonschema.validate(json.loads(call_arguments(parts, index)), tool.parameters)
+    return len(names)
+
+
+def message_of(parts: list[AnswerPart]) -> str:
+    """The text beside reasoning and calls."""
+    return "".join(part.text for part in parts if isinstance(part, MessageText))
+
+
 def walks(
     family: Family,
     *,
@@ -204,12 +219,9 @@ def walks(
 
 
 @EACH_FORM
-@pytest.mark.parametrize("parallel", [False, True], ids=["one", "parallel"])
-def test_required_calls_are_valid_and_nothing_else(family: Family, ordinary: bool, parallel: bool) -> None:
-    demand = ToolsDemand("required", NAMES, parallel)
-    for parts in walks(family, ordinary=ordinary, message=FreeAnswer(), tools=demand):
-        num_calls = check_calls(parts, TOOLS)
-        assert num_calls >= 1 if parallel else num_calls == 1
+def test_required_calls_are_valid_and_nothing_else(family: Family, ordinary: bool) -> None:
+    for parts in walks(family, ordinary=ordinary, message=FreeAnswer(), tools=ToolsDemand("required", NAMES)):
+        assert check_calls(parts, TOOLS) >= 1
         assert not message_of(parts).strip()
 
 
@@ -238,22 +250,13 @@ def test_calls_in_a_free_message_are_valid(family: Family, ordinary: bool) -> No
         assert check_calls(parts, TOOLS) >= 1
 
 
-@pytest.mark.parametrize("prompt_end", [None, "<think>\n", "<think>\n\n</think>\n\n"], ids=["none", "open", "closed"])
-@pytest.mark.parametrize("family", [one for one in FAMILIES if not one.call], ids=lambda family: family.name)
-def test_a_message_is_json_or_a_call(family: Family, prompt_end: str | None) -> None:
-    demand = ToolsDemand("auto", NAMES)
-    for parts in walks(family, message=JsonAnswer(PLACE), tools=demand, prompt_end=prompt_end):
-        if not check_calls(parts, TOOLS):
-            jsonschema.validate(json.loads(message_of(parts)), PLACE)
-
-
-@pytest.mark.parametrize("family", [one for one in FAMILIES if one.call], ids=lambda family: family.name)
-def test_a_message_is_one_of_the_choices_or_json_or_a_call(family: Family) -> None:
-    for parts in walks(family, message=JsonAnswer(PLACE), tools=ToolsDemand("auto", NAMES)):
-        if not check_calls(parts, TOOLS):
-            jsonschema.validate(json.loads(message_of(parts)), PLACE)
-    for parts in walks(family, message=ChoiceAnswer(("yes", "no"))):
-        assert message_of(parts) in ("yes", "no")
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_message_is_json_or_a_call(family: Family) -> None:
+    prompts = [None] if family.call else [None, "<think>\n", "<think>\n\n</think>\n\n"]
+    for prompt_end in prompts:
+        for parts in walks(family, message=JsonAnswer(PLACE), tools=ToolsDemand("auto", NAMES), prompt_end=prompt_end):
+            if not check_calls(parts, TOOLS):
+                jsonschema.validate(json.loads(message_of(parts)), PLACE)
 
 
 @pytest.mark.parametrize(
@@ -296,6 +299,40 @@ def test_a_marker_that_is_a_token_cannot_be_spelled(parsers, prompt_end, marker)
     assert grammar is not None
     letters = tokenizer(f"Hi {marker}".encode())
     assert LLMatcher(tokenizer.library, grammar).validate_tokens(letters) == len(letters) - 1
+
+
+@pytest.mark.parametrize("ordinary", [False, True], ids=["markers", "ordinary"])
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [
+        ("a </parameter> tag", True),
+        ("a </parameter>\n<parameter=city> tag", False),
+        ("a </parameter> </function>", False),
+        ("a\n</function> and </tool_call>", True),
+        ("a\n</function>\n</tool_call>", False),
+        ("a\n<parameter=other>", True),
+        ("a\n<parameter=city>", False),
+    ],
+)
+def test_a_string_of_qwen3_coder_has_nothing_that_its_parser_takes_for_the_end(
+    text: str, is_allowed: bool, ordinary: bool
+) -> None:
+    """Regression: the grammar allowed tags as text inside a string, at which the parser ended the argument."""
+    tokenizer = WalkTokenizer(ordinary=ordinary)
+    form, demand = answer_format("qwen3_coder"), ToolsDemand("required", ("note",), parallel=False)
+    tools = (
+        ToolSpec("note", {"type": "object", "properties": {"text": {"type": "string"}, "city": {"type": "string"}}}),
+    )
+    context = AnswerContext(tools, parses_tools=True)
+    grammar = form.grammar(tokenizer, context, message=FreeAnswer(), tools=demand)
+    assert grammar is not None
+    matcher = LLMatcher(tokenizer.library, grammar)
+    call = tokenizer.cut("<tool_call>") + tokenizer(f"\n<function=note>\n<parameter=text>\n{text}".encode())
+    end = tokenizer(b"\n</parameter>\n</function>\n") + tokenizer.cut("</tool_call>")
+    assert (matcher.validate_tokens(call + end) == len(call + end)) is is_allowed
+    if is_allowed:
+        parts = read_answer(form.parser(tokenizer, context), [(i, tokenizer.token(i)) for i in call + end])
+        assert json.loads(call_arguments(parts, 0)) == {"text": text}
 
 
 @pytest.mark.parametrize(("parser", "markers"), [("gemma4", GEMMA), ("glm47", GLM), ("deepseek_v4", DSML)])

@@ -13,15 +13,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.core.text.markup.answer_texts import all_text
-from tests.core.text.markup.canitoolcall_fixtures import FixtureTokenizer, random_chunks, read_answer
+from tests.core.text.markup.canitoolcall_fixtures import FixtureTokenizer, all_text, random_chunks, read_answer
 from tests.how_many import num_examples
 from transom_core.text.markup.answer_format import AnswerFormat
 from transom_core.text.markup.context import AnswerContext, ToolSpec
 from transom_core.text.markup.formats import REASONING_PARSERS, TOOL_PARSERS, answer_format
-from transom_core.text.markup.parts import AnswerPart, CallArguments, CallBegin, CallEnd, MessageText
+from transom_core.text.markup.parts import AnswerPart, CallArguments, CallBegin, CallEnd
 from transom_core.text.markup.reader import MarkupReader
-from transom_core.text.markup.token_markers import TokenMarkers
 
 
 def _split(text: str) -> tuple[str, ...]:
@@ -160,20 +158,6 @@ def test_tokens_in_any_order_are_read(parser: str, data: st.DataObject) -> None:
     parts = _read_own(parser, pieces, by_character=False)
     assert _read_own(parser, pieces, by_character=True) == parts
     _check(parts, words)
-
-
-def test_marker_tokens_are_told_from_their_text() -> None:
-    tokenizer = FixtureTokenizer(["<|end|>"])
-    markers = TokenMarkers(tokenizer, ["<|end|>", "<|start|>"])
-    (character,) = markers.by_id.values()
-    assert (markers["<|end|>"], markers["<|start|>"]) == (character, "<|start|>")
-    assert markers.spelled(markers.read_as("a<|end|><|start|>")) == "a<|end|><|start|>"
-
-
-@settings(max_examples=num_examples(100, 3000), deadline=None)
-@given(text=st.text())
-def test_text_without_parsers_is_the_message(text: str) -> None:
-    assert _read(answer_format(), [text]) == ([MessageText(text)] if text else [])
 
 
 _ANSWERS = {

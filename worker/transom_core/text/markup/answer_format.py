@@ -21,7 +21,6 @@ from transom_core.text.markup.context import (
 )
 from transom_core.text.markup.lark import LarkText
 from transom_core.text.markup.markup_parser import MarkupParser
-from transom_core.text.markup.parts import AnswerParser
 from transom_core.text.markup.reader import SPACE, AnswerEnded, Markers, MarkupReader, Reading
 from transom_core.text.markup.reasoning import ReasoningMarkup
 from transom_core.text.markup.tool_markup import ToolMarkup
@@ -35,7 +34,7 @@ class AnswerFormat:
         self._tools = tools
         self._reasoning = reasoning
 
-    def parser(self, tokenizer: MarkupTokenizer, context: AnswerContext) -> AnswerParser:
+    def parser(self, tokenizer: MarkupTokenizer, context: AnswerContext) -> MarkupParser:
         """A parser for one answer."""
         tools = self._tools if context.parses_tools else None
         reasoning = self._reasoning if context.parses_reasoning else None

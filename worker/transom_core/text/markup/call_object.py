@@ -14,6 +14,7 @@ from transom_core.text.markup.call_reading import CallReading
 from transom_core.text.markup.context import ToolSpec
 from transom_core.text.markup.json_reader import copy_value, read_string
 from transom_core.text.markup.lark import LarkText, arguments_schema
+from transom_core.text.markup.parameters import is_json
 from transom_core.text.markup.reader import MalformedMarkupError, MarkupReader, Reading
 
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -73,6 +74,19 @@ def array_rule(lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> 
     call = lark.rule("call", object_rule(lark, tools, arguments_key="arguments"))
     more = f"({lark.literal(', ')} {call})*" if parallel else ""
     return f"{lark.literal('[')} {call} {more} {lark.literal(']')}"
+
+
+def read_json_arguments(calls: CallReading) -> Reading[None]:
+    """Read one JSON object, with space around it, as the arguments of the open call.
+
+    Raises:
+        MalformedMarkupError: it is no JSON object.
+    """
+    yield from calls.reader.skip_space()
+    if (yield from calls.reader.peek()) != "{":
+        raise MalformedMarkupError
+    yield from copy_value(calls.reader, calls.arguments)
+    yield from calls.reader.skip_space()
 
 
 class _CallObject:
@@ -146,17 +160,9 @@ class _CallObject:
 
 
 def _object_in(text: str) -> str:
-    try:
-        is_object = isinstance(json.loads(text or "{}", parse_constant=_refuse_constant), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
+    if not is_json(text or "{}", frozenset({"object"})):
         raise MalformedMarkupError
     return text or "{}"
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON.")
 
 
 def _read_null(reader: MarkupReader) -> Reading[None]:

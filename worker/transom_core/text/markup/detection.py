@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from transom_core.text.markup.context import MarkupTokenizer
-from transom_core.text.markup.formats import REASONING_PARSERS, TOOL_PARSERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +61,12 @@ _REASONING_RULES = (
 
 def detect(model_type: str, chat_template: str | None, tokenizer: MarkupTokenizer) -> tuple[str | None, str | None]:
     """The names of a model's tool call parser and reasoning parser; None where the model shows no such markup."""
-    model = _Model(model_type, chat_template or "", tokenizer)
-    return model.first(_TOOL_RULES, TOOL_PARSERS), model.first(_REASONING_RULES, REASONING_PARSERS)
 
+    def first(rules: tuple[_Rule, ...]) -> str | None:
+        for rule in rules:
+            has_token = rule.token is None or tokenizer.marker_id(rule.token) is not None
+            if has_token and rule.applies(model_type, chat_template or ""):
+                return rule.parser
+        return None
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """What the rules look at."""
-
-    model_type: str
-    template: str
-    tokenizer: MarkupTokenizer
-
-    def first(self, rules: tuple[_Rule, ...], names: tuple[str, ...]) -> str | None:
-        """The parser of the first rule that applies."""
-        return next((rule.parser for rule in rules if rule.parser in names and self._follows(rule)), None)
-
-    def _follows(self, rule: _Rule) -> bool:
-        has_token = rule.token is None or self.tokenizer.marker_id(rule.token) is not None
-        return has_token and rule.applies(self.model_type, self.template)
+    return first(_TOOL_RULES), first(_REASONING_RULES)

@@ -78,13 +78,17 @@ class LarkText:
         lacks = [*without, *([marker] if self._parts(marker)[1] else [])]
         return self._up_to(self.text_without(lacks) if lacks else self.free_text(), marker)
 
-    def text_of(self, conditions: Sequence[str], marker: str) -> str:
-        """A text that fulfils all `conditions`, which are regular expressions, up to and with the first `marker`."""
-        return self._up_to(self.terminal("text", " & ".join([*conditions, _lacks(marker)])), marker)
+    def text_of(self, conditions: Sequence[str], marker: str, *, without: str = "") -> str:
+        """A text that fulfils all `conditions`, which are regular expressions, up to and with the first `marker`.
+
+        No part of the text matches the regular expression `without`; "": any may.
+        """
+        lacks = [_lacks(escaped(marker)), *([_lacks(without)] if without else [])]
+        return self._up_to(self.terminal("text", " & ".join([*conditions, *lacks])), marker)
 
     def text_without(self, texts: Sequence[str], *, begins: str = "") -> str:
         """Any text that begins with a match of the regular expression `begins`, and in which none of `texts` occurs."""
-        return self.terminal("text", " & ".join([f"/{begins}(.|\\n)*/", *map(_lacks, texts)]))
+        return self.terminal("text", " & ".join([f"/{begins}(.|\\n)*/", *map(_lacks, map(escaped, texts))]))
 
     def json(self, schema: Mapping[str, Any] | bool, *, escapes: str | None = None) -> str:
         """JSON text that is valid against `schema`, with one space after commas and colons.
@@ -137,11 +141,15 @@ class LarkText:
 
 
 def arguments_schema(tool: ToolSpec) -> Mapping[str, Any]:
-    """The schema of a tool's arguments, which are an object even if the schema says otherwise."""
+    """The schema of a tool's arguments, which are an object even if the schema does not say so."""
     return tool.parameters if "type" in tool.parameters else {**tool.parameters, "type": "object"}
 
 
-def _lacks(text: str) -> str:
-    """A regular expression for texts in which `text` does not occur."""
-    escaped = re.sub(r"[^\w ]", lambda found: f"\\x{{{ord(found.group()):x}}}", text, flags=re.ASCII)
-    return f"~/(?s:.*){escaped}(?s:.*)/"
+def escaped(text: str) -> str:
+    """A regular expression for exactly this text."""
+    return re.sub(r"[^\w ]", lambda found: f"\\x{{{ord(found.group()):x}}}", text, flags=re.ASCII)
+
+
+def _lacks(pattern: str) -> str:
+    """A regular expression for texts of which no part matches `pattern`."""
+    return f"~/(?s:.*)({pattern})(?s:.*)/"

@@ -2,7 +2,7 @@
 
 A special token may add no text to the answer, since `skip_special_tokens` leaves it out. Where it is one of the format's markers,
 or stands inside a call's arguments (a model that writes a file about chat markup writes such tokens into them), its own text
-is read in its place.
+is read instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transom_core.text.markup.writer import PartsWriter
 
 
 class MarkupParser:
-    """An `AnswerParser` over a generator that reads from `reader` and writes to `writer`."""
+    """Reads one answer, token by token, and never raises: a generator reads from `reader` and writes to `writer`."""
 
     __slots__ = ("_answer", "_has_ended", "_markers", "_reader", "_tokenizer", "_writer")
 
@@ -43,7 +43,10 @@ class MarkupParser:
         return self._writer.state
 
     def push(self, token_id: int, text: str) -> list[AnswerPart]:
-        """Read the next token and return the parts that it completes."""
+        """Read the next token and return the parts that it completes.
+
+        `text` is what the token adds to the answer's text. A special token that adds none is known by its id.
+        """
         text = text or self._left_out(token_id)
         if not text:
             return []

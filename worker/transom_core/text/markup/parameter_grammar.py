@@ -32,7 +32,8 @@ class ParameterMarkup:
     """How a family writes an argument: `before_name`, its name, `before_value`, its value, `end`, `after`.
 
     All are expressions of a grammar, but for `end`, which is the text of the marker after a value. `before_value` is made for a
-    value of a JSON type; `write_name` spells a name in the markup, which can have the `names` that match.
+    value of a JSON type; `write_name` spells a name in the markup, which can have the `names` that match. A parser takes what
+    matches the regular expression `other_ends` for a value's end, too, so that no string may have it.
     """
 
     before_name: str
@@ -41,6 +42,7 @@ class ParameterMarkup:
     after: str = ""
     write_name: Callable[[str], str] = str
     names: re.Pattern[str] = _NAMES
+    other_ends: str = ""
 
 
 def parameter_rules(lark: LarkText, schema: Mapping[str, Any], markup: ParameterMarkup) -> str:
@@ -80,6 +82,6 @@ def _values(lark: LarkText, schema: Any, root: Mapping[str, Any], markup: Parame
             continue
         types = schema_types(choice, root)
         if "string" in types:
-            yield "string", string_expression(lark, choice, end=markup.end)
+            yield "string", string_expression(lark, choice, end=markup.end, without=markup.other_ends)
         for kind in sorted(types - {"string"}):
             yield kind, f"{lark.json(with_definitions(of_type(choice, kind), root))} {lark.marker(markup.end)}"

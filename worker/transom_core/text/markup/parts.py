@@ -1,4 +1,4 @@
-"""What an answer is made of: the parts that an `AnswerParser` finds in it, in order.
+"""What an answer is made of: the parts that a parser (`MarkupParser`) finds in it, in order.
 
 Example: the answer `<think>Rain?</think><tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>` is
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Literal, Protocol
+from typing import Literal
 
 AnswerState = Literal["reasoning", "message", "tool_call"]
 
@@ -71,23 +71,6 @@ class MalformedMarkup:
 
 
 AnswerPart = ReasoningText | MessageText | CallBegin | CallArguments | CallEnd | MalformedMarkup
-
-
-class AnswerParser(Protocol):
-    """Reads one answer, token by token, and never raises."""
-
-    @property
-    def state(self) -> AnswerState:
-        """What the answer is in after the tokens so far."""
-
-    def push(self, token_id: int, text: str) -> list[AnswerPart]:
-        """Read the next token and return the parts that it completes.
-
-        `text` is what the token adds to the answer's text. A special token that adds none is known by its id.
-        """
-
-    def flush(self) -> list[AnswerPart]:
-        """Return what was held back, as the answer has ended."""
 
 
 def join_parts(parts: Iterable[AnswerPart]) -> list[AnswerPart]:

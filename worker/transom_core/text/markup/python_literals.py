@@ -129,10 +129,7 @@ def _code(digits: str, base: int) -> int:
 
 def _read_word(reader: MarkupReader) -> Reading[str]:
     """A number or a word, as JSON."""
-    pieces: list[str] = []
-    while _WORD.fullmatch((yield from reader.peek())):
-        pieces.append(reader.take_run(_WORD))
-    word = "".join(pieces)
+    word = yield from reader.run(_WORD)
     return _WORDS[word] if word in _WORDS else _number(word)
 
 

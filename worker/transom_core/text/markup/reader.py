@@ -113,6 +113,13 @@ class MarkupReader:
         match = pattern.match(self._text, self._at)
         return self.take(match.end() - self._at) if match and match.end() > self._at else ""
 
+    def run(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """Read characters as long as `pattern`, which is a class of characters and `*` or `+`, matches them; it may match none."""
+        pieces: list[str] = []
+        while pattern.fullmatch((yield from self.peek())):
+            pieces.append(self.take_run(pattern))
+        return "".join(pieces)
+
     def need(self, count: int) -> Reading[str]:
         """The next `count` characters, which are not read yet."""
         while len(self._text) - self._at < count:
@@ -175,6 +182,12 @@ class MarkupReader:
                 self.take(len(marker))
                 return marker
             yield from self._more()
+
+    def text_until(self, markers: Markers) -> Reading[tuple[str, str]]:
+        """Read free text up to the first of `markers`, and the marker; returns both. For text that is held until it is complete."""
+        pieces: list[str] = []
+        marker = yield from self.until(markers, pieces.append)
+        return "".join(pieces), marker
 
     def _more(self) -> Reading[None]:
         if self._ended:

@@ -20,7 +20,7 @@ class ReasoningMarkup:
     `inner_tokens`: parts of markers that may be special tokens.
 
     `is_assumed`: an answer begins inside the reasoning unless the prompt has closed it, even if the prompt has not begun it.
-    `is_paired`: each of `ends` belongs to the one of `starts` at the same place; otherwise any of them ends the reasoning.
+    `is_paired`: each of `ends` belongs to the one of `starts` at the same place; without it any of them ends the reasoning.
     """
 
     starts: tuple[str, ...]

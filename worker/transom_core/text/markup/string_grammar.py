@@ -10,17 +10,20 @@ from transom_core.text.markup.lark import LarkText
 _ANYTHING = r"(.|\n)*"
 
 
-def string_expression(lark: LarkText, schema: Mapping[str, Any], *, end: str) -> str:
-    """A grammar's expression for a string that `schema` allows by its `minLength`, `maxLength` and `pattern`, and the marker."""
+def string_expression(lark: LarkText, schema: Mapping[str, Any], *, end: str, without: str = "") -> str:
+    """A grammar's expression for a string that `schema` allows by its `minLength`, `maxLength` and `pattern`, and the marker `end`.
+
+    No part of the string matches the regular expression `without`; "": any may.
+    """
     least, most, pattern = schema.get("minLength"), schema.get("maxLength"), schema.get("pattern")
-    if not least and most is None and not isinstance(pattern, str):
+    if not (least or without) and most is None and not isinstance(pattern, str):
         return lark.text_until(end)
     conditions = []
-    if least or most is not None:
+    if least or most is not None or not isinstance(pattern, str):
         conditions.append(f"/(.|\\n){{{least or 0},{'' if most is None else most}}}/")
     if isinstance(pattern, str):
         conditions.append(lark.regex(_whole_text(pattern)))
-    return lark.text_of(conditions, end)
+    return lark.text_of(conditions, end, without=without)
 
 
 def _whole_text(pattern: str) -> str:

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from transom_core.text.markup.call_object import read_json_arguments
 from transom_core.text.markup.call_reading import CallReading
 from transom_core.text.markup.context import ToolSpec
-from transom_core.text.markup.json_arguments import read_json_arguments
 from transom_core.text.markup.lark import LarkText, arguments_schema
 from transom_core.text.markup.reader import SPACE, MalformedMarkupError, Markers, Reading
 from transom_core.text.markup.tool_markup import ToolMarkup
@@ -54,9 +54,8 @@ class DeepSeekV31Tools(ToolMarkup):
     def _read_call(self, calls: CallReading) -> Reading[None]:
         reader = calls.reader
         yield from reader.expect(self.before_name)
-        pieces: list[str] = []
-        end = yield from reader.until(_NAME_ENDS, pieces.append)
-        name = "".join(pieces).strip(SPACE)
+        text, end = yield from reader.text_until(_NAME_ENDS)
+        name = text.strip(SPACE)
         if not name or end != self.before_arguments[: len(end)]:
             raise MalformedMarkupError
         calls.begin(name)
@@ -71,11 +70,8 @@ class DeepSeekV31Tools(ToolMarkup):
         return f"{each}{'+' if parallel else ''} {lark.marker(_SECTION_END)}"
 
     def _call(self, lark: LarkText, tool: ToolSpec) -> str:
-        before, after = (
-            f"{lark.marker(_CALL)} {lark.literal(tool.name)} {lark.marker(_SEPARATOR)}",
-            lark.marker(_CALL_END),
-        )
-        return f"{before} {lark.json(arguments_schema(tool))} {after}"
+        before = f"{lark.marker(_CALL)} {lark.literal(tool.name)} {lark.marker(_SEPARATOR)}"
+        return f"{before} {lark.json(arguments_schema(tool))} {lark.marker(_CALL_END)}"
 
 
 class DeepSeekV3Tools(DeepSeekV31Tools):

@@ -133,9 +133,8 @@ def _read_parameter(calls: CallReading, parameters: ParameterWriter, tags: _Tags
 
 def _read_attributes(calls: CallReading, pattern: re.Pattern[str]) -> Reading[re.Match[str]]:
     """Read the rest of a tag."""
-    pieces: list[str] = []
-    yield from calls.reader.until(_TAG_ENDS, pieces.append)
-    attributes = pattern.fullmatch("".join(pieces))
+    text, _ = yield from calls.reader.text_until(_TAG_ENDS)
+    attributes = pattern.fullmatch(text)
     if attributes is None:
         raise MalformedMarkupError
     return attributes

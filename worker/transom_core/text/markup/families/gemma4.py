@@ -40,9 +40,8 @@ class Gemma4Tools(ToolMarkup):
         reader = calls.reader
         yield from reader.skip_space()
         yield from reader.expect("call:")
-        pieces: list[str] = []
-        end = yield from reader.until(_NAME_ENDS, pieces.append)
-        name = "".join(pieces).strip(SPACE)
+        text, end = yield from reader.text_until(_NAME_ENDS)
+        name = text.strip(SPACE)
         if end != "{" or not name or any(space in name for space in SPACE):
             raise MalformedMarkupError
         calls.begin(name)
@@ -90,20 +89,15 @@ def _copy_object(calls: CallReading) -> Reading[None]:
 
 def _read_key(reader: MarkupReader) -> Reading[str]:
     """Read a key and the colon after it."""
-    pieces: list[str] = []
     if (yield from reader.skip(QUOTE)):
-        yield from reader.until(_STRING_ENDS, pieces.append)
+        key, _ = yield from reader.text_until(_STRING_ENDS)
     elif (yield from reader.peek()) == '"':
-        pieces.append((yield from read_string(reader)))
+        key = yield from read_string(reader)
     else:
-        while (yield from reader.peek()) != ":":
-            if not (run := reader.take_run(_BARE_KEY)):
-                raise MalformedMarkupError
-            pieces.append(run)
-        pieces = ["".join(pieces).strip(SPACE)]
+        key = (yield from reader.run(_BARE_KEY)).strip(SPACE)
     yield from reader.skip_space()
     yield from reader.expect(":")
-    return "".join(pieces)
+    return key
 
 
 def _copy_value(calls: CallReading) -> Reading[None]:
@@ -116,9 +110,7 @@ def _copy_value(calls: CallReading) -> Reading[None]:
     elif (yield from reader.peek()) == '"':
         yield from copy_string(reader, write)
     else:
-        pieces: list[str] = []
-        while (yield from reader.peek()) not in ",}]":
-            if not (run := reader.take_run(_BARE)):
-                raise MalformedMarkupError
-            pieces.append(run)
-        write(typed_value("".join(pieces).strip(SPACE), JSON_TYPES))
+        text = yield from reader.run(_BARE)
+        if (yield from reader.peek()) not in ",}]":
+            raise MalformedMarkupError
+        write(typed_value(text.strip(SPACE), JSON_TYPES))

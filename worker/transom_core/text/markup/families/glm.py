@@ -41,9 +41,8 @@ class Glm47Tools(ToolMarkup):
     def read(self, calls: CallReading, opener: str) -> Reading[None]:
         """Read one call."""
         reader = calls.reader
-        pieces: list[str] = []
-        marker = yield from reader.until(_NAME_ENDS, pieces.append)
-        name = "".join(pieces).strip(SPACE)
+        text, marker = yield from reader.text_until(_NAME_ENDS)
+        name = text.strip(SPACE)
         if not name or marker == _CALL or any(space in name for space in SPACE):
             raise MalformedMarkupError
         calls.begin(name)
@@ -56,9 +55,8 @@ class Glm47Tools(ToolMarkup):
     def _read_argument(self, calls: CallReading, parameters: ParameterWriter) -> Reading[str]:
         """Read the rest of a key and its value. Returns the marker after them."""
         reader = calls.reader
-        pieces: list[str] = []
-        yield from reader.until(_KEY_ENDS, pieces.append)
-        name = "".join(pieces).strip(SPACE)
+        key, _ = yield from reader.text_until(_KEY_ENDS)
+        name = key.strip(SPACE)
         yield from reader.skip_space()
         yield from reader.expect(_VALUE)
         parameters.begin(name)

@@ -31,7 +31,7 @@ from transom_core.text.markup.context import (
 )
 from transom_core.text.markup.json_reader import copy_value
 from transom_core.text.markup.lark import LarkText, arguments_schema
-from transom_core.text.markup.parts import AnswerParser
+from transom_core.text.markup.markup_parser import MarkupParser
 from transom_core.text.markup.reader import (
     SPACE,
     AnswerEnded,
@@ -68,7 +68,7 @@ class _Header:
 class HarmonyFormat(AnswerFormat):
     """Reasoning, message and calls in harmony's channels."""
 
-    def parser(self, tokenizer: MarkupTokenizer, context: AnswerContext) -> AnswerParser:
+    def parser(self, tokenizer: MarkupTokenizer, context: AnswerContext) -> MarkupParser:
         """A parser for one answer."""
         markers = TokenMarkers(tokenizer, MARKERS)
         reader, writer = MarkupReader(), PartsWriter()

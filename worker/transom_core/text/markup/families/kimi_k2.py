@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from transom_core.text.markup.call_object import read_json_arguments
 from transom_core.text.markup.call_reading import CallReading
 from transom_core.text.markup.context import ToolSpec
-from transom_core.text.markup.json_arguments import read_json_arguments
 from transom_core.text.markup.lark import LarkText, arguments_schema
 from transom_core.text.markup.reader import MalformedMarkupError, Markers, Reading
 from transom_core.text.markup.tool_markup import ToolMarkup
@@ -37,9 +37,8 @@ class KimiK2Tools(ToolMarkup):
         """Read the calls of one section. Text between them is neither a call nor the message's, and is not shown."""
         reader = calls.reader
         while (yield from _read_to_call(calls)) == _CALL:
-            pieces: list[str] = []
-            end = yield from reader.until(_ID_ENDS, pieces.append)
-            call_id = _ID.fullmatch("".join(pieces))
+            text, end = yield from reader.text_until(_ID_ENDS)
+            call_id = _ID.fullmatch(text)
             if end != _ARGUMENTS or call_id is None:
                 raise MalformedMarkupError
             calls.begin(call_id["name"])

@@ -25,9 +25,9 @@ from transom_core.text.markup.context import (
     ToolSpec,
 )
 from transom_core.text.markup.lark import LarkText
+from transom_core.text.markup.markup_parser import MarkupParser
 from transom_core.text.markup.parameter_grammar import ParameterMarkup, parameter_rules
 from transom_core.text.markup.parameters import ParameterWriter
-from transom_core.text.markup.parts import AnswerParser
 from transom_core.text.markup.reader import (
     SPACE,
     AnswerEnded,
@@ -51,7 +51,7 @@ _ARGUMENT = re.compile(r"argument\s+key" + _ATTRIBUTE.format("name") + "(?:type"
 class KimiK3Format(AnswerFormat):
     """Reasoning, message and calls in XTML."""
 
-    def parser(self, tokenizer: MarkupTokenizer, context: AnswerContext) -> AnswerParser:
+    def parser(self, tokenizer: MarkupTokenizer, context: AnswerContext) -> MarkupParser:
         """A parser for one answer."""
         markers = TokenMarkers(tokenizer, MARKERS)
         reader, writer = MarkupReader(), PartsWriter(keeps_space=True)
@@ -111,14 +111,13 @@ class _Answer:
 
     def _read_tag(self, marker: str) -> Reading[None]:
         """Read a tag between the answer's sections, and the calls after `tools`. What is no such tag is shown as text."""
-        pieces: list[str] = []
         self._reader.keep(marker)
         try:
-            end = yield from self._reader.until(self._tag_ends, pieces.append)
+            text, end = yield from self._reader.text_until(self._tag_ends)
         except AnswerEnded:
             self._writer.drop_unfinished(self._reader.kept())
             raise
-        markup, name = self._reader.kept(), "".join(pieces).strip(SPACE)
+        markup, name = self._reader.kept(), text.strip(SPACE)
         is_open = marker == self._m[OPEN]
         if end == self._m[SEPARATOR] and name == "tools" and is_open and self._parses_tools:
             self._writer.begin_section("message")
@@ -167,9 +166,8 @@ class _Answer:
 
     def _read_attributes(self, pattern: re.Pattern[str]) -> Reading[re.Match[str]]:
         """Read the rest of an opening tag."""
-        pieces: list[str] = []
-        end = yield from self._reader.until(self._tag_ends, pieces.append)
-        attributes = pattern.fullmatch("".join(pieces))
+        text, end = yield from self._reader.text_until(self._tag_ends)
+        attributes = pattern.fullmatch(text)
         if attributes is None or end != self._m[SEPARATOR]:
             raise MalformedMarkupError
         return attributes

@@ -94,9 +94,7 @@ def _read_named(calls: CallReading) -> Reading[None]:
 
 def _read_word(reader: MarkupReader) -> Reading[str]:
     """A name or an id, up to space, a bracket or a brace."""
-    pieces: list[str] = []
-    while _WORD.fullmatch((yield from reader.peek())):
-        pieces.append(reader.take_run(_WORD))
-    if not pieces:
+    word = yield from reader.run(_WORD)
+    if not word:
         raise MalformedMarkupError
-    return "".join(pieces)
+    return word

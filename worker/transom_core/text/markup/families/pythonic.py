@@ -82,7 +82,7 @@ class Llama4Tools(PythonicTools):
 
 def _read_call(calls: CallReading, *, is_marked: bool) -> Reading[None]:
     reader = calls.reader
-    name = yield from _read_name(reader)
+    name = yield from reader.run(_NAME)
     yield from reader.skip_space()
     yield from reader.expect("(")
     if not name or not (is_marked or name in calls.tools):
@@ -98,7 +98,7 @@ def _read_call(calls: CallReading, *, is_marked: bool) -> Reading[None]:
             yield from reader.skip_space()
             if (yield from reader.skip(")")):
                 break
-        key = yield from _read_name(reader)
+        key = yield from reader.run(_NAME)
         yield from reader.skip_space()
         if not key or key in keys or (yield from reader.peek()) != "=":
             raise MalformedMarkupError
@@ -108,13 +108,6 @@ def _read_call(calls: CallReading, *, is_marked: bool) -> Reading[None]:
         yield from copy_literal(reader, calls.arguments)
     calls.arguments("}" if keys else "{}")
     calls.end()
-
-
-def _read_name(reader: MarkupReader) -> Reading[str]:
-    pieces: list[str] = []
-    while _NAME.fullmatch((yield from reader.peek())):
-        pieces.append(reader.take_run(_NAME))
-    return "".join(pieces)
 
 
 def _call_rule(lark: LarkText, tool: ToolSpec) -> str:
@@ -138,9 +131,8 @@ def _arguments_rule(lark: LarkText, schema: ObjectSchema, root: Mapping[str, Any
         else:
             start, after = f"{written} {after} | {start}", f"({next_written})? {after}"
         start, after = lark.rule("arguments", start), lark.rule("more_arguments", after)
-    if (
-        not schema.properties and schema.additional is not False
-    ):  # one alone: of two names nothing says that they differ
+    # One alone: of two names nothing says that they differ.
+    if not schema.properties and schema.additional is not False:
         start = f"(/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ {lark.literal('=')} {_value(lark, schema.additional, root)})?"
     return start
 

@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from transom_core.text.markup.call_object import read_call_object
 from transom_core.text.markup.call_reading import CallReading
 from transom_core.text.markup.context import ToolSpec
-from transom_core.text.markup.lark import LarkText
+from transom_core.text.markup.lark import LarkText, escaped
 from transom_core.text.markup.parameter_grammar import ParameterMarkup, parameter_rules
 from transom_core.text.markup.parameters import ParameterWriter
-from transom_core.text.markup.reader import SPACE, MalformedMarkupError, Markers, MarkupReader, Reading, Write
+from transom_core.text.markup.reader import SPACE, MalformedMarkupError, Markers, Reading, Write
 from transom_core.text.markup.tool_markup import ToolMarkup
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
@@ -76,8 +76,20 @@ def _function_rule(lark: LarkText, tool: ToolSpec) -> str:
         before_value=lambda json_type: lark.literal(">\n"),
         end="\n" + _PARAMETER_END,
         after=lark.literal("\n"),
+        other_ends=_other_ends(tool),
     )
     return f"{lark.literal(tool.name + '>' + chr(10))} {parameter_rules(lark, tool.parameters, markup)}"
+
+
+def _other_ends(tool: ToolSpec) -> str:
+    """A regular expression for what `_Function` takes for the end of an argument of this tool, besides the usual end."""
+    spaces = f"[{escaped(SPACE)}]*"
+    ends = [
+        f"{escaped(_PARAMETER_END)}{spaces}({'|'.join(map(escaped, _AFTER_PARAMETER))})",
+        f"{escaped(chr(10) + _FUNCTION_END)}{spaces}{escaped(_CALL_END)}",
+        *(escaped(f"\n{_PARAMETER}{name}>") for name in tool.parameters.get("properties") or ()),
+    ]
+    return "|".join(ends)
 
 
 class _Function:
@@ -92,7 +104,7 @@ class _Function:
 
     def read(self, *, needs_tool: bool) -> Reading[None]:
         """Read the name, the arguments and `</function>`. `needs_tool`: the name has to be a tool's."""
-        name = (yield from _read_name(self._reader)).strip(SPACE)
+        name = (yield from self._reader.run(_NAME)).strip(SPACE)
         if not name or (needs_tool and name not in self._calls.tools):
             raise MalformedMarkupError
         yield from self._reader.expect(">")
@@ -119,7 +131,7 @@ class _Function:
         if (yield from self._reader.skip(_FUNCTION_END)) or (yield from self._reader.next_is(_CALL_END)):
             return None
         yield from self._reader.expect(_PARAMETER)
-        name = yield from _read_name(self._reader)
+        name = yield from self._reader.run(_NAME)
         yield from self._reader.expect(">")
         return name
 
@@ -140,17 +152,15 @@ class _Function:
 
     def _ends_before(self, tags: Sequence[str]) -> Reading[tuple[str, bool]]:
         """Read space; the space, and whether one of `tags` follows it."""
-        spaces: list[str] = []
-        while (yield from self._reader.peek()) in SPACE:
-            spaces.append(self._reader.take_run(_SPACES))
+        spaces = yield from self._reader.run(_SPACES)
         for tag in tags:
             if (yield from self._reader.next_is(tag)):
                 return "", True
-        return "".join(spaces), False
+        return spaces, False
 
     def _ends_at_next(self) -> Reading[tuple[str, bool]]:
         """Read the name after `<parameter=`; what was read, and whether it begins another argument of the tool."""
-        name = yield from _read_name(self._reader)
+        name = yield from self._reader.run(_NAME)
         if name in self._next_names and (yield from self._reader.skip(">")):
             self._next_name = name
             return "", True
@@ -158,10 +168,3 @@ class _Function:
 
 
 _ENDS = Markers((_PARAMETER_END, "\n" + _PARAMETER_END, "\n" + _FUNCTION_END, "\n" + _PARAMETER))
-
-
-def _read_name(reader: MarkupReader) -> Reading[str]:
-    pieces: list[str] = []
-    while _NAME.fullmatch((yield from reader.peek())):
-        pieces.append(reader.take_run(_NAME))
-    return "".join(pieces)

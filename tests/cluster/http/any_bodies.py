@@ -1,18 +1,11 @@
-"""Any JSON in any field, and any bytes, get a response or OpenAI's error object, never status 500, and leave nothing behind."""
+"""`bodies`: random requests with any JSON in any field."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import Iterator
 from typing import Any
 
-import httpx
-import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cluster.conftest import Api, num_in_flight, running_api
 from transom_cluster.openai.request.body import WireModel
 from transom_cluster.openai.request.chat_request import ChatCompletionRequest
 from transom_cluster.openai.request.completion_request import CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -134,46 +127,3 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     for name in draw(st.lists(st.sampled_from(names), max_size=4, unique=True)):
         body[name] = draw(GOOD.get(name, anything) if draw(st.integers(0, 3)) else anything)
     return path, body
-
-
-@pytest.fixture(scope="module")
-def post() -> Iterator[Any]:
-    """Send a body, and look whether anything stays in flight."""
-    with asyncio.Runner() as runner:
-        running = running_api()
-        api: Api = runner.run(running.__aenter__())
-
-        async def send(path: str, content: bytes) -> httpx.Response:
-            async with asyncio.timeout(120):
-                response = await api.client.post(path, content=content)
-            assert num_in_flight(api.router) == 0
-            return response
-
-        yield lambda path, content: runner.run(send(path, content))
-        runner.run(running.__aexit__(None, None, None))
-
-
-@settings(max_examples=400, deadline=None)
-@given(bodies())
-def test_any_body_gets_a_response_or_an_error_that_names_the_field(post, request_of):
-    path, body = request_of
-    response = post(path, json.dumps(body).encode())
-    assert response.status_code in (200, 400, 404), response.text
-    if response.status_code != 200:
-        error = response.json()["error"]
-        assert error.keys() == {"message", "type", "param", "code"}
-        assert error["message"]
-    elif body.get("stream") is True and path.startswith("/v1"):
-        assert response.text.endswith("data: [DONE]\n\n")
-        assert '"error"' not in response.text
-    else:
-        json.loads(response.text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    path=st.sampled_from(list(MODELS)),
-    content=st.binary(max_size=12) | st.text('[{"a:1,e-9}]\\u0d ', max_size=12).map(str.encode),
-)
-def test_any_bytes_are_refused(post, path, content):
-    assert post(path, content).status_code == 400
