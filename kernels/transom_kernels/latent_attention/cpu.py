@@ -5,7 +5,6 @@ Legend: T queries, H heads, D latent width, W rows of the window, K entries, P r
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
@@ -89,7 +88,7 @@ def latent_attention_cpu(inputs: LatentInputs) -> torch.Tensor:
         entries=RowsArguments.of(inputs.entry_cache, inputs.entry_slots),
     )
     most_rows = own.window.num_slots + own.entries.num_slots
-    kernel = cpu_kernel("transom_kernels.latent_attention.cpu_kernel", "make_attend", **asdict(kind))
+    kernel = cpu_kernel("transom_kernels.latent_attention.cpu_kernel", "make_attend", **kind._asdict())
     scratch_bytes = decode_layout(kind).num_bytes + 8 * (most_rows + 16)  # the list of a query's rows follows
     launch(kernel, rows * (heads // heads_at_once), (result, own), scratch_bytes=scratch_bytes)
     return out
