@@ -33,7 +33,7 @@ class PolicyCase:
     batch: PolicyBatch
 
     def inputs(self, *, scale: float = 0.3, **options: Any) -> PolicyInputs:
-        """What implementations are given; `options` may have caches in place of the case's."""
+        """What implementations are given; `options` may have caches instead of the case's."""
         caches = {"k_cache": self.k_cache, "v_cache": self.v_cache}
         return PolicyInputs(q=self.q, batch=self.batch, scale=scale, **{**caches, **options})
 

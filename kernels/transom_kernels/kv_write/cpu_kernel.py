@@ -132,7 +132,7 @@ def _make_prepare(load_row: Any, dtype: str, table_dtype: str, weight_dtype: str
 def _make_load(dtype: str, weight_dtype: str) -> Any:
     """load_row(row, work, width, norm, weight, eps): copy a head to `work` as float32, and normalise it if `norm`.
 
-    `work` has whole vectors; what is behind the head is 0.
+    `work` has whole vectors; what follows the head is 0.
     """
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
     load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]

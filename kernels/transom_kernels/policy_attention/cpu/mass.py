@@ -39,7 +39,7 @@ from transom_kernels.policy_attention.cpu.table import make_table, visible_indic
 
 
 def make_add_mass(**parameters: Any) -> Any:
-    """The kernel; the parameters are the fields of `AttentionKind`, with keys in place of values."""
+    """The kernel; the parameters are the fields of `AttentionKind`, with keys instead of values."""
     kind = AttentionKind(**parameters)
     layout, group, has_scales, has_soft_cap = decode_layout(kind), kind.group, kind.has_scales, kind.has_soft_cap
     table = make_table(layout.shift)
