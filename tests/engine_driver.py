@@ -10,7 +10,7 @@ from tests.cpu_threads import NUM_THREADS
 from tests.hooked_executor import HookedExecutor
 from transom_core.clock import steady_time_s
 from transom_core.config import EngineConfig
-from transom_core.contract import OutputEvent, Request, SamplingParams, TokenLogprobs
+from transom_core.contract import LogprobTable, OutputEvent, Request, SamplingParams, TokenLogprobs
 from transom_core.settings.settings import Settings
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.startup import build_engine
@@ -106,3 +106,14 @@ def run(engine: Engine, requests: list[Request]) -> list[Whole]:
     assert all(whole.finish_reason for whole in answers.values())
     assert sum(group.active_blocks for group in engine.scheduler.stats().groups) == 0
     return list(answers.values())
+
+
+def prompt_logprobs(engine: Engine, prompts: list[list[int]]) -> list[LogprobTable]:
+    """Run prompts together; each one's log-probabilities of 20 tokens and the next one at every position."""
+    for index, ids in enumerate(prompts):
+        engine.add(make_request(str(index), ids, max_tokens=1, prompt_logprobs=20))
+    found: dict[str, LogprobTable] = {}
+    while engine.has_work:
+        reported = [event for event in engine.step() if event.prompt_logprobs is not None]
+        found |= {event.request_id: event.prompt_logprobs for event in reported}  # type: ignore[misc]
+    return [found[str(index)] for index in range(len(prompts))]

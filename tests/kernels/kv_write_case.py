@@ -14,6 +14,17 @@ from transom_kernels.kv_write.inputs import QkvInputs
 
 SLOTS = torch.tensor([7, -1, 0, 19])  # the second token is not written
 HEADS, KV_HEADS = 6, 2
+PREPARATIONS = {
+    "plain": Preparation(),
+    "norm": Preparation(norm=True),
+    "norm after rotation": Preparation(norm_after_rotation=True),
+    "value norm": Preparation(value_norm=True, value_factor=0.7),
+    "everything": Preparation(
+        norm=True, norm_after_rotation=True, value_norm=True, value_factor=1.3, rotates_last=True
+    ),
+    "interleaved": Preparation(norm=True, interleaved=True),
+    "interleaved, last": Preparation(interleaved=True, rotates_last=True),
+}
 
 
 def heads_of(row: torch.Tensor, counts: list[tuple[int, int]]) -> list[torch.Tensor]:

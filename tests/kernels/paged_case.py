@@ -48,7 +48,7 @@ class Case:
     values: list[torch.Tensor] = field(default_factory=list)
 
     def inputs(self, *, scale: float = 0.3, **options: Any) -> PagedInputs:
-        """What implementations are given; `options` are those of `paged_attention`, and caches in place of the case's."""
+        """What implementations are given; `options` are those of `paged_attention`, and caches instead of the case's."""
         rule = MaskRule(**{name: options.pop(name) for name in MASK_OPTIONS if name in options})
         caches = {"k_cache": self.k_cache, "v_cache": self.v_cache}
         return PagedInputs(q=self.q, batch=self.batch, scale=scale, rule=rule, **{**caches, **options})

@@ -1,16 +1,19 @@
-"""Random compact block tables: keys and values of the blocks that are left, in a cache that is NaN everywhere else."""
+"""Policy attention against its reference, over random compact block tables in a cache that is NaN everywhere else."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tests.kernels.paged_case import Shape, empty_caches
+from tests.kernels.paged_case import TOLERANCE, Shape, empty_caches
+from tests.kernels.quantised_case import FORMATS_BY_NAME, quantised
 from transom_kernels.policy_attention import PolicyBatch
 from transom_kernels.policy_attention.inputs import PolicyInputs
+from transom_kernels.policy_attention.reference import add_block_mass_reference, policy_attention_reference
 
 
 @dataclass(kw_only=True)
@@ -33,7 +36,7 @@ class PolicyCase:
     batch: PolicyBatch
 
     def inputs(self, *, scale: float = 0.3, **options: Any) -> PolicyInputs:
-        """What implementations are given; `options` may have caches in place of the case's."""
+        """What implementations are given; `options` may have caches instead of the case's."""
         caches = {"k_cache": self.k_cache, "v_cache": self.v_cache}
         return PolicyInputs(q=self.q, batch=self.batch, scale=scale, **{**caches, **options})
 
@@ -73,3 +76,37 @@ def make_policy_case(sequences: list[PolicySequence], shape: Shape, seed: int = 
     )
     queries = [normal(sum(counts), shape.heads, shape.size) for _ in range(2)]
     return PolicyCase(q=queries[0], sink_q=queries[1], k_cache=k_cache, v_cache=v_cache, batch=batch)
+
+
+def check_policy(
+    attend: Callable[[PolicyInputs], torch.Tensor],
+    add_mass: Callable[[torch.Tensor, PolicyInputs], None],
+    case: PolicyCase,
+    *,
+    kv_format: str = "",
+    with_sink_query: bool = False,
+    rounding: float = 0.0,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and mass of an implementation, compared with the reference's, over caches of `kv_format` if one is given.
+
+    `rounding` is the least difference that is accepted.
+    """
+    options["sink_q"] = case.sink_q if with_sink_query else None
+    if kv_format:
+        options |= quantised(case, FORMATS_BY_NAME[kv_format]).arguments
+    found, expected = (
+        case.inputs(**options, statistics=torch.full((*case.q.shape[:2], 2), float("nan"))) for _ in range(2)
+    )
+    out, right = attend(found), policy_attention_reference(expected)
+    limit = max(TOLERANCE[case.q.dtype], rounding)
+    torch.testing.assert_close(out.float(), right.float(), atol=limit, rtol=limit)
+    mass, right_mass = (torch.full(case.batch.block_table.shape, 0.5) for _ in range(2))
+    add_mass(mass, found)
+    add_block_mass_reference(right_mass, expected)
+    rows = (case.batch.query_offset[1:] - case.batch.query_offset[:-1]).clamp(min=1).float()[:, None]
+    torch.testing.assert_close(mass / rows, right_mass / rows, atol=2 * limit, rtol=limit)
+    if options.get("sink_logits") is None:
+        whole = torch.tensor(case.batch.count_host).float() * case.q.shape[1]
+        torch.testing.assert_close((mass - 0.5).sum(dim=1), whole, atol=2 * limit * float(rows.max()), rtol=limit)
+    return out, mass

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from tests.kernels.paged_case import Case
-from tests.kernels.policy_case import PolicyCase
 from transom_kernels.quantised_kv import FORMATS, KvFormat, quantise_rows
 
 FORMATS_BY_NAME = {kv_format.name: kv_format for kv_format in FORMATS.values()}
@@ -67,8 +65,8 @@ def poisoned_caches(
     )
 
 
-def quantised(case: Case | PolicyCase, kv_format: KvFormat, *, head_major: bool = True) -> QuantisedCaches:
-    """The case's keys and values, quantised."""
+def quantised(case: Any, kv_format: KvFormat, *, head_major: bool = True) -> QuantisedCaches:
+    """Quantised keys and values of a case that has `k_cache` and `v_cache`."""
     ids, block_size, kv_heads, width = case.k_cache.shape
     widths = (width, case.v_cache.shape[3])
     caches = poisoned_caches(kv_format, ids, block_size, kv_heads, widths, head_major=head_major)

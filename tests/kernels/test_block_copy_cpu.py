@@ -1,4 +1,4 @@
-"""The CPU kernel of block copies: blocks at the edges of an item, no byte beside them."""
+"""Block copies by every implementation: as one after the other, at the edges of an item, no byte beside them."""
 
 from __future__ import annotations
 
@@ -10,56 +10,57 @@ from hypothesis import strategies as st
 from transom_kernels.block_copy import block_copy, block_copy_between
 from transom_kernels.block_copy.cpu import ITEM_BYTES
 from transom_kernels.block_copy.op import block_copy_reference
-from transom_kernels.launch import uses_cpu_kernels
+from transom_kernels.launch import INTERPRETED, Kernels, prefer
 
+INTERPRETER = pytest.param("interpreted", marks=pytest.mark.skipif(not INTERPRETED, reason="there is a GPU"))
+SIZES = [1, 20, 21, 63, 64, 65, ITEM_BYTES - 1, ITEM_BYTES, ITEM_BYTES + 1, 2 * ITEM_BYTES + 100]
 PAIRS = [(0, 3), (1, 2), (3, 0), (2, 2), (2, 1)]
+PAIRS_BETWEEN = [(4, 0), (1, 2), (4, 3), (0, 2)]  # block 2 has the contents of the last copy
 
 
 def compare(num_bytes: int) -> None:
-    wanted = torch.randint(0, 255, (4, num_bytes + 9), dtype=torch.uint8)
+    wanted = torch.randint(0, 255, (4, num_bytes + 12), dtype=torch.uint8)
     got = wanted.clone()
-    assert uses_cpu_kernels(got)
-    block_copy_reference(wanted[:, 3 : num_bytes + 3], PAIRS)
-    block_copy(got[:, 3 : num_bytes + 3], PAIRS)
+    block_copy_reference(wanted[:, 4 : num_bytes + 4], PAIRS)
+    block_copy(got[:, 4 : num_bytes + 4], PAIRS)
+    assert got.equal(wanted)
+    source = torch.randint(0, 255, (5, num_bytes + 8), dtype=torch.uint8)
+    for first, to in PAIRS_BETWEEN:
+        wanted[to, 8 : num_bytes + 8] = source[first, 4 : num_bytes + 4]
+    block_copy_between(source[:, 4 : num_bytes + 4], got[:, 8 : num_bytes + 8], PAIRS_BETWEEN)
     assert got.equal(wanted)
 
 
-@pytest.mark.parametrize("num_bytes", [1, 63, 64, 65, ITEM_BYTES - 1, ITEM_BYTES, ITEM_BYTES + 1, 2 * ITEM_BYTES + 100])
-def test_block_copy(num_bytes):
-    compare(num_bytes)
+@pytest.mark.parametrize("kernels", ["reference", "auto", INTERPRETER])
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_block_copy(num_bytes: int, kernels: Kernels) -> None:
+    with prefer(kernels):
+        compare(num_bytes)
 
 
-def compare_between(num_bytes: int) -> None:
-    source = torch.randint(0, 255, (5, num_bytes + 9), dtype=torch.uint8)
-    wanted = torch.randint(0, 255, (4, num_bytes + 4), dtype=torch.uint8)
+@pytest.mark.parametrize("kernels", ["auto", INTERPRETER])
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
+def test_any_copies_are_as_one_after_the_other(kernels: Kernels, pairs: list[tuple[int, int]]) -> None:
+    wanted = torch.randint(0, 255, (6, 40), dtype=torch.uint8)
     got = wanted.clone()
-    pairs = [(4, 0), (1, 2), (4, 3), (0, 2)]  # block 2 has the contents of the last copy
     for first, to in pairs:
-        wanted[to, 1 : num_bytes + 1] = source[first, 3 : num_bytes + 3]
-    block_copy_between(source[:, 3 : num_bytes + 3], got[:, 1 : num_bytes + 1], pairs)
+        wanted[to, :32] = wanted[first, :32].clone()
+    with prefer(kernels):
+        block_copy(got[:, :32], pairs)
     assert got.equal(wanted)
 
 
-@pytest.mark.parametrize("num_bytes", [1, 64, ITEM_BYTES + 1])
-def test_block_copy_between_memories(num_bytes):
-    compare_between(num_bytes)
+def test_what_does_not_fit_is_refused() -> None:
+    blocks = torch.zeros(6, 4, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="copy 0 -> 6"):
+        block_copy(blocks, [(0, 6)])
+    for pair in [(6, 0), (0, 6), (-1, 0)]:
+        with pytest.raises(ValueError, match="leaves the 6 and 6 block ids"):
+            block_copy_between(blocks, blocks.clone(), [pair])
+    with pytest.raises(ValueError, match="cannot be copied to blocks"):
+        block_copy_between(blocks, blocks[:, 1:].clone(), [(0, 0)])
 
 
 def small_case() -> None:
     compare(100)
-    compare_between(100)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
-def test_any_copies_are_as_one_after_the_other(pairs):
-    wanted = torch.randint(0, 255, (6, 40), dtype=torch.uint8)
-    got = wanted.clone()
-    block_copy_reference(wanted[:, :32], pairs)
-    block_copy(got[:, :32], pairs)
-    assert got.equal(wanted)
-
-
-def test_foreign_ids_are_refused():
-    with pytest.raises(ValueError, match="copy 0 -> 6"):
-        block_copy(torch.zeros(6, 4), [(0, 6)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.cpu_threads import kernel_threads
 from tests.matrices import some_daily
 from transom_kernels.gated_mlp import Activation, activated_product, gated_activation
 from transom_kernels.gated_mlp.cpu import ITEM_ELEMENTS, fits_cpu
@@ -58,15 +57,6 @@ def test_extremes(activation):
     out = activated_product(gate, torch.ones_like(gate), activation)
     close(out[:, 1:9], activated_product_reference(gate, torch.ones_like(gate), activation)[:, 1:9])
     assert out.isnan().tolist() == gate.isnan().tolist()
-
-
-def test_a_row_does_not_depend_on_its_batch_or_on_threads():
-    x = torch.randn(7, 2 * ITEM_ELEMENTS + 34)
-    whole = gated_activation(x, "silu")
-    assert all(gated_activation(x[row : row + 1], "silu").equal(whole[row : row + 1]) for row in range(7))
-    for threads in (1, 3):
-        with kernel_threads(threads):
-            assert gated_activation(x, "silu").equal(whole)
 
 
 def test_what_does_not_fit_is_refused():

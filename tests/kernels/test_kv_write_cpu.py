@@ -8,7 +8,7 @@ import torch
 from tests.cpu_threads import kernel_threads
 from tests.how_many import ALL_TESTS
 from tests.kernels.checked import run_checked, run_in_child
-from tests.kernels.kv_write_case import keys_alone, make_inputs
+from tests.kernels.kv_write_case import PREPARATIONS, keys_alone, make_inputs
 from tests.kernels.paged_case import Shape, empty_caches
 from tests.kernels.quantised_case import FORMATS_BY_NAME
 from tests.matrices import matrix
@@ -20,17 +20,6 @@ from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.quantised_kv import dequantise_rows
 
 DTYPES = [torch.float32, torch.bfloat16]
-PREPARATIONS = {
-    "plain": Preparation(),
-    "norm": Preparation(norm=True),
-    "norm after rotation": Preparation(norm_after_rotation=True),
-    "value norm": Preparation(value_norm=True, value_factor=0.7),
-    "everything": Preparation(
-        norm=True, norm_after_rotation=True, value_norm=True, value_factor=1.3, rotates_last=True
-    ),
-    "interleaved": Preparation(norm=True, interleaved=True),
-    "interleaved, last": Preparation(interleaved=True, rotates_last=True),
-}
 
 
 def compare(how, size, rotated, *, dtype=torch.float32, **options):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.kv_write_case import keys_alone, make_inputs
+from tests.kernels.kv_write_case import PREPARATIONS, keys_alone, make_inputs
 from tests.kernels.quantised_case import FORMATS_BY_NAME
 from tests.matrices import matrix
 from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
@@ -16,13 +16,6 @@ from transom_kernels.quantised_kv import dequantise_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-PREPARATIONS = {
-    "plain": Preparation(),
-    "norm": Preparation(norm=True, eps=1e-5),
-    "interleaved": Preparation(norm=True, interleaved=True),
-    "after": Preparation(norm_after_rotation=True, value_norm=True, value_factor=0.7),
-    "last": Preparation(norm=True, rotates_last=True),
-}
 
 
 @pytest.fixture(autouse=True)

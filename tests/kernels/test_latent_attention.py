@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.cpu_threads import kernel_threads
 from tests.kernels.checked import run_checked, run_in_child
 from tests.kernels.latent_case import SIZE, filled_cache, latent_inputs, random_slots
 from tests.matrices import matrix
@@ -74,19 +72,6 @@ def check(inputs: LatentInputs) -> torch.Tensor:
 @pytest.mark.parametrize(("window", "entries"), [(1, 0), (16, 3), (100, 140), (150, 150)])
 def test_rows_of_window_and_entries_on_cpus(dtype: torch.dtype, window: int, entries: int) -> None:
     check(latent_inputs(3, window, entries, dtype=dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_query_does_not_depend_on_its_batch_or_on_threads(dtype: torch.dtype) -> None:
-    inputs = latent_inputs(5, 90, 150, dtype=dtype)
-    expected = latent_attention_cpu(inputs)
-    for threads in (1, 3):
-        with kernel_threads(threads):
-            assert torch.equal(latent_attention_cpu(inputs), expected)
-    for t in range(5):
-        names = ("q", "window_slots", "entry_slots")
-        alone = replace(inputs, **{name: getattr(inputs, name)[t : t + 1] for name in names})
-        assert torch.equal(latent_attention_cpu(alone), expected[t : t + 1])
 
 
 def test_a_window_alone() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.cpu_threads import kernel_threads
 from tests.kernels.checked import run_as
+from tests.kernels.row_case import limit, strided
 from tests.matrices import some_daily
 from transom_kernels.cpu.kernel import cpu_kernel, object_code
 from transom_kernels.cpu.program import ReplayMemory, record_program
@@ -27,21 +26,8 @@ SHAPES = [(1, 1, 1), (3, 17, 5), (15, 32, 16), (16, 64, 31), (17, 66, 33), (33, 
 EPS = 1e-5
 
 
-def strided(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random rows in the middle of wider rows of NaN."""
-    wide = torch.full((rows, width + 5), float("nan"))
-    wide[:, 2 : width + 2] = torch.randn(rows, width)
-    return wide.to(dtype)[:, 2 : width + 2]
-
-
 def matrices(rows: int, width: int, dtype: torch.dtype, *, count: int = 1) -> list[torch.Tensor]:
     return [(torch.randn(rows, width) / width**0.5).to(dtype) for _ in range(count)]
-
-
-def limit(dtype: torch.dtype) -> dict[str, Any]:
-    return {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 2**-10, "atol": 1e-3}}.get(
-        dtype, {"rtol": 2**-7, "atol": 1e-3}
-    )
 
 
 @pytest.mark.parametrize("dtype", some_daily(DTYPES, DTYPES[:2]))
@@ -63,18 +49,6 @@ def test_linear(dtype, shape):
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_long_rows_come_in_chunks(dtype):
     test_linear(dtype, (300, 4100, 1290))
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("rows", [1, 16, 30, 80])
-def test_every_row_equals_itself_alone_whatever_the_number_of_threads(dtype, rows):
-    (weight,) = matrices(50, 576, dtype)
-    x, packed = torch.randn(rows, 576).to(dtype), pack_weight(weight)
-    together = linear(x, packed)
-    for num_threads in (1, 3):
-        with kernel_threads(num_threads):
-            assert linear(x, packed).equal(together)
-            assert all(linear(x[row : row + 1], packed)[0].equal(together[row]) for row in range(rows))
 
 
 GATED = [(dtype, activation) for dtype in DTYPES[:2] for activation in ("silu", "gelu_tanh")]
@@ -155,22 +129,6 @@ def test_reference_kernels_compute_with_packed_weights():
     with prefer("reference"):
         by_torch = linear(x, packed), gated_linear(x, gated, "gelu_tanh"), embedding_rows(ids, packed)
     torch.testing.assert_close(by_kernel, by_torch)
-
-
-def test_no_rows_give_no_rows():
-    packed = pack_weight(torch.randn(5, 8))
-    assert linear(torch.empty(0, 8), packed, torch.empty(0, 5)).shape == (0, 5)
-
-
-def test_nan_and_infinity_stay_in_their_row():
-    (weight,), x = matrices(20, 48, torch.bfloat16), torch.randn(18, 48).bfloat16()
-    packed = pack_weight(weight)
-    clean = linear(x, packed, soft_cap=2.0)
-    x[3, 7], x[17, 0] = float("nan"), float("inf")
-    got = linear(x, packed, soft_cap=2.0)
-    assert got[3].isnan().all()
-    kept = [row for row in range(18) if row not in (3, 17)]
-    assert got[kept].equal(clean[kept])
 
 
 def test_a_recorded_step_needs_no_torch():

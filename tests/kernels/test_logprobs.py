@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from tests.cpu_threads import kernel_threads
 from tests.matrices import matrix
 from transom_kernels.logprobs import RowLogprobs, logprobs
 from transom_kernels.logprobs.op import logprobs_reference
@@ -49,18 +48,6 @@ def test_equal_logits_are_listed_by_id_and_share_a_rank() -> None:
     got = check(logits, 20)
     for row, values in zip(got.ids.tolist(), logits, strict=True):
         assert row[1:] == sorted(range(3000), key=lambda token: (-float(values[token]), token))[:20]
-
-
-def test_a_row_depends_neither_on_other_rows_nor_on_threads() -> None:
-    logits, chosen = torch.randn(ROWS, 20_000), torch.arange(ROWS)
-    together = logprobs(logits, chosen, 5)
-    for row in range(ROWS):
-        alone = logprobs(logits[row : row + 1], chosen[row : row + 1], 5)
-        assert all(torch.equal(one[0], many[row]) for one, many in zip(alone, together, strict=True))
-    for num_threads in (1, 3):
-        with kernel_threads(num_threads):
-            again = logprobs(logits, chosen, 5)
-        assert all(torch.equal(one, other) for one, other in zip(again, together, strict=True))
 
 
 def test_strided_rows() -> None:

@@ -2,95 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from tests.cpu_threads import kernel_threads
-from tests.matrices import some_daily
-from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, cpu, moe, pack_experts
-from transom_kernels.moe.op import moe_reference
-
-PLAIN, GPT_OSS = GateRule(), GateRule(gain=1.702, limit=1.5, up_offset=1.0)
-LIMITS = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
-
-
-def plain_experts(experts: int, inner: int, width: int, dtype: torch.dtype) -> ExpertTensors:
-    return ExpertTensors(
-        gate_up=(torch.randn(experts, 2 * inner, width) / 4).to(dtype),
-        down=(torch.randn(experts, width, inner) / 4).to(dtype),
-    )
-
-
-def biased(tensors: ExpertTensors, dtype: torch.dtype, *, interleaved: bool) -> ExpertTensors:
-    (experts, double, width) = tensors.gate_up.shape
-    biases = torch.randn(experts, double).to(dtype), torch.randn(experts, width).to(dtype)
-    return replace(tensors, gate_up_bias=biases[0], down_bias=biases[1], interleaved=interleaved)
-
-
-def mx_tensor(experts: int, rows: int, columns: int) -> MxTensor:
-    return MxTensor(
-        blocks=torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8),
-        scales=torch.randint(118, 124, (experts, rows, columns // 32), dtype=torch.uint8),
-    )
-
-
-def mx_experts(experts: int, inner: int, width: int) -> ExpertTensors:
-    return ExpertTensors(gate_up=mx_tensor(experts, 2 * inner, width), down=mx_tensor(experts, width, inner))
-
-
-def routes(tokens: int, chosen: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.rand(tokens, experts).topk(chosen).indices, torch.rand(tokens, chosen)
-
-
-def check(
-    x: torch.Tensor, chosen: tuple[torch.Tensor, torch.Tensor], tensors: ExpertTensors, rule: GateRule, *, scales_input: bool
-) -> torch.Tensor:  # fmt: skip
-    """Memory is NaN before."""
-    packed = pack_experts(tensors)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True)
-    try:
-        got = moe(x, *chosen, packed, rule, scales_input=scales_input)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    wanted = moe_reference(x, *chosen, tensors, rule, scales_input=scales_input)
-    limit = LIMITS[x.dtype]
-    torch.testing.assert_close(got.float(), wanted.float(), atol=limit, rtol=limit)
-    return got
-
-
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
-@pytest.mark.parametrize(
-    ("tokens", "experts", "chosen", "inner", "width"),
-    [(0, 2, 1, 8, 8), (1, 4, 2, 20, 36), (1, 1, 1, 1, 2), (9, 3, 1, 31, 65), (20, 2, 2, 33, 63), (5, 17, 3, 32, 64)],
+from tests.kernels.moe_case import (
+    GPT_OSS,
+    PLAIN,
+    Kernel,
+    MoeTests,
+    biased,
+    check_moe,
+    mx_experts,
+    plain_experts,
+    routes,
 )
-def test_sizes(dtype: torch.dtype, tokens: int, experts: int, chosen: int, inner: int, width: int) -> None:
-    x, tensors = torch.randn(tokens, width).to(dtype), plain_experts(experts, inner, width, dtype)
-    for scales_input in (False, True):
-        check(x, routes(tokens, chosen, experts), tensors, PLAIN, scales_input=scales_input)
+from transom_kernels.moe import ExpertTensors, MxTensor, cpu, moe, pack_experts
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_biases_clamps_and_alternating_rows(dtype: torch.dtype, interleaved: bool) -> None:
-    tensors = biased(plain_experts(3, 20, 36, dtype), dtype, interleaved=interleaved)
-    check(torch.randn(7, 36).to(dtype), routes(7, 2, 3), tensors, GPT_OSS, scales_input=False)
+def moe_cpu(
+    x: torch.Tensor, which: torch.Tensor, weights: torch.Tensor, tensors: ExpertTensors, *rule: Any, **how: Any
+):
+    return moe(x, which, weights, pack_experts(tensors), *rule, **how)
 
 
-@pytest.mark.exhaustive
-def test_gelu() -> None:
-    tensors, rule = plain_experts(3, 20, 36, torch.float32), GateRule(activation="gelu_tanh")
-    check(torch.randn(7, 36), routes(7, 2, 3), tensors, rule, scales_input=False)
+@pytest.fixture
+def kernel() -> Kernel:
+    return moe_cpu
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", some_daily(LIMITS, [torch.bfloat16]))
-def test_mxfp4_as_stored(dtype: torch.dtype, interleaved: bool) -> None:
-    tensors = biased(mx_experts(4, 64, 96), torch.float32, interleaved=interleaved)
-    for tokens in (1, 8):
-        check(torch.randn(tokens, 96).to(dtype), routes(tokens, 2, 4), tensors, GPT_OSS, scales_input=False)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+class TestMoe(MoeTests):
+    """All of `MoeTests`."""
 
 
 def test_mxfp4_values_and_scales() -> None:
@@ -109,33 +53,15 @@ def test_mxfp4_values_and_scales() -> None:
     torch.testing.assert_close(got, wanted, atol=0, rtol=1e-6)
 
 
-@pytest.mark.parametrize("form", ["float32", "bfloat16", "mxfp4"])
-def test_a_token_does_not_depend_on_the_others_or_on_the_threads(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few and many rows of an expert, more and fewer pairs than experts, tokens in several launches."""
-    dtype = torch.float32 if form == "float32" else torch.bfloat16
-    tensors = mx_experts(4, 64, 2080) if form == "mxfp4" else plain_experts(4, 20, 2080, dtype)
-    packed, x, (which, weights) = pack_experts(tensors), torch.randn(40, 2080).to(dtype) / 16, routes(40, 2, 4)
-    which[:, 0] = 3
-    which[:, 1] %= 3
+def test_tokens_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, x, (which, weights) = (
+        pack_experts(plain_experts(4, 20, 36, torch.float32)),
+        torch.randn(40, 36),
+        routes(40, 2, 4),
+    )
     whole = moe(x, which, weights, packed, GPT_OSS)
-    for begin, end in ((0, 1), (17, 18), (38, 40), (0, 7)):
-        at = slice(begin, end)
-        assert torch.equal(moe(x[at], which[at], weights[at], packed, GPT_OSS), whole[at])
     monkeypatch.setattr(cpu, "MAX_PAIRS", 26)
     assert torch.equal(moe(x, which, weights, packed, GPT_OSS), whole)
-    for num_threads in (1, 3):
-        with kernel_threads(num_threads):
-            assert torch.equal(moe(x, which, weights, packed, GPT_OSS), whole)
-
-
-def test_a_token_of_nan_stays_alone() -> None:
-    tensors, (which, weights) = plain_experts(3, 20, 36, torch.float32), routes(6, 2, 3)
-    x, packed = torch.randn(6, 36), pack_experts(tensors)
-    good = moe(x, which, weights, packed, GPT_OSS)
-    x[2] = float("nan")
-    got = moe(x, which, weights, packed, GPT_OSS)
-    assert bool(got[2].isnan().all())
-    assert torch.equal(got[[0, 1, 3, 4, 5]], good[[0, 1, 3, 4, 5]])
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -154,5 +80,7 @@ def small_case() -> None:
     """An expert with more rows than a tile of AMX has, and few rows."""
     tensors = biased(plain_experts(2, 20, 36, torch.bfloat16), torch.bfloat16, interleaved=False)
     for tokens in (2, 40):
-        check(torch.randn(tokens, 36).bfloat16(), routes(tokens, 1, 2), tensors, GPT_OSS, scales_input=True)
-    check(torch.randn(7, 96).bfloat16(), routes(7, 2, 4), mx_experts(4, 32, 96), GPT_OSS, scales_input=False)
+        check_moe(
+            moe_cpu, torch.randn(tokens, 36).bfloat16(), routes(tokens, 1, 2), tensors, GPT_OSS, scales_input=True
+        )
+    check_moe(moe_cpu, torch.randn(7, 96).bfloat16(), routes(7, 2, 4), mx_experts(4, 32, 96), GPT_OSS)

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.moe_case import GPT_OSS, PLAIN, Kernel, MoeTests, plain_experts, routes
+from tests.matrices import some_daily
 from transom_kernels.moe.gpu import moe_triton
-from transom_kernels.moe.op import moe, moe_reference
+from transom_kernels.moe.op import moe
 from transom_kernels.moe.row_blocks import block_rows, block_rows_triton
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
 
-PLAIN, GPT_OSS = GateRule(), GateRule(gain=1.702, limit=1.5, up_offset=1.0)
+
+@pytest.fixture
+def kernel() -> Kernel:
+    return moe_triton
 
 
-def plain_experts(experts: int, inner: int, width: int, dtype: torch.dtype = torch.float32) -> ExpertTensors:
-    return ExpertTensors(
-        gate_up=(torch.randn(experts, 2 * inner, width) / 4).to(dtype),
-        down=(torch.randn(experts, width, inner) / 4).to(dtype),
-    )
-
-
-def mx_tensor(*shape: int) -> MxTensor:
-    experts, rows, columns = shape
-    return MxTensor(
-        blocks=torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8),
-        scales=torch.randint(120, 126, (experts, rows, columns // 32), dtype=torch.uint8),
-    )
-
-
-def routes(tokens: int, chosen: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.rand(tokens, experts).topk(chosen).indices, torch.rand(tokens, chosen)
+@pytest.mark.parametrize(
+    "dtype", some_daily([torch.float32, torch.float16, torch.bfloat16], daily=[torch.float32, torch.bfloat16]), ids=str
+)
+class TestMoe(MoeTests):
+    """All of `MoeTests`."""
 
 
 @settings(max_examples=60, deadline=None)
@@ -51,42 +42,6 @@ def test_few_pairs_are_sorted_by_one_program(pairs: int, experts: int) -> None:
     for block_m in (16, 64):
         found, wanted = block_rows_triton(chosen, experts, block_m), block_rows(chosen, experts, block_m)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-
-
-@pytest.mark.parametrize("rule", [PLAIN, GPT_OSS, GateRule(activation="gelu_tanh")], ids=["silu", "gpt-oss", "gelu"])
-@pytest.mark.parametrize(("tokens", "experts", "chosen"), [(0, 2, 1), (1, 4, 2), (9, 3, 1), (20, 2, 2)])
-def test_plain_experts(rule: GateRule, tokens: int, experts: int, chosen: int) -> None:
-    tensors = plain_experts(experts, 20, 36)
-    x, (which, weights) = torch.randn(tokens, 36), routes(tokens, chosen, experts)
-    for scales_input in (False, True):
-        wanted = moe_reference(x, which, weights, tensors, rule, scales_input=scales_input)
-        got = moe_triton(x, which, weights, tensors, rule, scales_input=scales_input)
-        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_biases_and_formats(interleaved: bool, dtype: torch.dtype) -> None:
-    tensors = replace(
-        plain_experts(3, 20, 36, dtype),
-        gate_up_bias=torch.randn(3, 40).to(dtype), down_bias=torch.randn(3, 36).to(dtype), interleaved=interleaved,
-    )  # fmt: skip
-    x, (which, weights) = torch.randn(7, 36).to(dtype), routes(7, 2, 3)
-    wanted = moe_reference(x, which, weights, tensors, GPT_OSS)
-    got = moe_triton(x, which, weights, tensors, GPT_OSS)
-    limit = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
-    torch.testing.assert_close(got.float(), wanted.float(), atol=limit, rtol=limit)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_mxfp4_as_stored(interleaved: bool) -> None:
-    tensors = ExpertTensors(
-        gate_up=mx_tensor(3, 64, 96), down=mx_tensor(3, 96, 32), interleaved=interleaved,
-        gate_up_bias=torch.randn(3, 64), down_bias=torch.randn(3, 96),
-    )  # fmt: skip
-    x, (which, weights) = torch.randn(6, 96), routes(6, 2, 3)
-    wanted = moe_reference(x, which, weights, tensors, GPT_OSS)
-    torch.testing.assert_close(moe_triton(x, which, weights, tensors, GPT_OSS), wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_mxfp4_values() -> None:

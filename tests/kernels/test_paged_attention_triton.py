@@ -43,7 +43,7 @@ def check(case: Case, *, twice: bool = not INTERPRETED, **options: Any) -> torch
     return out
 
 
-@pytest.mark.parametrize("lengths", [[1, 7, 8, 9, 31, 32], [33, 64, 65, 96]], ids=["whole", "split"])
+@pytest.mark.parametrize("lengths", [[1, 7, 8, 9, 31, 32], [33, 64, 65, 96, 600]], ids=["whole", "split"])
 def test_decode_at_the_edges_of_blocks_rounds_and_splits(lengths: list[int]) -> None:
     sequences = [Sequence(start=length - 1, count=1) for length in lengths]
     check(make_case(sequences, ONE_HEAD), sink_logits=torch.randn(3))

@@ -10,18 +10,19 @@ import torch
 
 from tests.cpu_threads import kernel_threads
 from tests.kernels.checked import run_checked
-from tests.kernels.paged_case import TOLERANCE, Case, Sequence, Shape, make_case
-from tests.kernels.policy_case import PolicyCase, PolicySequence, make_policy_case
-from tests.kernels.quantised_case import FORMATS_BY_NAME, quantised
+from tests.kernels.paged_case import Case, Sequence, Shape, make_case
+from tests.kernels.policy_case import PolicyCase, PolicySequence, check_policy, make_policy_case
+from tests.kernels.quantised_case import FORMATS_BY_NAME
 from tests.matrices import some_daily
 from transom_kernels.launch import prefer
 from transom_kernels.paged_attention import paged_attention
 from transom_kernels.paged_attention import reference as paged_reference
 from transom_kernels.policy_attention import PolicyBatch, add_block_mass, policy_attention
-from transom_kernels.policy_attention.reference import add_block_mass_reference, policy_attention_reference
+from transom_kernels.policy_attention.inputs import PolicyInputs
 
 SHAPE = Shape(block_size=16)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NAMES = ("k_cache", "batch", "scale", "k_scale", "sink_q", "soft_cap")
 SEQUENCES = [
     PolicySequence(start=700, window=300, sinks=20, dropped=tuple(range(2, 25))),  # a window whose run has slid
     PolicySequence(start=700, count=40, window=300, sinks=20, dropped=tuple(range(2, 25))),  # the same for a prompt
@@ -33,26 +34,17 @@ SEQUENCES = [
 ]
 
 
-def check(
-    case: PolicyCase, *, with_sink_query: bool = False, sink_logits: torch.Tensor | None = None, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and mass of this device's implementation, compared with the reference's."""
-    caches = {"k_cache": case.k_cache, "v_cache": case.v_cache}
-    asked = {"scale": 0.3, "sink_q": case.sink_q if with_sink_query else None, **caches, **options}
-    found, expected = (torch.full((*case.q.shape[:2], 2), float("nan")) for _ in range(2))
-    out = policy_attention(case.q, batch=case.batch, **asked, sink_logits=sink_logits, statistics=found)
-    inputs = case.inputs(**asked, sink_logits=sink_logits, statistics=expected)
-    limit = max(TOLERANCE[case.q.dtype], 1e-3 if "k_scale" in options else 0.0)  # integer products round to 16 bits
-    torch.testing.assert_close(out.float(), policy_attention_reference(inputs).float(), atol=limit, rtol=limit)
-    mass, right_mass = (torch.full(case.batch.block_table.shape, 0.5) for _ in range(2))
-    asked = {name: value for name, value in asked.items() if name not in ("v_cache", "v_scale")}
-    add_block_mass(mass, case.q, batch=case.batch, **asked, statistics=found)
-    add_block_mass_reference(right_mass, inputs)
-    rows = (case.batch.query_offset[1:] - case.batch.query_offset[:-1]).float()
-    torch.testing.assert_close(mass / rows[:, None], right_mass / rows[:, None], atol=2 * limit, rtol=limit)
-    if sink_logits is None:
-        torch.testing.assert_close((mass - 0.5).sum(dim=1), rows * case.q.shape[1], atol=2 * limit, rtol=limit)
-    return out, mass
+def check(case: PolicyCase, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the operators, which choose this device's implementation. Integer products round to 16 bits."""
+
+    def attend(inputs: PolicyInputs) -> torch.Tensor:
+        given = {name: getattr(inputs, name) for name in (*NAMES, "v_cache", "v_scale", "sink_logits", "statistics")}
+        return policy_attention(inputs.q, **given)
+
+    def add_mass(mass: torch.Tensor, inputs: PolicyInputs) -> None:
+        add_block_mass(mass, inputs.q, statistics=inputs.statistics, **{name: getattr(inputs, name) for name in NAMES})
+
+    return check_policy(attend, add_mass, case, rounding=1e-3 if "kv_format" in how else 0.0, **how)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -83,7 +75,7 @@ def test_soft_cap_and_sink_logits():
 )
 def test_quantised_caches(name, dtype):
     case = make_policy_case(SEQUENCES, replace(SHAPE, dtype=dtype))
-    check(case, with_sink_query=True, **quantised(case, FORMATS_BY_NAME[name]).arguments)
+    check(case, with_sink_query=True, kv_format=name)
 
 
 def compact(case: Case, window: int, sinks: int) -> PolicyBatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.cpu_threads import kernel_threads
+from tests.kernels.row_case import strided
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.quantised_linear import (
     Format,
@@ -22,13 +22,6 @@ from transom_kernels.quantised_linear.op import quantised_gated_linear_reference
 FORMATS: list[Format] = ["int8", "int8_min", "int4", "int4_min"]
 # one row, blocks of all sizes, and more than one item's rows; widths and columns at, below and above groups and panels
 SHAPES = [(1, 32, 16), (3, 31, 15), (7, 33, 17), (13, 1, 1), (67, 70, 50)]
-
-
-def strided(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random rows in the middle of wider rows of NaN."""
-    wide = torch.full((rows, width + 5), float("nan"))
-    wide[:, 2 : width + 2] = torch.randn(rows, width)
-    return wide.to(dtype)[:, 2 : width + 2]
 
 
 def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -91,39 +84,11 @@ def test_logits():
         assert_close(got, quantised_linear_reference(x, weight, scale=scale, soft_cap=cap, out_dtype=torch.float32))
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_row_does_not_depend_on_its_batch_or_on_threads(format):
-    x, weight = torch.randn(150, 100), pack(quantise(torch.randn(700, 100), format))
-    whole = quantised_linear(x, weight)
-    for first, last in ((0, 1), (5, 7), (70, 74), (100, 115), (149, 150)):
-        assert quantised_linear(x[first:last], weight).equal(whole[first:last])
-    for threads in (1, 3):
-        with kernel_threads(threads):
-            assert quantised_linear(x, weight).equal(whole)
-            assert quantised_linear(x[:1], weight).equal(whole[:1])
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_nan_and_infinity_reach_the_result_of_their_row(format):
-    x = torch.randn(4, 70)
-    x[1, 50], x[2, 3] = float("nan"), float("inf")
-    for cap in (None, 5.0):
-        out = quantised_linear(x, pack(quantise(torch.randn(20, 70), format)), soft_cap=cap)
-        assert out.isfinite().all(dim=1).tolist() == [True, False, False, True]
-        assert not out[1:3].isfinite().any()
-
-
 def test_zeros_and_tiny_numbers_give_zeros():
     for weight in (torch.zeros(20, 40), torch.randn(20, 40)):
         for x in (torch.zeros(2, 40), torch.full((2, 40), 1e-38)):
             for format in FORMATS:
                 assert not quantised_linear(x, pack(quantise(weight, format))).any()
-
-
-def test_no_rows():
-    weight = pack(quantise(torch.randn(20, 40), "int8"))
-    x = torch.zeros(0, 40)
-    assert quantised_linear(x, weight).shape == quantised_linear_reference(x, weight).shape == (0, 20)
 
 
 def test_wrong_shapes_are_refused():

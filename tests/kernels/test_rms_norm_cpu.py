@@ -7,24 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu_threads import kernel_threads
+from tests.kernels.row_case import strided
 from tests.matrices import some_daily
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.rms_norm import head_norm_, rms_norm
-from transom_kernels.rms_norm.cpu import ITEM_ELEMENTS, heads_fit, rows_fit
+from transom_kernels.rms_norm.cpu import heads_fit, rows_fit
 from transom_kernels.rms_norm.op import rms_norm_reference
 
 EPS = 1e-5
 DAILY = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
 PAIRS = some_daily([*DAILY, (torch.bfloat16, torch.float32), (torch.float16, torch.float16)], DAILY)
 WIDTHS = [1, 15, 16, 17, 32, 33, 576]
-
-
-def strided(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random rows in the middle of wider rows of NaN."""
-    wide = torch.full((rows, width + 5), float("nan"))
-    wide[:, 2 : width + 2] = torch.randn(rows, width)
-    return wide.to(dtype)[:, 2 : width + 2]
 
 
 def limit(dtype: torch.dtype) -> dict[str, Any]:
@@ -66,25 +59,6 @@ def test_more_dimensions():
     torch.testing.assert_close(rms_norm(turned, weight, EPS)[0], rms_norm_reference(turned, weight, EPS))
 
 
-def test_a_row_does_not_depend_on_its_batch_or_on_threads():
-    width = 100
-    rows = 3 * (ITEM_ELEMENTS // width) + 1
-    x, residual, weight = torch.randn(rows, width), torch.randn(rows, width), torch.randn(width)
-    whole = rms_norm(x, weight, EPS, residual)
-    for row in (0, 1, rows - 1):
-        alone = rms_norm(x[row : row + 1], weight, EPS, residual[row : row + 1])
-        assert all(one.equal(many[row : row + 1]) for one, many in zip(alone, whole, strict=True))
-    for threads in (1, 3):
-        with kernel_threads(threads):
-            assert all(map(torch.equal, rms_norm(x, weight, EPS, residual), whole))
-
-
-def test_no_rows():
-    out, total = rms_norm(torch.zeros(0, 20), torch.ones(20), EPS, torch.zeros(0, 20))
-    assert out.shape == total.shape == (0, 20)
-    head_norm_(torch.zeros(0, 2, 20), None, EPS)
-
-
 @pytest.mark.parametrize(("dtype", "weight_dtype"), [*PAIRS, (torch.bfloat16, None)])
 @pytest.mark.parametrize(("heads", "width"), [(1, 10), (7, 64), (5, 500), (9, 33)])
 def test_heads(dtype, weight_dtype, heads, width):
@@ -99,23 +73,12 @@ def test_heads(dtype, weight_dtype, heads, width):
     assert wide.equal(before)
 
 
-def test_nan_stays_in_its_row():
-    x = torch.randn(3, 50).bfloat16()
-    x[1, 7] = float("nan")
-    out = rms_norm(x, torch.ones(50).bfloat16(), EPS)[0]
-    assert out.isnan().any(dim=1).tolist() == [False, True, False]
-
-
 def test_a_wide_weight_is_multiplied_before_rounding():
     x, weight = torch.randn(5, 16).bfloat16(), torch.randn(16)
     assert rms_norm(x, weight, EPS)[0].equal(rms_norm_reference(x, weight, EPS))
     heads = x.view(5, 2, 8).clone()
     head_norm_(heads, weight.view(2, 8), EPS)
     assert heads.equal(rms_norm_reference(x.view(5, 2, 8), weight.view(2, 8), EPS))
-
-
-def test_zeros_stay_zeros():
-    assert rms_norm(torch.zeros(2, 4), torch.ones(4), EPS)[0].eq(0).all()
 
 
 @pytest.mark.parametrize("parts", [{"weight": None}, {"inner": torch.ones(4)}, {"factor": 2.0}], ids=str)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.cpu_threads import kernel_threads
 from tests.matrices import matrix, some_daily
 from transom_kernels.launch import prefer, uses_cpu_kernels
 from transom_kernels.rotary import rotary_, rotary_tables
@@ -64,30 +63,6 @@ def test_cosine_and_sine_are_exact_to_the_last_bit_but_one():
     cos, sin = rotary_tables(positions, ones, ones, torch.float32)
     for got, wanted in ((cos, positions.double().cos()), (sin, positions.double().sin())):
         assert float((got.flatten().double() - wanted).abs().max()) < 1.2e-7
-
-
-def test_a_token_does_not_depend_on_its_batch_or_on_threads():
-    positions, frequency, sign = torch.randint(0, 5000, (40,)), torch.rand(48), torch.ones(48)
-    whole = rotary_tables(positions, frequency, sign, torch.float32)
-    alone = rotary_tables(positions[7:8], frequency, sign, torch.float32)
-    assert all(one.equal(many[7:8]) for one, many in zip(alone, whole, strict=True))
-    x = torch.randn(40, 60, 50)
-    turned = x.clone()
-    rotary_(turned, *whole)
-    one = x[7:8].clone()
-    rotary_(one, *alone)
-    assert one.equal(turned[7:8])
-    for threads in (1, 3):
-        with kernel_threads(threads):
-            again = x.clone()
-            rotary_(again, *rotary_tables(positions, frequency, sign, torch.float32))
-            assert again.equal(turned)
-
-
-def test_no_tokens():
-    tables = rotary_tables(torch.zeros(0, dtype=torch.int64), torch.ones(4), torch.ones(4), torch.float32)
-    assert [table.shape for table in tables] == [(0, 1, 4)] * 2
-    rotary_(torch.zeros(0, 2, 4), *tables)
 
 
 def test_pairs_are_turned():

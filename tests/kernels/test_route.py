@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transom_kernels.route import Routing, route, router_layout
+from tests.kernels.route_case import SCORES
+from transom_kernels.route import Routing, route
 from transom_kernels.route.op import route_reference, routes_of
-
-SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 
 
 def obvious(logits: list[float], routing: Routing, correction: list[float] | None) -> tuple[list[int], list[float]]:
@@ -101,12 +100,6 @@ def test_the_product_is_in_float32() -> None:
     found, _ = route_reference(x, weight, Routing(num_chosen=5))
     wanted = (x.double() @ weight.double().T).sort(descending=True, stable=True).indices
     assert found.equal(wanted)
-
-
-def test_weights_are_arranged_without_being_changed() -> None:
-    weight = torch.randn(5, 6)
-    assert router_layout(weight).equal(weight)
-    assert router_layout(weight).is_contiguous()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -10,10 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.route_case import SCORES, Pair, check_route, large_and_small_logits, logits_of
+from tests.kernels.route_case import SCORES, Kernel, Pair, RouteTests, check_route
 from transom_kernels.launch import INTERPRETED, prefer
 from transom_kernels.route import Routing, gpu, route, router_layout
 from transom_kernels.route.gpu import FEW_TOKENS, MIN_SPLIT, partial_logits_triton, route_triton, split_of
+
+
+@pytest.fixture
+def kernel() -> Kernel:
+    return route_triton
+
+
+class TestRoute(RouteTests):
+    """All of `RouteTests`."""
 
 
 def check(x: torch.Tensor, weight: torch.Tensor, routing: Routing, **parts: Any) -> Pair:
@@ -54,48 +62,6 @@ def test_any_router(
     x, weight = torch.randn(tokens, width).bfloat16(), torch.randn(experts, width) * width**-0.5
     routing = Routing(num_chosen=min(experts, 3), score=score, normalise=normalise, scale=2.5)
     check(x, weight, routing, correction=torch.randn(experts) if corrected else None, expert_scale=torch.rand(experts))
-
-
-def test_equal_experts_are_chosen_in_their_order() -> None:
-    x, weight = logits_of([1.0, 2.0, 2.0, 1.0, 2.0, 0.0], [0.0, -0.0, 0.0, -0.0, 0.0, 0.0])
-    found, _ = check(x, weight, Routing(num_chosen=4))
-    assert found.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]
-    check(x, weight, Routing(num_chosen=6, score="sigmoid"), correction=torch.tensor([0.0, 1, 0, 1, 0, 1]))
-
-
-@pytest.mark.filterwarnings("ignore:(invalid|divide|overflow)")  # numpy's, in the interpreter
-@pytest.mark.parametrize("score", SCORES)
-def test_infinite_logits_and_nan_choose_experts_that_are_there(score: Any) -> None:
-    x, weight, inf = torch.zeros(3, 3), torch.randn(5, 3), math.inf
-    x[0, 0], x[1], x[2] = math.nan, inf, 1.0
-    for bias in (
-        torch.tensor([0.0, -inf, 2, -inf, 1]),
-        torch.tensor([-inf] * 5),
-        torch.tensor([0.0, 1, math.nan, 2, inf]),
-    ):
-        corrections = (torch.tensor([0.0, math.nan, -inf, 3, inf]), None)
-        for correction in (
-            corrections if score == "softmax" else corrections[:1]
-        ):  # a softmax alone can be NaN in all of a row
-            routing = Routing(num_chosen=4, score=score)
-            found, _ = route_triton(x, weight, routing, bias=bias, correction=correction)
-            assert all(len(set(row)) == 4 and min(row) >= 0 and max(row) < 5 for row in found.tolist())
-            if correction is None:
-                check(x[2:], weight, routing, bias=bias)
-
-
-@pytest.mark.parametrize("score", SCORES)
-def test_scores_of_large_and_of_small_logits(score: Any) -> None:
-    x, weight = large_and_small_logits()
-    check(x, weight, Routing(num_chosen=4, score=score))
-    check(x, weight, Routing(num_chosen=2, score=score, normalise=False))
-
-
-def test_a_fixed_choice() -> None:
-    x, weight, scale = torch.randn(5, 30), torch.randn(7, 30), torch.rand(7)
-    chosen = torch.randint(0, 7, (5, 3))
-    chosen[2] = 6
-    check(x, weight, Routing(num_chosen=3, score="sqrt_softplus", scale=1.5), chosen=chosen, expert_scale=scale)
 
 
 def test_rows_that_lie_apart_and_weights_either_way() -> None:

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cpu_threads import kernel_threads
+from tests.kernels.sample_case import Kernel, SampleTests, check_sample, sample_cpu
 from transom_kernels.cpu.kernel import cpu_kernel, object_code
 from transom_kernels.cpu.target import CpuTarget
-from transom_kernels.sample.cpu import sample_cpu, sample_records
+from transom_kernels.sample.cpu import sample_records
 from transom_kernels.sample.params import SampleParams
-from transom_kernels.sample.reference import sample_reference
+from transom_kernels.sample.reference import gumbel
 from transom_kernels.sample.table import Adjustments, SampleTable
-from transom_worker.sampling import noise
 
 ROWS = 24
 NO_INTS, NO_FLOATS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
@@ -29,6 +28,15 @@ ARM = CpuTarget(
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(5)
+
+
+@pytest.fixture
+def kernel() -> Kernel:
+    return sample_cpu
+
+
+class TestSample(SampleTests):
+    """All of `SampleTests`."""
 
 
 def some(share: float, values: torch.Tensor, otherwise: float) -> torch.Tensor:
@@ -46,46 +54,14 @@ def random_params(rows: int, vocabulary: int) -> SampleParams:
     )
 
 
-def check(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
-    kept = logits.clone()
-    got = sample_cpu(logits, params)
-    assert torch.equal(logits, kept)
-    assert got.tolist() == sample_reference(kept, params).tolist()
-    return got
-
-
 @pytest.mark.parametrize("vocabulary", [1, 15, 16, 63, 64, 65, 1000, 8191, 8192, 8193, 16_400])
 def test_mixes_of_parameters(vocabulary: int) -> None:
     logits = torch.randn(ROWS, vocabulary) * 4
-    check(logits, random_params(ROWS, vocabulary))
-    check(logits.round(), random_params(ROWS, vocabulary))
+    check_sample(sample_cpu, logits, random_params(ROWS, vocabulary))
+    check_sample(sample_cpu, logits.round(), random_params(ROWS, vocabulary))
     logits[torch.rand(logits.shape) < 0.5] = -math.inf
     logits[:, -1] = 0.0
-    check(logits, random_params(ROWS, vocabulary))
-
-
-def test_strided_rows() -> None:
-    wide = torch.full((6, 1200), math.nan)
-    wide[:, :1001] = torch.randn(6, 1001)
-    params = random_params(6, 1001)
-    assert sample_cpu(wide[:, :1001], params).tolist() == sample_reference(wide[:, :1001], params).tolist()
-
-
-def test_equal_logits_stay_or_go_together_and_the_lowest_id_wins() -> None:
-    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0, -1.0, -0.0, 0.0]] * ROWS)
-    for filters in ({"top_k": 2}, {"top_k": 5}, {"top_p": 0.5}, {"top_p": 0.95}):
-        columns = {name: torch.full((ROWS,), value) for name, value in filters.items()}
-        columns |= {"top_k": columns["top_k"].int()} if "top_k" in columns else {}
-        given = random_params(ROWS, 8)
-        params = SampleParams(
-            temperature=torch.ones(ROWS),
-            top_k=columns.get("top_k", torch.zeros(ROWS, dtype=torch.int32)),
-            top_p=columns.get("top_p", torch.ones(ROWS)),
-            min_p=torch.zeros(ROWS),
-            keys=given.keys,
-        )
-        check(logits, params)
-    assert greedy(torch.zeros(2, 20_000)) == [0, 0]
+    check_sample(sample_cpu, logits, random_params(ROWS, vocabulary))
 
 
 def greedy(logits: torch.Tensor) -> list[int]:
@@ -102,12 +78,6 @@ def test_greedy_takes_what_torch_takes() -> None:
     assert greedy(logits) == logits.numpy().argmax(-1).tolist()
 
 
-def test_rows_without_any_finite_logit_get_an_id() -> None:
-    logits = torch.full((ROWS, 300), -math.inf)
-    logits[: ROWS // 2] = math.nan
-    assert all(0 <= token < 300 for token in sample_cpu(logits, random_params(ROWS, 300)).tolist())
-
-
 def test_noise_is_the_samplers_own() -> None:
     """With one finite logit, a row's score is that logit plus the id's noise."""
     ids = torch.randint(0, 10_000, (500,))
@@ -118,20 +88,7 @@ def test_noise_is_the_samplers_own() -> None:
     numbers = [table.add(key=key, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) for key in keys.tolist()]
     scores = torch.empty(500, dtype=torch.float64)
     assert sample_records(logits, table, torch.tensor(numbers), scores=scores).tolist() == ids.tolist()
-    torch.testing.assert_close(scores, noise.gumbel(keys, ids), rtol=1e-15, atol=1e-15)
-
-
-def test_a_row_depends_neither_on_other_rows_nor_on_threads() -> None:
-    logits, params = torch.randn(ROWS, 20_000), random_params(ROWS, 20_000)
-    together = sample_cpu(logits, params)
-    for row in range(ROWS):
-        part = slice(row, row + 1)
-        names = ("temperature", "top_k", "top_p", "min_p", "keys")
-        alone = SampleParams(**{name: getattr(params, name)[part] for name in names})
-        assert torch.equal(sample_cpu(logits[part], alone), together[part])
-    for num_threads in (1, 3):
-        with kernel_threads(num_threads):
-            assert torch.equal(sample_cpu(logits, params), together)
+    torch.testing.assert_close(scores, gumbel(keys, ids), rtol=1e-15, atol=1e-15)
 
 
 @pytest.mark.parametrize("first_id", [5, 64, 8000, 9000])
@@ -181,18 +138,10 @@ def test_adjustments() -> None:
     assert sample_records(logits, table, numbers).tolist() == [2] * 40
 
 
-def test_records_are_reused() -> None:
-    table = SampleTable()
-    numbers = [table.add(key=k, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) for k in range(200)]
-    assert len(set(numbers)) == 200
-    table.remove(numbers[7])
-    assert table.add(key=7, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) == numbers[7]
-
-
 def small_case() -> None:
     torch.manual_seed(0)
     for vocabulary in (77, 8200):
-        check(torch.randn(ROWS, vocabulary) * 3, random_params(ROWS, vocabulary))
+        check_sample(sample_cpu, torch.randn(ROWS, vocabulary) * 3, random_params(ROWS, vocabulary))
     test_adjustments()
     test_slices_of_a_vocabulary_find_the_sample_of_the_whole(100)
 

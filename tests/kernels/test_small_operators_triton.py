@@ -9,7 +9,6 @@ import torch
 
 from tests.matrices import matrix
 from transom_kernels.block_copy import gpu as block_copy_gpu
-from transom_kernels.block_copy.gpu import copy_blocks_triton
 from transom_kernels.gated_mlp.gpu import gated_activation_triton
 from transom_kernels.gated_mlp.op import activated_product_reference
 from transom_kernels.rms_norm.gpu import head_norm_triton_, rms_norm_triton
@@ -90,15 +89,6 @@ def test_gated_activations(width: int) -> None:
     for activation, limit in (("silu", None), ("gelu_tanh", None), ("silu", 0.5)):
         got = gated_activation_triton(x, gelu=activation == "gelu_tanh", limit=limit)
         torch.testing.assert_close(got, activated_product_reference(gate, up, activation, limit))  # type: ignore[arg-type]
-
-
-def test_blocks_go_between_two_places() -> None:
-    slab, staging = (torch.randint(0, 255, (6, 3 * 4096 + 256), dtype=torch.uint8) for _ in range(2))
-    wanted = staging.clone()
-    wanted[[0, 4, 5]] = slab[[3, 3, 1]]
-    copy_blocks_triton(slab, staging, [(3, 0), (3, 4), (1, 5)])
-    assert staging.equal(wanted)
-    copy_blocks_triton(slab, staging, [])
 
 
 @pytest.mark.parametrize("to_host", [False, True])

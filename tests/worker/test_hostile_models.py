@@ -13,9 +13,9 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from tests.checkpoints import make_checkpoint
+from tests.gguf_files import write_gguf
 from tests.how_many import num_examples
-from tests.tiny_checkpoints import VOCAB_SIZE, load_reference, tiny_llama, tiny_tokenizer
-from tests.worker.models.weights.test_gguf_file import write_gguf
+from tests.tiny_checkpoints import VOCAB_SIZE, tiny_llama, tiny_tokenizer
 from transom_core.errors import ModelError
 from transom_core.model_config.architecture import read_architecture
 from transom_core.model_files.gguf_header import read_gguf_header
@@ -29,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("models")
     llama = tiny_llama(folder / "llama", layers=2)
     (folder / "gguf").mkdir()
-    write_gguf(folder / "gguf" / "model.gguf", load_reference(llama), Kind.Q8_0, tokenizer=tiny_tokenizer())
+    write_gguf(folder / "gguf" / "model.gguf", llama, Kind.Q8_0, tokenizer=tiny_tokenizer())
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "vocab_size": VOCAB_SIZE}
     return [llama, folder / "gguf", make_checkpoint(folder / "gpt_oss", "gpt_oss", **experts)]
 

@@ -22,8 +22,9 @@ Numba compiles the numbers in as constants.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
 
 import torch
 
@@ -66,12 +67,31 @@ def _numbered(declaration: type[T], first: int) -> tuple[T, int]:
     return declaration(*numbers), first
 
 
-def flat(arguments: Arguments) -> list[Argument]:
-    """The arguments in the order of their words."""
-    words: list[Argument] = []
+def words_of(arguments: Arguments) -> tuple[list[int], list[torch.Tensor]]:
+    """The arguments as words, and the tensors among them: a tensor's word is its address, a float's the bits of its float32."""
+    words: list[int] = []
+    tensors: list[torch.Tensor] = []
+    _add_words(arguments, words, tensors)
+    return words, tensors
+
+
+def _add_words(arguments: Arguments, words: list[int], tensors: list[torch.Tensor]) -> None:
     for argument in arguments:
-        if isinstance(argument, tuple):
-            words.extend(flat(argument))
+        if type(argument) is int:  # most are
+            words.append(argument)
+        elif argument is None:
+            words.append(0)
+        elif isinstance(argument, tuple):
+            _add_words(argument, words, tensors)
+        elif isinstance(argument, torch.Tensor):
+            words.append(argument.data_ptr())
+            tensors.append(argument)
+        elif isinstance(argument, float):
+            words.append(float_bits(argument))
         else:
-            words.append(argument)  # type: ignore[arg-type]  # a sequence is a tuple here
-    return words
+            words.append(int(cast(bool, argument)))
+
+
+def float_bits(number: float) -> int:
+    """The bits of a float32 as an argument word."""
+    return int(struct.unpack("<i", struct.pack("<f", number))[0])

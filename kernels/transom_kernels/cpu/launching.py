@@ -9,16 +9,15 @@ Arguments become words (`arguments.py`): a tensor its address, a float the bits 
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Sequence
 
 import torch
 
-from transom_kernels.cpu.arguments import Arguments, flat
+from transom_kernels.cpu.arguments import Arguments, words_of
 from transom_kernels.cpu.bounds import CHECKED
 from transom_kernels.cpu.kernel import CpuKernel
 from transom_kernels.cpu.pool import pool
-from transom_kernels.cpu.recording import Argument, current_recorder
+from transom_kernels.cpu.recording import current_recorder
 
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}  # the names that kernels take
 
@@ -40,15 +39,14 @@ def launch(
     Raises:
         IndexError: a checked kernel touched memory outside of its tensors.
     """
-    given = flat(arguments)
-    words = [argument if type(argument) is int else _word(argument) for argument in given]
+    words, tensors = words_of(arguments)
     count = _read_int(num_items) if isinstance(num_items, torch.Tensor) else num_items
     if count:
-        ranges = [memory_of(argument) for argument in given if isinstance(argument, torch.Tensor)] if CHECKED else []
+        ranges = [memory_of(tensor) for tensor in tensors] if CHECKED else []
         pool().run_one(kernel, count, words, [*ranges, *linked], scratch_bytes)
     recorder = current_recorder()
     if recorder is not None:
-        recorder.add(kernel, num_items, words, given, scratch_bytes)
+        recorder.add(kernel, num_items, words, tensors, scratch_bytes)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -57,11 +55,6 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     if recorder is not None:
         return recorder.empty(shape, dtype)
     return torch.empty(shape, dtype=dtype)
-
-
-def float_bits(number: float) -> int:
-    """The bits of a float32 as an argument word."""
-    return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -73,11 +66,3 @@ def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
 def _read_int(tensor: torch.Tensor) -> int:
     """The value of an int64 tensor of one element, read without a torch operator, which a recording would refuse."""
     return ctypes.c_int64.from_address(tensor.data_ptr()).value
-
-
-def _word(argument: Argument) -> int:
-    if isinstance(argument, torch.Tensor):
-        return argument.data_ptr()
-    if isinstance(argument, float):
-        return float_bits(argument)
-    return 0 if argument is None else argument

@@ -27,7 +27,7 @@ from transom_kernels.cpu.kernel import CpuKernel
 from transom_kernels.cpu.launching import memory_of
 from transom_kernels.cpu.memory import lazy_memory
 from transom_kernels.cpu.pool import new_runnable, pool
-from transom_kernels.cpu.recording import Argument, NotRecordable, current_recorder, record
+from transom_kernels.cpu.recording import NotRecordable, current_recorder, record
 
 _ALIGNMENT = 64
 _CHUNK_BYTES = 1 << 24
@@ -106,16 +106,16 @@ class Program:
         kernel: CpuKernel,
         num_items: int | torch.Tensor,
         words: Sequence[int],
-        arguments: Sequence[Argument],
+        tensors: Sequence[torch.Tensor],
         scratch_bytes: int,
     ) -> None:
         """Add an instruction."""
         self._pending.append((kernel.address, num_items, words))
         self._scratch_bytes = max(self._scratch_bytes, scratch_bytes)
-        tensors = [argument for argument in (*arguments, num_items) if isinstance(argument, torch.Tensor)]
-        self._kept.extend(tensor for tensor in tensors if not self._is_own(tensor))
+        named = [*tensors, num_items] if isinstance(num_items, torch.Tensor) else tensors
+        self._kept.extend(tensor for tensor in named if not self._is_own(tensor))
         if CHECKED:
-            self._ranges.extend(memory_of(tensor) for tensor in tensors)
+            self._ranges.extend(memory_of(tensor) for tensor in named)
         self.num_instructions += 1
 
     def add_call(self, call: Callable[[], object]) -> None:

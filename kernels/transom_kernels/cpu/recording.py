@@ -26,10 +26,10 @@ class Recorder(Protocol):
         kernel: CpuKernel,
         num_items: int | torch.Tensor,
         words: Sequence[int],
-        arguments: Sequence[Argument],
+        tensors: Sequence[torch.Tensor],
         scratch_bytes: int,
     ) -> None:
-        """Add a launch."""
+        """Add a launch; `tensors` are those whose addresses are among the words."""
 
     def add_call(self, call: Callable[[], object]) -> None:
         """Add a call of Python code."""

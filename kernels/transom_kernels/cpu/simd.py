@@ -393,7 +393,7 @@ def float32(b, x):
 
 @emits(FLOAT, INT)
 def float_of_bits(b, word):
-    """The float32 whose bits are the low 32 of an argument word (`launching.float_bits`)."""
+    """The float32 whose bits are the low 32 of an argument word (`arguments.float_bits`)."""
     return b.bitcast(b.trunc(word, I32), F32)
 
 

@@ -32,7 +32,7 @@ from transom_kernels.cpu.simd import (
     sqrt,
     store_f32,
 )
-from transom_kernels.cpu.work import argument, claim, finish, helper, row_address, scratch
+from transom_kernels.cpu.work import argument, each_item, helper, row_address, scratch
 from transom_kernels.kv_write.cpu import AT
 from transom_kernels.quantised_kv.cpu_rows import cache_address, make_quantise_row
 
@@ -75,29 +75,26 @@ def make_prepare_and_write(
         scale_place = cache_address(arguments, AT.value_scales, block, offset, head)
         store_cache(work, place, scale_place, width, factor, splat(1.0))
 
-    def prepare_and_write(arguments, thread):
-        item = claim(thread)
-        while item >= 0:
-            work = scratch(thread)
-            heads, kv_heads = argument(arguments, AT.heads), argument(arguments, AT.kv_heads)
-            all_heads = heads + kv_heads + argument(arguments, AT.value_heads)
-            per_item = argument(arguments, AT.heads_per_item)
-            parts = (all_heads + per_item - 1) // per_item
-            token, first = item // parts, item % parts * per_item
-            last = min(first + per_item, all_heads)
-            for head in range(first, min(last, heads)):
-                query(arguments, work, token, head)
-            if last > heads:
-                slot = load_i64(argument(arguments, AT.slots) + token * 8)
-                if slot >= 0:
-                    block_size = argument(arguments, AT.block_size)
-                    block, offset = slot // block_size, slot % block_size
-                    for head in range(max(first, heads), min(last, heads + kv_heads)):
-                        key(arguments, work, token, head - heads, block, offset)
-                    for head in range(max(first, heads + kv_heads), last):
-                        value(arguments, work, token, head - heads - kv_heads, block, offset)
-            finish(thread)
-            item = claim(thread)
+    @each_item
+    def prepare_and_write(arguments, thread, item):
+        work = scratch(thread)
+        heads, kv_heads = argument(arguments, AT.heads), argument(arguments, AT.kv_heads)
+        all_heads = heads + kv_heads + argument(arguments, AT.value_heads)
+        per_item = argument(arguments, AT.heads_per_item)
+        parts = (all_heads + per_item - 1) // per_item
+        token, first = item // parts, item % parts * per_item
+        last = min(first + per_item, all_heads)
+        for head in range(first, min(last, heads)):
+            query(arguments, work, token, head)
+        if last > heads:
+            slot = load_i64(argument(arguments, AT.slots) + token * 8)
+            if slot >= 0:
+                block_size = argument(arguments, AT.block_size)
+                block, offset = slot // block_size, slot % block_size
+                for head in range(max(first, heads), min(last, heads + kv_heads)):
+                    key(arguments, work, token, head - heads, block, offset)
+                for head in range(max(first, heads + kv_heads), last):
+                    value(arguments, work, token, head - heads - kv_heads, block, offset)
 
     return prepare_and_write
 
@@ -135,7 +132,7 @@ def _make_prepare(load_row: Any, dtype: str, table_dtype: str, weight_dtype: str
 def _make_load(dtype: str, weight_dtype: str) -> Any:
     """load_row(row, work, width, norm, weight, eps): copy a head to `work` as float32, and normalise it if `norm`.
 
-    `work` has whole vectors; what is behind the head is 0.
+    `work` has whole vectors; what follows the head is 0.
     """
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
     load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]

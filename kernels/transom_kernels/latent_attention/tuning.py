@@ -9,7 +9,7 @@ from transom_kernels.launch import next_power_of_two
 MIN_DOT_ROWS = 16  # the least rows of a product on tensor cores
 SCORE_BYTES = 64 << 20  # of the indexer's scores at once: bounds memory for any number of queries and entries
 SCORE_ROUNDS = 8  # blocks of keys per program where the queries alone fill the device
-MANY_QUERIES = 128  # from so many queries on they fill the device
+MANY_QUERIES = 128  # from this many queries on, queries alone fill the device
 POOL_CHANNELS = 64  # of an entry that a program of `pool` computes
 POOL_ROWS = 16  # of an entry that `pool` reads at once
 

@@ -33,4 +33,4 @@ class PolicyBatch(AttentionBatch):
     key_blocks: torch.Tensor  # [B, N] int32 logical block of each column, ascending
     num_columns: torch.Tensor  # [B] int32
     window: torch.Tensor  # [B] int32 tokens, the query counted; 0: all that the table holds
-    sinks: torch.Tensor  # [B] int32: keys below this position are seen whatever the window
+    sinks: torch.Tensor  # [B] int32: keys below this position are seen with any window

@@ -12,11 +12,9 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from transom_kernels.cpu.bounds import checked_address
-from transom_kernels.cpu.numba_types import f32x16
+from transom_kernels.cpu.language import FLOATS, INT, NOTHING, emits
 from transom_kernels.cpu.simd import (
     NUM_BYTES,
     keep_part,
@@ -54,7 +52,6 @@ from transom_kernels.cpu.work import argument, helper
 
 LARGEST = {"i8": 127.0, "e4m3": 448.0, "i4": 7.0}
 _BITS = {**{name: 8 * size for name, size in NUM_BYTES.items()}, "i8": 8, "e4m3": 8, "i4": 4}
-_I = types.int64
 _I16_16 = ir.VectorType(I16, LANES)
 
 
@@ -171,25 +168,20 @@ def _make_store_numbers(stored: str) -> Any:
     """store_numbers(place, x, count): round the first `count` of 16 finite numbers and store them."""
     largest = LARGEST[stored]
 
-    @intrinsic
-    def store_numbers(typingctx, place, x, count):
-        def emit(context, b, sig, args):
-            place, x, count = args
-            for name, bound in (("maxnum", -largest), ("minnum", largest)):
-                x = b.call(function(b, f"llvm.{name}.v{LANES}f32", F32_16, [F32_16] * 2), [x, constant(F32_16, bound)])
-            if stored == "e4m3":
-                codes = _round_e4m3(b, x)
-            else:
-                codes = b.fptosi(b.call(function(b, f"llvm.rint.v{LANES}f32", F32_16, [F32_16]), [x]), I32_16)
-            if stored == "i4":
-                codes = b.add(codes, constant(I32_16, 8))
-                even, odd = (shuffle(b, codes, codes, list(range(first, LANES, 2))) for first in (0, 1))
-                half = ir.VectorType(I32, LANES // 2)
-                codes, count = b.or_(even, b.shl(odd, constant(half, 4))), b.lshr(count, int64(1))
-            _store_bytes(b, place, b.trunc(codes, ir.VectorType(I8, codes.type.count)), count)
-            return context.get_dummy_value()
-
-        return types.void(_I, f32x16, _I), emit
+    @emits(NOTHING, INT, FLOATS, INT)
+    def store_numbers(b, place, x, count):
+        for name, bound in (("maxnum", -largest), ("minnum", largest)):
+            x = b.call(function(b, f"llvm.{name}.v{LANES}f32", F32_16, [F32_16] * 2), [x, constant(F32_16, bound)])
+        if stored == "e4m3":
+            codes = _round_e4m3(b, x)
+        else:
+            codes = b.fptosi(b.call(function(b, f"llvm.rint.v{LANES}f32", F32_16, [F32_16]), [x]), I32_16)
+        if stored == "i4":
+            codes = b.add(codes, constant(I32_16, 8))
+            even, odd = (shuffle(b, codes, codes, list(range(first, LANES, 2))) for first in (0, 1))
+            half = ir.VectorType(I32, LANES // 2)
+            codes, count = b.or_(even, b.shl(odd, constant(half, 4))), b.lshr(count, int64(1))
+        _store_bytes(b, place, b.trunc(codes, ir.VectorType(I8, codes.type.count)), count)
 
     return store_numbers
 

@@ -23,7 +23,7 @@ def load_numbers(
     kept,  # [N]: rows to read
     PACKED: tl.constexpr,  # int4: two numbers in a byte
 ):
-    """Numbers [N, COUNT] of rows, from FIRST on; zeros in rows that are not `kept`, and behind D."""
+    """Numbers [N, COUNT] of rows, from FIRST on; zeros in rows that are not `kept`, and from D on."""
     if PACKED:
         element = FIRST // 2 + tl.arange(0, COUNT // 2)
         inside = kept[:, None] & (element < D // 2)[None, :]

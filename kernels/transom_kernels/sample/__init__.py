@@ -1,6 +1,7 @@
 """Sampling: logits to one token id per row.
 
-op, params, reference       the operator, its arguments, and its specification, which defines the noise
+op, params                  the operator, and its arguments
+reference                   the operator in torch: the specification, and the fallback; defines the noise
 cpu, cpu_kernel, cpu_noise  CPUs: launches, the kernel, and the noise in LLVM's code
 table                       the parameters of many sequences in memory, as the CPU kernel reads them
 gpu, sample_rows            GPUs: launches with the pass over all logits, and the kernel that samples a row from its summary

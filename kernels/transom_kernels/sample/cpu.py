@@ -13,7 +13,7 @@ from transom_kernels.cpu.arguments import RowArguments, numbers_of
 from transom_kernels.cpu.bounds import CHECKED
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import empty, launch
-from transom_kernels.sample.params import NOISE_BLOCK, SampleParams
+from transom_kernels.sample.params import NOISE_BLOCK
 from transom_kernels.sample.table import SampleTable
 
 PIECE_BLOCKS = 128  # noise blocks of a piece, which is an item of work
@@ -38,24 +38,6 @@ class SampleArguments(NamedTuple):
 
 
 AT = numbers_of(SampleArguments)
-
-
-def fits_cpu(logits: torch.Tensor) -> bool:
-    """Whether the kernel takes logits of this dtype and of these strides."""
-    return logits.dtype == torch.float32 and (logits.stride(1) == 1 or logits.shape[1] == 1)
-
-
-def sample_cpu(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
-    """One token id of each row of `logits` [S, V] float32, by `params`, which also change the logits in place; see `op.sample`."""
-    if params.change_row is not None:
-        _apply_changes(logits, params)
-    table = SampleTable()
-    columns = (params.keys, params.temperature, params.top_k, params.top_p, params.min_p)
-    numbers = [
-        table.add(key=key, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        for key, temperature, top_k, top_p, min_p in zip(*(column.tolist() for column in columns), strict=True)
-    ]
-    return sample_records(logits, table, torch.tensor(numbers, dtype=torch.int64))
 
 
 def sample_records(
@@ -107,13 +89,3 @@ def _counters(num_rows: int) -> torch.Tensor:
     if len(_zeros[-1]) < num_rows:
         _zeros.append(torch.zeros(2 * num_rows, dtype=torch.int64))
     return _zeros[-1]
-
-
-def _apply_changes(logits: torch.Tensor, params: SampleParams) -> None:
-    assert params.change_row is not None
-    assert params.change_factor is not None
-    assert params.change_minus is not None
-    place = params.change_row, params.change_id
-    values = logits[place]
-    values = torch.where(values > 0, values / params.change_factor, values * params.change_factor)
-    logits[place] = values - params.change_minus

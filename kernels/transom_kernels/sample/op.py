@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from transom_kernels.launch import uses_cpu_kernels, uses_triton
+from transom_kernels.launch import uses_triton
 from transom_kernels.sample.params import SampleParams
 from transom_kernels.sample.reference import sample_reference
 
@@ -36,8 +36,4 @@ def sample(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
         from transom_kernels.sample.gpu import sample_triton
 
         return sample_triton(logits, params)
-    if uses_cpu_kernels(logits):
-        from transom_kernels.sample.cpu import sample_cpu
-
-        return sample_cpu(logits, params)
     return sample_reference(logits, params)

@@ -1,10 +1,19 @@
-"""The specification of `sample`, row by row: filters by sorting, then the largest sum of scaled logit and Gumbel noise.
+"""`sample` in torch, row by row: the specification, and what computes it where neither kernel runs.
 
-Noise is counter-based, a function of the row's key and the token id: the random bits of a counter are SplitMix64's finaliser over
-`key + counter * GOLDEN`. Token ids form blocks of 64. Counter `-1 - block` gives the least exponential variable of the block and
-the id that has it; each other id of the block adds an exponential variable of its own (its counter is the id). Gumbel noise is
-`-log` of the exponential variable. Since exponential variables have no memory, the 64 noises are
-independent and standard, and the largest of a block is one random number.
+A row's logits are divided by its temperature, filters leave some tokens, and the largest sum of logit and Gumbel noise wins: it has
+the softmax distribution of the tokens that are left. Gumbel noise is -log(E), where E is an exponential variable.
+
+Noise is a function of the row's key and the token id:
+
+1. Bits: an element's random bits are SplitMix64's finaliser over `key + counter * GOLDEN`, in wrapping int64 arithmetic.
+2. Uniform: 52 of the bits and one half make an exact float64 inside (0, 1), an odd multiple of 2**-53.
+3. Blocks: token ids form blocks of 64. Counter -1 - block gives the least of the block's 64 exponential variables and the id that
+   it falls on; every other id adds an exponential variable of its own, whose counter is the id. The least of 64 exponential
+   variables is exponential at 64 times the rate and falls on each id with equal chance, and what another one exceeds it by is
+   exponential again. So the 64 variables are independent all the same, and one draw bounds the noise of a whole block: the kernels
+   skip most blocks.
+
+Legend: V vocabulary, N elements of any shape.
 """
 
 from __future__ import annotations
@@ -16,64 +25,87 @@ import torch
 from transom_kernels.sample.params import NOISE_BLOCK, SampleParams
 
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-MASK_64 = 2**64 - 1
 
 
 def sample_reference(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
-    """The specification of `op.sample`."""
-    if params.change_row is not None:
-        _apply_changes(logits, params)
-    return torch.tensor([_sample_row(logits[row], params, row) for row in range(len(logits))], dtype=torch.int64)
+    """One token id of each row of `logits` [S, V] float32, [S] int64, by `params`; logit changes are applied in place."""
+    apply_changes(logits, params)
+    columns = zip(
+        *(part.tolist() for part in (params.temperature, params.top_k, params.top_p, params.min_p)), strict=True
+    )
+    out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    for row, (temperature, top_k, top_p, min_p) in enumerate(columns):
+        scores = logits[row]
+        if temperature > 0.0:
+            scaled = scores / temperature
+            noise = gumbel(params.keys[row], torch.arange(len(scaled), device=scaled.device))
+            scores = (scaled + noise).masked_fill_(~kept(scaled, top_k, top_p, min_p), -torch.inf)
+        out[row] = scores.max(0).indices  # of equal scores the lowest id
+    return out
 
 
-def _apply_changes(logits: torch.Tensor, params: SampleParams) -> None:
-    changes = (params.change_row, params.change_id, params.change_factor, params.change_minus)
-    for row, token, factor, minus in zip(*(part.tolist() for part in changes if part is not None), strict=True):
-        value = float(logits[row, token])
-        logits[row, token] = (value / factor if value > 0 else value * factor) - minus
+def apply_changes(logits: torch.Tensor, params: SampleParams) -> None:
+    """Apply the logit changes of `params` in place."""
+    if params.change_row is None:
+        return
+    assert params.change_id is not None
+    assert params.change_factor is not None
+    assert params.change_minus is not None
+    at = (params.change_row, params.change_id)
+    value, factor = logits[at], params.change_factor
+    logits[at] = torch.where(value > 0, value / factor, value * factor) - params.change_minus
 
 
-def _sample_row(logits: torch.Tensor, params: SampleParams, row: int) -> int:
-    temperature = float(params.temperature[row])
-    if temperature == 0.0:
-        return int(logits.argmax())
-    scaled = logits / params.temperature[row]
-    best = float(scaled.max())
-    least_kept = -math.inf
-    top_k, top_p, min_p = int(params.top_k[row]), float(params.top_p[row]), float(params.min_p[row])
+def kept(scaled: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Which tokens the filters leave of a row of logits [V] that are divided by temperature, [V] bool.
+
+    Each filter keeps all tokens that are at least as likely as some bound, so tokens with equal logits are kept or removed
+    together. top_p keeps the most likely tokens whose probabilities add up to it, after top_k and renormalised; min_p is relative
+    to the most likely token. A filter is off at `top_k` 0, `top_p` 1 and `min_p` 0.
+    """
+    bound = torch.full((), -torch.inf, dtype=torch.float64, device=scaled.device)
     if 0 < top_k < len(scaled):
-        least_kept = float(scaled.sort(descending=True).values[top_k - 1])
+        bound = scaled.topk(top_k).values[-1].double()
     if top_p < 1.0:
-        ordered = scaled[scaled >= least_kept].sort(descending=True).values
-        weights = (ordered.double() - best).exp()
-        is_kept = weights.cumsum(0) - weights < top_p * weights.sum()
-        least_kept = float(ordered[is_kept].min())
-    if min_p > 0:
-        least_kept = max(least_kept, best + math.log(min_p))
-    key = int(params.keys[row])
-    scores = [
-        (float(value) + gumbel(key, token), -token)
-        for token, value in enumerate(scaled.tolist())
-        if value >= least_kept
-    ]
-    return -max(scores)[1]
+        ordered = scaled.sort(descending=True).values.double()
+        weights = (ordered - ordered[0]).exp_().masked_fill_(ordered < bound, 0.0)
+        up_to = weights.cumsum(0)
+        is_inside = up_to - weights < top_p * up_to[-1]  # the tokens before do not reach top_p yet
+        bound = torch.maximum(bound, ordered.masked_fill_(~is_inside, torch.inf).min())
+    if min_p > 0.0:
+        bound = torch.maximum(bound, scaled.max().double() + math.log(min_p))
+    return scaled >= bound
 
 
-def gumbel(key: int, token: int) -> float:
-    """Standard Gumbel noise of one token id under a row's key."""
-    bits = _random_bits(key, -1 - token // NOISE_BLOCK)
-    exponential = -math.log(_uniform(bits)) / NOISE_BLOCK
-    if token % NOISE_BLOCK != bits % NOISE_BLOCK:
-        exponential += -math.log(_uniform(_random_bits(key, token)))
-    return -math.log(exponential)
+def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise in float64; int64 `keys` [N] and `token_ids` [N] broadcast."""
+    bits = random_bits(
+        keys, -1 - token_ids // NOISE_BLOCK
+    )  # counters of ids are 0, 1, ...; those of blocks are -1, -2, ...
+    offset = bits & (NOISE_BLOCK - 1)  # the lowest bits, which `_to_uniform` leaves out
+    minimum = _to_uniform(bits).log_().mul_(-1.0 / NOISE_BLOCK)
+    excess = (
+        _to_uniform(random_bits(keys, token_ids)).log_().neg_().masked_fill_(token_ids % NOISE_BLOCK == offset, 0.0)
+    )
+    return excess.add_(minimum).log_().neg_()
 
 
-def _random_bits(key: int, counter: int) -> int:
-    value = (key + counter * GOLDEN) & MASK_64
-    value = ((value ^ (value >> 30)) * MIX_1) & MASK_64
-    value = ((value ^ (value >> 27)) * MIX_2) & MASK_64
-    return value ^ (value >> 31)
+def random_bits(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    """64 random bits for each element, as int64 [N]."""
+    bits = counters * _signed(GOLDEN) + keys
+    bits = _xor_shift(bits, 30).mul_(_signed(MIX_1))
+    bits = _xor_shift(bits, 27).mul_(_signed(MIX_2))
+    return _xor_shift(bits, 31)
 
 
-def _uniform(bits: int) -> float:
-    return ((bits >> 12) + 0.5) * 2.0**-52
+def _to_uniform(bits: torch.Tensor) -> torch.Tensor:
+    return (bits >> 12).bitwise_and_(2**52 - 1).to(torch.float64).add_(0.5).mul_(2.0**-52)
+
+
+def _xor_shift(bits: torch.Tensor, count: int) -> torch.Tensor:
+    # The mask clears the copies of the sign bit that an int64 shift brings in.
+    return (bits >> count).bitwise_and_(2 ** (64 - count) - 1).bitwise_xor_(bits)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64

@@ -9,34 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 from huggingface_hub import errors as hub_errors
 
-from tests.tiny_checkpoints import tiny_llama
+from tests.gguf_files import write_small_gguf
 from transom_core.errors import ModelError
 from transom_core.model_files import resolve
 from transom_core.model_files.gguf_header import read_gguf_header
 from transom_core.model_files.resolve import resolve_model
-
-
-def write_gguf(path: Path, *, architecture: str = "llama", **more: Any) -> Path:
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(1)
-    writer.add_context_length(64)
-    writer.add_embedding_length(8)
-    writer.add_feed_forward_length(16)
-    writer.add_head_count(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_token_list(["a", "b", "ü"])
-    for key, value in more.items():
-        writer.add_uint32(key.replace("__", "."), value)
-    writer.add_tensor("output.weight", np.ones((3, 8), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def test_the_demo_is_found_without_importing_its_package() -> None:
@@ -60,7 +40,7 @@ def test_the_demos_metadata_is_a_config() -> None:
 
 
 def test_our_reading_of_a_header_is_the_gguf_packages(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", x__y=7)
+    path = write_small_gguf(tmp_path / "tiny.gguf", x__y=7)
     header, oracle = read_gguf_header(path), gguf.GGUFReader(path)
     fields = {key: field.contents() for key, field in oracle.fields.items() if not key.startswith("GGUF.")}
     assert header.metadata == fields
@@ -70,7 +50,7 @@ def test_our_reading_of_a_header_is_the_gguf_packages(tmp_path: Path) -> None:
 
 
 def test_defaults_of_a_bare_gguf(tmp_path: Path) -> None:
-    config = resolve_model(str(write_gguf(tmp_path / "tiny.gguf"))).config
+    config = resolve_model(str(write_small_gguf(tmp_path / "tiny.gguf"))).config
     assert (config["num_key_value_heads"], config["head_dim"], config["vocab_size"]) == (2, 4, 3)
     assert (config["rope_theta"], config["tie_word_embeddings"]) == (10_000.0, False)
 
@@ -78,8 +58,6 @@ def test_defaults_of_a_bare_gguf(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda path: write_gguf(path, architecture="falcon"), "'falcon'"),
-        (lambda path: write_gguf(path, architecture="qwen2", qwen2__expert_count=4), "'qwen2' with experts"),
         (lambda path: path.write_bytes(b"PK" + bytes(100)), "GGUF"),
         (lambda path: path.write_bytes(b"GGUF"), "too few"),
         (lambda path: path.write_bytes(b"GGUF" + (1).to_bytes(4, "little") + bytes(40)), "version 1"),
@@ -94,18 +72,12 @@ def test_other_ggufs_are_refused(tmp_path: Path, make: Any, match: str) -> None:
 
 
 def test_a_header_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf")
+    path = write_small_gguf(tmp_path / "tiny.gguf")
     whole, end = path.read_bytes(), read_gguf_header(path).tensors["output.weight"].offset
     for size in range(24, end - 32):
         path.write_bytes(whole[:size])
         with pytest.raises(ModelError, match=r"cut-off|lacks"):
             read_gguf_header(path)
-
-
-def test_a_folder_has_its_configs(tmp_path: Path) -> None:
-    files = resolve_model(str(tiny_llama(tmp_path, layers=1)))
-    assert (files.path, files.is_gguf, files.config["model_type"]) == (tmp_path, False, "llama")
-    assert files.generation_config["eos_token_id"] == 2
 
 
 def test_pickles_are_never_a_model(tmp_path: Path) -> None:
@@ -118,21 +90,6 @@ def test_pickles_are_never_a_model(tmp_path: Path) -> None:
 def test_a_name_of_nothing_says_what_is_allowed(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"folder of safetensors, a \.gguf file"):
         resolve_model("no-such-model")
-
-
-def test_a_hub_model_is_downloaded_without_pickles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tiny_llama(tmp_path, layers=1)
-    asked: list[str] = []
-
-    def fake(hub_id: str, *, allow_patterns: list[str], **_: object) -> str:
-        assert hub_id == "org/name"
-        asked.extend(allow_patterns)
-        return str(tmp_path)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fake)
-    files = resolve_model("org/name")
-    assert (files.name, files.path) == ("org/name", tmp_path)
-    assert not any("bin" in pattern or pattern in ("*", "*.*") for pattern in asked)
 
 
 @pytest.mark.parametrize(

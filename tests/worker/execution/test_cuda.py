@@ -9,8 +9,9 @@ from tests.tiny_checkpoints import HybridCase, reference_steps, tiny_llama
 from tests.worker.execution.hand_scheduler import HandScheduler, make_runner
 from transom_core.contract import SamplingParams
 from transom_core.settings.settings import Settings
+from transom_kernels.sample.reference import gumbel, random_bits
 from transom_worker.execution.executor_factory import create_executor
-from transom_worker.sampling.noise import gumbel, noise_key, random_bits
+from transom_worker.sampling.noise import noise_key
 from transom_worker.sampling.sampler import Sampler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -1,4 +1,4 @@
-"""Attention layers from configs of many families, and errors for configs that are not supported."""
+"""Attention layers and experts from configs of many families, and errors for configs that are not supported."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from transformers import AutoConfig
 from transom_core.errors import ConfigError, ModelError
 from transom_core.model_config.architecture import (
     RUNNABLE_FAMILIES,
-    LayerAttention,
     choose_max_model_len,
     read_architecture,
     runnable,
 )
+from transom_core.model_config.mixture import Mixture
 from transom_worker.models.registry import FAMILIES
 
 SMALL: dict[str, Any] = {
@@ -40,17 +40,13 @@ def kinds(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, "FFFFFF"),
-        ({"model_type": "mistral", "sliding_window": 64}, "SSSSSS"),
         ({"model_type": "mistral", "sliding_window": None}, "FFFFFF"),
         ({"model_type": "mistral"}, "SSSSSS"),
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False, "max_window_layers": 4}, "FFFFFF"),
         ({"model_type": "qwen3", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 4}, "FFFFSS"),
-        ({"model_type": "gemma2", "sliding_window": 64}, "SFSFSF"),
-        ({"model_type": "gemma3_text", "sliding_window": 64}, "SSSSSF"),
         ({"model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 3}, "SSFSSF"),
-        ({"model_type": "gpt_oss", "sliding_window": 64}, "SFSFSF"),
-        ({"model_type": "llama4_text", "attention_chunk_size": 64}, "CCCFCC"),
+        ({"model_type": "qwen3_moe", "sliding_window": 64, "use_sliding_window": True}, "SSSSSS"),
+        ({"model_type": "qwen3_moe", "sliding_window": 64, "use_sliding_window": False}, "FFFFFF"),
         ({"model_type": "llama4_text", "attention_chunk_size": 64, "no_rope_layers": [1, 0] * 3}, "CFCFCF"),
         ({"model_type": "llama", "layer_types": ["sliding_attention"] * 6, "sliding_window": 9}, "SSSSSS"),
     ],
@@ -100,32 +96,6 @@ def test_gpt_oss_in_4_bits_is_computed_in_bfloat16() -> None:
 def test_what_a_published_config_leaves_out_is_transformers_default(family: str) -> None:
     config = AutoConfig.for_model(family).to_dict()
     assert read_architecture({"model_type": family, "dtype": config["dtype"]}) == read_architecture(config)
-
-
-def test_deepseek_v4_in_both_forms() -> None:
-    sizes = SMALL | {"model_type": "deepseek_v4", "qk_rope_head_dim": 4, "index_head_dim": 8, "sliding_window": 8}
-    sizes |= {"num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4]}
-    ours = read_architecture(sizes).layers
-    config = AutoConfig.for_model(**sizes).to_dict()
-    assert ours == read_architecture(config).layers
-    assert [layer.compression and layer.compression.ratio for layer in ours] == [None, 4, 128, 4]
-    assert all(layer.window == 8 and layer.latent for layer in ours)
-    assert (ours[1].compression.overlap, ours[1].compression.index_size) == (1, 8)  # type: ignore[union-attr]
-
-
-def test_gemma4_global_layers_have_their_own_heads() -> None:
-    sizes = {"model_type": "gemma4_text", "sliding_window": 8, "global_head_dim": 32, "num_global_key_value_heads": 1}
-    sizes["attention_k_eq_v"] = True
-    layers = read_architecture(SMALL | sizes).layers
-    assert layers[5] == LayerAttention(num_heads=4, num_kv_heads=1, head_size=32)
-    assert layers[4] == LayerAttention(num_heads=4, num_kv_heads=2, head_size=16, window=8)
-
-
-def test_gemma4_layers_that_share_a_cache_read_the_last_of_their_type() -> None:
-    sizes = {"model_type": "gemma4_text", "sliding_window": 8, "num_kv_shared_layers": 4, "num_hidden_layers": 12}
-    sizes["layer_types"] = ["sliding_attention", "full_attention"] * 6
-    layers = read_architecture(SMALL | sizes).layers
-    assert [layer.reads_cache_of for layer in layers] == [None] * 8 + [6, 7, 6, 7]
 
 
 def test_a_model_that_also_sees_is_its_text_decoder() -> None:
@@ -186,3 +156,51 @@ def test_lengths_up_to_the_models() -> None:
     assert choose_max_model_len(100, architecture) == 100
     with pytest.raises(ConfigError, match="--max-model-len is 5000; the model reaches 4096 tokens"):
         choose_max_model_len(5000, architecture)
+
+
+SPARSE = SMALL | {"num_hidden_layers": 7, "sliding_window": 8, "attention_chunk_size": 8, "v_head_dim": 16}
+
+
+def mixture(family: str, **changes: Any) -> Mixture:
+    found = read_architecture(SPARSE | {"model_type": family} | changes).mixture
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "layers"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": [0, 3]}, {1, 2, 4, 5, 6}),
+        ("qwen3_moe", {"decoder_sparse_step": 3}, {2, 5}),
+        ("llama4_text", {"interleave_moe_layer_step": 2}, {1, 3, 5}),
+        ("llama4_text", {"moe_layers": [4]}, {4}),
+        ("mimo_v2_flash", {}, {1, 2, 3, 4, 5, 6}),
+        ("mimo_v2_flash", {"mlp_layer_types": ["sparse"] + ["dense"] * 6}, {0}),
+    ],
+)
+def test_which_layers_have_experts(family: str, changes: dict[str, Any], layers: set[int]) -> None:
+    assert mixture(family, **changes).layers == layers
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "mimo_v2_flash"])
+def test_what_configs_of_experts_leave_out_is_transformers_default(family: str) -> None:
+    sizes = {
+        name: value
+        for name, value in SPARSE.items()
+        if name not in ("attention_chunk_size", "v_head_dim", "model_type")
+    }
+    assert mixture(family) == mixture(family, **AutoConfig.for_model(family, **sizes).to_dict())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("mixtral", {"num_experts_per_tok": 9}, "9 experts per token are to be chosen from 8"),
+        ("mixtral", {"num_experts_per_tok": 0}, "0 experts per token"),
+        ("mixtral", {"num_local_experts": "many"}, "no size or number"),
+        ("mimo_v2_flash", {"n_group": 4}, "n_group above 1"),
+    ],
+)
+def test_experts_that_cannot_be_are_named(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        mixture(family, **changes)

@@ -10,16 +10,19 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.checkpoints import greedy, load_oracle, prompt
-from tests.engine_driver import make_engine, make_request, run
+from tests.engine_driver import make_engine, make_request, prompt_logprobs, run
+from tests.kernels.paged_case import Sequence, Shape, make_case
 from tests.lost_windows import lose_windows
 from tests.matrices import some_daily
 from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
-from transom_core.contract import LogprobTable
 from transom_core.settings.settings import Settings
 from transom_kernels.latent_attention import select_entries
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.setup.model_setup import ModelSetup
 from transom_worker.models.deepseek_v4 import compressor
+from transom_worker.models.deepseek_v4.attention_metadata import AttentionMetadata
+from transom_worker.models.layers.forward_batch import ForwardBatch, LayerCache
+from transom_worker.models.layers.rotary_embedding import RotaryEmbedding
 
 TOLERANCE = 1e-3
 NUM_TOKENS = 6
@@ -51,17 +54,6 @@ def logprobs(oracle: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     return torch.log_softmax(oracle(torch.tensor([ids]), use_cache=False).logits[0], dim=-1)
 
 
-def reported(engine: Engine, prompts: list[list[int]]) -> list[LogprobTable]:
-    for index, ids in enumerate(prompts):
-        engine.add(make_request(str(index), ids, max_tokens=1, prompt_logprobs=20))
-    found: dict[str, LogprobTable] = {}
-    while engine.has_work:
-        for event in engine.step():
-            if event.prompt_logprobs is not None:
-                found[event.request_id] = event.prompt_logprobs
-    return [found[str(index)] for index in range(len(prompts))]
-
-
 @pytest.mark.parametrize(
     ("chunk", "block_size"), some_daily([(1, 16), (3, 4), (16, 16), (23, 32), (1024, 8)], daily=[(3, 4), (23, 32)])
 )
@@ -69,7 +61,7 @@ def test_every_position_in_any_chunks(folder: Path, oracle: PreTrainedModel, chu
     lengths = (130,) if chunk == 1 else (2, 3, 4, 5, 15, 16, 17, 33, 130)
     prompts = [prompt(length, salt=length) for length in lengths]
     engine = start(folder, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 3), block_size=block_size)
-    for ids, steps in zip(prompts, reported(engine, prompts), strict=True):
+    for ids, steps in zip(prompts, prompt_logprobs(engine, prompts), strict=True):
         wanted = logprobs(oracle, ids)
         for position, step in enumerate(steps):
             for logprob in (step.chosen, *step.top):
@@ -170,3 +162,21 @@ def test_the_step_that_sizes_the_pool_scores_a_whole_sequences_entries(
     monkeypatch.setattr(compressor, "select_entries", watched)
     setup._run_worst_case(runner.tiers.device.layout)
     assert seen == {(40, (3, 256 // 4))}
+
+
+def test_a_row_without_a_block_is_an_error() -> None:
+    """As the window's keys would be if the scheduler had dropped a block too early."""
+    case = make_case([Sequence(start=30, count=1, first_key=24)], Shape(kv_heads=1))
+    nothing = LayerCache(torch.empty(0), torch.empty(0))
+    batch = ForwardBatch(
+        token_ids=torch.zeros(1, dtype=torch.int64),
+        positions=torch.tensor([30]),
+        groups=(case.batch,),
+        group_of_layer=(0,),
+        caches=(nothing,),
+        logit_rows=torch.tensor([0]),
+    )
+    metadata = AttentionMetadata(batch, RotaryEmbedding(torch.tensor([0.5]), dtype=torch.float32, interleaved=True))
+    assert metadata.window(0, 7).ge(0).all()
+    with pytest.raises(IndexError, match="of batch row 0 is read but has no block"):
+        metadata.window(0, 8)

@@ -14,9 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from tests.worker.models.test_architecture import SMALL
-from transom_core.errors import ModelError
 from transom_core.model_config.architecture import read_architecture
-from transom_core.model_config.rope import Rope
 from transom_worker.models.frequencies import frequencies
 
 CPU = torch.device("cpu")
@@ -78,16 +76,3 @@ def test_frequencies_are_transformers(form: str) -> None:
         prefix = ("sliding_attention_" if layer.window else "full_attention_") if hasattr(theirs, "layer_types") else ""
         torch.testing.assert_close(frequencies(rope, CPU), getattr(theirs, f"{prefix}inv_freq"), rtol=1e-6, atol=0)
         assert rope.attention_factor == pytest.approx(getattr(theirs, f"{prefix}attention_scaling"))
-
-
-def test_layers_without_rotation() -> None:
-    cohere = read_architecture(SMALL | {"model_type": "cohere2", "sliding_window": 8})
-    assert [rope is not None for rope in cohere.ropes] == [True, True, True, False, True, True]
-    assert cohere.ropes[0].interleaved  # type: ignore[union-attr]
-    smollm = read_architecture(SMALL | {"model_type": "smollm3", "no_rope_layers": [1, 0, 1, 1, 0, 1]})
-    assert [rope is not None for rope in smollm.ropes] == [True, False, True, True, False, True]
-
-
-def test_an_unknown_kind_is_named() -> None:
-    with pytest.raises(ModelError, match="rope scaling 'longrope'; supported: default, linear"):
-        frequencies(Rope(kind="longrope", head_size=8, size=8), CPU)

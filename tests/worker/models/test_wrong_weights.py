@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 from tests.matrices import some_daily
+from tests.worker.models.deepseek_v4_checkpoint import make_deepseek_v4
 from tests.worker.models.quantised_checkpoints import to_mxfp4
+from tests.worker.models.test_deepseek_v4_checkpoints import PUBLISHED, publish
 from transom_core.config import ModelConfig
 from transom_core.errors import ModelError
 from transom_worker.execution.setup.model_loading import load_model
@@ -33,13 +35,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-DAILY = ["llama", "qwen3_moe", "llama4_text", "gpt_oss in MXFP4"]
+NAMES = [*FAMILIES, "gpt_oss in MXFP4", "deepseek_v4", "deepseek_v4 as published"]
+DAILY = ["llama", "qwen3_moe", "llama4_text", "gpt_oss in MXFP4", "deepseek_v4 as published"]
 
 
-@pytest.fixture(scope="module", params=some_daily([*FAMILIES, "gpt_oss in MXFP4"], daily=DAILY))
+@pytest.fixture(scope="module", params=some_daily(NAMES, daily=DAILY))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("family")
     family = request.param.split()[0]
+    if family == "deepseek_v4":
+        make_deepseek_v4(path / "plain", **PUBLISHED)
+        return path / "plain" if family == request.param else publish(path / "plain", path / "published")
     make_checkpoint(path / "plain", family, num_hidden_layers=2, **FAMILIES[family])
     if family == request.param:
         return path / "plain"

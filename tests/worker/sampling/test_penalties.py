@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from transom_core.contract import SamplingParams
-from transom_worker.sampling.penalties import TokenCounts, apply_changes
+from transom_kernels.sample.params import SampleParams
+from transom_kernels.sample.reference import apply_changes
+from transom_worker.sampling.penalties import TokenCounts
 from transom_worker.sampling.token_table import TokenTable
 
 VOCABULARY = 300
@@ -20,7 +22,17 @@ def penalise(logits: torch.Tensor, prompt: list[int], output: list[int], *, row:
     counts = TokenCounts(prompt + output, len(prompt), params)
     changes = TokenTable().gather([row], [counts], [params.repetition_penalty], logits.device)
     if changes is not None:
-        apply_changes(logits, changes)
+        columns = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "keys"), torch.empty(0))
+        apply_changes(
+            logits,
+            SampleParams(
+                **columns,
+                change_row=changes.row,
+                change_id=changes.token,
+                change_factor=changes.row_value,
+                change_minus=changes.value,
+            ),
+        )
 
 
 @settings(deadline=None)

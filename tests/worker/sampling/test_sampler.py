@@ -83,14 +83,6 @@ def test_seeds_choices_and_positions_give_other_texts() -> None:
     assert all(len(set(column)) > 6 for column in columns)
 
 
-def test_equal_logits_give_the_lowest_id() -> None:
-    sampler = Sampler()
-    add(sampler, 0, [1], 1, KINDS["greedy"])
-    logits = torch.zeros(1, 49_152)
-    logits[0, [40_000, 77, 9_000]] = 2.0
-    assert sampler.sample(logits, [0]).token_ids == [77]
-
-
 def test_min_tokens_bans_end_tokens_until_reached() -> None:
     sampler = Sampler(eos_token_ids=(EOS,))
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(5,))
@@ -102,14 +94,6 @@ def test_min_tokens_bans_end_tokens_until_reached() -> None:
         chosen += sampler.sample(logits, [0]).token_ids
         sampler.append(0, chosen[-1])
     assert chosen == [9, 9, EOS]
-
-
-def test_an_ignored_end_token_is_not_banned() -> None:
-    sampler = Sampler(eos_token_ids=(EOS,))
-    add(sampler, 0, [1], 1, SamplingParams(temperature=0.0, min_tokens=2, ignore_eos=True))
-    logits = torch.zeros(1, VOCABULARY)
-    logits[0, EOS] = 9.0
-    assert sampler.sample(logits, [0]).token_ids == [EOS]
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": -1}])

@@ -138,13 +138,6 @@ def test_only_rows_that_a_grammar_holds_are_gathered() -> None:
     assert on_ranks(2, one_rank) == [([0, 0, 0], 500, 3)] * 2
 
 
-def test_a_step_without_sampling_rows_exchanges_nothing() -> None:
-    def one_rank(parallel: Parallel) -> list[int]:
-        return ShardedSampler(parallel).sample(torch.empty(0, 10), []).token_ids
-
-    assert on_ranks(2, one_rank) == [[], []]
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_log_probabilities_of_prompts(size: int) -> None:
     logits = torch.randn(150, 500, generator=torch.Generator().manual_seed(1))
@@ -157,14 +150,3 @@ def test_log_probabilities_of_prompts(size: int) -> None:
     expected = on_ranks(1, one_rank)[0]
     assert expected == token_logprobs(logits, chosen, [3] * 150)
     assert on_ranks(size, one_rank) == [expected, *[[]] * (size - 1)]
-
-
-@pytest.mark.parametrize("rows", [[0, 1, 2], [1, 2], [0, 3]])
-def test_gather_rows(rows: list[int]) -> None:
-    logits = torch.arange(40.0).view(4, 10)
-    for size in (1, 3):
-        gathered = on_ranks(
-            size, lambda parallel: ShardedSampler(parallel).gather_rows(logits[:, share(parallel, 10)], rows)
-        )
-        assert torch.equal(gathered[0], logits[rows])
-        assert gathered[1:] == [None] * (size - 1)

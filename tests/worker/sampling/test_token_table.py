@@ -17,7 +17,7 @@ from transom_core.contract import SamplingParams
 from transom_kernels.launch import prefer
 from transom_worker.sampling.penalties import TokenCounts
 from transom_worker.sampling.sampler import Sampler
-from transom_worker.sampling.token_table import LEAST_CAPACITY, FixedPairs, TokenPairs, TokenTable
+from transom_worker.sampling.token_table import LEAST_CAPACITY, TokenTable
 
 VOCABULARY = 4_096
 PENALISED = SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25, temperature=0.0)
@@ -150,23 +150,3 @@ def test_the_table_has_what_its_sequences_have(seed: int) -> None:
         found = dict(zip(pairs, zip(got.value.tolist(), got.row_value.tolist(), strict=True), strict=True))
         assert found.keys() == want.keys()
         assert all(found[pair] == pytest.approx(want[pair]) for pair in want)
-
-
-def test_segments_of_sequences_that_left_are_used_again() -> None:
-    table = TokenTable()
-
-    def gather_new() -> TokenPairs:
-        pairs = FixedPairs(torch.arange(100).numpy(), torch.zeros(100).numpy())
-        table.gather([0], [pairs], [0.0], CPU)
-        return pairs
-
-    table.remove(gather_new())
-    size = table.capacity
-    for _ in range(50):
-        table.remove(gather_new())
-    assert table.capacity == size == 128
-
-
-def test_without_a_repetition_penalty_the_prompt_is_not_counted() -> None:
-    params = SamplingParams(frequency_penalty=0.5)
-    assert len(TokenCounts(list(range(1_000)), 990, params)) == 10

@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from transom_core.errors import ModelError
 from transom_core.model_config.architecture import Architecture
-from transom_core.model_config.sharding import check_size
 from transom_worker.models.deepseek_v4.v4_model import DeepseekV4
 from transom_worker.models.dense import DENSE_FAMILIES, dense
 from transom_worker.models.gemma4 import Gemma4
@@ -44,12 +42,12 @@ def build_model(
     `weights` is asked for the rank's part of each tensor by its Hugging Face name; for "lm_head.weight" only if the head is not
     tied.
 
+    The caller has checked that the family is supported (`runnable`) and that the ranks can share the model (`check_size`).
+
     Raises:
-        ModelError: an unknown family.
-        ConfigError: more ranks than can share the model, or a quantisation that this device and dtype lack.
+        ModelError: a tensor is missing or has another shape than the architecture's.
+        ConfigError: a quantisation that this device and dtype lack.
     """
-    if architecture.family not in FAMILIES:
-        raise ModelError(f"No model for family {architecture.family!r}; supported so far: {', '.join(FAMILIES)}.")
     load = Loader(
         weights=weights,
         dtype=dtype,
@@ -57,5 +55,4 @@ def build_model(
         quantization=quantization,
         parallel=parallel or Parallel(),
     )
-    check_size(architecture, load.parallel.size)
     return FAMILIES[architecture.family](architecture, load)

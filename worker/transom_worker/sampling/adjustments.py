@@ -1,4 +1,4 @@
-"""Applies everything that changes logits before temperature: logit bias, banned tokens, a grammar's bit mask, penalties.
+"""What changes logits before temperature: applies logit bias, banned tokens and a grammar's bit mask, and gathers penalties.
 
 - banned token: one that would end the sequence before `min_tokens`. Its logit becomes -inf.
 - grammar mask: bits packed into bytes, ceil(V / 8) for each row, lowest bit first; bit 0 means that the token is not allowed.
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from transom_worker.sampling.penalties import apply_changes
 from transom_worker.sampling.sequence_state import SequenceState
 from transom_worker.sampling.token_table import RowPairs, TokenPairs, TokenTable
 
@@ -29,17 +28,13 @@ class Adjustments:
         for pairs in state.all_pairs:
             self._table.remove(pairs)
 
-    def apply(self, logits_SV: torch.Tensor, states: Sequence[SequenceState], grammar_mask: bytes | None) -> None:
-        """Change `logits_SV` in place, row s as `states[s]` asks. `grammar_mask` is the mask of all rows, as in StepPlan."""
-        self.apply_bias_and_bans(logits_SV, states, grammar_mask)
-        changes = self.penalties(states, logits_SV.device)
-        if changes is not None:
-            apply_changes(logits_SV, changes)
-
     def apply_bias_and_bans(
         self, logits_SV: torch.Tensor, states: Sequence[SequenceState], grammar_mask: bytes | None
     ) -> None:
-        """Apply everything but penalties. Penalties may come afterwards: a logit of -inf stays -inf."""
+        """Change `logits_SV` in place, row s as `states[s]` asks, by everything but penalties.
+
+        `grammar_mask` is the mask of all rows, as in StepPlan. Penalties may come afterwards: a logit of -inf stays -inf.
+        """
         vocab_size, device = logits_SV.shape[1], logits_SV.device
         bias = self._gather([state.bias_pairs(vocab_size) for state in states], device)
         if bias is not None:

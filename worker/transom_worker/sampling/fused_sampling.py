@@ -1,4 +1,4 @@
-"""Samples all rows with one kernel, where logits lie on a device that runs Triton's kernels.
+"""Samples all rows by the operator `sample`, where the CPU kernel does not: one call with the parameters of the step's rows.
 
 Legend: S rows that are sampled, V vocabulary.
 """

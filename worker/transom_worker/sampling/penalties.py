@@ -1,7 +1,4 @@
-"""Repetition, presence and frequency penalties, from token counts that grow with a sequence.
-
-Legend: R rows, V vocabulary, C logits that penalties change.
-"""
+"""Repetition, presence and frequency penalties, from token counts that grow with a sequence."""
 
 from __future__ import annotations
 
@@ -9,11 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from transom_core.contract import SamplingParams
-from transom_worker.sampling.token_table import RowPairs
 
 SPARE = 64  # places that are kept free for new tokens
 
@@ -67,12 +62,3 @@ class TokenCounts:
         counts = self._counts[slots]
         minus = self._presence * (counts > 0) + self._frequency * counts.astype(np.float32)
         return slots, self._ids[slots], minus.astype(np.float32)
-
-
-def apply_changes(logits_RV: torch.Tensor, changes: RowPairs) -> None:
-    """Divide a logit by its row's number (the repetition penalty) if it is positive, multiply it if it is negative; then subtract
-    its own number. Changes the logits in place.
-    """
-    values = logits_RV[changes.row, changes.token]
-    values = torch.where(values < 0, values * changes.row_value, values / changes.row_value)
-    logits_RV[changes.row, changes.token] = values - changes.value

@@ -1,10 +1,9 @@
 """Samples the next token of every sequence of a step from its logits. A row's result does not depend on other rows.
 
-- greedy row: the most likely token wins; no noise is added.
-- filtered row: Gumbel noise is added to the candidates that top_k, top_p and min_p leave.
-- unfiltered row: Gumbel noise is added to the whole row.
+The CPU kernel reads records of the sequences (`record_sampling`); elsewhere the operator `sample` takes the step's parameters
+(`fused_sampling`). What a sample is: `transom_kernels.sample.reference`.
 
-Legend: S rows that are sampled, N some of these rows, V vocabulary, C candidates.
+Legend: S rows that are sampled, L rows that ask for log-probabilities, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,15 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from transom_core.contract import SamplingParams, TokenLogprobs
-from transom_kernels.launch import uses_cpu_kernels, uses_triton
+from transom_kernels.launch import uses_cpu_kernels
 from transom_worker.sampling.adjustments import Adjustments
-from transom_worker.sampling.filters import Filters, filter_logits
 from transom_worker.sampling.fused_sampling import sample_fused
-from transom_worker.sampling.gumbel_max import gumbel_argmax
 from transom_worker.sampling.logprobs import token_logprobs
-from transom_worker.sampling.noise import gumbel
-from transom_worker.sampling.row_ops import first_argmax, take_rows
-from transom_worker.sampling.sequence_state import SequenceState, apply_temperature, noise_key_tensor
+from transom_worker.sampling.sequence_state import SequenceState
 
 if TYPE_CHECKING:
     from transom_worker.sampling.record_sampling import RecordSampler
@@ -107,22 +102,14 @@ class Sampler:
 
     def _token_ids(self, logits_SV: torch.Tensor, rows: _Rows, grammar_mask: bytes | None) -> list[int]:
         states = rows.states
-        if self._uses_records(logits_SV):
+        if uses_cpu_kernels(logits_SV):
             ids: list[int] = self._records.sample(logits_SV, rows.seq_ids, states, grammar_mask=grammar_mask).tolist()
             return ids
-        is_fused = uses_triton(logits_SV)
         adjusted_SV = logits_SV
         if grammar_mask is not None or any(state.changes_logits for state in states):
             adjusted_SV = logits_SV.clone()
-            apply = self._adjustments.apply_bias_and_bans if is_fused else self._adjustments.apply
-            apply(adjusted_SV, states, grammar_mask)
-        if is_fused:
-            return sample_fused(adjusted_SV, states, self._adjustments.penalties(states, logits_SV.device))
-        return _sample_rows(adjusted_SV, states)
-
-    def _uses_records(self, logits_SV: torch.Tensor) -> bool:
-        """Whether the CPU kernel samples these logits."""
-        return uses_cpu_kernels(logits_SV) and logits_SV.dtype == torch.float32 and logits_SV.stride(1) == 1
+            self._adjustments.apply_bias_and_bans(adjusted_SV, states, grammar_mask)
+        return sample_fused(adjusted_SV, states, self._adjustments.penalties(states, logits_SV.device))
 
     @property
     def _records(self) -> RecordSampler:
@@ -133,44 +120,6 @@ class Sampler:
         return self._record_sampler
 
 
-def _sample_rows(logits_SV: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
-    greedy = [row for row, state in enumerate(states) if state.params.greedy]
-    if len(greedy) == len(states):
-        return _sample_greedy(logits_SV)
-    filtered = [row for row, state in enumerate(states) if not state.params.greedy and state.has_filters]
-    unfiltered = [row for row, state in enumerate(states) if not state.params.greedy and not state.has_filters]
-    chosen = [0] * len(states)
-    for rows, choose in ((greedy, None), (filtered, _sample_filtered), (unfiltered, _sample_unfiltered)):
-        if not rows:
-            continue
-        part = take_rows(logits_SV, rows)
-        tokens = choose(part, [states[row] for row in rows]) if choose else _sample_greedy(part)
-        for row, token in zip(rows, tokens, strict=True):
-            chosen[row] = token
-    return chosen
-
-
-def _sample_greedy(logits_NV: torch.Tensor) -> list[int]:
-    return first_argmax(logits_NV).tolist()
-
-
-def _sample_filtered(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
-    filters = Filters(
-        top_k=[state.params.top_k for state in states],
-        top_p=[state.params.top_p for state in states],
-        min_p=[state.params.min_p for state in states],
-    )
-    candidates = filter_logits(apply_temperature(logits_NV, states), filters)
-    noise_NC = gumbel(noise_key_tensor(logits_NV, states), candidates.token_ids_RC)
-    best_N1 = first_argmax(noise_NC.add_(candidates.logits_RC))[:, None]
-    return candidates.token_ids_RC.gather(1, best_N1)[:, 0].tolist()
-
-
-def _sample_unfiltered(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> list[int]:
-    _, token_ids_N = gumbel_argmax(apply_temperature(logits_NV, states), noise_key_tensor(logits_NV, states))
-    return token_ids_N.tolist()
-
-
 def _logprobs(logits_SV: torch.Tensor, rows: _Rows, chosen: list[int]) -> list[TokenLogprobs | None]:
     num_top = [rows.states[row].params.logprobs or 0 for row in rows.logprob_rows]
     logits_LV = take_rows(logits_SV, rows.logprob_rows)
@@ -179,3 +128,10 @@ def _logprobs(logits_SV: torch.Tensor, rows: _Rows, chosen: list[int]) -> list[T
     for row, logprobs in zip(rows.logprob_rows, found, strict=True):
         result[row] = logprobs
     return result
+
+
+def take_rows(values_RV: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Return the rows with these ascending numbers; a view where the numbers are consecutive."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return values_RV[rows[0] : rows[-1] + 1]
+    return values_RV[torch.tensor(rows, device=values_RV.device)]

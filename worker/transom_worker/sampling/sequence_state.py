@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from transom_core.contract import SamplingParams
@@ -94,16 +93,3 @@ def _fixed(token_ids: list[int], values: list[float]) -> FixedPairs:
 def noise_keys(states: Sequence[SequenceState]) -> NDArray[np.int64]:
     """Return the noise key of each sequence's next token, int64 [S]."""
     return position_keys([state.choice_key for state in states], [state.output_position for state in states])
-
-
-def apply_temperature(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
-    """Return each row divided by its temperature; `logits_NV` itself where all temperatures are 1."""
-    if all(state.params.temperature == 1.0 for state in states):
-        return logits_NV
-    temperatures = torch.tensor([state.params.temperature for state in states], dtype=logits_NV.dtype)
-    return logits_NV / temperatures.to(logits_NV.device)[:, None]
-
-
-def noise_key_tensor(logits_NV: torch.Tensor, states: Sequence[SequenceState]) -> torch.Tensor:
-    """Return the noise key of each row on the logits' device, int64 [N, 1]."""
-    return torch.from_numpy(noise_keys(states)).to(logits_NV.device)[:, None]

@@ -24,12 +24,14 @@ import numpy as np
 import torch
 
 from transom_core.contract import LogprobTable
+from transom_kernels.launch import uses_cpu_kernels
+from transom_kernels.sample.reference import gumbel
 from transom_worker.models.parallel import Parallel
-from transom_worker.sampling.gumbel_max import gumbel_argmax
 from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS, logprob_table
-from transom_worker.sampling.row_ops import first_argmax, take_rows
-from transom_worker.sampling.sampler import Sampler, SamplerOutput
-from transom_worker.sampling.sequence_state import SequenceState, apply_temperature, noise_key_tensor
+from transom_worker.sampling.sampler import Sampler, SamplerOutput, take_rows
+from transom_worker.sampling.sequence_state import SequenceState, noise_keys
+
+MAX_NOISE = 1 << 22  # float64 numbers that are drawn at once
 
 
 class ShardedSampler(Sampler):
@@ -100,7 +102,7 @@ class ShardedSampler(Sampler):
         self, logits_NV: torch.Tensor, seq_ids: Sequence[int], states: Sequence[SequenceState]
     ) -> list[int]:
         """Return the ids with the best scores of all ranks; of equal scores the lowest id, which is on the lowest rank."""
-        if self._uses_records(logits_NV):
+        if uses_cpu_kernels(logits_NV):
             score_N = torch.empty(len(states), dtype=torch.float64)
             token_ids_N = self._records.sample(logits_NV, seq_ids, states, first_id=self._first_id, scores_S=score_N)
         else:
@@ -109,8 +111,8 @@ class ShardedSampler(Sampler):
         pairs_K2N[self._parallel.rank, 0] = score_N.view(torch.int64)
         pairs_K2N[self._parallel.rank, 1] = token_ids_N
         self._parallel.comm.all_reduce_(pairs_K2N)  # every other rank adds zeros
-        winner_N1 = first_argmax(pairs_K2N[:, 0].view(torch.float64).T)[:, None]
-        best: list[int] = pairs_K2N[:, 1].T.gather(1, winner_N1)[:, 0].tolist()
+        winner_1N = pairs_K2N[:, 0].view(torch.float64).max(0, keepdim=True).indices
+        best: list[int] = pairs_K2N[:, 1].gather(0, winner_1N)[0].tolist()
         return best
 
     def _sample_gathered(
@@ -154,16 +156,19 @@ def _best_of_slice(
     logits_NV: torch.Tensor, states: Sequence[SequenceState], first_id: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's best score among this rank's tokens, float64 [N], and its id, int64 [N]."""
-    column_N1 = first_argmax(logits_NV)[:, None]
-    score_N = logits_NV.gather(1, column_N1)[:, 0].to(torch.float64)
-    token_ids_N = column_N1[:, 0] + first_id
-    random_rows = [row for row, state in enumerate(states) if not state.params.greedy]
-    if random_rows:
-        random_states = [states[row] for row in random_rows]
-        logits = apply_temperature(take_rows(logits_NV, random_rows), random_states)
-        score_N[random_rows], token_ids_N[random_rows] = gumbel_argmax(
-            logits, noise_key_tensor(logits, random_states), first_id=first_id
-        )
+    greedy = logits_NV.max(1)
+    score_N, token_ids_N = greedy.values.double(), greedy.indices + first_id
+    random = [row for row, state in enumerate(states) if not state.params.greedy]
+    ids_V = torch.arange(first_id, first_id + logits_NV.shape[1], device=logits_NV.device)
+    most = max(1, MAX_NOISE // len(ids_V))
+    for rows in (random[first : first + most] for first in range(0, len(random), most)):
+        some = [states[row] for row in rows]
+        keys = torch.from_numpy(noise_keys(some)).to(logits_NV.device)
+        temperatures = torch.tensor([state.params.temperature for state in some], device=logits_NV.device)
+        scaled = take_rows(logits_NV, rows) / temperatures[:, None]
+        best = (scaled + gumbel(keys[:, None], ids_V)).max(1)
+        at = torch.tensor(rows, device=logits_NV.device)
+        score_N[at], token_ids_N[at] = best.values, best.indices + first_id
     return score_N, token_ids_N
 
 

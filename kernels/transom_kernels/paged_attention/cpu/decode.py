@@ -84,7 +84,7 @@ def make_decode(kind: AttentionKind, table: TableReader) -> Any:
         partials, total, partial = partials_of(arguments, row, kv_head), memory + layout.total, memory + layout.partial
         if num_units == 0:
             clear(total)
-        loaded = -1  # the argument whose queries are in memory
+        loaded: Any = -1  # the argument whose queries are in memory
         for unit in range(slot, num_units, num_slots if shared else 1):
             is_sink = unit < num_sink_units
             wanted = AT.sink_q if is_sink and argument(arguments, AT.sink_q) else AT.q

@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-from numba import types
-from numba.extending import intrinsic
-
+from transom_kernels.cpu.language import INT, NOTHING, emits
 from transom_kernels.cpu.vector_code import (
     F32,
     F32_16,
@@ -35,7 +33,6 @@ from transom_kernels.paged_attention.cpu.row_vectors import (
 from transom_kernels.quantised_kv.cpu_rows import row_bytes
 
 _GROUPS_AHEAD = 4  # a group is prefetched this many groups before it is read
-_I = types.int64
 
 
 def sums_of_lanes(b, vectors):
@@ -85,38 +82,33 @@ def make_group_scores(words: Words, heads: int, width: int, value_width: int, st
             sums = b.fmul(b.sitofp(sums, F32_16), broadcast(b, query[-1], F32_16))
         store(b, sums, place, 64)
 
-    @intrinsic
-    def group_scores(typingctx, keys, values, num_groups, queries, scores):
-        def emit(context, b, sig, args):
-            keys, values, num_groups, queries, scores = args
-            last = b.sub(num_groups, int64(1))
-            held = [load_query(b, queries, int64(h)) for h in range(heads)] if unrolled else []
+    @emits(NOTHING, INT, INT, INT, INT, INT)
+    def group_scores(b, keys, values, num_groups, queries, scores):
+        last = b.sub(num_groups, int64(1))
+        held = [load_query(b, queries, int64(h)) for h in range(heads)] if unrolled else []
 
-            def body(group, carried):
-                ahead = b.add(group, int64(_GROUPS_AHEAD))
-                ahead = b.select(b.icmp_signed("<", ahead, last), ahead, last)
-                for at, index, lines in ((keys, ahead, lines_of_keys), (values, group, lines_of_values)):
-                    address = load(b, b.add(at, b.shl(index, int64(3))), I64, 8)
-                    for line in lines:
-                        emit_prefetch(b, b.add(address, int64(line)))
-                key = load(b, b.add(keys, b.shl(group, int64(3))), I64, 8)
-                out = b.add(scores, b.shl(group, int64(6)))
-                if unrolled:
-                    for h in range(heads):
-                        emit_head(b, key, held[h], b.add(out, int64(h * score_stride)))
-                else:
+        def body(group, carried):
+            ahead = b.add(group, int64(_GROUPS_AHEAD))
+            ahead = b.select(b.icmp_signed("<", ahead, last), ahead, last)
+            for at, index, lines in ((keys, ahead, lines_of_keys), (values, group, lines_of_values)):
+                address = load(b, b.add(at, b.shl(index, int64(3))), I64, 8)
+                for line in lines:
+                    emit_prefetch(b, b.add(address, int64(line)))
+            key = load(b, b.add(keys, b.shl(group, int64(3))), I64, 8)
+            out = b.add(scores, b.shl(group, int64(6)))
+            if unrolled:
+                for h in range(heads):
+                    emit_head(b, key, held[h], b.add(out, int64(h * score_stride)))
+            else:
 
-                    def one_head(h, carried):
-                        emit_head(b, key, load_query(b, queries, h), b.add(out, b.mul(h, int64(score_stride))))
-                        return carried
+                def one_head(h, carried):
+                    emit_head(b, key, load_query(b, queries, h), b.add(out, b.mul(h, int64(score_stride))))
+                    return carried
 
-                    Loop(b, int64(heads), 1, [], one_head)
-                return carried
+                Loop(b, int64(heads), 1, [], one_head)
+            return carried
 
-            Loop(b, num_groups, 1, [], body)
-            return context.get_dummy_value()
-
-        return types.void(_I, _I, _I, _I, _I), emit
+        Loop(b, num_groups, 1, [], body)
 
     return group_scores
 
@@ -170,15 +162,11 @@ def make_weighted_sum(words: Words, heads: int, width: int, strides: tuple[int, 
             for j in range(num):
                 store(b, vectors[j], b.add(out, int64(h * out_stride + (first + j) * VECTOR_BYTES)), 64)
 
-    @intrinsic
-    def weighted_sum(typingctx, values, num_groups, weights, out):
-        def emit(context, b, sig, args):
-            total = words.output_vectors(width)
-            for first in range(0, total, step):
-                emit_slice(b, first, min(step, total - first), *args)
-            return context.get_dummy_value()
-
-        return types.void(_I, _I, _I, _I), emit
+    @emits(NOTHING, INT, INT, INT, INT)
+    def weighted_sum(b, values, num_groups, weights, out):
+        total = words.output_vectors(width)
+        for first in range(0, total, step):
+            emit_slice(b, first, min(step, total - first), values, num_groups, weights, out)
 
     return weighted_sum
 

@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
-from transom_kernels.cpu.numba_types import f32x16
+from transom_kernels.cpu.language import FLOATS, INT, NOTHING, emits
 from transom_kernels.cpu.simd import (
     LOAD,
     LOAD_PART,
@@ -46,17 +44,11 @@ def integer_words(kind: AttentionKind) -> Words | None:
     return Words(kind.stored, pairs=False, halves=True)
 
 
-@intrinsic
-def _store_halves(typingctx, address, x):
+@emits(NOTHING, INT, FLOATS)
+def _store_halves(b, address, x):
     """Round 16 numbers and store them as 16-bit integers."""
-
-    def emit(context, b, sig, args):
-        address, x = args
-        rint = function(b, f"llvm.rint.v{LANES}f32", F32_16, [F32_16])
-        store(b, b.trunc(b.fptosi(b.call(rint, [x]), I32_16), _I16_16), address, 2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, f32x16), emit
+    rint = function(b, f"llvm.rint.v{LANES}f32", F32_16, [F32_16])
+    store(b, b.trunc(b.fptosi(b.call(rint, [x]), I32_16), _I16_16), address, 2)
 
 
 def make_round_row(dtype: str, stride: int) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from transom_kernels.cpu.simd import load_i32
-from transom_kernels.cpu.work import argument, claim, finish, helper, scratch
+from transom_kernels.cpu.work import argument, each_item, helper, scratch
 from transom_kernels.paged_attention.cpu.arguments import AT, RESULT
 from transom_kernels.paged_attention.cpu.decode import make_combine_rows, make_decode
 from transom_kernels.paged_attention.cpu.layout import AttentionKind
@@ -41,20 +41,17 @@ def decoding_sequence(arguments, index):
 def attend_over(attend_tile: Any, decode: Any) -> Any:
     """attend(arguments, thread), of what `make_attend_tile` and `make_decode` make."""
 
-    def attend(arguments, thread):
-        item = claim(thread)
-        while item >= 0:
-            kv_heads, num_tile_items = argument(arguments, RESULT.kv_heads), argument(arguments, AT.work.num_tile_items)
-            kv_head = item % kv_heads
-            if item < num_tile_items:
-                tile = argument(arguments, AT.work.tiles) + 8 * (item // kv_heads)
-                attend_tile(arguments, scratch(thread), load_i32(tile), load_i32(tile + 4), kv_head)
-            else:
-                index, num_slots = (item - num_tile_items) // kv_heads, argument(arguments, AT.work.num_slots)
-                sequence = decoding_sequence(arguments, index // num_slots)
-                decode(arguments, scratch(thread), sequence, kv_head, index % num_slots)
-            finish(thread)
-            item = claim(thread)
+    @each_item
+    def attend(arguments, thread, item):
+        kv_heads, num_tile_items = argument(arguments, RESULT.kv_heads), argument(arguments, AT.work.num_tile_items)
+        kv_head = item % kv_heads
+        if item < num_tile_items:
+            tile = argument(arguments, AT.work.tiles) + 8 * (item // kv_heads)
+            attend_tile(arguments, scratch(thread), load_i32(tile), load_i32(tile + 4), kv_head)
+        else:
+            index, num_slots = (item - num_tile_items) // kv_heads, argument(arguments, AT.work.num_slots)
+            sequence = decoding_sequence(arguments, index // num_slots)
+            decode(arguments, scratch(thread), sequence, kv_head, index % num_slots)
 
     return attend
 
@@ -63,12 +60,9 @@ def combine_over(kind: AttentionKind, table: TableReader) -> Any:
     """combine(arguments, thread) for a kind of block table."""
     combine_rows = make_combine_rows(kind, table)
 
-    def combine(arguments, thread):
-        item = claim(thread)
-        while item >= 0:
-            kv_heads = argument(arguments, RESULT.kv_heads)
-            combine_rows(arguments, decoding_sequence(arguments, item // kv_heads), item % kv_heads)
-            finish(thread)
-            item = claim(thread)
+    @each_item
+    def combine(arguments, thread, item):
+        kv_heads = argument(arguments, RESULT.kv_heads)
+        combine_rows(arguments, decoding_sequence(arguments, item // kv_heads), item % kv_heads)
 
     return combine

@@ -8,8 +8,8 @@ Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -82,12 +82,12 @@ def launch_attention(
     if out.numel() == 0:
         return out
     kind = kind_of(inputs)
-    attend, combine = _kernels(module, kind)
-    plan = plan_of(batch, kind.tile_tokens)
+    kernels = _kernels(module, kind)
+    plan = plan_of(batch, kernels.tile_tokens)
     max_units = (
         most_keys // UNIT_KEYS + 3
     )  # keys may begin and end inside a unit, and sink tokens have units of their own
-    unit_bytes = rows * kv_heads * kind.partial_bytes
+    unit_bytes = rows * kv_heads * kernels.partial_bytes
     num_slots = num_slots_for(plan.num_decoding * kv_heads, max_units, unit_bytes)
     work = WorkArguments(
         tiles=plan.tiles,
@@ -99,9 +99,9 @@ def launch_attention(
     )
     arguments = (attention_arguments(inputs, work, out=out, sink_q=sink_q, statistics=statistics), own)
     num_items = (plan.num_tiles + plan.num_decoding * num_slots) * kv_heads
-    launch(attend, num_items, arguments, scratch_bytes=scratch_bytes_of(kind))
+    launch(kernels.attend, num_items, arguments, scratch_bytes=kernels.scratch_bytes)
     if num_slots > 1:
-        launch(combine, plan.num_decoding * kv_heads, arguments)
+        launch(kernels.combine, plan.num_decoding * kv_heads, arguments)
     return out
 
 
@@ -161,11 +161,23 @@ def scratch_bytes_of(kind: AttentionKind) -> int:
     return int(max(decode_layout(kind).num_bytes, prompt_layout(kind).num_bytes))
 
 
+class _Kernels(NamedTuple):
+    """The kernels of one kind of layer, and their sizes."""
+
+    attend: CpuKernel
+    combine: CpuKernel
+    tile_tokens: int  # query tokens of a prompt's tile
+    partial_bytes: int  # of a unit's partial result of one KV head
+    scratch_bytes: int  # of a thread
+
+
 @cache
-def _kernels(module: str, kind: AttentionKind) -> tuple[CpuKernel, CpuKernel]:
-    """The kernels `attend` and `combine`. What `combine` does not depend on is left out, so that many kinds share it."""
-    combined = replace(kind, stored=kind.dtype, width=1, has_soft_cap=False)
-    return cpu_kernel(module, "make_attend", **asdict(kind)), cpu_kernel(module, "make_combine", **asdict(combined))
+def _kernels(module: str, kind: AttentionKind) -> _Kernels:
+    """What `combine` does not depend on is left out of its kind, so that many layers share it."""
+    combined = kind._replace(stored=kind.dtype, width=1, has_soft_cap=False)
+    attend = cpu_kernel(module, "make_attend", **kind._asdict())
+    combine = cpu_kernel(module, "make_combine", **combined._asdict())
+    return _Kernels(attend, combine, kind.tile_tokens, kind.partial_bytes, scratch_bytes_of(kind))
 
 
 def _check_blocks(batch: PagedBatch, rule: MaskRule) -> None:

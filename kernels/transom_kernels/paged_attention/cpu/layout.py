@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from transom_kernels.cpu.target import cpu_target
 
@@ -56,8 +56,7 @@ class Words:
         return self.vectors(width) * self.elements
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionKind:
+class AttentionKind(NamedTuple):
     """What a kernel is compiled for: the parameters of its maker."""
 
     dtype: str  # of queries and results

@@ -5,14 +5,10 @@ Legend: R query rows, K words that are summed, N vectors of 16 columns.
 
 from __future__ import annotations
 
-from numba import types
-from numba.extending import intrinsic
-
+from transom_kernels.cpu.language import INT, NOTHING, emits
 from transom_kernels.cpu.vector_code import F32_16, I32_16, I64, LANES, Loop, constant, int64, load, shuffle, store
 from transom_kernels.paged_attention.cpu.layout import VECTOR_BYTES, Words
 from transom_kernels.paged_attention.cpu.row_vectors import I16_32, multiply, row_vector, splat_at
-
-_I = types.int64
 
 
 def make_product(words: Words, rows: int, columns: int, strides: tuple[int, int, int], *, adds: bool):
@@ -24,30 +20,25 @@ def make_product(words: Words, rows: int, columns: int, strides: tuple[int, int,
     c_stride, a_stride, panel_stride = strides
     kind = I32_16 if words.pairs else F32_16
 
-    @intrinsic
-    def product(typingctx, c, a, panels, count):
-        def emit(context, b, sig, args):
-            c, a, panels, count = args
-            places = [b.add(c, int64(r * c_stride + j * VECTOR_BYTES)) for r in range(rows) for j in range(columns)]
-            zero = constant(F32_16, 0.0)
-            initial = [load(b, place, F32_16, 64) if adds else zero for place in places]
+    @emits(NOTHING, INT, INT, INT, INT)
+    def product(b, c, a, panels, count):
+        places = [b.add(c, int64(r * c_stride + j * VECTOR_BYTES)) for r in range(rows) for j in range(columns)]
+        zero = constant(F32_16, 0.0)
+        initial = [load(b, place, F32_16, 64) if adds else zero for place in places]
 
-            def body(k, sums):
-                sums = list(sums)
-                at = b.add(panels, b.shl(k, int64(6)))
-                right = [load(b, b.add(at, int64(panel_stride * j)), kind, 64) for j in range(columns)]
-                left = b.add(a, b.shl(k, int64(2)))
-                for r in range(rows):
-                    word = splat_at(b, words, b.add(left, int64(r * a_stride)))
-                    for j in range(columns):
-                        sums[r * columns + j] = multiply(b, words, sums[r * columns + j], right[j], word)
-                return sums
+        def body(k, sums):
+            sums = list(sums)
+            at = b.add(panels, b.shl(k, int64(6)))
+            right = [load(b, b.add(at, int64(panel_stride * j)), kind, 64) for j in range(columns)]
+            left = b.add(a, b.shl(k, int64(2)))
+            for r in range(rows):
+                word = splat_at(b, words, b.add(left, int64(r * a_stride)))
+                for j in range(columns):
+                    sums[r * columns + j] = multiply(b, words, sums[r * columns + j], right[j], word)
+            return sums
 
-            for place, total in zip(places, Loop(b, count, 1, initial, body).results, strict=True):
-                store(b, total, place, 64)
-            return context.get_dummy_value()
-
-        return types.void(_I, _I, _I, _I), emit
+        for place, total in zip(places, Loop(b, count, 1, initial, body).results, strict=True):
+            store(b, total, place, 64)
 
     return product
 
@@ -55,18 +46,13 @@ def make_product(words: Words, rows: int, columns: int, strides: tuple[int, int,
 def make_pack_keys(words: Words, width: int):
     """pack_keys(addresses, panel): 16 keys as a panel [words of a key, 16]."""
 
-    @intrinsic
-    def pack_keys(typingctx, addresses, panel):
-        def emit(context, b, sig, args):
-            addresses, panel = args
-            keys = [load(b, b.add(addresses, int64(8 * t)), I64, 8) for t in range(LANES)]
-            for j in range(words.vectors(width)):
-                columns = _transpose(b, [row_vector(b, words, key, j, width) for key in keys])
-                for k, column in enumerate(columns):
-                    store(b, column, b.add(panel, int64((j * LANES + k) * VECTOR_BYTES)), 64)
-            return context.get_dummy_value()
-
-        return types.void(_I, _I), emit
+    @emits(NOTHING, INT, INT)
+    def pack_keys(b, addresses, panel):
+        keys = [load(b, b.add(addresses, int64(8 * t)), I64, 8) for t in range(LANES)]
+        for j in range(words.vectors(width)):
+            columns = _transpose(b, [row_vector(b, words, key, j, width) for key in keys])
+            for k, column in enumerate(columns):
+                store(b, column, b.add(panel, int64((j * LANES + k) * VECTOR_BYTES)), 64)
 
     return pack_keys
 
@@ -87,24 +73,19 @@ def _transpose(b, rows):
 def make_pack_values(words: Words, width: int, panel_stride: int):
     """pack_values(addresses, out): two values as rows of panels: one row of pairs, or two of float32; panels lie apart."""
 
-    @intrinsic
-    def pack_values(typingctx, addresses, out):
-        def emit(context, b, sig, args):
-            addresses, out = args
-            values = [load(b, b.add(addresses, int64(8 * t)), I64, 8) for t in range(2)]
-            for j in range(words.vectors(width)):
-                x, y = (row_vector(b, words, value, j, width) for value in values)
-                if words.pairs:
-                    x, y = b.bitcast(x, I16_32), b.bitcast(y, I16_32)
-                    for part in range(2):
-                        lanes = [s * 32 + part * 16 + d for d in range(16) for s in (0, 1)]
-                        pairs = b.bitcast(shuffle(b, x, y, lanes), I32_16)
-                        store(b, pairs, b.add(out, int64((2 * j + part) * panel_stride)), 64)
-                else:
-                    for t, vector in enumerate((x, y)):
-                        store(b, vector, b.add(out, int64(j * panel_stride + t * VECTOR_BYTES)), 64)
-            return context.get_dummy_value()
-
-        return types.void(_I, _I), emit
+    @emits(NOTHING, INT, INT)
+    def pack_values(b, addresses, out):
+        values = [load(b, b.add(addresses, int64(8 * t)), I64, 8) for t in range(2)]
+        for j in range(words.vectors(width)):
+            x, y = (row_vector(b, words, value, j, width) for value in values)
+            if words.pairs:
+                x, y = b.bitcast(x, I16_32), b.bitcast(y, I16_32)
+                for part in range(2):
+                    lanes = [s * 32 + part * 16 + d for d in range(16) for s in (0, 1)]
+                    pairs = b.bitcast(shuffle(b, x, y, lanes), I32_16)
+                    store(b, pairs, b.add(out, int64((2 * j + part) * panel_stride)), 64)
+            else:
+                for t, vector in enumerate((x, y)):
+                    store(b, vector, b.add(out, int64(j * panel_stride + t * VECTOR_BYTES)), 64)
 
     return pack_values

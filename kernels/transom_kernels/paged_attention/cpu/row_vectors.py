@@ -6,10 +6,8 @@ A *row* is a query, or one key or value of one head, whose elements are adjacent
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
-from transom_kernels.cpu.numba_types import f32x16
+from transom_kernels.cpu.language import FLOAT, FLOATS, INT, NOTHING, emits
 from transom_kernels.cpu.simd import NUM_BYTES
 from transom_kernels.cpu.target import cpu_target
 from transom_kernels.cpu.vector_code import (
@@ -33,7 +31,6 @@ from transom_kernels.cpu.vector_code import (
 from transom_kernels.paged_attention.cpu.layout import VECTOR_BYTES, Words
 from transom_kernels.quantised_kv.cpu_rows import emit_halves, emit_numbers, emit_pairs, load_first, row_bytes
 
-_I = types.int64
 I16_32 = ir.VectorType(I16, 2 * LANES)
 
 
@@ -73,15 +70,10 @@ def zeros(words: Words):
 def make_copy_row(words: Words, width: int):
     """copy_row(row, out): a row as words, with zeros after it."""
 
-    @intrinsic
-    def copy_row(typingctx, row, out):
-        def emit(context, b, sig, args):
-            row, out = args
-            for j in range(words.vectors(width)):
-                store(b, row_vector(b, words, row, j, width), b.add(out, int64(j * VECTOR_BYTES)), 64)
-            return context.get_dummy_value()
-
-        return types.void(_I, _I), emit
+    @emits(NOTHING, INT, INT)
+    def copy_row(b, row, out):
+        for j in range(words.vectors(width)):
+            store(b, row_vector(b, words, row, j, width), b.add(out, int64(j * VECTOR_BYTES)), 64)
 
     return copy_row
 
@@ -93,43 +85,29 @@ def make_move_row(stored: str, width: int):
     vector = F32_16 if stored == "f32" else ir.VectorType(element, VECTOR_BYTES * 8 // element.width)
     size = VECTOR_BYTES // vector.count
 
-    @intrinsic
-    def move_row(typingctx, row, out):
-        def emit(context, b, sig, args):
-            row, out = args
-            for at in range(0, num_bytes, VECTOR_BYTES):
-                part = load_first(b, b.add(row, int64(at)), vector, min(vector.count, (num_bytes - at) // size))
-                store(b, part, b.add(out, int64(at)), size)
-            return context.get_dummy_value()
-
-        return types.void(_I, _I), emit
+    @emits(NOTHING, INT, INT)
+    def move_row(b, row, out):
+        for at in range(0, num_bytes, VECTOR_BYTES):
+            part = load_first(b, b.add(row, int64(at)), vector, min(vector.count, (num_bytes - at) // size))
+            store(b, part, b.add(out, int64(at)), size)
 
     return move_row
 
 
-@intrinsic
-def keep_visible(typingctx, scores, first, low, high, sinks_end, other):
+@emits(FLOATS, FLOATS, INT, INT, INT, INT, FLOAT)
+def keep_visible(b, scores, first, low, high, sinks_end, other):
     """The scores of keys k = first + lane with k <= high and (k >= low or k < sinks_end); `other` for the rest."""
+    lanes = ir.Constant(I32_16, list(range(LANES)))
 
-    def emit(context, b, sig, args):
-        scores, first, low, high, sinks_end, other = args
-        lanes = ir.Constant(I32_16, list(range(LANES)))
+    def relative(key):
+        return broadcast(b, b.trunc(b.sub(key, first), I32), I32_16)
 
-        def relative(key):
-            return broadcast(b, b.trunc(b.sub(key, first), I32), I32_16)
-
-        seen = b.or_(b.icmp_signed(">=", lanes, relative(low)), b.icmp_signed("<", lanes, relative(sinks_end)))
-        seen = b.and_(seen, b.icmp_signed("<=", lanes, relative(high)))
-        return b.select(seen, scores, broadcast(b, other, F32_16))
-
-    return f32x16(f32x16, _I, _I, _I, _I, types.float32), emit
+    seen = b.or_(b.icmp_signed(">=", lanes, relative(low)), b.icmp_signed("<", lanes, relative(sinks_end)))
+    seen = b.and_(seen, b.icmp_signed("<=", lanes, relative(high)))
+    return b.select(seen, scores, broadcast(b, other, F32_16))
 
 
-@intrinsic
-def first_lane(typingctx, x):
+@emits(FLOAT, FLOATS)
+def first_lane(b, x):
     """Lane 0 of a vector."""
-
-    def emit(context, b, sig, args):
-        return b.extract_element(args[0], int32(0))
-
-    return types.float32(f32x16), emit
+    return b.extract_element(x, int32(0))

@@ -1,6 +1,6 @@
 """A tile of query tokens of a prompt and one KV head, with online softmax over tiles of keys, for CPU kernels.
 
-Key tiles begin at multiples of KEY_TILE, whatever the query tile, and keys that a row does not see weigh exactly 0: so a row does
+Key tiles begin at multiples of KEY_TILE for every query tile, and keys that a row does not see weigh exactly 0: so a row does
 not depend on the rows beside it. A key tile is packed once for all rows of the query tile (keys as columns of words, values as rows
 of words); keys that no row sees are packed as zeros, because their slots may hold NaN.
 

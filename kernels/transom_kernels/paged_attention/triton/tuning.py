@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from transom_kernels.launch import next_power_of_two
 from transom_kernels.paged_attention.triton.work_items import Tiling
 
-FEW_TOKENS = 4  # sequences with up to so many new tokens are split along their keys (split-KV)
+FEW_TOKENS = 4  # sequences with up to this many new tokens are split along their keys (split-KV)
 DECODE_SPLIT_KEYS = 1024  # keys of a split
 COMBINED_AT_ONCE = 16  # splits that an iteration of `combine` reads
 MIN_DOT_ROWS = 16  # the least rows of a product on tensor cores

@@ -87,7 +87,7 @@ class WorkPlan:
         )
 
     def write(self, items: NDArray[np.int32], combine_items: NDArray[np.int32]) -> None:
-        """Write the plan into arrays of fixed size, which a CUDA graph reads at each replay. Items behind the plan's get 0 tokens.
+        """Write the plan into arrays of fixed size, which a CUDA graph reads at each replay. Items after the plan's get 0 tokens.
 
         Raises:
             ValueError: the arrays are too short.
@@ -121,7 +121,7 @@ def plan_work(batch: HostBatch, rule: MaskRule, tiling: Tiling) -> WorkPlan:
 
     Items of tiles that are not split come in reverse order: programs start in the order of items, and a prompt's last tile has the
     most keys; if it started last, the device would be half idle while it alone is running. Splits are equally long, so they keep
-    their order, and the empty items that fill a CUDA graph's array stay behind them.
+    their order, and the empty items that fill a CUDA graph's array stay after them.
     """
     tiles = _tiles(batch, rule, tiling)
     tile, split, begin, end = _splits(tiles, tiling.split_keys)
@@ -160,7 +160,7 @@ def _tiles(batch: HostBatch, rule: MaskRule, tiling: Tiling) -> _Tiles:
     done = (np.arange(len(b)) - (np.cumsum(per_sequence) - per_sequence)[b]) * tiling.tile_tokens
     tokens = np.minimum(tiling.tile_tokens, count[b] - done)
     position = np.array(batch.start_host, dtype=np.int64)[b] + done
-    # the positions [low, end) that the run holds, and from positions to table indices: the run lies behind the sink blocks
+    # the positions [low, end) that the run holds, and from positions to table indices: the run follows the sink blocks
     end, run_offset = position + tokens, batch.num_sink_blocks * batch.block_size
     shift = run_offset - np.array(batch.first_block_host, dtype=np.int64)[b] * batch.block_size
     sinks_end = np.minimum(rule.num_sink_tokens, end)

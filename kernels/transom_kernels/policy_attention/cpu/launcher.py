@@ -8,7 +8,7 @@ Legend: T query tokens, H query heads, D key width, Dv value width, B sequences,
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 
@@ -46,11 +46,11 @@ def policy_attention_cpu(inputs: PolicyInputs) -> torch.Tensor:
 def add_block_mass_cpu(mass: torch.Tensor, inputs: PolicyInputs) -> None:
     """Add to `mass` [B, N] the attention probability of each block's keys, of all rows and heads (`op.add_block_mass`)."""
     inputs, batch = _with_equal_strides(inputs), inputs.batch
-    kind = replace(kind_of(inputs), sink_dtype=None)
+    kind = kind_of(inputs)._replace(sink_dtype=None)
     units = -(-mass.shape[1] * batch.block_size // UNIT_KEYS)
     shared = attention_arguments(inputs, WorkArguments(), out=None, sink_q=inputs.sink_q, statistics=inputs.statistics)
     own = _own(batch)._replace(mass=mass, mass_units=units)
-    kernel = cpu_kernel("transom_kernels.policy_attention.cpu.mass", "make_add_mass", **asdict(kind))
+    kernel = cpu_kernel("transom_kernels.policy_attention.cpu.mass", "make_add_mass", **kind._asdict())
     launch(kernel, len(mass) * units, (shared, own), scratch_bytes=scratch_bytes_of(kind))
 
 

@@ -26,7 +26,7 @@ from transom_kernels.cpu.simd import (
     store_scalar_f32,
     tanh,
 )
-from transom_kernels.cpu.work import argument, claim, finish, helper, scratch
+from transom_kernels.cpu.work import argument, each_item, helper, scratch
 from transom_kernels.paged_attention.cpu.arguments import AT, RESULT
 from transom_kernels.paged_attention.cpu.decode import rows_of
 from transom_kernels.paged_attention.cpu.decode_loops import make_group_scores
@@ -39,7 +39,7 @@ from transom_kernels.policy_attention.cpu.table import make_table, visible_indic
 
 
 def make_add_mass(**parameters: Any) -> Any:
-    """The kernel; the parameters are the fields of `AttentionKind`, with keys in place of values."""
+    """The kernel; the parameters are the fields of `AttentionKind`, with keys instead of values."""
     kind = AttentionKind(**parameters)
     layout, group, has_scales, has_soft_cap = decode_layout(kind), kind.group, kind.has_scales, kind.has_soft_cap
     table = make_table(layout.shift)
@@ -116,12 +116,9 @@ def make_add_mass(**parameters: Any) -> Any:
             at = argument(arguments, POLICY.mass) + 4 * (sequence * columns + index // size)
             store_scalar_f32(at, load_scalar_f32(at) + load_scalar_f32(memory + layout.sums + 4 * (index - unit_begin)))
 
-    def add_mass(arguments, thread):
-        item = claim(thread)
-        while item >= 0:
-            units = argument(arguments, POLICY.mass_units)
-            add_unit(arguments, scratch(thread), item // units, item % units)
-            finish(thread)
-            item = claim(thread)
+    @each_item
+    def add_mass(arguments, thread, item):
+        units = argument(arguments, POLICY.mass_units)
+        add_unit(arguments, scratch(thread), item // units, item % units)
 
     return add_mass

@@ -1,70 +1,125 @@
-"""The other layers, each against its formula."""
+"""What the families' tests against transformers do not ask of layers: other formats, memory, row selection, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from transom_core.model_config.rope import Rope
+from transom_core.errors import ConfigError
 from transom_kernels.launch import prefer
-from transom_worker.models.frequencies import frequencies
+from transom_kernels.linear import pack_weight
+from transom_kernels.moe import ExpertTensors, GateRule
 from transom_worker.models.layers.embedding import Embedding, LmHead
-from transom_worker.models.layers.mlp import GatedMlp
-from transom_worker.models.layers.rotary_embedding import RotaryEmbedding
-from transom_worker.models.parallel import Parallel
+from transom_worker.models.layers.expert_router import Routes
+from transom_worker.models.layers.experts import GroupedExperts, SequentialExperts, make_experts
+from transom_worker.models.layers.linear import KernelLinear, PlainLinear, make_linear
+from transom_worker.models.layers.norm import RmsNorm
+from transom_worker.models.layers.residual import Residual
+
+HIDDEN, INNER, EXPERTS, CHOSEN = 24, 16, 7, 3
+CLAMPED = GateRule(limit=0.4, gain=1.702, up_offset=1.0)
+SHAPES = {
+    "gate_up": (EXPERTS, 2 * INNER, HIDDEN), "down": (EXPERTS, HIDDEN, INNER),
+    "gate_up_bias": (EXPERTS, 2 * INNER), "down_bias": (EXPERTS, HIDDEN),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
-def test_rotary_tables_equal_transformers(dtype, kernels):
-    config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_theta=100_000.0, max_position_embeddings=9000)
-    positions = torch.tensor([0, 1, 2, 77, 4095, 8191])
-    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=dtype), positions[None])
-    rope = Rope(theta=100_000.0, head_size=16, size=16)
-    with prefer(kernels):
-        ours = RotaryEmbedding(frequencies(rope, torch.device("cpu")), dtype=dtype)(positions)
-    assert ours.cos.dtype == dtype
-    sign = torch.tensor([-1.0] * 8 + [1.0] * 8, dtype=dtype)
-    for got, wanted in ((ours.cos[:, 0], cos[0]), (ours.signed_sin[:, 0], sin[0] * sign)):
-        if kernels == "reference" or dtype == torch.bfloat16:
-            assert got.equal(wanted)
-        else:  # torch's own cosines are not always the nearest number of float32 either
-            torch.testing.assert_close(got, wanted, rtol=0, atol=1.2e-7)
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-@pytest.mark.parametrize("biased", [False, True])
-def test_gated_mlp(dtype, quantization, biased):
-    torch.manual_seed(1)
-    shapes = ((32, 24), (32, 24), (24, 32))
-    weights = [torch.randn(shape).mul(0.2).to(dtype) for shape in shapes]
-    biases = [torch.randn(shape[0]).to(dtype) for shape in shapes] if biased else None
-    x, residual = torch.randn(9, 24).to(dtype), torch.randn(9, 24).to(dtype)
-    got = GatedMlp(weights, biases, quantization=quantization).add_to(residual, x).float()
-    (gate, up, down), wide = (w.float() for w in weights), x.float()
-    b = [bias.float() for bias in biases] if biases is not None else [0.0, 0.0, 0.0]
-    wanted = (F.silu(wide @ gate.T + b[0]) * (wide @ up.T + b[1])) @ down.T + b[2] + residual.float()
-    limit = 1e-5 if dtype == torch.float32 and quantization == "none" else 0.15 if quantization == "int4" else 0.05
-    assert (got - wanted).norm() / wanted.norm() < limit
+def make_weights(*parts: str, dtype: torch.dtype = torch.float32) -> ExpertTensors:
+    tensors: dict[str, Any] = {name: torch.randn(SHAPES[name]).mul(0.3).to(dtype) for name in parts or SHAPES}
+    return ExpertTensors(**tensors)
 
 
-def test_lm_head_gives_float32_and_counts_its_weight():
-    table = torch.randn(16, 8)
-    ids, embedding = torch.tensor([3, 3, 0]), Embedding(table)
-    rows = embedding(ids)
-    assert rows.equal(table[[3, 3, 0]])
+@pytest.mark.parametrize("scales_input", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 1, 30])
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("float32", "int8"), ("bfloat16", "int8")])
+def test_experts_in_torch_and_in_8_bits_are_the_kernels(
+    num_tokens: int, dtype: str, quantization: Any, scales_input: bool
+) -> None:
+    """Experts that run one after the other, against grouped products in float32."""
+    weights, x = make_weights(dtype=getattr(torch, dtype)), torch.randn(num_tokens, HIDDEN).to(getattr(torch, dtype))
+    routes = Routes(torch.rand(num_tokens, EXPERTS).topk(CHOSEN).indices, torch.rand(num_tokens, CHOSEN))
+    with prefer("reference" if quantization == "none" else "auto"):
+        experts = make_experts(weights, CLAMPED, quantization=quantization, scales_input=scales_input)
+        got = experts(x, routes).float()
+    assert isinstance(experts, SequentialExperts)
+    wide = replace(weights, **{name: getattr(weights, name).float() for name in SHAPES})
+    wanted = make_experts(wide, CLAMPED, quantization="none", scales_input=scales_input)(x.float(), routes)
+    assert got.shape == x.shape
+    assert (got - wanted).norm() <= (1e-5 if quantization == "none" else 0.03) * wanted.norm()
+
+
+def test_weights_are_held_once_and_padding_is_not_counted() -> None:
+    weights = make_weights("gate_up", "down")
+    with prefer("reference"):
+        experts = make_experts(weights, GateRule(), quantization="none")
+    assert isinstance(experts, SequentialExperts)
+    down = experts._down[3]
+    assert isinstance(down, PlainLinear)
+    assert down.weight_NK.data_ptr() == weights.down[3].data_ptr()
+    grouped = make_experts(weights, GateRule(), quantization="none")
+    assert isinstance(grouped, GroupedExperts)
+    assert experts.weight_bytes == grouped.weight_bytes == weights.gate_up.nbytes + weights.down.nbytes
+    panels = torch.zeros(16, 32)  # a panel's rows, and a group's columns
+    assert make_linear(panels[:8, :16], quantization="int8").weight_bytes == 16 * 32 + 16 * 4
+    assert make_linear(panels, quantization="int4").weight_bytes == 16 * 32 // 2 + 16 * 4
+
+
+def test_a_tied_head_shares_the_embeddings_weight() -> None:
+    table, ids = torch.randn(16, 8), torch.tensor([3, 3, 0])
+    embedding = Embedding(table)
     tied = LmHead(None, quantization="none", tied_to=embedding)
-    torch.testing.assert_close(tied(rows), rows @ table.T)
+    torch.testing.assert_close(tied(embedding(ids)), table[ids] @ table.T)
+    assert embedding(ids).equal(table[ids])
     assert tied.weight_bytes == 0
-    assert embedding(ids).equal(rows)
-    assert LmHead(table, quantization="none").weight_bytes == table.nbytes
     assert LmHead(None, quantization="int8", tied_to=Embedding(table)).weight_bytes > 0
-    halves = Embedding(table.bfloat16())
-    assert LmHead(None, quantization="none", tied_to=halves)(rows.bfloat16()).dtype == torch.float32
+    halves = LmHead(None, quantization="none", tied_to=Embedding(table.bfloat16()))
+    assert halves(table.bfloat16()).dtype == torch.float32
 
 
-def test_a_rank_outside_its_group_is_refused():
-    with pytest.raises(ValueError, match="rank is 2 of 2"):
-        Parallel(rank=2, size=2)
+def test_no_rows_give_no_rows() -> None:
+    weight = torch.randn(8, 16)
+    for layer in (
+        PlainLinear(weight, None),
+        KernelLinear(pack_weight(weight)),
+        make_linear(weight, quantization="int8"),
+    ):
+        assert layer(weight[:0]).shape == (0, 8)
+
+
+def test_quantisation_is_refused_where_it_cannot_run() -> None:
+    with pytest.raises(ConfigError, match="float16"):
+        make_linear(torch.zeros(4, 4, dtype=torch.float16), quantization="int8")
+    with pytest.raises(ConfigError, match="on meta"):
+        make_linear(torch.zeros(4, 4, device="meta"), quantization="int4")
+
+
+def test_addends_of_the_residual_are_not_lost_and_rows_are_kept() -> None:
+    x, y, z = torch.randn(3, 5, 12)
+    residual = Residual(x)
+    residual.add(y)
+    residual.add(z)
+    residual.select(torch.tensor([4, 0]))
+    torch.testing.assert_close(residual.read(), (x + y + z)[[4, 0]])
+    residual.select(torch.tensor([], dtype=torch.int64))
+    assert residual.read().shape == (0, 12)
+    residual.replace(z)
+    assert residual.read().equal(z)
+    residual.select(torch.arange(5))
+    assert residual.read() is z
+
+
+def test_bfloat16_is_rounded_as_if_each_were_a_step_of_its_own() -> None:
+    norm, inner = (RmsNorm(torch.rand(16).bfloat16() + 0.5, 1e-5) for _ in range(2))
+    x, y = (torch.randn(70, 16).bfloat16() for _ in range(2))
+    with prefer("reference"):
+        residual = Residual(x)
+        residual.add(y, inner)
+        assert residual.read(norm).equal(norm(x + inner(y)))
