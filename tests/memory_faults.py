@@ -9,7 +9,8 @@ import torch
 
 from tests.hooked_executor import HookedExecutor
 from transom_worker.execution.executor import ExecutorInfo
-from transom_worker.scheduling.step import StepPlan, StepResult
+from transom_worker.execution.runner import LaunchedStep
+from transom_worker.scheduling.step import StepPlan
 
 Place = Literal["apply", "forward", "sample", "end"]
 PLACES: tuple[Place, ...] = ("apply", "forward", "sample", "end")
@@ -35,14 +36,14 @@ class OutOfMemoryExecutor(HookedExecutor):
         info = super().start()
         runner = self._runner
         assert runner is not None
-        execute = runner._execute
+        launch = runner._launch
         self._place: Place | None = None
 
-        def execute_or_fail(plan: StepPlan) -> StepResult:
+        def launch_or_fail(plan: StepPlan) -> LaunchedStep:
             self._place = self.fault(plan)
-            result = execute(plan)
+            launched = launch(plan)
             self._fail_at("end")
-            return result
+            return launched
 
         def failing_at(place: Place, call: Callable[..., object]) -> Callable[..., object]:
             def called(*args: object, **named: object) -> object:
@@ -55,10 +56,11 @@ class OutOfMemoryExecutor(HookedExecutor):
             return called
 
         prepare = runner._forward.prepare
-        runner._execute = execute_or_fail  # type: ignore[method-assign]
+        runner._launch = launch_or_fail  # type: ignore[method-assign]
         runner._store.update_tables = failing_at("apply", runner._store.update_tables)  # type: ignore[assignment,method-assign]
         runner._forward.prepare = lambda *args: failing_at("forward", prepare(*args))  # type: ignore[assignment,method-assign]
         runner._sampler.sample = failing_at("sample", runner._sampler.sample)  # type: ignore[assignment,method-assign]
+        runner._sampler.launch = failing_at("sample", runner._sampler.launch)  # type: ignore[assignment,method-assign]
         return info
 
     def _fail_at(self, place: Place) -> None:

@@ -151,8 +151,10 @@ class KeptLogits:
         self._forward = forward
         self.logits: list[torch.Tensor] = []
 
-    def prepare(self, plan: StepPlan, store: SequenceStore) -> Callable[[], StepLogits]:
-        run = self._forward.prepare(plan, store)
+    def prepare(
+        self, plan: StepPlan, store: SequenceStore, sampled_S: torch.Tensor | None = None
+    ) -> Callable[[], StepLogits]:
+        run = self._forward.prepare(plan, store, sampled_S)
 
         def kept() -> StepLogits:
             logits = run()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.core.grammar.vocabularies import json_grammar
+from tests.device_ahead import AheadExecutor
 from tests.engine_driver import make_engine, make_request, run
 from tests.lost_windows import lose_windows
 from tests.matrices import covering, some_daily
@@ -25,6 +26,7 @@ from tests.oracle_answers import oracle_answers
 from tests.tiny_checkpoints import HybridCase, reference_greedy
 from transom_core.contract import Request
 from transom_worker.engine.engine import Engine
+from transom_worker.execution.executor_factory import create_executor
 from transom_worker.scheduling import in_flight_prefixes
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan
@@ -41,10 +43,11 @@ MODELS = {
     "SCF": (HybridCase(window=12, chunk=20, pattern="SCF"), 190),
 }
 CHUNKS = (16, 64, 1024)
+AHEAD = 3  # two steps in flight, on a device that lags the host
 # By index of the prompt: a list that is longer than any answer.
 LIST = json_grammar({"type": "array", "items": {"type": "string", "maxLength": 6}, "minItems": 100})
 GRAMMARS = {i: LIST for i in range(3, len(LENGTHS), 5)}
-CACHING, POOLS, IN_FLIGHT = ("repair", "on", "off"), ("tight", "roomy"), (1, 2)
+CACHING, POOLS, IN_FLIGHT = ("repair", "on", "off"), ("tight", "roomy"), (1, 2, AHEAD)
 SETTINGS: dict[str, Any] = {"block_size": 8, "max_model_len": 256, "max_num_seqs": 8}
 
 
@@ -158,16 +161,18 @@ def test_a_combination_is_exact(
     case, tight_kib = MODELS[mix.model]
     engine = make_engine(
         str(tiny_model),
+        executor=AheadExecutor if mix.in_flight == AHEAD else create_executor,
         **case.settings(),
         **SETTINGS,
         hybrid_kv_cache=mix.hybrid,
         enable_prefix_caching=mix.caching != "off",
         window_repair=mix.caching == "repair",
         max_num_batched_tokens=mix.chunk,
-        steps_in_flight=mix.in_flight,
+        steps_in_flight=min(mix.in_flight, 2),
         kv_cache_memory_bytes=8 << 20 if mix.pool == "roomy" else (tight_kib if mix.hybrid else 300) << 10,
     )
     seen = check(engine, expected[mix.model], mix, lose=mix.caching == "repair")
+    assert not isinstance(engine.executor, AheadExecutor) or engine.executor.queue.num_ahead > 0
     assert (seen["hits"] > 0) == bool(waits) == (mix.caching != "off")
     if mix.pool == "tight" and mix.chunk > min(CHUNKS):  # with the smallest chunks few requests run side by side
         assert seen["preemptions"] > 0

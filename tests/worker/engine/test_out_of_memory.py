@@ -116,14 +116,14 @@ def test_a_failed_steps_tensors_are_freed(tiny_model: Path) -> None:
     seen: list[weakref.ref[torch.Tensor]] = []
     runner = executor._runner
     assert runner is not None
-    sample = runner._sampler.sample
+    launch = runner._sampler.launch
 
     def fail(logits: torch.Tensor, *args: object) -> object:
         large = logits.clone()
         seen.append(weakref.ref(large))
         raise torch.OutOfMemoryError(f"no memory beside {large.shape}")
 
-    runner._sampler.sample = fail  # type: ignore[assignment,method-assign]
+    runner._sampler.launch = fail  # type: ignore[assignment,method-assign]
     gc.disable()
     try:
         engine.add(make_request("r", prompt(0, 40)))
@@ -132,7 +132,7 @@ def test_a_failed_steps_tensors_are_freed(tiny_model: Path) -> None:
         assert seen[0]() is None
     finally:
         gc.enable()
-        runner._sampler.sample = sample  # type: ignore[method-assign]
+        runner._sampler.launch = launch  # type: ignore[method-assign]
     assert len(run(engine, [make_request("again", prompt(0, 40), max_tokens=3)])[0].token_ids) == 3
     engine.shutdown()
 

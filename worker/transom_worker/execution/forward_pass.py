@@ -11,6 +11,7 @@ import torch
 
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
+from transom_worker.execution.device_queue import with_sampled
 from transom_worker.execution.policy_report import PolicyReport
 from transom_worker.execution.replay.decode_replay import DecodeReplay, DecodeStep, PolicyVariant
 from transom_worker.execution.step_logits import StepLogits, ready_logits
@@ -37,8 +38,12 @@ class ForwardPass:
         """How many CUDA graphs were captured, one for each size of decode steps."""
         return 0 if self._replay is None else self._replay.num_graphs
 
-    def prepare(self, plan: StepPlan, store: SequenceStore) -> Callable[[], StepLogits]:
+    def prepare(
+        self, plan: StepPlan, store: SequenceStore, sampled_S: torch.Tensor | None = None
+    ) -> Callable[[], StepLogits]:
         """Copy the inputs of a step to the device, and return the function that then runs it.
+
+        `sampled_S` are the last step's ids on the device, if the input tokens of some rows are still there alone.
 
         Raises:
             ValueError: the plan contradicts what this rank knows of the sequences.
@@ -49,6 +54,8 @@ class ForwardPass:
 
         def eager_batch() -> ForwardBatch:
             batch = self._builder.batch(arrays)
+            if sampled_S is not None:
+                batch.token_ids = with_sampled(batch.token_ids, sampled_S)
             if report is not None:
                 report.attach(batch)
             return batch
@@ -64,6 +71,9 @@ class ForwardPass:
             run = partial(self._run, plan, eager_batch())
         else:
             self.num_graph_steps += 1
+            if sampled_S is not None and self._replay is not None:
+                token_ids = self._replay.token_ids
+                token_ids.copy_(with_sampled(token_ids, sampled_S))
             run = partial(_replayed, plan, replay)
         if report is None:
             return run

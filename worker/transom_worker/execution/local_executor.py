@@ -11,7 +11,7 @@ from transom_core.config import EngineConfig
 from transom_core.errors import OutOfMemory, StepFailed
 from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport
 from transom_worker.execution.loss_causes import cause_of_error
-from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.runner import LaunchedStep, ModelRunner
 from transom_worker.execution.setup.load_progress import compile_progress
 from transom_worker.execution.setup.model_loading import LoadedModel
 from transom_worker.execution.setup.model_setup import ModelSetup
@@ -20,8 +20,8 @@ from transom_worker.scheduling.step import StepPlan, StepResult
 
 
 class LocalExecutor(Executor):
-    """Executes the oldest plan, on the calling thread, when its result is received, or earlier if blocks are read or written
-    after it."""
+    """Launches plans on the calling thread: on a GPU when they are submitted, on a CPU, which computes them at once, when their
+    result is received, or earlier if blocks are read or written after them."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
         """Create an executor for the model that the config names, or for `loaded` instead."""
@@ -29,7 +29,8 @@ class LocalExecutor(Executor):
         self._loaded = loaded
         self._runner: ModelRunner | None = None
         self._plans: deque[StepPlan] = deque()
-        self._done: deque[StepResult | Exception] = deque()  # what came of plans that were executed ahead of `receive`
+        self._launched: deque[LaunchedStep | Exception] = deque()  # plans without a result, or why one failed
+        self._has_failed = False  # the last of them failed; plans after it are dropped
         self._load_reports = LoadReports(num_ranks=1)
 
     def start(self) -> ExecutorInfo:
@@ -44,53 +45,70 @@ class LocalExecutor(Executor):
         return self._runner.info
 
     def submit(self, plan: StepPlan) -> None:
-        """Queue one plan."""
+        """Launch one plan, if the device computes it while the host goes on; else queue it."""
         if self._runner is None:
             raise StepFailed("A plan was submitted to an executor that is not running.")
         self._plans.append(plan)
+        if self._runner.runs_ahead:
+            self._launch_queued()
 
     def receive(self) -> StepResult:
-        """Execute the oldest plan. If it fails, raise StepFailed (OutOfMemory where memory was short) and drop the others."""
-        if not self._done:
-            self._execute_oldest()
-        done = self._done.popleft()
-        if isinstance(done, Exception):
-            raise done
-        return self._load_reports.deliver(done)
+        """Wait for the result of the oldest plan. If it failed, raise StepFailed (OutOfMemory where memory was short) and drop the
+        others."""
+        if not self._launched:
+            self._launch_oldest()
+        oldest = self._launched.popleft()
+        if isinstance(oldest, Exception):
+            self._has_failed = False
+            raise oldest
+        assert self._runner is not None
+        try:
+            result = self._runner.finish(oldest)
+        except Exception as error:
+            self.drop_in_flight()
+            raise _reported(oldest.plan, error) from error
+        self._load_reports.add(result.loaded, result.load_s, result.failed)
+        return self._load_reports.deliver(result)
 
     def read_blocks(self, tier: int, group: int, blocks: Sequence[int]) -> list[bytes]:
-        """Return the contents of blocks after the queued plans, which are executed first."""
+        """Return the contents of blocks after the queued plans, which are launched first."""
         return [self._runner_after_plans().tiers.read(tier, group, blocks)]
 
     def write_blocks(self, tier: int, group: int, blocks: Sequence[int], data: Sequence[bytes]) -> None:
-        """Write the contents of blocks after the queued plans, which are executed first."""
+        """Write the contents of blocks after the queued plans, which are launched first."""
         (own,) = data
         self._runner_after_plans().tiers.write(tier, group, blocks, own)
 
     def _runner_after_plans(self) -> ModelRunner:
         if self._runner is None:
             raise StepFailed("Blocks were asked of an executor that is not running.")
-        while self._plans:
-            self._execute_oldest()
+        self._launch_queued()
         return self._runner
 
-    def _execute_oldest(self) -> None:
-        """Execute the oldest plan; keep its result, or its failure, for `receive`."""
+    def _launch_queued(self) -> None:
+        while self._plans:
+            self._launch_oldest()
+
+    def _launch_oldest(self) -> None:
+        """Launch the oldest plan; keep what was launched, or why it failed, for `receive`."""
         if self._runner is None or not self._plans:
             raise StepFailed("A result was requested, but no plan was submitted.")
+        if self._has_failed:
+            self._abandon_plans()
+            return
         plan = self._plans.popleft()
         try:
-            result = self._runner.execute(plan)
-            self._load_reports.add(result.loaded, result.load_s, result.failed)
-            self._done.append(result)
+            self._launched.append(self._runner.launch(plan))
         except Exception as error:
+            self._has_failed = True
+            self._launched.append(_reported(plan, error))
             self._runner.abandon(plan)
             self._abandon_plans()
-            self._done.append(error if isinstance(error, OutOfMemory) else _step_failed(plan, error))
 
     def drop_in_flight(self) -> None:
-        """Forget the queued plans; their block copies are made."""
-        self._done.clear()
+        """Forget the plans in flight; the block copies of those in the queue are made."""
+        self._launched.clear()
+        self._has_failed = False
         self._abandon_plans()
 
     def _abandon_plans(self) -> None:
@@ -109,14 +127,17 @@ class LocalExecutor(Executor):
     def shutdown(self) -> None:
         """Free the model, the slab and the queued plans; idempotent."""
         self._plans.clear()
-        self._done.clear()
+        self._launched.clear()
         if self._runner is not None:
             self._runner.close()
         self._runner = None
         self._loaded = None
 
 
-def _step_failed(plan: StepPlan, error: Exception) -> StepFailed:
+def _reported(plan: StepPlan, error: Exception) -> Exception:
+    """The error that the engine learns."""
+    if isinstance(error, OutOfMemory):
+        return error
     failed = StepFailed(
         f"Step {plan.step_id} failed: {type(error).__name__}: {error}", loss_cause=cause_of_error(error)
     )

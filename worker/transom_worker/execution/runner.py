@@ -1,18 +1,25 @@
 """Executes scheduler plans on one rank: turns each `StepPlan` into a `StepResult`. `setup.model_setup` makes the runner.
 
-    execute(plan)    update sequences and block tables -> copy blocks -> forward pass -> sample -> report loads that have ended
+    launch(plan)     update sequences and block tables -> copy blocks -> forward pass -> sample
+    finish(step)     wait for the sampled ids -> report loads that have ended
+    execute(plan)    both
     abandon(plan)    for a plan that failed or was dropped: only what later plans count on
 
 - rank: one of the processes that share a model by tensor parallelism; a worker with one rank runs it in the engine's process.
 - plan (`StepPlan`): what the scheduler wants computed in one step: which tokens of which sequences, and which cache blocks to
   change.
+- ahead: on a GPU, a plan is launched before the last one has ended (`device_queue`), so that the GPU never waits for the host.
 - tiers: this rank's KV memory on the device, the host and the disk (`tiers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle
+from typing import TypeVar
 
 import torch
 
@@ -20,16 +27,29 @@ from transom_core.errors import OutOfMemory, StepFailed, TransomError
 from transom_core.model_config.architecture import Architecture
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
+from transom_worker.execution.device_queue import DeviceQueue, in_row
 from transom_worker.execution.executor import ExecutorInfo, RankUsage
 from transom_worker.execution.forward_pass import ForwardPass
 from transom_worker.execution.memory import process_memory_bytes
 from transom_worker.execution.out_of_memory import free_cached_memory, is_out_of_memory, release_tensors
-from transom_worker.execution.step_clock import Mark, step_clock
-from transom_worker.execution.step_sampling import sample_step
+from transom_worker.execution.step_clock import Mark, StepClock, step_clock
+from transom_worker.execution.step_sampling import SampledIds, sample_step
 from transom_worker.execution.tiers.rank_tiers import RankTiers
 from transom_worker.models.parallel import Parallel
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import NO_ID, STEP_VERSION, StepPlan, StepResult, StepTimings
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A plan that was launched and not finished: its result as far as it is known, and what it samples, if it has rows."""
+
+    plan: StepPlan
+    result: StepResult
+    clock: StepClock
+    sampled: SampledIds | None = None
 
 
 class ModelRunner:
@@ -49,17 +69,22 @@ class ModelRunner:
         builder: BatchBuilder,
         forward: ForwardPass,
         sampler: ShardedSampler,
+        queue: DeviceQueue,
         max_num_seqs: int,
     ) -> None:
         self._architecture, self._parallel, self._device = architecture, parallel, builder.device
         self.info, self.tiers = info, tiers
         self._builder, self._forward, self._sampler = builder, forward, sampler
         self._store = SequenceStore([group.spec for group in builder.layout.groups], max_num_seqs=max_num_seqs)
-        self._previous_sampled: dict[int, int] = {}  # batch row of the last step -> the token that it sampled
-        self._clock = step_clock(self._device)
+        self._queue = queue
+        self._last_sampled = SampledIds({}, None, [])  # by the last step with rows
+        # Input tokens of the unfinished step that the host does not know yet: sequence, position, row of `_last_sampled`.
+        self._awaited: list[tuple[int, int, int]] = []
+        self._clocks = cycle((step_clock(self._device), step_clock(self._device)))
         self.was_committed = False
         self._forward_s = 0.0  # seconds in forward passes since the start
         self._busy_s = 0.0  # seconds in steps since the start
+        self._finished_s = 0.0  # when the last step ended
 
     @property
     def usage(self) -> RankUsage:
@@ -75,18 +100,34 @@ class ModelRunner:
             other_bytes=max(0, process_memory_bytes(self._device) - weights_and_kv),
         )
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Execute one plan: update the sequences, copy blocks, run the forward pass, and sample.
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a plan may be launched before the last one has ended."""
+        return self._queue.runs_ahead
 
-        With several ranks, only the result of rank 0 contains log-probabilities.
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Launch one plan and wait for its result; for errors see `launch` and `finish`."""
+        return self.finish(self.launch(plan))
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Begin one plan: update the sequences, copy blocks, launch the forward pass and sampling.
+
+        With several ranks, only the result of rank 0 contains log-probabilities. At most one launched step may be unfinished.
 
         Raises:
             OutOfMemory: the step needed more memory than there is. Its tensors are freed; it may have done any part of the plan.
             StepFailed: the plan has another version.  ValueError: the plan contradicts what this rank knows of its sequences.
         """
         self.was_committed = False
+        return self._guarded(plan, lambda: self._launch(plan))
+
+    def finish(self, step: LaunchedStep) -> StepResult:
+        """Wait for the oldest unfinished step, and return its result. Raises OutOfMemory."""
+        return self._guarded(step.plan, lambda: self._finish(step))
+
+    def _guarded(self, plan: StepPlan, run: Callable[[], T]) -> T:
         try:
-            return self._execute(plan)
+            return run()
         except Exception as error:
             if isinstance(error, TransomError) or not is_out_of_memory(error):
                 raise
@@ -96,33 +137,30 @@ class ModelRunner:
         raise OutOfMemory(f"Step {plan.step_id} ran out of memory: {reason}")
 
     @torch.inference_mode()
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
         if plan.version != STEP_VERSION:
             raise StepFailed(
                 f"The plan has version {plan.version}; this rank speaks {STEP_VERSION}. Update the older side."
             )
-        clock = self._clock
+        if self._needs_tokens(plan):
+            self._take_tokens(self._last_sampled)
+        clock = next(self._clocks)
+        step = LaunchedStep(plan, StepResult(step_id=plan.step_id), clock)
         clock.begin()
         self._apply(plan)
         clock.mark(Mark.APPLIED)
         with self._committed():  # if copies fail, nothing says what the tiers contain
-            num_copies = self.tiers.run(plan)
+            step.result.num_copies_done = self.tiers.run(plan)
         clock.mark(Mark.COPIED)
-        result = StepResult(step_id=plan.step_id, num_copies_done=num_copies)
         if plan.seq_ids:
-            self._compute(plan, result)
-        else:
-            result.timings = StepTimings(copy_s=clock.copy_s)
-        self._busy_s += clock.busy_s
-        with self._committed():
-            ended = self.tiers.ended_loads(wait=not plan.seq_ids)
-        result.loaded, result.load_s, result.failed = ended.loaded, ended.load_s, ended.failed
-        return result
+            self._compute(step)
+        return step
 
-    def _compute(self, plan: StepPlan, result: StepResult) -> None:
-        """Run the forward pass of a plan with rows, sample, and write what came of it into the result."""
-        clock = self._clock
-        forward = self._forward.prepare(plan, self._store)
+    def _compute(self, step: LaunchedStep) -> None:
+        """Launch the forward pass of a plan with rows, and sampling."""
+        plan, result, clock = step.plan, step.result, step.clock
+        ids_S = self._last_sampled.ids_S if self._awaited else None
+        forward = self._forward.prepare(plan, self._store, ids_S)
         clock.mark(Mark.PREPARED)
         with self._committed():
             logits = forward()
@@ -135,10 +173,49 @@ class ModelRunner:
                     parallel=self._parallel,
                     sampler=self._sampler,
                 )
-            self._previous_sampled = sample_step(plan, logits, result, sampler=self._sampler, store=self._store)
+            step.sampled = self._last_sampled = sample_step(
+                plan, logits, result, sampler=self._sampler, store=self._store, queue=self._queue
+            )
             clock.mark(Mark.SAMPLED)
+
+    @torch.inference_mode()
+    def _finish(self, step: LaunchedStep) -> StepResult:
+        plan, result, clock = step.plan, step.result, step.clock
+        if step.sampled is None:
+            result.timings = StepTimings(copy_s=clock.copy_s)
+        else:
+            with self._committed():
+                result.sampled_ids = self._take_tokens(step.sampled)
             result.timings = clock.timings()
             self._forward_s += result.timings.forward_s
+        now_s = time.perf_counter()  # steps overlap: the time that the last one has taken is counted already
+        self._busy_s += now_s - max(clock.begin_s, self._finished_s)
+        self._finished_s = now_s
+        with self._committed():
+            ended = self.tiers.ended_loads(wait=not plan.seq_ids)
+        result.loaded, result.load_s, result.failed = ended.loaded, ended.load_s, ended.failed
+        return result
+
+    def _needs_tokens(self, plan: StepPlan) -> bool:
+        """Whether a step must have the last step's tokens on the host before it is launched: a row's penalties count them, or its
+        KV policy measures them.
+        """
+        if self._last_sampled.known is not None:
+            return False
+        return any(
+            row != NO_ID and (self._store[seq_id].compact is not None or self._sampler.needs_tokens(seq_id))
+            for row, seq_id in zip(plan.input_row, plan.seq_ids, strict=True)
+        )
+
+    def _take_tokens(self, sampled: SampledIds) -> list[int]:
+        """Wait for a step's tokens, and give them to the sequences that the next step took them for."""
+        tokens = sampled.wait()
+        for seq_id, position, s in self._awaited:
+            sequence = self._store.find(seq_id)
+            if sequence is not None:  # it may have finished since
+                sequence.set_token(position, tokens[s])
+        self._awaited = []
+        return tokens
 
     @contextmanager
     def _committed(self) -> Iterator[None]:
@@ -176,25 +253,30 @@ class ModelRunner:
             )
         self._store.update_tables(plan)
         for b, seq_id in enumerate(plan.seq_ids):
-            token_id = self._input_token(plan, b)
-            if token_id is not None and self._store[seq_id].append_token(plan.start[b] + plan.count[b] - 1, token_id):
-                self._sampler.append(seq_id, token_id)
+            self._append_input(plan, b, seq_id)
 
-    def _input_token(self, plan: StepPlan, b: int) -> int | None:
-        """The input token of batch row `b`; None where the plan names none, because the sequence's tokens are all known
-        already.
+    def _append_input(self, plan: StepPlan, b: int, seq_id: int) -> None:
+        """Append the input token of batch row `b` to its sequence, unless the sequence has all its tokens already.
 
         With two steps in flight, the scheduler plans a decode step before the previous step has sampled its input token. The
-        plan then names the previous step's batch row (`input_row`) instead of the token (`input_id`).
+        plan then names the previous step's batch row (`input_row`) instead of the token (`input_id`), and the token may still be
+        on the device.
         """
-        row = plan.input_row[b]
-        if row == NO_ID:
-            return None if plan.input_id[b] == NO_ID else plan.input_id[b]
-        if row not in self._previous_sampled:
-            raise ValueError(
-                f"Batch row {b} takes its input from row {row} of the previous step, which sampled no token."
-            )
-        return self._previous_sampled[row]
+        row, sampled = plan.input_row[b], self._last_sampled
+        token_id: int | None = plan.input_id[b]
+        if row != NO_ID:
+            if row not in sampled.rows:
+                raise ValueError(
+                    f"Batch row {b} takes its input from row {row} of the previous step, which sampled no token."
+                )
+            token_id = None if sampled.known is None else sampled.known[sampled.rows[row]]
+        elif token_id == NO_ID:
+            return
+        position, sequence = plan.start[b] + plan.count[b] - 1, self._store[seq_id]
+        if sequence.append_token(position, in_row(sampled.rows[row]) if token_id is None else token_id):
+            self._sampler.append(seq_id, token_id)
+            if token_id is None:
+                self._awaited.append((seq_id, position, sampled.rows[row]))
 
     def _remove_sequence(self, seq_id: int) -> None:
         self._store.remove(seq_id)

@@ -1,8 +1,8 @@
 """Measures what a step's seconds went into: preparing inputs, block copies, the forward pass, and sampling.
 
-A GPU lags the host: the host launches a forward pass in less time than the GPU computes it, and then waits where it
-reads the sampled ids. So on a GPU, events on the device measure the copies and the forward pass. The clock reads these events
-after the host has read the sampled ids, so that reading them never waits.
+A GPU lags the host: the host launches a step in less time than the GPU computes it, and may launch the next one before it reads
+the sampled ids of this one. So on a GPU, events on the device measure the copies, the forward pass and sampling. The clock reads
+these events after the host has read the sampled ids, so that reading them never waits.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Mark(IntEnum):
     COPIED = 2  # block copies are launched
     PREPARED = 3  # the inputs of the forward pass are on their way to the device
     FORWARDED = 4  # the forward pass is launched
-    SAMPLED = 5  # the host has read the sampled ids
+    SAMPLED = 5  # sampling is launched
 
 
-_ON_DEVICE = (Mark.APPLIED, Mark.COPIED, Mark.PREPARED, Mark.FORWARDED)
+_ON_DEVICE = (Mark.APPLIED, Mark.COPIED, Mark.PREPARED, Mark.FORWARDED, Mark.SAMPLED)
 
 
 class StepClock:
@@ -58,9 +58,9 @@ class StepClock:
             self._events[mark].record()
 
     @property
-    def busy_s(self) -> float:
-        """Seconds from the beginning of the step to its last mark."""
-        return self._times_s[max(self._times_s)] - self._times_s[Mark.BEGIN]
+    def begin_s(self) -> float:
+        """When the step began."""
+        return self._times_s[Mark.BEGIN]
 
     @property
     def copy_s(self) -> float:
@@ -68,9 +68,12 @@ class StepClock:
         return self._between(Mark.APPLIED, Mark.COPIED)
 
     def timings(self) -> StepTimings:
-        """Return the seconds of each part of a step that has reached its last mark; they add up to `busy_s`."""
+        """Return the seconds of each part of a step that has reached its last mark, and whose ids the host has read.
+
+        Copies lie before the forward pass in a device's order; what is prepared is the host's time alone.
+        """
         at = self._times_s
-        before_s, after_s = at[Mark.PREPARED] - at[Mark.BEGIN], at[Mark.SAMPLED] - at[Mark.PREPARED]
+        before_s, after_s = at[Mark.PREPARED] - at[Mark.BEGIN], self._between(Mark.PREPARED, Mark.SAMPLED)
         copy_s = min(self.copy_s, before_s)
         forward_s = min(self._between(Mark.PREPARED, Mark.FORWARDED), after_s)
         return StepTimings(
@@ -82,7 +85,7 @@ class StepClock:
         )
 
     def _between(self, first: Mark, last: Mark) -> float:
-        # A step that samples nothing does not wait for the device, so its events may not have been reached yet.
+        # The host does not wait for a step that samples nothing, so its events may not have been reached yet.
         if last in self._events and self._events[last].query():
             return float(self._events[first].elapsed_time(self._events[last])) / 1e3
         return self._times_s[last] - self._times_s[first]

@@ -5,34 +5,68 @@ Legend: S rows that are sampled, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from transom_core.contract import LogprobTable
 from transom_worker.execution.batch.sequences import SequenceStore
+from transom_worker.execution.device_queue import DeviceQueue, Fetch
 from transom_worker.execution.step_logits import StepLogits, logit_row_ends
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import StepPlan, StepResult
 
 
+@dataclass(slots=True)
+class SampledIds:
+    """The tokens that a step samples. `rows` maps each batch row that samples to its place s among them.
+
+    `ids_S` are on the device, int64 [S]; None where `known` has them already. `known` is None until `wait` has been called.
+    """
+
+    rows: dict[int, int]
+    ids_S: torch.Tensor | None
+    known: list[int] | None
+    fetch: Fetch | None = None
+
+    def wait(self) -> list[int]:
+        """Return the tokens, in order of s. Where the device computes them, this is the only place that waits for it."""
+        if self.known is None:
+            assert self.fetch is not None
+            self.known = self.fetch()
+        return self.known
+
+
 @torch.inference_mode()
 def sample_step(
-    plan: StepPlan, logits: StepLogits, result: StepResult, *, sampler: ShardedSampler, store: SequenceStore
-) -> dict[int, int]:
-    """Sample, write tokens and log-probabilities into `result`, and return the sampled token of each batch row that was
-    sampled.
+    plan: StepPlan,
+    logits: StepLogits,
+    result: StepResult,
+    *,
+    sampler: ShardedSampler,
+    store: SequenceStore,
+    queue: DeviceQueue,
+) -> SampledIds:
+    """Begin to sample, write log-probabilities into `result`, and return the sampled tokens.
+
+    The tokens stay on the device until they are waited for, unless log-probabilities or other ranks need them on the host.
     """
     rows = [b for b, sample in enumerate(plan.sample) if sample]
     all_rows = len(rows) == len(plan.seq_ids)
     seq_ids = plan.seq_ids if all_rows else [plan.seq_ids[b] for b in rows]
+    places = {b: s for s, b in enumerate(rows)}
+    ids_S = sampler.launch(logits.sampled_SV, seq_ids, plan.grammar_mask) if rows and not logits.has_others else None
+    if ids_S is not None:
+        return SampledIds(places, ids_S, None, queue.fetch(ids_S))
     sampled = sampler.sample(logits.sampled_SV, seq_ids, plan.grammar_mask)
-    result.sampled_ids, result.logprobs = sampled.token_ids, sampled.logprobs
+    result.logprobs = sampled.logprobs
     if logits.has_others:
         ends = logit_row_ends(plan)
         for b in range(len(plan.seq_ids)):
             logprobs = _prompt_logprobs(plan, b, logits, ends[b], sampler, store)
             if logprobs is not None:
                 result.prompt_logprobs[b] = logprobs
-    return dict(zip(rows, sampled.token_ids, strict=True))
+    return SampledIds(places, None, sampled.token_ids)
 
 
 def _prompt_logprobs(

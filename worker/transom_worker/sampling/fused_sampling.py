@@ -18,14 +18,11 @@ MAX_TOP_K = 2**31 - 1  # larger than any vocabulary; a request may ask for an ev
 ROW_MULTIPLE = 4  # the number of rows is padded to a multiple, so that each array begins at a multiple of 16 bytes
 
 
-def sample_fused(logits_SV: torch.Tensor, states: Sequence[SequenceState], penalties: RowPairs | None) -> list[int]:
-    """Return the token of each row. Bias and bans must be in the logits already; `penalties` must not, and are written into the
-    logits here.
-
-    Reading the token ids is the only place of a step at which the host waits for the device.
+def sample_fused(logits_SV: torch.Tensor, states: Sequence[SequenceState], penalties: RowPairs | None) -> torch.Tensor:
+    """Return the token of each row, int64 [S], on the device. Bias and bans must be in the logits already; `penalties` must not,
+    and are written into the logits here.
     """
-    ids: list[int] = sample(logits_SV, _params(states, penalties, logits_SV.device)).tolist()
-    return ids
+    return sample(logits_SV, _params(states, penalties, logits_SV.device))
 
 
 def _params(states: Sequence[SequenceState], penalties: RowPairs | None, device: torch.device) -> SampleParams:

@@ -73,9 +73,13 @@ class Sampler:
             eos_token_ids=self._eos_token_ids,
         )
 
-    def append(self, seq_id: int, token_id: int) -> None:
-        """Add one output token to a sequence."""
+    def append(self, seq_id: int, token_id: int | None) -> None:
+        """Add one output token to a sequence; None: one that only the device knows yet, if the sequence does not need it."""
         self._states[seq_id].append(token_id)
+
+    def needs_tokens(self, seq_id: int) -> bool:
+        """Whether the next token of a sequence depends on which tokens it has."""
+        return self._states[seq_id].has_penalties
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; unknown ids are ignored."""
@@ -92,19 +96,29 @@ class Sampler:
         """Return the next token of each sequence, row by row. `logits_SV` is not changed."""
         if not seq_ids:
             return SamplerOutput(token_ids=[])
+        rows = self._rows_of(seq_ids)
+        token_ids: list[int] = self._token_ids(logits_SV, rows, grammar_mask).tolist()
+        logprobs = _logprobs(logits_SV, rows, token_ids) if rows.logprob_rows else []
+        return SamplerOutput(token_ids=token_ids, logprobs=logprobs)
+
+    def launch(
+        self, logits_SV: torch.Tensor, seq_ids: Sequence[int], grammar_mask: bytes | None = None
+    ) -> torch.Tensor | None:
+        """Return the next tokens on the device, int64 [S], without waiting for them; None where the host needs them at once."""
+        rows = self._rows_of(seq_ids)
+        return None if rows.logprob_rows else self._token_ids(logits_SV, rows, grammar_mask)
+
+    def _rows_of(self, seq_ids: Sequence[int]) -> _Rows:
         if self._rows.seq_ids != seq_ids:
             states = [self._states[seq_id] for seq_id in seq_ids]
             logprob_rows = [row for row, state in enumerate(states) if state.params.logprobs is not None]
             self._rows = _Rows(list(seq_ids), states, logprob_rows)
-        token_ids = self._token_ids(logits_SV, self._rows, grammar_mask)
-        logprobs = _logprobs(logits_SV, self._rows, token_ids) if self._rows.logprob_rows else []
-        return SamplerOutput(token_ids=token_ids, logprobs=logprobs)
+        return self._rows
 
-    def _token_ids(self, logits_SV: torch.Tensor, rows: _Rows, grammar_mask: bytes | None) -> list[int]:
+    def _token_ids(self, logits_SV: torch.Tensor, rows: _Rows, grammar_mask: bytes | None) -> torch.Tensor:
         states = rows.states
         if uses_cpu_kernels(logits_SV):
-            ids: list[int] = self._records.sample(logits_SV, rows.seq_ids, states, grammar_mask=grammar_mask).tolist()
-            return ids
+            return self._records.sample(logits_SV, rows.seq_ids, states, grammar_mask=grammar_mask)
         adjusted_SV = logits_SV
         if grammar_mask is not None or any(state.changes_logits for state in states):
             adjusted_SV = logits_SV.clone()

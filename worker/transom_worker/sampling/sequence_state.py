@@ -79,10 +79,11 @@ class SequenceState:
         """All pairs that a device may have of this sequence."""
         return [pairs for pairs in (self.counts, self._bias, self._bans) if pairs is not None]
 
-    def append(self, token_id: int) -> None:
-        """Add one output token."""
+    def append(self, token_id: int | None) -> None:
+        """Add one output token; None: one that the host does not know yet, which only sequences without penalties may have."""
         self.output_position += 1
         if self.counts is not None:
+            assert token_id is not None
             self.counts.append(token_id)
 
 

@@ -76,6 +76,12 @@ class ShardedSampler(Sampler):
                 _fill(result.logprobs, gathered, sampled.logprobs)
         return result
 
+    def launch(
+        self, logits_SV: torch.Tensor, seq_ids: Sequence[int], grammar_mask: bytes | None = None
+    ) -> torch.Tensor | None:
+        """See `Sampler.launch`; several ranks exchange tokens by way of their hosts."""
+        return None if self._parallel.size > 1 else super().launch(logits_SV, seq_ids, grammar_mask)
+
     def gather_rows(self, logits_RV: torch.Tensor, rows: Sequence[int]) -> torch.Tensor | None:
         """Return these rows with the columns of all ranks, [len(rows), W], on rank 0, and None on other ranks. Raises RankLost."""
         part = take_rows(logits_RV, rows)

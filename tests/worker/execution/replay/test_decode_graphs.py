@@ -30,7 +30,7 @@ from transom_worker.execution.replay.graph_inputs import GraphInputs
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup import dummy_run
 from transom_worker.execution.step_logits import StepLogits
-from transom_worker.execution.step_sampling import sample_step
+from transom_worker.execution.step_sampling import SampledIds, sample_step
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.scheduling.step import StepPlan
 
@@ -73,12 +73,12 @@ def graphed(checkpoint: Path) -> tuple[ModelRunner, RecorderDevice]:
         return runner, device
 
 
-def logits_of(runner: ModelRunner, hand: HandScheduler, counts: dict[int, int]) -> torch.Tensor:
+def logits_of(runner: ModelRunner, hand: HandScheduler, counts: SampledIds) -> torch.Tensor:
     """Return a step's logits; the sequence continues with the sampled tokens."""
     kept: list[torch.Tensor] = []
     plan = hand.plan(counts)
 
-    def sampled(plan: StepPlan, logits: StepLogits, *rest: Any, **what: Any) -> dict[int, int]:
+    def sampled(plan: StepPlan, logits: StepLogits, *rest: Any, **what: Any) -> SampledIds:
         kept.append(logits.sampled_SV.clone())
         return sample_step(plan, logits, *rest, **what)
 

@@ -53,6 +53,10 @@ class SequenceTokens:
         self.num_tokens += 1
         return True
 
+    def set_token(self, position: int, token_id: int) -> None:
+        """Replace the stand-in at `position` (`device_queue.in_row`) by the token, which has arrived from the device."""
+        self._ids[position] = token_id
+
 
 class SequenceStore:
     """All sequences of a rank, by id, and their block tables, by group."""
@@ -68,6 +72,10 @@ class SequenceStore:
             return self._sequences[seq_id]
         except KeyError:
             raise ValueError(f"A plan names sequence {seq_id}, which was never given or has finished.") from None
+
+    def find(self, seq_id: int) -> SequenceTokens | None:
+        """Return a sequence, or None if it has finished."""
+        return self._sequences.get(seq_id)
 
     def add(self, new: NewSequence) -> None:
         """Add a sequence with empty tables; it replaces a sequence of the same id."""

@@ -66,6 +66,13 @@ class DecodeGraphs(DecodeReplay):
         # One tensor for all graphs, because a tensor for each of them would add up over all sizes.
         self._logits_BV = torch.zeros(sizes.num_seqs[-1], num_columns, dtype=torch.float32, device=builder.device)
         self._captured: dict[DecodeSize, _Captured] = {}
+        self._prepared: GraphInputs | None = None
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """See `DecodeReplay.token_ids`."""
+        assert self._prepared is not None
+        return self._prepared.arrays.device["token_ids"]
 
     @property
     def num_graphs(self) -> int:
@@ -83,6 +90,7 @@ class DecodeGraphs(DecodeReplay):
         if captured is None:
             return None
         self._load(captured.inputs, arrays, work_plans)
+        self._prepared = captured.inputs
         return partial(self._replayed, captured.graph, len(arrays.token_ids))
 
     def capture(self, size: DecodeSize, first: StepArrays, second: StepArrays) -> None:

@@ -68,6 +68,11 @@ class DecodePrograms(DecodeReplay):
         self._is_refused = False
 
     @property
+    def token_ids(self) -> torch.Tensor:
+        """See `DecodeReplay.token_ids`."""
+        return self._inputs.arrays.device["token_ids"]
+
+    @property
     def num_programs(self) -> int:
         """How many sizes are recorded."""
         return len(self._recorded)

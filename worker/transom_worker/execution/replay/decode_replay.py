@@ -46,6 +46,11 @@ class DecodeReplay(ABC):
         """
 
     @property
+    @abstractmethod
+    def token_ids(self) -> torch.Tensor:
+        """The input tokens, on the device, of the step that was prepared last."""
+
+    @property
     def num_graphs(self) -> int:
         """The number of CUDA graphs that steps may replay."""
         return 0

@@ -14,6 +14,7 @@ from transom_core.contract import MAX_LOGPROBS, HeavyPolicy, KvPolicy, SamplingP
 from transom_core.kv_cache.groups import GroupSpec
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
+from transom_worker.execution.device_queue import HostQueue
 from transom_worker.execution.forward_pass import ForwardPass
 from transom_worker.execution.step_sampling import sample_step
 from transom_worker.models.model import Model
@@ -128,7 +129,7 @@ def worst_case_step(
     result = StepResult(step_id=plan.step_id)
     with torch.inference_mode():
         logits = ForwardPass(model, builder).prepare(plan, store)()
-        sample_step(plan, logits, result, sampler=sampler, store=store)
+        sample_step(plan, logits, result, sampler=sampler, store=store, queue=HostQueue())
     return result
 
 

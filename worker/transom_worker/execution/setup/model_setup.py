@@ -20,6 +20,7 @@ from transom_core.model_config.kv_policy_obstacle import kv_policy_obstacle
 from transom_kernels.launch import compile_seconds, kernels_on, uses_cpu_kernels
 from transom_worker.execution import memory
 from transom_worker.execution.batch.batch import BatchBuilder
+from transom_worker.execution.device_queue import device_queue
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport
 from transom_worker.execution.forward_pass import ForwardPass
 from transom_worker.execution.replay.backends import decode_sizes, make_replay
@@ -110,6 +111,7 @@ class ModelSetup:
             builder=builder,
             forward=forward,
             sampler=sampler,
+            queue=device_queue(self._loaded.device, max_rows=self._config.scheduler.max_num_seqs),
             max_num_seqs=self._config.scheduler.max_num_seqs,
         )
 

@@ -1,0 +1,88 @@
+"""How sampled token ids come from the device to the host, and from one step to the next without the host.
+
+A GPU runs what the host has launched while the host goes on. Where a host that has launched a step waits for its tokens before it
+launches the next step, the device idles while the host schedules, prepares and launches. So with two plans in flight:
+
+    host      launch n+1       wait for n's ids, handle them, schedule n+2      launch n+2       wait for n+1's ids ...
+    device    computes n                                            computes n+1                                    ...
+
+Step n+1 needs the ids of step n as input before the host has them. They stay on the device: in the host's arrays the input token
+of such a row is `in_row(s)`, a negative number that names row s of the ids of step n, and `with_sampled` puts the id there.
+
+Legend: S rows that are sampled, T tokens of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle
+from typing import Protocol
+
+import torch
+
+Fetch = Callable[[], list[int]]
+"""Waits until the device has computed some ids, and returns them."""
+
+
+class DeviceQueue(Protocol):
+    """What a device has been asked to do, in order."""
+
+    runs_ahead: bool
+    """Whether the host goes on while the device computes, so that a step may be launched before the last one has ended."""
+
+    def fetch(self, ids_S: torch.Tensor) -> Fetch:
+        """Begin to copy ids to the host, without waiting. At most two fetches are open at once."""
+        ...
+
+
+class HostQueue:
+    """CPU operators, which are done when they return."""
+
+    runs_ahead = False
+
+    def fetch(self, ids_S: torch.Tensor) -> Fetch:
+        """See `DeviceQueue.fetch`."""
+        ids: list[int] = ids_S.tolist()
+        return lambda: ids
+
+
+class CudaQueue:
+    """The current stream of a GPU. Ids are copied to pinned memory, and an event tells when they are there."""
+
+    runs_ahead = True
+
+    def __init__(self, *, max_rows: int) -> None:
+        """`max_rows` is the largest number of rows of a step."""
+        self._places = cycle(
+            (torch.empty(max_rows, dtype=torch.int64, pin_memory=True), torch.cuda.Event())  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+
+    def fetch(self, ids_S: torch.Tensor) -> Fetch:
+        """See `DeviceQueue.fetch`."""
+        host, arrived = next(self._places)
+        host_S = host[: len(ids_S)]
+        host_S.copy_(ids_S, non_blocking=True)
+        arrived.record()
+
+        def wait() -> list[int]:
+            arrived.synchronize()
+            ids: list[int] = host_S.tolist()
+            return ids
+
+        return wait
+
+
+def device_queue(device: torch.device, *, max_rows: int) -> DeviceQueue:
+    """Return the queue of a device."""
+    return CudaQueue(max_rows=max_rows) if device.type == "cuda" else HostQueue()
+
+
+def in_row(row: int) -> int:
+    """The input token that stands for the id in this row of the last step's ids."""
+    return ~row  # -1 for row 0: never a token id
+
+
+def with_sampled(token_ids_T: torch.Tensor, sampled_S: torch.Tensor) -> torch.Tensor:
+    """Return the tokens with the last step's ids where `in_row` names them; the host does not wait."""
+    return torch.where(token_ids_T < 0, sampled_S[(~token_ids_T).clamp_(min=0)], token_ids_T)
