@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from tests.engine_driver import make_engine, make_request, run
 from transom_core.contract import FinishReason
-from transom_core.telemetry.build_versions import build_versions
 from transom_worker.engine.engine import Engine
 from transom_worker.kvcache.blocks.allocator import EVICTED_FOR_OTHER_GROUP, EVICTED_FOR_OWN_GROUP
 from transom_worker.kvcache.prefix import prefix_outcome
@@ -142,10 +141,3 @@ def test_fixed_label_values_are_those_of_the_code() -> None:
     assert {f"missed_{reason}" for reason in cache.MISS_REASONS} == missed
     assert {EVICTED_FOR_OWN_GROUP, EVICTED_FOR_OTHER_GROUP} < set(cache.EVICTION_REASONS)
     assert set(cache.HIT_OUTCOMES) == {prefix_outcome.HIT, prefix_outcome.REPAIRED, prefix_outcome.MISSED}
-
-
-def test_versions_are_read_and_nothing_is_imported() -> None:
-    versions = build_versions("torch", "no-such-package")
-    assert list(versions) == ["version", "python", "torch", "no-such-package"]
-    assert versions["torch"]
-    assert versions["no-such-package"] == ""

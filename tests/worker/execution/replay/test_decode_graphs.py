@@ -17,7 +17,6 @@ from tests.worker.execution.hand_scheduler import HandScheduler, make_runner
 
 pytest.importorskip("triton")
 
-from tests.checkpoints import make_checkpoint
 from tests.graph_recorder import RecordedGraph, RecorderDevice, Recording
 from tests.tiny_checkpoints import tiny_llama
 from transom_core.settings.settings import Settings
@@ -155,37 +154,6 @@ def check_steps(
 @pytest.mark.parametrize("seed", range(3))
 def test_many_random_steps(checkpoint: Path, seed: int) -> None:
     check_steps(checkpoint, seed=seed, num_steps=40, max_num_seqs=3)
-
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt_oss": {
-        "sliding_window": 6,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-    },
-    "gemma2": {"sliding_window": 6},
-    "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
-    "llama4_text": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 1,
-        "intermediate_size_mlp": 80,
-        "interleave_moe_layer_step": 2,
-        "attention_chunk_size": 8,
-        "no_rope_layers": [1, 0],
-        "floor_scale": 4,
-        "attn_scale": 0.5,
-    },
-}
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families(tmp_path: Path, family: str) -> None:
-    """Experts, learned sinks, soft caps, norms on both sides, chunks, queries scaled by position."""
-    make_checkpoint(tmp_path, family, **(FAMILIES[family] | {"num_hidden_layers": 2}))
-    check_steps(tmp_path, seed=3, num_steps=12, max_num_seqs=2, window=None, sinks=0, window_pattern="S")
 
 
 def test_the_cache_is_blank_after_start_up(graphed: tuple[ModelRunner, RecorderDevice]) -> None:
