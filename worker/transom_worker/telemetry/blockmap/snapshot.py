@@ -35,7 +35,9 @@ class TablePieces(NamedTuple):
     num_sink_blocks: int  # blocks of sink tokens, from logical index 0 on, which never slide out
     first_block: int  # logical index of the first block after the sink blocks
     pieces: list[tuple[int, list[int]]]
-    aside: tuple[tuple[int, int], ...] = ()  # (logical index, block) of what a KV policy dropped and is kept to be measured
+    aside: tuple[
+        tuple[int, int], ...
+    ] = ()  # (logical index, block) of what a KV policy dropped and is kept to be measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
