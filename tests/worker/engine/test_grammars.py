@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,11 +13,14 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.core.grammar.random_schemas import random_schema
 from tests.core.grammar.vocabularies import json_grammar
 from tests.engine_driver import Whole, make_engine, make_hooked_engine, make_request, run
+from tests.how_many import num_examples
 from transom_core.contract import OutputEvent, Request
 from transom_worker.engine.engine import Engine
 
+BATCH = 10
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -88,6 +92,25 @@ def end(engine: Engine, request: Request) -> OutputEvent:
 def test_answers_are_valid(engine: Engine) -> None:
     """`end_to_end/test_combinations` shows that they are the same however their steps are planned."""
     check_valid(requests(), run(engine, requests()))
+
+
+@pytest.mark.parametrize("first", range(0, num_examples(30, 500), BATCH))
+def test_answers_to_random_schemas_that_stop_are_valid(engine: Engine, first: int) -> None:
+    """A batch of schemas at once, sampled at high temperature, which is noise held to a grammar; nothing else ends with "stop"."""
+    schemas = [random_schema(random.Random(first + i)) for i in range(BATCH)]
+    options: dict[str, Any] = {"temperature": 2.0, "max_tokens": 300, "ignore_eos": False}
+    asked = [
+        replace(make_request(f"r{i}", [40 + i, 50], grammar=json_grammar(schema), **options), seed=first + i)
+        for i, schema in enumerate(schemas)
+    ]
+    answers = run(engine, asked)
+    for schema, answer in zip(schemas, answers, strict=True):
+        if answer.finish_reason == "stop":
+            checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+            jsonschema.validate(json.loads(answer.text), schema, format_checker=checker)
+        else:
+            assert (answer.finish_reason, len(answer.token_ids)) == ("length", 300)
+    assert sum(answer.finish_reason == "stop" for answer in answers) >= BATCH // 2
 
 
 def test_a_row_waits_for_its_token_and_the_others_do_not(tiny_model: Path) -> None:
