@@ -1,4 +1,4 @@
-"""A disk tier under whole engines: prefixes outlive the process, and whatever is wrong with a file costs a recompute at most."""
+"""A disk tier under whole engines: prefixes outlive the process, and any fault of a file costs a recompute at most."""
 
 from __future__ import annotations
 

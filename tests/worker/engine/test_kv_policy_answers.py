@@ -1,6 +1,6 @@
 """Requests with KV policies through a whole engine: long streams, quality, defaults and metrics.
 
-That their answers are exact, whatever else happens to them, is in `end_to_end/test_policy_combinations`.
+That their answers are exact under preemption, migration and every other feature is in `end_to_end/test_policy_combinations`.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def logits_of(model: PreTrainedModel, tokens: list[int], make_mask: Callable[[in
 
 
 def check_greedy(model: PreTrainedModel, tokens: list[int], num_prompt: int, make_mask: Any) -> None:
-    """Every token behind the prompt is the model's own choice, but where its margin is that of rounding."""
+    """Every token after the prompt is the model's own choice, except where its margin is that of rounding."""
     logits = logits_of(model, tokens[:-1], make_mask)[num_prompt - 1 :]
     best = logits.topk(2, dim=-1)
     clear = best.values[:, 0] - best.values[:, 1] > MIN_MARGIN

@@ -309,7 +309,7 @@ class Engine:
             self.publish()
 
     def _fill(self) -> None:
-        """Submit as many plans as may be in flight."""
+        """Submit plans until `steps_in_flight` are in flight, or there is nothing to plan."""
         for plan in self._pipeline.fill():
             self._report_plan(plan)
 
@@ -449,8 +449,8 @@ class Engine:
         return running.error_event(error)
 
     def shutdown(self) -> None:
-        """Free the executor's memory and processes; idempotent. A disk tier gets what is cached, unless the engine ended otherwise
-        than by being stopped.
+        """Free the executor's memory and processes; idempotent. A disk tier gets what is cached, unless the engine ended by a
+        failure.
         """
         self.grammars.close()
         disk, self._disk = self._disk, NoDiskTier()

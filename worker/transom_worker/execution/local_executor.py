@@ -29,7 +29,9 @@ class LocalExecutor(Executor):
         self._loaded = loaded
         self._runner: ModelRunner | None = None
         self._plans: deque[StepPlan] = deque()
-        self._done: deque[StepResult | Exception] = deque()  # what came of plans that were executed ahead of `receive`
+        self._done: deque[StepResult | Exception] = (
+            deque()
+        )  # results and failures of plans that were executed before `receive`
         self._load_reports = LoadReports(num_ranks=1)
 
     def start(self) -> ExecutorInfo:

@@ -120,7 +120,7 @@ class ModelRunner:
         return result
 
     def _compute(self, plan: StepPlan, result: StepResult) -> None:
-        """Run the forward pass of a plan with rows, sample, and write what came of it into the result."""
+        """Run the forward pass of a plan with rows, sample, and write tokens, reports and timings into the result."""
         clock = self._clock
         forward = self._forward.prepare(plan, self._store)
         clock.mark(Mark.PREPARED)

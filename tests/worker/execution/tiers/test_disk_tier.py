@@ -1,4 +1,4 @@
-"""The disk tier of one rank: blocks written behind, loads by ticket, broken files, and writes that fail."""
+"""The disk tier of one rank: blocks that a thread writes, loads by ticket, broken files, and writes that fail."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_full_disk_is_no_disk_tier_for_a_while(tmp_path: Path, caplog: pytest.
 
 
 def wait_until_written(made: RankTiers) -> None:
-    """Wait for the thread to have taken everything: what is queued behind a load's answer would be written later."""
+    """Wait for the thread to have taken everything: what is queued after a load's answer would be written later."""
     disk = made._disk
     assert disk is not None
     while disk._queued_bytes:

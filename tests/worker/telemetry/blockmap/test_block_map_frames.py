@@ -1,4 +1,4 @@
-"""The frames of many random requests have exactly the cache's blocks, whatever happened in between."""
+"""The frames of many random requests have exactly the cache's blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frames of a worker with a host tier say what is in both tiers, whatever moves between them."""
+"""The frames of a worker with a host tier say what is in both tiers while blocks move between them."""
 
 from __future__ import annotations
 

@@ -68,11 +68,6 @@ class DecodePrograms(DecodeReplay):
         self._is_refused = False
 
     @property
-    def num_programs(self) -> int:
-        """How many sizes are recorded."""
-        return len(self._recorded)
-
-    @property
     def block_mass(self) -> torch.Tensor:
         """See `DecodeReplay.block_mass`."""
         return self._policy_inputs.block_mass

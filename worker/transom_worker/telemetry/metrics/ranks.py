@@ -84,7 +84,7 @@ def _steps(report: RankReport, others: str, num_others: int) -> dict[str, float]
 
 
 def _disk(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metric]:
-    """What became of each rank's blocks on the disk since its process began; zeros without a disk tier."""
+    """What happened to each rank's blocks on the disk since its process began; zeros without a disk tier."""
     found = [(rank, report.usage.disk or DiskUsage(is_usable=False)) for rank, report in named]
     yield own.counters(
         "transom_disk_blocks",
