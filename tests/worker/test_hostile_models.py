@@ -1,4 +1,4 @@
-"""A model's folder comes from strangers: whatever its files hold, it is refused by name or it answers, within bounds."""
+"""A model's folder comes from strangers: it is refused by name or it answers, within bounds of time and memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def run_broken(models: list[Path], first: int, count: int) -> str:
-    """The last line of `hostile_models`: what became of broken copies with these seeds; operators run as torch computes them."""
+    """The last line of `hostile_models`: how many broken copies, one for each seed, were refused and how many answered."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.worker.hostile_models", str(first), str(count), *map(str, models)],
         env={**os.environ, "TRANSOM_KERNELS": "reference"},

@@ -60,9 +60,6 @@ class RequestError(TransomError):
         super().__init__(message)
         self.param = param
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_request_error, (type(self), str(self), self.param))
-
 
 class PromptTooLong(RequestError):
     """The prompt, or prompt and max_tokens together, is longer than the model's length; the message has both numbers."""
@@ -78,9 +75,6 @@ class Overloaded(TransomError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_overloaded, (type(self), str(self), self.retry_after_s))
 
 
 class RequestTimeout(TransomError):
@@ -132,11 +126,3 @@ class RankLost(StepFailed):
 
     def __init__(self, message: str | None, *, loss_cause: LossCause = "unknown") -> None:
         super().__init__(message or "A rank was lost.", loss_cause=loss_cause)
-
-
-def _rebuild_request_error(kind: type[RequestError], message: str, param: str | None) -> RequestError:
-    return kind(message, param=param)
-
-
-def _rebuild_overloaded(kind: type[Overloaded], message: str, retry_after_s: float) -> Overloaded:
-    return kind(message, retry_after_s=retry_after_s)

@@ -5,7 +5,7 @@ compiles it work for hours. So it runs in a child, which ends by a signal when o
 another. The first task starts a child; later ones reuse it. A task takes a child to itself: when all are busy and there are
 `max_processes`, it waits. The children end with their parent.
 
-Both pipes carry messages of four bytes of length (little-endian) and as many bytes of JSON in ASCII. A child's module runs as
+Both pipes carry messages: four bytes with the length (little-endian), then JSON in ASCII. A child's module runs as
 `python -m MODULE CPU_S MEMORY_BYTES`, calls `serve`, and ends with its standard input. Its answer to a task is any object;
 `{"too_large": "it needs more than ..."}` says that the task has exceeded a limit, after which the child is replaced.
 """

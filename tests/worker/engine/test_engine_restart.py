@@ -138,7 +138,7 @@ def test_ranks_that_do_not_start_again_end_the_engine(engine: Engine, refusal: E
 
 
 def test_ranks_that_end_after_their_engine_are_no_work(engine: Engine) -> None:
-    """Otherwise its thread would never be idle."""
+    """Its thread would never be idle if they were."""
     engine.fail(ValueError("a step failed"))
     executor_of(engine).is_lost = True
     assert not engine.has_work

@@ -1,4 +1,7 @@
-"""Requests with KV policies through a whole engine: equal to transformers with the same mask, whatever else happens to them."""
+"""Requests with KV policies through a whole engine: long streams, quality, defaults and metrics.
+
+That their answers are exact under preemption, migration and every other feature is in `end_to_end/test_policy_combinations`.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedModel
 
-from tests.checkpoints import load_oracle, make_checkpoint, prompt
-from tests.worker.execution.test_policy_steps import check_greedy, window_mask
+from tests.checkpoints import make_checkpoint, prompt
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, Request, WindowPolicy
 from transom_core.errors import PromptTooLong, RequestError
 from transom_worker import LLM, SamplingParams
@@ -28,11 +29,6 @@ HISTORIES = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("policies"), "llama")
-
-
-@pytest.fixture(scope="module")
-def oracle(folder: Path) -> PreTrainedModel:
-    return load_oracle(folder)
 
 
 @contextmanager
@@ -51,74 +47,6 @@ def answers(
     return llm.generate(
         [{"prompt_token_ids": ids} for ids in prompts], params, kv_policy=policy or "full", use_tqdm=False, **more
     )
-
-
-@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 7}, {"steps_in_flight": 2}], ids=str)
-@pytest.mark.parametrize("window", [WINDOW, WindowPolicy(sinks=0, window=4), WindowPolicy(sinks=9, window=1)])
-def test_windows_equal_transformers_with_the_same_mask(
-    folder: Path, oracle: PreTrainedModel, settings: dict[str, Any], window: WindowPolicy
-) -> None:
-    """Twice, so that the second time begins at a hit; beside requests without a policy."""
-    prompts = [prompt(length) for length in (1, window.window, 20, 21, 22, 90)]
-    with engine(folder, **settings) as llm:
-        for turn in range(2):
-            for out in answers(llm, prompts, window):
-                tokens = [*out.prompt_token_ids, *out.outputs[0].token_ids]
-                check_greedy(oracle, tokens, len(out.prompt_token_ids), window_mask(window.window, window.sinks))
-            assert out.num_cached_tokens >= turn * 80
-            for out in answers(llm, prompts[-2:], None):
-                tokens = [*out.prompt_token_ids, *out.outputs[0].token_ids]
-                check_greedy(oracle, tokens, len(out.prompt_token_ids), window_mask(10**6, 0))
-
-
-def test_windows_survive_preemption_and_migration(folder: Path, oracle: PreTrainedModel) -> None:
-    prompts = [prompt(8, salt=salt) for salt in range(6)]  # they begin with 2 blocks each, and need 9 soon
-    with engine(folder, kv_cache_memory_bytes=30 * 4096, max_num_seqs=6, max_model_len=96) as llm:
-        for out in answers(llm, prompts, WINDOW, 60):
-            check_greedy(oracle, [*out.prompt_token_ids, *out.outputs[0].token_ids], 8, window_mask(21, 5))
-        assert llm.engine.scheduler.work.preemptions["recompute"]
-    with engine(folder) as llm:
-        whole = answers(llm, prompts[:1], WINDOW, 60)[0].outputs[0].token_ids
-        assert resumed(llm, prompts[0], whole[:33], WINDOW, 60) == whole
-
-
-@pytest.mark.parametrize("policy", HISTORIES, ids=lambda policy: policy.text)
-def test_histories_answer_the_same_however_they_are_computed(folder: Path, policy: KvPolicy) -> None:
-    """Cut otherwise, beside others, preempted, and migrated: the same blocks stay, so the same tokens come."""
-    prompts = [prompt(length, salt=salt) for salt, length in enumerate((3, 39, 40, 41, 120, 66))]
-    with engine(folder) as llm:
-        alone = [answers(llm, [ids], policy)[0].outputs[0].token_ids for ids in prompts]
-        full = [out.outputs[0].token_ids for out in answers(llm, prompts, None)]
-        together = [out.outputs[0].token_ids for out in answers(llm, prompts, policy)]
-        assert resumed(llm, prompts[4], alone[4][:11], policy, 24) == alone[4]
-    assert together == alone
-    assert alone[0] == full[0]  # nothing was dropped
-    assert alone[4] != full[4]
-    for settings in ({"max_num_batched_tokens": 5}, {"steps_in_flight": 2}):
-        with engine(folder, **settings) as llm:
-            assert [out.outputs[0].token_ids for out in answers(llm, prompts, policy)] == alone
-
-
-def resumed(llm: LLM, ids: list[int], known: list[int], policy: KvPolicy, num_tokens: int) -> list[int]:
-    """The answer of a request that arrives with the first tokens of its output, as after the loss of a worker."""
-    request = Request(
-        request_id="resumed",
-        prompt_token_ids=tuple(ids),
-        params=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
-        seed=0,
-        resumed_output_ids=tuple(known),
-        kv_policy=policy,
-    )
-
-    def run() -> list[int]:
-        llm.engine.add(request)
-        tokens = list(known)
-        while llm.engine.requests:
-            for event in llm.engine.step():
-                tokens += event.token_ids
-        return tokens
-
-    return llm._thread.call(run).result()
 
 
 @pytest.mark.parametrize("policy", [WINDOW, replace(HISTORIES[0], max_window=32)], ids=lambda policy: policy.text)

@@ -95,15 +95,6 @@ def test_a_busy_worker_sends_a_router_without_requests_a_message_a_second_and_an
     assert outbox.take() == WorkerMessage()
 
 
-def test_small_changes_of_the_load_wait_for_the_next_message_but_are_not_lost() -> None:
-    clock = Clock()
-    outbox = opened(clock, BUSY)
-    later = replace(BUSY, num_running=7, waiting_tokens=3900, decode_step_s=0.021)
-    outbox.put(WorkerMessage(load=later))
-    assert outbox.due_s() == clock.now_s + HEARTBEAT_S
-    assert outbox.take().load == later
-
-
 def test_changes_add_up_until_they_are_news() -> None:
     """A load is compared with the one that was sent, not with the one before it."""
     outbox = opened(Clock(), BUSY)

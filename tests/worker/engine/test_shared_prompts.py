@@ -70,29 +70,6 @@ def test_shared_prompts_give_the_outputs_of_separate_ones(tiny_model: Path, name
         engine.shutdown()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_prompt_in_the_host_tier_is_loaded_once(tiny_model: Path, name: str) -> None:
-    """Four choices, and prompts that part from it: their outputs are those of separate ones, and no block is copied twice."""
-    case, _ = MODELS[name]
-    want = alone(tiny_model, case)
-    num_loaded = []
-    for wanted in (requests()[:1], requests()[:4], requests()):
-        engine = make_engine(
-            str(tiny_model), **case.settings(), **SETTINGS, kv_cache_memory_bytes=ROOMY_KIB << 10, swap_space="8MiB"
-        )
-        run(engine, requests()[:1])
-        cache = engine.scheduler.cache
-        while cache.eviction.evict_one():
-            pass
-        cache.evict_unpinned("test")
-        got = run(engine, wanted)
-        assert [whole.token_ids for whole in got] == want[: len(got)]
-        assert all(whole.num_cached_tokens == 192 for whole in got[:4])
-        num_loaded.append(sum(group.loaded_blocks for group in engine.scheduler.stats().host_groups))
-        engine.shutdown()
-    assert num_loaded[0] == num_loaded[1] == num_loaded[2] > 0
-
-
 def test_a_prompt_on_the_disk_is_read_and_loaded_once(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
     """Four choices wait for one import, and then for one load."""
     case = MODELS["SSF with sinks"][0]

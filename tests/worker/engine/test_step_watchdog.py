@@ -42,7 +42,7 @@ class Looks:
     def first_hang(
         self, num_looks: int, *, between: Callable[[], object] = lambda: None, pause_s: float = PERIOD_S
     ) -> int | None:
-        """Look so many times; which look found a hang, if one did."""
+        """Look `num_looks` times; return which look found a hang, if one did."""
         for number in range(num_looks):
             self.clock.now_s += pause_s
             between()

@@ -21,7 +21,7 @@ def start(**settings: object) -> tuple[LocalExecutor, HandScheduler, ToyDecoder]
 
 def test_results_come_in_the_order_of_plans() -> None:
     executor, hand, model = start()
-    assert model.num_forwards == 4  # warm-up: a prompt, two steps behind a long context, and a decode step
+    assert model.num_forwards == 4  # warm-up: a prompt, two steps after a long context, and a decode step
     hand.add(0, [5, 6, 7])
     plans = [hand.plan({0: 3}), hand.plan({0: 1}, by_row=True), hand.plan({0: 1}, by_row=True)]
     for plan in plans:

@@ -18,7 +18,7 @@ from tests.tiny_checkpoints import visible
 from tests.worker.execution.hand_scheduler import engine_config, make_runner
 from tests.worker.execution.policy_scheduler import PolicyScheduler
 from transom_core.contract import HeavyPolicy, WindowPolicy
-from transom_kernels.launch import INTERPRETED, prefer
+from transom_kernels.launch import prefer
 from transom_worker.execution.runner import ModelRunner
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -79,7 +79,7 @@ def logits_of(model: PreTrainedModel, tokens: list[int], make_mask: Callable[[in
 
 
 def check_greedy(model: PreTrainedModel, tokens: list[int], num_prompt: int, make_mask: Any) -> None:
-    """Every token behind the prompt is the model's own choice, but where its margin is that of rounding."""
+    """Every token after the prompt is the model's own choice, except where its margin is that of rounding."""
     logits = logits_of(model, tokens[:-1], make_mask)[num_prompt - 1 :]
     best = logits.topk(2, dim=-1)
     clear = best.values[:, 0] - best.values[:, 1] > MIN_MARGIN
@@ -237,23 +237,3 @@ def test_streams_beyond_the_trained_length_rotate_a_second_query_for_sinks(
     check_greedy(model, hand.rows[0].tokens, 50, window_mask(20, 6))
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", plain)
     check_greedy(model, hand.rows[1].tokens, 40, lambda length: visible(length, length, window=None, sinks=0))
-
-
-@pytest.mark.interpreter
-@pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
-def test_triton_computes_policy_rows_over_quantised_caches_as_torch_does(kv_cache_dtype: str, tmp_path: Path) -> None:
-    """Chunks and decoding, from below the trained length to beyond it, with attention mass."""
-    folder = make_checkpoint(tmp_path, "llama", num_hidden_layers=2, max_position_embeddings=64)
-    tokens, masses = [], []
-    for kernels in ("reference", "interpreted"):
-        with prefer(kernels):
-            hand = PolicyScheduler(start_runner(folder, kv_cache_dtype=kv_cache_dtype))
-            hand.add(0, prompt(60), WindowPolicy(sinks=6, window=20))
-            hand.step({0: 40})
-            results = [hand.step({0: 20}, mass=True), *hand.decode(0, 7, mass=True)]
-        tokens.append(hand.rows[0].tokens)
-        masses.append([result.attention_mass[0] for result in results])
-    assert tokens[0] == tokens[1]
-    for torchs, tritons in zip(*masses, strict=True):
-        assert tritons == pytest.approx(torchs, abs=5e-3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.worker.execution.hand_scheduler import GREEDY, HandScheduler, engine_config, make_runner
+from tests.worker.execution.hand_scheduler import HandScheduler, engine_config, make_runner
 from tests.worker.execution.toy_decoder import VOCABULARY, ToyDecoder, layer, load_toy
 from transom_core.contract import SamplingParams
 from transom_core.errors import StepFailed
@@ -53,30 +53,6 @@ def test_any_chunking_equals_the_reference(kind: str, chunks: list[int]) -> None
     assert decode(runner, hand, {0: chunks}, 12)[0] == model.continue_greedily(tokens, 12)
 
 
-SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.3, logprobs=2)
-
-
-def test_two_steps_in_flight_equal_one() -> None:
-    texts = []
-    for by_row in (False, True):
-        runner, hand, _ = make("hybrid")
-        hand.add(0, prompt(9), params=SAMPLED, seed=5)
-        hand.add(1, prompt(4, seed=1), params=GREEDY)
-        plans = [hand.plan({0: 9, 1: 4})]
-        text = []
-        for step in range(10):
-            order = {1: 1, 0: 1} if step % 2 else {0: 1, 1: 1}
-            if by_row:  # the next plan exists before the result of this one
-                plans.append(hand.plan(order, by_row=True))
-            result = runner.execute(plans[0])
-            text.append(sorted(hand.received(plans[0], result).items()))
-            plans.pop(0)
-            if not by_row:
-                plans.append(hand.plan(order))
-        texts.append(text)
-    assert texts[0] == texts[1]
-
-
 def test_logits_of_a_long_chunk_are_computed_in_slices() -> None:
     """Prompt log-probabilities of a whole chunk take the memory of one slice's logits."""
     runner, hand, model = make("hybrid")
@@ -118,32 +94,6 @@ def _block_bytes(runner: ModelRunner, blocks: dict[int, int]) -> list[bytes]:
     return [
         runner.tiers.device.slab[block * stride : (block + 1) * stride].numpy().tobytes() for block in blocks.values()
     ]
-
-
-def test_block_copies_before_the_forward_pass() -> None:
-    """Sequence 1 shares a prefix that ends inside a block, so it continues in copies of the shared blocks."""
-    runner, hand, model = make("hybrid")
-    tokens = prompt(10)
-    hand.add(0, tokens)
-    runner.execute(hand.plan({0: 10}))
-    sequence = hand.add(1, [*tokens, *prompt(4, seed=3)])
-    plan = hand.plan({})
-    for group in (0, 1):
-        held = hand.sequences[0].blocks[group]
-        last = max(held)
-        copy = hand.pool.take(group, 2)
-        sequence.blocks[group] = {**held, last: copy[1]}
-        plan.copy_group += [group, group]  # a chain, to see the order
-        plan.copy_source += [held[last], copy[0]]
-        plan.copy_target += copy
-        plan.copy_ticket += [0, 0]
-        plan.copy_source_tier += [0, 0]
-        plan.copy_target_tier += [0, 0]
-        hand.put_table(plan, sequence, group)
-    sequence.num_computed = 10
-    assert runner.execute(plan).num_copies_done == 4
-    found = decode(runner, hand, {1: [4]}, 6)[1]
-    assert found == model.continue_greedily([*tokens, *prompt(4, seed=3)], 6)
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "sinks"])

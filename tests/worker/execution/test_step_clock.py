@@ -1,4 +1,4 @@
-"""A step's seconds by part: the host's clock alone, and with a device that works behind the host."""
+"""A step's seconds by part: the host's clock alone, and with a device that lags the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that raise, for want of memory or otherwise: if every rank refuses the plan, the ranks go on; if some do, all are lost.
+"""Plans that raise: if every rank refuses the plan, the ranks go on; if some do, all are lost.
 
 If memory was short, the request that asked for the most ends, and no other. All tests share one start of the ranks.
 """
@@ -61,7 +61,7 @@ def test_every_rank_reports_its_usage(engine: Engine) -> None:
 
 
 def test_a_plan_that_every_rank_refuses(engine: Engine) -> None:
-    """Every rank drops the plans behind it, so that a later result is not taken for its result."""
+    """Every rank drops the plans after it, so that a later result is not taken for its result."""
     expected = run(engine, [make_request("before", PROMPT, max_tokens=4)])[0].token_ids
     executor = engine.executor
     executor.submit(StepPlan(step_id=1_000, version=99))

@@ -65,7 +65,7 @@ def test_a_load_and_a_spill(executor: RanksExecutor, info: ExecutorInfo) -> None
     executor.write_blocks(TIER_DEVICE, 0, [1, 2], second)
     executor.submit(copies(0, [(1, 5), (2, 6)], TIER_DEVICE, TIER_HOST, 0))
     executor.submit(copies(1, [(3, 1), (4, 2)], TIER_HOST, TIER_DEVICE, 7))
-    assert executor.read_blocks(TIER_HOST, 0, [5, 6]) == second  # behind both plans, whose results are not received yet
+    assert executor.read_blocks(TIER_HOST, 0, [5, 6]) == second  # after both plans, whose results are not received yet
     results = [executor.receive(), executor.receive()]
     while not any(result.loaded for result in results):  # an engine without other work polls
         executor.submit(StepPlan(step_id=len(results)))

@@ -35,15 +35,18 @@ def kinds_of(engine: Engine, request_id: str) -> list[str]:
     return [step["what"] for step in sorted(events_of(engine, request_id), key=lambda step: step["at_s"])]
 
 
-def test_a_timeline_from_the_queue_to_the_end(tiny_model: Path) -> None:
-    engine = make_engine(str(tiny_model))
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("chunk", [16, 1024])
+def test_a_timeline_from_the_queue_to_the_end(tiny_model: Path, steps_in_flight: int, chunk: int) -> None:
+    """The chunks of a prefill are one event, and a step that was planned ahead of its end counts as decode."""
+    engine = make_engine(str(tiny_model), steps_in_flight=steps_in_flight, max_num_batched_tokens=chunk)
     run(engine, [make_request("chatcmpl-a-0-0", list(range(1, 30)), max_tokens=9)])
     assert kinds_of(engine, "chatcmpl-a") == ["queued", "admitted", "prefill", "first_token", "decode", "finished"]
     assert (
         events_of(engine, "chatcmpl-a", "queued")[0].items() >= {"ahead": 0, "prompt_tokens": 29, "worker": "0"}.items()
     )
     [prefill] = events_of(engine, "chatcmpl-a", "prefill")
-    assert (prefill["tokens"], prefill["steps"], prefill["sequences"]) == (29, 1, 1)
+    assert (prefill["tokens"], prefill["steps"], prefill["sequences"]) == (29, -(-29 // chunk), 1)
     [decode] = events_of(engine, "chatcmpl-a", "decode")
     assert (decode["tokens"], decode["tokens_so_far"], decode["steps"], decode["sequences"]) == (8, 9, 8, 1)
     [finished] = events_of(engine, "chatcmpl-a", "finished")
@@ -74,21 +77,6 @@ def test_a_window_repair_is_an_event(tiny_model: Path) -> None:
     assert admitted["hit"] > 0
     assert admitted["repaired"] > 0
     assert admitted["to_compute"] == 61 - admitted["hit"]
-
-
-def test_chunks_of_a_prefill_are_one_event(tiny_model: Path) -> None:
-    engine = make_engine(str(tiny_model), max_num_batched_tokens=16)
-    run(engine, [make_request("a", list(range(1, 60)), max_tokens=2)])
-    [prefill] = events_of(engine, "a", "prefill")
-    assert (prefill["tokens"], prefill["steps"]) == (59, 4)
-
-
-def test_a_step_planned_ahead_counts_as_decode(tiny_model: Path) -> None:
-    engine = make_engine(str(tiny_model), steps_in_flight=2)
-    run(engine, [make_request("a", list(range(1, 30)), max_tokens=9)])
-    [prefill], [decode] = (events_of(engine, "a", what) for what in ("prefill", "decode"))
-    assert (prefill["tokens"], prefill["steps"]) == (29, 1)
-    assert (decode["tokens"], decode["steps"], decode["sequences"]) == (8, 8, 1)
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])

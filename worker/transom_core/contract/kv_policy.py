@@ -22,7 +22,7 @@ from typing import ClassVar, Literal
 
 from transom_core.errors import ConfigError, RequestError
 
-DEFAULT_SINKS = 4  # as many as attention sinks need, by the paper that named them (StreamingLLM)
+DEFAULT_SINKS = 4  # the number that attention sinks need, by the paper that named them (StreamingLLM)
 MAX_STREAM_TOKENS = 2**20
 """The most tokens, prompt and output, of a request whose policy lets it run past the model's length.
 

@@ -142,6 +142,6 @@ def read_origins(given: str | Sequence[str]) -> tuple[str, ...]:
         if origin != "*" and not re.fullmatch(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^/?#\s]+", origin):
             raise ConfigError(
                 f"--allowed-origins has {origin!r}; give an origin, which has a scheme, a host and perhaps a port, and nothing "
-                "behind them, such as https://chat.example.com; or * for all."
+                "after them, such as https://chat.example.com; or * for all."
             )
     return tuple(origins)

@@ -24,7 +24,7 @@ class ModelSettings(BaseModel):
     quantization: Literal["none", "int8", "int4", "gguf"] = Field(
         "none",
         description="int8, int4: the weights of linear layers have 8 or 4 bits, with a scale for every 32 columns; gguf: "
-        "tensors that a GGUF file has in Q8_0, Q4_0 or Q4_1 stay so, in place of being dequantised. On CPUs.",
+        "tensors that a GGUF file has in Q8_0, Q4_0 or Q4_1 stay so instead of being dequantised. On CPUs.",
     )
     max_model_len: int | None = Field(
         None,

@@ -24,7 +24,7 @@ class BatchingSettings(BaseModel):
     target_step_s: float | None = Field(
         None,
         ge=0,
-        description="While other requests decode or wait, a step computes only as many prompt tokens as take about so "
+        description="While other requests decode or wait, a step computes only the prompt tokens that take about this "
         "many seconds; 0: as --max-num-batched-tokens allows. If unset: 0.2 for the workers of a server on CPUs, else 0.",
     )
     max_waiting: int = Field(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -17,6 +17,11 @@ class Buckets(NamedTuple):
     bounds: Sequence[float]
     counts: Sequence[int]
     sum: float
+
+
+def crossed(rows: Mapping[str, Mapping[str, float]]) -> Samples:
+    """The samples of a table: row label -> column label -> value."""
+    return [((row, column), value) for row, columns in rows.items() for column, value in columns.items()]
 
 
 class OwnLabels:

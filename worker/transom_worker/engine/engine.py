@@ -146,13 +146,16 @@ class Engine:
         """Whether `step` would do anything."""
         if self.dead is not None:
             return bool(self._ready)
+        return self.scheduler.has_work or self.is_restarting or self._has_other_work
+
+    @property
+    def _has_other_work(self) -> bool:
+        """Whether `step` would do anything else than computing tokens or starting ranks."""
         return bool(
-            self.scheduler.has_work
-            or self._ready
+            self._ready
             or self.grammars.is_compiling
             or self._disk.is_busy
             or self._has_unpublished_abort
-            or self.is_restarting
             or self.executor.lost
         )
 
@@ -165,14 +168,8 @@ class Engine:
         """For how long `step` would do nothing, unless something is called before: above 0 where the requests wait for blocks that
         another worker reads. At most `MAX_BLOCKED_S`, and no longer than until the next deadline.
         """
-        others = (
-            self._ready
-            or self.grammars.is_compiling
-            or self._disk.is_busy
-            or self._has_unpublished_abort
-            or self.executor.lost
-        )
-        if others or not (self._made_no_plan and self.requests and self.scheduler.cache.tiers.exports.reads_device):
+        waits_for_blocks = self._made_no_plan and self.requests and self.scheduler.cache.tiers.exports.reads_device
+        if self._has_other_work or not waits_for_blocks:
             return 0.0
         return max(0.0, min(MAX_BLOCKED_S, self._deadlines.next_s - self.clock()))
 
@@ -312,7 +309,7 @@ class Engine:
             self.publish()
 
     def _fill(self) -> None:
-        """Submit as many plans as may be in flight."""
+        """Submit plans until `steps_in_flight` are in flight, or there is nothing to plan."""
         for plan in self._pipeline.fill():
             self._report_plan(plan)
 
@@ -452,8 +449,8 @@ class Engine:
         return running.error_event(error)
 
     def shutdown(self) -> None:
-        """Free the executor's memory and processes; idempotent. A disk tier gets what is cached, unless the engine ended otherwise
-        than by being stopped.
+        """Free the executor's memory and processes; idempotent. A disk tier gets what is cached, unless the engine ended by a
+        failure.
         """
         self.grammars.close()
         disk, self._disk = self._disk, NoDiskTier()

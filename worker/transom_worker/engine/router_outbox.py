@@ -5,7 +5,7 @@ router. So
 
 - **events** of requests are due at once, and their message carries all news;
 - **news** (changes of the prefix index, a load that routers would judge differently) without events is due at once after
-  silence, and `NEWS_PERIOD_S` after the last message otherwise;
+  silence, else `NEWS_PERIOD_S` after the last message;
 - **a heartbeat**, a message with what has changed however little, is due `HEARTBEAT_S` after the last message, so that a router
   notices a worker that has become silent.
 

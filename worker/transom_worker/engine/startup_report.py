@@ -39,7 +39,8 @@ def startup_report(info: ExecutorInfo, *, model: str, cache: CacheConfig) -> str
         f"KV pool {_mib(pool_bytes)}{each} ({plan.num_pages:,} pages of {plan.page_bytes:,} bytes, {plan.waste:.1%} waste)",
         *_rank_lines(info),
         *_group_table(plan),
-        f"one sequence of {plan.max_model_len:,} tokens takes {plan.request_bytes:,} bytes; at once run {_concurrency(plan)}",
+        f"one sequence of {plan.max_model_len:,} tokens takes {plan.request_bytes:,} bytes; at once run "
+        f"{_points(plan.concurrency)}",
         *_tier_lines(plan, cache),
     ]
     if memory.device == "cpu":
@@ -117,10 +118,6 @@ def _kept(spec: GroupSpec) -> str:
         return f"up to {(1 + spec.overlap) * spec.ratio:,} tokens"
     sinks = f" + first {spec.sinks}" if spec.sinks else ""
     return f"{spec.window or spec.chunk:,} tokens{sinks}"
-
-
-def _concurrency(plan: CachePlan) -> str:
-    return _points(plan.concurrency)
 
 
 def _points(points: Sequence[Concurrency]) -> str:

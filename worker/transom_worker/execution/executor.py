@@ -94,7 +94,7 @@ class ExecutorInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     memory: MemoryReport
-    # Empty for a single rank in the engine's process; otherwise `memory` is the sum over all ranks.
+    # Empty for a single rank in the engine's process. With several ranks `memory` is the sum over all of them.
     ranks: tuple[RankInfo, ...] = ()
     dtype: str = ""  # the model's number format, torch's name
     kernels: str = "torch"  # what computes the operators: "triton", "cpu" (compiled CPU kernels) or "torch"

@@ -1,4 +1,4 @@
-"""Recognises errors of a step that ran out of memory, and frees what such a step has left behind.
+"""Recognises errors of a step that ran out of memory, and frees the tensors that such a step has left.
 
 Torch and numpy report missing memory by several classes and texts:
 

@@ -11,10 +11,10 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 
+from tests.core.grammar.random_schemas import random_schema
 from tests.core.text.markup.canitoolcall_fixtures import call_arguments, read_answer
 from tests.core.text.markup.grammar_walks import WalkTokenizer, walk
 from tests.how_many import num_examples
-from tests.worker.engine.test_random_schemas import random_schema
 from transom_core.errors import RequestError
 from transom_core.text.markup.context import AnswerContext, FreeAnswer, JsonAnswer, RegexAnswer, ToolsDemand, ToolSpec
 from transom_core.text.markup.formats import TOOL_PARSERS, answer_format

@@ -20,7 +20,7 @@ def sizes(max_num_seqs: int = 64, max_model_len: int = 131_072) -> DecodeSizes:
 
 
 def need(lengths: list[int], split_keys: int = 1024) -> StepSize:
-    """What sequences with so many tokens take, this step's included."""
+    """What sequences of these lengths take, this step's token included."""
     return StepSize(
         num_seqs=len(lengths),
         num_items=sum(-(-length // split_keys) for length in lengths),

@@ -1,4 +1,4 @@
-"""The disk tier of one rank: blocks written behind, loads by ticket, broken files, and writes that fail."""
+"""The disk tier of one rank: blocks that a thread writes, loads by ticket, broken files, and writes that fail."""
 
 from __future__ import annotations
 
@@ -64,46 +64,6 @@ def usage(made: RankTiers) -> DiskUsage:
     return found
 
 
-def test_blocks_come_back_after_a_restart(tmp_path: Path) -> None:
-    memory = slabs()
-    first = copies_over(memory, tmp_path)
-    plan = stores([(0, 1, 10), (2, 3, 11)])
-    add(plan, (0, TIER_DEVICE, 0, TIER_HOST, 1), 0)  # the block is overwritten at once
-    wanted = [contents(memory, TIER_HOST, 0, 1).clone(), contents(memory, TIER_HOST, 2, 3).clone()]
-    first.run(plan)
-    first.run(stores([(1, 2, 12)], TIER_DEVICE))
-    first.close()
-    assert usage(first).num_written == 3
-    again = slabs()
-    second = copies_over(again, tmp_path)
-    second.run(fetches([(0, 4, 10), (2, 0, 11)], ticket=5))
-    assert ended(second).loaded == [5]
-    assert contents(again, TIER_HOST, 0, 4).equal(wanted[0])
-    assert contents(again, TIER_HOST, 2, 0).equal(wanted[1])
-    second.run(fetches([(1, 0, 12)], ticket=6))
-    assert ended(second).loaded == [6]
-    assert contents(again, TIER_HOST, 1, 0).equal(contents(memory, TIER_DEVICE, 1, 2))
-    second.run(stores([(1, 0, 12)]))  # it is there already
-    second.close()
-    assert usage(second) == DiskUsage(num_read=3)
-
-
-def test_a_load_with_a_missing_or_a_broken_file_fails(tmp_path: Path) -> None:
-    memory = slabs()
-    made = copies_over(memory, tmp_path)
-    made.run(stores([(0, 1, 10), (0, 2, 11)]))
-    made.close()
-    made = copies_over(memory, tmp_path)
-    made.run(fetches([(0, 4, 10), (0, 5, 99)], ticket=1))
-    assert ended(made).failed == [1]
-    for path in tmp_path.rglob("*.kv"):
-        os.truncate(path, 50)
-    made.run(fetches([(0, 4, 10), (0, 5, 11)], ticket=2))
-    assert ended(made).failed == [2]
-    assert (usage(made).num_missing, usage(made).num_broken) == (1, 1)
-    made.close()
-
-
 def test_a_full_disk_is_no_disk_tier_for_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     memory, now_s = slabs(), [0.0]
     made = copies_over(memory, tmp_path)
@@ -127,7 +87,7 @@ def test_a_full_disk_is_no_disk_tier_for_a_while(tmp_path: Path, caplog: pytest.
 
 
 def wait_until_written(made: RankTiers) -> None:
-    """Wait for the thread to have taken everything: what is queued behind a load's answer would be written later."""
+    """Wait for the thread to have taken everything: what is queued after a load's answer would be written later."""
     disk = made._disk
     assert disk is not None
     while disk._queued_bytes:

@@ -91,7 +91,7 @@ def test_copies_are_as_one_after_the_other_over_all_groups_and_tiers(copies: lis
     plan = plan_of(copies)
     assert made.run(plan) == len(copies)
     assert all(map(torch.equal, got, wanted))
-    assert made.run(plan) == 0  # as where a plan fails behind its copies and is then abandoned
+    assert made.run(plan) == 0  # as where a plan fails after its copies and is then abandoned
     assert all(map(torch.equal, got, wanted))
     made.close()
 
@@ -121,7 +121,7 @@ def test_copies_inside_the_host_tier_wait_for_spills_that_a_gpu_still_makes(monk
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_spills_and_loads_of_a_gpu_arrive() -> None:
-    """Loads run on a stream of their own, behind the spills that the plan before launched."""
+    """Loads run on a stream of their own, after the spills that the plan before launched."""
     device, host = slabs()
     memory = [device.cuda(), host.pin_memory()]
     made, wanted = block_copies(memory), [rows(memory, 0, group)[1].cpu() for group in range(3)]

@@ -1,4 +1,4 @@
-"""The frames of a worker with a host tier say what is in both tiers, whatever moves between them."""
+"""The frames of a worker with a host tier say what is in both tiers while blocks move between them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 
 from tests.block_map_decoder import EMPTY, EVICTED, EXPORTED, GONE, HELD, IMPORTED, LOADING, LOOSE, MOVED, SWAPPED, Map
 from tests.how_many import num_examples
+from tests.lost_windows import lose_windows
 from tests.worker.scheduling.scheduler_driver import BLOCK, ENTRY_MIXES, MIXES, Driver, layout, request
 from tests.worker.telemetry.blockmap.watch import Watch, check, check_host, in_host_tier, plain
+from transom_core.contract import KvPolicy
 from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_core.kv_cache.prefix_search import find_hit, hit_limit
 from transom_worker.kvcache.manager import KvCache
@@ -69,8 +71,19 @@ def chain_of(token_ids: Sequence[int]) -> list[bytes]:
     return chain
 
 
-def random_lives(mix: tuple[str, ...], seed: int, *, steps_in_flight: int, catches_up: bool = False) -> Watch:
-    """`catches_up`: frames have few records, and a look takes as many frames as it needs."""
+def random_lives(
+    mix: tuple[str, ...],
+    seed: int,
+    *,
+    steps_in_flight: int,
+    has_host: bool = True,
+    policies: Sequence[KvPolicy | None] = (None,),
+    catches_up: bool = False,
+) -> Watch:
+    """Watch the random requests of one scheduler, and what other workers read and send where there is a host tier.
+
+    `catches_up`: frames have few records, and a look takes as many frames as it needs.
+    """
     rng = random.Random(seed)
     least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).capacity.worst_case_pages(80)
     driver = Driver(
@@ -78,8 +91,8 @@ def random_lives(mix: tuple[str, ...], seed: int, *, steps_in_flight: int, catch
         steps_in_flight=steps_in_flight,
         max_num_batched_tokens=rng.choice([3, 16, 64]),
         max_model_len=80,
-        host_pages=rng.choice([len(mix), 10, 40]),
-        preemption_mode=rng.choice(["swap", "auto", "recompute"]),
+        host_pages=rng.choice([len(mix), 10, 40]) if has_host else 0,
+        preemption_mode="swap" if len(policies) > 1 else rng.choice(["swap", "auto", "recompute"]),
         load_after=lambda: rng.choice([0, 1, 4]),
     )
     cache = driver.scheduler.cache
@@ -95,12 +108,18 @@ def random_lives(mix: tuple[str, ...], seed: int, *, steps_in_flight: int, catch
     while waiting or driver.scheduler.has_work:
         if waiting and rng.random() < 0.5:
             prompt = rng.choice(prefixes)[: rng.randrange(1, 60)] + [rng.randrange(50) for _ in range(rng.randrange(6))]
-            driver.add(request(waiting.pop(), prompt, rng.randrange(1, 20)))
+            policy = rng.choice(policies)
+            tokens, most = (prompt, 20) if policy is None else (prompt[:20], 60)
+            is_measured = policy is not None and rng.random() < 0.3
+            num_tokens = rng.randrange(1, most)
+            driver.add(request(waiting.pop(), tokens, num_tokens, kv_policy=policy, kv_quality=is_measured))
         if rng.random() < 0.03 and driver.requests:
             driver.abort(rng.choice(sorted(driver.requests)))
-        if rng.random() < 0.2:
+        if rng.random() < 0.08:
+            lose_windows(cache)
+        if has_host and rng.random() < 0.2:
             others.act(rng.choice(prefixes))
-        if rng.random() < 0.01:
+        if has_host and rng.random() < 0.01:
             cache.evict_all()
         if not driver.scheduler.has_work:
             continue
@@ -112,20 +131,27 @@ def random_lives(mix: tuple[str, ...], seed: int, *, steps_in_flight: int, catch
             if catches_up:
                 settle(watch)
             check(watch)
-            check_host(watch)
-            if rng.random() < 0.2:
-                late = Map(next_sequence=watch.number)
-                late.take(watch.encoder.whole(0.0).numbered(watch.number))
-                assert late.header["host"]["num_pages"] == cache.stats().host_pages
-                if catches_up:
-                    settle(watch, late)
-                assert late.shown_in_host == watch.map.shown_in_host
+            if has_host:
+                check_host(watch)
+            if rng.random() < 0.3:
+                check_late_watcher(watch, catches_up=catches_up)
     others.end()
     watch.look()
     settle(watch)
     assert watch.map.shown == plain(driver.scheduler)
-    assert watch.map.shown_in_host == in_host_tier(driver.scheduler)
+    if has_host:
+        assert watch.map.shown_in_host == in_host_tier(driver.scheduler)
     return watch
+
+
+def check_late_watcher(watch: Watch, *, catches_up: bool) -> None:
+    """Who comes now sees what the first watcher sees."""
+    late = Map(next_sequence=watch.number)
+    late.take(watch.encoder.whole(0.0).numbered(watch.number))
+    if catches_up:
+        settle(watch, late)
+    assert (late.shown, late.owners, late.sequences) == (watch.map.shown, watch.map.owners, watch.map.sequences)
+    assert late.shown_in_host == watch.map.shown_in_host
 
 
 def step(driver: Driver) -> None:

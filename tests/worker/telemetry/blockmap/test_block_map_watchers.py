@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.block_map_decoder import EVICTED, REPAIR, Map, decode
-from tests.lost_windows import lose_windows
+from tests.block_map_decoder import Map, decode
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
 from transom_core.errors import Overloaded, RequestError
 from transom_worker.telemetry.blockmap.block_map import HEARTBEAT_S, MAX_WATCHERS, BlockMap
@@ -105,40 +104,6 @@ async def test_the_first_frame_is_whole_and_later_ones_are_not() -> None:
             worker.step()
         await follow(frames, seen, lambda: not seen.sequences)
     await until(lambda: worker.keeps_nothing)
-
-
-async def test_evictions_show_once_and_repairs_while_they_last() -> None:
-    worker, seen = Worker(), Map()
-    worker.run("first")
-    async with watching(worker) as frames:
-        seen.take(await anext(frames))
-        cached = {key for key, block in seen.shown.items() if key[0] == 1}
-        lose_windows(worker.scheduler.cache)
-        worker.log.num_changes += 1
-        seen.take(await anext(frames))
-        evicted = {key for key, block in seen.blocks.items() if block.state == EVICTED}
-        assert evicted
-        assert evicted <= cached
-        (event,) = [event for event in seen.events if event["kind"] == "evicted"]
-        assert (event["group"], event["detail"], event["count"]) == (1, "test", len(evicted))
-        seen.take(await anext(frames))  # though nothing happened since
-        assert not [block for block in seen.blocks.values() if block.state == EVICTED]
-        worker.driver.add(request("back", [*PROMPT, 9, 9], 2))
-        worker.driver.schedule()
-        worker.log.num_changes += 1
-        await follow(frames, seen, lambda: any(event["kind"] == "repair" for event in seen.events))
-        repaired = {key for key, block in seen.shown.items() if block.state == REPAIR}
-        assert repaired
-        assert {group for group, _ in repaired} == {1}
-        (sequence,) = seen.sequences.values()
-        assert sequence["phase"] == "repair"
-        assert (await worker.map.describe(*next(iter(repaired))))["state"] == "repair"
-        worker.driver.receive()
-        while worker.scheduler.has_work:
-            worker.step()
-        await follow(frames, seen, lambda: not seen.sequences)
-        assert seen.header["totals"]["repairs"] == 1
-        assert not [block for block in seen.blocks.values() if block.state == REPAIR]
 
 
 async def test_a_later_watcher_gets_a_whole_frame_of_the_same_state() -> None:

@@ -263,7 +263,7 @@ class RanksExecutor(Executor):
     def _deadline_s(self) -> float:
         """When to stop waiting for a message.
 
-        If some ranks have reported that the step failed, the others must report it within `FAILURE_TIMEOUT_S`. Otherwise the
+        If some ranks have reported that the step failed, the others must report it within `FAILURE_TIMEOUT_S`. If none has, the
         oldest plan must be done within the step timeout, counted from when the rank could begin it.
         """
         if self._failures:

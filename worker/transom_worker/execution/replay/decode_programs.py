@@ -73,11 +73,6 @@ class DecodePrograms(DecodeReplay):
         return self._inputs.arrays.device["token_ids"]
 
     @property
-    def num_programs(self) -> int:
-        """How many sizes are recorded."""
-        return len(self._recorded)
-
-    @property
     def block_mass(self) -> torch.Tensor:
         """See `DecodeReplay.block_mass`."""
         return self._policy_inputs.block_mass

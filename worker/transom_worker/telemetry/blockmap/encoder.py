@@ -147,6 +147,8 @@ class Encoder:
                 runs.update(pieces)
                 for logical, blocks in pieces.pieces:
                     self._records.place(group, logical, blocks)
+                for logical, block in pieces.aside:
+                    self._records.place(group, logical, [block])
             described = _describe(snapshot, tables)
             if self._host is not None and snapshot.in_host:
                 described["host_runs"] = self._host.runs_of(snapshot.in_host)

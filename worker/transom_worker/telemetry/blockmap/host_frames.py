@@ -62,7 +62,7 @@ class HostFrames:
         holders: Holders = []
         for sequence in sequences:
             if sequence.phase == SWAPPED_PHASE:
-                holders.append((SWAPPED, self._of_groups(sequence.in_host)))
+                holders.append((SWAPPED, self._of_runs(self.runs_of(sequence.in_host))))
         for imported in snapshot.imports:
             holders.append((IMPORTED, self._of_pairs(imported, ((one.group, one.block) for one in imported))))
         for exported in snapshot.exports:
@@ -71,9 +71,6 @@ class HostFrames:
         for load in snapshot.loads:
             holders.append((LOADED, self._of_pairs(load, ((copy.group, copy.source) for copy in load))))
         return holders
-
-    def _of_groups(self, blocks: Sequence[Sequence[int]]) -> Blocks:
-        return self._of_runs(self.runs_of(blocks))
 
     def _of_runs(self, runs: list[list[Run]]) -> Blocks:
         def expand() -> Blocks:

@@ -35,6 +35,9 @@ class TablePieces(NamedTuple):
     num_sink_blocks: int  # blocks of sink tokens, from logical index 0 on, which never slide out
     first_block: int  # logical index of the first block after the sink blocks
     pieces: list[tuple[int, list[int]]]
+    aside: tuple[
+        tuple[int, int], ...
+    ] = ()  # (logical index, block) of what a KV policy dropped and is kept to be measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,4 +217,4 @@ def _all_pieces(table: GappedBlockTable) -> TablePieces:
             pieces[-1][1].append(block)
         else:
             pieces.append((logical, [block]))
-    return TablePieces(True, len(table.sink_blocks), table.first_block, pieces)
+    return TablePieces(True, len(table.sink_blocks), table.first_block, pieces, tuple(table.aside.items()))

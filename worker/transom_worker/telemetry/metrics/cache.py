@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
-from transom_core.telemetry.own_labels import Buckets, OwnLabels
+from transom_core.telemetry.own_labels import Buckets, OwnLabels, crossed
 
 if TYPE_CHECKING:
     from transom_worker.kvcache.histogram import HistogramStats
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 HIT_OUTCOMES = ("hit", "repaired", "missed")
 MISS_REASONS = ("never_seen", "full_evicted", "window_evicted", "below_alignment", "last_token", "policy")
 EVICTION_REASONS = ("own_group", "other_group", "compaction", "reset")
+HOST_MOVES = ("spilled", "swapped", "imported", "loaded")  # counts of `HostGroupStats`
 HOST_EVICTION_REASONS = ("own_group", "other_group", "reset")
 CHECKPOINT_KINDS = ("system", "turn", "prompt", "generation", "fork", "preempted")
 
@@ -156,11 +157,7 @@ def _blocks(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
         "transom_kv_evicted_blocks",
         "Cached blocks that were evicted, by group and by what needed the memory: own_group, other_group, compaction, or reset.",
         ("group", "reason"),
-        [
-            ((group.name, reason), count)
-            for group in groups
-            for reason, count in _with_zeros(EVICTION_REASONS, group.evicted_blocks).items()
-        ],
+        crossed({group.name: _with_zeros(EVICTION_REASONS, group.evicted_blocks) for group in groups}),
     )
 
 
@@ -197,15 +194,12 @@ def _host(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
         "Blocks in the host tier by group and state: cached (can be hit), other (of swapped requests and imports) or empty (in a "
         "page that the group has leased).",
         ("group", "state"),
-        [
-            ((group.name, state), count)
-            for group in groups
-            for state, count in (
-                ("cached", group.cached_blocks),
-                ("other", group.other_blocks),
-                ("empty", group.free_blocks),
-            )
-        ],
+        crossed(
+            {
+                group.name: {"cached": group.cached_blocks, "other": group.other_blocks, "empty": group.free_blocks}
+                for group in groups
+            }
+        ),
     )
     yield own.gauges(
         "transom_kv_host_import_blocks",
@@ -219,26 +213,13 @@ def _host(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
         "Blocks that moved to and from the host tier, by group and move: spilled (evicted from the device), swapped (of "
         "preempted requests), imported (from other workers or the disk) or loaded (back to the device).",
         ("group", "move"),
-        [
-            ((group.name, move), count)
-            for group in groups
-            for move, count in (
-                ("spilled", group.spilled_blocks),
-                ("swapped", group.swapped_blocks),
-                ("imported", group.imported_blocks),
-                ("loaded", group.loaded_blocks),
-            )
-        ],
+        [((group.name, move), getattr(group, f"{move}_blocks")) for group in groups for move in HOST_MOVES],
     )
     yield own.counters(
         "transom_kv_host_evicted_blocks",
         "Blocks that were evicted from the host tier, by group and by what needed the memory: own_group, other_group, or reset.",
         ("group", "reason"),
-        [
-            ((group.name, reason), count)
-            for group in groups
-            for reason, count in _with_zeros(HOST_EVICTION_REASONS, group.evicted_blocks).items()
-        ],
+        crossed({group.name: _with_zeros(HOST_EVICTION_REASONS, group.evicted_blocks) for group in groups}),
     )
 
 

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
-from transom_core.telemetry.own_labels import OwnLabels
+from transom_core.telemetry.own_labels import OwnLabels, crossed
 from transom_worker.execution.executor import DiskUsage
 
 if TYPE_CHECKING:
     from transom_worker.execution.executor import RankReport
+
+DISK_EVENTS = ("written", "read", "missing", "broken", "dropped", "failed", "evicted")  # counts of `DiskUsage`
 
 
 def rank_families(own: OwnLabels, ranks: tuple[RankReport, ...]) -> Iterator[Metric]:
@@ -23,15 +25,16 @@ def rank_families(own: OwnLabels, ranks: tuple[RankReport, ...]) -> Iterator[Met
         "Bytes of device memory (of the process on CPUs) that a rank has, by kind: weights, kv (the pool, touched or not) and "
         "other (what is resident or reserved beyond these two).",
         ("rank", "kind"),
-        [
-            ((rank, kind), num_bytes)
-            for rank, report in named
-            for kind, num_bytes in (
-                ("weights", report.info.memory.weight_bytes),
-                ("kv", report.info.memory.kv_bytes),
-                ("other", report.usage.other_bytes),
-            )
-        ],
+        crossed(
+            {
+                rank: {
+                    "weights": report.info.memory.weight_bytes,
+                    "kv": report.info.memory.kv_bytes,
+                    "other": report.usage.other_bytes,
+                }
+                for rank, report in named
+            }
+        ),
     )
     yield from _work(own, named)
     yield from _disk(own, named)
@@ -65,34 +68,23 @@ def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
         "Steps that a rank has computed, by how its forward pass ran: launched (by the host, kernel by kernel) or replayed "
         "(a decode step, from a CUDA graph or a recorded program).",
         ("rank", "forward"),
-        [
-            ((rank, forward), num_steps)
-            for rank, report in named
-            for forward, num_steps in (
-                ("launched", report.usage.num_eager_steps),
-                ("replayed", report.usage.num_graph_steps),
-            )
-        ],
+        crossed({rank: _steps(report, "launched", report.usage.num_eager_steps) for rank, report in named}),
     )
-
     yield own.counters(
         "transom_decode_steps",
         "Steps without prompts that a rank has computed, by how: replayed (from a CUDA graph or a recorded program) or eager (the "
         "host launches kernel by kernel, which is slower).",
         ("rank", "mode"),
-        [
-            ((rank, mode), num_steps)
-            for rank, report in named
-            for mode, num_steps in (
-                ("replayed", report.usage.num_graph_steps),
-                ("eager", report.usage.num_eager_decodes),
-            )
-        ],
+        crossed({rank: _steps(report, "eager", report.usage.num_eager_decodes) for rank, report in named}),
     )
 
 
+def _steps(report: RankReport, others: str, num_others: int) -> dict[str, float]:
+    return {others: num_others, "replayed": report.usage.num_graph_steps}
+
+
 def _disk(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metric]:
-    """What became of each rank's blocks on the disk since its process began; zeros without a disk tier."""
+    """What happened to each rank's blocks on the disk since its process began; zeros without a disk tier."""
     found = [(rank, report.usage.disk or DiskUsage(is_usable=False)) for rank, report in named]
     yield own.counters(
         "transom_disk_blocks",
@@ -100,19 +92,7 @@ def _disk(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
         "not whole or not ours: removed, and the tokens computed again), dropped (writing did not keep up), failed (a write "
         "ended with an error) and evicted (removed for newer ones).",
         ("rank", "event"),
-        [
-            ((rank, event), count)
-            for rank, disk in found
-            for event, count in (
-                ("written", disk.num_written),
-                ("read", disk.num_read),
-                ("missing", disk.num_missing),
-                ("broken", disk.num_broken),
-                ("dropped", disk.num_dropped),
-                ("failed", disk.num_failed),
-                ("evicted", disk.num_evicted),
-            )
-        ],
+        [((rank, event), getattr(disk, f"num_{event}")) for rank, disk in found for event in DISK_EVENTS],
     )
     yield own.gauges(
         "transom_disk_usable",

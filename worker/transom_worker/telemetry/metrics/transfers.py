@@ -44,7 +44,7 @@ class Transfers(TransferObserver):
         )
         seconds = Histogram(
             "transom_kv_transfer_seconds",
-            "Seconds that a request was held while its prefix came from another worker, whatever the outcome.",
+            "Seconds that a request was held while its prefix came from another worker, for all outcomes.",
             own.names,
             buckets=BUCKETS_S,
             registry=registry,

@@ -34,7 +34,7 @@ def work_families(own: OwnLabels, state: WorkerState) -> Iterator[Metric]:
     )
     yield own.gauges(
         "transom_kv_headroom_requests",
-        "Requests of so many tokens (max: the longest that is served) that could start now, all at their full length at once, "
+        "Requests of this many tokens (max: the longest that is served) that could start now, all at their full length at once, "
         "with every cached block counted as free.",
         ("length",),
         [((length,), count) for length, count in state.headroom.items()],
