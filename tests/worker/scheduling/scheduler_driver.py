@@ -157,6 +157,11 @@ class Driver:
         self.outputs[name].append(output)
         item = self.requests[name]
         longest = stream_limit(item, self.max_model_len)
+        if output.is_first and item.params.prompt_logprobs is not None:
+            assert output.prompt_logprobs is not None
+            assert [one.chosen.token_id for one in output.prompt_logprobs] == list(item.prompt_token_ids[1:])
+        else:
+            assert output.prompt_logprobs is None
         at_limit = len(tokens) == item.params.max_tokens or item.num_prompt_tokens + len(tokens) == longest
         assert output.at_limit == at_limit
         if at_limit or len(tokens) == self.stop_at.get(name):

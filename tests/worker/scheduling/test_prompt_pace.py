@@ -71,14 +71,3 @@ def test_steps_of_fixed_and_proportional_time_come_to_the_target():
         elapsed_s = 0.02 + 0.0004 * num_tokens
         pace.stepped(step((0, num_tokens)), takes(elapsed_s))
     assert 0.2 - 64 * 0.0006 < elapsed_s <= 0.2
-
-
-def test_equal_measurements_give_equal_limits():
-    def limits() -> list[int]:
-        pace, found = PromptPace(0.1), []
-        for number in range(1, 30):
-            pace.stepped(step((0, 16 * number), (9, 1)), takes(0.01 * (number % 7 + 1)))
-            found.append(pace.limit(100 * number, decodes=bool(number % 2)))
-        return found
-
-    assert limits() == limits()

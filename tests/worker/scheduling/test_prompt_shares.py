@@ -96,16 +96,3 @@ def test_short_prompts_pass_a_long_one():
     assert driver.finished[-1] == "long"
     order = [name for name in driver.finished if name != "long"]
     assert order == sorted(order)
-
-
-def test_the_tokens_are_those_without_a_pace():
-    outputs = []
-    for pace in (None, FixedPace(7)):
-        driver = Driver(
-            layout(["full", "window"], num_pages=400), max_model_len=200, max_num_batched_tokens=64, pace=pace
-        )
-        for number in range(6):
-            driver.add(request(str(number), [number, *range(10 + 25 * number)], 9))
-        driver.run()
-        outputs.append(driver.tokens)
-    assert outputs[0] == outputs[1]

@@ -46,11 +46,7 @@ class Retention:
 
     def first_live_block(self, n: int) -> int:
         """Return the first logical block of the run that must stay after `n` processed tokens; at least `num_sink_blocks`."""
-        if self.keeps_everything:
-            return 0
-        ranges = self.spec.live(n)
-        begin = ranges[-1][0] if ranges and ranges[-1][1] == n else n
-        return max(self.num_sink_blocks, begin // self.block_size)
+        return 0 if self.keeps_everything else self.spec.first_live_block(n)
 
     def next_change(self, n: int) -> int:
         """Return the smallest m > n at which more blocks may be freed than at `n`; at most the next boundary between blocks."""
