@@ -22,6 +22,7 @@ Tables by boundary are computed once per group; prefix searches and capacity bou
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 
 from transom_core.kv_cache.groups import GroupSpec
 
@@ -96,13 +97,6 @@ class Retention:
             self._change.append(self._change_inside((boundary - 1) * self.block_size, boundary * self.block_size))
 
     def _change_inside(self, begin: int, end: int) -> int:
-        """Return the position in (begin, end] at which the first live block grows, else `end`. Binary search."""
-        before = self.first_live_block(begin)
-        low, high = begin + 1, end
-        while low < high:
-            middle = (low + high) // 2
-            if self.first_live_block(middle) > before:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        """Return the position in (begin, end] at which the first live block grows, else `end`."""
+        inside = range(begin + 1, end)
+        return begin + 1 + bisect_right(inside, self.first_live_block(begin), key=self.first_live_block)

@@ -20,6 +20,7 @@ windows in the host tier, never the other way round.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Protocol
@@ -128,18 +129,11 @@ class PrefixTree:
             stack += node.children
 
     def reach(self, chain: Sequence[bytes], limit: int) -> int:
-        """Return how many of the chain's first `limit` hash blocks have an owner. Binary search: they are a leading part."""
+        """Return how many of the chain's first `limit` hash blocks have an owner. They are a leading part."""
         owner = self.owner
         if limit and chain[limit - 1] in owner:
             return limit
-        low, high = 0, max(0, limit - 1)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if chain[middle - 1] in owner:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect_left(chain, True, hi=limit, key=lambda digest: digest not in owner)
 
     def reach_on_device(self, chain: Sequence[bytes], limit: int) -> int:
         """Return how many of the chain's first `limit` hash blocks have an owner on the device; these are a leading part, too."""
