@@ -30,7 +30,6 @@ GIB = 2**30
 )
 def test_at_least_as_many_requests_as_in_vllm(name: str, more: dict[str, object], theirs: float) -> None:
     plan = plan_from_config(CONFIGS[name], memory_bytes=40 * GIB, **more)  # type: ignore[arg-type]
-    print(f"{name} {more}: {plan.request_bytes / GIB:.3f} GiB a request, {plan.concurrency[-1]}")
     assert plan.concurrency[-1].requests_with_budget >= int(theirs)
 
 

@@ -1,5 +1,5 @@
-"""Measures what the cache's rates say (`kvcache.load_rates`): `RateMeter`, from the steps' results, what computing a token costs and
-what loading a block costs; `ReadMeter` what reading a block from the disk tier costs.
+"""Measures what the cache's rates say (`kvcache.load_rates`). `RateMeter` learns from steps' results what computing a token and
+loading a block cost, `ReadMeter` what reading a block from the disk tier costs.
 
 The measured rates are averages that weigh a measurement by how noisy they have been (`noisy_mean`). The cache gets new ones only
 when one of them is off by more than a quarter, since each change is sent to every router, whose prediction must be the worker's own
