@@ -55,7 +55,7 @@ KINDS = st.sampled_from(
 def test_requests_are_counted_page_by_page(
     kinds: list[dict[str, object]], sizes: list[int], length: int, pages: int
 ) -> None:
-    """Brute force: at every token, so many requests' blocks of each group in whole pages."""
+    """Brute force: at every token, this many requests' blocks of each group in whole pages."""
     groups = [
         GroupLayout(
             spec=GroupSpec(name=str(index), layers=(0,), block_size=4, **kind),  # type: ignore[arg-type]

@@ -63,7 +63,7 @@ def check_kept(driver: Driver) -> None:
 
 
 def next_point(policy: AdaptivePolicy | HeavyPolicy, position: int, num_prompt_tokens: int, block: int) -> int:
-    """The first position behind this one at which blocks may leave."""
+    """The first position after this one at which blocks may leave."""
     interval = interval_blocks(policy, block) * block
     return next(
         point

@@ -1,4 +1,4 @@
-"""A waiter is always admitted in the end, whatever happens to its producer: it finishes, fails or is preempted."""
+"""A waiter is always admitted in the end, even if its producer fails or is preempted."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def test_masses_of_a_row_that_is_in_flight_at_a_preemption_count() -> None:
 
 
 def test_auto_swaps_a_history_whatever_copying_costs() -> None:
-    """Replayed in other steps, its masses would be rounded otherwise; a window is computed again where that is cheaper."""
+    """Replayed in other steps, its masses would be rounded in another way; a window is computed again where that is cheaper."""
     for policies, mode in ((HISTORIES, "swap"), (WINDOWS[3:], "recompute")):
         one = swapped(policies, mode="auto", steps_in_flight=2, num_pages=5)
         assert {mode} == {mode for mode, count in one.scheduler.work.preemptions.items() if count}

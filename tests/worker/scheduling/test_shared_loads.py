@@ -88,7 +88,7 @@ def test_choices_of_one_prompt_load_it_once(mix: tuple[str, ...], steps_in_fligh
 def test_a_shorter_and_a_longer_prefix_share_what_both_load(
     second: list[int], mix: tuple[str, ...], steps_in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second prompt ends inside the first one's load, parts from it there, or goes on behind it in the host tier."""
+    """The second prompt ends inside the first one's load, parts from it there, or goes on after it in the host tier."""
     driver = spilled_driver(*mix, steps_in_flight=steps_in_flight)
     spill(driver, [*PROMPT, *[3] * 30])
     before = num_loaded(driver)

@@ -286,10 +286,10 @@ class _WindowSearch:
             missing = self._present.rfind(0, first, at)
             if missing < 0:
                 return at
-            at = max(self._behind_last_run(missing, floor), self._largest_free_boundary[missing])
+            at = max(self._after_last_run(missing, floor), self._largest_free_boundary[missing])
         return floor
 
-    def _behind_last_run(self, end: int, floor: int) -> int:
+    def _after_last_run(self, end: int, floor: int) -> int:
         """Return a boundary below `end` such that every boundary above it, up to `end`, lacks a live block that it needs.
 
         The boundary itself may lack one, too.
