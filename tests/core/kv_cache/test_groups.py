@@ -6,7 +6,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.worker.kvcache.cache_model import live_blocks
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.retention import Retention
 
@@ -64,17 +63,6 @@ def test_live_is_inside_the_past_and_lower_bounds_grow(spec: GroupSpec, n: int) 
     needed_now = {token for begin, end in now for token in range(begin, end)}
     if spec.kind not in (GroupKind.COMPRESSED, GroupKind.INDEXER):  # an entry appears when its r tokens are there
         assert needed_later - {n} <= needed_now  # what was let go is never wanted again
-
-
-@given(SPECS, st.integers(0, 150))
-def test_retention_in_blocks_follows_live(spec: GroupSpec, n: int) -> None:
-    retention = Retention(spec)
-    first = retention.first_live_block(n)
-    kept = {*range(spec.num_sink_blocks), *range(first, -(-n // spec.block_size))}
-    assert live_blocks(spec, n) <= kept
-    if not spec.keeps_everything:
-        tight = live_blocks(spec, n) | set(range(spec.num_sink_blocks)) | {n // spec.block_size}
-        assert kept <= tight
 
 
 @given(SPECS, st.integers(0, 150))

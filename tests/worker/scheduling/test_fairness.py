@@ -5,24 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
-from transom_core.contract.request import PRIORITY_AGING_S
 from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.manager import KvCache
-
-
-def test_a_low_priority_waits_no_longer_than_its_age() -> None:
-    """Urgent requests arrive without end, faster than they are served."""
-    driver = Driver(layout(["full", "window"], num_pages=200), policy="priority", max_num_seqs=1, max_waiting=1000)
-    driver.now_s = 1000.0
-    driver.add(request("low", range(5), 2, priority=1))
-    for second in range(200):
-        driver.now_s = 1000.0 + second
-        driver.add(request(str(second), [second], 2))
-        driver.step()
-        if driver.outputs["low"]:
-            break
-    served = [name for name in driver.finished if name != "low"]
-    assert len(served) == PRIORITY_AGING_S  # those that arrived within that time, and no later one
 
 
 @pytest.mark.parametrize(
