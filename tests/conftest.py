@@ -23,8 +23,7 @@ from tests.cpu_threads import NUM_THREADS
 from tests.language_patches import look_up_once
 from transom_core.kv_cache import load_rates
 from transom_kernels.cpu import threads
-from transom_worker.scheduling.rate_meter import RateMeter
-from transom_worker.scheduling.read_meter import ReadMeter
+from transom_worker.scheduling.rate_meter import RateMeter, ReadMeter
 
 pytest_plugins = ["tests.seeded_inputs", "pytester"]
 

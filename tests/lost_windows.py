@@ -10,7 +10,7 @@ def lose_windows(cache: KvCache) -> None:
     tree = cache.checkpoints.tree
     for node in list(tree.nodes()):
         if node.windows is not None:
-            cache.checkpoints.counts.windows_evicted(node)
+            cache.checkpoints.counts.windows_evicted[node.kind.value] += 1
         tree.unpin_windows(node)
         cache.eviction.add(node)
     for pool, retention in zip(cache.pools, cache.retentions, strict=True):

@@ -22,7 +22,7 @@ import typer
 
 from benchmarks.routing.fleet import BLOCK_SIZE, NUM_BATCHED_TOKENS, FleetSimulation, Router, Worker
 from transom_worker.simulate.geometry import read_geometry
-from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload
+from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload, chained
 
 NUM_ROUTERS = 2
 POLICIES = ("kv", "least_tokens", "power_of_two", "round_robin")
@@ -121,12 +121,8 @@ def sessions(num_workers: int, rng: random.Random, load: float) -> Workload:
             requests.append((arrival_s, session, turn, _request(messages, answer, arrival_s)))
             messages = [*messages, answer, space.take(rng.randint(*TURN_TOKENS))]
             arrival_s += 3.0 + rng.expovariate(1 / MEAN_PAUSE_S)
-    last: dict[int, int] = {}  # session -> index of its last request
-    ordered: list[SimulatedRequest] = []
-    for _, session, _, request in sorted(requests, key=lambda entry: entry[:3]):
-        ordered.append(request.after_request(last.get(session)))
-        last[session] = len(ordered) - 1
-    return Workload(name="sessions", requests=tuple(ordered))
+    ordered = sorted(requests, key=lambda entry: entry[:3])
+    return Workload(name="sessions", requests=tuple(chained((session, request) for _, session, _, request in ordered)))
 
 
 def hot_document(num_workers: int, rng: random.Random, load: float) -> Workload:

@@ -1,4 +1,4 @@
-"""Pages hold the blocks that lie wholly inside them; the dump block lies behind all pages."""
+"""Pages hold the blocks that lie wholly inside them; the dump block lies after all pages."""
 
 from __future__ import annotations
 

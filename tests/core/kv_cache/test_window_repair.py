@@ -13,7 +13,6 @@ from tests.core.kv_cache.window_repair_model import (
     chunk,
     inexact_live,
     make_groups,
-    sinks,
     state,
     window,
 )
@@ -25,31 +24,20 @@ LAYOUTS: dict[str, Layout] = {
     "windows and full": [[window(6)], [FULL], [window(6)], [FULL]],
     "windows of two sizes": [[window(3)], [window(9)], [FULL], [window(5)]],
     "chunked": [[chunk(12)], [chunk(12)], [FULL], [chunk(12)]],
-    "ragged chunks over windows": [[window(5)], [chunk(10)], [window(4)], [FULL], [chunk(7)]],
-    "sinks": [[sinks(5, 7)], [FULL], [sinks(5, 7)], [window(4)]],
     "window of one": [[window(1)], [FULL], [window(8)], [window(1)]],
-    "compressor": [[window(6), state(4, 1)], [window(6)], [window(6), state(8, 0)], [window(6), FULL]],
 }
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_repair_from_there_is_exact(layout: Layout, block_size: int) -> None:
-    specs = make_groups(layout, block_size=block_size)
-    for n in range(block_size, 73, block_size):
-        assert not inexact_live(specs, n, repair_start(specs, n)), n
-
-
-@pytest.mark.parametrize("name", ["window", "windows and full", "windows of two sizes", "chunked", "window of one"])
-def test_one_token_fewer_is_wrong(name: str) -> None:
-    specs = make_groups(LAYOUTS[name], block_size=4)
+def test_one_token_fewer_is_wrong(layout: Layout) -> None:
+    specs = make_groups(layout, block_size=4)
     for n in (40, 44, 64, 72):
         s = repair_start(specs, n)
         assert s == n or inexact_live(specs, n, s + 1), n
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(RULES, min_size=1, max_size=2), min_size=1, max_size=5), st.sampled_from([1, 4]))
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(RULES, min_size=1, max_size=2), min_size=1, max_size=5), st.sampled_from([1, 2, 4, 8]))
 def test_any_layout_is_exact_and_grows_with_n(layout: Layout, block_size: int) -> None:
     specs = make_groups(layout, block_size=block_size)
     starts = [repair_start(specs, n) for n in range(60)]
@@ -82,7 +70,3 @@ def test_repair_lengths_of_known_models() -> None:
 def test_blocks_round_the_top_window_down_alone() -> None:
     specs = make_groups([[window(128)], [FULL]] * 12, block_size=16)
     assert repair_start(specs, 20_000) == (20_000 - 127) // 16 * 16 - 11 * 127
-
-
-def test_without_sliding_groups_nothing_is_repaired() -> None:
-    assert repair_start(make_groups([[FULL], [FULL]], block_size=4), 40) == 40

@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from tests.worker.kvcache.cache_model import BLOCK, Mirror, cheapest_hit, check_cache, layout
-from tests.worker.kvcache.rank_model import RankTable, Slab, copy_blocks, prefix_tags
+from tests.worker.kvcache.rank_model import Content, RankTable, Slab, copy_blocks, prefix_tags
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_core.kv_cache.prefix_search import PrefixHit, find_hit, hit_limit
-from transom_core.kv_cache.tiers import DISK
+from transom_core.kv_cache.tiers import DISK, HOST
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
 from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.prefix.tree import CheckpointKind
+from transom_worker.kvcache.tiers.imports import BlockImport
 
 ROOT = chain_root(BLOCK)
 WRONG = b"computed without all that it reads"
@@ -60,6 +61,7 @@ class CacheDriver:
         *,
         num_pages: int,
         host_pages: int = 0,
+        has_disk: bool = False,
         caching: bool = True,
         window_repair: bool = True,
     ) -> None:
@@ -75,12 +77,19 @@ class CacheDriver:
             window_repair=window_repair,
             clock=lambda: self.now_s,
         )
+        self.disk: dict[tuple[int, bytes], dict[int, Content]] = {}  # it keeps everything
+        self.imports: dict[int, BlockImport] = {}  # by ticket; those that have not ended
+        self.num_imported = 0  # blocks
         self.slab = Slab(self.layout)
         self.slabs = [self.slab, Slab(host_layout or self.layout)]  # by tier
         self.loads: deque[list[BlockCopy]] = deque()  # that ranks were told of, in order
         self.num_loaded = 0  # blocks
         self.mirror = Mirror(len(self.specs))
         self.mirror.apply(self.cache.changes.whole())
+        if has_disk:
+            self.cache.tiers.open_disk(self.layout)
+            if self.cache.changes.rates is not None:  # reading is worth its time
+                self.cache.changes.set_rates(self.cache.changes.rates._replace(token_ns=10**12))
         self.sequences: list[CacheSequence] = []
         self.steps: deque[Step] = deque()
         self.truth: dict[tuple[int, bytes], list[tuple[int, bytes]]] = {}  # (group, digest) -> a block's contents
@@ -145,7 +154,7 @@ class CacheDriver:
         step = Step(self.cache.copies.take())
         for sequence, count in rows:
             self._tell_moves(sequence)
-            tables = [_by_logical(table.sink_blocks, table.run, table.first_block) for table in sequence.tables]
+            tables = [dict(table.blocks) for table in sequence.tables]
             step.rows.append(Row(sequence, sequence.scheduled, sequence.scheduled + count, tables))
             sequence.scheduled += count
             sequence.num_in_flight += 1
@@ -158,7 +167,9 @@ class CacheDriver:
             return
         step = self.steps.popleft()
         for copy in step.copies:
-            if not copy.ticket:
+            if copy.target_tier == DISK:
+                self._store(copy)
+            elif not copy.ticket:
                 copy_blocks(self.slabs, [copy])
             elif self.loads and self.loads[-1][0].ticket == copy.ticket:
                 self.loads[-1].append(copy)
@@ -175,9 +186,38 @@ class CacheDriver:
         """The ranks have done the oldest load that they know of. They make its copies at the last moment."""
         if self.loads:
             copies = self.loads.popleft()
-            copy_blocks(self.slabs, copies)
-            self.num_loaded += len(copies)
-            self.cache.finish_load(copies[0].ticket)
+            if copies[0].source_tier == DISK:
+                for copy in copies:
+                    self.slabs[HOST].put(copy.group, copy.target, dict(self.disk[copy.group, copy.digest]))
+                self.cache.tiers.imports.publish(self.imports[copies[0].ticket])
+            else:
+                copy_blocks(self.slabs, copies)
+                self.num_loaded += len(copies)
+                self.cache.finish_load(copies[0].ticket)
+            self._check()
+
+    def bring(self, token_ids: list[int]) -> None:
+        """Import what the disk has of a prompt beyond the memory."""
+        chain: list[bytes] = []
+        extend_chain(chain, ROOT, token_ids, BLOCK)
+        hit = self.cache.find(chain, len(token_ids), with_disk=True)
+        opened = self.cache.tiers.imports.begin(chain, hit)
+        self._check()
+        if opened is not None:
+            self.imports[self.cache.tiers.imports.fetch(opened)] = opened
+            self.num_imported += len(opened.blocks)
+            self.plan([])
+            while self.steps:
+                self.receive()
+            while self.loads:
+                self.load()
+            for one in opened.blocks:  # found, if not because a sequence has published it meanwhile
+                assert any(one.digest in tier[one.group] for tier in self.cache.index.tiers)
+
+    def end_imports(self) -> None:
+        """What was imported may be evicted from now on."""
+        while self.imports:
+            self.cache.tiers.imports.end(self.imports.popitem()[1])
             self._check()
 
     def load_all(self) -> None:
@@ -223,6 +263,7 @@ class CacheDriver:
 
     def evict_all(self) -> None:
         self.cache.evict_all()
+        assert not any(found for groups in self.cache.index.tiers for found in groups)
         assert all(group.cached_blocks == 0 for group in self.cache.stats().groups)
         self._check()
 
@@ -233,6 +274,7 @@ class CacheDriver:
         self.load_all()
         while self.sequences:
             self.release(0, CheckpointKind.GENERATION)
+        self.end_imports()
         stats = self.cache.stats()
         assert all(group.active_blocks == 0 for group in stats.groups)
         self.evict_all()
@@ -290,9 +332,10 @@ class CacheDriver:
     def _tell_moves(self, sequence: CacheSequence) -> None:
         for theirs, ours in zip(sequence.tables, sequence.blocks.tables, strict=True):
             for logical, block in ours.take_moves():
-                theirs.move(logical, block)
-            assert (theirs.sink_blocks, theirs.run) == (ours.sink_blocks, ours.run)
-            assert not ours.run or theirs.first_block == ours.first_block
+                theirs.replace(logical, block)
+            assert theirs.blocks == dict(enumerate(ours.sink_blocks)) | dict(
+                zip(ours.run_logicals, ours.run, strict=True)
+            )
 
     def _compute(self, row: Row) -> None:
         sequence, until = row.sequence, row.sequence.blocks.repair.end
@@ -321,6 +364,13 @@ class CacheDriver:
         position = content[0]
         self.slab.write(group, position, table[position // spec.block_size], content)
 
+    def _store(self, copy: BlockCopy) -> None:
+        contents = self.slabs[copy.source_tier].contents(copy.group, copy.source)
+        assert [content for _, content in sorted(contents.items())] == self.truth[copy.group, copy.digest]
+        self.disk[copy.group, copy.digest] = contents
+        if self.cache.tiers.disk.is_open:
+            self.cache.tiers.disk.add(copy.group, [copy.digest])
+
     def _remember(self, chain: list[bytes], tags: list[bytes]) -> None:
         for group, spec in enumerate(self.specs):
             step = spec.block_size // BLOCK
@@ -347,7 +397,3 @@ class CacheDriver:
                 for index, found in enumerate(groups):
                     for digest, block in found.items():
                         assert slab.block(index, block) == self.truth[index, digest]
-
-
-def _by_logical(pinned: list[int], run: list[int], first_block: int) -> dict[int, int]:
-    return dict(enumerate(pinned)) | dict(enumerate(run, first_block))

@@ -15,8 +15,8 @@ from transom_core.kv_cache.window_repair import repair_start
 from transom_worker.kvcache.blocks.arena import FREE
 from transom_worker.kvcache.blocks.block_table import HOLE
 from transom_worker.kvcache.blocks.sequence_blocks import BlocksState, SequenceBlocks
-from transom_worker.kvcache.bounded_retention import BoundedRetention
 from transom_worker.kvcache.manager import KvCache
+from transom_worker.kvcache.policy_retentions import BoundedRetention
 
 BLOCK = 4
 
@@ -123,11 +123,6 @@ def cheapest_hit(
     return units, start
 
 
-def slow_hit(specs: Sequence[GroupSpec], found: Sequence[Container[bytes]], digests: list[bytes], limit: int) -> int:
-    """The largest boundary at which every group has its blocks; all are one hash block."""
-    return cheapest_hit(specs, found, digests, limit, unit=specs[0].block_size, window_repair=False)[0]
-
-
 class Mirror:
     """A router's mirror of the index, from updates alone. Only what is there may be removed, and only what is not may be added.
 
@@ -152,6 +147,9 @@ class Mirror:
         if update is None:
             return
         assert update.whole or update.after == self.version
+        if self.takes_joined:  # net effects alone
+            changed = [(run.tier, run.group, digest) for run in update.runs for digest in run.digests]
+            assert update.whole or len(set(changed)) == len(changed)
         if update.whole:
             self.tiers = [[set() for _ in groups] for groups in self.tiers]
         for run in update.runs:
@@ -178,6 +176,7 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
         sequence.check()
     check_tree(cache)
     check_host(cache, sequences)
+    assert cache.enable_prefix_caching or not any(cache.index.groups)
     for group, pool in enumerate(cache.pools):
         tables = [sequence.tables[group] for sequence in sequences]
         references = Counter(
@@ -218,6 +217,7 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
             elif sequence.processed >= sequence.repair.end and sequence.state is BlocksState.READY:
                 live = live_blocks(retention.spec, sequence.processed)
                 assert all(table.at(logical) is not None for logical in live)
+                assert not table.run or table.run_logicals[0] >= retention.first_live_block(sequence.processed)
     assert cache.arena.num_free == cache.arena.owner.count(FREE)
 
 

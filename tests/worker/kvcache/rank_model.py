@@ -5,40 +5,51 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
 
-Content = tuple[int, bytes]  # (position, digest of the tokens up to it)
+Content = Any  # what a position's slot has
 
 
 @dataclass
 class RankTable:
-    """One sequence's table of one group."""
+    """One sequence's block table in one group: sink blocks, then a run, by ascending logical index.
+
+    `aside` has the blocks that left the table of a sequence whose policy is measured.
+    """
 
     num_sink_blocks: int
-    sink_blocks: list[int] = field(default_factory=list)
-    run: list[int] = field(default_factory=list)
-    first_block: int = 0
+    keeps_aside: bool = False
+    blocks: dict[int, int] = field(default_factory=dict)  # logical -> id
+    aside: dict[int, int] = field(default_factory=dict)
+    end: int = 0  # one past the last logical block that there ever was
 
-    def at(self, logical: int) -> int:
-        assert logical < self.num_sink_blocks or logical >= self.first_block
-        return self.sink_blocks[logical] if logical < self.num_sink_blocks else self.run[logical - self.first_block]
+    def apply(self, dropped: int, appended: list[int], first_block: int) -> None:
+        run = [logical for logical in self.blocks if logical >= self.num_sink_blocks]
+        assert dropped <= len(run)
+        for logical in run[:dropped]:
+            self.remove(logical)
+        begin = max(self.end, first_block) if self.end >= self.num_sink_blocks else self.end
+        for block in appended:
+            if begin == self.num_sink_blocks:
+                begin = max(begin, first_block)
+            self.blocks[begin] = block
+            begin += 1
+        self.end = max(self.end, begin)
+        run = [logical for logical in self.blocks if logical >= self.num_sink_blocks]
+        assert not run or run[0] >= first_block
 
-    def apply(self, dropped: int, appended: Sequence[int], first_block: int) -> None:
-        assert dropped <= len(self.run)
-        del self.run[:dropped]
-        missing = self.num_sink_blocks - len(self.sink_blocks)
-        self.sink_blocks += appended[:missing]
-        self.run += appended[missing:]
-        self.first_block = first_block
+    def remove(self, logical: int) -> None:
+        block = self.blocks.pop(logical)
+        if self.keeps_aside:
+            self.aside[logical] = block
 
-    def move(self, logical: int, block: int) -> None:
-        self.at(logical)  # must be there
-        if logical < self.num_sink_blocks:
-            self.sink_blocks[logical] = block
-        else:
-            self.run[logical - self.first_block] = block
+    def replace(self, logical: int, block: int) -> None:
+        table = self.blocks if logical in self.blocks else self.aside
+        assert logical in table
+        table[logical] = block
 
 
 class Slab:
@@ -51,6 +62,10 @@ class Slab:
 
     def read(self, group: int, position: int, block: int) -> Content | None:
         return self._contents[group].get(block, {}).get(position % self._layout.groups[group].spec.block_size)
+
+    def at(self, group: int, position: int, block: int) -> Content:
+        """What was written for a position, which must be there."""
+        return self._contents[group][block][position % self._layout.groups[group].spec.block_size]
 
     def block(self, group: int, block: int) -> list[Content]:
         """A whole block's contents, as far as there are any, in order."""
@@ -85,9 +100,9 @@ def copy_blocks(slabs: Sequence[Slab], copies: Iterable[BlockCopy]) -> None:
         slabs[copy.target_tier].put(copy.group, copy.target, contents)
 
 
-def prefix_tags(token_ids: Sequence[int]) -> list[bytes]:
-    """By position, a digest of the tokens up to it."""
-    digest = hashlib.sha256()
+def prefix_tags(token_ids: Sequence[int], root: bytes = b"") -> list[bytes]:
+    """By position, a digest of the tokens up to it, and of what separates sequences with equal tokens."""
+    digest = hashlib.sha256(root)
     tags = []
     for token in token_ids:
         digest.update(token.to_bytes(4, "little"))

@@ -9,6 +9,7 @@ import pytest
 from tests.how_many import num_examples
 from tests.worker.kvcache.cache_driver import CacheDriver
 from tests.worker.kvcache.cache_model import BLOCK, ENTRY_MIXES, MIXES
+from transom_core.kv_cache import load_rates
 from transom_worker.kvcache.prefix.tree import CheckpointKind
 
 ALL_MIXES = (*MIXES, *ENTRY_MIXES)
@@ -16,13 +17,16 @@ PREFIXES = [[random.Random(seed).randrange(9) for _ in range(70)] for seed in ra
 KINDS = (None, *CheckpointKind)
 
 
-def random_life(mix: tuple[str, ...], seed: int, *, has_host: bool = False, num_operations: int = 100) -> CacheDriver:
+def random_life(
+    mix: tuple[str, ...], seed: int, *, has_host: bool = False, has_disk: bool = False, num_operations: int = 100
+) -> CacheDriver:
     """Clients return: prompts continue earlier answers, from their ends or from anywhere inside."""
     rng = random.Random(seed)
-    sequence = CacheDriver(
+    driver = CacheDriver(
         mix,
-        num_pages=len(mix) * rng.randrange(2, 11),
-        host_pages=len(mix) * rng.randrange(1, 20) if has_host else 0,
+        num_pages=len(mix) * rng.randrange(2, 5 if has_disk else 11),
+        host_pages=len(mix) * rng.randrange(1, 5 if has_disk else 20) if has_host else 0,
+        has_disk=has_disk,
         caching=rng.random() < 0.95,
         window_repair=rng.random() < 0.7,
     )
@@ -36,38 +40,46 @@ def random_life(mix: tuple[str, ...], seed: int, *, has_host: bool = False, num_
         places = sorted(rng.sample(range(1, 19), rng.randrange(4)))
         boundaries = [(units, rng.choice(list(CheckpointKind))) for units in places if units * BLOCK < len(tokens)]
         boundaries += [((len(tokens) - 1) // BLOCK, CheckpointKind.PROMPT)] if not boundaries else []
-        sequence.begin(tokens, boundaries, reads_cache=rng.random() < 0.95)
+        driver.begin(tokens, boundaries, reads_cache=rng.random() < 0.95)
 
     for _ in range(num_operations):
-        sequence.now_s += rng.random()
+        driver.now_s += rng.random()
         draw = rng.random()
-        if draw < 0.3 and len(sequence.sequences) < max_lives:
+        if draw < 0.3 and len(driver.sequences) < max_lives:
             begin()
-            sequence.plan_fork_checkpoint(-1, rng.randrange(12))
+            driver.plan_fork_checkpoint(-1, rng.randrange(12))
         elif draw < 0.4:
-            sequence.complete(rng.randrange(9), rng.choice(KINDS), chunk=rng.choice([1, 5, 40]))
+            driver.complete(rng.randrange(9), rng.choice(KINDS), chunk=rng.choice([1, 5, 40]))
         elif draw < 0.44:
-            sequence.release(rng.randrange(9), rng.choice(KINDS))
+            driver.release(rng.randrange(9), rng.choice(KINDS))
         elif draw < 0.47:
-            sequence.preempt(rng.randrange(9))
+            driver.preempt(rng.randrange(9))
         elif draw < 0.472:
-            sequence.evict_all()
+            driver.evict_all()
         elif draw < 0.52 and has_host:
-            sequence.load()
-        elif sequence.sequences and len(sequence.steps) < 3 and draw < 0.76:
-            sequence.plan([(rng.randrange(9), rng.choice([1, 3, 10, 40])) for _ in range(rng.randrange(1, 5))])
+            driver.load()
+        elif draw < 0.58 and has_disk:
+            driver.bring(rng.choice(seen))
+            begin()
+        elif draw < 0.62 and has_disk:
+            driver.end_imports()
+        elif driver.sequences and len(driver.steps) < 3 and draw < 0.76:
+            driver.plan([(rng.randrange(9), rng.choice([1, 3, 10, 40])) for _ in range(rng.randrange(1, 5))])
         else:
-            sequence.receive()
-    sequence.finish()
-    return sequence
+            driver.receive()
+    driver.finish()
+    return driver
 
 
 @pytest.mark.parametrize("mix", ALL_MIXES, ids="+".join)
 def test_random_operations(mix: tuple[str, ...]) -> None:
-    sequences = [random_life(mix, seed) for seed in range(num_examples(daily=6, exhaustive=20))]
-    stats = [sequence.cache.stats() for sequence in sequences]
-    assert sum(sequence.num_refused for sequence in sequences) > 0  # the pools are tiny enough to matter
+    drivers = [random_life(mix, seed) for seed in range(num_examples(daily=6, exhaustive=20))]
+    stats = [driver.cache.stats() for driver in drivers]
+    assert sum(driver.num_refused for driver in drivers) > 0  # the pools are tiny enough to matter
     assert sum(sum(group.reuse_interval.counts) for each in stats for group in each.groups) > 0
+    reasons = {reason for each in stats for group in each.groups for reason in group.evicted_blocks}
+    assert {"own_group"} <= reasons
+    assert ("other_group" in reasons) == (len(mix) > 1)
 
 
 @pytest.mark.parametrize("mix", ALL_MIXES, ids="+".join)
@@ -76,3 +88,14 @@ def test_random_operations_on_two_tiers(mix: tuple[str, ...]) -> None:
     drivers = [random_life(mix, seed, has_host=True) for seed in range(num_examples(daily=6, exhaustive=30))]
     assert sum(driver.num_spilled for driver in drivers) > 0
     assert sum(driver.num_loaded for driver in drivers) > 0
+
+
+@pytest.mark.parametrize("mix", ALL_MIXES, ids="+".join)
+@pytest.mark.parametrize("has_host", [False, True])
+def test_random_operations_with_a_disk(mix: tuple[str, ...], has_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes that leave the memory go to a disk, and prefixes come back from there, if there is a host tier to bring them to."""
+    monkeypatch.setattr(load_rates, "LEAST_READ_TOKENS", 1)
+    seeds = range(num_examples(daily=4, exhaustive=30))
+    drivers = [random_life(mix, seed, has_host=has_host, has_disk=True) for seed in seeds]
+    assert any(driver.disk for driver in drivers)
+    assert (sum(driver.num_imported for driver in drivers) > 0) == has_host

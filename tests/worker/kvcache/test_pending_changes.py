@@ -28,20 +28,6 @@ def test_nothing_waits_before_the_whole_index_and_its_changes_follow_in_the_same
     assert [run.action for run in update.runs] == ["added", "removed"]
 
 
-def test_changes_that_cancel_out_are_left_out_but_their_version_is_not() -> None:
-    pending = PendingChanges()
-    pending.add(KvUpdate(after=0, version=0, runs=(), whole=True))
-    pending.take()
-    pending.add(KvUpdate(after=0, version=2, runs=(KvRun("added", 0, tuple(DIGESTS[:2])),)))
-    pending.add(KvUpdate(after=2, version=3, runs=(KvRun("removed", 0, (DIGESTS[0],)),)))
-    pending.add(KvUpdate(after=3, version=5, runs=(KvRun("added", 1, tuple(DIGESTS[:2])),)))
-    runs = (KvRun("added", 0, (DIGESTS[1],)), KvRun("added", 1, tuple(DIGESTS[:2])))
-    assert pending.take() == KvUpdate(after=0, version=5, runs=runs)
-    pending.add(KvUpdate(after=5, version=6, runs=(KvRun("added", 0, (DIGESTS[5],)),)))
-    pending.add(KvUpdate(after=6, version=7, runs=(KvRun("removed", 0, (DIGESTS[5],)),)))
-    assert pending.take() == KvUpdate(after=5, version=7, runs=())
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_mirrors_that_read_at_any_time_follow_the_index(seed: int) -> None:
     """Random changes, whole indexes in between (too many changes, resyncs), two readers at their own pace."""

@@ -23,7 +23,7 @@ def run_together(
     kv_policy: KvPolicy | None = None,
     max_model_len: int | None = None,
 ) -> bool:
-    """Whether so many requests of `length` tokens, prompt and answer, are all in every step to their end, with the cache off.
+    """Whether `num_requests` requests of `length` tokens, prompt and answer, are in every step to their end, with the cache off.
 
     A request that waits, even for a step, or is preempted ends the run. Every block gets much attention.
     """

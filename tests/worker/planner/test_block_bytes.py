@@ -25,15 +25,6 @@ def groups_of(name: str, dtype: str = BF16, ranks: int = 1, **changes: Any) -> d
 
 
 @pytest.mark.parametrize(
-    ("heads", "size", "dtype", "expected"),
-    [(8, 64, BF16, 32_768), (8, 128, BF16, 65_536), (16, 128, BF16, 131_072), (8, 128, FP8, 32_768 + 1024)],
-)
-def test_dense_bytes_of_one_layer(heads: int, size: int, dtype: str, expected: int) -> None:
-    changes = {"num_hidden_layers": 1, "num_key_value_heads": heads, "head_dim": size}
-    assert groups_of("llama-3-8b", dtype, **changes)["full"].block_bytes == expected
-
-
-@pytest.mark.parametrize(
     ("name", "tokens", "gib"), [("llama-7b", 4096, 2.0), ("llama-3-8b", 2048, 0.25), ("llama-3-70b", 2048, 0.625)]
 )
 def test_well_known_sizes_of_whole_sequences(name: str, tokens: int, gib: float) -> None:
@@ -128,11 +119,6 @@ def test_latent_attention_of_deepseek_v3() -> None:
 def test_ranks_split_heads_and_the_first_has_most(ranks: int, heads: int) -> None:
     groups = groups_of("gpt-oss-20b", ranks=ranks)
     assert groups["full"].block_bytes == groups["window_128"].block_bytes == 12 * 16 * heads * 64 * 2 * 2
-
-
-def test_ranks_do_not_shrink_what_is_replicated() -> None:
-    one, eight = groups_of("deepseek-v4-flash"), groups_of("deepseek-v4-flash", ranks=8)
-    assert one == eight
 
 
 def test_groups_may_have_different_formats() -> None:

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from tests.worker.execution.toy_decoder import architecture
 from transom_core.errors import ConfigError
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
-from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.layer_attention import Compression, LayerAttention
 from transom_worker.planner.layer_groups import make_groups
 
 
 def layer(window: int | None = None, **fields: object) -> LayerAttention:
     return LayerAttention(num_heads=2, num_kv_heads=2, head_size=8, window=window, **fields)  # type: ignore[arg-type]
-
-
-def architecture(layers: list[LayerAttention]) -> Architecture:
-    return Architecture(
-        family="toy",
-        hidden_size=16,
-        intermediate_size=16,
-        vocab_size=64,
-        max_position=512,
-        rms_norm_eps=1e-5,
-        tie_embeddings=False,
-        attention_bias=False,
-        mlp_bias=False,
-        checkpoint_dtype="float32",
-        layers=tuple(layers),
-    )
 
 
 def test_layers_with_equal_retention_share_a_group() -> None:

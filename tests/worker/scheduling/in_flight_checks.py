@@ -23,6 +23,8 @@ def check_waiters(scheduler: Scheduler) -> int:
         producer, num_needed = waiter.wait.producer, waiter.wait.num_hash_blocks
         assert waiter in prefixes.waiters_of[producer]
         assert waiter.blocks is None
+        assert waiter.reads_prefix_cache
+        assert scheduler.cache.enable_prefix_caching
         assert num_needed * BLOCK < len(waiter.token_ids)
         if isinstance(producer, Load):
             assert producer in scheduler.cache.tiers.loads.by_ticket.values()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from tests.worker.scheduling.replay_executor import block_mass
+from tests.worker.scheduling.scheduler_driver import BLOCK, Driver
 from transom_core.contract import AdaptivePolicy, HeavyPolicy
 from transom_worker.scheduling.attention_history import HALF_LIFE_TOKENS, interval_blocks
 
@@ -47,8 +48,22 @@ def kept_blocks(
     return reads
 
 
+def check_kept(driver: Driver) -> None:
+    """Every query of a sequence with a history could read exactly the blocks that its tokens call for."""
+    for name, queries in driver.executor.kept.items():
+        item = driver.requests[name]
+        policy = item.kv_policy
+        assert isinstance(policy, AdaptivePolicy | HeavyPolicy)
+        tokens = [*item.prompt_token_ids, *driver.tokens[name]]
+        expected = kept_blocks(policy, name, tokens, num_prompt_tokens=item.num_prompt_tokens, block=BLOCK)
+        for query, blocks in queries.items():
+            if query < len(tokens):  # a token that was in flight when the request ended is not known
+                upto = {block for block in blocks if block * BLOCK <= query}
+                assert upto == expected[query], (name, query)
+
+
 def next_point(policy: AdaptivePolicy | HeavyPolicy, position: int, num_prompt_tokens: int, block: int) -> int:
-    """The first position behind this one at which blocks may leave."""
+    """The first position after this one at which blocks may leave."""
     interval = interval_blocks(policy, block) * block
     return next(
         point

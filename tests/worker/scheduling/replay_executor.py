@@ -5,7 +5,7 @@ Terms:
 
     tag            stands for the key of a position in one layer: a digest of all tokens up to the position
     WRONG          the tag of a key that a window repair computes from wrong inputs
-    slab           the rank's KV memory: per group a dict from (block id, offset in the block) to the content
+    slab           the rank's KV memory (`rank_model.Slab`)
     window repair  a row that computes cached tokens again, so that sliding windows get their keys (`step.StepPlan`)
     entry          in groups of compressed attention, what stands for `ratio` tokens
 
@@ -19,8 +19,9 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from tests.worker.kvcache.rank_model import RankTable, Slab, prefix_tags
 from transom_core.contract import Logprob, LogprobTable, TokenLogprobs, WindowPolicy
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.layout import ArenaLayout
@@ -39,46 +40,7 @@ VOCAB_SIZE = 50
 WRONG = b"wrong"
 ENTRY_KINDS = (GroupKind.COMPRESSED, GroupKind.INDEXER)
 
-Content = tuple[int, dict[int, bytes]]  # position, tag by layer
-
-
-@dataclass
-class RankTable:
-    """One sequence's block table in one group: sink blocks, then a run, by ascending logical index.
-
-    `aside` has the blocks that left the table of a sequence whose policy is measured.
-    """
-
-    num_sink_blocks: int
-    keeps_aside: bool = False
-    blocks: dict[int, int] = field(default_factory=dict)  # logical -> id
-    aside: dict[int, int] = field(default_factory=dict)
-    end: int = 0  # one past the last logical block that there ever was
-
-    def apply(self, dropped: int, appended: list[int], first_block: int) -> None:
-        run = [logical for logical in self.blocks if logical >= self.num_sink_blocks]
-        assert dropped <= len(run)
-        for logical in run[:dropped]:
-            self.remove(logical)
-        begin = max(self.end, first_block) if self.end >= self.num_sink_blocks else self.end
-        for block in appended:
-            if begin == self.num_sink_blocks:
-                begin = max(begin, first_block)
-            self.blocks[begin] = block
-            begin += 1
-        self.end = max(self.end, begin)
-        run = [logical for logical in self.blocks if logical >= self.num_sink_blocks]
-        assert not run or run[0] >= first_block
-
-    def remove(self, logical: int) -> None:
-        block = self.blocks.pop(logical)
-        if self.keeps_aside:
-            self.aside[logical] = block
-
-    def replace(self, logical: int, block: int) -> None:
-        table = self.blocks if logical in self.blocks else self.aside
-        assert logical in table
-        table[logical] = block
+Contents = dict[int, tuple[int, dict[int, bytes]]]  # of a block: offset -> (position, tag by layer)
 
 
 @dataclass
@@ -107,7 +69,7 @@ class RankSequence:
         root = b"" if policy is None else policy.text.encode()
         if policy is not None and policy.depends_on_history:
             root += self.new.request_id.encode()
-        return _tags(root, self.token_ids[:end])
+        return prefix_tags(self.token_ids[:end], root)
 
 
 def sampled_token(request_id: str, position: int) -> int:
@@ -121,7 +83,7 @@ class ReplayExecutor:
     def __init__(self, layout: ArenaLayout, *, load_after: Callable[[], int] = lambda: 0) -> None:
         """`load_after` says for each load how many results later it is done; its blocks are copied at the last moment."""
         self.layout = layout
-        self.host: list[dict[int, dict[int, Content]]] = [{} for _ in layout.groups]  # by group and block
+        self.host: list[dict[int, Contents]] = [{} for _ in layout.groups]  # by group and block
         self.loads: deque[tuple[int, list[tuple[int, int, int]]]] = (
             deque()
         )  # (ticket, (group, source, target)), in order
@@ -129,12 +91,9 @@ class ReplayExecutor:
         self._load_after = load_after
         self._wait = 0  # results before the oldest load is done
         self.specs = [group.spec for group in layout.groups]
-        self.writer: dict[
-            int, int
-        ] = {}  # by page: the group that wrote last; it has overwritten what other groups had there
         # (layer, group) pairs, the lowest layer first
         self.layers = sorted((layer, group) for group, spec in enumerate(self.specs) for layer in spec.layers)
-        self.slab: list[dict[tuple[int, int], Content]] = [{} for _ in layout.groups]
+        self.slab = Slab(layout)
         self.num_computed = 0  # tokens
         self.num_repaired = 0  # tokens that window repairs computed again
         self.sequences: dict[int, RankSequence] = {}
@@ -218,9 +177,9 @@ class ReplayExecutor:
                     self._wait = self._wait or self._load_after()
                 self.loads[-1][1].append((group, source, target))
             elif target_tier == TIER_HOST:
-                self.host[group][target] = self._contents(group, source)
+                self.host[group][target] = _copied(self.slab.contents(group, source))
             else:
-                self._put(group, target, self._contents(group, source))
+                self.slab.put(group, target, _copied(self.slab.contents(group, source)))
 
     def _load(self, result: StepResult, *, is_idle: bool) -> None:
         """Do the oldest load if it is due, or if there is nothing else to wait for, and report it."""
@@ -231,33 +190,11 @@ class ReplayExecutor:
             ticket, copies = self.loads.popleft()
             for group, source, target in copies:
                 # Nothing is there if the copy to the host was in a plan that failed; then nothing may read the target.
-                self._put(group, target, self.host[group].get(source, {}))
+                self.slab.put(group, target, _copied(self.host[group].get(source, {})))
                 self.num_loaded += 1
             result.loaded.append(ticket)
             result.load_s.append(1e-3)
             self._wait = self._load_after()
-
-    def _contents(self, group: int, block: int) -> dict[int, Content]:
-        slab = self.slab[group]
-        offsets = range(self.specs[group].block_size)
-        return {offset: slab[block, offset] for offset in offsets if (block, offset) in slab}
-
-    def _put(self, group: int, block: int, contents: dict[int, Content]) -> None:
-        self._overwrite_other_groups(group, block)
-        for offset in range(self.specs[group].block_size):
-            self.slab[group].pop((block, offset), None)
-        copied = {(block, offset): (at, dict(tags)) for offset, (at, tags) in contents.items()}
-        self.slab[group].update(copied)
-
-    def _overwrite_other_groups(self, group: int, block: int) -> None:
-        """If another group wrote last to the block's page, remove that group's contents of the page."""
-        page = block * self.layout.groups[group].stride_bytes // self.layout.page_bytes
-        before = self.writer.setdefault(page, group)
-        if before != group:
-            self.writer[page] = group
-            ids = range(self.layout.first_block(page, before), self.layout.end_block(page, before))
-            for key in [key for key in self.slab[before] if key[0] in ids]:
-                del self.slab[before][key]
 
     def _append_input(self, plan: StepPlan, row: int, sequence: RankSequence) -> None:
         """Append the row's new input token, and check that a position always has the same token, also after a preemption."""
@@ -298,11 +235,10 @@ class ReplayExecutor:
 
     def _write(self, layer: int, group: int, sequence: RankSequence, position: int, tag: bytes) -> None:
         """Write a position's key of one layer. The group's first layer removes what the slot had before."""
-        slot = self._slot(group, sequence, position)
-        self._overwrite_other_groups(group, slot[0])
+        block = self._block(group, sequence, position)
         if layer == self.specs[group].layers[0]:
-            self.slab[group][slot] = (position, {})
-        self.slab[group][slot][1][layer] = tag
+            self.slab.write(group, position, block, (position, {}))
+        self.slab.at(group, position, block)[1][layer] = tag
 
     def _reads_right(
         self, layer: int, group: int, sequence: RankSequence, query: int, tags: list[bytes], attend_from: int
@@ -318,16 +254,15 @@ class ReplayExecutor:
                     continue
                 if _left_by_history(sequence, group, position):
                     continue
-                found, by_layer = self.slab[group][self._slot(group, sequence, position)]
+                found, by_layer = self.slab.at(group, position, self._block(group, sequence, position))
                 assert found == position
                 assert by_layer[layer] in (WRONG, tags[position])
                 right &= by_layer[layer] != WRONG
         return right
 
-    def _slot(self, group: int, sequence: RankSequence, position: int) -> tuple[int, int]:
-        """Return where a position lies in the slab: (block id, offset in the block)."""
-        block_size = self.specs[group].block_size
-        return sequence.tables[group].blocks[position // block_size], position % block_size
+    def _block(self, group: int, sequence: RankSequence, position: int) -> int:
+        """Return the id of the block that has a position."""
+        return sequence.tables[group].blocks[position // self.specs[group].block_size]
 
     def _policy(self, plan: StepPlan, row: int, sequence: RankSequence, result: StepResult) -> None:
         """Check what the plan says of a row with a KV policy, and report its attention mass and its quality."""
@@ -352,7 +287,7 @@ class ReplayExecutor:
             assert plan.count[row] == 1
             everything, tags = table.blocks | table.aside, sequence.tags(end)
             for position in range(end):
-                found, by_layer = self.slab[0][everything[position // block_size], position % block_size]
+                found, by_layer = self.slab.at(0, position, everything[position // block_size])
                 assert found == position
                 assert set(by_layer.values()) == {tags[position]}
             result.quality[row] = PolicyQuality(0.5, True, 0.25)
@@ -386,11 +321,6 @@ def _left_by_history(sequence: RankSequence, group: int, position: int) -> bool:
     return position // sequence.specs[group].block_size not in sequence.tables[group].blocks
 
 
-def _tags(root: bytes, token_ids: list[int]) -> list[bytes]:
-    """Return the right tag of each position."""
-    digest = hashlib.sha256(root)
-    tags = []
-    for token in token_ids:
-        digest.update(token.to_bytes(4, "little"))
-        tags.append(digest.digest()[:8])
-    return tags
+def _copied(contents: Contents) -> Contents:
+    """Return a copy whose tags later writes do not change."""
+    return {offset: (position, dict(tags)) for offset, (position, tags) in contents.items()}

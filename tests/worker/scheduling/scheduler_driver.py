@@ -134,9 +134,13 @@ class Driver:
 
     def fail(self) -> None:
         """The engine is interrupted: the requests of all plans in flight end, and none of the plans' copies are made."""
+        rows = {sequence for step in self.scheduler.steps_in_flight for sequence in step.rows}
         self.in_flight.clear()
         self.executor.fail()
-        self.finished += self.scheduler.fail_in_flight()
+        failed = self.scheduler.fail_in_flight()
+        computed = {one.request.request_id for one in rows} - set(self.finished)
+        assert sorted(failed) == sorted(computed)  # those that the plans compute, and no more
+        self.finished += failed
 
     def run_out_of_memory(self) -> None:
         """The oldest step in flight runs out of memory: the requests of all plans in flight are computed again."""
@@ -157,6 +161,12 @@ class Driver:
         self.outputs[name].append(output)
         item = self.requests[name]
         longest = stream_limit(item, self.max_model_len)
+        if output.is_first and item.params.prompt_logprobs is not None:
+            assert output.prompt_logprobs is not None
+            assert not output.num_cached_tokens
+            assert [one.chosen.token_id for one in output.prompt_logprobs] == list(item.prompt_token_ids[1:])
+        else:
+            assert output.prompt_logprobs is None
         at_limit = len(tokens) == item.params.max_tokens or item.num_prompt_tokens + len(tokens) == longest
         assert output.at_limit == at_limit
         if at_limit or len(tokens) == self.stop_at.get(name):
@@ -187,7 +197,9 @@ class Driver:
         blocks = {id(s.blocks): s.blocks for s in scheduler.by_request.values() if s.blocks}
         blocks |= {id(s.swapped): s.swapped for s in scheduler.by_request.values() if s.swapped}
         blocks |= {id(load.blocks): load.blocks for load in scheduler.cache.tiers.loads.by_ticket.values()}
-        blocks |= {id(s.blocks): s.blocks for step in scheduler.steps_in_flight for s in step.rows if s.blocks}
+        rows = [sequence for step in scheduler.steps_in_flight for sequence in step.rows]
+        assert all(sequence.blocks for sequence in rows)  # they are freed only with the result
+        blocks |= {id(s.blocks): s.blocks for s in rows if s.blocks}
         check_cache(scheduler.cache, blocks.values())
         self.mirror.apply(scheduler.cache.changes.take())
         for tier, groups in enumerate(scheduler.cache.index.tiers):

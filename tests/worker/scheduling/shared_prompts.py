@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.worker.scheduling.scheduler_driver import Driver, layout
-from transom_worker.scheduling.step import StepPlan
 
 STEPS = pytest.mark.parametrize("steps_in_flight", [1, 2])
 MIXES = [("full",), ("window",), ("full", "window"), ("full", "sinks_window"), ("full", "window", "ragged_chunk")]
@@ -21,14 +20,11 @@ def planned(driver: Driver) -> dict[str, tuple[int, int]]:
     """The next plan: (start, count) by request."""
     plan = driver.schedule()
     driver.check()
-    return {} if plan is None else rows(driver, plan)
-
-
-def rows(driver: Driver, plan: StepPlan) -> dict[str, tuple[int, int]]:
+    if plan is None:
+        return {}
     names = {sequence.seq_id: sequence.request.request_id for sequence in driver.scheduler.admission.running}
-    return {
-        names[seq_id]: (start, count) for seq_id, start, count in zip(plan.seq_ids, plan.start, plan.count, strict=True)
-    }
+    rows = zip(plan.seq_ids, plan.start, plan.count, strict=True)
+    return {names[seq_id]: (start, count) for seq_id, start, count in rows}
 
 
 def cached(driver: Driver) -> dict[str, int]:

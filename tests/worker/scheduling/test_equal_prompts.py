@@ -42,18 +42,6 @@ def test_a_waiter_waits_for_the_shared_prefix_and_hits_all_of_it(mix: tuple[str,
     assert cached(driver) == {"a": 0, "b": 20}
 
 
-def test_a_chain_of_three_each_waits_for_the_one_that_shares_more() -> None:
-    driver = make_driver(max_num_batched_tokens=200)
-    driver.add(request("a", [*range(20), *[1] * 20], 3))
-    driver.add(request("b", [*range(40), *[2] * 20], 3))
-    driver.add(request("c", [*range(60)], 3))
-    assert planned(driver) == {"a": (0, 40)}
-    driver.receive()
-    assert planned(driver) == {"a": (40, 1), "b": (20, 40)}
-    driver.receive()
-    assert cached(driver) == {"a": 0, "b": 20, "c": 40}
-
-
 def test_sequences_behind_a_waiter_run_and_do_not_take_its_running_slot() -> None:
     driver = make_driver(max_num_seqs=3)
     for name, prompt in (("a", PROMPT), ("b", PROMPT), ("c", [9] * 5), ("d", [8] * 5)):
@@ -83,23 +71,6 @@ def test_a_long_prompt_behind_leaves_reserved_tokens_to_a_former_waiter(
     driver.run()
 
 
-def test_tokens_are_reserved_once_if_the_blocks_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = make_driver("full", num_pages=2000, max_model_len=1000)
-    for name, prompt in (("a", PROMPT), ("b", PROMPT), ("long", [9] * 600)):
-        driver.add(request(name, prompt, 20))
-    planned(driver)
-    driver.receive()
-    extend = driver.scheduler.cache.extend
-    with monkeypatch.context() as patch:  # only admission keeps a reserve of blocks
-        patch.setattr(
-            driver.scheduler.cache, "extend", lambda *args, **kw: not kw.get("reserve") and extend(*args, **kw)
-        )
-        assert planned(driver) == {"a": (40, 1), "long": (24, 59)}
-        driver.receive()
-        assert planned(driver) == {"a": (41, 1), "long": (83, 63)}
-    driver.run()
-
-
 def test_tokens_are_reserved_for_former_waiters_before_it_that_have_a_running_slot() -> None:
     driver = make_driver(max_num_batched_tokens=80)
     for name, prompt in (("a", PROMPT), ("other", [9] * 30), ("b", PROMPT), ("c", [*PROMPT, *[1] * 9])):
@@ -118,17 +89,6 @@ def test_tokens_are_reserved_for_former_waiters_before_it_that_have_a_running_sl
     assert cached(driver) == {"a": 0, "other": 0, "b": 36, "c": 40, "late": 0}
 
 
-def test_a_sequence_does_not_wait_for_one_that_is_served_later() -> None:
-    driver = make_driver(policy="priority", max_num_batched_tokens=24)
-    driver.add(request("low", PROMPT, 3, priority=2))
-    assert planned(driver) == {"low": (0, 24)}
-    driver.receive()
-    driver.add(request("urgent", [*range(30), *[1] * 20], 3))
-    assert planned(driver) == {"low": (24, 16), "urgent": (24, 8)}
-    assert num_waiters(driver) == 0
-    driver.run()
-
-
 def test_other_salts_and_short_shared_prefixes_do_not_wait() -> None:
     driver = make_driver(min_shared_tokens=16, max_num_batched_tokens=200)
     driver.add(request("a", PROMPT, 3))
@@ -137,25 +97,6 @@ def test_other_salts_and_short_shared_prefixes_do_not_wait() -> None:
     driver.add(request("longer", [*range(16), *[1] * 20], 3))
     assert set(planned(driver)) == {"a", "salted", "short"}
     driver.run()
-
-
-def test_without_a_prefix_cache_no_sequence_waits() -> None:
-    driver = make_driver(caching=False)
-    for name in "ab":
-        driver.add(request(name, range(20), 3))
-    assert set(planned(driver)) == {"a", "b"}
-    driver.run()
-
-
-def test_prompt_logprobs_read_no_cache_but_fill_it() -> None:
-    """A sequence with prompt log-probabilities does not wait; others may wait for it."""
-    driver = make_driver(max_num_batched_tokens=200)
-    params = SamplingParams(max_tokens=3, prompt_logprobs=1)
-    for name in ("a", "b"):
-        driver.add(request(name, PROMPT, params=params))
-    driver.add(request("c", PROMPT, 3))
-    assert set(planned(driver)) == {"a", "b"}
-    assert cached(driver) == {"a": 0, "b": 0, "c": 36}
 
 
 def test_a_sequence_with_a_longer_hit_does_not_wait() -> None:

@@ -5,32 +5,26 @@ from __future__ import annotations
 import pytest
 
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
-from transom_core.contract.request import PRIORITY_AGING_S
 from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.manager import KvCache
 
 
-def test_a_low_priority_waits_no_longer_than_its_age() -> None:
-    """Urgent requests arrive without end, faster than they are served."""
-    driver = Driver(layout(["full", "window"], num_pages=200), policy="priority", max_num_seqs=1, max_waiting=1000)
-    driver.now_s = 1000.0
-    driver.add(request("low", range(5), 2, priority=1))
-    for second in range(200):
-        driver.now_s = 1000.0 + second
-        driver.add(request(str(second), [second], 2))
-        driver.step()
-        if driver.outputs["low"]:
-            break
-    served = [name for name in driver.finished if name != "low"]
-    assert len(served) == PRIORITY_AGING_S  # those that arrived within that time, and no later one
-
-
-def test_fcfs_ignores_priorities() -> None:
-    driver = Driver(layout(["full"], num_pages=200), max_num_seqs=1)
-    driver.add(request("first", range(5), 2, priority=9))
-    driver.add(request("second", range(5), 2, priority=0, waited_s=8.0))
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [("fcfs", ["resumed", "late", "early", "urgent"]), ("priority", ["resumed", "urgent", "early", "late"])],
+)
+def test_the_order_of_service(policy: str, order: list[str]) -> None:
+    """A stream that migrated from a lost worker does not stand at the end of the queue: its client is reading it."""
+    driver = Driver(layout(["full"], num_pages=200), max_num_seqs=1, policy=policy)
+    driver.now_s = 0.0
+    driver.add(request("runs", range(5), 6, priority=-9))
+    driver.step()
+    for name, priority, arrival_s in (("late", 1, 2.0), ("early", 1, 1.0), ("urgent", 0, 3.0)):
+        driver.now_s = arrival_s
+        driver.add(request(name, range(3), 2, priority=priority))
+    driver.add(request("resumed", range(5), 4, resumed=(7, 8), waited_s=60.0))
     driver.run()
-    assert driver.finished == ["first", "second"]
+    assert driver.finished == ["runs", *order]
 
 
 def crowd(num_pages: int, *, num_requests: int = 24) -> Driver:
@@ -106,14 +100,3 @@ def test_a_request_that_does_not_fit_is_not_tried_at_every_step(monkeypatch: pyt
     assert len(tried) < num_steps / 3
     assert driver.scheduler.work.preemptions["recompute"] == 0
     driver.run()
-
-
-def test_two_that_cannot_run_together_do_not_take_turns() -> None:
-    """The older one runs to its end; the younger one is computed twice at most."""
-    driver = Driver(layout(["full"], num_pages=7), max_num_batched_tokens=64)
-    driver.add(request("old", range(40), 50))
-    driver.add(request("young", range(100, 140), 50))
-    driver.run()
-    assert driver.finished == ["old", "young"]
-    assert driver.scheduler.work.preemptions["recompute"] <= 2
-    assert driver.executor.num_computed <= 2 * num_needed(driver)

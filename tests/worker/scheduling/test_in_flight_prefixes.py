@@ -1,4 +1,4 @@
-"""A waiter is always admitted in the end, whatever happens to its producer: it finishes, fails or is preempted."""
+"""A waiter is always admitted in the end, even if its producer fails or is preempted."""
 
 from __future__ import annotations
 
@@ -34,39 +34,6 @@ def test_each_waiter_is_admitted_when_its_prefix_is_published(mix: tuple[str, ..
     assert cached(driver) == {"a": 0, "b": 32, "c": 56}
 
 
-@STEPS
-def test_waiters_return_to_the_queue_at_once_when_their_producer_ends(steps_in_flight: int) -> None:
-    driver = with_waiters(steps_in_flight=steps_in_flight)
-    driver.finished.append("a")
-    driver.scheduler.abort("a")
-    assert num_waiters(driver) == 0
-    driver.check()
-    if steps_in_flight == 2:  # what is in flight will be published, but no sequence waits for it any more
-        assert planned(driver) == {"b": (0, 16)}
-        assert num_waiters(driver) == 1
-    assert set(cached(driver)) == {"b", "c"}
-
-
-@STEPS
-def test_waiters_return_to_the_queue_at_once_when_a_step_fails(steps_in_flight: int) -> None:
-    driver = with_waiters(steps_in_flight=steps_in_flight)
-    driver.fail()
-    driver.check()
-    assert driver.finished == ["a"]
-    assert planned(driver) == {"b": (0, 16)}
-    assert cached(driver) == {"b": 0, "c": 32}
-
-
-def test_a_waiter_that_ends_leaves_no_trace() -> None:
-    driver = with_waiters()
-    driver.abort("b")
-    driver.check()
-    assert num_waiters(driver) == 1
-    driver.scheduler.reset()
-    assert not driver.scheduler.has_work
-    assert driver.scheduler.num_waiting == 0
-
-
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_sequences_wait_again_for_a_preempted_producer_when_it_continues(all_of_them: bool) -> None:
     driver = with_waiters()
@@ -82,21 +49,6 @@ def test_sequences_wait_again_for_a_preempted_producer_when_it_continues(all_of_
     assert planned(driver) == {"a": (start, 16)}
     assert num_waiters(driver) == 2
     assert cached(driver) == {"a": 0, "b": 32, "c": 56}
-
-
-def test_no_sequence_waits_for_a_preempting_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = make_driver(max_chunk=16)
-    for name, prompt in (("old", [9] * 5), ("a", range(60)), ("b", range(60))):
-        driver.add(request(name, prompt, 3))
-    assert planned(driver) == {"old": (0, 5), "a": (0, 16)}
-    assert num_waiters(driver) == 1
-    admission = driver.scheduler.admission
-    with monkeypatch.context() as patch:
-        patch.setattr(driver.scheduler.cache, "extend", lambda *_, **__: False)
-        assert admission.allocate_or_preempt(admission.running.first, 1, steps_in_flight=1) == 0
-    assert num_waiters(driver) == 0
-    driver.check()
-    assert cached(driver) == {"old": 0, "a": 0, "b": 56}
 
 
 def test_a_blocked_waiter_is_tried_when_its_prefix_is_published() -> None:

@@ -40,15 +40,6 @@ def test_a_change_is_told_from_an_outlier() -> None:
         assert mean.mean() > 2.0
 
 
-def test_exact_times_are_followed() -> None:
-    mean = added([3.0] * 20)
-    assert mean.mean() == pytest.approx(3.0, rel=0.01)
-    assert mean.mean(optimism=1.0) == pytest.approx(3.0, rel=0.03)
-    mean.add(0.2)
-    mean.add(0.2)
-    assert mean.mean() == pytest.approx(0.2, rel=0.2)
-
-
 def test_it_is_less_sure_of_few_and_of_noisy_times() -> None:
     rng = random.Random(3)
 
@@ -57,10 +48,3 @@ def test_it_is_less_sure_of_few_and_of_noisy_times() -> None:
 
     assert doubt(added([1.0])) > doubt(added([1.0] * 5)) > doubt(added([1.0] * 20))
     assert doubt(added(noisy(1.0, 2.0, 100, rng))) > doubt(added(noisy(1.0, 1.1, 100, rng)))
-
-
-def test_after_a_long_time_the_newest_counts_most() -> None:
-    for drift, least, most in ((0.0, 0.9, 1.0), (3.0, 0.4, 0.6)):
-        mean = added([1.0] * 20)
-        mean.add(0.5, drift=drift)
-        assert least < mean.mean() < most

@@ -1,8 +1,12 @@
-"""The pace that is learned from steps, and the limits that follow from it."""
+"""The pace that is learned from steps, the limits that follow from it, and how prompts share them."""
 
 from __future__ import annotations
 
-from transom_worker.scheduling.prompt_pace import FIRST_TOKENS, LEAST_TOKENS, PromptPace
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.worker.scheduling.scheduler_driver import Driver, layout, request
+from transom_worker.scheduling.prompt_pace import FIRST_TOKENS, LEAST_TOKENS, QUANTUM, PromptPace, share_limit
 from transom_worker.scheduling.step import StepPlan, StepTimings
 
 
@@ -73,12 +77,89 @@ def test_steps_of_fixed_and_proportional_time_come_to_the_target():
     assert 0.2 - 64 * 0.0006 < elapsed_s <= 0.2
 
 
-def test_equal_measurements_give_equal_limits():
-    def limits() -> list[int]:
-        pace, found = PromptPace(0.1), []
-        for number in range(1, 30):
-            pace.stepped(step((0, 16 * number), (9, 1)), takes(0.01 * (number % 7 + 1)))
-            found.append(pace.limit(100 * number, decodes=bool(number % 2)))
-        return found
+def test_the_example_of_shares_in_the_docstring():
+    assert share_limit(200, [1500, 60, 900, 30], num_running=1) == [100, 60, 10, 30]
+    assert share_limit(200, [1500], num_running=1) == [200]
+    assert share_limit(200, [], num_running=0) == []
 
-    assert limits() == limits()
+
+def test_equal_prompts_are_computed_one_after_the_other():
+    assert share_limit(100, [300, 300, 300], num_running=0) == [100, 0, 0]
+    assert share_limit(100, [40, 300, 300], num_running=1) == [40, 60, 0]
+    assert share_limit(700, [300, 300, 300], num_running=0) == [300, 300, 100]
+
+
+def test_a_waiting_prompt_starts_so_that_one_behind_it_can():
+    assert share_limit(100, [1500, 900, 50], num_running=1) == [50, QUANTUM, 50]
+    assert share_limit(100, [1500, 900, 50], num_running=2) == [50, 0, 50]  # it runs already
+
+
+@given(st.integers(1, 300), st.lists(st.integers(0, 500), min_size=1, max_size=12), st.data())
+def test_any_shares(limit, needs, data):
+    num_running = data.draw(st.integers(0, len(needs)))
+    shares = share_limit(limit, needs, num_running=num_running)
+    assert all(0 <= share <= need for share, need in zip(shares, needs, strict=True))
+    assert shares[0] >= min(needs[0], (limit + 1) // 2)
+    assert sum(shares) >= min(limit, sum(needs))  # nothing is left unused
+    quanta = sum(share for share in shares[max(1, num_running) :] if share <= QUANTUM)
+    assert sum(shares) - quanta <= limit
+
+
+class FixedPace(PromptPace):
+    """The same limit for every step."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(1.0)
+        self._limit = limit
+        self.asked: list[tuple[int, bool]] = []
+
+    def limit(self, context: int, *, decodes: bool) -> int:
+        self.asked.append((context, decodes))
+        return self._limit
+
+
+def paced(limit: int) -> tuple[Driver, FixedPace]:
+    pace = FixedPace(limit)
+    driver = Driver(
+        layout(["full"], num_pages=400), max_model_len=500, max_num_batched_tokens=256, max_num_seqs=8, pace=pace
+    )
+    return driver, pace
+
+
+def counts(driver: Driver) -> list[int]:
+    plan = driver.schedule()
+    assert plan is not None
+    driver.receive()
+    return plan.count
+
+
+def test_a_prompt_alone_has_no_limit():
+    driver, pace = paced(16)
+    driver.add(request("long", range(300), 4))
+    assert counts(driver) == [256]
+    assert not pace.asked
+    driver.run()
+
+
+def test_a_decoding_request_limits_a_prompt():
+    driver, pace = paced(20)
+    driver.add(request("first", range(10), 60))
+    assert counts(driver) == [10]
+    driver.add(request("long", range(100, 400), 4))
+    assert counts(driver) == [1, 20]
+    assert counts(driver) == [1, 20]
+    assert pace.asked == [(0, True), (20, True)]
+    driver.run()
+
+
+def test_short_prompts_pass_a_long_one():
+    driver, _ = paced(64)
+    driver.add(request("long", range(400), 2))
+    for number in range(3):
+        driver.add(request(f"short {number}", [1000 + number, *range(19)], 2))
+    assert counts(driver) == [32, 20, 12]  # the third one's first tokens fill the step
+    assert sum(counts(driver)) <= 64 + 1
+    driver.run()
+    assert driver.finished[-1] == "long"
+    order = [name for name in driver.finished if name != "long"]
+    assert order == sorted(order)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
 from transom_core.kv_cache.load_rates import LoadRates
-from transom_worker.scheduling.rate_meter import STALE_STEPS, RateMeter
+from transom_worker.scheduling.rate_meter import STALE_OCCASIONS, RateMeter, ReadMeter
 from transom_worker.scheduling.step import StepPlan, StepTimings
 
 
@@ -39,8 +39,21 @@ def test_rates_change_only_when_they_are_off_by_a_quarter() -> None:
     assert meter.next_rates(changed) is None
 
 
+def test_reads_have_a_rate_of_their_own() -> None:
+    meter, rates = ReadMeter([1000, 500]), LoadRates(7, (100, 50), (1_000, 500))
+    meter.not_read()
+    meter.read([0, 0], 9.0)  # no measure
+    assert meter.next_rates(rates) is None
+    for _ in range(20):
+        meter.read([2, 4], 12e-6)  # 4,000 bytes: 3 ns a byte
+    changed = meter.next_rates(rates)
+    assert changed is not None
+    assert changed.read_ns == pytest.approx((3_000, 1_500), rel=0.03)
+    assert changed[:2] == rates[:2]
+
+
 def test_loads_that_were_slow_are_tried_again() -> None:
-    """While prompts are computed and none is loaded, the estimate decays; a measurement then counts for more."""
+    """While prompts are computed and none is loaded, the estimate decays; a measurement then counts for more. So with reads."""
     meter = RateMeter([1000])
     for _ in range(20):
         meter.loaded([1], 3e-3)
@@ -52,11 +65,11 @@ def test_loads_that_were_slow_are_tried_again() -> None:
         meter.stepped(prompt_step(100), StepTimings(forward_s=0.1))
         rates = meter.next_rates(rates) or rates
         num_steps += 1
-    assert 5 * STALE_STEPS <= num_steps <= 6 * STALE_STEPS
+    assert 5 * STALE_OCCASIONS <= num_steps <= 6 * STALE_OCCASIONS
     meter.loaded([1], 3e-3)
     rates = meter.next_rates(rates) or rates
     assert 2_300_000 < rates.block_ns[0] < 3_100_000
-    for _ in range(100 * STALE_STEPS):
+    for _ in range(100 * STALE_OCCASIONS):
         meter.stepped(prompt_step(100), StepTimings(forward_s=0.1))
         rates = meter.next_rates(rates) or rates
     assert 100_000 < rates.block_ns[0] < 250_000  # it does not decay to nothing

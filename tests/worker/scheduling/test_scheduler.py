@@ -5,18 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.worker.scheduling.scheduler_driver import MIXES, Driver, layout, request
-from transom_core.contract import LogprobTable, SamplingParams
 from transom_worker.scheduling.step import NO_ID
 
 
 def roomy(*mix: str, **config: object) -> Driver:
     return Driver(layout(mix or ("full", "window"), num_pages=200), **config)  # type: ignore[arg-type]
-
-
-def test_nothing_to_do_is_no_plan() -> None:
-    driver = roomy()
-    assert driver.schedule() is None
-    assert not driver.scheduler.has_work
 
 
 def test_long_prompts_are_chunked_beside_decoding_sequences() -> None:
@@ -62,75 +55,6 @@ def test_two_steps_in_flight_take_the_token_from_the_row_before() -> None:
     assert [len(driver.tokens[name]) for name in "ab"] == [5, 5]
 
 
-def test_one_step_in_flight_sends_the_token() -> None:
-    driver = roomy()
-    driver.add(request("a", range(3), 5))
-    driver.step()
-    plan = driver.schedule()
-    assert plan is not None
-    assert (plan.input_id, plan.input_row) == ([driver.tokens["a"][0]], [NO_ID])
-
-
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_an_abort_in_flight_frees_only_with_the_result(steps_in_flight: int) -> None:
-    driver = roomy(steps_in_flight=steps_in_flight, caching=False)
-    driver.add(request("a", range(12), 30))
-    for _ in range(3):
-        driver.step()
-    while driver.schedule() is not None:
-        pass
-    driver.abort("a")
-    assert driver.scheduler.stats().groups[0].active_blocks > 0
-    while driver.in_flight:
-        driver.receive()
-    driver.check_idle()
-    driver.add(request("b", range(3), 2))
-    plan = driver.schedule()
-    assert plan is not None
-    assert plan.finished == [0]  # ranks forget it with the next plan
-    assert not driver.scheduler.abort("a")
-
-
-def test_a_stop_discards_the_token_in_flight() -> None:
-    driver = roomy(steps_in_flight=2)
-    driver.stop_at["a"] = 3
-    driver.add(request("a", range(5), 30))
-    driver.run()
-    assert len(driver.outputs["a"]) == 3
-
-
-def test_preempted_requests_continue_with_the_same_inputs() -> None:
-    """The replay executor checks each position's input token against the first time it was computed."""
-    for steps_in_flight in (1, 2):
-        driver = Driver(layout(["full", "window"], num_pages=6), steps_in_flight=steps_in_flight, caching=False)
-        for name in "abc":
-            driver.add(request(name, [ord(name)] * 8, 20))
-        driver.run()
-        assert driver.scheduler.work.preemptions["recompute"] > 0
-        assert driver.finished[0] == "a"  # the oldest is never set back
-        assert {name: len(tokens) for name, tokens in driver.tokens.items()} == dict.fromkeys("abc", 20)
-        driver.check_idle()
-
-
-def test_a_preempted_request_finds_its_own_blocks() -> None:
-    driver = Driver(layout(["full"], num_pages=6))
-    for name in "abc":
-        driver.add(request(name, [ord(name)] * 30, 24))
-    driver.run()
-    assert driver.scheduler.work.preemptions["recompute"] > 0
-    stats = driver.scheduler.stats()
-    assert sum(stats.outcome_tokens.values()) == 90  # counted at first admission alone
-
-
-def test_priority_runs_the_lower_number_first() -> None:
-    driver = roomy(policy="priority", max_num_seqs=1)
-    for name, priority, arrival in (("late", 1, 2.0), ("early", 1, 1.0), ("urgent", 0, 3.0)):
-        driver.now_s = arrival
-        driver.add(request(name, range(3), 2, priority=priority))
-    driver.run()
-    assert driver.finished == ["urgent", "early", "late"]
-
-
 @pytest.mark.parametrize("mix", MIXES, ids="+".join)
 def test_second_request_hits_and_says_so(mix: tuple[str, ...]) -> None:
     driver = roomy(*mix)
@@ -146,76 +70,6 @@ def test_second_request_hits_and_says_so(mix: tuple[str, ...]) -> None:
         "missed_never_seen": 72,
         "missed_last_token": 12,
     }
-
-
-def test_multi_turn_hits_the_answer_too() -> None:
-    driver = roomy()
-    driver.add(request("a", range(20), 10))
-    driver.run()
-    conversation = [*range(20), *driver.tokens["a"], 7, 7, 7]
-    driver.add(request("b", conversation, 2))
-    driver.run()
-    assert driver.outputs["b"][0].num_cached_tokens == 28  # the last output token was never computed
-
-
-def test_prompt_logprobs_read_no_cache_and_come_once_in_order() -> None:
-    driver = roomy(max_num_batched_tokens=7)
-    driver.add(request("a", range(20), 2))
-    driver.run()
-    params = SamplingParams(max_tokens=3, prompt_logprobs=2)
-    driver.add(request("b", range(20), params=params))
-    driver.add(request("one", [5], params=params))
-    driver.run()
-    first, *rest = driver.outputs["b"]
-    assert first.num_cached_tokens == 0
-    assert first.prompt_logprobs is not None
-    assert [entry.chosen.token_id for entry in first.prompt_logprobs] == list(range(1, 20))
-    assert all(output.prompt_logprobs is None for output in rest)
-    assert driver.outputs["one"][0].prompt_logprobs == LogprobTable(1)
-    assert driver.scheduler.stats().outcome_tokens["missed_policy"] == 21
-
-
-def test_prompt_logprobs_survive_preemption() -> None:
-    driver = Driver(layout(["full"], num_pages=6), max_num_batched_tokens=6)
-    params = SamplingParams(max_tokens=20, prompt_logprobs=0)
-    for name in "abc":
-        driver.add(request(name, [ord(name) + i for i in range(30)], params=params))
-    driver.run()
-    assert driver.scheduler.work.preemptions["recompute"] > 0
-    for name in "abc":
-        entries = driver.outputs[name][0].prompt_logprobs
-        assert entries is not None
-        assert [entry.chosen.token_id for entry in entries] == [ord(name) + i for i in range(1, 30)]
-
-
-def test_resumed_output_is_prefilled_and_positions_go_on() -> None:
-    driver = roomy()
-    driver.add(request("a", range(10), 8, resumed=(1, 2, 3)))
-    plan = driver.schedule()
-    assert plan is not None
-    new = plan.new_sequences[0]
-    assert (new.token_ids, new.num_prompt_tokens) == ((*range(10), 1, 2, 3), 10)
-    driver.receive()
-    driver.run()
-    assert [output.position for output in driver.outputs["a"]] == [3, 4, 5, 6, 7]
-
-
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_a_failed_step_takes_its_requests_and_no_more(steps_in_flight: int) -> None:
-    driver = roomy(steps_in_flight=steps_in_flight, max_num_seqs=2)
-    for name in "abc":
-        driver.add(request(name, range(12), 30))
-    driver.step()
-    while driver.schedule() is not None:
-        pass
-    driver.abort("b")
-    assert driver.scheduler.fail_in_flight() == ["a"]
-    assert not driver.scheduler.steps_in_flight
-    assert driver.scheduler.stats().groups[0].active_blocks == 0
-    plan = driver.scheduler.schedule()
-    assert plan is not None
-    assert {0, 1} <= set(plan.finished)
-    assert [new.request_id for new in plan.new_sequences] == ["c"]
 
 
 def test_copies_that_may_not_have_run_leave_no_cache_behind() -> None:

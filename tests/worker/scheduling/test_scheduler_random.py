@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from hypothesis import strategies as st
 
 from tests.how_many import num_examples
 from tests.lost_windows import lose_windows
+from tests.worker.scheduling.kept_blocks_model import check_kept
 from tests.worker.scheduling.scheduler_driver import BLOCK, ENTRY_MIXES, MIXES, Driver, layout, request
-from transom_core.errors import RequestTooLarge
+from transom_core.contract import KvPolicy, SamplingParams
+from transom_core.errors import PromptTooLong, RequestTooLarge
+from transom_core.kv_cache.load_rates import LoadRates
 from transom_worker.kvcache.manager import KvCache
 from transom_worker.scheduling.prompt_pace import PromptPace
 
@@ -27,8 +31,12 @@ def random_run(
     pace: PromptPace | None = None,
     has_host: bool = False,
     out_of_memory: float = 0.0,
+    prompt_logprobs: float = 0.0,
+    policies: Sequence[KvPolicy | None] = (),
 ) -> Driver:
-    """`equal`: how often a prompt is that of the request before; `out_of_memory`: how often steps run out of memory."""
+    """`equal`: how often a prompt is that of the request before; `out_of_memory`: how often steps run out of memory;
+    `prompt_logprobs`: how often a request asks for them; `policies` are KV policies that requests have.
+    """
     rng = random.Random(seed)
     least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).capacity.worst_case_pages(80)
     driver = Driver(
@@ -46,6 +54,9 @@ def random_run(
         load_after=lambda: rng.choice([0, 0, 1, 3, 9]),
         preemption_mode=rng.choice(["swap", "swap", "auto", "recompute"]) if has_host else "auto",
     )
+    scheduler, num_dropped = driver.scheduler, 0
+    if has_host and policies:  # loads are worth their while
+        scheduler.cache.changes.set_rates(LoadRates(1_000, (1,)))
     prompt = [1, 2, 3]
     prefixes = [[rng.randrange(50) for _ in range(60)] for _ in range(3)]
     waiting = [f"r{i}" for i in range(num_requests)]
@@ -58,14 +69,18 @@ def random_run(
                     rng.randrange(50) for _ in range(rng.randrange(6))
                 ]
             resumed = tuple(rng.randrange(50) for _ in range(rng.choice([0, 0, 0, 5])))
-            max_tokens = len(resumed) + rng.randrange(1, 30)
-            driver.stop_at[name] = rng.randrange(1, 50)
+            max_tokens = len(resumed) + rng.randrange(1, 60 if policies else 30)
+            driver.stop_at[name] = rng.randrange(1, 80 if policies else 50)
+            fields: dict[str, Any] = dict(priority=rng.randrange(3), waited_s=rng.random())
+            if policies:
+                policy = fields["kv_policy"] = rng.choice(policies)
+                fields["kv_quality"] = policy is not None and rng.random() < 0.2
+            if prompt_logprobs and rng.random() < prompt_logprobs:
+                fields["params"] = SamplingParams(max_tokens=max_tokens, prompt_logprobs=0)
             try:
-                driver.add(
-                    request(name, prompt, max_tokens, resumed=resumed, priority=rng.randrange(3), waited_s=rng.random())
-                )
+                driver.add(request(name, prompt, max_tokens, resumed=resumed, **fields))
                 admitted_tokens += len(prompt)
-            except RequestTooLarge:
+            except (RequestTooLarge, PromptTooLong):
                 driver.requests.pop(name, None)
         if rng.random() < 0.03 and driver.requests:
             driver.abort(rng.choice(sorted(driver.requests)))
@@ -82,6 +97,9 @@ def random_run(
         else:
             driver.step()
         driver.check()
+        was_dropped, num_dropped = num_dropped, sum(s.num_dropped_blocks for s in scheduler.policy_stats().values())
+        assert num_dropped >= was_dropped  # swapped and preempted requests stay counted
+    check_kept(driver)
     assert sorted(driver.finished) == sorted(driver.requests)
     outcomes = driver.scheduler.stats().outcome_tokens
     never_admitted = sum(
@@ -107,7 +125,7 @@ class RandomPace(PromptPace):
 # Blocks go to the host tier and come back while other requests run; requests are swapped, and wait for what others compute or load.
 # These are preempted, aborted and fail meanwhile.
 KINDS: dict[str, dict[str, Any]] = {
-    "one tier": {},
+    "one tier": {"prompt_logprobs": 0.1},
     "equal prompts": {"equal": 0.8},
     "two tiers": {"has_host": True},
     "equal prompts on two tiers": {"has_host": True, "equal": 0.8, "out_of_memory": 0.01},

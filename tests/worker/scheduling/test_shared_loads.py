@@ -8,7 +8,6 @@ import pytest
 
 from tests.worker.scheduling.scheduler_driver import ENTRY_MIXES, MIXES, Driver, layout, request
 from tests.worker.scheduling.shared_prompts import STEPS, num_waiters
-from transom_core.contract import WindowPolicy
 from transom_core.kv_cache.load_rates import LoadRates
 from transom_worker.scheduling.sequence import SequenceStatus
 from transom_worker.scheduling.step import StepPlan
@@ -33,9 +32,9 @@ def spilled_driver(*mix: str, steps_in_flight: int = 1, **settings: object) -> D
     return driver
 
 
-def spill(driver: Driver, prompt: list[int], kv_policy: WindowPolicy | None = None) -> None:
+def spill(driver: Driver, prompt: list[int]) -> None:
     """Compute a prompt, and move all that is cached to the host tier."""
-    driver.add(request(f"first {len(driver.requests)}", prompt, 2, kv_policy=kv_policy))
+    driver.add(request(f"first {len(driver.requests)}", prompt, 2))
     driver.run()
     cache = driver.scheduler.cache
     while cache.eviction.evict_one():
@@ -89,7 +88,7 @@ def test_choices_of_one_prompt_load_it_once(mix: tuple[str, ...], steps_in_fligh
 def test_a_shorter_and_a_longer_prefix_share_what_both_load(
     second: list[int], mix: tuple[str, ...], steps_in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second prompt ends inside the first one's load, parts from it there, or goes on behind it in the host tier."""
+    """The second prompt ends inside the first one's load, parts from it there, or goes on after it in the host tier."""
     driver = spilled_driver(*mix, steps_in_flight=steps_in_flight)
     spill(driver, [*PROMPT, *[3] * 30])
     before = num_loaded(driver)
@@ -147,29 +146,6 @@ def test_a_load_is_shared_though_its_request_is_gone(
     driver.check_idle()
 
 
-@STEPS
-def test_a_load_that_is_sent_again_is_shared(steps_in_flight: int) -> None:
-    """The engine is interrupted; only loads were in the plans, so nothing that is cached is lost."""
-    driver = spilled_driver(steps_in_flight=steps_in_flight)
-    begin(driver, PROMPT, PROMPT)
-    driver.fail()
-    driver.check()
-    assert num_waiters(driver) == 1
-    driver.run()
-    assert host_tokens(driver) == {"0": (40, 40), "1": (40, 0)}
-    driver.check_idle()
-
-
-def test_who_waits_for_a_load_computes_when_the_tiers_were_emptied() -> None:
-    driver = spilled_driver()
-    begin(driver, PROMPT, PROMPT)
-    driver.scheduler.admission.preempt_all()
-    driver.check()
-    driver.run()
-    assert host_tokens(driver)["1"][1] == 0
-    driver.check_idle()
-
-
 def test_a_restart_of_the_ranks_ends_waits_for_loads() -> None:
     driver = spilled_driver()
     begin(driver, PROMPT, PROMPT)
@@ -181,46 +157,3 @@ def test_a_restart_of_the_ranks_ends_waits_for_loads() -> None:
     assert not driver.scheduler.has_work
     stats = driver.scheduler.stats()
     assert (stats.free_pages, stats.host_free_pages) == (stats.num_pages, stats.host_pages)
-
-
-def test_an_urgent_request_waits_for_a_load_of_a_less_urgent_one() -> None:
-    """The ranks make loads one behind the other: its own would end later."""
-    driver = spilled_driver(steps_in_flight=2, policy="priority")
-    driver.add(request("0", PROMPT, 2, priority=5))
-    driver.schedule()
-    driver.add(request("1", PROMPT, 2, priority=-5))
-    while driver.schedule() is not None:
-        driver.check()
-    assert num_waiters(driver) == 1
-    driver.run()
-    assert host_tokens(driver) == {"0": (40, 40), "1": (40, 0)}
-    driver.check_idle()
-
-
-def test_only_requests_of_one_kv_policy_share_a_load() -> None:
-    policy = WindowPolicy(sinks=4, window=12)
-    driver = spilled_driver("full", steps_in_flight=2)
-    spill(driver, PROMPT, kv_policy=policy)
-    begin(driver, PROMPT, PROMPT)
-    for name in ("w0", "w1"):
-        driver.add(request(name, PROMPT, 2, kv_policy=policy))
-    while driver.schedule() is not None:
-        driver.check()
-    assert num_waiters(driver) == 2
-    assert len(list(driver.scheduler.cache.tiers.loads.by_ticket.values())) == 2
-    driver.run()
-    found = host_tokens(driver)
-    assert [found[name] for name in ("w0", "w1")] == [(40, 40), (40, 0)]
-    driver.check_idle()
-
-
-def test_a_waiter_that_ends_leaves_the_load_alone() -> None:
-    driver = spilled_driver()
-    begin(driver, PROMPT, PROMPT)
-    driver.abort("1")
-    driver.check()
-    assert num_waiters(driver) == 0
-    assert not driver.scheduler.admission.in_flight_prefixes.waiters_of
-    driver.run()
-    assert host_tokens(driver) == {"0": (40, 40)}
-    driver.check_idle()

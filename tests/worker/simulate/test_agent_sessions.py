@@ -43,15 +43,6 @@ def test_sessions_of_one_agent_share_its_tools_and_nothing_else() -> None:
     assert all(request.turn_boundaries == (request.prompt[0].num_tokens,) for request in first)
 
 
-def test_every_turn_fits_a_model_of_256k_tokens_and_comes_after_the_one_before() -> None:
-    requests = build_workload("agents", seed=5).requests
-    assert max(request.num_prompt_tokens + request.answer.num_tokens for request in requests) < 2**18
-    assert all(request.after is None or request.after < at for at, request in enumerate(requests))
-    sizes = [request.num_prompt_tokens for request in requests]
-    compacted = [r for at, r in enumerate(requests) if r.after is not None and sizes[at] < 0.7 * sizes[r.after]]
-    assert compacted
-
-
 def test_a_pause_begins_with_the_answer_before_it() -> None:
     space = TokenSpace()
     first = SimulatedRequest(prompt=(space.take(16),), answer=space.take(1), arrival_s=1.0)

@@ -40,17 +40,6 @@ def test_a_seed_draws_the_order() -> None:
     assert arrivals[-1] > 100
 
 
-def test_shapes_of_single_prompts() -> None:
-    system = build_workload("system-prompt").requests
-    assert len({request.prompt[0] for request in system}) == 1
-    assert len({request.prompt[1] for request in system}) == len(system) == 20
-    assert {request.turn_boundaries for request in system} == {(4_096,)}
-    edited = [request.num_prompt_tokens for request in build_workload("edited-message").requests]
-    assert edited == [16_384, 15_500, 12_500, 9_500, 6_500, 3_500]
-    long_answers = [request.num_prompt_tokens for request in build_workload("long-answers").requests]
-    assert long_answers == [1_000 + turn * 2_200 for turn in range(8)]
-
-
 def test_contents_are_shared_by_token_id_alone() -> None:
     for name in BUILDERS:
         requests = build_workload(name).requests

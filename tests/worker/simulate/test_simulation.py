@@ -171,18 +171,6 @@ def test_contradicting_settings_are_refused(model: Path, tmp_path: Path) -> None
             simulate(SimulationConfig(**(good | changes)))  # type: ignore[arg-type]
 
 
-def test_a_seed_gives_the_blocks_other_digests_and_the_prompts_the_same_hits(model: Path) -> None:
-    reports, digests = [], []
-    for seed in (0, 1):
-        config = SimulationConfig(model=model, memory="64MiB", workload="system-prompt", seed=seed)
-        simulation = Simulation(config)
-        reports.append(simulation.run().as_json())
-        digests.append(set(simulation.scheduler.cache.index.groups[0]))
-    assert reports[0]["hit_tokens"] == reports[1]["hit_tokens"]
-    assert len(digests[0]) == len(digests[1])
-    assert not digests[0] & digests[1]
-
-
 def test_a_host_tier_adds_its_memory_to_the_devices(model: Path) -> None:
     reports = []
     for memory, host_memory in (("0.3x", "0"), ("0.1x", "0"), ("0.1x", "4800KiB")):

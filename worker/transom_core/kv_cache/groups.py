@@ -67,6 +67,14 @@ class GroupSpec:
         """Return the group as it is for a sequence that keeps the first `sinks` tokens and a window of `window` alone."""
         return replace(self, kind=GroupKind.SINKS_WINDOW, sinks=sinks, window=window)
 
+    def first_live_block(self, n: int) -> int:
+        """Return the first logical block of the run that has live tokens after `n` processed tokens; at least
+        `num_sink_blocks`.
+        """
+        ranges = self.live(n)
+        begin = ranges[-1][0] if ranges and ranges[-1][1] == n else n
+        return max(self.num_sink_blocks, begin // self.block_size)
+
     def live(self, n: int) -> tuple[Range, ...]:
         """Return the token ranges whose KV must be present to compute token `n`; empty ranges are left out."""
         match self.kind:

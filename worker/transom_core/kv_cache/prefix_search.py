@@ -147,6 +147,16 @@ def shared_digests(
     return [*sinks, *digests[retention.first_live_block(hit.start) : boundary]]
 
 
+def needed_blocks(
+    retention: Retention, digests: Sequence[bytes], hit: PrefixHit, *, block_size: int
+) -> list[tuple[bytes, int]]:
+    """Return (digest, logical index) of the blocks of `shared_digests`, each once."""
+    step = retention.block_size // block_size
+    logical_of = {digest: index // step for index, digest in enumerate(digests[: hit.num_hash_blocks])}
+    shared = shared_digests(retention, digests, hit, block_size=block_size)
+    return [(digest, logical_of[digest]) for digest in dict.fromkeys(shared)]
+
+
 def _num_outside(
     tiers: Sequence[Present], retentions: Sequence[Retention], digests: Sequence[bytes], hit: PrefixHit
 ) -> tuple[int, ...]:
@@ -276,10 +286,10 @@ class _WindowSearch:
             missing = self._present.rfind(0, first, at)
             if missing < 0:
                 return at
-            at = max(self._behind_last_run(missing, floor), self._largest_free_boundary[missing])
+            at = max(self._after_last_run(missing, floor), self._largest_free_boundary[missing])
         return floor
 
-    def _behind_last_run(self, end: int, floor: int) -> int:
+    def _after_last_run(self, end: int, floor: int) -> int:
         """Return a boundary below `end` such that every boundary above it, up to `end`, lacks a live block that it needs.
 
         The boundary itself may lack one, too.

@@ -22,6 +22,7 @@ Tables by boundary are computed once per group; prefix searches and capacity bou
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 
 from transom_core.kv_cache.groups import GroupSpec
 
@@ -46,11 +47,7 @@ class Retention:
 
     def first_live_block(self, n: int) -> int:
         """Return the first logical block of the run that must stay after `n` processed tokens; at least `num_sink_blocks`."""
-        if self.keeps_everything:
-            return 0
-        ranges = self.spec.live(n)
-        begin = ranges[-1][0] if ranges and ranges[-1][1] == n else n
-        return max(self.num_sink_blocks, begin // self.block_size)
+        return 0 if self.keeps_everything else self.spec.first_live_block(n)
 
     def next_change(self, n: int) -> int:
         """Return the smallest m > n at which more blocks may be freed than at `n`; at most the next boundary between blocks."""
@@ -100,13 +97,6 @@ class Retention:
             self._change.append(self._change_inside((boundary - 1) * self.block_size, boundary * self.block_size))
 
     def _change_inside(self, begin: int, end: int) -> int:
-        """Return the position in (begin, end] at which the first live block grows, else `end`. Binary search."""
-        before = self.first_live_block(begin)
-        low, high = begin + 1, end
-        while low < high:
-            middle = (low + high) // 2
-            if self.first_live_block(middle) > before:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        """Return the position in (begin, end] at which the first live block grows, else `end`."""
+        inside = range(begin + 1, end)
+        return begin + 1 + bisect_right(inside, self.first_live_block(begin), key=self.first_live_block)

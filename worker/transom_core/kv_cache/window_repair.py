@@ -34,20 +34,12 @@ def repair_start(specs: Sequence[GroupSpec], n: int) -> int:
     `n` if there are no sliding groups. The larger `n`, the larger the result.
     """
     specs = tuple(specs)
-    own = [_own_start(spec, n) for spec in specs]
+    # The first token of the blocks that a repair must fill for `live(n)`, sink blocks apart.
+    own = [n if spec.keeps_everything else spec.first_live_block(n) * spec.block_size for spec in specs]
     low = n  # the layers above the current one need its output at [low, n)
     for layer in _sliding_by_layer(specs):
         low = min(min(own[group], _lowest_read(specs[group], low)) for group in layer)
     return low
-
-
-def _own_start(spec: GroupSpec, n: int) -> int:
-    """Return the first token of the blocks that a repair must fill for `live(n)`, sink blocks apart."""
-    if spec.keeps_everything:
-        return n
-    ranges = spec.live(n)
-    begin = ranges[-1][0] if ranges and ranges[-1][1] == n else n
-    return max(spec.num_sink_blocks, begin // spec.block_size) * spec.block_size
 
 
 def _lowest_read(spec: GroupSpec, query: int) -> int:

@@ -29,7 +29,7 @@ from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.kvcache.tiers.disk.watch import DiskWatch
 from transom_worker.kvcache.tiers.imports import BlockImport
 from transom_worker.kvcache.tiers.kept_imports import KeptImports
-from transom_worker.scheduling.read_meter import ReadMeter
+from transom_worker.scheduling.rate_meter import ReadMeter
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepResult
 

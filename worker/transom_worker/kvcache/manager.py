@@ -54,7 +54,7 @@ from transom_worker.kvcache.tiers.host_tier import HostTier
 from transom_worker.kvcache.tiers.loads import Load
 from transom_worker.kvcache.tiers.swapping import tables_with_holes
 from transom_worker.kvcache.tiers.tier_moves import TierMoves
-from transom_worker.kvcache.tiers.tiers import Prefixes, Tiers
+from transom_worker.kvcache.tiers.tiers import Tiers
 
 
 class KvCache:
@@ -64,7 +64,7 @@ class KvCache:
     decides what is evicted (`ReturnTimePolicy` if None), `clock` gives seconds.
 
     Raises:
-        ConfigError: a group's block is neither a hash block nor one compressed entry, or no block of a group fits in a page.
+        ConfigError: a group's block is neither a hash block nor one compressed entry.
     """
 
     def __init__(
@@ -116,7 +116,9 @@ class KvCache:
             host,
             moves,
             stores,
-            Prefixes(self.eviction.make_room, self.checkpoints.lock, self.checkpoints.unlock),
+            make_room=self.eviction.make_room,
+            lock=self.checkpoints.lock,
+            unlock=self.checkpoints.unlock,
             index=self.index,
             changes=self.changes,
             registry=self.registry,

@@ -1,18 +1,18 @@
-"""`PolicyRetentions`: what sequences with a KV policy keep, as the cache needs it.
+"""What sequences with a KV policy keep, as the cache needs it: `PolicyRetentions`, and `BoundedRetention` for some of them.
 
 A *KV policy* is a request's own rule for what its full-attention layers keep. A `window` is a sliding window with sinks over
-the cache's full group; policies that depend on a sequence's attention (`attention_history`) keep blocks up to a bound.
+the cache's full group. Policies that depend on a sequence's attention (`attention_history`) choose, while it runs, which blocks it
+keeps, up to a bound: the scheduler applies the policy and removes blocks (`KvCache.remove`).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from functools import lru_cache
 
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, WindowPolicy
 from transom_core.kv_cache.groups import GroupSpec
 from transom_core.kv_cache.retention import Retention
 from transom_core.kv_cache.retention_set import RetentionSet
-from transom_worker.kvcache.bounded_retention import BoundedRetention
 
 MAX_REMEMBERED = 64  # policies: a retention has tables, and clients may send any number of policies
 
@@ -24,22 +24,41 @@ class PolicyRetentions:
 
     def __init__(self, plain: RetentionSet, *, block_size: int) -> None:
         self._plain, self._block_size = plain, block_size
-        self._by_policy: OrderedDict[KvPolicy, RetentionSet] = OrderedDict()
+        self._under = lru_cache(MAX_REMEMBERED)(self._make)
 
     def of(self, policy: KvPolicy | None) -> RetentionSet:
         """Return the retentions of sequences with this policy; None: those of the cache's own groups."""
-        if policy is None:
-            return self._plain
-        found = self._by_policy.pop(policy, None) or self._make(policy)
-        self._by_policy[policy] = found
-        if len(self._by_policy) > MAX_REMEMBERED:
-            self._by_policy.popitem(last=False)
-        return found
+        return self._plain if policy is None else self._under(policy)
 
     def _make(self, policy: KvPolicy) -> RetentionSet:
         return RetentionSet.of(
             (retention_under(policy, retention.spec) for retention in self._plain), block_size=self._block_size
         )
+
+
+class BoundedRetention(Retention):
+    """A full group of which a sequence holds at most `max_blocks` blocks at once, the first `num_sink_blocks` always.
+
+    Nothing is freed by position alone, so to the cache the group keeps everything; the bound is what admission counts. Blocks of
+    such a sequence are never published.
+    """
+
+    def __init__(self, spec: GroupSpec, *, num_sink_blocks: int, max_blocks: int) -> None:
+        super().__init__(spec)
+        self.num_sink_blocks = num_sink_blocks
+        self.max_blocks = max_blocks
+
+    def first_live_block(self, n: int) -> int:
+        """Return the run's first block: the one after the sink blocks, which only the policy may remove."""
+        return self.num_sink_blocks
+
+    def allocated_blocks(self, n: int, *, lag: int = 0) -> int:
+        """Return the most blocks that a sequence may hold while token `n` is computed."""
+        return min(n // self.block_size + 1, self.max_blocks)
+
+    def peak_blocks(self, num_tokens: int) -> int:
+        """Return the most blocks that a sequence of `num_tokens` tokens may hold at once."""
+        return min(max(0, num_tokens - 1) // self.block_size + 1, self.max_blocks)
 
 
 def retention_under(policy: KvPolicy, full: GroupSpec) -> Retention:

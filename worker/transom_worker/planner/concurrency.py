@@ -15,6 +15,7 @@ in the last period before the length. Different groups may have their peaks at d
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from transom_core.kv_cache.layout import ArenaLayout
@@ -46,23 +47,18 @@ def max_requests(layout: ArenaLayout, demands: Sequence[Sequence[int]], *, once:
     """Return the most requests whose blocks fit the pages, whichever of the demands they are at.
 
     `once[g]` more blocks of group `g` are taken beside them. Example with one group, 4 blocks a page and 10 pages: 3 requests with
-    a demand of 12 blocks fit, for ceil(36 / 4) = 9 pages. Binary search.
+    a demand of 12 blocks fit, for ceil(36 / 4) = 9 pages.
     """
     per_page = [layout.blocks_per_page(group) for group in range(len(layout.groups))]
 
-    def fit(count: int) -> bool:
-        """Return whether `count` requests fit."""
-        return all(
+    def num_pages(count: int) -> int:
+        """Return the pages that `count` requests need."""
+        return max(
             sum(-(-(count * held + extra) // fits) for held, extra, fits in zip(demand, once, per_page, strict=True))
-            <= layout.num_pages
             for demand in demands
         )
 
-    low, high = 0, layout.num_pages * max(per_page)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fit(middle) else (low, middle - 1)
-    return low
+    return bisect_right(range(1, layout.num_pages * max(per_page) + 1), layout.num_pages, key=num_pages)
 
 
 def in_flight_blocks(retentions: Sequence[Retention], max_num_batched_tokens: int) -> tuple[int, ...]:

@@ -324,8 +324,9 @@ class AdmissionControl:
 
     def _resume(self, sequence: Sequence, blocks: SequenceBlocks, busy: bool) -> bool:
         """Move a swapped sequence to the running ones; it loads its blocks first. False: it does not fit."""
-        if not self.moves.swap_in(sequence, blocks, reserve=len(self.running), compact=not busy):
+        if not self.cache.swap_in(blocks, reserve=len(self.running), compact=not busy):
             return False
+        sequence.blocks, sequence.scheduled = blocks, blocks.processed
         self._starts(sequence, blocks, tokens={"hit": 0, "hit_host": blocks.processed})
         return True
 

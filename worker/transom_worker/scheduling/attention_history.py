@@ -48,7 +48,7 @@ class AttentionHistory:
         self._max_blocks = max_blocks(policy, block_size)
         self._interval_tokens = interval_blocks(policy, block_size) * block_size
         self._last_decision = 0
-        self.next_decision = self._point_behind(0)
+        self.next_decision = self._point_after(0)
         self.mass: dict[int, float] = {}  # by logical block, of the intervals before this one, decayed
         self.interval_mass: dict[int, float] = {}  # by logical block
 
@@ -63,7 +63,7 @@ class AttentionHistory:
         answered.
         """
         position, interval = self.next_decision, self.next_decision - self._last_decision
-        self._last_decision, self.next_decision = position, self._point_behind(position)
+        self._last_decision, self.next_decision = position, self._point_after(position)
         num_next = -(-(self.next_decision - position) // self._block_size)
         num_allowed = self._max_blocks - self._num_sink_blocks - num_next
         match self._policy:
@@ -99,7 +99,7 @@ class AttentionHistory:
         num_leaving = max(0, len(run) - num_allowed)
         return sorted(sorted(older, key=lambda logical: (self.mass[logical], logical))[:num_leaving])
 
-    def _point_behind(self, position: int) -> int:
+    def _point_after(self, position: int) -> int:
         """Return the first decision point after a position."""
         point = (position // self._interval_tokens + 1) * self._interval_tokens
         if point <= self._num_prompt_tokens:

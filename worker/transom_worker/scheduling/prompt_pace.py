@@ -1,4 +1,5 @@
-"""`PromptPace`: how many prompt tokens a step may compute, so that it takes about `target_step_s` seconds.
+"""How many prompt tokens a step may compute, so that it takes about `target_step_s` seconds (`PromptPace`), and how prompts share
+them (`share_limit`).
 
 On a CPU a step with a chunk of 1,024 prompt tokens takes most of a second, in which every other request waits for its next
 token. So the scheduler asks for a limit where other requests decode or wait. The pace is learned from the steps themselves, by
@@ -12,9 +13,17 @@ slow. A limit is at least `LEAST_TOKENS`, since each step costs time of its own 
 `ROUNDED_TO`, since kernels compute rows in tiles. It is `FIRST_TOKENS` until a step with prompt tokens has been measured.
 
 Times come with the steps' results, so that a recorded run gives the same limits again.
+
+The limit is divided among the prompts that are computed or wait, with two aims: a short prompt does not wait for all chunks of a
+long one, and no prompt starves. So the oldest prompt gets at least half of the limit. Shorter prompts, the one with the fewest
+tokens first, share the rest. What they do not need is the oldest one's. Example with a limit of 200 tokens: the oldest prompt has
+1,500 tokens left, and prompts of 60, 900 and 30 tokens wait. The prompts of 30 and 60 tokens are computed whole, the one of 900
+begins with 10 tokens, and the oldest one gets 100. Where all prompts are equal, the oldest one gets the whole limit.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from transom_worker.scheduling.step import StepPlan, StepTimings
 
@@ -23,6 +32,7 @@ FIRST_TOKENS = LEAST_TOKENS = 128
 ROUNDED_TO = 64
 LEAST_MEASURED = 16  # fewer prompt tokens are no measure of the pace
 CONTEXT_TOKENS = 512  # contexts of 0 to 511 tokens have one pace, as have 512 to 1,023, 1,024 to 2,047, and so on
+QUANTUM = 16  # tokens that a waiting prompt starts with where only prompts after it have a share
 
 
 class PromptPace:
@@ -64,6 +74,35 @@ class PromptPace:
         """The seconds per token of the nearest class of context that was measured; 0 if none was."""
         nearest = min(self._token_s, key=lambda measured: (abs(measured - kind), measured), default=None)
         return 0.0 if nearest is None else self._token_s[nearest]
+
+
+def share_limit(limit: int, needs: Sequence[int], *, num_running: int) -> list[int]:
+    """Return how many tokens each prompt gets.
+
+    `needs` are the tokens that the prompts still have to compute: first those of the running prompts in order, of which the
+    first is the oldest, then those of waiting ones, in the queue's order. A waiting prompt can be admitted only after those
+    before it, so these get `QUANTUM` tokens, even beyond the limit, where one after them has a share.
+    """
+    if not needs:
+        return []
+    shares = [0] * len(needs)
+    shorter = [at for at in range(1, len(needs)) if needs[at] < needs[0]]
+    left = limit - min(needs[0], max(1, limit - limit // 2))
+    for at in sorted(shorter, key=lambda at: needs[at]):
+        shares[at] = min(needs[at], left)
+        left -= shares[at]
+    shares[0] = min(needs[0], limit - sum(shares))
+    left = limit - sum(shares)
+    for at in range(1, len(needs)):  # in order: what even the oldest does not need
+        more = min(needs[at] - shares[at], left)
+        shares[at] += more
+        left -= more
+    has_share_after = False
+    for at in reversed(range(max(1, num_running), len(needs))):
+        if not shares[at] and has_share_after:
+            shares[at] = min(needs[at], QUANTUM)
+        has_share_after = has_share_after or shares[at] > 0
+    return shares
 
 
 def _context_class(context: int) -> int:

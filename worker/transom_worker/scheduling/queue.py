@@ -9,8 +9,8 @@ number.
 A key never changes, so admission and preemption have one order, and a request moves up in it as those before it end. Bound: let
 a request of priority p come to its router at second t, and clients ask for priorities from -M to M. Only requests that came to
 their routers before t + 30 (p + M) are admitted before it, or preempt it. From that second on the requests before it are a
-fixed set, and the first request in order always makes progress (`admission`): it runs to its end once these have, whatever
-others send.
+fixed set, and the first request in order always makes progress (`admission`): it runs to its end once these have, even if
+others send more requests.
 """
 
 from __future__ import annotations

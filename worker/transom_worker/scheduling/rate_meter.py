@@ -1,15 +1,17 @@
-"""`RateMeter`: measures what computing a token and loading a block cost, from the steps' results (`kvcache.load_rates`).
+"""Measures what the cache's rates say (`kvcache.load_rates`). `RateMeter` learns from steps' results what computing a token and
+loading a block cost, `ReadMeter` what reading a block from the disk tier costs.
 
 The measured rates are averages that weigh a measurement by how noisy they have been (`noisy_mean`). The cache gets new ones only
 when one of them is off by more than a quarter, since each change is sent to every router, whose prediction must be the worker's own
 hit.
 
-Loads are measured only where they are made, and they are made where they look cheap. Two rules keep an estimate that is too high
-from ending all loads for ever:
+Loads and reads are measured only where they are made, and they are made where they look cheap. Two rules keep an estimate that is
+too high from ending all of them for ever:
 
 - The estimate is *optimistic*: less than the mean by as much as noise may have raised it. So a few slow loads among many do not
   stop them.
-- While prompts are computed and none is loaded, the estimate decays, until a load is tried again. That one counts for more then.
+- While there is occasion and none is made (steps with prompts for loads, requests for reads), the estimate decays, until one is
+  tried again. That one counts for more then.
 
 Example with the constants below: loads took exactly 3 times as long as computing; after 80 steps with prompts one is tried, which
 costs 2 more times, and the estimate is 3 again.
@@ -26,8 +28,8 @@ from transom_worker.scheduling.step import StepPlan, StepTimings
 
 LEAST_TOKENS = 32  # of prompts in a step; fewer are no measure of what a prompt token costs
 STEP = 1.25  # rates change when they are off by this factor
-OPTIMISM = 1.0  # standard deviations by which the estimate of a load is below the mean
-STALE_STEPS = 16  # steps with prompts and without a load, after which the estimate of a load decays
+OPTIMISM = 1.0  # standard deviations by which the estimate of a load or read is below the mean
+STALE_OCCASIONS = 16  # without a load or read, after which its estimate decays
 DECAY = 0.8
 MOST_DECAYS = 12  # to 7 % of what was measured
 
@@ -36,11 +38,8 @@ class RateMeter:
     """Learns from steps and loads; `block_bytes` are a block's bytes by group."""
 
     def __init__(self, block_bytes: Sequence[int]) -> None:
-        self._block_bytes = block_bytes
         self._token_s = NoisyMean()
-        self._byte_s = NoisyMean()
-        self._num_steps = 0  # with prompts, since the last load or decay
-        self._num_decays = 0  # since the last load
+        self._loads = _BlockCost(block_bytes)
 
     def stepped(self, plan: StepPlan, timings: StepTimings) -> None:
         """Learn from a step that computed mostly prompt tokens."""
@@ -48,29 +47,70 @@ class RateMeter:
         num_prompt_tokens = sum(count for count in plan.count if count > 1)
         if elapsed_s > 0 and num_prompt_tokens >= max(LEAST_TOKENS, plan.num_tokens // 2):
             self._token_s.add(elapsed_s / plan.num_tokens)
-            self._num_steps += 1
-            if self._num_steps == STALE_STEPS:
-                self._num_steps = 0
-                self._num_decays = min(self._num_decays + 1, MOST_DECAYS)
+            self._loads.not_made()
 
     def loaded(self, num_blocks: Sequence[int], elapsed_s: float) -> None:
         """Learn from a load of `num_blocks` blocks, by group."""
-        num_bytes = sum(count * size for count, size in zip(num_blocks, self._block_bytes, strict=True))
-        if elapsed_s > 0 and num_bytes:
-            self._byte_s.add(elapsed_s / num_bytes, drift=self._num_decays * math.log(DECAY))
-            self._num_steps = self._num_decays = 0
+        self._loads.made(num_blocks, elapsed_s)
 
     def next_rates(self, present: LoadRates) -> LoadRates | None:
         """Return the rates that should hold instead of the present ones; None if those are near enough."""
-        token_ns, block_ns = present.token_ns, present.block_ns
+        token_ns = present.token_ns
         if self._token_s.num_measured:
             token_ns = _stepwise(token_ns, self._token_s.mean() * 1e9)
-        if self._byte_s.num_measured:
-            byte_ns = self._byte_s.mean(optimism=OPTIMISM) * DECAY**self._num_decays * 1e9
-            pairs = zip(block_ns, self._block_bytes, strict=True)
-            block_ns = tuple(_stepwise(ns, byte_ns * size) for ns, size in pairs)
-        rates = present._replace(token_ns=token_ns, block_ns=block_ns)
+        rates = present._replace(token_ns=token_ns, block_ns=self._loads.block_ns(present.block_ns))
         return None if rates == present else rates
+
+
+class ReadMeter:
+    """Learns from loads from the disk; `block_bytes` are a block's bytes by group."""
+
+    def __init__(self, block_bytes: Sequence[int]) -> None:
+        self._reads = _BlockCost(block_bytes)
+
+    def read(self, num_blocks: Sequence[int], elapsed_s: float) -> None:
+        """Learn from a load of `num_blocks` blocks, by group."""
+        self._reads.made(num_blocks, elapsed_s)
+
+    def not_read(self) -> None:
+        """Note that a request came for which nothing is read."""
+        self._reads.not_made()
+
+    def next_rates(self, present: LoadRates) -> LoadRates | None:
+        """Return the rates that should hold instead of the present ones; None if those are near enough."""
+        rates = present._replace(read_ns=self._reads.block_ns(present.read_ns))
+        return None if rates == present else rates
+
+
+class _BlockCost:
+    """What a block costs that is loaded or read, in proportion to its bytes."""
+
+    def __init__(self, block_bytes: Sequence[int]) -> None:
+        self._block_bytes = block_bytes
+        self._byte_s = NoisyMean()
+        self._num_occasions = 0  # since the last load or decay
+        self._num_decays = 0  # since the last load
+
+    def made(self, num_blocks: Sequence[int], elapsed_s: float) -> None:
+        """Learn from one of `num_blocks` blocks, by group."""
+        num_bytes = sum(count * size for count, size in zip(num_blocks, self._block_bytes, strict=True))
+        if elapsed_s > 0 and num_bytes:
+            self._byte_s.add(elapsed_s / num_bytes, drift=self._num_decays * math.log(DECAY))
+            self._num_occasions = self._num_decays = 0
+
+    def not_made(self) -> None:
+        """Note an occasion at which none was made."""
+        self._num_occasions += 1
+        if self._num_occasions == STALE_OCCASIONS:
+            self._num_occasions = 0
+            self._num_decays = min(self._num_decays + 1, MOST_DECAYS)
+
+    def block_ns(self, present_ns: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the nanoseconds of a block, by group, that should hold instead of the present ones."""
+        if not self._byte_s.num_measured:
+            return present_ns
+        byte_ns = self._byte_s.mean(optimism=OPTIMISM) * DECAY**self._num_decays * 1e9
+        return tuple(_stepwise(ns, byte_ns * size) for ns, size in zip(present_ns, self._block_bytes, strict=True))
 
 
 def _stepwise(present_ns: int, measured_ns: float) -> int:

@@ -2,7 +2,7 @@
 
 A request is validated in two places. The router checks what a client asks for before the request leaves it
 (`transom_cluster.openai.engine_requests`), so that most wrong requests never come here. The worker checks in this module
-everything that it relies on, whoever has sent the request. Each condition is checked by one of three functions:
+everything that it relies on. Each condition is checked by one of three functions:
 
     ids_in_use        the replica, before it notes which router a request belongs to: the id is new
     check_tokens      the engine, before it reads resumed output: version and vocabulary

@@ -294,7 +294,9 @@ class Scheduler:
         """
         tickets = {ticket for step in self.steps_in_flight for ticket in step.plan.copy_ticket}
         self.cache.tiers.loads.send_again(sorted(tickets))
-        taken = self._take_back_plans(self._end)
+        taken = [sequence.request.request_id for sequence in self._take_back_plans()]
+        for request_id in taken:
+            self.abort(request_id)
         if 0 in tickets:
             self.admission.preempt_all()
         return taken
@@ -319,22 +321,12 @@ class Scheduler:
         published. The ranks get every sequence again, so that it does not matter how much of the plan they have done. They make the
         block copies of all plans, and report their loads, in any case (`StepPlan`).
         """
-        self._take_back_plans(self._compute_again)
+        for sequence in self._take_back_plans():
+            if sequence.status is SequenceStatus.RUNNING:  # else it has returned to the queue
+                self.admission.preempt(sequence)
 
-    def _compute_again(self, sequence: Sequence) -> None:
-        """Return a sequence to the queue, if it is not there yet."""
-        if sequence.status is SequenceStatus.RUNNING:
-            self.admission.preempt(sequence)
-
-    def _end(self, sequence: Sequence) -> None:
-        """End an unfinished sequence that no plan computes."""
-        self.abort(sequence.request.request_id)
-
-    def _take_back_plans(self, handle: Callable[[Sequence], None]) -> list[str]:
-        """Forget all plans in flight, and call `handle` for each unfinished sequence that they compute.
-
-        Returns the ids of these sequences' requests.
-        """
+    def _take_back_plans(self) -> list[Sequence]:
+        """Forget all plans in flight; return the unfinished sequences that they compute."""
         taken = []
         while self.steps_in_flight:
             step = self.steps_in_flight.popleft()
@@ -347,8 +339,7 @@ class Scheduler:
                 if sequence.status is not SequenceStatus.RUNNING:
                     self.admission.release_after_step(sequence)
                 if not was_done:
-                    handle(sequence)
-                    taken.append(sequence.request.request_id)
+                    taken.append(sequence)
         return taken
 
     def plans_to_store_all(self, *, piece_bytes: int) -> Iterator[StepPlan]:

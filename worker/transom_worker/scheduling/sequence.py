@@ -1,18 +1,6 @@
 """`Sequence`: what the scheduler knows about one request: its tokens, how far they are computed, and its status.
 
-The status of a sequence, and what changes it (`TRANSITIONS`, from which this table is made):
-
-    WAITING    -> LOADING    admitted; its blocks come from the host tier first
-    WAITING    -> RUNNING    admitted
-    WAITING    -> FINISHED   stopped, aborted or failed
-    LOADING    -> RUNNING    the ranks have reported its load
-    LOADING    -> PREEMPTING preempted while the ranks make its load
-    LOADING    -> FINISHED   stopped, aborted or failed
-    RUNNING    -> WAITING    preempted
-    RUNNING    -> PREEMPTING preempted while a step in flight computes it
-    RUNNING    -> FINISHED   stopped, aborted or failed
-    PREEMPTING -> WAITING    that step has answered, or that load was reported
-    PREEMPTING -> FINISHED   stopped, aborted or failed
+`TRANSITIONS` has the statuses of a sequence, what may follow each, and what changes it.
 
 A WAITING sequence holds no KV blocks on the device; its `wait` says where it waits and for what. A LOADING sequence holds blocks
 and computes nothing. PREEMPTING and FINISHED sequences keep their blocks while a step in flight, or a load, still uses them.
@@ -47,7 +35,7 @@ OrderKey = tuple[float, int]  # (`queue.order_time_s`, counter): the smaller key
 
 
 class SequenceStatus(Enum):
-    """The statuses of a sequence; the module's docstring has the transitions."""
+    """The statuses of a sequence; `TRANSITIONS` says how they follow each other."""
 
     WAITING = auto()
     LOADING = auto()
@@ -258,12 +246,3 @@ class Sequence:
             quality,
             cached.num_host_tokens,
         )
-
-
-def transition_table() -> str:
-    """Return the lines of the module's docstring that show `TRANSITIONS`."""
-    return "\n".join(
-        f"    {source.name:10} -> {target.name:10} {reason}"
-        for source, targets in TRANSITIONS.items()
-        for target, reason in targets.items()
-    )

@@ -79,17 +79,6 @@ class SequenceMoves:
         self._work.swapped(blocks)
         return True
 
-    def swap_in(self, sequence: Sequence, blocks: SequenceBlocks, *, reserve: int, compact: bool) -> bool:
-        """Give a swapped sequence blocks on the device, and queue the copies to them; return False if it does not fit.
-
-        The caller then makes it LOADING and calls `begin_load`. `reserve` free blocks stay for running sequences; `compact`: the
-        cache may move blocks together to make room.
-        """
-        if not self._cache.swap_in(blocks, reserve=reserve, compact=compact):
-            return False
-        sequence.blocks, sequence.scheduled = blocks, blocks.processed
-        return True
-
     def drop_swapped(self, sequence: Sequence) -> None:
         """Release what a waiting sequence has in the host tier, if anything; it is computed again."""
         if isinstance(sequence.wait, InQueue) and sequence.wait.swapped is not None:

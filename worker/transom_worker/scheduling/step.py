@@ -43,7 +43,7 @@ class NewSequence:
     output begins. Penalties and sampling noise need it: the token after `n` tokens has output position `n -
     num_prompt_tokens`.
 
-    With a `kv_policy`, the sequence's tables have `ceil(kv_policy.sinks / block size)` sink blocks, whatever the group's own
+    With a `kv_policy`, the sequence's tables have `ceil(kv_policy.sinks / block size)` sink blocks, not the group's own
     number. With `kv_quality`, blocks that deltas and removals take out of its tables keep their contents until the sequence is
     finished, so that rows with `measure` can read them.
     """

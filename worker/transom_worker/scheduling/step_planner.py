@@ -6,8 +6,8 @@ sequence computes now may become a *waiter*: it waits for that prefix (`in_fligh
 `max_num_batched_tokens` of 64: two running sequences decode one token each, and a new prompt of 100 tokens gets the other 62;
 the next step computes its last 38.
 
-Where steps have a target time, a step computes fewer prompt tokens while other requests decode or wait (`prompt_pace`), and
-prompts have *shares* of them (`prompt_shares`).
+Where steps have a target time, a step computes fewer prompt tokens while other requests decode or wait, and prompts have *shares*
+of them (`prompt_pace`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from transom_worker.scheduling.admission import AdmissionControl
 from transom_worker.scheduling.attention_history import AttentionHistory
 from transom_worker.scheduling.memory_shortage import StepTokenLimit
 from transom_worker.scheduling.plan_builder import PlanBuilder
-from transom_worker.scheduling.prompt_pace import PromptPace
-from transom_worker.scheduling.prompt_shares import share_limit
+from transom_worker.scheduling.prompt_pace import PromptPace, share_limit
 from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 from transom_worker.scheduling.step import StepPlan
 from transom_worker.scheduling.step_budget import StepBudget

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from itertools import accumulate
 from statistics import NormalDist
 
-from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace
+from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, chained
 
 NUM_SESSIONS = 16
 NUM_TURNS = 40
@@ -65,7 +64,7 @@ def agent_sessions(rng: random.Random) -> list[SimulatedRequest]:
             pause_s = next(pauses)
             arrival_s += NOMINAL_TURN_S + pause_s
     turns.sort(key=lambda turn: turn[:2])
-    return _chained(turns)
+    return chained((session, request) for _, session, request in turns)
 
 
 class _History:
@@ -114,13 +113,3 @@ def _draw(rng: random.Random, count: int, median: float, p99: float) -> list[flo
     values = [median * math.exp(sigma * normal.inv_cdf((at + 0.5) / count)) for at in range(count)]
     rng.shuffle(values)
     return values
-
-
-def _chained(turns: Sequence[tuple[float, int, SimulatedRequest]]) -> list[SimulatedRequest]:
-    """Return the requests in this order; each comes after the same session's request before it."""
-    last: dict[int, int] = {}
-    requests: list[SimulatedRequest] = []
-    for index, (_, session, request) in enumerate(turns):
-        requests.append(request.after_request(last.get(session)))
-        last[session] = index
-    return requests

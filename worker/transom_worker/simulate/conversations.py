@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from transom_core.errors import ConfigError
 from transom_worker.simulate.agent_sessions import agent_sessions
-from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload
+from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload, chained
 
 NUM_SESSIONS = 16
 NUM_TURNS = 8
@@ -126,9 +126,4 @@ def _one_by_one(requests: Conversation) -> list[SimulatedRequest]:
 def _interleave(sessions: Sequence[Conversation], order: Iterable[int]) -> list[SimulatedRequest]:
     """Return the sessions' requests in this order of sessions; each comes after the same session's request before it."""
     turns = [iter(session) for session in sessions]
-    last: dict[int, int] = {}
-    requests: list[SimulatedRequest] = []
-    for session in order:
-        requests.append(replace(next(turns[session]), after=last.get(session)))
-        last[session] = len(requests) - 1
-    return requests
+    return chained((session, next(turns[session])) for session in order)

@@ -31,15 +31,6 @@ def num_quiet_steps(scheduler: Scheduler) -> int:
     return max(0, min(map(_num_quiet_tokens, admission.running)))
 
 
-def decode_quietly(sequence: Sequence, first_token: int, num_tokens: int) -> None:
-    """Give a sequence the next tokens of its known answer, with ids from `first_token` on, as `num_tokens` quiet steps would."""
-    blocks = sequence.blocks
-    assert blocks is not None
-    sequence.token_ids.extend(range(first_token, first_token + num_tokens))
-    sequence.scheduled += num_tokens
-    sequence.num_tokens_on_ranks = blocks.processed = sequence.scheduled
-
-
 def _num_quiet_tokens(sequence: Sequence) -> int:
     """Return how many tokens a running sequence can get one by one before anything else happens to it."""
     blocks = sequence.blocks

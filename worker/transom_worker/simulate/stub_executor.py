@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan, StepResult
-from transom_worker.simulate.quiet_steps import decode_quietly
 from transom_worker.simulate.workload import Run
 
 
@@ -29,8 +28,12 @@ class StubExecutor:
         del self._answers[request_id]
 
     def skip(self, sequence: Sequence, num_steps: int) -> None:
-        """Give a sequence the tokens of `num_steps` quiet steps."""
-        decode_quietly(sequence, self._id_offset[sequence.seq_id] + sequence.scheduled + 1, num_steps)
+        """Give a sequence the tokens of `num_steps` quiet steps (`quiet_steps`), and leave it as these steps would."""
+        assert sequence.blocks is not None
+        first_token = self._id_offset[sequence.seq_id] + sequence.scheduled + 1
+        sequence.token_ids.extend(range(first_token, first_token + num_steps))
+        sequence.scheduled += num_steps
+        sequence.num_tokens_on_ranks = sequence.blocks.processed = sequence.scheduled
 
     def answer(self, plan: StepPlan) -> StepResult:
         """Return a result with one token per sampling row; loads from the host tier that the plan begins are done with it."""

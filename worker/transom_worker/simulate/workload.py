@@ -7,6 +7,7 @@ one. Example: `Run(512, 100)` has the token ids 512 to 611.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -54,10 +55,6 @@ class SimulatedRequest:
     after: int | None = None
     pause_s: float = 0.0
 
-    def after_request(self, index: int | None) -> SimulatedRequest:
-        """Return this request as one that waits for the answer to the request with this index (None: for none)."""
-        return replace(self, after=index)
-
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
@@ -77,6 +74,16 @@ class SimulatedRequest:
             turn_boundaries=self.turn_boundaries,
             cache_salt=cache_salt,
         )
+
+
+def chained(turns: Iterable[tuple[int, SimulatedRequest]]) -> list[SimulatedRequest]:
+    """Return the requests of (session, request) pairs in their order; each comes after the same session's request before it."""
+    last: dict[int, int] = {}
+    requests: list[SimulatedRequest] = []
+    for session, request in turns:
+        requests.append(replace(request, after=last.get(session)))
+        last[session] = len(requests) - 1
+    return requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,18 +12,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
-from transom_core.errors import ConfigError
 from transom_core.kv_cache.layout import ArenaLayout
 
 FREE = -1  # in `owner`: no group leases the page
 
 
 class Arena:
-    """Leases pages to groups.
-
-    Raises:
-        ConfigError: no block of a group fits in a page.
-    """
+    """Leases pages to groups. Each page of the layout has room for a block of every group (`planner.pages`)."""
 
     def __init__(self, layout: ArenaLayout) -> None:
         self.layout = layout
@@ -36,7 +31,7 @@ class Arena:
         if layout.num_pages:
             self._run_starts.append(0)
             self._set_run(0, layout.num_pages)
-        self.blocks_per_page = [self._blocks_per_page(group) for group in range(len(layout.groups))]
+        self.blocks_per_page = [layout.blocks_per_page(group) for group in range(len(layout.groups))]
         self.waste = max((self._waste(group) for group in range(len(layout.groups))), default=0.0)
 
     def page_of(self, group: int, block: int) -> int:
@@ -75,10 +70,6 @@ class Arena:
         self.num_free += len(pages)
         for start, end in _runs(pages):
             self._add_run(start, end)
-
-    def free_runs(self) -> list[tuple[int, int]]:
-        """Return the runs of free pages as (first, one past the last), in order."""
-        return [(start, self._run_end[start]) for start in self._run_starts]
 
     def _page_to_grow_from(self) -> int:
         """Return the middle of the longest free run, or page 0 if the run starts there (no leased page lies before it)."""
@@ -127,16 +118,6 @@ class Arena:
         """Return the fraction of the pages' bytes that no block covers if the group leases all pages."""
         used_bytes = self.blocks_per_page[group] * self.layout.groups[group].stride_bytes
         return 1.0 - used_bytes / max(1, self.layout.page_bytes)
-
-    def _blocks_per_page(self, group: int) -> int:
-        least = self.layout.blocks_per_page(group)
-        if self.num_pages and least < 1:
-            name, stride = self.layout.groups[group].spec.name, self.layout.groups[group].stride_bytes
-            raise ConfigError(
-                f"Pages of {self.layout.page_bytes} bytes hold no block of KV group {name} ({stride} bytes); "
-                f"use pages of at least {2 * stride} bytes."
-            )
-        return least
 
 
 def _runs(pages: Sequence[int]) -> list[tuple[int, int]]:

@@ -115,7 +115,7 @@ class BlockTable:
         )
 
     def fill_holes(self, blocks: Sequence[int]) -> None:
-        """Put block ids in the place of the table's holes, in the order of `live`; the ranks do not know the table yet."""
+        """Replace the table's holes by block ids, in the order of `live`; the ranks do not know the table yet."""
         given = iter(blocks)
         for part in (self.sink_blocks, self.run):
             part[:] = [next(given) if block == HOLE else block for block in part]

@@ -7,6 +7,8 @@ blocks of them needs ceil(10 / 4) + ceil(9 / 8) = 5 pages.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_worker.kvcache.blocks.allocator import BlockAllocator
 from transom_worker.kvcache.blocks.arena import Arena
@@ -34,15 +36,9 @@ class Capacity:
         )
 
     def longest_tokens(self, limit: int, retentions: RetentionSet | None = None) -> int:
-        """Return the longest sequence, at most `limit` tokens, that fits the pool alone. Binary search."""
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.worst_case_pages(middle, retentions) <= self._arena.num_pages:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        """Return the longest sequence, at most `limit` tokens, that fits the pool alone."""
+        lengths = range(1, limit + 1)
+        return bisect_right(lengths, self._arena.num_pages, key=lambda n: self.worst_case_pages(n, retentions))
 
     def num_that_fit(self, num_tokens: int) -> int:
         """Return how many more sequences of `num_tokens` tokens could run now, all at their peak at the same time.
@@ -51,11 +47,9 @@ class Capacity:
         """
         peaks = [retention.peak_blocks(max(1, num_tokens - 1)) for retention in self._retentions]
         max_blocks = (self._arena.num_pages * per_page for per_page in self._arena.blocks_per_page)
-        low, high = 0, min((count // max(1, peak) for count, peak in zip(max_blocks, peaks, strict=True)), default=0)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._allocator.pages_needed([middle * peak for peak in peaks]) is not None:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        most = min((count // max(1, peak) for count, peak in zip(max_blocks, peaks, strict=True)), default=0)
+
+        def is_too_many(count: int) -> bool:
+            return self._allocator.pages_needed([count * peak for peak in peaks]) is None
+
+        return bisect_left(range(1, most + 1), True, key=is_too_many)

@@ -49,8 +49,45 @@ class Compaction:
 
     def pages_to_clear(self, num_blocks: Sequence[int]) -> list[tuple[int, int]]:
         """Return (group, page) pairs to clear so that each group can take `num_blocks` more blocks; empty if that is impossible."""
-        fixed = {(group, self._arena.page_of(group, block)) for group, block in self._fixed()}
-        return pages_to_clear(self._arena, self._pools, num_blocks, fixed)
+        arena, pools = self._arena, self._pools
+        fixed = {(group, arena.page_of(group, block)) for group, block in self._fixed()}
+        slack = [pool.slack for pool in pools]
+        usable = arena.num_free + sum(len(pool.idle_pages) for pool in pools)
+        emptiest_first = [_emptiest_first(pool, slack[group], fixed) for group, pool in enumerate(pools)]
+        chosen: list[tuple[int, int]] = []
+
+        def missing() -> int:
+            """Return how many usable pages the allocation lacks."""
+            needs = (max(0, need - have) for need, have in zip(num_blocks, slack, strict=True))
+            return (
+                sum(-(-need // per_page) for need, per_page in zip(needs, arena.blocks_per_page, strict=True)) - usable
+            )
+
+        short = missing()
+        while short > 0:
+            # Of the groups' emptiest pages, find the one with fewest blocks to move that brings the allocation closer.
+            best: tuple[int, int, int] | None = None  # (moves, group, page)
+            for group, pages in enumerate(emptiest_first):
+                if not pages:
+                    continue
+                page = pages[0]
+                moves, size = pools[group].num_active_in[page], len(arena.blocks(page, group))
+                slack[group] -= size
+                usable += 1
+                helps = slack[group] >= 0 and missing() < short
+                slack[group] += size
+                usable -= 1
+                if helps and (best is None or moves < best[0]):
+                    best = (moves, group, page)
+            if best is None:
+                return []
+            _, group, page = best
+            emptiest_first[group].pop(0)
+            slack[group] -= len(arena.blocks(page, group))
+            usable += 1
+            chosen.append((group, page))
+            short = missing()
+        return chosen
 
     def clear(self, pages: Sequence[tuple[int, int]]) -> None:
         """Move the active blocks out of these pages. Cached blocks must have been evicted before."""
@@ -76,50 +113,6 @@ class Compaction:
             if table.holds(source):
                 table.replace(table.logical_of(source), target)
                 blocks.tables_changed = True
-
-
-def pages_to_clear(
-    arena: Arena, pools: Sequence[GroupPool], num_blocks: Sequence[int], fixed: Container[tuple[int, int]] = ()
-) -> list[tuple[int, int]]:
-    """Return (group, page) pairs to clear so that each group can take `num_blocks` more blocks; empty if that is impossible.
-
-    Pages in `fixed` cannot be cleared.
-    """
-    slack = [pool.slack for pool in pools]
-    usable = arena.num_free + sum(len(pool.idle_pages) for pool in pools)
-    emptiest_first = [_emptiest_first(pool, slack[group], fixed) for group, pool in enumerate(pools)]
-    chosen: list[tuple[int, int]] = []
-
-    def missing() -> int:
-        """Return how many usable pages the allocation lacks."""
-        needs = (max(0, need - have) for need, have in zip(num_blocks, slack, strict=True))
-        return sum(-(-need // per_page) for need, per_page in zip(needs, arena.blocks_per_page, strict=True)) - usable
-
-    short = missing()
-    while short > 0:
-        # Of the groups' emptiest pages, find the one with fewest blocks to move that brings the allocation closer.
-        best: tuple[int, int, int] | None = None  # (moves, group, page)
-        for group, pages in enumerate(emptiest_first):
-            if not pages:
-                continue
-            page = pages[0]
-            moves, size = pools[group].num_active_in[page], len(arena.blocks(page, group))
-            slack[group] -= size
-            usable += 1
-            helps = slack[group] >= 0 and missing() < short
-            slack[group] += size
-            usable -= 1
-            if helps and (best is None or moves < best[0]):
-                best = (moves, group, page)
-        if best is None:
-            return []
-        _, group, page = best
-        emptiest_first[group].pop(0)
-        slack[group] -= len(arena.blocks(page, group))
-        usable += 1
-        chosen.append((group, page))
-        short = missing()
-    return chosen
 
 
 def _emptiest_first(pool: GroupPool, slack: int, fixed: Container[tuple[int, int]]) -> list[int]:

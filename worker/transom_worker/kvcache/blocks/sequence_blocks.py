@@ -33,7 +33,7 @@ from transom_core.kv_cache.prefix_search import PrefixHit, shared_digests
 from transom_core.kv_cache.retention import Retention
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_worker.kvcache.blocks.block_table import HOLE, BlockTable, GappedBlockTable, TableDelta
-from transom_worker.kvcache.bounded_retention import BoundedRetention
+from transom_worker.kvcache.policy_retentions import BoundedRetention
 from transom_worker.kvcache.prefix.tree import CheckpointKind, Node
 
 

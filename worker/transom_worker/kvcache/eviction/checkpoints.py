@@ -154,7 +154,7 @@ class Checkpoints:
     def count_hit(self, base_node: Node | None, num_hash_blocks: int) -> None:
         """Count a hit of `num_hash_blocks` hash blocks if it ends at a checkpoint, not between two."""
         if base_node is not None and base_node.windows is not None and base_node.boundary == num_hash_blocks:
-            self.counts.hit(base_node)
+            self.counts.hit[base_node.kind.value] += 1
 
     def place(
         self,
@@ -179,7 +179,7 @@ class Checkpoints:
                 node.kind = kind
                 self.tree.pin_windows(node, windows)
                 if node.candidate_indices[DEVICE] is not None:  # else `NodeEviction.add` counts it
-                    self.counts.placed(node)
+                    self.counts.placed[node.kind.value] += 1
         if node.policy_state is None:
             node.num_returns = max(node.num_returns, num_returns, kind is CheckpointKind.FORK)
             self._policy.created(node)

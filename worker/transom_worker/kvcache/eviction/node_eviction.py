@@ -65,7 +65,7 @@ class NodeEviction:
     def add(self, node: Node) -> None:
         """Add a node to the nodes that may be evicted, or note that its tiers have changed; count a new checkpoint as placed."""
         if node.candidate_indices == [None, None] and node.windows is not None:
-            self._counts.placed(node)
+            self._counts.placed[node.kind.value] += 1
         on_device, in_host = self.candidates
         if node.tier == DEVICE:
             on_device.add(node)
@@ -169,13 +169,14 @@ class NodeEviction:
     def _remove(self, node: Node) -> None:
         """Remove a leaf."""
         self._policy.removed(node)
-        self._counts.evicted(node)
+        if node.windows is not None:  # without them it was no checkpoint
+            self._counts.evicted[node.kind.value] += 1
         self._discard(node)
         self._tree.drop_leaf(node)
 
     def _remove_windows(self, node: Node) -> None:
         self._policy.windows_evicted(node)
-        self._counts.windows_evicted(node)
+        self._counts.windows_evicted[node.kind.value] += 1
         self._tree.unpin_windows(node)
         self.add(node)
 

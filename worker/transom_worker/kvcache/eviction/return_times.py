@@ -124,11 +124,6 @@ class ReturnTimes:
         self._worths: dict[int, list[float]] = {}  # by class id, then by bucket
         self._evidence: dict[_Similarity, _Evidence] = {}
 
-    @property
-    def num_watched(self) -> int:
-        """Watched checkpoints that are not in the last bucket yet, ended ones included."""
-        return self.watches.end - max(self.watches.first, self._first_in_bucket[-1])
-
     def tick(self) -> None:
         """Advance the clock by one admitted request, and count every checkpoint that has survived its bucket now."""
         self.now += 1

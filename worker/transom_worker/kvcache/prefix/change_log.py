@@ -38,7 +38,12 @@ class ChangeLog:
 
     def add(self, action: Literal["added", "removed"], tier: int, group: int, digests: Sequence[bytes]) -> None:
         """Record that blocks of one group were added to a tier's index or removed from it."""
-        self._note(KvRun(action, group, tuple(digests), tier), len(digests))
+        self.version += len(digests)
+        self._num_unread += len(digests)
+        if self._num_unread > self.max_unread:
+            self.unread_runs = []
+        else:
+            self.unread_runs.append(KvRun(action, group, tuple(digests), tier))
 
     def set_rates(self, rates: LoadRates) -> None:
         """Record that other load rates hold from now on."""
@@ -69,11 +74,3 @@ class ChangeLog:
             for group, found in enumerate(groups)
         )
         return KvUpdate(after=self.version, version=self.version, runs=runs, whole=True, rates=self.rates)
-
-    def _note(self, run: KvRun, count: int) -> None:
-        self.version += count
-        self._num_unread += count
-        if self._num_unread > self.max_unread:
-            self.unread_runs = []
-        else:
-            self.unread_runs.append(run)

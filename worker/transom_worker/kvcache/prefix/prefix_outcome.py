@@ -38,7 +38,9 @@ POLICY = "missed_policy"
 
 
 class OutcomeCounts:
-    """Counts since start: prompt tokens and admitted requests by outcome, and window repairs."""
+    """Counts since start: prompt tokens by outcome, admitted requests (repaired if any token was, else hit if any token was, else
+    missed), and window repairs.
+    """
 
     def __init__(self, index: PrefixIndex, *, block_size: int) -> None:
         self.tokens: Counter[str] = Counter()
@@ -67,7 +69,7 @@ class OutcomeCounts:
             )
             self.host_tokens += min(hit.start, num_prompt_tokens) - min(hit.device_start, num_prompt_tokens)
         self.tokens.update(tokens)
-        self.requests[of_request(tokens)] += 1
+        self.requests[REPAIRED if REPAIRED in tokens else HIT if HIT in tokens else MISSED] += 1
         return tokens
 
     def count_repair(self, num_tokens: int) -> None:
@@ -108,8 +110,3 @@ def classify(
             outcome[reason] = outcome.get(reason, 0) + end - begin
             begin = end
     return outcome
-
-
-def of_request(tokens: dict[str, int]) -> str:
-    """Return a request's outcome: repaired if any token was, else hit if any token was, else missed."""
-    return REPAIRED if REPAIRED in tokens else HIT if HIT in tokens else MISSED

@@ -20,6 +20,7 @@ windows in the host tier, never the other way round.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Protocol
@@ -128,18 +129,11 @@ class PrefixTree:
             stack += node.children
 
     def reach(self, chain: Sequence[bytes], limit: int) -> int:
-        """Return how many of the chain's first `limit` hash blocks have an owner. Binary search: they are a leading part."""
+        """Return how many of the chain's first `limit` hash blocks have an owner. They are a leading part."""
         owner = self.owner
         if limit and chain[limit - 1] in owner:
             return limit
-        low, high = 0, max(0, limit - 1)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if chain[middle - 1] in owner:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect_left(chain, True, hi=limit, key=lambda digest: digest not in owner)
 
     def reach_on_device(self, chain: Sequence[bytes], limit: int) -> int:
         """Return how many of the chain's first `limit` hash blocks have an owner on the device; these are a leading part, too."""
@@ -171,32 +165,23 @@ class PrefixTree:
             self._count_held(node.parent, -1)
 
     def insert(
-        self,
-        chain: Sequence[bytes],
-        boundary: int,
-        kind: CheckpointKind,
-        retentions: RetentionSet,
-        *,
-        tier: int = DEVICE,
+        self, chain: Sequence[bytes], boundary: int, kind: CheckpointKind, retentions: RetentionSet
     ) -> tuple[Node, bool]:
-        """Return the node at a boundary of a chain, and whether it is new.
-
-        Its segment's blocks must be in the index of the tier, and for one on the device so must those of all segments above.
+        """Return the node at a boundary of a chain, and whether it is new. The device must have its segment's blocks, and those of
+        all segments above.
         """
         reach = self.reach(chain, boundary)
         parent = self.node_at(chain, reach)
         if reach == boundary:
             return parent, False
         node = Node(boundary, chain[boundary - 1], parent, kind, retentions)
-        node.tier = node.windows_tier = tier
         node.segment = list(chain[reach:boundary])
         node.windows = None if retentions.slides else ()
         parent.children[node] = None
         for digest in node.segment:
             self.owner[digest] = node
-        self.for_each_block(node, self._pins[tier].pin)
-        if node.is_held:
-            self._count_held(parent, 1)
+        self.for_each_block(node, self._pins[DEVICE].pin)
+        self._count_held(parent, 1)
         return node, True
 
     def set_tier(self, node: Node, tier: int) -> None:
@@ -206,11 +191,11 @@ class PrefixTree:
         if node.parent is not None and node.is_held != was_held:
             self._count_held(node.parent, 1 if node.is_held else -1)
 
-    def pin_windows(self, node: Node, windows: tuple[list[bytes], ...], *, tier: int = DEVICE) -> None:
-        """Pin a node's windows; the blocks must be in the index of the tier."""
+    def pin_windows(self, node: Node, windows: tuple[list[bytes], ...]) -> None:
+        """Pin a node's windows on the device, which must have the blocks."""
         for (group, _), digests in zip(node.retentions.sliding_groups, windows, strict=True):
-            self._pins[tier].pin(group, digests)
-        node.windows, node.windows_tier = windows, tier
+            self._pins[DEVICE].pin(group, digests)
+        node.windows, node.windows_tier = windows, DEVICE
 
     def unpin_windows(self, node: Node) -> None:
         """Unpin a node's windows, if it has any."""

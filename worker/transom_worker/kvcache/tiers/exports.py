@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from transom_core.kv_cache.prefix_search import PrefixHit, shared_digests
-from transom_core.kv_cache.retention import Retention
+from transom_core.kv_cache.prefix_search import PrefixHit, needed_blocks
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_core.kv_cache.tiers import DEVICE, HOST
 from transom_worker.kvcache.blocks.block_copies import CopyQueue
@@ -70,9 +69,9 @@ class Exports:
         `retentions` are those of a sequence with a KV policy.
         """
         blocks = [
-            one
+            self._found(group, digest, logical)
             for group, retention in enumerate(retentions or self._retentions)
-            for one in self._blocks_of(group, retention, chain, hit)
+            for digest, logical in needed_blocks(retention, chain, hit, block_size=self._block_size)
         ]
         to_be_written = {(one.target_tier, one.group, one.target) for one in self._copies.waiting}
         if any((one.tier, one.group, one.block) in to_be_written for one in blocks):
@@ -113,14 +112,9 @@ class Exports:
         for opened in self.opened:
             opened.is_void = True
 
-    def _blocks_of(
-        self, group: int, retention: Retention, chain: Sequence[bytes], hit: PrefixHit
-    ) -> Iterable[ExportedBlock]:
-        step = retention.block_size // self._block_size
-        logical_of = {digest: index // step for index, digest in enumerate(chain[: hit.num_hash_blocks])}
-        for digest in dict.fromkeys(shared_digests(retention, chain, hit, block_size=self._block_size)):
-            found = self._index.groups[group].get(digest)
-            if found is not None:
-                yield ExportedBlock(group, logical_of[digest], DEVICE, found)
-            else:
-                yield ExportedBlock(group, logical_of[digest], HOST, self._host.blocks[group][digest])
+    def _found(self, group: int, digest: bytes, logical: int) -> ExportedBlock:
+        """Return where a block of a hit is: on the device, or else in the host tier."""
+        block = self._index.groups[group].get(digest)
+        if block is not None:
+            return ExportedBlock(group, logical, DEVICE, block)
+        return ExportedBlock(group, logical, HOST, self._host.blocks[group][digest])

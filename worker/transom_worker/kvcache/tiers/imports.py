@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from transom_core.kv_cache.prefix_search import PrefixHit, shared_digests
-from transom_core.kv_cache.retention import Retention
+from transom_core.kv_cache.prefix_search import PrefixHit, needed_blocks
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_core.kv_cache.tiers import DISK, HOST
 from transom_worker.kvcache.blocks.block_copies import BlockCopy, CopyQueue
@@ -98,7 +97,10 @@ class Imports:
         if not self._host.exists:
             return None
         locked = self._lock(chain, hit.num_hash_blocks)
-        needed = [self._needed(*of_group, chain, hit) for of_group in enumerate(retentions or self._retentions)]
+        needed = [
+            needed_blocks(retention, chain, hit, block_size=self._block_size)
+            for retention in retentions or self._retentions
+        ]
         in_host = [
             (group, block)
             for group, names in enumerate(needed)
@@ -167,12 +169,3 @@ class Imports:
         """Publish nothing of the present imports, since the cache is emptied."""
         for opened in self.opened:
             opened.is_void = True
-
-    def _needed(
-        self, group: int, retention: Retention, chain: Sequence[bytes], hit: PrefixHit
-    ) -> list[tuple[bytes, int]]:
-        """Return (digest, logical index) of a group's blocks that a hit needs."""
-        step = retention.block_size // self._block_size
-        logical_of = {digest: index // step for index, digest in enumerate(chain[: hit.num_hash_blocks])}
-        digests = shared_digests(retention, chain, hit, block_size=self._block_size)
-        return [(digest, logical_of[digest]) for digest in dict.fromkeys(digests)]

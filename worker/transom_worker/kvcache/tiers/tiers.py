@@ -12,7 +12,6 @@ fits, and no load, import or swap begins. Without a disk tier nothing is stored 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.kv_cache.retention_set import RetentionSet
@@ -31,24 +30,21 @@ from transom_worker.kvcache.tiers.swapping import MakeRoom, Swapping
 from transom_worker.kvcache.tiers.tier_moves import TierMoves
 
 
-class Prefixes(NamedTuple):
-    """What the tiers ask of the prefix tree and its eviction: to make room in the host tier, and to keep a prefix meanwhile."""
-
-    make_room: MakeRoom
-    lock: LockPrefix
-    unlock: UnlockPrefix
-
-
 class Tiers:
-    """The tiers of one cache; the module's docstring says what each part does."""
+    """The tiers of one cache; the module's docstring says what each part does.
+
+    `make_room` evicts nodes from the host tier; `lock` and `unlock` keep a prefix while an import continues it.
+    """
 
     def __init__(
         self,
         host: HostTier,
         moves: TierMoves,
         stores: DiskStores,
-        prefixes: Prefixes,
         *,
+        make_room: MakeRoom,
+        lock: LockPrefix,
+        unlock: UnlockPrefix,
         index: PrefixIndex,
         changes: ChangeLog,
         registry: BlockRegistry,
@@ -58,8 +54,8 @@ class Tiers:
     ) -> None:
         self.host, self.moves, self.stores = host, moves, stores
         self.loads = Loads(registry, host, copies)
-        self.swapping = Swapping(host, copies, prefixes.make_room)
-        self.imports = Imports(retentions, index, host, copies, *prefixes, block_size=block_size)
+        self.swapping = Swapping(host, copies, make_room)
+        self.imports = Imports(retentions, index, host, copies, make_room, lock, unlock, block_size=block_size)
         self.exports = Exports(retentions, index, registry, host, copies, block_size=block_size)
         self.disk = DiskIndex(len(retentions))
         self._changes = changes

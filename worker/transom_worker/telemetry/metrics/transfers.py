@@ -5,12 +5,12 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from transom_core.telemetry.own_labels import OwnLabels
-from transom_worker.kvcache.tiers.transfer.observer import TransferObserver
 from transom_worker.kvcache.tiers.transfer.transfer_report import (
     EXPORT_OUTCOMES,
     FETCH_OUTCOMES,
     ExportOutcome,
     FetchReport,
+    TransferObserver,
 )
 
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)

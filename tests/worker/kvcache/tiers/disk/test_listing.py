@@ -46,16 +46,6 @@ def take(known: set[BlockKey], found: FolderListing, *, most_files: int = listin
     known.update(changes.added)
 
 
-def test_a_folder_or_a_link_under_the_name_of_a_block_is_none(tmp_path: Path) -> None:
-    folder = folder_in(tmp_path)
-    assert folder.write(*key(1), b"contents")
-    (file,) = (one for one in tmp_path.rglob("*.kv"))
-    for name in ("0" * 64, "f" * 64):
-        (file.parent / f"{file.name[:2]}{name[2:]}-0.kv").mkdir()
-    (file.parent / f"{file.name[:2]}{'a' * 62}-0.kv").symlink_to(file)
-    assert folder.new_listing().look().added == [key(1)]
-
-
 def test_random_changes_are_found(tmp_path: Path) -> None:
     rng = random.Random(3)
     folder = folder_in(tmp_path)
@@ -123,28 +113,17 @@ def test_a_round_reads_a_bounded_number_of_names_and_the_next_goes_on(
     assert len(counts) == 1
 
 
-def test_other_files_and_a_missing_folder_are_nothing(tmp_path: Path) -> None:
+def test_other_files_folders_links_and_a_missing_folder_are_nothing(tmp_path: Path) -> None:
     folder = folder_in(tmp_path)
     folder.write(*key(1), b"contents")
     path = folder._file(*key(1))
     (path.parent / "notes.txt").write_text("mine")
     (path.parent / f".{path.stem}.1-2.tmp").write_bytes(b"")
     (path.parent.parent / "zz").write_text("no folder")
+    (path.parent / f"{path.name[:2]}{'0' * 62}-0.kv").mkdir()
+    (path.parent / f"{path.name[:2]}{'a' * 62}-0.kv").symlink_to(path)
     found = folder.new_listing()
     assert found.look() == ([key(1)], [])
     path.parent.rename(tmp_path / "elsewhere")
     assert found.look() == ([], [key(1)])
     assert FolderListing(tmp_path / "nowhere").look() == ([], [])
-
-
-def test_what_the_space_evicts_is_found(tmp_path: Path) -> None:
-    folder = folder_in(tmp_path, space_bytes=40 * 216)
-    found, known = folder.new_listing(), set[BlockKey]()
-    for number in range(100):
-        folder.write(*key(number), bytes(100))
-        if number % 9 == 0:
-            take(known, found)
-    take(known, found)
-    take(known, found)
-    assert folder.space.num_evicted
-    assert known == {key(number) for number in range(100) if folder.has(*key(number))}

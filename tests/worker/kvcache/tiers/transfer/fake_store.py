@@ -14,8 +14,7 @@ from transom_core.contract.prefix_peers import Bytes
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan
-from transom_worker.kvcache.tiers.transfer.observer import TransferObserver
-from transom_worker.kvcache.tiers.transfer.transfer_report import ExportOutcome, FetchReport
+from transom_worker.kvcache.tiers.transfer.transfer_report import ExportOutcome, FetchReport, TransferObserver
 
 T = TypeVar("T")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import struct
 from hashlib import blake2b
+from io import FileIO
 from typing import NamedTuple
 
 _MAGIC = b"TRNSMKV1"
@@ -51,8 +52,7 @@ def read_block(file: int, name: BlockName, num_bytes: int) -> bytes:
     size = os.fstat(file).st_size
     if size != HEADER_BYTES + num_bytes:
         raise BrokenFile(f"it has {size} bytes, not {HEADER_BYTES + num_bytes}")
-    data = _read_all(file, size)
-    return unpack(data, name, num_bytes)
+    return unpack(FileIO(file, closefd=False).readall(), name, num_bytes)
 
 
 def unpack(data: bytes, name: BlockName, num_bytes: int) -> bytes:
@@ -71,14 +71,3 @@ def _checksum(header: bytes, contents: bytes | memoryview) -> bytes:
     digest = blake2b(header, digest_size=_CHECKSUM_BYTES)
     digest.update(contents)
     return digest.digest()
-
-
-def _read_all(file: int, size: int) -> bytes:
-    parts, left = [], size
-    while left:
-        part = os.read(file, left)
-        if not part:
-            raise BrokenFile(f"it ends after {size - left} bytes")
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)

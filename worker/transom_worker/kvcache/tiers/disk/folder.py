@@ -125,7 +125,7 @@ class BlockFolder:
         return self._path / name[:2] / f"{name}-{group}.kv"
 
     def _remove_broken(self, path: Path) -> None:
-        """Remove a file that is not the block that it should be. Whatever it is, it is in the place of one of our files."""
+        """Remove a file that is not the block that it should be. It has the name of one of our files, so nothing else is lost."""
         self.counts.num_broken += 1
         with suppress(OSError):
             num_bytes = os.lstat(path).st_size

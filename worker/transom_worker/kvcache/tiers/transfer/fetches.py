@@ -24,8 +24,7 @@ from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQue
 from transom_core.contract.prefix_peers import PrefixPeers
 from transom_worker.kvcache.tiers.transfer.byte_budget import ByteBudget
 from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, KvStore, OnEngine
-from transom_worker.kvcache.tiers.transfer.observer import TransferObserver
-from transom_worker.kvcache.tiers.transfer.transfer_report import FetchOutcome, FetchReport
+from transom_worker.kvcache.tiers.transfer.transfer_report import FetchOutcome, FetchReport, TransferObserver
 
 logger = logging.getLogger("transom.worker")
 

@@ -9,8 +9,8 @@ from transom_core.contract import Request
 from transom_core.contract.prefix_peers import PrefixPeers
 from transom_worker.kvcache.tiers.transfer.fetches import OnEnd, PrefixFetches
 from transom_worker.kvcache.tiers.transfer.kv_store import KvStore, OnEngine
-from transom_worker.kvcache.tiers.transfer.observer import TransferObserver
 from transom_worker.kvcache.tiers.transfer.served_exports import PrefixExports
+from transom_worker.kvcache.tiers.transfer.transfer_report import TransferObserver
 
 
 class KvTransfer:

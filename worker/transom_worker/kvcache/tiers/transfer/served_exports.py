@@ -18,7 +18,7 @@ from transom_core.config import TransferConfig
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import Bytes
 from transom_worker.kvcache.tiers.transfer.kv_store import KvStore, OnEngine
-from transom_worker.kvcache.tiers.transfer.observer import TransferObserver
+from transom_worker.kvcache.tiers.transfer.transfer_report import TransferObserver
 
 logger = logging.getLogger("transom.worker")
 

@@ -1,4 +1,4 @@
-"""`FetchReport`: how the fetch of one request's prefix ended, for its timeline and the metrics."""
+"""What KV transfer reports: `FetchReport`, how the fetch of a request's prefix ended, and `TransferObserver`, which hears of it."""
 
 from __future__ import annotations
 
@@ -35,3 +35,16 @@ class FetchReport:
     num_bytes: int = 0
     full_length_bytes: int = 0
     seconds: float = 0.0
+
+
+class TransferObserver:
+    """Receives the reports of one worker, on its event loop; this one ignores every report."""
+
+    def fetched(self, report: FetchReport) -> None:
+        """A fetch has ended; of requests that share one, it is reported once."""
+
+    def exported(self, outcome: ExportOutcome) -> None:
+        """An export has ended, or was refused."""
+
+    def sent(self, num_bytes: int) -> None:
+        """Bytes of blocks were read for another worker."""
