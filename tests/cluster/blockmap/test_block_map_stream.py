@@ -182,19 +182,6 @@ async def test_a_slow_client_loses_frames_instead_of_piling_them_up():
         assert not call.events("problem")
 
 
-async def test_an_outbox_counts_the_frames_of_each_worker_alone():
-    box = outbox.Outbox()
-    for number in range(outbox.MAX_UNSENT):
-        assert not box.is_full("a")
-        box.put(b"%d" % number, "a")
-    assert box.is_full("a")
-    assert not box.is_full("b")
-    box.put(b"told")
-    assert [await box.next(1.0) for _ in range(3)] == [b"0", b"1", b"told"]
-    await box.wait_until_empty("a")
-    assert box.num_unsent == {}  # nothing is kept of a worker without a waiting frame
-
-
 async def test_the_stream_ends_when_the_router_drains():
     worker = StubWorker()
     async with running_api(worker) as api, streaming(api) as call:
@@ -246,15 +233,6 @@ async def test_a_block_is_described(api: Api):
     api.worker.is_dead = True
     response = await api.client.get("/blocks/describe?worker=w0&group=0&block=7")
     assert (response.status_code, response.json()["error"]["code"]) == (503, "worker_unavailable")
-
-
-async def test_streams_count_as_requests(api: Api):
-    async with streaming(api):
-        await until(watched(api.worker))
-    page = (await api.client.get("/metrics")).text
-    lines = [line for line in page.splitlines() if 'endpoint="/blocks/stream"' in line and "_total" in line]
-    assert lines, page
-    assert lines[0].endswith(" 1.0")
 
 
 async def test_files_need_no_key_and_data_does():

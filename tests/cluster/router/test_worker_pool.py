@@ -48,15 +48,6 @@ async def test_a_request_waits_for_the_first_worker() -> None:
         assert len(api.router.queue) == 0
 
 
-async def test_a_router_that_never_had_a_worker_keeps_its_clients_waiting_as_well() -> None:
-    worker = StubWorker(can_open=False)
-    async with running_api(worker, **PATIENT) as api:
-        answer = asyncio.create_task(api.complete())
-        await until(lambda: api.directory.num_wakes)
-        api.directory.add(StubWorker(worker="w1"))
-        assert await text(answer) == "abc"
-
-
 async def test_a_router_that_never_had_a_worker_waits_no_longer_than_the_request_may_take() -> None:
     limits = LimitsConfig(request_timeout_s=0.05)
     async with running_api(StubWorker(can_open=False), limits=limits, **PATIENT) as api:

@@ -40,12 +40,6 @@ def test_requests_with_one_key_go_to_one_worker() -> None:
         assert (decision.worker_id, decision.reason) == (first.worker_id, "cache_key")
 
 
-def test_without_a_key_they_spread() -> None:
-    made = placer()
-    counts = Counter(place(made, f"r{number}", number, key=None).worker_id for number in range(30))
-    assert len(counts) == 3
-
-
 def test_a_longer_hit_is_better_than_the_key() -> None:
     made = placer(cached={"b": whole(PROMPT)})
     key = next(f"k{i}" for i in range(100) if place(made, f"r{i}", i, key=f"k{i}").worker_id != "b")

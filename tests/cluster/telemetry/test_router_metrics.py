@@ -102,14 +102,6 @@ async def test_a_leaving_worker_that_does_not_answer_is_lost() -> None:
         assert changes(api) == [2, 1, 0]
 
 
-async def test_a_worker_that_leaves_as_it_should_has_drained() -> None:
-    async with running_api(StubWorker(worker="w0"), StubWorker(worker="w1")) as api:
-        api.directory.remove(api.worker)
-        await until(lambda: "w0" not in api.router.connections)
-        assert changes(api) == [2, 0, 1]
-        assert value(api.router, "drains_total", outcome="finished") == 1
-
-
 async def test_tasks_are_counted_and_fall_back_when_requests_have_ended() -> None:
     async with running_api(StubWorker(worker="w0")) as api:
         await api.complete()
