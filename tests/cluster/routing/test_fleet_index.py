@@ -222,14 +222,14 @@ def test_blocks_of_workers_that_left_are_cleared_with_later_updates() -> None:
     for mirror in (stays, *leave):
         own = tuple(rng.randbytes(32) for _ in range(5_000))
         assert mirror.apply(update(1, added(0, *range(8)), KvRun("added", 0, own), whole=True))
-    before_bytes = index.size_bytes
-    assert index.num_entries == 20_008
+    before_bytes = index.table.size_bytes
+    assert index.table.num_entries == 20_008
     for mirror in leave:
         mirror.leave()
     for _ in range(NUM_PARTS):
         assert stays.apply(update(stays.version, added(1, 0), removed(1, 0)))
-    assert index.num_entries == 5_008
-    assert index.size_bytes < before_bytes / 2
+    assert index.table.num_entries == 5_008
+    assert index.table.size_bytes < before_bytes / 2
     assert set(stored_keys(index)) == {stays.holder}
     assert {index.join(SHAPE).holder for _ in leave} == {mirror.holder for mirror in leave}
 
@@ -240,9 +240,9 @@ def test_a_block_takes_at_most_20_bytes_and_one_that_many_have_little_more() -> 
     shared = tuple(rng.randbytes(32) for _ in range(100_000))
     for mirror in mirrors:
         assert mirror.apply(update(1, KvRun("added", 0, shared), whole=True))
-    assert index.size_bytes <= 20 * len(shared)
+    assert index.table.size_bytes <= 20 * len(shared)
     for mirror in mirrors:
         own = tuple(rng.randbytes(32) for _ in range(50_000))
         assert mirror.apply(KvUpdate(after=mirror.version, version=mirror.version + 1, runs=(KvRun("added", 1, own),)))
-    assert index.num_entries == 600_000
-    assert index.size_bytes <= 20 * index.num_entries
+    assert index.table.num_entries == 600_000
+    assert index.table.size_bytes <= 20 * index.table.num_entries
