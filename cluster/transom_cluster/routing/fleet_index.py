@@ -51,6 +51,7 @@ from transom_core.contract.kv_events import CacheShape, KvRun, KvUpdate
 from transom_core.kv_cache.load_rates import LoadRates
 from transom_core.kv_cache.prefix_search import hit_limit
 
+HOLDERS_PER_WORKER = 4  # for device, host and disk tier, and one that is not used
 # Cleared with each update, while blocks name workers that have left: parts of the table, and fewer where they are large.
 CLEARED_PARTS = 16
 CLEARED_SLOTS = 8_192
@@ -97,8 +98,7 @@ class PrefixIndexMirror:
         self.version = 0
         self.num_blocks = 0  # that can be found, in all groups
         self.rules = rules
-        self.num_holders = 4 if rules.shape.has_disk_tier else 2  # one for each tier, and one that is not used
-        self.holder = index.new_holder(self.num_holders)  # of the device; those of the other tiers are the next numbers
+        self.holder = index.new_holder()  # of the device; those of the other tiers are the next numbers
         self.rates: LoadRates | None = None
         self._index = index
         self._is_whole = False
@@ -127,12 +127,12 @@ class PrefixIndexMirror:
 
     def leave(self) -> None:
         """Forget the worker. It cannot be used any more."""
-        self._index.free_holder(self.holder, self.num_holders, is_named=self.num_blocks > 0)
+        self._index.free_holder(self.holder, is_named=self.num_blocks > 0)
 
     def _forget(self) -> None:
         if self.num_blocks:
-            self._index.free_holder(self.holder, self.num_holders, is_named=True)
-            self.holder = self._index.new_holder(self.num_holders)
+            self._index.free_holder(self.holder, is_named=True)
+            self.holder = self._index.new_holder()
         self.version = self.num_blocks = 0
         self.rates = None
         self._is_whole = False
@@ -151,9 +151,8 @@ class FleetPrefixIndex:
         self._rules: dict[CacheShape, HitRules] = {}
         self._by_window: OrderedDict[tuple[CacheShape, WindowPolicy], HitRules] = OrderedDict()
         self._num_holders = 0
-        self._free_holders: dict[int, list[int]] = {2: [], 4: []}  # by how many numbers a worker has: the first of them
-        # (a holder that has left, how many numbers it has) -> the parts that may still name it
-        self._left: dict[tuple[int, int], int] = {}
+        self._free_holders: list[int] = []
+        self._left: dict[int, int] = {}  # the holder of a worker that has left -> the parts that may still name it
         self._next_part = 0  # to be cleared
 
     def join(self, shape: CacheShape, *, max_model_len: int = 0) -> PrefixIndexMirror:
@@ -204,38 +203,33 @@ class FleetPrefixIndex:
         self._clear_some_parts()
         return self.table.apply(holder, update.runs)
 
-    def new_holder(self, num_holders: int) -> int:
-        """The first of 2 or 4 numbers that no block names, a multiple of how many they are."""
-        free = self._free_holders[num_holders]
-        if free:
-            return free.pop()
-        if self._num_holders % num_holders:
-            self._free_holders[2].append(self._num_holders)
-            self._num_holders += 2
-        self._num_holders += num_holders
+    def new_holder(self) -> int:
+        """The number of a worker's device, which no block names, nor the next ones, which are those of its other tiers."""
+        if self._free_holders:
+            return self._free_holders.pop()
+        self._num_holders += HOLDERS_PER_WORKER
         self.table.fit_holders(self._num_holders)
-        return self._num_holders - num_holders
+        return self._num_holders - HOLDERS_PER_WORKER
 
-    def free_holder(self, holder: int, num_holders: int, *, is_named: bool) -> None:
+    def free_holder(self, holder: int, *, is_named: bool) -> None:
         """Use a worker's numbers again, as soon as no block names them any more."""
         if is_named:
-            self._left[holder, num_holders] = NUM_PARTS
+            self._left[holder] = NUM_PARTS
         else:
-            self._free_holders[num_holders].append(holder)
+            self._free_holders.append(holder)
 
     def _clear_some_parts(self) -> None:
         num_parts = num_slots = 0
         while self._left and num_parts < CLEARED_PARTS and num_slots < CLEARED_SLOTS:
-            left = [number for holder, count in self._left for number in range(holder, holder + count)]
+            left = [number for holder in self._left for number in range(holder, holder + HOLDERS_PER_WORKER)]
             num_slots += self.table.clear(self._next_part, left)
             num_parts += 1
             self._next_part = (self._next_part + 1) % NUM_PARTS
-            for numbers in list(self._left):
-                self._left[numbers] -= 1
-                if not self._left[numbers]:
-                    del self._left[numbers]
-                    holder, count = numbers
-                    self._free_holders[count].append(holder)
+            for holder in list(self._left):
+                self._left[holder] -= 1
+                if not self._left[holder]:
+                    del self._left[holder]
+                    self._free_holders.append(holder)
 
 
 def _bits(mirrors: Iterable[PrefixIndexMirror]) -> int:

@@ -5,10 +5,9 @@ Terms:
     key       names one block of one cache group: the first 8 bytes of its digest, changed by the group's number. Of 40 million
               blocks two have equal keys with a chance of 1 in 20,000; a search may then promise a block that is not there, and the
               worker, which compares whole digests, computes it
-    holder    a number for one tier of one worker's copy of its index. A worker has two: an even number for its device, and the next
-              one for its host tier; so what a worker has in either tier are its two bits, moved together. One with a disk tier has
-              four: a multiple of four for its device, the next one for its host tier, the next one for its disk tier, and one that
-              is not used. A worker may have as many more that are being cleared
+    holder    a number for one tier of one worker's copy of its index. A worker has four: a multiple of four for its device, the
+              next one for its host tier, the next one for its disk tier, and one that is not used. A worker may have four more
+              that are being cleared
     entry     a key and its value in the hash table. The value says which holders have the block:
                    0   no entry        -h - 1   holder h alone        s > 0   the holders in set number s
     set       two holders or more, as a row of bits. Equal sets are stored once and counted; a prompt's blocks mostly have few

@@ -16,8 +16,7 @@ import pytest
 
 from tests.engine_driver import make_engine, make_request
 from tests.how_many import num_examples
-from transom_cluster.routing.placement_observer import PlacementObserver
-from transom_cluster.routing.placer import Placer
+from transom_cluster.routing.placer import PlacementObserver, Placer
 from transom_cluster.routing.worker_view import HitTokens
 from transom_core.contract import Request, Usage, WindowPolicy, WorkerInfo, WorkerMessage
 from transom_worker.engine.disk_tier import EngineDiskTier

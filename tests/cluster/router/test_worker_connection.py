@@ -19,7 +19,6 @@ from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.router import output_stream
 from transom_cluster.router.in_flight_requests import (
-    TRANSITIONS,
     AttemptState,
     Delivery,
     InFlightRequest,
@@ -114,20 +113,6 @@ async def test_an_attempt_that_has_moved_meanwhile_is_not_marked_as_sent():
     await connection.submit([(one_request, old)])
     assert one_request.state is AttemptState.PLACED
     worker.kill()
-
-
-@pytest.mark.parametrize("state", AttemptState)
-@pytest.mark.parametrize("then", AttemptState)
-def test_a_request_goes_from_state_to_state_as_the_table_says(state: AttemptState, then: AttemptState) -> None:
-    one_request = InFlightRequest(OutputStream([request()]), 0, request())
-    one_request.state = state
-    if then in TRANSITIONS[state]:
-        one_request._move(then)
-        assert one_request.state is then
-        assert one_request.is_sent is (then.value in ("sent", "accepted", "streaming"))
-    else:
-        with pytest.raises(RuntimeError, match=f"from {state.name} to {then.name}"):
-            one_request._move(then)
 
 
 def state_of(request: InFlightRequest) -> AttemptState:

@@ -138,5 +138,5 @@ def stored_keys(index: FleetPrefixIndex) -> dict[int, set[int]]:
 def keys_of_mirror(index: FleetPrefixIndex, mirror: PrefixIndexMirror) -> set[int]:
     keys = stored_keys(index).get(mirror.holder, set())
     assert mirror.num_blocks == len(keys)
-    assert mirror.holder % 2 == 0
+    assert mirror.holder % 4 == 0
     return keys

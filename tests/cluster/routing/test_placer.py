@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from prometheus_client import generate_latest
 
+from tests.cluster.routing.test_policy import columns
 from transom_cluster.routing import chain_code
 from transom_cluster.routing.chain_code import Tokens, Words
 from transom_cluster.routing.placer import PlacementDecision, Placer
-from transom_cluster.routing.policy import Candidates
 from transom_cluster.routing.worker_view import HitTokens
 from transom_cluster.telemetry.metric_families import RouterFamilies
 from transom_cluster.telemetry.routing_metrics import RoutingMetrics
@@ -290,7 +290,7 @@ def test_what_the_policies_see_is_what_each_worker_is_now() -> None:
         table, shown = made._table, rng.sample(names, rng.randrange(1, len(names) + 1))
         selection = table.select(shown)
         seen = table.candidates(selection, np.arange(len(shown)))
-        expected = Candidates.of([made.workers[name].candidate(at) for at, name in enumerate(sorted(shown))])
+        expected = columns([made.workers[name].candidate(at) for at, name in enumerate(sorted(shown))])
         assert [worker.worker_id for worker in selection.workers] == sorted(shown)
         for field in ("num_to_compute", "facts", "seeds"):
             assert np.array_equal(getattr(seen, field), getattr(expected, field))
