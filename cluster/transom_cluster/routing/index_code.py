@@ -206,20 +206,20 @@ def _slot(keys, values, capacity, key):
 @inner
 def _delete(keys, values, capacity, at):
     """Empty a slot; entries after it that do not stand at home move back."""
-    behind = at
+    after = at
     while True:
-        behind += 1
-        if behind == capacity:
-            behind = 0
-        if values[behind] == 0:
+        after += 1
+        if after == capacity:
+            after = 0
+        if values[after] == 0:
             break
-        home = _home_slot(keys[behind], capacity)
-        # The entry may move to `at` unless its home lies after `at`, cyclically in (at, behind].
-        if (at < home <= behind) if at < behind else (home <= behind or home > at):
+        home = _home_slot(keys[after], capacity)
+        # The entry may move to `at` unless its home lies after `at`, cyclically in (at, after].
+        if (at < home <= after) if at < after else (home <= after or home > at):
             continue
-        keys[at] = keys[behind]
-        values[at] = values[behind]
-        at = behind
+        keys[at] = keys[after]
+        values[at] = values[after]
+        at = after
     values[at] = 0
 
 

@@ -56,7 +56,7 @@ CONTEXT = AnswerContext(tools=(ToolSpec("weather"), ToolSpec("time")), parses_to
 
 
 class HarmonyTokenizer(ByteTokenizer):
-    """One token a byte, and harmony's special tokens behind them; two of these end an answer."""
+    """One token a byte, and harmony's special tokens after them; two of these end an answer."""
 
     ids: ClassVar = {text: VOCAB_SIZE + i for i, text in enumerate(harmony.MARKERS)}
     eos_token_ids = (ids[harmony.RETURN], ids[harmony.CALL])
@@ -156,7 +156,7 @@ async def calm_run(case: Case) -> str:
 
 
 async def run(case: Case, *deaths: int) -> str:
-    """The response where one worker after the other dies, each so many tokens after the one before, and one stays."""
+    """The response where one worker after the other dies, each after a number of tokens, and one stays."""
     fate = Fate(list(deaths))
     workers = [
         SpeakingWorker(

@@ -48,7 +48,7 @@ class Server:
     num_workers: int = 0
 
     async def body_of(self, path: str, *deaths: int, stream: bool) -> str:
-        """The response's body, where workers die after so many tokens."""
+        """The response's body, where workers die after these numbers of tokens."""
         fate = Fate(list(deaths))
         workers = [
             SpeakingWorker(tokenizer=ByteTokenizer(), texts=(ANSWER,), worker=f"w{self.num_workers + i}", fate=fate)  # type: ignore[arg-type]

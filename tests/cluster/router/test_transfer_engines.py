@@ -198,25 +198,3 @@ async def test_a_source_that_is_lost_costs_a_recompute(pair: Pair, at: str, how:
     assert tokens == expected
     assert usage.num_cached_tokens == usage.num_fetched_tokens == 0
     await pair.until_quiet()
-
-
-async def test_a_client_that_leaves_in_mid_transfer_takes_it_along(pair: Pair) -> None:
-    pair.evict_all()
-    await at_worker(pair.source, request("warm-left"))
-    reached = asyncio.Event()
-
-    def before(name: str) -> Any:
-        if name != "read":
-            return None
-        reached.set()
-        return asyncio.Event().wait()
-
-    pair.peers.before = before
-    try:
-        waits = asyncio.create_task(at_worker(pair.target, request("left", fetches=True)))
-        await reached.wait()
-        waits.cancel()
-        await asyncio.wait([waits])
-        await pair.until_quiet()
-    finally:
-        pair.peers.before = lambda _: None

@@ -73,18 +73,6 @@ async def test_only_so_many_wait_where_there_is_no_worker(monkeypatch: pytest.Mo
             assert [choice["text"] for choice in (await answer).json()["choices"]] == ["a"] * at_once
 
 
-async def test_no_request_waits_for_ever() -> None:
-    async with running_api(*workers(1)) as api:
-        api.worker.kill()
-        await until(lambda: not api.router.is_ready)
-        response = await api.complete(stream=True)
-        assert response.status_code == 503
-        assert response.headers["retry-after"] == "1"
-        assert response.json()["error"]["code"] == "worker_unavailable"
-        assert len(api.router.queue) == 0
-        assert sample(api, "transom_router_failovers_total", outcome="gave_up") == 0  # no worker ever had it
-
-
 async def test_a_full_worker_is_passed_over() -> None:
     full, free = workers(2)
     full.admission_error = ErrorInfo.of(Overloaded("full"))
