@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 GIVE_UP_S = 120
 
@@ -25,6 +26,7 @@ class AsgiCall:
         *,
         body_so_far: bytes | None = None,
         method: str = "POST",
+        query: str = "",
     ) -> None:
         self.sent: list[Mapping[str, Any]] = []
         self._changed = asyncio.Event()
@@ -40,8 +42,8 @@ class AsgiCall:
             "method": method,
             "scheme": "http",
             "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
+            "raw_path": quote(path).encode(),
+            "query_string": query.encode(),
             "headers": [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()],
             "server": ("test", 80),
             "client": ("test", 1),

@@ -19,7 +19,7 @@ class Outbox:
         self._sent = asyncio.Event()
 
     def is_full(self, worker: str) -> bool:
-        """Whether as many of this worker's frames wait as may."""
+        """Whether `MAX_UNSENT` frames of this worker wait."""
         return self.num_unsent[worker] >= MAX_UNSENT
 
     def put(self, event: bytes, worker: str | None = None) -> None:

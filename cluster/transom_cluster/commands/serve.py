@@ -63,7 +63,7 @@ def run_server(settings: Settings, given: dict[str, Any]) -> int:
         return START_FAILED
     finally:
         for number in ENDING_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave processes behind
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must leave no process
         if is_serving:
             typer.echo("\nStopping.")
         cluster.stop()

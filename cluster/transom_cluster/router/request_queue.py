@@ -233,7 +233,7 @@ class RequestQueue:
         self._place(again)
 
     def _is_placed_again(self, request: InFlightRequest, connection: WorkerConnection, error: ErrorInfo | None) -> bool:
-        """Handle the refusal of a submission: whether to place the request again; otherwise it ends with the error.
+        """Handle the refusal of a submission: whether to place the request again. If not, it ends with the error.
 
         The request is placed again where another request of the submission was at fault (`error` is None), and where the worker
         is full or lost: then at another worker.

@@ -115,7 +115,7 @@ class WorkerPool:
 
 
 async def _answers(connection: WorkerConnection, *, timeout_s: float) -> bool:
-    """Whether a worker that the directory no longer names still answers a call: it drains; otherwise it was lost.
+    """Whether a worker that the directory no longer names still answers a call. If so it drains, if not it was lost.
 
     A directory drops workers that died as well as those that leave, sometimes before the stream breaks. A worker that leaves
     stays until all its routers have closed their streams, so all routers come to the same result.

@@ -8,42 +8,50 @@
 For example, at version 7 an update `after=7, version=9` applies and makes it version 9. An update `after=8` shows a gap: the
 router forgets that worker's blocks and asks the worker for its whole index (`resync`).
 
-A prompt of 8,192 hash blocks among 200 workers: the walk looks each block up once, and keeps the workers that have all blocks so
-far as 200 bits. It ends with the last worker. Sliding groups are searched backwards from there, again for all workers together.
+A prompt of 8,192 hash blocks among 200 workers: the search (`hit_search`) looks each block up once, and keeps the workers that have
+all blocks so far as 200 bits. It ends with the last worker. Sliding groups are searched backwards from there, again for all workers
+together. The search is Python over runs of blocks with equal holders; the table in which they are looked up is compiled code
+(`index_code`), for its memory's sake.
 
-A set of digests for each worker, searched by the worker's own `find_hit`, would be a tenth of this code. It was measured on a
-2-core machine (CPU time of one search, one full group and one window of 1,024 tokens, blocks of 16 tokens, two workers with the
-whole prompt, the others with its first 64 blocks; in brackets all workers with the whole prompt):
+Plainer tables were measured, which pass the same tests. *Sets*: a set of digests for each worker, searched by the worker's own
+`find_hit`. *Dict*: one dict from a block's key to its workers as the bits of one Python int. CPU milliseconds of a search without
+the hash (one full group and one window of 1,024 tokens, blocks of 16 tokens, two workers with the whole prompt, the others with its
+first 64 blocks; in brackets three of four workers with the whole prompt, for sets all of them), on two cores that other programs
+used:
 
-    tokens      16 workers            64 workers
-    10,000      0.6 ms (0.8 ms)       6.1 ms (9.4 ms)
-    100,000     1.2 ms (15.5 ms)      7.7 ms (64 ms)
+    tokens    workers   here           dict           sets
+    10,000    16        0.05 (0.07)    0.5 (1.4)      0.6 (0.8)
+              64        0.09 (0.10)    0.3 (1.6)      6.1 (9.4)
+    131,072   16        0.9  (1.0)     19  (18)       1.2 (15.5), 100,000 tokens
+              64        1.0  (1.0)     16  (19)       7.7 (64), 100,000 tokens
 
-A router places requests on one event loop, so 64 workers would take most of it at 100 requests a second. A block of one worker
-would take about 110 bytes, not 15.
+A block of one worker takes 15 bytes here (25 of the process, with what loading leaves), 77 of the process as a dict's entry, and
+about 110 in a set. Windows with a hole at every 50th block take 0.1 to 0.8 ms at 10,000 tokens. numpy alone (arrays as here, many
+keys at once) took 3 ms for 10,000 tokens, and 4 ms for an update while its arrays grew. A router places requests on one event loop,
+so each millisecond is a tenth of it at 100 requests a second.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from transom_cluster.routing.hit_rules import HitRules
-from transom_cluster.routing.index_code import NUM_PARTS, Integers, Words
-from transom_cluster.routing.prefix_table import WORD_BITS, PrefixTable
-from transom_cluster.routing.prompt_chain import PromptChain
+from transom_cluster.routing.hit_search import Found, HitSearch
+from transom_cluster.routing.index_code import NUM_PARTS, Integers
+from transom_cluster.routing.prefix_table import PrefixTable
+from transom_cluster.routing.prompt_hashes import PromptChain
 from transom_core.contract import WindowPolicy
 from transom_core.contract.kv_events import CacheShape, KvRun, KvUpdate
 from transom_core.kv_cache.load_rates import LoadRates
 from transom_core.kv_cache.prefix_search import hit_limit
 
-FIRST_BLOCKS = 128  # hash blocks that are hashed and followed first; then twice as many each time
+HOLDERS_PER_WORKER = 4  # for device, host and disk tier, and one that is not used
 # Cleared with each update, while blocks name workers that have left: parts of the table, and fewer where they are large.
 CLEARED_PARTS = 16
 CLEARED_SLOTS = 8_192
@@ -79,27 +87,6 @@ class Hits:
         self.device_start[positions], self.load_s[positions] = hits.device_start, hits.load_s
 
 
-@dataclass(frozen=True, slots=True)
-class _LongerHits:
-    """Hits on several tiers of the workers at `positions`, which are longer than those found before; by worker.
-
-    `num_loaded` and `num_read` [groups, workers] are the blocks to load from the host's memory, and to read from the disk before.
-    """
-
-    positions: list[int]
-    start: list[int]  # tokens
-    num_loaded: Integers
-    num_read: Integers
-
-
-class Found(NamedTuple):
-    """For each of some workers the first hash block to compute, and the boundary of the hit, which is larger where windows are
-    repaired."""
-
-    start: Integers
-    boundary: Integers
-
-
 class PrefixIndexMirror:
     """One worker's prefix index as the router knows it, at one version; its blocks are in the `FleetPrefixIndex` that made it.
 
@@ -111,8 +98,7 @@ class PrefixIndexMirror:
         self.version = 0
         self.num_blocks = 0  # that can be found, in all groups
         self.rules = rules
-        self.num_holders = 4 if rules.shape.has_disk_tier else 2  # one for each tier, and one that is not used
-        self.holder = index.new_holder(self.num_holders)  # of the device; those of the other tiers are the next numbers
+        self.holder = index.new_holder()  # of the device; those of the other tiers are the next numbers
         self.rates: LoadRates | None = None
         self._index = index
         self._is_whole = False
@@ -141,12 +127,12 @@ class PrefixIndexMirror:
 
     def leave(self) -> None:
         """Forget the worker. It cannot be used any more."""
-        self._index.free_holder(self.holder, self.num_holders, is_named=self.num_blocks > 0)
+        self._index.free_holder(self.holder, is_named=self.num_blocks > 0)
 
     def _forget(self) -> None:
         if self.num_blocks:
-            self._index.free_holder(self.holder, self.num_holders, is_named=True)
-            self.holder = self._index.new_holder(self.num_holders)
+            self._index.free_holder(self.holder, is_named=True)
+            self.holder = self._index.new_holder()
         self.version = self.num_blocks = 0
         self.rates = None
         self._is_whole = False
@@ -161,24 +147,13 @@ class FleetPrefixIndex:
 
     def __init__(self) -> None:
         _compile()
-        self._table = PrefixTable()
+        self.table = PrefixTable()
         self._rules: dict[CacheShape, HitRules] = {}
         self._by_window: OrderedDict[tuple[CacheShape, WindowPolicy], HitRules] = OrderedDict()
         self._num_holders = 0
-        self._free_holders: dict[int, list[int]] = {2: [], 4: []}  # by how many numbers a worker has: the first of them
-        # (a holder that has left, how many numbers it has) -> the parts that may still name it
-        self._left: dict[tuple[int, int], int] = {}
+        self._free_holders: list[int] = []
+        self._left: dict[int, int] = {}  # the holder of a worker that has left -> the parts that may still name it
         self._next_part = 0  # to be cleared
-
-    @property
-    def size_bytes(self) -> int:
-        """The memory of the blocks of all workers."""
-        return self._table.size_bytes
-
-    @property
-    def num_entries(self) -> int:
-        """The number of blocks that are stored; a block that several workers have counts once."""
-        return self._table.num_entries
 
     def join(self, shape: CacheShape, *, max_model_len: int = 0) -> PrefixIndexMirror:
         """Add a worker with a cache of this shape; it has no blocks yet."""
@@ -201,89 +176,16 @@ class FleetPrefixIndex:
         """
         rules = mirrors[0].rules_under(window)
         limit = min(hit_limit(num_tokens, rules.shape.block_size), prompt.num_blocks)
-        device = self._search(rules, prompt, limit, _holders(mirrors), tiers=1)
-        hits = Hits.of_device(device.start * rules.shape.block_size)
-        if rules.shape.has_host_tier:
-            self._add_host_hits(hits, rules, mirrors, prompt, limit)
-        if rules.shape.has_disk_tier:
-            self._add_disk_hits(hits, rules, mirrors, prompt, limit)
+        search = HitSearch(self.table, rules, prompt, limit)
+        found = search.find(_bits(mirrors), tiers=1)
+        hits = Hits.of_device(np.array([found[mirror.holder].start for mirror in mirrors]) * rules.shape.block_size)
+        for tiers in range(2, 2 + rules.shape.has_host_tier + rules.shape.has_disk_tier):
+            longest = limit * rules.shape.block_size
+            may_load = {i: one for i, one in enumerate(mirrors) if one.rates and hits.start[i] < longest}
+            found = search.find(_bits(may_load.values()), tiers=tiers)
+            for i, mirror in may_load.items():
+                _take_if_faster(hits, i, mirror, search, found[mirror.holder], tiers=tiers)
         return hits
-
-    def _add_host_hits(
-        self, hits: Hits, rules: HitRules, mirrors: Sequence[PrefixIndexMirror], prompt: PromptChain, limit: int
-    ) -> None:
-        """Take for each worker the hit on the blocks of device and host, where loading takes no longer than the computing that it
-        spares."""
-        longer = self._longer_hits(hits.start, rules, mirrors, prompt, limit, tiers=2)
-        for k, (i, start) in enumerate(zip(longer.positions, longer.start, strict=True)):
-            rates = mirrors[i].rates
-            assert rates is not None
-            load_ns = rates.load_ns(longer.num_loaded[:, k].tolist())
-            if (start - int(hits.start[i])) * rates.token_ns >= load_ns:
-                hits.start[i], hits.memory_start[i], hits.load_s[i] = start, start, load_ns * 1e-9
-
-    def _add_disk_hits(
-        self, hits: Hits, rules: HitRules, mirrors: Sequence[PrefixIndexMirror], prompt: PromptChain, limit: int
-    ) -> None:
-        """Take for each worker the hit on the blocks of all tiers, where reading is worth its time."""
-        longer = self._longer_hits(hits.start, rules, mirrors, prompt, limit, tiers=3)
-        for k, (i, start) in enumerate(zip(longer.positions, longer.start, strict=True)):
-            rates = mirrors[i].rates
-            assert rates is not None
-            load_ns = rates.load_ns(longer.num_loaded[:, k].tolist()) + rates.reading_ns(longer.num_read[:, k].tolist())
-            more_ns = load_ns - round(float(hits.load_s[i]) * 1e9)
-            if rates.are_worth_reading(start - int(hits.start[i]), more_ns=more_ns):
-                hits.start[i], hits.load_s[i] = start, load_ns * 1e-9
-
-    def _longer_hits(
-        self,
-        found: Integers,
-        rules: HitRules,
-        mirrors: Sequence[PrefixIndexMirror],
-        prompt: PromptChain,
-        limit: int,
-        *,
-        tiers: int,
-    ) -> _LongerHits:
-        """Return the hits on the first `tiers` tiers of the workers that start after the tokens `found`."""
-        block_size = rules.shape.block_size
-        num_groups = len(rules.shape.groups)
-        none = np.zeros((num_groups, 0), np.int64)
-        may_load = [i for i, mirror in enumerate(mirrors) if mirror.rates and found[i] < limit * block_size]
-        if not may_load:
-            return _LongerHits([], [], none, none)
-        either = self._search(rules, prompt, limit, _holders([mirrors[i] for i in may_load]), tiers=tiers)
-        is_longer = either.start * block_size > found[may_load]
-        longer = [i for i, has_more in zip(may_load, is_longer.tolist(), strict=True) if has_more]
-        if not longer:
-            return _LongerHits([], [], none, none)
-        holders = _holders([mirrors[i] for i in longer])
-        start, boundary = either.start[is_longer], either.boundary[is_longer]
-        num_loaded, num_read = np.zeros((2, num_groups, len(longer)), np.int64)
-        digests = prompt.hashed(int(boundary.max()))
-        for group, step, begin, end in rules.shared_ranges(boundary, start < boundary):
-            self._table.count_missing(digests, group, step, holders, begin, end, num_loaded[group], tiers=1)
-            if tiers > 2:
-                self._table.count_missing(digests, group, step, holders, begin, end, num_read[group], tiers=2)
-        return _LongerHits(longer, (start * block_size).tolist(), num_loaded, num_read)
-
-    def _search(self, rules: HitRules, prompt: PromptChain, limit: int, holders: Integers, *, tiers: int) -> Found:
-        """Find for each worker (the numbers of their devices) its hit on its first `tiers` tiers."""
-        reach = np.full(WORD_BITS * self._table.num_words, limit)
-        digests = self._follow(rules, prompt, limit, holders, reach, tiers=tiers)
-        if not len(rules.sliding_groups):
-            return Found(reach[holders], reach[holders])
-        found = reach[holders]
-        start = np.zeros_like(reach)
-        floor = np.zeros_like(reach)
-        floor[holders] = repaired_from = rules.repaired_from(found)
-        order = holders[np.argsort(-found)]
-        first_live = rules.first_live(limit)
-        self._table.largest_boundaries(
-            digests, rules.sliding_groups, first_live, order, reach, floor, start, tiers=tiers
-        )
-        is_repaired = (start[holders] == repaired_from) & (repaired_from > 0)
-        return Found(start[holders], np.where(is_repaired, found, start[holders]))
 
     def window_rules(self, shape: CacheShape, window: WindowPolicy) -> HitRules:
         """The rules for sequences with a window policy in caches of a shape; those used last are remembered."""
@@ -299,62 +201,62 @@ class FleetPrefixIndex:
     def apply(self, holder: int, update: KvUpdate) -> int:
         """Apply an update's changes to a holder; return how many more blocks it has (fewer: negative)."""
         self._clear_some_parts()
-        return self._table.apply(holder, update.runs)
+        return self.table.apply(holder, update.runs)
 
-    def new_holder(self, num_holders: int) -> int:
-        """The first of 2 or 4 numbers that no block names, a multiple of how many they are."""
-        free = self._free_holders[num_holders]
-        if free:
-            return free.pop()
-        if self._num_holders % num_holders:
-            self._free_holders[2].append(self._num_holders)
-            self._num_holders += 2
-        self._num_holders += num_holders
-        self._table.fit_holders(self._num_holders)
-        return self._num_holders - num_holders
+    def new_holder(self) -> int:
+        """The number of a worker's device, which no block names, nor the next ones, which are those of its other tiers."""
+        if self._free_holders:
+            return self._free_holders.pop()
+        self._num_holders += HOLDERS_PER_WORKER
+        self.table.fit_holders(self._num_holders)
+        return self._num_holders - HOLDERS_PER_WORKER
 
-    def free_holder(self, holder: int, num_holders: int, *, is_named: bool) -> None:
+    def free_holder(self, holder: int, *, is_named: bool) -> None:
         """Use a worker's numbers again, as soon as no block names them any more."""
         if is_named:
-            self._left[holder, num_holders] = NUM_PARTS
+            self._left[holder] = NUM_PARTS
         else:
-            self._free_holders[num_holders].append(holder)
-
-    def _follow(
-        self, rules: HitRules, prompt: PromptChain, limit: int, holders: Integers, reach: Integers, *, tiers: int
-    ) -> Words:
-        """Lower every holder's `reach` to where its leading blocks end; hash the prompt no further than the last one needs."""
-        leading, alive = rules.leading.copy(), np.zeros((len(rules.leading), self._table.num_words), np.uint64)
-        alive[:] = self._bits(holders)
-        end = 0
-        while end < limit:
-            end = min(limit, max(FIRST_BLOCKS, 2 * end))
-            if not self._table.follow(prompt.hashed(end), end, leading, alive, reach, tiers=tiers):
-                break
-        return prompt.hashed(end)
-
-    def _bits(self, holders: Sequence[int] | Integers) -> Words:
-        bits = np.zeros(WORD_BITS * self._table.num_words, np.uint8)
-        bits[holders] = 1
-        return np.packbits(bits, bitorder="little").view(np.uint64)
+            self._free_holders.append(holder)
 
     def _clear_some_parts(self) -> None:
         num_parts = num_slots = 0
         while self._left and num_parts < CLEARED_PARTS and num_slots < CLEARED_SLOTS:
-            left = [number for holder, count in self._left for number in range(holder, holder + count)]
-            num_slots += self._table.clear(self._next_part, self._bits(left))
+            left = [number for holder in self._left for number in range(holder, holder + HOLDERS_PER_WORKER)]
+            num_slots += self.table.clear(self._next_part, left)
             num_parts += 1
             self._next_part = (self._next_part + 1) % NUM_PARTS
-            for numbers in list(self._left):
-                self._left[numbers] -= 1
-                if not self._left[numbers]:
-                    del self._left[numbers]
-                    holder, count = numbers
-                    self._free_holders[count].append(holder)
+            for holder in list(self._left):
+                self._left[holder] -= 1
+                if not self._left[holder]:
+                    del self._left[holder]
+                    self._free_holders.append(holder)
 
 
-def _holders(mirrors: Sequence[PrefixIndexMirror]) -> Integers:
-    return np.array([mirror.holder for mirror in mirrors], np.int64)
+def _bits(mirrors: Iterable[PrefixIndexMirror]) -> int:
+    return sum(1 << mirror.holder for mirror in mirrors)
+
+
+def _take_if_faster(
+    hits: Hits, i: int, mirror: PrefixIndexMirror, search: HitSearch, found: Found, *, tiers: int
+) -> None:
+    """Replace worker i's hit by a longer one on its first `tiers` tiers, by the worker's own rule: if loading (and reading) takes
+    no longer than the computing that it spares."""
+    start = found.start * mirror.shape.block_size
+    spared_tokens = start - int(hits.start[i])
+    rates = mirror.rates
+    if spared_tokens <= 0 or rates is None:
+        return
+    load_ns = rates.load_ns(search.num_missing(mirror.holder, found, tiers=1))
+    if tiers == 2:
+        if spared_tokens * rates.token_ns < load_ns:
+            return
+        hits.memory_start[i] = start
+    else:
+        load_ns += rates.reading_ns(search.num_missing(mirror.holder, found, tiers=2))
+        more_ns = load_ns - round(float(hits.load_s[i]) * 1e9)
+        if not rates.are_worth_reading(spared_tokens, more_ns=more_ns):
+            return
+    hits.start[i], hits.load_s[i] = start, load_ns * 1e-9
 
 
 @cache
@@ -365,10 +267,5 @@ def _compile() -> None:
     run = KvRun("added", 0, tuple(digest.tobytes() for digest in digests))
     for holder in range(0, 6, 2):
         table.apply(holder, [run])
-    numbers = np.zeros(1, np.int64)
-    alive = np.ones((1, 1), np.uint64)
-    rules, first_live = np.array([(0, 1, 4, 0)]), np.zeros((1, 5), np.int64)
-    table.follow(digests, 4, rules, alive, np.full(WORD_BITS, 4), tiers=1)
-    table.largest_boundaries(digests, numbers, first_live, numbers, numbers + 4, numbers, numbers, tiers=1)
-    table.count_missing(digests, 0, 1, numbers, numbers, numbers + 4, numbers, tiers=1)
-    table.clear(0, alive[0])
+    table.find_runs(digests, 0, 1, 0, 4)
+    table.clear(0, [0])

@@ -1,16 +1,13 @@
-"""The compiled part of the fleet's prefix index: its hash table, its sets of holders, and the search of all workers at once.
+"""The compiled part of the fleet's prefix index: its hash table and its sets of holders; `hit_search` searches them.
 
 Terms:
 
     key       names one block of one cache group: the first 8 bytes of its digest, changed by the group's number. Of 40 million
               blocks two have equal keys with a chance of 1 in 20,000; a search may then promise a block that is not there, and the
               worker, which compares whole digests, computes it
-    holder    a number for one tier of one worker's copy of its index. A worker has two: an even number for its device, and the next
-              one for its host tier; so what a worker has in either tier are its two bits, moved together. One with a disk tier has
-              four: a multiple of four for its device, the next one for its host tier, the next one for its disk tier, and one that
-              is not used. A worker may have as many more that are being cleared
-    tiers     how many of a worker's tiers count in a search: 1, the device; 2, device or host; 3, any. With 3, all workers that are
-              searched have a disk tier
+    holder    a number for one tier of one worker's copy of its index. A worker has four: a multiple of four for its device, the
+              next one for its host tier, the next one for its disk tier, and one that is not used. A worker may have four more
+              that are being cleared
     entry     a key and its value in the hash table. The value says which holders have the block:
                    0   no entry        -h - 1   holder h alone        s > 0   the holders in set number s
     set       two holders or more, as a row of bits. Equal sets are stored once and counted; a prompt's blocks mostly have few
@@ -48,7 +45,6 @@ _PART_SHIFT = np.uint64(54)
 _SLOT_SHIFT = np.uint64(22)
 _LOW_32 = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
-_TWO = np.uint64(2)
 _NONE = np.uint64(0)
 _BIT_FACTOR = np.uint64(0x03F79D71B4CB0A89)  # times 2**i has other top bits for every i
 _BIT_INDEX = np.zeros(64, np.int64)
@@ -210,20 +206,20 @@ def _slot(keys, values, capacity, key):
 @inner
 def _delete(keys, values, capacity, at):
     """Empty a slot; entries after it that do not stand at home move back."""
-    behind = at
+    after = at
     while True:
-        behind += 1
-        if behind == capacity:
-            behind = 0
-        if values[behind] == 0:
+        after += 1
+        if after == capacity:
+            after = 0
+        if values[after] == 0:
             break
-        home = _home_slot(keys[behind], capacity)
-        # The entry may move to `at` unless its home lies after `at`, cyclically in (at, behind].
-        if (at < home <= behind) if at < behind else (home <= behind or home > at):
+        home = _home_slot(keys[after], capacity)
+        # The entry may move to `at` unless its home lies after `at`, cyclically in (at, after].
+        if (at < home <= after) if at < after else (home <= after or home > at):
             continue
-        keys[at] = keys[behind]
-        values[at] = values[behind]
-        at = behind
+        keys[at] = keys[after]
+        values[at] = values[after]
+        at = after
     values[at] = 0
 
 
@@ -381,181 +377,22 @@ def clear_holders(
 # Searching
 
 
-@inner
-def _keep(value, sets, bits, tiers):
-    """Take the devices that an entry's value does not name out of `bits`; whether there were any.
+@compiled
+def find_runs(
+    parts: Integers, digests: Words, group: int, step: int, begin: int, end: int, ends: Integers, values: Numbers
+) -> int:
+    """Look up the blocks [begin, end) of one group; return how many runs of equal values they are.
 
-    A device stays if any of the first `tiers` tiers of its worker is named. No bits but those of devices are in `bits`, so it does
-    not matter what bits the tiers of other workers are moved to.
+    Block `i` has the digest of its last hash block, `(i + 1) * step - 1`. `ends` and `values` [end - begin] get the runs' ends and
+    values.
     """
-    is_changed = False
-    only = np.int64(-value - 1)
-    for i in range(len(bits)):
-        if value > 0:
-            word = sets[value, i]
-        elif value < 0 and only >> 6 == i:
-            word = _ONE << np.uint64(only & 63)
+    count = 0
+    for block in range(begin, end):
+        value = _value(parts, _key(digests[(block + 1) * step - 1, 0], group))
+        if count and values[count - 1] == value:
+            ends[count - 1] = block + 1
         else:
-            word = _NONE
-        if tiers == 2:
-            word |= word >> _ONE
-        elif tiers == 3:
-            word |= word >> _ONE | word >> _TWO
-        is_changed |= bits[i] & ~word != _NONE
-        bits[i] &= word
-    return is_changed
-
-
-@compiled
-def follow(
-    parts: Integers,
-    sets: Words,
-    digests: Words,
-    end: int,
-    rules: Integers,
-    alive: Words,
-    reach: Integers,
-    tiers: int,
-) -> bool:
-    """Follow a chain up to hash block `end` through what a hit needs from the start on; whether some worker has all of it.
-
-    Workers stand by the number of their device. A block counts that is in any of their first `tiers` tiers.
-
-    Each row of `rules` [rules, 4] is: a group, hash blocks per block, the number of blocks that are needed, blocks followed so far.
-    `alive` [rules, words] are the holders that had all blocks of the rule so far. `reach` by holder is lowered to the largest
-    boundary whose whole blocks are there.
-    """
-    before = np.empty(sets.shape[1], np.uint64)
-    for i in range(len(rules)):
-        group, step, num_blocks, block = rules[i, 0], rules[i, 1], rules[i, 2], rules[i, 3]
-        bits = alive[i]
-        last = np.int32(0)  # an entry of equal value changes nothing more
-        while block < num_blocks and (block + 1) * step <= end and not _is_empty(bits):
-            value = _value(parts, _key(digests[(block + 1) * step - 1, 0], group))
-            if value == 0 or value != last:
-                for word in range(len(bits)):
-                    before[word] = bits[word]
-                if _keep(value, sets, bits, tiers):
-                    for word in range(len(bits)):
-                        gone = before[word] & ~bits[word]
-                        while gone:
-                            holder = 64 * word + _lowest_bit(gone)
-                            reach[holder] = min(reach[holder], (block + 1) * step - 1)
-                            gone &= gone - _ONE
-            last = value
-            block += 1
-        rules[i, 3] = block
-    for word in range(sets.shape[1]):
-        all_rules = ~_NONE
-        for i in range(len(rules)):
-            all_rules &= alive[i, word]
-        if all_rules:
-            return True
-    return len(rules) == 0
-
-
-@compiled
-def largest_boundaries(
-    parts: Integers,
-    sets: Words,
-    digests: Words,
-    groups: Integers,
-    first_live: Integers,
-    order: Integers,
-    reach: Integers,
-    floor: Integers,
-    start: Integers,
-    tiers: int,
-) -> None:
-    """Find for every holder the largest boundary in (floor, reach] at which all sliding groups have their live blocks.
-
-    The holders in `order` have falling `reach` and falling `floor`; both are by holder, as is `start`, which gets the boundary, or
-    `floor` where there is none. `first_live` [sliding groups, boundaries] is the first block that a boundary needs.
-
-    All holders are searched together, from the largest boundary down. At a boundary b a holder fails in a group if it lacks a block
-    i in [first live block at b, b). Since the first live block never falls, it then fails at every boundary in (i, b] too, so the
-    search goes on at the largest such i of all holders that failed.
-    """
-    num_words = sets.shape[1]
-    searching = np.zeros(num_words, np.uint64)
-    bits = np.empty(num_words, np.uint64)
-    known = np.zeros((len(groups), reach[order[0]]), np.int32)  # values that were looked up, plus 1 in `is_known`
-    is_known = np.zeros((len(groups), reach[order[0]]), np.bool_)
-    entered = left = 0
-    boundary = reach[order[0]]
-    while left < len(order):
-        while entered < len(order) and reach[order[entered]] >= boundary:
-            searching[order[entered] >> 6] |= _ONE << np.uint64(order[entered] & 63)
-            entered += 1
-        while left < entered and floor[order[left]] >= boundary:
-            holder = order[left]
-            if _has(searching, holder):
-                start[holder] = floor[holder]
-                searching[holder >> 6] &= ~(_ONE << np.uint64(holder & 63))
-            left += 1
-        failed_at = -1
-        if not _is_empty(searching):
-            for word in range(num_words):
-                bits[word] = searching[word]
-            for i in range(len(groups)):
-                last = np.int32(0)
-                for block in range(first_live[i, boundary], boundary):
-                    if not is_known[i, block]:
-                        known[i, block] = _value(parts, _key(digests[block, 0], groups[i]))
-                        is_known[i, block] = True
-                    value = known[i, block]
-                    if (value == 0 or value != last) and _keep(value, sets, bits, tiers):
-                        failed_at = max(failed_at, block)
-                        if _is_empty(bits):
-                            break
-                    last = value
-                if _is_empty(bits):
-                    break
-            for word in range(num_words):
-                searching[word] &= ~bits[word]
-                while bits[word]:
-                    start[64 * word + _lowest_bit(bits[word])] = boundary
-                    bits[word] &= bits[word] - _ONE
-        if entered < len(order):
-            failed_at = max(failed_at, reach[order[entered]])
-        if failed_at < 0:
-            return
-        boundary = failed_at
-
-
-@inner
-def _names(value, sets, holder, tiers):
-    """Whether an entry's value names one of the first `tiers` tiers of a worker."""
-    if value <= 0:
-        return -value - 1 >= holder and -value - 1 < holder + tiers
-    return (sets[value][holder >> 6] >> np.uint64(holder & 63)) & ((_ONE << np.uint64(tiers)) - _ONE) != _NONE
-
-
-@compiled
-def count_missing(
-    parts: Integers,
-    sets: Words,
-    digests: Words,
-    group: int,
-    step: int,
-    holders: Integers,
-    begin: Integers,
-    end: Integers,
-    counts: Integers,
-    tiers: int,
-) -> None:
-    """Count for each worker the blocks in [begin, end) of one group that its first `tiers` tiers do not have; `counts` is added to.
-
-    Block `i` has the digest of its last hash block, `(i + 1) * step - 1`. Blocks one after the other mostly have equal values: each
-    run of them is counted at once.
-    """
-    first, stop = begin.min(), end.max()
-    run_begin, last = first, np.int32(0)
-    for block in range(first, stop + 1):
-        value = _value(parts, _key(digests[(block + 1) * step - 1, 0], group)) if block < stop else np.int32(0)
-        if block > run_begin and (block == stop or value != last):
-            for i in range(len(holders)):
-                if not _names(last, sets, holders[i], tiers):
-                    counts[i] += max(0, min(block, end[i]) - max(run_begin, begin[i]))
-            run_begin = block
-        last = value
+            ends[count] = block + 1
+            values[count] = value
+            count += 1
+    return count

@@ -17,7 +17,7 @@ cached, worker b has none. The costs are (1,000 + 0) / 5,000 = 0.2 s and 0.6 s, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import sqrt
@@ -88,16 +88,6 @@ class Candidates:
     extra_s: npt.NDArray[np.float64]  # to load or fetch the cached prefix, before the other tokens can be computed
     facts: npt.NDArray[np.float64]  # [facts, workers]
     seeds: npt.NDArray[np.uint64]  # `worker_seed` of each
-
-    @classmethod
-    def of(cls, candidates: Sequence[Candidate]) -> Candidates:
-        """The columns of some candidates."""
-        return cls(
-            num_to_compute=np.array([one.num_to_compute for one in candidates], np.int64),
-            extra_s=np.zeros(len(candidates)),
-            facts=np.array([one.facts for one in candidates], np.float64).T,
-            seeds=np.array([worker_seed(one.worker_id) for one in candidates], np.uint64),
-        )
 
     def __len__(self) -> int:
         return len(self.num_to_compute)

@@ -8,18 +8,27 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from transom_cluster.routing import index_code as code
-from transom_cluster.routing.index_code import Integers, Words
+from transom_cluster.routing.index_code import Words
 from transom_core.contract.kv_events import KvRun
 
 LEAST_SLOTS = 8
 SMALL_SLOTS = 256  # parts up to this size grow by half
 LEAST_SETS = 64
 WORD_BITS = 64
+
+
+class Run(NamedTuple):
+    """Blocks [begin, end) of one group; `holders` have them: the bits of their numbers."""
+
+    begin: int
+    end: int
+    holders: int
 
 
 class PrefixTable:
@@ -75,49 +84,29 @@ class PrefixTable:
                     self._grow_part(full)
         return int(cursor[code.NET])
 
-    def clear(self, part: int, holders: Words) -> int:
-        """Remove holders (bits) from one of the `NUM_PARTS` parts, and make it smaller where it is half empty; return its slots."""
+    def clear(self, part: int, holders: Sequence[int]) -> int:
+        """Remove holders from one of the `NUM_PARTS` parts, and make it smaller where it is half empty; return its slots."""
+        bits = np.zeros(WORD_BITS * self.num_words, np.uint8)
+        bits[holders] = 1
+        words = np.packbits(bits, bitorder="little").view(np.uint64)
         at = 0
-        while (at := code.clear_holders(self.parts[part], *self._of_sets, holders, at)) != code.DONE:
+        while (at := code.clear_holders(self.parts[part], *self._of_sets, words, at)) != code.DONE:
             self._make_sets(2 * len(self.sets), self.num_words)
         _, capacity, count = self.parts[part]
         if capacity > LEAST_SLOTS and 2 * count < capacity:
             self._resize_part(part, max(LEAST_SLOTS, int(count) * 4 // 3 + 1))
         return int(capacity)
 
-    def follow(self, digests: Words, end: int, rules: Integers, alive: Words, reach: Integers, *, tiers: int) -> bool:
-        """See `index_code.follow`."""
-        return bool(code.follow(self.parts, self.sets, digests, end, rules, alive, reach, tiers))
-
-    def count_missing(
-        self,
-        digests: Words,
-        group: int,
-        step: int,
-        holders: Integers,
-        begin: Integers,
-        end: Integers,
-        counts: Integers,
-        *,
-        tiers: int,
-    ) -> None:
-        """See `index_code.count_missing`."""
-        code.count_missing(self.parts, self.sets, digests, group, step, holders, begin, end, counts, tiers)
-
-    def largest_boundaries(
-        self,
-        digests: Words,
-        groups: Integers,
-        first_live: Integers,
-        order: Integers,
-        reach: Integers,
-        floor: Integers,
-        start: Integers,
-        *,
-        tiers: int,
-    ) -> None:
-        """See `index_code.largest_boundaries`."""
-        code.largest_boundaries(self.parts, self.sets, digests, groups, first_live, order, reach, floor, start, tiers)
+    def find_runs(self, digests: Words, group: int, step: int, begin: int, end: int) -> list[Run]:
+        """Return who has the blocks [begin, end) of one group; block `i` has the digest of hash block `(i + 1) * step - 1`."""
+        ends, values = np.empty(end - begin, np.int64), np.empty(end - begin, np.int32)
+        count = code.find_runs(self.parts, digests, group, step, begin, end, ends, values)
+        runs = []
+        for run_end, value in zip(ends[:count].tolist(), values[:count].tolist(), strict=True):
+            holders = 1 << -value - 1 if value < 0 else int.from_bytes(self.sets[value].tobytes(), "little")
+            runs.append(Run(begin, run_end, holders))
+            begin = run_end
+        return runs
 
     def _make_sets(self, num_sets: int, num_words: int) -> None:
         """Make arrays for this many sets (a power of two) of this many words; sets in use stay."""

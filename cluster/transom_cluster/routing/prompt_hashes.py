@@ -1,16 +1,57 @@
 """Digests of prompts, computed as the workers compute them: once for all workers of one block size and for all choices of one
-prompt.
+prompt, at compiled speed.
 
 - **hash block**: `--block-size` tokens that are hashed together.
-- **digest**: the hash of a hash block's tokens and of all tokens before it, with the cache salt and the KV
-  policy.
+- **digest**: the hash (BLAKE2b, 32 bytes) of the previous hash block's digest and this block's tokens; it names the block and all
+  tokens before it. Cache salt and KV policy are in the digest before the first one. `transom_core.kv_cache.hashing` defines it, and
+  the worker computes it with the standard library.
+
+A prompt of 131,072 tokens has 8,192 hash blocks. A prompt that no worker has is not hashed to its end.
 """
 
 from __future__ import annotations
 
-from transom_cluster.routing.prompt_chain import PromptChain
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from transom_cluster.routing import chain_code
+from transom_cluster.routing.chain_code import DIGEST_WORDS, STEP_WORDS
 from transom_core.contract import Request
 from transom_core.kv_cache.hashing import chain_root
+
+
+class PromptChain:
+    """The digests of a prompt's whole hash blocks. `hashed` computes those that are missing."""
+
+    def __init__(self, token_ids: Sequence[int], root: bytes, block_size: int) -> None:
+        self.block_size = block_size
+        self.num_blocks = len(token_ids) // block_size
+        self._token_ids = token_ids
+        num_words = DIGEST_WORDS + (block_size + 1) // 2
+        # What is hashed for one block; after it, the digest at its beginning is the next block's parent.
+        self._message = np.zeros(-(-num_words // STEP_WORDS) * STEP_WORDS, dtype=np.uint64)
+        self._message[:DIGEST_WORDS] = np.frombuffer(root, dtype=np.uint64)
+        self._tokens = self._message.view(np.uint32)[2 * DIGEST_WORDS :]
+        self._digests = np.empty((self.num_blocks, DIGEST_WORDS), dtype=np.uint64)
+        self._num_hashed = 0
+
+    def hashed(self, num_blocks: int) -> npt.NDArray[np.uint64]:
+        """The digests as 64-bit words, [blocks, 4]; at least the first `num_blocks` rows are computed, or all there are."""
+        end = min(num_blocks, self.num_blocks)
+        if end > self._num_hashed:
+            begin = self._num_hashed
+            packed = array("I", self._token_ids[begin * self.block_size : end * self.block_size])
+            token_ids = np.frombuffer(packed, dtype=np.uint32)
+            chain_code.extend(self._message, self._tokens, token_ids, self._digests[begin:end])
+            self._num_hashed = end
+        return self._digests
+
+    def digest(self, block: int) -> bytes:
+        """The digest of one hash block."""
+        return bytes(self.hashed(block + 1)[block].tobytes())
 
 
 class PromptHashes:

@@ -1,4 +1,4 @@
-"""The client of one worker replica behind a Ray Serve handle.
+"""The client of one worker replica, which it calls through a Ray Serve handle.
 
 Ray says in words how a replica's process ended, and not with which signal. All that is read there is whether its node is gone.
 """

@@ -3,8 +3,8 @@
 - **family**: a metric with all its series. Its **head** are the comment lines `# HELP`, `# TYPE` and, in OpenMetrics, `# UNIT`.
 
 A page is cut at its families, and one regular expression checks a whole family at once, so that a page of thousands of lines
-costs little more time than copying its bytes. A family that is not valid is left out, so that the merged page is valid whatever a
-worker sent. For example, the pages of two workers
+costs little more time than copying its bytes. A family that is not valid is left out, so that the merged page is valid even if
+a worker's page is not. For example, the pages of two workers
 
     # HELP x_total X.            # HELP x_total X.
     # TYPE x_total counter       # TYPE x_total counter

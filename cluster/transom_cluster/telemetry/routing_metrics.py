@@ -3,7 +3,7 @@ mirrors."""
 
 from __future__ import annotations
 
-from transom_cluster.routing.placement_observer import PlacementObserver
+from transom_cluster.routing.placer import PlacementObserver
 from transom_cluster.routing.policy import REASONS, Reason
 from transom_cluster.routing.worker_view import HitTokens
 from transom_cluster.telemetry.metric_families import RouterFamilies

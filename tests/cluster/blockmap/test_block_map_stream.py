@@ -6,15 +6,16 @@ import asyncio
 import base64
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import pytest
 
 from tests.cluster import conftest
+from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.conftest import Api, timings, until
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.blockmap import outbox
@@ -28,31 +29,17 @@ def running_api(*workers: StubWorker, **values: Any) -> AbstractAsyncContextMana
     return conftest.running_api(*workers, **{"timings": WITHOUT_PAUSES, **values})
 
 
-class StreamCall:
+class StreamCall(AsgiCall):
     """A client that reads the stream; it takes nothing more while `is_stuck`."""
 
     def __init__(self, api: Api, path: str, query: str = "") -> None:
-        self.status: int | None = None
-        self.headers: dict[bytes, bytes] = {}
-        self.text = ""
-        self.has_ended = False
         self.is_stuck = False
         self._go = asyncio.Event()
-        self._gone = asyncio.Event()
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "GET",
-            "scheme": "http",
-            "path": path,
-            "raw_path": quote(path).encode(),
-            "query_string": query.encode(),
-            "headers": [],
-            "server": ("test", 80),
-            "client": ("test", 1),
-        }
-        self.task = asyncio.create_task(build_api(api.router)(scope, self._receive, self._send))
+        super().__init__(build_api(api.router), path, {}, method="GET", body_so_far=b"", query=query)
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.sent[-1].get("more_body", True)
 
     def events(self, kind: str) -> list[Any]:
         found = []
@@ -67,22 +54,10 @@ class StreamCall:
         self.is_stuck = False
         self._go.set()
 
-    async def leave(self) -> None:
-        self._gone.set()
-        await self.task
-
-    async def _receive(self) -> dict[str, Any]:
-        await self._gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            self.status, self.headers = message["status"], dict(message["headers"])
-            return
+    async def _send(self, message: Mapping[str, Any]) -> None:
         if self.is_stuck:
             await self._go.wait()
-        self.text += message["body"].decode()
-        self.has_ended = not message.get("more_body", False)
+        await super()._send(message)
 
 
 @contextlib.asynccontextmanager
@@ -107,7 +82,7 @@ async def test_frames_of_all_workers_come_in_one_stream():
         await until(lambda: len(call.events("frame")) == 2)
         assert sorted(call.events("frame")) == [b"\0one", b"two"]
         assert call.status == 200
-        assert call.headers[b"content-type"].startswith(b"text/event-stream")
+        assert dict(call.sent[0]["headers"])[b"content-type"].startswith(b"text/event-stream")
         (workers,) = call.events("workers")
         assert workers == [{"worker": name, "model": "stub", "state": "open"} for name in ("a", "b")]
         assert (first.watch_periods_s, second.watch_periods_s) == ([2.0], [2.0])
@@ -182,19 +157,6 @@ async def test_a_slow_client_loses_frames_instead_of_piling_them_up():
         assert not call.events("problem")
 
 
-async def test_an_outbox_counts_the_frames_of_each_worker_alone():
-    box = outbox.Outbox()
-    for number in range(outbox.MAX_UNSENT):
-        assert not box.is_full("a")
-        box.put(b"%d" % number, "a")
-    assert box.is_full("a")
-    assert not box.is_full("b")
-    box.put(b"told")
-    assert [await box.next(1.0) for _ in range(3)] == [b"0", b"1", b"told"]
-    await box.wait_until_empty("a")
-    assert box.num_unsent == {}  # nothing is kept of a worker without a waiting frame
-
-
 async def test_the_stream_ends_when_the_router_drains():
     worker = StubWorker()
     async with running_api(worker) as api, streaming(api) as call:
@@ -246,15 +208,6 @@ async def test_a_block_is_described(api: Api):
     api.worker.is_dead = True
     response = await api.client.get("/blocks/describe?worker=w0&group=0&block=7")
     assert (response.status_code, response.json()["error"]["code"]) == (503, "worker_unavailable")
-
-
-async def test_streams_count_as_requests(api: Api):
-    async with streaming(api):
-        await until(watched(api.worker))
-    page = (await api.client.get("/metrics")).text
-    lines = [line for line in page.splitlines() if 'endpoint="/blocks/stream"' in line and "_total" in line]
-    assert lines, page
-    assert lines[0].endswith(" 1.0")
 
 
 async def test_files_need_no_key_and_data_does():

@@ -67,7 +67,7 @@ class LogicalWorker:
 
 @dataclass
 class Outcome:
-    """What became of the streams of the routers that lived, and what the routers counted."""
+    """What happened to the streams of the routers that lived, and what the routers counted."""
 
     whole: int = 0
     broken: list[str] = field(default_factory=list)

@@ -12,6 +12,7 @@ from typing import Any
 from tests.cluster.conftest import running
 from transom_cluster.router.router import Router
 from transom_cluster.router.timings import RouterTimings
+from transom_cluster.telemetry.router_tracing import RouterTracing
 from transom_core.config import FailoverConfig, ServerConfig
 from transom_core.contract import ErrorInfo, Request, WorkerMessage
 from transom_core.model_files.resolve import resolve_model
@@ -81,7 +82,9 @@ class Workers:
 
 
 @contextlib.asynccontextmanager
-async def routed(model: Path, *workers: Mortal, **config: Any) -> AsyncIterator[Router]:
+async def routed(
+    model: Path, *workers: Mortal, tracing: RouterTracing | None = None, **config: Any
+) -> AsyncIterator[Router]:
     """A router of these workers, which places requests in turn unless `config`, fields of its ServerConfig, says otherwise."""
     router = Router(
         workers=Workers(*workers),
@@ -93,6 +96,7 @@ async def routed(model: Path, *workers: Mortal, **config: Any) -> AsyncIterator[
         ),
         router_id="r",
         timings=RouterTimings(drain_s=0.0),
+        tracing=tracing,
     )
     async with running(router, len(workers)):
         yield router

@@ -16,8 +16,7 @@ import pytest
 
 from tests.engine_driver import make_engine, make_request
 from tests.how_many import num_examples
-from transom_cluster.routing.placement_observer import PlacementObserver
-from transom_cluster.routing.placer import Placer
+from transom_cluster.routing.placer import PlacementObserver, Placer
 from transom_cluster.routing.worker_view import HitTokens
 from transom_core.contract import Request, Usage, WindowPolicy, WorkerInfo, WorkerMessage
 from transom_worker.engine.disk_tier import EngineDiskTier
@@ -122,51 +121,6 @@ class Workers:
 def prompt(seed: int, length: int = 256) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(5, 900) for _ in range(length)]
-
-
-@pytest.mark.parametrize("layers", LAYERS)
-def test_after_a_restart_the_warm_directory_attracts_its_requests(
-    tiny_model: Path, tmp_path: Path, fast_reads: None, layers: str
-) -> None:
-    workers = Workers(tiny_model, tmp_path / "warm", **LAYERS[layers])
-    workers.start("a")
-    for number in range(6):
-        workers.serve(make_request(f"first {number}", prompt(number), max_tokens=4))
-    workers.stop("a")
-    workers.start("cold", disk_cache=str(tmp_path / "cold"))
-    workers.start("a again")
-    for number in range(6):
-        name, usage = workers.serve(make_request(f"second {number}", prompt(number), max_tokens=4))
-        assert name == "a again"
-        assert usage.num_disk_tokens >= 200
-        predicted, actual = workers.hits.measured[-1]
-        assert predicted == actual
-        assert actual.disk == usage.num_disk_tokens
-        assert actual.device + actual.host + actual.disk == usage.num_cached_tokens
-    workers.check()
-    for name in list(workers.engines):
-        workers.stop(name)
-
-
-def test_all_workers_of_a_host_count(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
-    workers = Workers(tiny_model, tmp_path)
-    workers.start("a")
-    for number in range(6):
-        workers.serve(make_request(f"first {number}", prompt(number), max_tokens=4))
-    workers.start("b")  # which finds what a has written so far
-    workers.stop("a")
-    workers.start("c")
-    workers.hear()
-    for name in ("b", "c"):
-        placed = workers.placer.place(make_request("ask", prompt(0), max_tokens=4), [name])
-        assert placed.predicted.disk >= 200
-        workers.placer.ended("ask")
-    for number in range(6):
-        workers.serve(make_request(f"second {number}", prompt(number), max_tokens=4))
-    workers.check()
-    assert any(actual.disk for _, actual in workers.hits.measured)
-    for name in list(workers.engines):
-        workers.stop(name)
 
 
 @pytest.mark.parametrize("layers", LAYERS)

@@ -99,73 +99,22 @@ def texts(objects: list[dict[str, Any]]) -> dict[int, str]:
     return found
 
 
-async def test_choices_of_one_request_go_on_each_by_itself() -> None:
-    failover = FailoverConfig(wait_s=120.0, max_lost_workers=3)
-    async with running_api(*workers(3, max_events=4), routing_policy="round_robin", failover=failover) as api:
-        body = {"prompt": ["x", "y"], "n": 3, "max_tokens": 9, "stream": True}
-        answer = asyncio.create_task(api.complete(**body))
-        await until(lambda: sum(w.num_running for w in api.workers) == 6)
-        assert all(worker.num_running == 2 for worker in api.workers)
-        api.workers[0].kill()
-        await until(lambda: sum(w.num_running for w in api.workers) == 6)
-        for worker in api.workers[1:]:
-            worker.go()
-        api.workers[1].die()
-        response = await answer
-        assert response.status_code == 200
-    objects, num_done = without_ids(response.text)
-    assert texts(objects) == {i: LETTERS[:9] for i in range(6)}
-    finals = [c["index"] for o in objects for c in o["choices"] if c["finish_reason"] is not None]
-    assert sorted(finals) == list(range(6))
-    assert num_done == 1
-
-
-async def test_a_chat_that_is_killed_twice() -> None:
-    """The same position twice would be poison by the usual rule."""
-    failover = FailoverConfig(wait_s=120.0, max_lost_workers=3)
-    async with running_api(*workers(3, max_events=3), failover=failover) as api:
-        answer = asyncio.create_task(api.chat(max_tokens=12))
-        await kill_one(api, healthy_from_now=False)
-        await kill_one(api)
-        assert (await answer).json()["choices"][0]["message"]["content"] == LETTERS[:12]
-
-
-async def test_a_lone_stream_whose_workers_are_killed_now_and_then_is_no_poison() -> None:
-    """Each attempt brings more than 8 tokens."""
-    async with running_api(*workers(3, max_events=9), **PATIENT) as api:
-        answer = asyncio.create_task(api.complete(max_tokens=26, stream=True))
+@pytest.mark.parametrize(
+    ("num_events", "max_tokens", "max_lost_workers"),
+    [
+        (0, 12, 3),  # the second time before the first event of the resumed attempt
+        (3, 12, 3),  # the same position twice would be poison by the usual rule
+        (9, 26, FailoverConfig().max_lost_workers),  # each attempt brings more than 8 tokens: no poison
+    ],
+)
+async def test_a_stream_that_is_killed_twice(num_events: int, max_tokens: int, max_lost_workers: int) -> None:
+    failover = FailoverConfig(wait_s=120.0, max_lost_workers=max_lost_workers)
+    async with running_api(*workers(3, max_events=num_events), failover=failover) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=max_tokens, stream=True))
         await kill_one(api, healthy_from_now=False)
         await kill_one(api)
         objects, _ = without_ids((await answer).text)
-    assert texts(objects) == {0: LETTERS}
-
-
-async def test_killed_during_the_resume_before_its_first_event() -> None:
-    failover = FailoverConfig(wait_s=120.0, max_lost_workers=3)
-    async with running_api(*workers(3, max_events=0), failover=failover) as api:
-        answer = asyncio.create_task(api.complete(max_tokens=12, stream=True))
-        await kill_one(api, healthy_from_now=False)
-        await kill_one(api)
-        objects, _ = without_ids((await answer).text)
-    assert texts(objects) == {0: LETTERS[:12]}
-
-
-async def test_killed_between_a_submission_and_its_answer() -> None:
-    async with running_api(*workers(2), **PATIENT) as api:
-        hanging = []
-
-        async def hang(self: StubWorker) -> None:
-            hanging.append(self)
-            await asyncio.Event().wait()
-
-        for worker in api.workers:
-            worker.submit = lambda *_, worker=worker: hang(worker)  # type: ignore[method-assign,assignment]
-        answer = asyncio.create_task(api.complete(max_tokens=5))
-        await until(lambda: hanging)
-        for worker in api.workers:
-            del worker.submit
-        hanging[0].kill()
-        assert (await answer).json()["choices"][0]["text"] == LETTERS[:5]
+    assert texts(objects) == {0: LETTERS[:max_tokens]}
 
 
 async def test_a_submission_whose_answer_is_lost_goes_elsewhere_and_is_aborted() -> None:
@@ -271,24 +220,6 @@ async def test_a_resumed_stream_waits_where_all_are_full() -> None:
         assert (await api.complete()).status_code == 503  # a new one is refused
         other.admission_error = None
         assert (await answer).json()["choices"][0]["text"] == LETTERS[:8]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_during_a_resume_leaks_nothing(stream: bool) -> None:
-    async with running_api(*workers(2, max_events=3), **PATIENT) as api:
-        answer = asyncio.create_task(api.complete(max_tokens=8, n=4, stream=stream))
-        await until(lambda: sum(worker.num_running for worker in api.workers) == 4)
-        for worker in api.workers:
-            worker.kill()
-        await until(lambda: len(api.router.queue) == 4)
-        answer.cancel()
-        await asyncio.gather(answer, return_exceptions=True)
-        assert len(api.router.queue) == num_in_flight(api.router) == 0
-        late = StubWorker(worker="late")
-        api.directory.add(late)
-        await until(lambda: api.router.is_ready)
-        assert (await api.complete()).status_code == 200
-        assert len(late.submitted) == 1
 
 
 async def test_a_client_that_leaves_while_its_request_is_submitted_again() -> None:

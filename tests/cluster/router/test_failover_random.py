@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import random
 from collections.abc import Callable
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.cluster.conftest import Api, make_router, num_in_flight, running_api, timings
+from tests.cluster.conftest import make_router, num_in_flight, timings
 from tests.cluster.stub_worker import StubDirectory, StubWorker
 from transom_cluster.router.router import Router
 from transom_core.config import FailoverConfig
@@ -21,7 +18,6 @@ from transom_core.contract import Request, SamplingParams
 from transom_core.errors import Overloaded
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-SLOW = 10  # turns of the event loop for a token, so that there is time to die
 # No bounds: what is asked here is that nothing is lost or sent twice, however often workers are lost.
 UNBOUNDED = FailoverConfig(max_resumes=10**6, max_lost_workers=10**6, wait_s=600.0)
 NO_PAUSES = timings(first_reconnect_pause_s=0.0, longest_reconnect_pause_s=0.001, retry_s=0.001)
@@ -32,59 +28,11 @@ def one_request(request_id: str, max_tokens: int, choice_index: int) -> Request:
     return Request(request_id=request_id, prompt_token_ids=(1, 2), params=params, seed=0, choice_index=choice_index)
 
 
-def check_stream(text: str, num_tokens: int) -> None:
-    """One chunk a token at most, in order, one final chunk, one end."""
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
-    assert lines.pop() == "[DONE]"
-    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
-    assert "".join(choice["text"] for choice in choices) == LETTERS[:num_tokens]
-    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
-
-
 async def check_nothing_is_left(router: Router, workers: list[StubWorker]) -> None:
     for _ in range(50):
         await asyncio.sleep(0)
     assert num_in_flight(router) == len(router.queue) == 0
     assert [worker.num_running for worker in workers] == [0] * len(workers)
-
-
-@pytest.mark.parametrize("policy", ["kv", "round_robin"])
-@pytest.mark.parametrize("seed", range(4))
-async def test_32_streams_over_3_workers_that_die_and_are_replaced(seed: int, policy: str) -> None:
-    rng = random.Random(seed)
-    workers = [StubWorker(worker=f"w{i}", num_turns=SLOW) for i in range(3)]
-    async with running_api(*workers, failover=UNBOUNDED, timings=NO_PAUSES, routing_policy=policy) as api:
-        lengths = [rng.randint(1, 26) for _ in range(32)]
-        answers = []
-        for length in lengths:
-            answers.append(asyncio.create_task(api.complete(max_tokens=length, stream=True)))
-            await disturb(api, workers, rng)
-        num_killed = 0
-        while not all(answer.done() for answer in answers):
-            num_killed += await disturb(api, workers, rng)
-        for length, answer in zip(lengths, answers, strict=True):
-            assert answer.result().status_code == 200
-            check_stream(answer.result().text, length)
-        assert num_killed >= 3
-        await check_nothing_is_left(api.router, workers)
-
-
-async def disturb(api: Api, workers: list[StubWorker], rng: random.Random) -> int:
-    """Now and then a worker is killed, breaks its stream, refuses for a while, or another one arrives; returns how many died."""
-    for _ in range(rng.randint(0, SLOW)):
-        await asyncio.sleep(0)
-    alive = [worker for worker in workers if not worker.is_dead]
-    chance = rng.random()
-    if chance < 0.06 and alive:
-        rng.choice(alive).kill()
-        return 1
-    if chance < 0.10 and alive and (one := rng.choice(alive)).num_streams:
-        one.die()
-        return 1
-    if chance < 0.20 and len(alive) < 3:
-        workers.append(StubWorker(worker=f"w{len(workers)}", num_turns=SLOW))
-        api.directory.add(workers[-1])
-    return 0
 
 
 class Cluster(RuleBasedStateMachine):

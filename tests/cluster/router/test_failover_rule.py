@@ -132,10 +132,6 @@ def test_losses_without_a_known_cause_count_from_the_third_on():
     assert one.record.num_losses == 5
 
 
-def test_every_cause_is_evidence_or_not():
-    assert {evidence(cause) for cause in LOSS_CAUSES} == {"strong", "weak", "none"}
-
-
 def test_a_request_that_only_waited_is_not_to_blame():
     streaming = [Attempt(num_new_tokens=3) for _ in range(2)]
     queued, unsent, unanswered = Attempt(), Attempt(is_sent=False), Attempt(awaits_reply=True)

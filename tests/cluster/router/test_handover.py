@@ -89,26 +89,6 @@ async def test_an_answer_of_one_token_is_not_handed_over() -> None:
         assert ran(api) == {"p": [(0, True)], "d": []}
 
 
-async def test_a_short_prompt_stays_with_a_decode_worker() -> None:
-    fast = WorkerLoad(max_num_seqs=1000, prefill_tokens_per_s=100_000.0)
-    prefill, decode = pair()
-    prefill.load = decode.load = fast
-    async with running_api(prefill, decode, **PATIENT) as api:
-        await api.complete(prompt="short")
-        assert ran(api) == {"p": [], "d": [(0, False)]}
-
-
-@pytest.mark.parametrize("lost", ["p", "d"])
-async def test_a_worker_does_both_while_there_is_no_other(lost: str) -> None:
-    async with running_api(*pair(), **PATIENT) as api:
-        gone, left = sorted(api.workers, key=lambda one: one.worker != lost)
-        gone.kill()
-        await until(lambda: not api.router.connections[lost].is_open)
-        answer = await api.complete(prompt=LONG, max_tokens=26)
-        assert answer.json()["choices"][0]["text"] == LETTERS
-        assert ran(api)[left.worker] == [(0, False)]
-
-
 async def test_a_stream_goes_on_at_its_prefill_worker_when_the_decode_workers_are_full() -> None:
     prefill, decode = pair()
     decode.max_running = 0

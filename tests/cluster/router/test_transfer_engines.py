@@ -1,22 +1,20 @@
-"""Two workers with real engines of a hybrid model: prefixes move between them, and the tokens are those of one worker alone."""
+"""Prefixes move between two workers with real engines, and the tokens are those of the worker that computed them.
+
+tests/end_to_end/test_everything_at_once.py has all policies with handover and failover on top, through a router.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cluster.conftest import until
-from tests.cluster.router.mortal_workers import Mortal, routed
-from tests.cluster.router.test_failover_engines import Whole, answers_of
-from transom_cluster.router.router import Router
-from transom_core.contract import PrefixSource, Request, SamplingParams
+from transom_core.contract import PrefixSource, Request, SamplingParams, WindowPolicy
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.settings.settings import Settings
@@ -25,14 +23,8 @@ from transom_worker.replica import WorkerReplica
 PROMPT = tuple(range(5, 405))
 NUM_TOKENS = 12
 HYBRID = {"window": 40, "window_pattern": "SF", "sinks": 4}
-
-CASES: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0, "logprobs": 2},
-    "seeded": {"temperature": 0.9, "top_p": 0.95, "logprobs": 0},
-    "penalised": {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.5},
-    "stop": {"temperature": 0.0, "stop": ["zzzz"]},
-    "prompt log-probabilities": {"temperature": 0.0, "prompt_logprobs": 1},
-}
+WINDOW = WindowPolicy(sinks=4, window=40)
+MOST_BLOCKS = 1 + 3 + 1  # of 16 tokens: of the sinks, and of 39 tokens that begin within a block
 
 
 class LocalPeers:
@@ -59,13 +51,12 @@ class LocalPeers:
             await waits
 
 
-class Cluster:
-    """A worker for each group of settings, with what is left of them at the end."""
+class Pair:
+    """Two workers, `source` and `target`, of which the second has a short limit for fetches."""
 
-    def __init__(self, model: Path, *groups: dict[str, Any], layers: dict[str, Any] = HYBRID) -> None:
-        self.model, self.peers = model, LocalPeers()
-        self.replicas = []
-        for number, group in enumerate(groups):
+    def __init__(self, model: Path, layers: dict[str, Any]) -> None:
+        self.peers = LocalPeers()
+        for name, more in (("w0", {}), ("w1", {"kv_transfer_timeout_s": 0.2})):
             values = {
                 "model": str(model),
                 "kv_cache_memory_bytes": "8MiB",
@@ -73,16 +64,21 @@ class Cluster:
                 "max_num_seqs": 8,
                 "dtype": "float32",
                 **layers,
-                **group,
+                **more,
             }
             config = Settings.parse(**values).engine_config()
-            replica = WorkerReplica(config, "tiny", f"w{number}", peers=self.peers)
-            self.peers.workers[f"w{number}"] = replica
-            self.replicas.append(replica)
+            self.peers.workers[name] = WorkerReplica(config, "tiny", name, peers=self.peers)
+        self.source, self.target = self.replicas = list(self.peers.workers.values())
 
-    def router(self, **config: Any) -> AbstractAsyncContextManager[Router]:
-        workers = [Mortal(replica) for replica in self.replicas]
-        return routed(self.model, *workers, **{"routing_policy": "kv", **config})
+    def evict_all(self) -> None:
+        for replica in self.replicas:
+            replica._thread.call(replica.engine.scheduler.cache.evict_all).result()
+
+    def fetch_of(self, request_id: str) -> dict[str, Any]:
+        """How a request's fetch ended at the target."""
+        events = self.target.engine.timelines.events_of(request_id)
+        [told] = [one for one in events if one["what"] == "prefix_fetched"]
+        return told
 
     async def until_quiet(self) -> None:
         """Wait until no worker has anything of a request or a transfer."""
@@ -97,97 +93,27 @@ class Cluster:
             assert not cache.tiers.exports.reads_device
             assert not cache.tiers.imports.opened
 
-    def outcomes(self, number: int) -> dict[tuple[str, str], float]:
-        """What became of a worker's transfers, by direction and outcome."""
-        registry = self.replicas[number].engine.metrics.registry
-        samples = [one for family in registry.collect() for one in family.samples]
-        counts = [one for one in samples if one.name == "transom_kv_transfers_total" and one.value]
-        return {(one.labels["direction"], one.labels["outcome"]): one.value for one in counts}
 
-    def close(self) -> None:
-        for replica in self.replicas:
-            replica.shutdown()
+@pytest.fixture(scope="module", params=["hybrid"])
+def pair(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Pair]:
+    """Two workers of a model with sliding windows, or without any."""
+    made = Pair(tiny_model, HYBRID if request.param == "hybrid" else {})
+    yield made
+    for replica in made.replicas:
+        replica.shutdown()
 
 
-def requests_of(prompt: tuple[int, ...] = PROMPT, **fields: Any) -> list[Request]:
-    return [
-        Request(
-            request_id=f"case-{i}",
-            prompt_token_ids=prompt,
-            params=SamplingParams(**{"max_tokens": NUM_TOKENS, "ignore_eos": True, **params}),
-            seed=1234 + i,
-            choice_index=i,
-            **fields,
-        )
-        for i, params in enumerate(CASES.values())
-    ]
+WITHOUT_WINDOWS = pytest.mark.parametrize("pair", ["full"], indirect=True)
 
 
-@pytest.fixture(scope="module")
-def alone(tiny_model: Path) -> list[Whole]:
-    """The answers of one worker."""
-    cluster = Cluster(tiny_model, {})
-
-    async def run() -> list[Whole]:
-        async with cluster.router() as router:
-            return await answers_of(router, requests_of())
-
-    try:
-        return asyncio.run(run())
-    finally:
-        cluster.close()
-
-
-@pytest.fixture(scope="module")
-def split(tiny_model: Path) -> Iterator[Cluster]:
-    """A prefill worker and a decode worker."""
-    cluster = Cluster(tiny_model, {"role": "prefill"}, {"role": "decode", "kv_cache_memory_bytes": "6MiB"})
-    yield cluster
-    cluster.close()
-
-
-@pytest.fixture(scope="module")
-def equal(tiny_model: Path) -> Iterator[Cluster]:
-    """Two workers that do both; a short limit for fetches."""
-    cluster = Cluster(tiny_model, {}, {"kv_transfer_timeout_s": 0.2})
-    yield cluster
-    cluster.close()
-
-
-def check(got: list[Whole], expected: list[Whole]) -> None:
-    for one, whole in zip(got, expected, strict=True):
-        assert one.token_ids == whole.token_ids
-        assert one.text == whole.text
-        assert one.ends == whole.ends
-        assert one.prompt_logprobs == whole.prompt_logprobs
-        assert [p.chosen.token_id for p in one.logprobs] == [p.chosen.token_id for p in whole.logprobs]
-
-
-def evict(replica: WorkerReplica) -> None:
-    replica._thread.call(replica.engine.scheduler.cache.evict_all).result()
-
-
-async def test_prefill_and_decode_apart_give_the_tokens_of_one_worker(split: Cluster, alone: list[Whole]) -> None:
-    for replica in split.replicas:
-        evict(replica)
-        replica.engine._rates._prefill_tokens, replica.engine._rates._prefill_s = 100.0, 1.0  # a prompt is worth moving
-    async with split.router() as router:
-        *moved, last = requests_of()
-        got = await answers_of(router, moved)
-        got += await answers_of(router, [last])  # a request for prompt log-probabilities does not move
-    check(got, alone)
-    await split.until_quiet()
-    into, out = split.outcomes(1), split.outcomes(0)
-    assert into["in", "fetched"] >= 1
-    assert out["out", "read"] >= 1
-    told = split.replicas[1].engine.timelines.events_of("case-0+1")
-    [fetched] = [event for event in told if event["what"] == "prefix_fetched"]
-    assert fetched["source"] == "w0"
-    assert fetched["outcome"] in ("fetched", "present")
-
-
-def fetching(request: Request) -> Request:
-    return replace(request, prefix_source=PrefixSource(worker="w0", num_tokens=384))
+def request(
+    name: str, *, length: int = len(PROMPT), fetches: bool = False, policy: WindowPolicy | None = None
+) -> Request:
+    source = PrefixSource(worker="w0", num_tokens=384) if fetches else None
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0)
+    return Request(
+        request_id=name, prompt_token_ids=PROMPT[:length], params=params, seed=1, prefix_source=source, kv_policy=policy
+    )
 
 
 async def at_worker(replica: WorkerReplica, request: Request) -> tuple[list[int], Any]:
@@ -208,31 +134,54 @@ async def at_worker(replica: WorkerReplica, request: Request) -> tuple[list[int]
     raise AssertionError("the stream has ended")
 
 
-async def test_a_fetched_prefix_is_a_hit_of_live_blocks(equal: Cluster, alone: list[Whole]) -> None:
-    source, target = equal.replicas
-    for replica in (source, target):
-        evict(replica)
-    first = requests_of()[0]
-    await at_worker(source, replace(first, request_id="warm"))
-    tokens, usage = await at_worker(target, replace(fetching(first), request_id="fetch"))
-    assert tokens == alone[0].token_ids
+async def test_a_fetched_prefix_is_a_hit_of_live_blocks(pair: Pair) -> None:
+    pair.evict_all()
+    expected, _ = await at_worker(pair.source, request("warm"))
+    tokens, usage = await at_worker(pair.target, request("fetch", fetches=True))
+    assert tokens == expected
     assert usage.num_fetched_tokens == usage.num_host_tokens == usage.num_cached_tokens == 384
-    [told] = [one for one in target.engine.timelines.events_of("fetch") if one["what"] == "prefix_fetched"]
+    told = pair.fetch_of("fetch")
     assert (told["outcome"], told["tokens"]) == ("fetched", 384)
-    registry = target.engine.metrics.registry
+    registry = pair.target.engine.metrics.registry
     labels = {"model": "tiny", "worker": "w1"}
     full = registry.get_sample_value("transom_kv_transfer_full_length_bytes_total", labels)
     assert told["bytes"] < 0.7 * (full or 0)  # the windows' live blocks alone
-    await equal.until_quiet()
+    await pair.until_quiet()
+
+
+@WITHOUT_WINDOWS
+@pytest.mark.parametrize("length", [100, 400])
+async def test_a_policys_window_moves_alone_whatever_the_prompts_length(pair: Pair, length: int) -> None:
+    pair.evict_all()
+    expected, _ = await at_worker(pair.source, request(f"warm-{length}", length=length, policy=WINDOW))
+    wanted = request(f"fetch-{length}", length=length, fetches=True, policy=WINDOW)
+    tokens, usage = await at_worker(pair.target, wanted)
+    assert tokens == expected
+    hit = (length - 1) // 16 * 16
+    assert usage.num_fetched_tokens == usage.num_cached_tokens == hit
+    told = pair.fetch_of(wanted.request_id)
+    assert (told["outcome"], told["tokens"]) == ("fetched", hit)
+    [group] = pair.source.engine.scheduler.cache.layout.groups
+    assert 0 < told["bytes"] <= MOST_BLOCKS * group.block_bytes
+    await pair.until_quiet()
+
+
+@WITHOUT_WINDOWS
+async def test_a_policys_prefix_serves_no_other_policy(pair: Pair) -> None:
+    pair.evict_all()
+    await at_worker(pair.source, request("warm-other", policy=WINDOW))
+    for name, policy in (("none", None), ("other", WindowPolicy(sinks=4, window=41))):
+        _, usage = await at_worker(pair.target, request(name, fetches=True, policy=policy))
+        assert usage.num_fetched_tokens == 0
+        assert pair.fetch_of(name)["outcome"] == "not_found"
+    await pair.until_quiet()
 
 
 @pytest.mark.parametrize("at", ["open", "read"])
 @pytest.mark.parametrize("how", ["dies", "hangs"])
-async def test_a_source_that_is_lost_costs_a_recompute(equal: Cluster, alone: list[Whole], at: str, how: str) -> None:
-    source, target = equal.replicas
-    evict(target)
-    first = requests_of()[0]
-    await at_worker(source, replace(first, request_id=f"warm-{at}-{how}"))
+async def test_a_source_that_is_lost_costs_a_recompute(pair: Pair, at: str, how: str) -> None:
+    pair.evict_all()
+    expected, _ = await at_worker(pair.source, request(f"warm-{at}-{how}"))
 
     def before(name: str) -> Any:
         if name != at:
@@ -241,35 +190,11 @@ async def test_a_source_that_is_lost_costs_a_recompute(equal: Cluster, alone: li
             raise ConnectionError("the worker is gone")
         return asyncio.Event().wait()
 
-    equal.peers.before = before
+    pair.peers.before = before
     try:
-        tokens, usage = await at_worker(target, replace(fetching(first), request_id=f"fetch-{at}-{how}"))
+        tokens, usage = await at_worker(pair.target, request(f"fetch-{at}-{how}", fetches=True))
     finally:
-        equal.peers.before = lambda _: None
-    assert tokens == alone[0].token_ids
+        pair.peers.before = lambda _: None
+    assert tokens == expected
     assert usage.num_cached_tokens == usage.num_fetched_tokens == 0
-    await equal.until_quiet()
-
-
-async def test_a_client_that_leaves_in_mid_transfer_takes_it_along(equal: Cluster) -> None:
-    source, target = equal.replicas
-    evict(target)
-    first = requests_of()[0]
-    await at_worker(source, replace(first, request_id="warm-left"))
-    reached = asyncio.Event()
-
-    def before(name: str) -> Any:
-        if name != "read":
-            return None
-        reached.set()
-        return asyncio.Event().wait()
-
-    equal.peers.before = before
-    try:
-        waits = asyncio.create_task(at_worker(target, replace(fetching(first), request_id="left")))
-        await reached.wait()
-        waits.cancel()
-        await asyncio.wait([waits])
-        await equal.until_quiet()
-    finally:
-        equal.peers.before = lambda _: None
+    await pair.until_quiet()

@@ -14,12 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cluster.conftest import http_server, make_router, num_in_flight, running_api, timings, until
+from tests.cluster.conftest import make_router, num_in_flight, running_api, timings, until
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.router import output_stream
 from transom_cluster.router.in_flight_requests import (
-    TRANSITIONS,
     AttemptState,
     Delivery,
     InFlightRequest,
@@ -95,13 +94,6 @@ def test_duplicates_and_overlaps_are_dropped_by_position(ranges):
     assert len(in_flight) == 0
 
 
-def test_a_resumed_request_goes_on_from_its_position():
-    in_flight, output = in_flight_with(request(resumed_output_ids=(0, 1, 2)))
-    dispatch(in_flight, [event(3, 5)])
-    ((index, got),) = asyncio.run(output.next())
-    assert (index, got.token_ids, got.text) == (0, (3, 4), TEXT[3:5])
-
-
 def test_a_request_of_which_output_is_missing_is_handed_back():
     in_flight, _ = in_flight_with(request())
     taken, torn = dispatch(in_flight, [event(0, 2), event(4, 5)])
@@ -121,26 +113,6 @@ async def test_an_attempt_that_has_moved_meanwhile_is_not_marked_as_sent():
     await connection.submit([(one_request, old)])
     assert one_request.state is AttemptState.PLACED
     worker.kill()
-
-
-@pytest.mark.parametrize("state", AttemptState)
-@pytest.mark.parametrize("then", AttemptState)
-def test_a_request_goes_from_state_to_state_as_the_table_says(state: AttemptState, then: AttemptState) -> None:
-    one_request = InFlightRequest(OutputStream([request()]), 0, request())
-    one_request.state = state
-    if then in TRANSITIONS[state]:
-        one_request._move(then)
-        assert one_request.state is then
-        assert one_request.is_sent is (then.value in ("sent", "accepted", "streaming"))
-    else:
-        with pytest.raises(RuntimeError, match=f"from {state.name} to {then.name}"):
-            one_request._move(then)
-
-
-def test_the_table_of_transitions_lets_every_request_end_and_none_go_on_then() -> None:
-    assert TRANSITIONS.keys() == set(AttemptState)
-    assert [one for one in AttemptState if AttemptState.ENDED not in TRANSITIONS[one]] == [AttemptState.ENDED]
-    assert not TRANSITIONS[AttemptState.ENDED]
 
 
 def state_of(request: InFlightRequest) -> AttemptState:
@@ -353,11 +325,6 @@ async def test_the_last_tokens_may_come_while_the_headers_are_sent(api):
     await build_api(api.router)(scope, receive, slow_send)
     assert b"".join(sent).count(b'"text"') == 5
     assert b"".join(sent).endswith(b"data: [DONE]\n\n")
-
-
-def test_a_server_without_keys_or_limits_starts_and_ends():
-    with http_server(served_model_name="other") as own:
-        assert httpx.get(f"{own.url}/v1/models").json()["data"][0]["id"] == "other"
 
 
 def test_text_that_trails_its_tokens_is_kept():

@@ -48,15 +48,6 @@ async def test_a_request_waits_for_the_first_worker() -> None:
         assert len(api.router.queue) == 0
 
 
-async def test_a_router_that_never_had_a_worker_keeps_its_clients_waiting_as_well() -> None:
-    worker = StubWorker(can_open=False)
-    async with running_api(worker, **PATIENT) as api:
-        answer = asyncio.create_task(api.complete())
-        await until(lambda: api.directory.num_wakes)
-        api.directory.add(StubWorker(worker="w1"))
-        assert await text(answer) == "abc"
-
-
 async def test_a_router_that_never_had_a_worker_waits_no_longer_than_the_request_may_take() -> None:
     limits = LimitsConfig(request_timeout_s=0.05)
     async with running_api(StubWorker(can_open=False), limits=limits, **PATIENT) as api:
@@ -80,18 +71,6 @@ async def test_only_so_many_wait_where_there_is_no_worker(monkeypatch: pytest.Mo
         api.directory.add(StubWorker(worker="w1"))
         for answer in waiting:
             assert [choice["text"] for choice in (await answer).json()["choices"]] == ["a"] * at_once
-
-
-async def test_no_request_waits_for_ever() -> None:
-    async with running_api(*workers(1)) as api:
-        api.worker.kill()
-        await until(lambda: not api.router.is_ready)
-        response = await api.complete(stream=True)
-        assert response.status_code == 503
-        assert response.headers["retry-after"] == "1"
-        assert response.json()["error"]["code"] == "worker_unavailable"
-        assert len(api.router.queue) == 0
-        assert sample(api, "transom_router_failovers_total", outcome="gave_up") == 0  # no worker ever had it
 
 
 async def test_a_full_worker_is_passed_over() -> None:

@@ -159,7 +159,7 @@ class Fleet:
         self._num_sent = 0
 
     def run(self, num_requests: int) -> None:
-        """Serve so many requests; then every message arrives."""
+        """Serve this number of requests; then every message arrives."""
         rng = self.rng
         while self._num_sent < num_requests or self._running:
             if self._num_sent < num_requests and rng.random() < 0.5:

@@ -9,7 +9,7 @@ import numpy as np
 
 from transom_cluster.routing import index_code as code
 from transom_cluster.routing.fleet_index import FleetPrefixIndex, PrefixIndexMirror
-from transom_cluster.routing.prompt_chain import PromptChain
+from transom_cluster.routing.prompt_hashes import PromptChain
 from transom_core.contract.kv_events import CacheShape, KvUpdate
 from transom_core.kv_cache.load_rates import LoadRates
 from transom_core.kv_cache.prefix_search import PrefixHit, find_hit, hit_limit
@@ -102,7 +102,7 @@ def keys_of(groups: Sequence[set[bytes]]) -> set[int]:
 
 def stored_keys(index: FleetPrefixIndex) -> dict[int, set[int]]:
     """The keys of each holder, as the arrays have them. Checks what must hold for the arrays."""
-    table = index._table
+    table = index.table
     values: dict[int, int] = {}
     for part, (address, capacity, count) in enumerate(table.parts.tolist()):
         slots = table._slots[part]
@@ -138,5 +138,5 @@ def stored_keys(index: FleetPrefixIndex) -> dict[int, set[int]]:
 def keys_of_mirror(index: FleetPrefixIndex, mirror: PrefixIndexMirror) -> set[int]:
     keys = stored_keys(index).get(mirror.holder, set())
     assert mirror.num_blocks == len(keys)
-    assert mirror.holder % 2 == 0
+    assert mirror.holder % 4 == 0
     return keys

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 
 from tests.cluster.routing.test_placer import PROMPT, WORKERS, load, placer, request, whole
-from tests.cluster.routing.test_policy import candidate
+from tests.cluster.routing.test_policy import candidate, columns
 from transom_cluster.routing.cache_keys import CacheKeys, key_digest
 from transom_cluster.routing.placer import PlacementDecision, Placer
-from transom_cluster.routing.policy import KEY_TOKENS, REQUEST_TOKENS, Candidate, Candidates, TieBreak, choose
+from transom_cluster.routing.policy import KEY_TOKENS, REQUEST_TOKENS, Candidate, TieBreak, choose
 from transom_core.contract import WorkerMessage
 
 
@@ -25,7 +25,7 @@ def place(made: Placer, name: str, number: int, key: str | None = "k", **fields:
 
 def choice(candidates: list[Candidate], key: int, policy: str = "kv") -> tuple[str, str]:
     tie_break = TieBreak(turn=0, draw=0.99, key_position=key)
-    found = choose(policy, Candidates.of(candidates), tie_break)  # type: ignore[arg-type]
+    found = choose(policy, columns(candidates), tie_break)  # type: ignore[arg-type]
     return candidates[found.position].worker_id, found.reason
 
 
@@ -38,12 +38,6 @@ def test_requests_with_one_key_go_to_one_worker() -> None:
         decision = place(made, f"r{number}", number)
         made.ended(f"r{number}")
         assert (decision.worker_id, decision.reason) == (first.worker_id, "cache_key")
-
-
-def test_without_a_key_they_spread() -> None:
-    made = placer()
-    counts = Counter(place(made, f"r{number}", number, key=None).worker_id for number in range(30))
-    assert len(counts) == 3
 
 
 def test_a_longer_hit_is_better_than_the_key() -> None:

@@ -69,12 +69,6 @@ def test_a_busy_workers_prefix_is_fetched_by_an_idle_one() -> None:
     assert made.first_event("r", fetched) == 0
 
 
-def test_the_worker_that_has_the_prefix_fetches_nothing() -> None:
-    made = placer(worker("a"), worker("b"), cached={"a": whole(PROMPT)})
-    placed = made.place(request("r"), ("a", "b"))
-    assert (placed.worker_id, placed.source) == ("a", None)
-
-
 def test_a_prefix_comes_from_workers_that_cannot_take_the_request_but_not_from_those_that_may_not_be_asked() -> None:
     made = placer(worker("a"), worker("b"), cached={"a": whole(PROMPT)})
     source = made.place(request("r"), ["b"], sources=["a", "b"]).source

@@ -14,8 +14,6 @@ from tests.cluster.speaking_worker import SpeakingWorker
 from tests.cluster.stub_worker import ByteTokenizer
 from transom_cluster.http.api import build_api
 from transom_cluster.openai.answer.answer_reader import AnswerReader
-from transom_cluster.telemetry.request_events import Arrived, Ended
-from transom_cluster.telemetry.request_timeline import RequestTimelines
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_core.contract import FinishReason
 from transom_core.text.markup.parts import (
@@ -76,30 +74,6 @@ def test_a_broken_call_alone_does_not_degrade_an_answer() -> None:
     assert reader.tally.num_malformed == 1
 
 
-def test_a_running_request_shows_what_its_answers_are_at() -> None:
-    timelines = RequestTimelines("r")
-    readers = [reader_of(SCRIPT, AT_END), reader_of(SCRIPT)]
-    timeline = timelines.create([request_of(0), request_of(1)], answers=readers)
-    timeline.receive(Arrived(choices=()))
-
-    def figures() -> tuple[object, ...]:
-        (line,) = timelines.summaries("all", None, 10)
-        return line["answers"], line["tool_calls"], line["reasoning_tokens"], line["grammar"]
-
-    assert figures() == (["message", "message"], 0, 0, False)
-    first, second = list(events_of(SCRIPT)), list(events_of(SCRIPT))
-    for event in first[:5]:
-        readers[0].read(event)
-    for event in second[:2]:
-        readers[1].read(event)
-    assert figures() == (["tool_call", "reasoning"], 1, 2, False)
-    for event in first[5:]:
-        readers[0].read(event)
-    timeline.receive(Ended())
-    readers.clear()
-    assert figures() == (["tool_call", "reasoning"], 3, 2, False)
-
-
 SPOKEN = '<think>Hm</think>Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hi"}],
@@ -147,9 +121,3 @@ async def test_debug_requests_show_what_a_running_answer_is_at(
 
         assert value("transom_router_tool_calls_total", parser="hermes", outcome="parsed") == 1
         assert value("transom_router_reasoning_tokens_total") == line["reasoning_tokens"]
-
-
-async def test_a_plain_chat_has_no_answers_to_show(api: Api) -> None:
-    await api.chat()
-    (line,) = await lines_of(api)
-    assert (line["answers"], line["tool_calls"], line["grammar"]) == ([], 0, False)

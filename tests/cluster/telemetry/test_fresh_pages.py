@@ -131,12 +131,3 @@ def test_a_router_that_has_just_started() -> None:
     assert not any(statuses.values())
     for endpoint in MAIN_ENDPOINTS:
         assert {status for path, status in statuses if path == endpoint} >= {"200", "400", "404", "499", "500", "503"}
-
-
-def test_each_policy_has_its_reasons_from_the_start() -> None:
-    for policy, reasons in REASONS.items():
-        metrics = make_router(StubWorker()).metrics
-        metrics.routing.joined(policy, "w")
-        assert set(counted(metrics.registry.collect())["transom_router_placements"]) == set(
-            product((policy,), ("w",), reasons)
-        )

@@ -13,7 +13,6 @@ from tests.cluster.conftest import Api, make_router, running_api, until
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.openai.answer.completion_writer import CompletionWriter
-from transom_cluster.openai.answer.error_responses import STREAM_CODES
 from transom_core.config import FailoverConfig, LimitsConfig
 from transom_core.contract import ErrorInfo, OutputEvent
 from transom_core.errors import Overloaded, PoisonRequest, RequestError, RequestTimeout, StepFailed
@@ -91,13 +90,6 @@ async def test_an_error_before_the_first_byte_is_not_a_broken_response() -> None
         assert ended(api) == ({"503": 1}, {})
 
 
-async def test_complete_responses_are_not_broken() -> None:
-    async with running_api() as api:
-        for stream in (False, True):
-            assert (await api.complete(stream=stream)).status_code == 200
-        assert ended(api) == ({"200": 2}, {})
-
-
 async def test_a_client_that_disconnects_is_not_a_server_error() -> None:
     async with running_api(StubWorker(max_events=1)) as api:
         app = build_api(api.router)
@@ -139,13 +131,6 @@ async def test_a_bug_after_the_last_chunk_counts_as_well(monkeypatch: pytest.Mon
         call = AsgiCall(build_api(api.router), PATH, {**ASKED, "max_tokens": 1})
         await call.ended()
         assert ended(api) == ({"500": 1}, {"internal_error": 1})
-
-
-def test_every_error_that_a_stream_may_end_with_has_a_code() -> None:
-    assert set(STREAM_CODES) == {
-        *("request_timeout", "overloaded", "worker_unavailable"),
-        *("poison_request", "out_of_memory", "step_failed", "internal_error"),
-    }
 
 
 async def test_no_request_adds_a_series() -> None:

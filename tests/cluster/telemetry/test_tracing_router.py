@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +16,16 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from tests.cluster.asgi_call import AsgiCall
-from tests.cluster.conftest import Api, running_api, until
-from tests.cluster.router.mortal_workers import Mortal, Workers
+from tests.cluster.conftest import Api, running_api
+from tests.cluster.router.mortal_workers import Mortal, routed
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
-from transom_cluster.router.router import Router
-from transom_cluster.router.timings import RouterTimings
 from transom_cluster.telemetry.router_tracing import RouterTracing
-from transom_core.config import FailoverConfig, ServerConfig, TracingConfig
+from transom_core.config import TracingConfig
 from transom_core.contract import ErrorInfo
 from transom_core.errors import Overloaded, StepFailed
-from transom_core.model_files.resolve import resolve_model
 from transom_core.settings.settings import Settings
 from transom_core.telemetry.tracing import Tracing, is_sampled
-from transom_core.text.tokenizer import Tokenizer
 from transom_worker.replica import WorkerReplica
 from transom_worker.telemetry.timeline_exporter import RequestSpans, TimelineExporter
 
@@ -171,33 +165,6 @@ async def test_a_client_that_leaves_ends_its_spans(collector: Collector) -> None
     assert attempt.attributes["transom.abandoned"] is True
 
 
-@contextlib.asynccontextmanager
-async def two_engines(
-    model: Path, dying: Mortal, other: Mortal, collector: Collector
-) -> AsyncIterator[httpx.AsyncClient]:
-    """A router over both, and a client of it."""
-    router = Router(
-        workers=Workers(dying, other),
-        tokenizer=Tokenizer.load(resolve_model(str(model))),
-        config=ServerConfig(
-            served_model_name="tiny", routing_policy="round_robin", failover=FailoverConfig(wait_s=120.0)
-        ),
-        router_id="r",
-        timings=RouterTimings(drain_s=0.0),
-        tracing=traced(collector, model="tiny"),
-    )
-    router.start()
-    await until(
-        lambda: all(connection.is_open for connection in router.connections.values()) and len(router.connections) == 2
-    )
-    transport = httpx.ASGITransport(app=build_api(router))
-    try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            yield client
-    finally:
-        await router.stop()
-
-
 async def test_a_request_that_went_on_elsewhere_shows_both_workers(tiny_model: Path, collector: Collector) -> None:
     config = Settings.parse(model=str(tiny_model), kv_cache_memory_bytes="4MiB").engine_config()
     replicas = [WorkerReplica(config, "tiny", f"w{i}") for i in range(2)]
@@ -207,9 +174,12 @@ async def test_a_request_that_went_on_elsewhere_shows_both_workers(tiny_model: P
         replica.engine.timelines.exporter = TimelineExporter([spans], close_formats=own.close)
     dying, other = (Mortal(replica) for replica in replicas)
     try:
-        async with two_engines(tiny_model, dying, other, collector) as client:
-            for worker in (dying, other):
-                worker.num_events = 7 if worker is dying else None
+        dying.num_events = 7
+        tracing = traced(collector, model="tiny")
+        async with (
+            routed(tiny_model, dying, other, tracing=tracing) as router,
+            httpx.AsyncClient(transport=httpx.ASGITransport(app=build_api(router)), base_url="http://test") as client,
+        ):
             body = {"prompt": list(range(5, 40)), "max_tokens": 20, "ignore_eos": True}
             for _ in range(2):  # one of them goes to the one that dies
                 await client.post("/v1/completions", json=body, headers=client_parent("01"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transom_cluster.routing.prompt_chain import PromptChain
+from transom_cluster.routing.prompt_hashes import PromptChain
 from transom_core.kv_cache.hashing import chain_root, extend_chain
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=300).map(tuple)

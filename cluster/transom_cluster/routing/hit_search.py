@@ -1,0 +1,151 @@
+"""`HitSearch`: finds the prefix hits of one prompt on many workers in one walk.
+
+- **workers**: the bits of the numbers of their devices (`index_code`: holders) in one Python int. So one `&` is a step for all
+  workers.
+- **segment**: the hash blocks that are hashed and looked up at once: the first 128, those up to 256 and 512, then 512 each time. A
+  prompt that no worker has is not hashed to its end.
+- **run**: blocks one after the other that the same workers have. The walk takes a step for each run, not for each block.
+
+For example, workers A and B have blocks 0 to 99 of a full group, and A alone has 100 to 149. These are two runs: at the second one
+only A is left, and B's reach is 100. Nobody has block 150, so A's reach is 150.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from transom_cluster.routing.hit_rules import HitRules
+from transom_cluster.routing.prefix_table import PrefixTable, Run
+from transom_cluster.routing.prompt_hashes import PromptChain
+
+_SEGMENT_ENDS = [128, 256, *range(512, 1 << 21, 512)]  # more than any prompt has
+
+
+class Found(NamedTuple):
+    """One worker's first hash block to compute, and the boundary of its hit, which is larger where windows are repaired."""
+
+    start: int
+    boundary: int
+
+
+class HitSearch:
+    """One prompt, for workers with caches of one shape. Boundaries are in hash blocks, up to `limit`."""
+
+    def __init__(self, table: PrefixTable, rules: HitRules, prompt: PromptChain, limit: int) -> None:
+        self._table, self._rules, self._prompt, self._limit = table, rules, prompt, limit
+        self._segments: dict[
+            tuple[int, int, int], list[Run]
+        ] = {}  # (group, hash blocks per block, segment) -> its runs
+
+    def find(self, workers: int, *, tiers: int) -> dict[int, Found]:
+        """Return the hits on the workers' first `tiers` tiers, by holder."""
+        found = {}
+        for reach, those in self._reaches(workers, tiers).items():
+            floor = self._rules.repaired_from(reach)
+            for start, these in self._starts(reach, floor, those, tiers):
+                hit = Found(start, reach if start == floor > 0 else start)
+                found.update(dict.fromkeys(_holders(these), hit))
+        return found
+
+    def num_missing(self, holder: int, found: Found, *, tiers: int) -> list[int]:
+        """Return, by group, how many blocks of a hit are in none of a worker's first `tiers` tiers."""
+        counts = [0] * len(self._rules.shape.groups)
+        of_worker = ((1 << tiers) - 1) << holder
+        is_repaired = found.start < found.boundary
+        for group, step, first, stop in self._rules.shared_ranges(found.boundary, is_repaired=is_repaired):
+            counts[group] += sum(
+                min(stop, end) - max(first, begin)
+                for begin, end, holders in self._backwards(group, step, first, stop)
+                if not holders & of_worker
+            )
+        return counts
+
+    def _reaches(self, workers: int, tiers: int) -> dict[int, int]:
+        """Return the workers by their *reach*, the largest boundary whose leading blocks they have."""
+        failed = []
+        alive, segment, begin = workers, 0, 0
+        while alive and begin < self._limit:
+            have_all = alive
+            for group, step, num_blocks in self._rules.leading:
+                last = min(num_blocks, self._limit // step)
+                left = alive
+                for run in self._runs(group, step, segment) if begin // step < last else ():
+                    gone = left & ~_devices(run.holders, tiers)
+                    if gone and run.begin < last:
+                        failed.append(((run.begin + 1) * step - 1, gone))
+                        left ^= gone
+                have_all &= left
+            alive, begin, segment = have_all, _SEGMENT_ENDS[segment], segment + 1
+        reaches = {self._limit: alive} if alive else {}
+        for reach, gone in sorted(failed):  # a worker that failed under several rules has the smallest reach
+            if gone & workers:
+                reaches[reach] = reaches.get(reach, 0) | gone & workers
+            workers &= ~gone
+        return reaches
+
+    def _starts(self, reach: int, floor: int, workers: int, tiers: int) -> Iterator[tuple[int, int]]:
+        """Yield the largest boundaries in (floor, reach] at which all sliding groups have their live blocks, each with its workers;
+        `floor` with those that have no such boundary.
+
+        At a boundary b a worker fails in a group if it lacks a block i in [first live block at b, b). Since the first live block
+        never falls, it then fails at every boundary in (i, b] too. If it lacks the whole run that ends with i, it also fails at the
+        boundaries inside the run, unless one of them needs no block at all.
+        """
+        waiting = {reach: workers}  # the next boundary to try -> workers
+        while waiting:
+            boundary = max(waiting)
+            here = waiting.pop(boundary)
+            if boundary <= floor:
+                yield floor, here
+                continue
+            for group, retention in self._rules.sliding:
+                first = retention.first_live_at(reach)[boundary]
+                without_live_blocks = retention.boundaries_without_live_blocks(reach)
+                for run in self._backwards(group, 1, first, boundary) if here else ():
+                    missing = here & ~_devices(run.holders, tiers)
+                    if missing:
+                        next_boundary = max(run.begin, without_live_blocks[min(run.end, boundary) - 1])
+                        waiting[next_boundary] = waiting.get(next_boundary, 0) | missing
+                        here ^= missing
+            if here:
+                yield boundary, here
+
+    def _backwards(self, group: int, step: int, first: int, stop: int) -> Iterator[Run]:
+        """Yield the runs that have blocks in [first, stop), the last one first; they may begin before and end after that."""
+        while first < stop:
+            runs = self._runs(group, step, bisect_left(_SEGMENT_ENDS, stop * step))
+            for at in range(bisect_left(runs, stop, key=_begin_of) - 1, -1, -1):
+                if runs[at].end <= first:
+                    return
+                yield runs[at]
+            stop = runs[0].begin
+
+    def _runs(self, group: int, step: int, segment: int) -> list[Run]:
+        """Return the runs of the blocks whose last hash block is in a segment."""
+        runs = self._segments.get((group, step, segment))
+        if runs is None:
+            begin = _SEGMENT_ENDS[segment - 1] // step if segment else 0
+            end = min(_SEGMENT_ENDS[segment], self._prompt.num_blocks) // step
+            runs = self._table.find_runs(self._prompt.hashed(end * step), group, step, begin, end)
+            self._segments[group, step, segment] = runs
+        return runs
+
+
+def _begin_of(run: Run) -> int:
+    return run.begin
+
+
+def _devices(holders: int, tiers: int) -> int:
+    """Move the bits of each worker's first `tiers` tiers to that of its device. The other bits mean nothing then."""
+    for tier in range(1, tiers):
+        holders |= holders >> tier
+    return holders
+
+
+def _holders(workers: int) -> Iterator[int]:
+    while workers:
+        lowest = workers & -workers
+        yield lowest.bit_length() - 1
+        workers ^= lowest
