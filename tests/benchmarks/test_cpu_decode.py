@@ -7,29 +7,13 @@ import json
 import pytest
 
 from benchmarks.engine import cpu_decode
-from benchmarks.engine.cpu_decode import base_environment, main, read_variables
+from benchmarks.engine.cpu_decode import main
 from tests.benchmarks import stub_engine_child
 
 
 @pytest.fixture(autouse=True)
 def stub_engines(monkeypatch):
     monkeypatch.setattr(cpu_decode, "CHILD", stub_engine_child.__name__)
-
-
-@pytest.mark.parametrize(
-    ("compare", "expected"),
-    [
-        ("reference", {"TRANSOM_KERNELS": "reference"}),
-        ("GOMP_SPINCOUNT=2000,A=b=c", {"GOMP_SPINCOUNT": "2000", "A": "b=c"}),
-    ],
-)
-def test_the_base_is_a_choice_of_kernels_or_variables(compare, expected):
-    assert base_environment(compare) == expected
-
-
-def test_variables_need_a_name():
-    with pytest.raises(ValueError, match="'=3' is not NAME=VALUE"):
-        read_variables(["=3"])
 
 
 def test_both_variants_are_measured_in_turns(tmp_path, capsys):
