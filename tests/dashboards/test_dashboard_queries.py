@@ -11,7 +11,7 @@ from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
 
 from tests.dashboards.dashboard_files import all_queries, dashboards, variables
 from tests.dashboards.declared_series import declared
-from tests.dashboards.promql import OF_A_HISTOGRAM, Named, kept_labels, named, parse
+from tests.dashboards.promql import OF_A_HISTOGRAM, Named, kept_labels, named
 
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "deploy/monitoring/alerts.yml"
@@ -59,24 +59,6 @@ def test_a_query_names_what_exists(where: str, expr: str, series: dict[str, set[
     selectors = named(expr)
     assert selectors, f"{where} reads no metric"
     assert [problem for one in selectors for problem in problems(one, series)] == []
-
-
-@pytest.mark.parametrize(
-    ("expr", "problem"),
-    [
-        ("sum(transom_kv_block)", "transom_kv_block is no metric"),
-        ('transom_kv_blocks{groups="a"}', "transom_kv_blocks has no label groups"),
-        ("sum by (rank) (rate(transom_steps_total[$__rate_interval]))", "transom_steps_total has no label rank"),
-        ("sum by (le) (transom_steps_total)", "transom_steps_total has no label le"),
-    ],
-)
-def test_wrong_names_are_caught(expr: str, problem: str, series: dict[str, set[str]]) -> None:
-    assert [found for one in named(expr) for found in problems(one, series)] == [problem]
-
-
-def test_what_is_no_promql_is_caught() -> None:
-    with pytest.raises(ValueError, match="unclosed"):
-        parse("sum(rate(transom_steps_total[$__rate_interval])")
 
 
 @pytest.mark.parametrize("board", dashboards(), ids=lambda board: board["uid"])

@@ -48,7 +48,3 @@ def test_the_last_stage_runs_as_a_user() -> None:
     users = [arguments for name, arguments in instructions() if name == "USER"]
     assert users == ["1000"]
     assert names.index("USER") > max(i for i, name in enumerate(names) if name in ("FROM", "RUN", "COPY"))
-
-
-def test_its_base_is_chosen_by_argument() -> None:
-    assert [arguments.split()[0] for name, arguments in instructions() if name == "FROM"] == ["${BASE}", "${BASE}"]

@@ -1,11 +1,10 @@
-"""Every cluster YAML validates against Ray's schema and has what Transom needs besides; misspelt keys are errors."""
+"""Every cluster YAML validates against Ray's schema and has what Transom needs besides."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-import jsonschema
 import pytest
 from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -34,24 +33,8 @@ def validate(config: dict[str, Any]) -> dict[str, Any]:
     return prepared
 
 
-def test_there_are_three() -> None:
-    assert [path.parent.name for path in PATHS] == ["aws", "gcp", "on_premise"]
-
-
 def test_ray_takes_it(config: dict[str, Any]) -> None:
     validate(config)
-
-
-def test_misspelt_keys_are_caught(config: dict[str, Any]) -> None:
-    config["setup_command"] = config.pop("setup_commands")
-    with pytest.raises(jsonschema.ValidationError, match="setup_command"):
-        validate(config)
-
-
-def test_misspelt_keys_of_host_types_are_caught(cloud: dict[str, Any]) -> None:
-    cloud["available_node_types"]["l4"]["min_worker"] = 1
-    with pytest.raises(jsonschema.ValidationError, match="min_worker"):
-        validate(cloud)
 
 
 def test_every_command_has_the_cluster_s_environment(config: dict[str, Any]) -> None:
