@@ -1,5 +1,5 @@
 """What the host tier's copies cost: bytes per second of spills (device to host, inside a step) and of loads (host to device, beside
-steps), for blocks of several sizes, beside a plain copy of as many bytes.
+steps), for blocks of several sizes, beside a plain copy of the same number of bytes.
 
     python -m benchmarks.cache.host_tier
 
