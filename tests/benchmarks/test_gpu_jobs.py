@@ -1,4 +1,4 @@
-"""Jobs in children: whatever a job does to its process, the others get their answers, and a run that was ended goes on."""
+"""Jobs in children: a job may do anything to its process, and the others get their answers, and a run that was ended goes on."""
 
 from __future__ import annotations
 

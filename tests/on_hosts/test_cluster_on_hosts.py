@@ -56,7 +56,7 @@ def machine_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def hosts(machine_as_before: None, tmp_path: Path) -> Iterator[Hosts]:
-    """An administrator's host and three that become the cluster; they end with the test, whatever happens."""
+    """An administrator's host and three that become the cluster; they end with the test in any case."""
     if problem := missing():
         pytest.fail(problem)
     booted = Hosts(tmp_path, [ADMIN, *CLUSTER])
