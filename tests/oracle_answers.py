@@ -20,7 +20,7 @@ def oracle_answers(
     case: HybridCase = FULL,
     grammars: Mapping[int, str] | None = None,
 ) -> list[list[int]]:
-    """transformers' greedy continuation of every prompt, even if the engine's guess is wrong. `grammars`: index of the prompt -> grammar."""
+    """transformers' greedy continuation of every prompt, even if a guess is wrong. `grammars`: index of a prompt -> grammar."""
     grammars = grammars or {}
     length = max(map(len, prompts)) + num_tokens
     engine = make_engine(str(folder), **case.settings(), max_model_len=length, enable_prefix_caching=False)
