@@ -4,7 +4,7 @@ steps), for blocks of several sizes, beside a plain copy of the same number of b
     python -m benchmarks.cache.host_tier
 
 On CPUs "device" and "host" are both the machine's memory. Each figure is the best of `REPEATS`; on a machine that others use
-compare within one run. docs/kv_cache.md has the last figures.
+compare within one run. docs/kv_tiers.md has the last figures.
 """
 
 from __future__ import annotations
