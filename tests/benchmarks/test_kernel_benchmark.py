@@ -19,7 +19,7 @@ from benchmarks.engine import kernels
 from benchmarks.engine.kernel_cases import rivals
 from benchmarks.engine.kernel_cases.attention import TINY
 from benchmarks.engine.kernel_cases.case import Case, Check, Prepared
-from benchmarks.engine.kernel_cases.measure import measure, measure_rival
+from benchmarks.engine.kernel_cases.measure import measure
 from benchmarks.engine.kernel_cases.paged import expected_rows, make_paged
 from benchmarks.gpu.device import Ceilings
 from benchmarks.gpu.timing import Timer, Timing
@@ -159,12 +159,3 @@ def test_shares_are_of_the_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Timer, "time", lambda self, work, **_: timing)
     found = measured(prepared_of(torch.ones(4), torch.ones(4), flops=4))
     assert found["reached"] == pytest.approx({"bandwidth": 0.8, "matrix rate": 0.4, "floor": 0.8})
-
-
-def test_no_room_is_a_skip() -> None:
-    def none(device: torch.device) -> Prepared:
-        raise MemoryError("needs 70 GiB")
-
-    case = Case(name="it", prepare=none, formula="none", rivals=("flex",))
-    assert measure(case, CPU, CEILINGS, Timer(CPU)) == {"status": "skipped", "error": "needs 70 GiB"}
-    assert measure_rival(case, "flex", CPU, Timer(CPU))["status"] == "skipped"

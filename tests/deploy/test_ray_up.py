@@ -37,18 +37,12 @@ def test_ray_takes_it(config: dict[str, Any]) -> None:
     validate(config)
 
 
-def test_every_command_has_the_cluster_s_environment(config: dict[str, Any]) -> None:
-    """The token, the mode and the periods must be the same everywhere."""
+def test_commands_have_the_environment_and_the_head_no_resources_for_workers(config: dict[str, Any]) -> None:
+    """The token, the mode and the periods must be the same everywhere, and no dashboard is opened."""
     starts = config["head_start_ray_commands"] + config["worker_start_ray_commands"]
     assert all(command.startswith(". ~/transom/env.sh;") for command in starts)
     assert config["file_mounts"] == {"~/transom": "node"}
-
-
-def test_the_head_has_no_resources_for_workers(config: dict[str, Any]) -> None:
     assert "--num-cpus=0 --num-gpus=0" in config["head_start_ray_commands"][-1]
-
-
-def test_no_dashboard_is_opened(config: dict[str, Any]) -> None:
     assert "--dashboard-host" not in "".join(config["head_start_ray_commands"])
 
 
