@@ -17,7 +17,7 @@ API = 'endpoint=~"/v1/.*"'  # what clients ask for: neither health checks nor sc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """One query of a panel. `legend` is Grafana's template of a series' name; `exemplars` shows the requests behind a histogram."""
+    """One query of a panel. `legend` is Grafana's template of a series' name; `exemplars` shows a histogram's requests."""
 
     expr: str
     legend: str = ""

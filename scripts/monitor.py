@@ -149,7 +149,7 @@ def launch(
 
 
 def warn_without_answer(url: str, key: str) -> None:
-    """Say at once what would otherwise be found on Prometheus' page of targets."""
+    """Say at once what people would find later on Prometheus' page of targets."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         status = httpx.get(

@@ -66,7 +66,7 @@ class Recording:
         )
 
     def run(self, num_steps: int | None = None) -> None:
-        """Steps until nothing is left to do, or so many."""
+        """Steps until nothing is left to do, or up to `num_steps` steps."""
         while self._engine.has_work and num_steps != 0:
             self._engine.step()
             time.sleep(STEP_S)
@@ -95,7 +95,7 @@ class Recording:
         self._frames.append(frame.numbered(len(self._frames)))
 
     def trace(self) -> bytes:
-        """All frames, each behind its length."""
+        """All frames, each after its length."""
         return b"".join(len(frame).to_bytes(4, "little") + frame for frame in self._frames)
 
     @property

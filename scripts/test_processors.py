@@ -6,7 +6,7 @@ is skipped.
 
     make test-processors                                      # all settings
     make test-processors ARGS="--only OPENBLAS"               # the settings with these letters in their name
-    make test-processors ARGS="-- tests/kernels -k route"     # arguments for pytest, in place of the numeric tests' folders
+    make test-processors ARGS="-- tests/kernels -k route"     # arguments for pytest, instead of the numeric tests' folders
 
 One line a setting says what passed; the exit status is 1 if a test failed. The whole output is in build/test_processors/.
 """
@@ -119,7 +119,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run the numeric tests as other processors would.")
     parser.add_argument("--only", default="", help="the setting of this name, or all whose name contains it")
     parser.add_argument("--processes", default="auto", help="of pytest side by side, 4 at most; 0: one after the other")
-    parser.add_argument("pytest_arguments", nargs="*", help="in place of the numeric tests' folders")
+    parser.add_argument("pytest_arguments", nargs="*", help="instead of the numeric tests' folders")
     options = parser.parse_args()
     alike = [setting for setting in SETTINGS if options.only.lower() in setting.name.lower()]
     chosen = [setting for setting in alike if setting.name == options.only] or alike

@@ -95,7 +95,7 @@ def unusable_request(request_id: str) -> Request:
 
 
 def run(engine: Engine, requests: list[Request]) -> list[Whole]:
-    """Run requests together to their ends; nothing may be left behind."""
+    """Run requests together to their ends; nothing may be left of them."""
     answers = {request.request_id: Whole() for request in requests}
     resumed = {request.request_id: len(request.resumed_output_ids) for request in requests}
     for request in requests:

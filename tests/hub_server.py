@@ -18,7 +18,7 @@ class HubServer(ThreadingHTTPServer):
     """Serves `files` (by path) as the model `org/name`.
 
     `num_bytes` counts the bytes sent of each file and `ranges` has the Range header of each GET. A download of a path in `cut_at`
-    breaks off behind so many bytes, once; then the server answers 503 until `is_down` is false.
+    breaks off after this number of bytes, once; then the server answers 503 until `is_down` is false.
     """
 
     daemon_threads = True

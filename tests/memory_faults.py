@@ -14,7 +14,7 @@ from transom_worker.scheduling.step import StepPlan
 
 Place = Literal["apply", "forward", "sample", "end"]
 PLACES: tuple[Place, ...] = ("apply", "forward", "sample", "end")
-"""Before the block tables are updated; behind the forward pass, which has written its KV; while sampling; behind everything."""
+"""Before the block tables are updated; after the forward pass, which has written its KV; while sampling; after everything."""
 
 ERRORS: dict[Place, Exception] = {
     "apply": MemoryError("Unable to allocate 2.00 GiB for an array"),

@@ -20,7 +20,7 @@ def oracle_answers(
     case: HybridCase = FULL,
     grammars: Mapping[int, str] | None = None,
 ) -> list[list[int]]:
-    """transformers' greedy continuation of every prompt, whatever the engine guesses. `grammars`: by index of the prompt."""
+    """transformers' greedy continuation of every prompt, even if a guess is wrong. `grammars`: index of a prompt -> grammar."""
     grammars = grammars or {}
     length = max(map(len, prompts)) + num_tokens
     engine = make_engine(str(folder), **case.settings(), max_model_len=length, enable_prefix_caching=False)
@@ -49,7 +49,7 @@ def held_greedy(
 
 
 def _as_far_as_right(logits_TV: torch.Tensor, prompt: list[int], grammar: str, guess: list[int]) -> list[int]:
-    """The guess up to its first wrong token, and the right one there, or the one behind it."""
+    """The guess up to its first wrong token, and the right one there, or the one after it."""
     masks, matcher = GrammarMasks(VOCAB_SIZE), compile_grammar(grammar, tiny_vocabulary())
     tokens: list[int] = []
     for step in range(len(guess) + 1):

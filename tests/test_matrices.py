@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.matrices import covering, matrix, some_daily
+from tests.matrices import covering, matrix
 
 PARAMETERS = ([1, 2, 3], ["a", "b"], [None, 0.5], [True, False])
 
@@ -26,14 +26,3 @@ def test_the_others_are_marked() -> None:
     assert [each.values for each in found if not each.marks] == covering(*PARAMETERS)
     assert {mark.name for each in found for mark in each.marks} == {"exhaustive"}
     assert found[0].id == "1-a-None-True"
-
-
-def test_a_choice_by_hand() -> None:
-    found = some_daily([("x", 1), ("x", 2), ("y", 1)], daily=[("y", 1)])
-    assert [(each.values, bool(each.marks)) for each in found] == [
-        (("x", 1), True),
-        (("x", 2), True),
-        (("y", 1), False),
-    ]
-    with pytest.raises(AssertionError, match="not all among"):
-        some_daily([1, 2], daily=[3])

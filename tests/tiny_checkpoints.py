@@ -215,7 +215,7 @@ def visible(
 
 @contextmanager
 def _masks(model: LlamaForCausalLM, case: HybridCase) -> Iterator[None]:
-    """While this lasts, every layer gets its own mask in place of the model's."""
+    """While this lasts, every layer gets its own mask instead of the model's."""
 
     def hook(layer: Any, args: tuple[torch.Tensor], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         index, num_queries = layer.self_attn.layer_idx, args[0].shape[1]

@@ -19,7 +19,7 @@ class Case:
     arrivals: str = "sequential"
     host_memory: str = "0"
     skip: int = 0  # requests that are left out
-    limit: int | None = None  # requests behind those; None: all
+    limit: int | None = None  # requests after those; None: all
     vllm_default: float | None = None
     vllm_dense: float | None = None
 

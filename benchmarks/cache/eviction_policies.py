@@ -1,4 +1,4 @@
-"""Textbook eviction policies to compare with the cache's own (`kvcache.eviction`), behind the same interface.
+"""Textbook eviction policies to compare with the cache's own (`kvcache.eviction`), with the same interface.
 
 A policy ranks nodes of the prefix tree by what it remembers in `node.policy_state`; of a sample of nodes the one with the smallest
 rank is evicted: a leaf with its windows, or the windows alone. The policies are recency (LRU), segmented LRU, S3-FIFO (Yang et al.,
@@ -140,7 +140,7 @@ class S3FifoPolicy(LruPolicy):
         self.removed(node)
 
     def removed(self, node: Node) -> None:
-        """One that goes out of the small queue is remembered, as many of them as there are nodes."""
+        """One that goes out of the small queue is remembered, up to the number of nodes."""
         self._main.pop(node, None)
         if node in self._small:
             self._small.remove(node)

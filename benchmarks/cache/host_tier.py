@@ -1,10 +1,10 @@
 """What the host tier's copies cost: bytes per second of spills (device to host, inside a step) and of loads (host to device, beside
-steps), for blocks of several sizes, beside a plain copy of as many bytes.
+steps), for blocks of several sizes, beside a plain copy of the same number of bytes.
 
     python -m benchmarks.cache.host_tier
 
 On CPUs "device" and "host" are both the machine's memory. Each figure is the best of `REPEATS`; on a machine that others use
-compare within one run. docs/kv_cache.md has the last figures.
+compare within one run. docs/kv_tiers.md has the last figures.
 """
 
 from __future__ import annotations

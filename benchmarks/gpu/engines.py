@@ -148,7 +148,7 @@ class Transom:
         return events
 
     def _steps(self, count: int) -> int:
-        """Tokens that so many steps brought."""
+        """Tokens that `count` steps brought."""
         return sum(len(event.token_ids) for _ in range(count) for event in self._events())
 
     def _num_replayed(self) -> int:

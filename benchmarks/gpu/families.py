@@ -53,7 +53,7 @@ def answer(options: argparse.Namespace, job: str, about: Result) -> Result:
     if job == ABOUT:
         return {"status": "passed", **describe(torch.device(options.device))}
     transformers.logging.set_verbosity_error()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # whatever this machine prefers
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # whichever this machine prefers
     num_threads = max(1, (os.cpu_count() or 1) // options.at_once)
     with tempfile.TemporaryDirectory() as folder:
         written = Written(make_checkpoint(job, Path(folder)), num_threads, is_tiny=options.tiny)

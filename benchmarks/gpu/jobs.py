@@ -257,7 +257,7 @@ def _earlier(path: Path, kind: Result) -> dict[str, Result]:
 
 
 def _write(path: Path, written: Result) -> None:
-    """Whole or not at all, so that nobody meets half of it."""
+    """Write the file whole or not at all, so that no reader meets half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}")
     beside.write_text(json.dumps(written, indent=1, default=str) + "\n")

@@ -1,4 +1,4 @@
-"""Seconds of device work: medians over many repeats, each behind a flush of the caches that also keeps the device busy while the
+"""Seconds of device work: medians over many repeats, each after a flush of the caches that also keeps the device busy while the
 host enqueues. Work that can be captured is timed as a replayed CUDA graph, so that gaps between launches do not count.
 
 A flush reads, so that the cache holds nothing that has yet to be written back: work that only reads would pay for that. Work that

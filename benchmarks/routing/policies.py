@@ -54,7 +54,7 @@ def main(
     memory: Annotated[str, typer.Option(help="KV memory of each worker.")] = "3GiB",
     workload: Annotated[list[str] | None, typer.Option(help="Some workloads; all if unset.")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="Some policies; all if unset.")] = None,
-    load: Annotated[float, typer.Option(help="Arrivals come so many times as fast.")] = 1.0,
+    load: Annotated[float, typer.Option(help="How many times as fast arrivals come.")] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:

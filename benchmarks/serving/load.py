@@ -4,7 +4,7 @@
     python -m benchmarks.serving.load http://127.0.0.1:8000 --rate 2,4 --api chat --shared-prefix 256
 
 Closed loop: `--concurrency` clients, each sending its next request when its answer is complete. Open loop: requests arrive at
-`--rate` per second (Poisson), whatever the server does. Several levels run one after another, with prompts of their own.
+`--rate` per second (Poisson), even if the server is late. Several levels run one after another, with prompts of their own.
 `make bench` runs it on the demo model; docs/performance.md has the last figures, which `engine.cpu_peers` took with this client.
 
 Why a client of our own: client and server share two cores in these figures, so a client must cost little, and engines are compared

@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server: streams as many tokens as asked, chunked or to the connection's end, or misbehaves."""
+"""A small OpenAI-compatible server: streams `max_tokens` tokens, chunked or to the connection's end, or misbehaves."""
 
 from __future__ import annotations
 

@@ -19,11 +19,10 @@ from benchmarks.engine import kernels
 from benchmarks.engine.kernel_cases import rivals
 from benchmarks.engine.kernel_cases.attention import TINY
 from benchmarks.engine.kernel_cases.case import Case, Check, Prepared
-from benchmarks.engine.kernel_cases.measure import _writes_much, measure, measure_rival
-from benchmarks.engine.kernel_cases.paged import expected_rows, make_paged, poison_tails
+from benchmarks.engine.kernel_cases.measure import measure
+from benchmarks.engine.kernel_cases.paged import expected_rows, make_paged
 from benchmarks.gpu.device import Ceilings
 from benchmarks.gpu.timing import Timer, Timing
-from transom_kernels.paged_attention.reference import paged_attention_reference
 
 CPU = torch.device("cpu")
 CEILINGS = Ceilings(copy_bytes_per_s=1e9, matrix_flops_per_s=1e9)
@@ -51,12 +50,9 @@ def test_every_case_is_correct_at_tiny_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "norm with residual rows 3",
         "sample greedy rows 3",
         "decode int8 batch 2 context 40",
-        "prompt int4 head 16 tokens 40",
         "kv_write int4 tokens 6",
-        "host tier spills blocks of 256",
         "host tier loads blocks of 256",
     ],
 )
@@ -99,22 +95,6 @@ def test_a_window_is_compared_with_a_short_context() -> None:
     }
     [row] = kernels.report([short, long])
     assert (row["status"], row["reached"], row["at"]) == ("missed", 0.5, "long")
-
-
-@pytest.mark.parametrize("window", [None, 9])
-def test_the_expected_rows_are_those_of_whole_sequences(window: int | None) -> None:
-    paged = make_paged(TINY, [0, 30, 17], [20, 1, 3], CPU, window=window, has_sinks=True)
-    wanted = paged_attention_reference(replace(paged, q=paged.q.float()))
-    torch.testing.assert_close(expected_rows(paged, list(range(24))), wanted, atol=1e-4, rtol=1e-4)
-
-
-def test_tails_of_blocks_are_poisoned_and_put_back() -> None:
-    paged = make_paged(TINY, [16, 18], [1, 1], CPU)
-    before = paged.k_cache.clone()
-    restore = poison_tails(paged)
-    assert int(paged.k_cache.isnan().sum()) == (15 + 13) * 2 * 16
-    restore()
-    assert torch.equal(paged.k_cache, before)
 
 
 @pytest.mark.parametrize(("starts", "counts"), [([20, 20], [1, 1]), ([0], [21])])
@@ -179,21 +159,3 @@ def test_shares_are_of_the_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Timer, "time", lambda self, work, **_: timing)
     found = measured(prepared_of(torch.ones(4), torch.ones(4), flops=4))
     assert found["reached"] == pytest.approx({"bandwidth": 0.8, "matrix rate": 0.4, "floor": 0.8})
-
-
-@pytest.mark.parametrize(
-    ("name", "writes"),
-    [("decode full batch 3 context 40", False), ("norm with residual rows 6", True), ("kv_write tokens 6", True)],
-)
-def test_what_writes_much_is_known_by_what_it_gives(name: str, writes: bool) -> None:
-    """Before it the cache is emptied by writing, else by reading."""
-    assert _writes_much(cases_of("tiny")[name].prepare(CPU)) == writes
-
-
-def test_no_room_is_a_skip() -> None:
-    def none(device: torch.device) -> Prepared:
-        raise MemoryError("needs 70 GiB")
-
-    case = Case(name="it", prepare=none, formula="none", rivals=("flex",))
-    assert measure(case, CPU, CEILINGS, Timer(CPU)) == {"status": "skipped", "error": "needs 70 GiB"}
-    assert measure_rival(case, "flex", CPU, Timer(CPU))["status"] == "skipped"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.server_process import ServerError, ServerProcess, free_port, transom_serve
+from benchmarks.server_process import ServerError, ServerProcess, free_port
 from tests.benchmarks import stub_server_process
 
 
@@ -37,23 +37,3 @@ def test_a_server_that_a_script_started_in_the_background_ends_when_asked() -> N
             assert server.stop(timeout_s=30)[1] == []
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_a_server_that_ends_says_why() -> None:
-    with (
-        ServerProcess("broken", [sys.executable, "-c", "raise SystemExit('no model')"], os.environ) as server,
-        pytest.raises(ServerError, match="broken: the server ended with code 1: no model"),
-    ):
-        server.wait_until(lambda: False, 60)
-
-
-def test_settings_become_flags() -> None:
-    assert transom_serve("m", 9, num_threads=2)[2:] == [
-        "transom_cluster.cli",
-        "serve",
-        "m",
-        "--port",
-        "9",
-        "--num-threads",
-        "2",
-    ]

@@ -14,8 +14,7 @@ import pytest
 from benchmarks.serving.soak import journal as promises
 from benchmarks.serving.soak.accounts import Tally, check_page, compare, in_use
 from benchmarks.serving.soak.answers import Answer, Choice, difference, is_beginning
-from benchmarks.serving.soak.bad_clients import bad_requests
-from benchmarks.serving.soak.cases import Case, make_cases, make_conversations
+from benchmarks.serving.soak.cases import Case
 from benchmarks.serving.soak.cluster import Page
 from benchmarks.serving.soak.journal import Journal
 from benchmarks.serving.soak.process_watch import Sample, leftovers, slope_per_h
@@ -89,13 +88,6 @@ def test_an_answer_that_differs_anywhere_is_another() -> None:
     assert not is_beginning(answer("our"), want)
 
 
-def test_errors_without_the_error_object_are_unreadable() -> None:
-    good, bad = Answer(status=503), Answer(status=500)
-    good.read_body(b'{"error": {"message": "m", "type": "t", "param": null, "code": "overloaded"}}')
-    bad.read_body(b"Internal Server Error")
-    assert (good.kind, bad.kind) == ("503 overloaded", "500 unreadable")
-
-
 def test_pages_that_equal_the_clients_counts_break_nothing(journal: Journal) -> None:
     tally = Tally()
     for _ in range(3):
@@ -147,13 +139,6 @@ def test_leftovers_are_descriptors_threads_and_processes() -> None:
         "worker: 16 descriptors, 10 before",
         "worker: 11 threads, 5 before",
     ]
-
-
-def test_the_same_seed_asks_the_same() -> None:
-    assert make_cases(1) == make_cases(1) != make_cases(2)
-    assert make_conversations(1) == make_conversations(1)
-    assert len({case.name for case in make_cases(1)}) == len(make_cases(1))
-    assert len({bad.name for bad in bad_requests(random.Random(0))}) == 16
 
 
 def test_the_report_names_what_broke(tmp_path: Path, journal: Journal) -> None:
@@ -232,8 +217,3 @@ async def test_a_killed_router_excuses_a_cut_stream_and_the_client_asks_again(jo
     assert counts["ends with a killed router: 500 unreadable"] == 1
     assert counts["answers with tokens"] == 1
     assert not journal.broken
-
-
-async def test_a_killed_router_excuses_no_other_error(journal: Journal) -> None:
-    await ask_stub(journal, stub_error("poison_request"), killed=True)
-    assert broken(journal) == [promises.KINDS]

@@ -113,8 +113,12 @@ def test_everything_by_keyboard(block_map: MapPage, worker: FakeWorker) -> None:
     press("Tab")
     press("?")
     assert block_map.page.locator("#help").is_visible()
+    block_map.page.check("#no-shortcuts")
     press("Escape")
     assert not block_map.page.locator("#help").is_visible()
+    block_map.page.evaluate("document.activeElement.blur()")
+    press("Space")
+    assert block_map.text("#moment").startswith("Live"), "single keys are switched off"
 
 
 def test_the_cursor_moves_from_block_to_block(block_map: MapPage, worker: FakeWorker) -> None:
@@ -141,17 +145,6 @@ def test_the_cursor_moves_from_block_to_block(block_map: MapPage, worker: FakeWo
     press("Escape")
     press("Escape")
     assert not block_map.page.locator("#cursor").is_visible()
-
-
-def test_single_key_shortcuts_can_be_switched_off(block_map: MapPage, worker: FakeWorker) -> None:
-    block_map.show(worker)
-    block_map.page.click("#help-button")
-    block_map.page.check("#no-shortcuts")
-    block_map.page.click("#help button")
-    block_map.page.evaluate("document.activeElement.blur()")
-    block_map.page.keyboard.press("Space")
-    block_map.settle()
-    assert block_map.text("#moment").startswith("Live")
 
 
 def test_every_control_is_named_and_can_be_tabbed_to(block_map: MapPage, worker: FakeWorker) -> None:

@@ -153,16 +153,6 @@ def test_a_worker_that_comes_back_was_away_between(
     assert shown(block_map) == ["w0", "w1"]
 
 
-def test_the_strip_keeps_what_was_and_no_more(
-    block_map: MapPage, crashed: tuple[FakeWorker, FakeWorker, list[str]]
-) -> None:
-    _, second, _ = crashed
-    block_map.send(second.frame(after_s=20))
-    samples = """() => [...transomBlockMap.workers.values()].map(({ series }) =>
-      Array.from({ length: 21 }, (_, i) => series.at(1700000000 + i)).filter((sample) => sample !== null).length)"""
-    assert block_map.page.evaluate(samples) == [2, 21]
-
-
 def test_a_filter_for_who_left_is_taken_back_but_can_be_set_again(block_map: MapPage) -> None:
     block_map.freeze_clock()
     block_map.open()

@@ -50,21 +50,6 @@ def test_the_decoder_reads_any_alignment(modules: MapPage) -> None:
     assert found == [[ACTIVE << 8 | 2 << 16, 3, 7, 0xDEADBEEF, 12]] * 16
 
 
-def test_the_decoder_says_what_is_wrong(modules: MapPage) -> None:
-    fake = FakeWorker()
-    fake.lease(0, 0)
-    frame = fake.frame(whole=True)
-    body = """return argument.map(text => {
-      try { decodeFrame(fromBase64(text)); return ""; } catch (error) { return error.message; }
-    });"""
-    cut = [text(frame[:2]), text(frame[:40]), text(frame[:-8])]
-    assert run(modules, "frames:fromBase64,decodeFrame", body, cut) == [
-        "A frame has at least 4 bytes, this one has 2.",
-        f"A frame of 40 bytes cannot hold a header of {int.from_bytes(frame[:4], 'little')} bytes.",
-        "Array blocks needs 320 bytes, the frame has 312 left.",
-    ]
-
-
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_server_sent_events_come_in_any_pieces(modules: MapPage, size: int) -> None:
     stream = ": a comment\r\n\r\nevent: frame\r\ndata: AAAA\r\n\r\ndata:first\ndata: second\nid: 7\n\n"
@@ -127,20 +112,6 @@ def test_any_moment_of_the_history_is_what_the_live_state_was(modules: MapPage) 
     same, num_keys = run(modules, "workers:Worker frames:decodeFrame,fromBase64", body, frames)
     assert same == [True] * 21
     assert num_keys > 0, "key states were tried as well"
-
-
-def test_pages_hold_what_lies_wholly_inside(modules: MapPage) -> None:
-    fake = FakeWorker(page_bytes=1000, num_pages=17, strides={"odd": 96, "wide": 700, "even": 250})
-    expected = [[[b.start, b.stop] for b in (fake.blocks_of(g, p) for p in range(17))] for g in range(3)]
-    body = """const { header } = decodeFrame(fromBase64(argument)), geometry = new Geometry(header);
-    const edges = (g, p) => [geometry.firstBlocks[g][p], geometry.endBlocks[g][p]];
-    return [0, 1, 2].map(g => Array.from({ length: 17 }, (_, p) => edges(g, p)));"""
-    found = run(modules, "geometry:Geometry frames:decodeFrame,fromBase64", body, text(fake.frame(whole=True)))
-    for group, pages in enumerate(found):
-        for page, (first, end) in enumerate(pages):
-            wanted_first, wanted_end = expected[group][page]
-            assert max(0, end - first) == max(0, wanted_end - wanted_first)
-            assert end <= first or [first, end] == [wanted_first, wanted_end]
 
 
 def test_the_middle_of_every_cell_belongs_to_its_block(modules: MapPage) -> None:

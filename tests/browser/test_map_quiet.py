@@ -62,15 +62,6 @@ def test_a_hung_worker_is_told_from_one_that_rests(block_map: MapPage) -> None:
     assert told(block_map, "hangs: nothing for") == 2, "it is another time"
 
 
-def test_one_that_never_sent_a_frame_is_named_as_well(block_map: MapPage) -> None:
-    block_map.freeze_clock()
-    block_map.open()
-    block_map.server.send_event("workers", [{"worker": "mute", "model": "demo", "state": "open"}])
-    block_map.page.wait_for_function("() => transomBlockMap.workers.size === 1")
-    block_map.pass_time(13)
-    assert block_map.text("#problems") == "mute: nothing for 13 s"
-
-
 def test_a_stream_that_was_lost_is_no_workers_silence(block_map: MapPage) -> None:
     block_map.freeze_clock()
     block_map.open()

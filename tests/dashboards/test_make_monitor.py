@@ -138,34 +138,3 @@ def test_a_port_that_is_taken_is_named(router: str, tmp_path: Path) -> None:
     assert process.returncode == 1
     assert "address already in use" in errors
     assert "answers 401. Give the server's keys with --api-key-file." in errors
-
-
-def test_debians_package_is_unpacked_where_nothing_is_installed(tmp_path: Path) -> None:
-    """With stand-ins for Debian's tools: the second call finds what the first has fetched."""
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts/prometheus").write_text((ROOT / "scripts/prometheus").read_text())
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    stubs = {
-        "apt-get": 'echo "fetched" >&2; touch prometheus_2.deb',
-        "dpkg-deb": "mkdir -p usr/bin; for one in prometheus promtool; do echo > usr/bin/$one; chmod +x usr/bin/$one; done",
-    }
-    for name, text in stubs.items():
-        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tools / name).chmod(0o755)
-    for name in ("sh", "dirname", "mkdir", "rm", "mv", "touch", "chmod"):
-        (tools / name).symlink_to(Path("/bin") / name if (Path("/bin") / name).exists() else Path("/usr/bin") / name)
-
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = ["/bin/sh", str(tmp_path / "scripts/prometheus"), *arguments]
-        return subprocess.run(
-            command, env={"PATH": str(tools)}, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-        )
-
-    assert "not on PATH" in call("promtool", "--offline").stderr
-    for expected in ("fetched\n", ""):
-        done = call("promtool")
-        assert (done.returncode, done.stderr) == (0, expected)
-        assert done.stdout == f"{tmp_path}/.venv/prometheus/usr/bin/promtool\n"
-    assert call("prometheus", "--offline").returncode == 0
-    assert call("other").returncode == 1

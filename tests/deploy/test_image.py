@@ -54,7 +54,3 @@ def test_the_last_stage_has_a_compiler_for_triton() -> None:
     *_, last = [i for i, (name, _) in enumerate(instructions()) if name == "FROM"]
     installed = " ".join(arguments for name, arguments in instructions()[last:] if name == "RUN")
     assert {"gcc", "libc6-dev"} <= set(installed.split())
-
-
-def test_its_base_is_chosen_by_argument() -> None:
-    assert [arguments.split()[0] for name, arguments in instructions() if name == "FROM"] == ["${BASE}", "${BASE}"]

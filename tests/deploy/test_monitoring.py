@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.deploy.deploy_files import DEPLOY, document
 from tests.prometheus_programs import run_promtool
@@ -59,8 +58,3 @@ def test_every_key_says_that_it_is_a_bearers(path: Path) -> None:
     types = [part["authorization"].get("type") for part in parts if "authorization" in part]
     assert set(types) == {"Bearer"}
     assert all("authorization" in part for part in parts if "url" in part)
-
-
-@pytest.mark.parametrize(("right", "wrong"), [("metrics_path", "metric_path"), ("http_sd_configs", "http_sd_config")])
-def test_misspelt_keys_are_caught(right: str, wrong: str) -> None:
-    assert wrong in problems(yaml.safe_load(PATH.read_text().replace(right, wrong)))

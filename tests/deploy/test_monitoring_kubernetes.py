@@ -98,9 +98,3 @@ def test_rays_pages_are_those_of_all_pods(found: list[dict[str, Any]]) -> None:
 def _meta(label: str) -> str:
     """A label's name as Prometheus' discovery writes it."""
     return re.sub(r"[^A-Za-z0-9_]", "_", label)
-
-
-def test_without_flags_nothing_is_added() -> None:
-    for one in printed():
-        assert "namespace" not in one["metadata"]
-        assert "release" not in one["metadata"]["labels"]

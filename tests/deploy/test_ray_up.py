@@ -1,11 +1,10 @@
-"""Every cluster YAML validates against Ray's schema and has what Transom needs besides; misspelt keys are errors."""
+"""Every cluster YAML validates against Ray's schema and has what Transom needs besides."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-import jsonschema
 import pytest
 from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -34,45 +33,23 @@ def validate(config: dict[str, Any]) -> dict[str, Any]:
     return prepared
 
 
-def test_there_are_three() -> None:
-    assert [path.parent.name for path in PATHS] == ["aws", "gcp", "on_premise"]
-
-
 def test_ray_takes_it(config: dict[str, Any]) -> None:
     validate(config)
 
 
-def test_misspelt_keys_are_caught(config: dict[str, Any]) -> None:
-    config["setup_command"] = config.pop("setup_commands")
-    with pytest.raises(jsonschema.ValidationError, match="setup_command"):
-        validate(config)
-
-
-def test_misspelt_keys_of_host_types_are_caught(cloud: dict[str, Any]) -> None:
-    cloud["available_node_types"]["l4"]["min_worker"] = 1
-    with pytest.raises(jsonschema.ValidationError, match="min_worker"):
-        validate(cloud)
-
-
-def test_every_command_has_the_cluster_s_environment(config: dict[str, Any]) -> None:
-    """The token, the mode and the periods must be the same everywhere."""
+def test_commands_have_the_environment_and_the_head_no_resources_for_workers(config: dict[str, Any]) -> None:
+    """The token, the mode and the periods must be the same everywhere, and no dashboard is opened."""
     starts = config["head_start_ray_commands"] + config["worker_start_ray_commands"]
     assert all(command.startswith(". ~/transom/env.sh;") for command in starts)
     assert config["file_mounts"] == {"~/transom": "node"}
+    assert "--num-cpus=0 --num-gpus=0" in config["head_start_ray_commands"][-1]
+    assert "--dashboard-host" not in "".join(config["head_start_ray_commands"])
 
 
 def test_hosts_install_what_was_tested_and_what_triton_needs(config: dict[str, Any]) -> None:
     setup = "\n".join(config["setup_commands"])
     assert "pip install --quiet -c ~/transom/constraints.txt ~/transom/transom-*.whl" in setup
     assert config["provider"]["type"] == "local" or "install gcc python3-dev python3-venv" in setup
-
-
-def test_the_head_has_no_resources_for_workers(config: dict[str, Any]) -> None:
-    assert "--num-cpus=0 --num-gpus=0" in config["head_start_ray_commands"][-1]
-
-
-def test_no_dashboard_is_opened(config: dict[str, Any]) -> None:
-    assert "--dashboard-host" not in "".join(config["head_start_ray_commands"])
 
 
 def test_autoscaler_limits_hold_together(cloud: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ def _read_chunk(chunk: dict[str, Any], stream: Stream) -> None:
 
 
 def client_of(url: str) -> httpx.AsyncClient:
-    """A client with as many connections as it takes."""
+    """A client with any number of connections."""
     return httpx.AsyncClient(base_url=url, headers=KEY, timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None))
 
 

@@ -338,7 +338,7 @@ def test_tiers_are_exact(
 def test_several_ranks_are_exact(
     tiny_model: Path, expected: dict[str, list[list[int]]], waits: list[int], name: str, ranks: int, pool: str
 ) -> None:
-    """With everything on; each rank has one of the two KV heads, so half the bytes hold as many blocks."""
+    """With everything on; each rank has one of the two KV heads, so half the bytes hold the same number of blocks."""
     case, tight_kib = MODELS[name]
     engine = make_engine(
         str(tiny_model),

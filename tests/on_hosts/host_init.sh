@@ -27,7 +27,7 @@ touch "$home/.bashrc"
 install -m 600 "$keys/id.pub" "$home/.ssh/authorized_keys"
 [ "$name" != admin ] || install -m 600 "$keys/id" "$home/.ssh/id_ed25519"
 install -m 644 "$keys/hosts" "$root/etc/hosts"
-# No name server is behind these interfaces: each look-up, of gloo or of sshd, would wait for seconds.
+# These interfaces lead to no name server: each look-up, of gloo or of sshd, would wait for seconds.
 sed -i 's/^hosts:.*/hosts: files/' "$root/etc/nsswitch.conf"
 install -m 600 "$keys/host_key" "$root/etc/ssh/ssh_host_ed25519_key"
 cat >"$root/etc/ssh/sshd_config" <<END

@@ -11,7 +11,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-MAX_PICTURE_BYTES = 150_000
 FOLDERS = ("docs", "deploy")
 SOURCES = ("cluster", "worker", "kernels", "dashboards", "deploy", "docs", "scripts", "tests")
 PAGES = [
@@ -73,11 +72,6 @@ def test_the_architecture_page_names_every_package() -> None:
     }
     unnamed = {str(path.relative_to(ROOT)) for path in packages if f"{path.name}/" not in layout}
     assert unnamed == set()
-
-
-def test_pictures_are_small() -> None:
-    pictures = sorted((ROOT / "docs/images").glob("*.png"))
-    assert [picture.name for picture in pictures if picture.stat().st_size > MAX_PICTURE_BYTES] == []
 
 
 def test_every_dependency_is_pinned_inside_its_range():

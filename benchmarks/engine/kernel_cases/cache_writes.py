@@ -26,7 +26,7 @@ from transom_worker.execution.tiers.load_copies import LoadBoard, RowCopies, mak
 ERROR_LIMIT = 6e-3
 LOAD_LIMIT_S = 10.0
 # Of rows that were quantised. Half a step is up to 1/16 of a number of fp8, of which the interpreter drops small ones, and 1/254 or
-# 1/14 of a row's largest number otherwise.
+# 1/14 of a row's largest number in the other formats.
 QUANTISED_LIMITS = {"fp8": 0.07, "int8": 0.015, "int4": 0.2}
 CHECKED = 256  # tokens
 LLAMA, TINY = Heads(query=32, kv=8, size=128), Heads(query=4, kv=2, size=16)

@@ -54,7 +54,7 @@ def cases(scale: Scale) -> Iterator[Case]:
 
 
 def mixture_case(mixture: Mixture, tokens: int, is_mx: bool) -> Case:
-    """One mixture of experts over so many tokens, with weights in MXFP4 or bfloat16."""
+    """One mixture of experts over `tokens` tokens, with weights in MXFP4 or bfloat16."""
     promises: tuple[Promise, ...] = ()
     if tokens <= 16:
         promises = (READ_MX if is_mx else READ,)

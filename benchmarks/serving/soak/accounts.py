@@ -78,7 +78,7 @@ def left_tasks(before: Page, after: Page) -> Iterator[str]:
 
 
 def in_use(page: Page) -> Iterator[str]:
-    """Whatever counts requests or blocks in use."""
+    """What counts requests or blocks in use, and is not zero."""
     for name in EMPTY_WHEN_IDLE:
         if value := page.sum(name):
             yield f"{name} {value:.0f}"
@@ -121,7 +121,7 @@ def compare(before: Page, after: Page, tally: Tally, journal: Journal, *, exact:
     """Compare the routers' counts between two pages with the clients' of the same time; the rows of the report.
 
     Both pages have the same processes. Where clients left early (`exact` is false then) the server may have counted more,
-    by at most as many requests as left.
+    by at most the number of requests that left.
     """
     rows: dict[str, list[float]] = {}
 

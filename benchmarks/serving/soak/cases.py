@@ -54,7 +54,7 @@ def words(source: random.Random, count: int) -> str:
 
 
 def token_ids(source: random.Random, count: int) -> list[int]:
-    """A prompt of exactly so many tokens."""
+    """A prompt of exactly `count` tokens."""
     return [source.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(count)]
 
 

@@ -1,7 +1,7 @@
 """The server under test: its settings, its processes and pages, how it is deployed again, and when it is whole.
 
-Whole: every router that should be there has open streams to as many workers as should be there, to none that is lost, and every
-rank that a worker names is a living process.
+Whole: every router that should be there has open streams to all workers that should be there, to none that is lost, and every rank
+that a worker names is a living process.
 """
 
 from __future__ import annotations

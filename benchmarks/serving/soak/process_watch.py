@@ -19,7 +19,7 @@ from benchmarks.server_process import ServerProcess
 from benchmarks.serving.process_names import name_of
 
 PERIOD_S = 5.0
-STARTED_ON_DEMAND = {"chat template": 4}  # kinds of which there may be as many as this: two for each router
+STARTED_ON_DEMAND = {"chat template": 4}  # kind -> how many there may be: two for each router
 MIB = 1 << 20
 
 

@@ -66,7 +66,7 @@ class Traffic:
     async def run(
         self, num_clients: int, pause_s: float, seed: str, is_over: Callable[[], bool], *, only: Sequence[str] = ()
     ) -> None:
-        """Run so many clients until `is_over()`, each with its own random choices; `only` names the behaviours, if not all."""
+        """Run `num_clients` clients until `is_over()`, each with random choices of its own; `only` names behaviours, if not all."""
         weights = {name: weight for name, weight in BEHAVIOURS.items() if not only or name in only}
         await asyncio.gather(
             *(self._client(random.Random(f"{seed}/{i}"), weights, pause_s, is_over) for i in range(num_clients))
