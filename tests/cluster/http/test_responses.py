@@ -86,12 +86,6 @@ def test_sampling_and_the_key_reach_the_worker(server):
     assert request.params.max_tokens == 2
 
 
-def test_chats_have_a_key_too(server):
-    body = {"messages": [{"role": "user", "content": "hi"}], "prompt_cache_key": "k2", "max_tokens": 1}
-    assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).status_code == 200
-    assert server.worker.submitted[-1].prompt_cache_key == "k2"
-
-
 def test_what_codex_sends_is_taken(server):
     answer = post(
         server,
@@ -127,29 +121,23 @@ def test_a_warning_is_one_line_of_ascii(server):
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"store": True}, "store"),
         ({"background": True}, "background"),
-        ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["all"]}, "include[0]"),
         ({"stream_options": {}}, "stream_options"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
         ({"input": "x" * 600}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 600}, "input"),
-        ({"temperature": 200}, "temperature"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"metadata": {"a": 1}}, "metadata"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"reasoning": {"effort": "enormous"}}, "reasoning.effort"),
         ({"n": 2}, "n"),
-        ({"max_tokens": 2}, "max_tokens"),
-        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         (
             {"tools": [{"type": "web_search"}, {"type": "function", "name": "a", "parameters": 3}]},
             "tools[1].parameters",
         ),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
-        ({"tool_choice": {"type": "web_search"}, "tools": [TOOL]}, "tool_choice.type"),
     ],
 )
 def test_errors_name_the_field(server, body, param):
