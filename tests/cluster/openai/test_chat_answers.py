@@ -228,7 +228,8 @@ def entries(chunks: Sequence[dict[str, Any]]) -> list[str]:
 @pytest.mark.parametrize("per_event", [1, 3, 100])
 def test_every_token_but_of_hidden_reasoning_has_its_logprobs_once(per_event: int, include_reasoning: bool) -> None:
     tokens = [step.text for step in ALL if include_reasoning or step.text not in ("Rain", "?")]
-    plain, options = {"include_reasoning": include_reasoning}, {"per_event": per_event, "logprobs": True}
+    plain: dict[str, Any] = {"include_reasoning": include_reasoning}
+    options: dict[str, Any] = {"per_event": per_event, "logprobs": True}
     chunks = stream(writer_of(ALL, num_top_logprobs=0, **plain), ALL, **options)
     assert entries(chunks) == tokens
     assert joined_message(chunks) == whole(writer_of(ALL, **plain), ALL)["choices"][0]["message"]
