@@ -25,7 +25,7 @@ from transom_core.contract import (
 from transom_core.contract.kv_events import CacheShape, KvUpdate
 from transom_core.errors import LossCause, Overloaded, WorkerLost
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
-from transom_core.text.chat_template import ChatPrompt
+from transom_core.text.chat_template import Prompt
 
 EOS = 256
 VOCAB_SIZE = 260
@@ -78,11 +78,11 @@ class ByteTokenizer:
         template: Any = None,
         extra: Any = None,
         check_length: Any = None,
-    ) -> ChatPrompt:
+    ) -> Prompt:
         turns = [f"{message['role']}:{message['content']};" for message in messages]
         ends = [len("".join(turns[: i + 1]).encode()) for i in range(len(turns))]
         text = "".join(turns) + ("assistant:" if add_generation_prompt else "")
-        return ChatPrompt(
+        return Prompt(
             text=text, token_ids=tuple(self.encode(text, check_length=check_length)), turn_boundaries=tuple(ends)
         )
 

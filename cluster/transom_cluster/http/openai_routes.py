@@ -17,7 +17,7 @@ from transom_cluster.openai.answer.answer_markup import PLAIN
 from transom_cluster.openai.answer.chat_writer import ChatWriter
 from transom_cluster.openai.answer.completion_writer import CompletionWriter, EchoedPrompt
 from transom_cluster.openai.answer.writers import ResponseMetadata, ResponseWriter
-from transom_cluster.openai.prompt.prompts import MAX_INLINE_CHARS, Prompt, completion_prompts
+from transom_cluster.openai.prompt.prompts import MAX_INLINE_CHARS, completion_prompts
 from transom_cluster.openai.request.body import BodyParser
 from transom_cluster.openai.request.body_shape import SMALL_BODY_BYTES
 from transom_cluster.openai.request.chat_request import ChatCompletionRequest
@@ -33,6 +33,7 @@ from transom_cluster.telemetry.span_attributes import request_attributes
 from transom_core import contract
 from transom_core.contract import SamplingParams
 from transom_core.errors import RequestError
+from transom_core.text.chat_template import Prompt
 from transom_core.text.markup.context import AnswerContext
 
 _CHAT = BodyParser(ChatCompletionRequest, CHAT_RULES)

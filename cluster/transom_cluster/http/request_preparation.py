@@ -21,7 +21,7 @@ from transom_cluster.openai.answer.chat_answer import ChatAnswer
 from transom_cluster.openai.answer.writers import ResponseMetadata
 from transom_cluster.openai.engine_requests import build_requests
 from transom_cluster.openai.fair_threads import ClientThreads, RequestThreads
-from transom_cluster.openai.prompt.prompts import MAX_INLINE_CHARS, Prompt, chat_prompt
+from transom_cluster.openai.prompt.prompts import MAX_INLINE_CHARS, chat_prompt
 from transom_cluster.openai.request.answer_options import AnswerOptions
 from transom_cluster.openai.request.body import BodyParser, Model
 from transom_cluster.openai.request.body_shape import SMALL_BODY_BYTES
@@ -33,9 +33,11 @@ from transom_cluster.router.router import Router
 from transom_core import contract
 from transom_core.contract import KvPolicy, SamplingParams
 from transom_core.errors import RequestTimeout
+from transom_core.text.chat_template import Prompt
 from transom_core.text.markup.context import AnswerContext
 
 MAX_INLINE_TOKENS = 16_384
+PROMPT_END_CHARS = 200  # which show whether the template has begun the answer, such as with `<think>`
 
 logger = logging.getLogger("transom.router")
 
@@ -104,7 +106,7 @@ class RequestPreparation:
             tool_parser=markup.tool_parser,
             limits=limits,
         )
-        context = markup.context(options, prompt_end=prompt.text_end)
+        context = markup.context(options, prompt_end=prompt.text[-PROMPT_END_CHARS:])
         grammar = await self.grammar(markup, options, context, threads)
         requests = await self.engine_requests(
             state, metadata, body, [prompt], params, limits, kv_policy, grammar=grammar, prompt_param="messages"

@@ -11,13 +11,14 @@ from starlette.responses import JSONResponse, Response
 from transom_cluster.http.request_preparation import RequestPreparation
 from transom_cluster.openai.answer.response_types import Text, Tokens
 from transom_cluster.openai.fair_threads import ClientThreads
-from transom_cluster.openai.prompt.prompts import MAX_INLINE_CHARS, Prompt, chat_prompt
+from transom_cluster.openai.prompt.prompts import MAX_INLINE_CHARS, chat_prompt
 from transom_cluster.openai.request.body import BodyParser
 from transom_cluster.openai.request.completion_request import DetokenizeRequest, TokenizeRequest
 from transom_cluster.openai.request.field_rules import NO_RULES, TOKENIZE_RULES
 from transom_cluster.openai.request.token_id_lists import check_vocabulary
 from transom_cluster.router.router import Router
 from transom_core.errors import RequestError
+from transom_core.text.chat_template import Prompt
 
 _TOKENIZE = BodyParser(TokenizeRequest, TOKENIZE_RULES)
 _DETOKENIZE = BodyParser(DetokenizeRequest, NO_RULES)

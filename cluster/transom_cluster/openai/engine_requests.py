@@ -12,11 +12,11 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
-from transom_cluster.openai.prompt.prompts import Prompt
 from transom_cluster.openai.request.request_limits import ModelLimits, check_length, check_logprob_budget, check_total
 from transom_cluster.openai.request.token_id_lists import check_vocabulary
 from transom_core.contract import KvPolicy, Request, SamplingParams
 from transom_core.errors import RequestError
+from transom_core.text.chat_template import Prompt
 
 
 def build_requests(

@@ -143,61 +143,47 @@ class Client:
         self._socket.setblocking(False)
 
     async def play(self) -> None:
+        content, at = message(self.plan, last=True), self.plan["at"]
         async with asyncio.timeout(CLIENT_S):
             await asyncio.get_running_loop().sock_connect(self._socket, ("127.0.0.1", self._port))
-            await getattr(self, "_" + self.plan["manner"].replace(" ", "_"))()
+            match self.plan["manner"]:
+                case "reads":
+                    await self._send(content)
+                    await self._read()
+                    self._check(1)
+                case "sips":
+                    await self._send(content)
+                    await self._read(at_once=100)
+                    self._check(1)
+                case "dribbles":
+                    for begin in range(0, len(content), 20):
+                        await self._send(content[begin : begin + 20])
+                        await asyncio.sleep(0)
+                    await self._read()
+                    self._check(1)
+                case "pipelines":
+                    await self._send(message(self.plan, last=False) + content)
+                    await self._read()
+                    self._check(2)
+                case "half closes":
+                    await self._send(content)
+                    self._socket.shutdown(socket.SHUT_WR)
+                    await self._read()  # an answer or its beginning, and an end
+                case "gives up":
+                    await self._send(content[: int(at * (len(content) - 1))])
+                    self._socket.close()
+                case "lies":
+                    await self._send(content)  # more is announced than comes
+                case "stops" | "leaves" | "resets" as manner:
+                    await self._send(content)
+                    await self._read(until=int(at * 3000))
+                    if manner == "resets":
+                        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    if manner != "stops":
+                        self._socket.close()
 
     def close(self) -> None:
         self._socket.close()
-
-    async def _reads(self) -> None:
-        await self._send(message(self.plan, last=True))
-        await self._read()
-        self._check(1)
-
-    async def _sips(self) -> None:
-        await self._send(message(self.plan, last=True))
-        await self._read(at_once=100)
-        self._check(1)
-
-    async def _dribbles(self) -> None:
-        content = message(self.plan, last=True)
-        for begin in range(0, len(content), 20):
-            await self._send(content[begin : begin + 20])
-            await asyncio.sleep(0)
-        await self._read()
-        self._check(1)
-
-    async def _pipelines(self) -> None:
-        await self._send(message(self.plan, last=False) + message(self.plan, last=True))
-        await self._read()
-        self._check(2)
-
-    async def _half_closes(self) -> None:
-        await self._send(message(self.plan, last=True))
-        self._socket.shutdown(socket.SHUT_WR)
-        await self._read()  # an answer or its beginning, and an end
-
-    async def _stops(self) -> None:
-        await self._send(message(self.plan, last=True))
-        await self._read(until=int(self.plan["at"] * 3000))
-
-    async def _leaves(self) -> None:
-        await self._stops()
-        self._socket.close()
-
-    async def _resets(self) -> None:
-        await self._stops()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._socket.close()
-
-    async def _gives_up(self) -> None:
-        content = message(self.plan, last=True)
-        await self._send(content[: int(self.plan["at"] * (len(content) - 1))])
-        self._socket.close()
-
-    async def _lies(self) -> None:
-        await self._send(message(self.plan, last=True))  # more is announced than comes
 
     async def _send(self, content: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self._socket, content)

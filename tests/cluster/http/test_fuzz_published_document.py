@@ -14,7 +14,7 @@ import pytest
 import schemathesis
 from schemathesis import Case, GenerationMode
 
-from tests.cluster.conftest import HttpServer, http_server, num_in_flight
+from tests.cluster.conftest import HttpServer, num_in_flight
 from tests.cluster.http.document_requests import check_all_operations
 from tests.cluster.openai.published_document import check_event, check_published, published_document
 from tests.how_many import num_examples
@@ -90,12 +90,6 @@ def _check_stream(path: str, text: str) -> None:
             for choice in event["choices"]:
                 choice["finish_reason"] = choice["finish_reason"] or "stop"
             check_published("CreateCompletionResponse", event)
-
-
-@pytest.fixture(scope="module")
-def server():
-    with http_server() as running:
-        yield running
 
 
 def test_requests_of_the_published_document(server: HttpServer, subtests: pytest.Subtests) -> None:

@@ -6,7 +6,6 @@ The model has noise for weights, so all that is right in an answer comes from th
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -113,38 +112,6 @@ def test_json_whole_and_streamed(client):
         valid(one.message.content)
     texts, _, _ = streamed(client, response_format=FORM, n=3)
     assert texts == {one.index: one.message.content for one in answer.choices}
-
-
-def test_json_or_calls(client, url):
-    tools = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
-    body = {**SAMPLED, "response_format": FORM, "tools": tools, "parallel_tool_calls": False}
-    ids = httpx.post(f"{url}/tokenize", json={"prompt": "<{"}, timeout=CLIENT_S).json()["tokens"]
-    for unlikely, reason in zip(ids, ("stop", "tool_calls"), strict=True):
-        answer = client.chat.completions.create(messages=MESSAGES, logit_bias={str(unlikely): -100}, **body)
-        one = answer.choices[0]
-        assert one.finish_reason == reason
-        if reason == "stop":
-            valid(one.message.content)
-        else:
-            (call,) = one.message.tool_calls
-            valid(call.function.arguments)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "pattern"),
-    [
-        ({"regex": "[a-c]{3}-[0-9]{2}"}, "[a-c]{3}-[0-9]{2}"),
-        ({"choice": ["yes", "no"]}, "yes|no"),
-        ({"grammar": 'start: "x" DIGIT\nDIGIT: /[0-9]/'}, "x[0-9]"),
-        ({"grammar": 'root ::= "x" [0-9]+ "."'}, r"x[0-9]+\."),
-    ],
-)
-def test_texts_of_every_form(client, outputs, pattern):
-    answer = client.completions.create(prompt=["a", "b"], extra_body={"structured_outputs": outputs}, **SAMPLED)
-    for one in answer.choices:
-        assert re.fullmatch(pattern, one.text), one.text
-    chunks = client.completions.create(prompt="a", stream=True, extra_body={"structured_outputs": outputs}, **SAMPLED)
-    assert "".join(one.text for chunk in chunks for one in chunk.choices) == answer.choices[0].text
 
 
 @pytest.mark.parametrize(

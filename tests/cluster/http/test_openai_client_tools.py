@@ -13,24 +13,10 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamEvent
 
 from tests.cluster.conftest import HttpServer
-from tests.cluster.http.speaking_server import ANSWER, CALL, AskWeather, Weather, last_request, says
+from tests.cluster.http.conftest import ANSWER, CALL, CITY, AskWeather, Weather, last_request, says
 
 MESSAGES: Any = [{"role": "user", "content": "Is it raining in Paris?"}]
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}},
-                "required": ["city"],
-                "additionalProperties": False,
-            },
-        },
-    }
-    for name in ("weather", "time")
-]
+TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": CITY}} for name in ("weather", "time")]
 
 
 def test_a_whole_answer(speaking_server: HttpServer, speaking_client: openai.OpenAI) -> None:

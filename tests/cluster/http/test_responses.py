@@ -9,16 +9,11 @@ import httpx
 import openai
 import pytest
 
+from tests.cluster.conftest import HttpServer
+from tests.cluster.http.conftest import ANSWER, CALL, CITY, AskWeather, Weather, last_request, says
 from tests.cluster.openai.published_document import check_event, check_published
 from transom_core.contract import ErrorInfo
 from transom_core.errors import StepFailed
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120) as client:
-        yield client
-
 
 ASKED: dict[str, Any] = {"model": "stub", "input": "hi"}
 PROMPT = "user:hi;assistant:"
@@ -29,6 +24,10 @@ TOOL = {
     "strict": False,
     "parameters": {"type": "object", "properties": {}},
 }
+
+CITY_TOOLS: Any = [
+    {"type": "function", "name": name, "strict": True, "parameters": CITY} for name in ("weather", "time")
+]
 
 
 def post(server: Any, **body: Any) -> httpx.Response:
@@ -86,12 +85,6 @@ def test_sampling_and_the_key_reach_the_worker(server):
     assert request.params.max_tokens == 2
 
 
-def test_chats_have_a_key_too(server):
-    body = {"messages": [{"role": "user", "content": "hi"}], "prompt_cache_key": "k2", "max_tokens": 1}
-    assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).status_code == 200
-    assert server.worker.submitted[-1].prompt_cache_key == "k2"
-
-
 def test_what_codex_sends_is_taken(server):
     answer = post(
         server,
@@ -127,29 +120,23 @@ def test_a_warning_is_one_line_of_ascii(server):
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"store": True}, "store"),
         ({"background": True}, "background"),
-        ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["all"]}, "include[0]"),
         ({"stream_options": {}}, "stream_options"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
         ({"input": "x" * 600}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 600}, "input"),
-        ({"temperature": 200}, "temperature"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"metadata": {"a": 1}}, "metadata"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"reasoning": {"effort": "enormous"}}, "reasoning.effort"),
         ({"n": 2}, "n"),
-        ({"max_tokens": 2}, "max_tokens"),
-        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         (
             {"tools": [{"type": "web_search"}, {"type": "function", "name": "a", "parameters": 3}]},
             "tools[1].parameters",
         ),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
-        ({"tool_choice": {"type": "web_search"}, "tools": [TOOL]}, "tool_choice.type"),
     ],
 )
 def test_errors_name_the_field(server, body, param):
@@ -167,3 +154,67 @@ def test_an_error_in_mid_stream_is_an_event(server):
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["error"]["code"] == "server_error"
     assert "secret" not in json.dumps(events)
+
+
+def test_a_whole_answer_with_reasoning_and_calls(speaking_server: HttpServer, speaking_client: Any) -> None:
+    says(speaking_server, ANSWER)
+    answer = speaking_client.responses.create(model="stub", input=ASKED["input"], tools=CITY_TOOLS)
+    check_published("Response", answer.to_dict())
+    reasoning, message, *calls = answer.output
+    assert reasoning.content[0].text == "Rain?"
+    assert message.content[0].text == "Let me look."
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [
+        ("weather", {"city": "Paris"}),
+        ("time", {"city": "Rome"}),
+    ]
+    assert (answer.status, answer.output_text) == ("completed", "Let me look.")
+    assert answer.usage is not None
+    assert answer.usage.output_tokens_details.reasoning_tokens == len("\nRain?\n</think>") - 1
+
+
+def test_a_streamed_answer_is_the_whole_one(speaking_server: HttpServer, speaking_client: Any) -> None:
+    says(speaking_server, ANSWER)
+    with speaking_client.responses.stream(model="stub", input=ASKED["input"], tools=CITY_TOOLS) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    for event in speaking_client.responses.create(model="stub", input=ASKED["input"], tools=CITY_TOOLS, stream=True):
+        check_event(event.to_dict())
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
+    deltas: dict[str, str] = {}
+    for event in events:
+        if event.type.endswith(".delta"):
+            deltas[event.item_id] = deltas.get(event.item_id, "") + event.delta
+    assert list(deltas) == [item.id for item in final.output]
+    assert list(deltas.values())[:2] == ["Rain?", "Let me look."]
+    assert [json.loads(text) for text in list(deltas.values())[2:]] == [{"city": "Paris"}, {"city": "Rome"}]
+
+
+def test_parsed_answers_and_calls(speaking_server: HttpServer, speaking_client: Any) -> None:
+    says(speaking_server, '{"city": "Paris", "rain_mm": 2.5}')
+    parsed = speaking_client.responses.parse(model="stub", input=ASKED["input"], text_format=Weather)
+    assert parsed.output_parsed == Weather(city="Paris", rain_mm=2.5)
+    assert last_request(speaking_server).grammar is not None
+    says(speaking_server, CALL)
+    tool: Any = openai.pydantic_function_tool(AskWeather, name="weather")
+    called = speaking_client.responses.parse(model="stub", input=ASKED["input"], tools=[tool])
+    assert called.output[0].parsed_arguments == AskWeather(city="Paris")
+
+
+def test_the_output_sent_back_with_a_result_continues_the_chat(
+    speaking_server: HttpServer, speaking_client: Any
+) -> None:
+    says(speaking_server, ANSWER)
+    first = speaking_client.responses.create(model="stub", input=ASKED["input"], tools=CITY_TOOLS)
+    ids = [item.call_id for item in first.output if item.type == "function_call"]
+    assert len(set(ids)) == 2
+    says(speaking_server, "Yes.")
+    second = speaking_client.responses.create(
+        model="stub",
+        tools=CITY_TOOLS,
+        input=[
+            {"role": "user", "content": ASKED["input"]},
+            *first.output,
+            *({"type": "function_call_output", "call_id": one, "output": "2 mm"} for one in ids),
+        ],
+    )
+    assert second.output_text == "Yes."

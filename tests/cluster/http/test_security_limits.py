@@ -114,7 +114,7 @@ async def test_gets_have_limits_of_their_own_but_at_open_paths():
         assert (await api.client.get("/v1/models")).status_code == 200
 
 
-async def test_one_client_has_only_so_many_gets_and_block_map_streams_at_once():
+async def test_gets_and_block_map_streams_of_one_client_are_bounded():
     limits = LimitsConfig(concurrent_get_requests=3, block_map_streams=2)
     async with running_api(limits=limits) as api:
         app = build_api(api.router)

@@ -9,7 +9,7 @@ import pytest
 from tests.cluster.conftest import Api, running_api
 from tests.cluster.http.test_http_errors import problem
 from transom_cluster.openai.answer.answer_markup import AnswerMarkup
-from transom_cluster.openai.request.reasoning_fields import reasoning_variables
+from transom_cluster.openai.request.template_variables import reasoning_variables
 from transom_core.errors import ConfigError, RequestError
 from transom_core.text.markup.formats import answer_format
 
@@ -132,3 +132,31 @@ def test_a_template_without_tools_takes_no_other_parser_than_the_default(api):
     assert AnswerMarkup.choose(tokenizer, tool_parser="none").tool_parser is None
     with pytest.raises(ConfigError, match="knows no tools"):
         AnswerMarkup.choose(tokenizer, tool_parser="llama3_json")
+
+
+async def test_a_name_that_would_pass_a_refusal_is_refused(api):
+    names = ("tools", "xml_tools", "tool_choice", "functions", "documents", "Tools", "messages", "chat_template")
+    for name in (*names, "add_generation_prompt", "continue_final_message"):
+        body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"x": 1, name: [{"a": 1}]}}
+        for path in ("/v1/chat/completions", "/tokenize"):
+            assert problem(await api.client.post(path, json=body), 400)["param"] == f"chat_template_kwargs.{name}"
+    assert api.worker.submitted == []
+
+
+async def test_other_names_and_neutral_values_reach_the_template(api, variables):
+    own = {"enable_thinking": False, "tools": None, "documents": [], "tools_in_user_message": False}
+    for given in (own, {}, None):
+        assert (await api.chat(chat_template_kwargs=given)).status_code == 200
+    assert variables == [own, None, None]
+
+
+@pytest.mark.parametrize("value", [[], "x", 5, {"a": "b" * 70_000}])
+async def test_what_is_no_object_or_too_long_is_refused(api, value):
+    assert problem(await api.chat(chat_template_kwargs=value), 400)["param"] == "chat_template_kwargs"
+
+
+async def test_the_depth_of_template_variables_is_bounded(api):
+    deep: list = []
+    for _ in range(200):
+        deep = [deep]
+    assert "nested deeper" in problem(await api.chat(chat_template_kwargs={"x": deep}), 400)["message"]

@@ -224,23 +224,17 @@ def entries(chunks: Sequence[dict[str, Any]]) -> list[str]:
     return [entry["token"] for one in logprobs for entry in one["content"]]
 
 
+@pytest.mark.parametrize("include_reasoning", [True, False])
 @pytest.mark.parametrize("per_event", [1, 3, 100])
-def test_every_token_has_its_logprobs_once(per_event: int) -> None:
-    tokens = [step.text for step in ALL]
-    chunks = stream(writer_of(ALL, num_top_logprobs=0), ALL, per_event=per_event, logprobs=True)
+def test_every_token_but_of_hidden_reasoning_has_its_logprobs_once(per_event: int, include_reasoning: bool) -> None:
+    tokens = [step.text for step in ALL if include_reasoning or step.text not in ("Rain", "?")]
+    plain: dict[str, Any] = {"include_reasoning": include_reasoning}
+    options: dict[str, Any] = {"per_event": per_event, "logprobs": True}
+    chunks = stream(writer_of(ALL, num_top_logprobs=0, **plain), ALL, **options)
     assert entries(chunks) == tokens
-    assert joined_message(chunks) == whole(writer_of(ALL), ALL)["choices"][0]["message"]
-    answer = whole(writer_of(ALL, num_top_logprobs=0), ALL, per_event=per_event, logprobs=True)
+    assert joined_message(chunks) == whole(writer_of(ALL, **plain), ALL)["choices"][0]["message"]
+    answer = whole(writer_of(ALL, num_top_logprobs=0, **plain), ALL, **options)
     assert [entry["token"] for entry in answer["choices"][0]["logprobs"]["content"]] == tokens
-
-
-@pytest.mark.parametrize("per_event", [1, 3, 100])
-def test_hidden_reasoning_has_no_logprobs(per_event: int) -> None:
-    shown = [step.text for step in ALL if step.text not in ("Rain", "?")]
-    hidden = {"num_top_logprobs": 0, "include_reasoning": False}
-    assert entries(stream(writer_of(ALL, **hidden), ALL, per_event=per_event, logprobs=True)) == shown  # type: ignore[arg-type]
-    answer = whole(writer_of(ALL, **hidden), ALL, per_event=per_event, logprobs=True)  # type: ignore[arg-type]
-    assert [entry["token"] for entry in answer["choices"][0]["logprobs"]["content"]] == shown
 
 
 SCRIPTS = {

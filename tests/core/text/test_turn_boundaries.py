@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from tests.how_many import num_examples
-from transom_core.text.chat_template import ChatPrompt, ChatTemplate
+from transom_core.text.chat_template import ChatTemplate, Prompt
 from transom_core.text.tokenizer import Tokenizer
 from transom_core.text.turn_boundaries import FREE_CHARS, MAX_COMPARED_TEXTS, ChatTokens, Markers
 
@@ -88,7 +88,7 @@ def test_boundaries_equal_those_of_tokenising_each_beginning(
 
 
 def _by_tokenising(
-    tokenizer: Tokenizer, chat: ChatPrompt, messages: list[dict[str, str]], source: str, generation: bool
+    tokenizer: Tokenizer, chat: Prompt, messages: list[dict[str, str]], source: str, generation: bool
 ) -> tuple[int, ...]:
     template = ChatTemplate(source=source, special_tokens={})
     boundaries = set()

@@ -28,12 +28,13 @@ MAX_TURN_BOUNDARIES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatPrompt:
-    """A rendered chat. `turn_boundaries` are the token positions where a message ends, ascending."""
+class Prompt:
+    """A prompt as token ids. Of a chat it has the rendered text and `turn_boundaries`, the token positions where a message ends,
+    ascending."""
 
-    text: str
     token_ids: tuple[int, ...]
-    turn_boundaries: tuple[int, ...]
+    turn_boundaries: tuple[int, ...] = ()
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from transom_core.errors import ModelError, RequestError
 from transom_core.model_files.json_files import read_json
 from transom_core.model_files.resolve import ModelFiles, eos_token_ids
 from transom_core.text.built_in_templates import built_in_template
-from transom_core.text.chat_template import ChatPrompt, ChatTemplate, read_messages
+from transom_core.text.chat_template import ChatTemplate, Prompt, read_messages
 from transom_core.text.default_tool_prompt import messages_with_tools
 from transom_core.text.gguf_tokenizer import read_gguf_vocabulary
 from transom_core.text.template_renderer import TemplateRenderer, TemplateTooExpensive, shared_renderer
@@ -203,7 +203,7 @@ class Tokenizer:
         template: str | None = None,
         extra: Mapping[str, Any] | None = None,
         check_length: CheckLength | None = None,
-    ) -> ChatPrompt:
+    ) -> Prompt:
         """Render a chat as a prompt: its text, its token ids, and the positions where messages end.
 
         `template` replaces the model's own template; `extra` are further variables for it, such as `tools`. A position is a
@@ -220,7 +220,7 @@ class Tokenizer:
         chat = shared_renderer().render(chosen, checked, add_generation_prompt=add_generation_prompt, extra=extra)
         token_ids = self.encode(chat.text, add_special_tokens=False, check_length=check_length)
         tokens = ChatTokens(chat.text, token_ids, markers=self._markers, encode=self._encode_plain)
-        return ChatPrompt(
+        return Prompt(
             text=chat.text,
             token_ids=tuple(token_ids),
             turn_boundaries=tokens.turn_boundaries(chat.turn_ends),

@@ -7,7 +7,6 @@ rendered on threads even if they are short, since a chat waits for the process t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from transom_cluster.openai.fair_threads import ClientThreads
@@ -15,23 +14,10 @@ from transom_cluster.openai.prompt.call_id_forms import with_learnt_call_ids
 from transom_cluster.openai.request.message_fields import ChatMessage, template_messages
 from transom_cluster.openai.request.request_limits import ModelLimits, check_length
 from transom_core.errors import RequestError
-from transom_core.text.chat_template import ChatPrompt
+from transom_core.text.chat_template import Prompt
 from transom_core.text.tokenizer import CheckLength, Tokenizer
 
 MAX_INLINE_CHARS = 2_000  # about 0.5 ms of tokenising
-TEXT_END_CHARS = 200
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """One prompt as token ids. `turn_boundaries` are the positions (in tokens) where chat turns end.
-
-    `text_end` is the end of a rendered chat's text, which shows whether the template has begun the answer, such as with `<think>`.
-    """
-
-    token_ids: tuple[int, ...]
-    turn_boundaries: tuple[int, ...] = ()
-    text_end: str = ""
 
 
 async def chat_prompt(
@@ -57,7 +43,7 @@ async def chat_prompt(
     if not tokenizer.has_chat_template:
         raise RequestError("This model has no chat template; use /v1/completions instead.", param="messages")
 
-    def render() -> ChatPrompt:
+    def render() -> Prompt:
         return tokenizer.apply_chat_template(
             with_learnt_call_ids(template_messages(messages), tool_parser),
             add_generation_prompt=add_generation_prompt,
@@ -66,12 +52,7 @@ async def chat_prompt(
         )
 
     num_chars = sum(message.num_chars for message in messages) + num_variable_chars
-    chat = await threads.run(render, num_chars=num_chars)
-    return Prompt(
-        token_ids=tuple(chat.token_ids),
-        turn_boundaries=tuple(chat.turn_boundaries),
-        text_end=chat.text[-TEXT_END_CHARS:],
-    )
+    return await threads.run(render, num_chars=num_chars)
 
 
 async def completion_prompts(

@@ -11,9 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Raw
-from pydantic_core import from_json
 
-from transom_cluster.openai.request.body_shape import SMALL_BODY_BYTES, check_shape
+from transom_cluster.openai.request.body_shape import check_shape
 from transom_cluster.openai.request.field_errors import field_error
 from transom_cluster.openai.request.field_rules import FieldRules
 from transom_core.errors import RequestError
@@ -70,7 +69,7 @@ class BodyParser(Generic[Model]):
         except msgspec.ValidationError as error:
             raise field_error(error, body, fields=self._fields) from None
         except (ValueError, RecursionError) as error:
-            raise _malformed(body, error) from None
+            raise _malformed(error) from None
         self._rules.check({name: getattr(parsed, name) for name in self._rules.refused})
         return parsed
 
@@ -86,18 +85,12 @@ def decode_field(decoder: msgspec.json.Decoder[Value], text: Raw | bytes, name: 
     except msgspec.ValidationError as error:
         raise field_error(error, text, name=name) from None
     except (ValueError, RecursionError) as error:
-        raise _malformed(bytes(text), error, name) from None
+        raise _malformed(error, name) from None
 
 
-def _malformed(body: bytes, error: ValueError | RecursionError, name: str | None = None) -> RequestError:
-    """The error for text that is not JSON, which is the field `name` or the body. For short text pydantic's parser explains it, by
-    line and column."""
-    reason = "nested deeper than the recursion limit" if isinstance(error, RecursionError) else str(error)
-    if len(body) <= SMALL_BODY_BYTES:
-        try:
-            from_json(body, allow_inf_nan=False)
-        except ValueError as explained:
-            reason = str(explained)
+def _malformed(error: ValueError | RecursionError, name: str | None = None) -> RequestError:
+    """The error for text that is not JSON, which is the field `name` or the body."""
+    reason = "it is nested deeper than the recursion limit" if isinstance(error, RecursionError) else str(error)
     if name is not None:
         return RequestError(f"{name} is not valid JSON: {reason}.", param=name)
     return RequestError(f"The body is not valid JSON: {reason}. Send a JSON object.")

@@ -9,10 +9,15 @@ from msgspec import Meta, Raw
 from transom_cluster.openai.request.answer_options import AnswerOptions
 from transom_cluster.openai.request.body import any_json
 from transom_cluster.openai.request.message_fields import MAX_MESSAGES, ChatMessage
-from transom_cluster.openai.request.reasoning_fields import ReasoningEffort, Verbosity, reasoning_variables
 from transom_cluster.openai.request.sampling_fields import SamplingFields
 from transom_cluster.openai.request.structured_output_fields import FindMarker
-from transom_cluster.openai.request.template_variables import TEMPLATE_VARIABLES, read_template_variables
+from transom_cluster.openai.request.template_variables import (
+    TEMPLATE_VARIABLES,
+    ReasoningEffort,
+    Verbosity,
+    read_template_variables,
+    reasoning_variables,
+)
 from transom_cluster.openai.request.tool_fields import (
     TOOL_CHOICE_SCHEMA,
     TOOLS_SCHEMA,

@@ -1,19 +1,30 @@
-"""Reads `chat_template_kwargs`, the client's own variables for the chat template, such as `{"enable_thinking": false}`.
+"""Reads the request fields that become variables of the chat template: `chat_template_kwargs`, `reasoning_effort`, `verbosity`.
 
-A variable must not do what a field of the request does, or would be refused for: `xml_tools` among them would render tools whose
-calls the server then does not parse, and `messages` other messages than the ones that were checked. Names of this kind are refused
-here. Switches, such as Llama's `tools_in_user_message`, are not: true and false describe no tool.
+`chat_template_kwargs` are the client's own variables, such as `{"enable_thinking": false}`. One must not do what a field of the
+request does, or would be refused for: `xml_tools` among them would render tools whose calls the server then does not parse, and
+`messages` other messages than the ones that were checked. Names of this kind are refused here. Switches, such as Llama's
+`tools_in_user_message`, are not: true and false describe no tool.
+
+A template that does not know a variable ignores it, so that a model without reasoning answers as always. The thinking switches of
+templates have two names: `enable_thinking` (Qwen, GLM) and `thinking` (DeepSeek, Granite, Kimi). Both follow from the effort.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Raw
 
 from transom_cluster.openai.request.late_field import LateField
 from transom_core.errors import RequestError
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
+
+_GPT_OSS_EFFORTS = ("low", "medium", "high")
+_EFFORTS_OF_PARSER = {"openai": _GPT_OSS_EFFORTS, "openai_gptoss": _GPT_OSS_EFFORTS}
+"""The efforts that a model knows, by its reasoning parser, where it knows only some and always reasons."""
 
 TEMPLATE_VARIABLES: LateField[dict[str, Any]] = LateField("chat_template_kwargs", dict[str, Any])
 
@@ -38,3 +49,20 @@ def read_template_variables(text: Raw) -> dict[str, Any]:
         if _NOT_SUPPORTED.fullmatch(name) and value is not None and value != [] and not isinstance(value, bool):
             raise RequestError(f"{path} is not supported yet; leave it out.", param=path)
     return variables
+
+
+def reasoning_variables(
+    effort: ReasoningEffort | None, *, reasoning_parser: str | None, param: str = "reasoning_effort"
+) -> dict[str, Any]:
+    """The chat template's variables for an effort; none without one.
+
+    Raises:
+        RequestError: this model has no such effort; `param` is the field that has it.
+    """
+    if effort is None:
+        return {}
+    known = _EFFORTS_OF_PARSER.get(reasoning_parser or "", ())
+    if known and effort not in known:
+        raise RequestError(f"{param} is {effort!r}; this model has {', '.join(known)}.", param=param)
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}

@@ -16,8 +16,7 @@ from transom_cluster.openai.request.body import NULL, decode_field
 from transom_cluster.openai.request.chat_request import ChatCompletionRequest
 from transom_cluster.openai.responses.input_items import read_messages
 from transom_cluster.openai.responses.request_body import ResponsesRequest, TextFormat
-from transom_cluster.openai.responses.responses_tools import read_tool_choice, read_tools
-from transom_cluster.openai.responses.tool_names import ToolNames
+from transom_cluster.openai.responses.responses_tools import ToolNames, read_tool_choice, read_tools
 from transom_core.errors import RequestError
 
 _READ_HERE = {"tools", "tool_choice", "top_logprobs", "stream_options"}  # which a chat has in another form

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 
-from transom_cluster.openai.responses.tool_names import CUSTOM_INPUT
+from transom_cluster.openai.responses.responses_tools import CUSTOM_INPUT
 
 _OPENING = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
 _WHOLE = re.compile(  # characters and escapes that are complete, a surrogate pair together

@@ -22,7 +22,7 @@ from msgspec import Raw
 from transom_cluster.openai.request.body import OpenModel, decode_field
 from transom_cluster.openai.request.message_fields import MAX_MESSAGES
 from transom_cluster.openai.responses.opaque_reasoning import read_reasoning
-from transom_cluster.openai.responses.tool_names import CUSTOM_INPUT, ToolName
+from transom_cluster.openai.responses.responses_tools import CUSTOM_INPUT, ToolName
 from transom_core.errors import RequestError
 
 _SYSTEM_ROLES = ("system", "developer")

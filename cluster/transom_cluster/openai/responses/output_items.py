@@ -22,7 +22,7 @@ from transom_cluster.openai.answer.shown_logprobs import TokenBytes, chat_logpro
 from transom_cluster.openai.responses.custom_input import CustomInput
 from transom_cluster.openai.responses.object_types import ItemStatus, OutputItem, ReasoningItem
 from transom_cluster.openai.responses.opaque_reasoning import write_reasoning
-from transom_cluster.openai.responses.tool_names import ToolName, ToolNames
+from transom_cluster.openai.responses.responses_tools import ToolName, ToolNames
 from transom_core.contract import LogprobTable, TokenLogprobs
 from transom_core.text.markup.parts import (
     AnswerPart,

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
-from transom_cluster.openai.responses.responses_tools import read_tool_choice, read_tools
-from transom_cluster.openai.responses.tool_names import ToolName, ToolNames
+from transom_cluster.openai.responses.responses_tools import ToolName, ToolNames, read_tool_choice, read_tools
 from transom_core.errors import RequestError
 
 ADD = {"type": "function", "name": "add", "description": "Adds.", "strict": True, "parameters": {"type": "object"}}

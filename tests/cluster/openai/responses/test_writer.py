@@ -20,8 +20,8 @@ from transom_cluster.openai.request.body import BodyParser
 from transom_cluster.openai.responses.output_items import ItemOptions
 from transom_cluster.openai.responses.request_body import RESPONSES_RULES, ResponsesRequest
 from transom_cluster.openai.responses.request_echo import request_echo
+from transom_cluster.openai.responses.responses_tools import ToolName, ToolNames
 from transom_cluster.openai.responses.responses_writer import ResponsesWriter
-from transom_cluster.openai.responses.tool_names import ToolName, ToolNames
 from transom_core.contract import Logprob, OutputEvent, Request, SamplingParams, TokenLogprobs, Usage
 from transom_core.errors import RequestTimeout
 from transom_core.text.markup.parts import (

@@ -15,44 +15,12 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 MARKERS = (
-    "<tool_call>",
-    "</tool_call>",
-    "<think>",
-    "</think>",
-    "<|python_tag|>",
-    "<|python_start|>",
-    "<|python_end|>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "[CALL_ID]",
-    "[THINK]",
-    "[/THINK]",
-    "<|tool_call|>",
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "<|python_start|>", "<|python_end|>"),
+    *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "<|tool_call|>"),
 )
 _WORDS = (
-    "{",
-    "[",
-    "Paris",
-    "\n</parameter>",
-    "Here is my response:",
-    " the",
-    "city",
-    '": "',
-    '", "',
-    '"}',
-    "true",
-    " 12",
-    "\\n",
-    "\\u00e9",
-    "é",
-    "💧",
-    '"',
-    "}",
-    "]",
-    ">",
-    "<",
-    "</",
-    "\n",
+    *("{", "[", "Paris", "\n</parameter>", "Here is my response:", " the", "city", '": "', '", "', '"}', "true", " 12"),
+    *("\\n", "\\u00e9", "é", "💧", '"', "}", "]", ">", "<", "</", "\n"),
 )
 
 

@@ -57,7 +57,7 @@ class CallReading:
         """Read calls with `read`, after `marker`, which was read already; "" where nothing marks them as calls."""
         self._is_marked = bool(marker)
         self.reader.keep(marker)
-        self._writer.enter_call()
+        self._writer.reads_call = True
         try:
             yield from read(self)
         except MalformedMarkupError:
@@ -66,7 +66,7 @@ class CallReading:
             self._give_up(has_ended=True)
             raise
         finally:
-            self._writer.leave_call()
+            self._writer.reads_call = False
         self.reader.kept()
 
     def _give_up(self, *, has_ended: bool) -> None:

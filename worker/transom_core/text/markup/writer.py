@@ -35,10 +35,10 @@ class PartsWriter:
         "_index",
         "_keeps_space",
         "_parts",
-        "_reads_call",
         "_text",
         "call_is_open",
         "has_text",
+        "reads_call",
         "section",
     )
 
@@ -47,7 +47,7 @@ class PartsWriter:
         self._keeps_space = keeps_space
         self.section: Section = "message"
         self.call_is_open = False
-        self._reads_call = False
+        self.reads_call = False  # what comes is markup of calls
         self._parts: list[AnswerPart] = []
         self._text: list[str] = []  # of the section, not yet a part
         self._arguments: list[str] = []  # of the open call, not yet a part
@@ -60,7 +60,7 @@ class PartsWriter:
     @property
     def state(self) -> AnswerState:
         """What is being written."""
-        return "tool_call" if self._reads_call else self.section
+        return "tool_call" if self.reads_call else self.section
 
     def take(self) -> list[AnswerPart]:
         """The parts since the last call of this method."""
@@ -94,14 +94,6 @@ class PartsWriter:
             self.has_text = True
         if len(body) < len(text):
             self._held.append(text[len(body) :])
-
-    def enter_call(self) -> None:
-        """Markup of calls follows."""
-        self._reads_call = True
-
-    def leave_call(self) -> None:
-        """The markup of calls has ended, and the section goes on."""
-        self._reads_call = False
 
     def begin_call(self, name: str) -> None:
         """A call begins; the space before it is markup, but where `keeps_space`. It ends the reasoning."""

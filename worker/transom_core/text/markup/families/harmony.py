@@ -204,7 +204,7 @@ class _Answer:
 
     def _read_call(self, name: str) -> Reading[str]:
         """Read the arguments of a call, and what may stand between them and the marker at its end."""
-        self._writer.enter_call()
+        self._writer.reads_call = True
         self._writer.begin_call(name)
         try:
             yield from self._read_arguments()
@@ -214,17 +214,17 @@ class _Answer:
             self._writer.end_call(is_complete=False)
             raise
         finally:
-            self._writer.leave_call()
+            self._writer.reads_call = False
         return (yield from self._read_text(self._writer.write))
 
     def _read_unknown_call(self) -> Reading[str]:
         """Read a message for a tool that there is not."""
         pieces: list[str] = []
-        self._writer.enter_call()
+        self._writer.reads_call = True
         try:
             return (yield from self._read_text(pieces.append))
         finally:
-            self._writer.leave_call()
+            self._writer.reads_call = False
             self._writer.drop_unfinished("".join(pieces))
 
     def _read_arguments(self) -> Reading[None]:
