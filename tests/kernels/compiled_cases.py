@@ -84,7 +84,7 @@ def all_cases(arch: int) -> list[Compilation]:
 
 
 def compilation(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compilation:
-    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+    options: dict[str, int] = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
     given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     constants = {param.name: given[param.name] for param in kernel.params if param.is_constexpr}
     types, unaligned = {}, set()
@@ -120,7 +120,7 @@ def calls() -> Iterator[Callable[[], Any]]:
         yield partial(hyper_connections, torch.empty(2, size, width, dtype=dtype))
 
 
-def changes() -> dict[str, torch.Tensor]:
+def changes() -> dict[str, Any]:
     ids, numbers = torch.zeros(3, dtype=INT64), torch.zeros(3)
     return {"change_row": ids, "change_id": ids, "change_factor": numbers, "change_minus": numbers}
 
@@ -279,6 +279,6 @@ def hyper_connections(x: torch.Tensor) -> None:
     tokens, size, width = x.shape
     all_parts, parts = ([torch.empty(tokens, n), torch.empty(n), torch.empty(n)] for n in (size * (size + 2), size))
     hc_norm_triton(x, 1e-6)
-    hc_pre_triton(x, *all_parts, rounds=20, eps=1e-6)  # type: ignore[call-arg]
-    hc_head_triton(x, *parts, eps=1e-6)  # type: ignore[call-arg]
+    hc_pre_triton(x, *all_parts, rounds=20, eps=1e-6)
+    hc_head_triton(x, *parts, eps=1e-6)
     hc_post_triton(torch.empty(tokens, width, dtype=x.dtype), x, parts[0], torch.empty(tokens, size, size))
