@@ -36,16 +36,14 @@ def compile_for(case: Compilation, arch: int, *, disassembles: bool) -> dict[str
     Disassembling takes longer than compiling most kernels.
     """
     begin_s = time.perf_counter()
-    names = case.kernel.arg_names
-    signature = {name: "constexpr" if name in case.constants else case.types.get(name, "i32") for name in names}
+    signature = {name: case.types.get(name, "constexpr") for name in case.kernel.arg_names}
     attributes = {
         (at,): [["tt.divisibility", 16]]
-        for at, name in enumerate(names)
+        for at, name in enumerate(case.kernel.arg_names)
         if signature[name] not in ("constexpr", "fp32") and name not in case.unaligned
     }
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=case.constants, attrs=attributes)
-    options = {"num_warps": case.num_warps, "num_stages": case.stages_on(arch)}
-    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=case.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
@@ -71,13 +69,11 @@ def object_dump(flag: str, path: str) -> str:
 def main(words: list[str]) -> None:
     archs = [int(word.removeprefix("sm_")) for word in words if word.startswith("sm_")] or [90]
     chosen = [word for word in words if not word.startswith(("sm_", "--"))]
-    cases = all_cases()
     one_each = "--one-each" in words
-    if one_each:
-        cases = list({case.kernel: case for case in cases}.values())
     for arch in archs:
-        for case in cases:
-            if all(word in case.name for word in chosen) and (arch >= 89 or not case.needs_fp8):
+        cases = all_cases(arch)
+        for case in {case.kernel: case for case in cases}.values() if one_each else cases:
+            if all(word in case.name for word in chosen):
                 print(json.dumps(compile_for(case, arch, disassembles=not one_each)), flush=True)
 
 

@@ -1,464 +1,284 @@
-"""Every kernel in every configuration that is launched, as `ahead_of_time.py` compiles it."""
+"""Every kernel in every configuration that is launched: the launchers run, and what they launch is recorded instead.
+
+Sizes are those of real models; contents are of no account. `ahead_of_time.py` compiles what is found.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
-from transom_kernels.block_copy.gpu import WORDS, copy_words
-from transom_kernels.gated_mlp.gpu import activate
-from transom_kernels.hyper_connections.gpu import normalise_streams, post_and_mix, pre_and_mix, row_block, stream_blocks
-from transom_kernels.kv_write.gpu import head_blocks
-from transom_kernels.kv_write.kernel import prepare_and_write
-from transom_kernels.latent_attention.kernel import attend_rows, pool, score_entries
-from transom_kernels.latent_attention.tuning import POOL_CHANNELS, POOL_ROWS, attend_config, score_config
-from transom_kernels.launch import next_power_of_two, split_width, warps_for
-from transom_kernels.moe.gpu import Tile, choose_tile
-from transom_kernels.moe.kernel import into_experts, out_of_experts, sum_experts
-from transom_kernels.moe.row_blocks import sort_blocks, sort_pairs
-from transom_kernels.paged_attention.triton.attend import attend
-from transom_kernels.paged_attention.triton.combine import combine
-from transom_kernels.paged_attention.triton.tuning import COMBINED_AT_ONCE, kernel_config, stages_on
-from transom_kernels.policy_attention.triton import kernel as policy
-from transom_kernels.policy_attention.triton.tuning import TileConfig, tile_config
-from transom_kernels.rms_norm.gpu import norm_heads, norm_rows
-from transom_kernels.rotary.gpu import rotate
-from transom_kernels.route import gpu as routes
-from transom_kernels.route.gpu import choose_experts, score_experts
-from transom_kernels.sample.gpu import (
-    CHANGES,
-    COMPARED_IDS,
-    LISTED_IDS,
-    PROGRAM_BLOCKS,
-    READ_BLOCKS,
-    READ_CHUNKS,
-    ROUND_BLOCKS,
-    ROW_WARPS,
-    apply_logit_changes,
-    block_maxima,
-)
-from transom_kernels.sample.sample_rows import sample_rows
+import torch
+from triton.runtime.jit import JITFunction
 
+from tests.kernels.moe_case import GPT_OSS, biased, mx_experts, plain_experts, routes
+from tests.kernels.paged_case import Sequence, Shape, make_case
+from tests.kernels.policy_case import PolicySequence, make_policy_case
+from tests.kernels.quantised_case import FORMATS_BY_NAME, poisoned_caches, quantised
+from tests.kernels.sample_case import params_of
+from transom_kernels.block_copy.gpu import copy_blocks_triton
+from transom_kernels.gated_mlp.gpu import gated_activation_triton
+from transom_kernels.hyper_connections.gpu import hc_head_triton, hc_norm_triton, hc_post_triton, hc_pre_triton
+from transom_kernels.kv_write import Preparation
+from transom_kernels.kv_write.gpu import prepare_qkv_triton
+from transom_kernels.kv_write.inputs import QkvInputs
+from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
+from transom_kernels.latent_attention.inputs import LatentInputs
+from transom_kernels.moe.gpu import moe_triton
+from transom_kernels.moe.row_blocks import block_rows_triton
+from transom_kernels.paged_attention.triton import launcher as paged_launcher
+from transom_kernels.paged_attention.triton.launcher import paged_attention_triton
+from transom_kernels.paged_attention.triton.tuning import stages_on
+from transom_kernels.policy_attention.triton.launcher import add_block_mass_triton, policy_attention_triton
+from transom_kernels.rms_norm.gpu import rms_norm_triton
+from transom_kernels.rotary.gpu import rotary_triton_
+from transom_kernels.route import Routing
+from transom_kernels.route.gpu import FEW_TOKENS, route_triton
+from transom_kernels.sample.gpu import sample_triton
+
+BF16, F16, F32, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int64
 FP8 = "fp8e4nv"  # from sm_89 on
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1, "i8": 1, "u8": 1}
-INT4 = "u8"
-QUANTISED = {FP8: 448.0, "i8": 127.0, INT4: 7.0}  # the types of quantised caches, and the largest numbers
+TYPES = {
+    BF16: "bf16", F16: "fp16", F32: "fp32", torch.float8_e4m3fn: FP8, torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32",
+    INT64: "i64",
+}  # fmt: skip
+STRIDES_OF_BLOCKS = ("stride_b", "source_stride", "target_stride")  # beyond 32 bits in a real cache
+WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512))  # of keys and values
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Compilation:
-    """A kernel, its arguments' types (`i32` where not given) and constants, and how it is launched."""
+    """A kernel, its arguments' types and constants, and how it is launched."""
 
-    name: str
     kernel: Any
     types: dict[str, str]
     constants: dict[str, Any]
-    num_warps: int = 4
-    num_stages: int = 3
-    hopper_stages: int = 0  # on sm_90, where they differ
-    unaligned: tuple[str, ...] = field(default=())  # integers that are no multiples of 16
-
-    def stages_on(self, arch: int) -> int:
-        return self.hopper_stages if self.hopper_stages and arch // 10 == 9 else self.num_stages
+    unaligned: frozenset[str]  # arguments that are no multiples of 16
+    options: dict[str, int]  # warps and pipeline stages
 
     @property
-    def needs_fp8(self) -> bool:
-        return any(FP8 in kind for kind in self.types.values())
+    def name(self) -> str:
+        kinds = dict.fromkeys(kind.removeprefix("*") for kind in self.types.values() if kind.startswith("*"))
+        constants = " ".join(f"{name.lower()} {value}" for name, value in self.constants.items())
+        return f"{self.kernel.__name__} {' '.join(kinds)} {constants} warps {self.options.get('num_warps', 4)}"
 
 
-def attention(
-    rows: int, width: int, value_width: int, *, dtype: str = "bf16", cache: str = "", **flags: Any
-) -> Compilation:
-    config = kernel_config(
-        rows=rows,
-        key_size=width,
-        value_size=value_width,
-        element_bytes=ELEMENT_BYTES[dtype],
-        cache_bytes=ELEMENT_BYTES[cache or dtype],
-    )
-    (d1, d2), (e1, e2) = split_width(width), split_width(value_width)
-    constants = {
-        **{"BLOCK_SIZE": 16, "GROUP": 8, "D": width, "D1": d1, "D2": d2, "E": value_width, "E1": e1, "E2": e2},
-        **{"WINDOW": 0, "SINKS": 0, "CHUNK": 0, "UPCAST": False},
-        **{"HAS_SOFT_CAP": False, "HAS_SINK_LOGITS": False},
-        "HAS_SCALES": cache in QUANTISED,
-        "PACKED": cache == INT4,
-        **{"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, **flags},
-    }
-    kept = cache or dtype
-    floats = ("partial_out", "partial_stats", "sink_logits", "k_scale", "v_scale")
-    integers = ("items", "block_table", "first_block", "attend_from")
-    types = {
-        **{"q": f"*{dtype}", "out": f"*{dtype}", "k_cache": f"*{kept}", "v_cache": f"*{kept}"},
-        **dict.fromkeys(floats, "*fp32"),
-        **dict.fromkeys(integers, "*i32"),
-        **{"scale": "fp32", "soft_cap": "fp32", "k_stride_b": "i64", "v_stride_b": "i64"},
-        **{"ks_stride_b": "i64", "vs_stride_b": "i64"},
-    }
-    said = "".join(f" {name.lower()}" for name, on in flags.items() if on)
-    return Compilation(
-        name=f"attend {dtype} {kept} rows {rows} widths {width}/{value_width}{said}",
-        kernel=attend, types=types, constants=constants, num_warps=config.num_warps, num_stages=config.num_stages,
-        hopper_stages=stages_on(config, (9, 0)),
-        unaligned=("num_kv_heads", "num_sink_blocks", "table_stride"),
-    )  # fmt: skip
+def all_cases(arch: int) -> list[Compilation]:
+    """What all calls launch on a device of compute capability `arch`, each configuration once."""
+    found: dict[str, Compilation] = {}
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        case = compilation(kernel, args, kwargs)
+        if arch >= 89 or not any(FP8 in kind for kind in case.types.values()):
+            found.setdefault(f"{case.name} {case.options}", case)
+
+    on_device = patch.object(paged_launcher, "stages_on", lambda config, _: stages_on(config, divmod(arch, 10)))
+    with patch.object(JITFunction, "run", record), on_device:
+        for call in calls():
+            call()
+    return list(found.values())
 
 
-def attention_cases() -> Iterator[Compilation]:
-    for rows in (8, 32, 64, 128):  # one token, four tokens of 8 and of 16 query heads a KV head, a prompt
-        for widths in ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)):
-            if rows < 128 or widths[0] < 256:  # tiles of prompts have 64 rows there
-                yield attention(rows, *widths)
-    yield from (attention(rows, 512, 512) for rows in (8, 32))
-    for widths in ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512)):
-        yield from (attention(rows, *widths, dtype="fp32") for rows in (8, 32))
-    everything: dict[str, Any] = {
-        "WINDOW": 128,
-        "SINKS": 4,
-        "CHUNK": 8192,
-        "HAS_SINK_LOGITS": True,
-        "HAS_SOFT_CAP": True,
-    }
-    for rows in (8, 128):
-        yield attention(rows, 128, 128, **everything)
-        yield attention(rows, 64, 64, dtype="fp16", WINDOW=128, HAS_SINK_LOGITS=True)
-    for cache in QUANTISED:
-        for rows in (8, 32, 64):
-            yield attention(rows, 128, 128, cache=cache)
-        for widths in ((64, 64), (80, 80), (96, 96), (192, 128), (256, 256)):
-            yield attention(8, *widths, cache=cache)
-            yield attention(64 if widths[0] < 256 else 32, *widths, cache=cache)
-    for width in (64, 80, 128, 256, 512):
-        yield Compilation(
-            name=f"combine width {width}", kernel=combine,
-            types={"partial_out": "*fp32", "partial_stats": "*fp32", "out": "*bf16", "combine_items": "*i32",
-                   "sink_logits": "*fp32"},
-            constants={"GROUP": 8, "E": width, "HAS_SINK_LOGITS": True, "BLOCK_M": 16,
-                       "BLOCK_E": next_power_of_two(width), "BLOCK_S": COMBINED_AT_ONCE},
-            unaligned=("num_kv_heads",),
-        )  # fmt: skip
+def compilation(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compilation:
+    options: dict[str, int] = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+    given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    constants = {param.name: given[param.name] for param in kernel.params if param.is_constexpr}
+    types, unaligned = {}, set()
+    for param in kernel.params:
+        value = given[param.name]
+        if param.is_constexpr:
+            continue
+        if isinstance(value, int) and value == 1 and not param.do_not_specialize:  # Triton makes it a constant
+            constants[param.name] = value
+            continue
+        if isinstance(value, torch.Tensor):
+            types[param.name] = f"*{TYPES[value.dtype]}"
+            is_aligned = True
+        else:
+            is_large = param.name.endswith(STRIDES_OF_BLOCKS)
+            types[param.name] = "fp32" if isinstance(value, float) else "i64" if is_large else "i32"
+            is_aligned = value % 16 == 0
+        if param.do_not_specialize or not is_aligned:
+            unaligned.add(param.name)
+    return Compilation(kernel=kernel, types=types, constants=constants, unaligned=frozenset(unaligned), options=options)
 
 
-def policy_cases() -> Iterator[Compilation]:
-    for dtype, width in (("bf16", 64), ("bf16", 80), ("bf16", 128), ("bf16", 256), ("fp32", 64), ("fp32", 128)):
-        for flag in (True, False):
-            yield policy_attention(width, dtype=dtype, decodes=True, flag=flag)
-            yield policy_mass(width, dtype=dtype, flag=flag)
-        yield policy_attention(width, dtype=dtype, decodes=False, flag=True)
-    for cache in QUANTISED:
-        for width in (64, 80, 128, 256):
-            yield policy_attention(width, cache=cache, decodes=True, flag=True)
-            yield policy_attention(width, cache=cache, decodes=False, flag=True)
-            yield policy_mass(width, cache=cache, flag=True)
+def calls() -> Iterator[Callable[[], Any]]:
+    yield from attention_calls()
+    yield from policy_calls()
+    yield from small_calls()
+    yield from prepare_calls()
+    yield from expert_calls()
+    yield from latent_calls()
+    yield from route_calls()
+    yield partial(sample_triton, torch.empty(4, 128_256), params_of(4, **changes()))
+    for dtype, size, width in ((BF16, 4, 4096), (BF16, 4, 7168), (F32, 4, 7168), (BF16, 3, 2880)):
+        yield partial(hyper_connections, torch.empty(2, size, width, dtype=dtype))
 
 
-def policy_attention(width: int, *, dtype: str = "bf16", cache: str = "", decodes: bool, flag: bool) -> Compilation:
-    """`flag` says whether all that a layer may add is there."""
-    config = policy_tile(width, dtype, cache, decodes=decodes)
-    return Compilation(
-        name=f"policy attend {dtype} {cache or dtype} {width} decodes {decodes} flags {flag}", kernel=policy.attend_rows,
-        types=policy_types(dtype, cache),
-        constants={**policy_constants(width, config, cache, flag=flag), "E": width, "HAS_SINK_LOGITS": flag,
-                   "WRITES_STATISTICS": flag, "BLOCK_N": config.block_n, "BLOCK_E": next_power_of_two(width)},
-        num_warps=config.num_warps, num_stages=config.num_stages, unaligned=("num_kv_heads", "table_stride"),
-    )  # fmt: skip
+def changes() -> dict[str, Any]:
+    ids, numbers = torch.zeros(3, dtype=INT64), torch.zeros(3)
+    return {"change_row": ids, "change_id": ids, "change_factor": numbers, "change_minus": numbers}
 
 
-def policy_mass(width: int, *, dtype: str = "bf16", cache: str = "", flag: bool) -> Compilation:
-    config = policy_tile(width, dtype, cache, decodes=True)
-    return Compilation(
-        name=f"policy mass {dtype} {cache or dtype} {width} flags {flag}", kernel=policy.add_mass,
-        types={name: kind for name, kind in policy_types(dtype, cache).items() if name in policy.add_mass.arg_names},
-        constants={**policy_constants(width, config, cache, flag=flag), "BLOCK_N": 16},
-        num_warps=config.num_warps, num_stages=1, unaligned=("num_kv_heads", "table_stride"),
-    )  # fmt: skip
+def attention_calls() -> Iterator[Callable[[], Any]]:
+    """A token, a few and a prompt, of 8 to 32 query heads a KV head."""
+    for size, v_size in WIDTHS:
+        for group, dtype in ((8, BF16), (16, BF16), (8, F32), (32, F32)):
+            sinks = torch.zeros(2 * group) if group > 8 else None
+            yield partial(attention, size, v_size, dtype, group, sink_logits=sinks)
+        for kv_format in FORMATS_BY_NAME if size < 512 else ():
+            yield partial(attention, size, v_size, BF16, 8, kv_format)
+    for options in ({"window": 128, "num_sink_tokens": 4, "chunk": 8192, "soft_cap": 3.0}, {"window": 128}):
+        for dtype, width in ((BF16, 128), (F16, 64)):
+            yield partial(attention, width, width, dtype, 8, sink_logits=torch.zeros(16), **options)
 
 
-def policy_tile(width: int, dtype: str, cache: str, *, decodes: bool) -> TileConfig:
-    return tile_config(
-        group=8,
-        widest=width,
-        element_bytes=ELEMENT_BYTES[dtype],
-        cache_bytes=ELEMENT_BYTES[cache or dtype],
-        decodes=decodes,
-    )
+def attention(size: int, v_size: int, dtype: torch.dtype, group: int, kv_format: str = "", **options: Any) -> None:
+    shape = Shape(heads=2 * group, kv_heads=2, size=size, v_size=v_size, block_size=16, dtype=dtype)
+    case = make_case([Sequence(start=1100, count=1), Sequence(start=40, count=4), Sequence(start=0, count=20)], shape)
+    caches = quantised(case, FORMATS_BY_NAME[kv_format]).arguments if kv_format else {}
+    paged_attention_triton(case.inputs(**caches, **options))
 
 
-def policy_types(dtype: str, cache: str) -> dict[str, str]:
-    integers = ("block_table", "key_blocks", "num_columns", "window", "sinks", "start", "query_offset", "tiles")
-    return {
-        **dict.fromkeys(("q", "sink_q", "out"), f"*{dtype}"),
-        **dict.fromkeys(("k_cache", "v_cache"), f"*{cache or dtype}"),
-        **dict.fromkeys(integers, "*i32"),
-        **dict.fromkeys(("statistics", "sink_logits", "mass", "k_scale", "v_scale"), "*fp32"),
-        **dict.fromkeys(("scale", "soft_cap"), "fp32"),
-        **dict.fromkeys(("k_stride_b", "v_stride_b", "ks_stride_b", "vs_stride_b"), "i64"),
-    }
+def policy_calls() -> Iterator[Callable[[], Any]]:
+    for dtype, width in ((BF16, 64), (BF16, 80), (BF16, 128), (BF16, 256), (F32, 64), (F32, 128)):
+        yield partial(policy, width, dtype)
+        yield partial(policy, width, dtype, has_all=True)
+    for kv_format, width in product(FORMATS_BY_NAME, (64, 80, 128, 256)):
+        yield partial(policy, width, BF16, kv_format, has_all=True)
 
 
-def policy_constants(width: int, config: TileConfig, cache: str, *, flag: bool) -> dict[str, Any]:
-    return {
-        **{"BLOCK_SIZE": 16, "GROUP": 8, "D": width, "HAS_SOFT_CAP": flag, "HAS_SINK_QUERY": flag, "UPCAST": False},
-        **{"HAS_SCALES": cache in QUANTISED, "PACKED": cache == INT4},
-        **{"BLOCK_M": config.block_m, "BLOCK_D": next_power_of_two(width)},
-    }
+def policy(width: int, dtype: torch.dtype, kv_format: str = "", *, has_all: bool = False) -> None:
+    shape = Shape(heads=16, kv_heads=2, size=width, block_size=16, dtype=dtype)
+    case = make_policy_case([PolicySequence(start=40), PolicySequence(start=40, count=9)], shape)
+    options = quantised(case, FORMATS_BY_NAME[kv_format]).arguments if kv_format else {}
+    if has_all:
+        options |= {"soft_cap": 3.0, "sink_logits": torch.zeros(16), "sink_q": case.sink_q}
+    inputs = case.inputs(**options, statistics=torch.zeros(10, 16, 2))
+    policy_attention_triton(inputs if has_all else case.inputs(**options))
+    add_block_mass_triton(torch.zeros(case.batch.block_table.shape), inputs)
 
 
-def small_cases() -> Iterator[Compilation]:
+def small_calls() -> Iterator[Callable[[], Any]]:
     for width in (576, 2880, 4096, 8192):
-        yield norm_of(width)
-    yield norm_of(4096, " alone", HAS_RESIDUAL=False)
-    for width in (1152, 5376):
-        yield norm_of(width, " between norms", weights="fp32", HAS_INNER=True)
-    yield norm_of(5120, " behind a norm", weights="fp32", HAS_INNER=True, HAS_WEIGHT=False)
-    yield Compilation(
-        name="norm_heads", kernel=norm_heads, types={"x": "*bf16", "weight": "*bf16", "eps": "fp32"},
-        constants={"H": 40, "D": 128, "HAS_WEIGHT": True, "BLOCK_H": 16, "BLOCK_D": 128},
-    )  # fmt: skip
+        x, weight = torch.empty(2, width, dtype=BF16), torch.empty(width, dtype=BF16)
+        yield partial(rms_norm_triton, x, weight, 1e-5, x.clone())
+    yield partial(rms_norm_triton, torch.empty(2, 4096, dtype=BF16), torch.empty(4096, dtype=BF16), 1e-5)
+    for width, has_weight in ((1152, True), (5376, True), (5120, False)):
+        x, wide = torch.empty(2, width, dtype=BF16), torch.empty(width)
+        yield partial(rms_norm_triton, x, wide if has_weight else None, 1e-5, x.clone(), inner=wide)
+    heads, tables = torch.empty(2, 40, 128, dtype=BF16), torch.empty(2, 1, 128, dtype=BF16)
     for interleaved in (False, True):
-        yield Compilation(
-            name=f"rotate{' interleaved' if interleaved else ''}", kernel=rotate,
-            types=dict.fromkeys(("x", "cos", "signed_sin"), "*bf16"),
-            constants={"H": 40, "R": 128, "INTERLEAVED": interleaved, "BLOCK_H": 16, "BLOCK_R": 128},
-        )  # fmt: skip
-    for name, gelu, has_limit in (("", False, False), (" gelu", True, False), (" clamped", False, True)):
-        yield Compilation(
-            name=f"activate{name}", kernel=activate, types={"gate_up": "*bf16", "out": "*bf16", "limit": "fp32"},
-            constants={"GELU": gelu, "HAS_LIMIT": has_limit, "BLOCK_N": 2048},
-        )  # fmt: skip
-    yield Compilation(
-        name="copy_words", kernel=copy_words,
-        types={"source": "*i32", "target": "*i32", "source_ids": "*i64", "target_ids": "*i64", "source_stride": "i64",
-               "target_stride": "i64"},
-        constants={"BLOCK_W": WORDS}, num_warps=8,
-    )  # fmt: skip
-    yield from prepare_cases()
+        yield partial(rotary_triton_, heads, tables, tables, interleaved=interleaved)
+    for gelu, limit in ((False, None), (True, None), (False, 7.0)):
+        yield partial(gated_activation_triton, torch.empty(2, 8192, dtype=BF16), gelu=gelu, limit=limit)
+    blocks = torch.empty(4, 4096, dtype=torch.uint8)
+    yield partial(copy_blocks_triton, blocks, blocks.clone(), [(0, 1), (2, 3)])
 
 
-def norm_of(width: int, what: str = "", *, weights: str = "bf16", **flags: bool) -> Compilation:
-    block = next_power_of_two(width)
-    return Compilation(
-        name=f"norm_rows {width}{what}", kernel=norm_rows,
-        types={"eps": "fp32", "factor": "fp32", **dict.fromkeys(("x", "residual", "out", "sums"), "*bf16"),
-               **dict.fromkeys(("inner", "weight"), f"*{weights}")},
-        constants={"N": width, **({"HAS_INNER": False, "HAS_RESIDUAL": True, "HAS_WEIGHT": True} | flags), "BLOCK_N": block},
-        num_warps=warps_for(block),
-    )  # fmt: skip
-
-
-def prepare_cases() -> Iterator[Compilation]:
-    normed: dict[str, Any] = {"NORM": True, "HAS_Q_WEIGHT": True, "HAS_K_WEIGHT": True}
-    for cache in ("bf16", *QUANTISED):
-        yield prepare(f"{cache} with norms", (32, 8, 128), cache=cache, **normed)
+def prepare_calls() -> Iterator[Callable[[], Any]]:
+    normed = Preparation(norm=True)
+    for kv_format in ("", *FORMATS_BY_NAME):
+        yield partial(prepare, 32, 8, 128, normed, kv_format=kv_format)
     for width in (64, 80, 128, 256):
-        yield prepare(
-            f"of {width} by the Hadamard matrix",
-            (32, 8, width),
-            cache=INT4,
-            LOG_HADAMARD=(width & -width).bit_length() - 1,
-        )
-    yield prepare("of 64 without norms", (64, 8, 64))
-    yield prepare("of 256 with wide norms of values too", (8, 4, 256), norms="fp32", VALUE_NORM=True, **normed)
-    yield prepare("of 512 with wide norms of values too", (32, 4, 512), norms="fp32", VALUE_NORM=True, **normed)
-    yield prepare("normed after rotation", (40, 8, 128), NORM_AFTER=True)
-    yield prepare("scaled without rotation", (40, 8, 128), R=0, HAS_QUERY_SCALE=True)
-    latent: dict[str, Any] = {"NORM": True, "HAS_K_WEIGHT": True, "R": 64, "INTERLEAVED": True}
-    yield prepare("of latent rows", (64, 1, 512), **latent, BEGIN=448)
+        yield partial(prepare, 32, 8, width, Preparation(hadamard=True), kv_format="int4")
+    yield partial(prepare, 64, 8, 64, Preparation())
+    for heads, kv_heads, width in ((8, 4, 256), (32, 4, 512)):
+        yield partial(prepare, heads, kv_heads, width, Preparation(norm=True, value_norm=True), norms=F32)
+    yield partial(prepare, 40, 8, 128, Preparation(norm_after_rotation=True))
+    yield partial(prepare, 40, 8, 128, Preparation(), rotated=0, query_scale=torch.empty(2, dtype=BF16))
+    latent = Preparation(norm=True, interleaved=True, rotates_last=True)
+    yield partial(prepare, 64, 1, 512, latent, rotated=64, has_values=False)
     for width in (128, 512):  # entries of compressors
-        yield prepare(
-            f"of entries {width} wide",
-            (0, 1, width),
-            dtype="fp32",
-            norms="fp32",
-            tables="bf16",
-            **latent,
-            BEGIN=width - 64,
-        )
+        yield partial(prepare, 0, 1, width, latent, dtype=F32, norms=F32, rotated=64, has_values=False)
     for width in (128, 512, 1024):  # a compressor's state
-        yield prepare(f"of state {width} wide", (0, 1, width), dtype="fp32", cache="fp32", R=0)
+        yield partial(prepare, 0, 1, width, Preparation(), dtype=F32, cache=F32, rotated=0)
 
 
 def prepare(
-    what: str,
-    sizes: tuple[int, int, int],
+    heads: int,
+    kv_heads: int,
+    width: int,
+    how: Preparation,
     *,
-    dtype: str = "bf16",
-    cache: str = "bf16",
-    norms: str = "bf16",
-    tables: str = "",
-    **flags: Any,
-) -> Compilation:
-    heads, kv_heads, width = sizes
-    block_d, block_h = head_blocks(max(heads, kv_heads), width)
-    off = dict.fromkeys(("INTERLEAVED", "NORM", "HAS_Q_WEIGHT", "HAS_K_WEIGHT", "NORM_AFTER", "VALUE_NORM"), False)
-    return Compilation(
-        name=f"prepare_and_write {what}", kernel=prepare_and_write,
-        types={
-            **dict.fromkeys(("q", "k", "v", "q_out", "query_scale"), f"*{dtype}"),
-            **dict.fromkeys(("cos", "signed_sin"), f"*{tables or dtype}"),
-            **dict.fromkeys(("q_weight", "k_weight"), f"*{norms}"),
-            "k_cache": f"*{cache}", "v_cache": f"*{cache}", "slots": "*i64", "k_scale": "*fp32", "v_scale": "*fp32",
-            "value_factor": "fp32", "eps": "fp32", "k_stride_b": "i64", "v_stride_b": "i64",
-            "ks_stride_b": "i64", "vs_stride_b": "i64",
-        },
-        constants={
-            "BLOCK_SIZE": 16, "H": heads, "KVH": kv_heads, "D": width, "E": width, "R": width, "BEGIN": 0, **off,
-            "HAS_QUERY_SCALE": False, "LOG_HADAMARD": 0, "TO_INTEGER": cache in ("i8", INT4),
-            "LARGEST": QUANTISED.get(cache, 0.0), "PACKED": cache == INT4, "BLOCK_H": block_h, "BLOCK_D": block_d,
-            "BLOCK_E": block_d, **flags,
-        },
+    dtype: torch.dtype = BF16,
+    cache: torch.dtype = BF16,
+    norms: torch.dtype = BF16,
+    kv_format: str = "",
+    rotated: int | None = None,
+    has_values: bool = True,
+    query_scale: torch.Tensor | None = None,
+) -> None:
+    rows = [torch.empty(2, count, width, dtype=dtype) for count in (heads, kv_heads, kv_heads)]
+    if how.norm:
+        q_weight, k_weight = (torch.empty(count, width, dtype=norms) for count in (heads, kv_heads))
+        how = Preparation(
+            norm=True, q_weight=q_weight if has_values else None, k_weight=k_weight, value_norm=how.value_norm,
+            interleaved=how.interleaved, rotates_last=how.rotates_last,
+        )  # fmt: skip
+    caches: dict[str, Any] = {name: torch.empty(2, 16, kv_heads, width, dtype=cache) for name in ("k_cache", "v_cache")}
+    if kv_format:
+        caches = poisoned_caches(FORMATS_BY_NAME[kv_format], 2, 16, kv_heads, (width, width)).arguments
+    if not has_values:
+        rows[2], caches["v_cache"] = None, None  # type: ignore[call-overload]
+    tables = None if rotated == 0 else (torch.empty(2, rotated or width, dtype=BF16),) * 2
+    prepare_qkv_triton(
+        QkvInputs(
+            q=rows[0], k=rows[1], v=rows[2], slots=torch.zeros(2, dtype=INT64), tables=tables, preparation=how,
+            query_scale=query_scale, **caches,
+        )
     )  # fmt: skip
 
 
-def expert_cases() -> Iterator[Compilation]:
-    for is_mx, dtype in ((False, "bf16"), (True, "bf16"), (False, "fp32"), (True, "fp32")):
-        for rows in (1, 64, 256):
-            tile = choose_tile(rows, 1, is_mx=is_mx, element_bytes=ELEMENT_BYTES[dtype])
-            yield from expert_products(tile, is_mx, dtype)
+def expert_calls() -> Iterator[Callable[[], Any]]:
+    for tokens, dtype, is_mx in product((1, 64, 256), (BF16, F32), (False, True)):
+        tensors = mx_experts(4, 64, 96) if is_mx else plain_experts(4, 64, 96, dtype)
+        tensors = biased(tensors, dtype, interleaved=is_mx)
+        yield partial(moe_triton, torch.empty(tokens, 96, dtype=dtype), *routes(tokens, 4, 4), tensors, GPT_OSS)
     for experts in (8, 32, 256):
-        block_e, block_c = sort_blocks(experts)
-        yield Compilation(
-            name=f"sort_pairs {experts} experts", kernel=sort_pairs,
-            types={"experts": "*i64", "pairs": "*i32", "block_expert": "*i32"},
-            constants={"NUM_EXPERTS": experts, "BLOCK_M": 16, "BLOCK_E": block_e, "BLOCK_C": block_c},
-            num_warps=8, unaligned=("num_pairs", "num_blocks"),
+        yield partial(block_rows_triton, torch.zeros(50, dtype=INT64), experts, 16)
+
+
+def latent_calls() -> Iterator[Callable[[], Any]]:
+    """In V4's own widths; ranks share its heads."""
+    slots = torch.zeros(2, 7, dtype=INT64)
+    for width, heads, dtype in [*product((512,), (8, 16, 32, 64, 128), (BF16, F32)), (128, 16, F32)]:
+        inputs = LatentInputs(
+            q=torch.empty(2, heads, width, dtype=dtype), window_cache=torch.empty(2, 16, 1, width, dtype=dtype),
+            window_slots=slots, entry_cache=torch.empty(2, 4, 1, width, dtype=dtype), entry_slots=slots,
+            sink_logits=torch.empty(heads), scale=0.2,
         )  # fmt: skip
-    yield Compilation(
-        name="sum_experts",
-        kernel=sum_experts,
-        types={"results": "*fp32", "out": "*bf16"},
-        constants={"NUM_CHOSEN": 8, "BLOCK_N": 1024},
-    )
-
-
-def expert_products(tile: Tile, is_mx: bool, dtype: str) -> Iterator[Compilation]:
-    sizes = {"UPCAST": False, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_J": tile.block_j}
-    weight = "*u8" if is_mx else f"*{dtype}"
-    common = {"scales": "*u8", "bias": f"*{dtype}", "weights": "*fp32", "pairs": "*i32", "block_expert": "*i32"}
-    launch: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "unaligned": ("num_pairs",)}
-    kind = f"{dtype} by {'mxfp4' if is_mx else dtype} rows {tile.block_m}"
-    yield Compilation(
-        name=f"into_experts {kind}", kernel=into_experts,
-        types={"x": f"*{dtype}", "gate_up": weight, "out": f"*{dtype}", **common, "limit": "fp32", "gain": "fp32",
-               "up_offset": "fp32"},
-        constants={"NUM_CHOSEN": 4, "INTERLEAVED": is_mx, "IS_MX": is_mx, "HAS_BIAS": True, "SCALES_INPUT": False,
-                   "HAS_LIMIT": True, "GELU": False, **sizes}, **launch,
-    )  # fmt: skip
-    yield Compilation(
-        name=f"out_of_experts {kind}", kernel=out_of_experts,
-        types={"x": f"*{dtype}", "down": weight, "out": "*fp32", **common},
-        constants={"IS_MX": is_mx, "HAS_BIAS": True, "SCALES_OUTPUT": True, **sizes}, **launch,
-    )  # fmt: skip
-
-
-def latent_cases() -> Iterator[Compilation]:
-    for heads, width, dtype in ((16, 512, "bf16"), (64, 512, "bf16"), (64, 512, "fp32"), (16, 128, "fp32")):
-        config = attend_config(heads, width, ELEMENT_BYTES[dtype])
-        yield Compilation(
-            name=f"attend_rows {dtype} {heads} heads of {width}", kernel=attend_rows,
-            types={**dict.fromkeys(("q", "window_cache", "entry_cache", "out"), f"*{dtype}"), "window_slots": "*i64",
-                   "entry_slots": "*i64", "sink_logits": "*fp32", "scale": "fp32", "window_stride_b": "i64",
-                   "entry_stride_b": "i64"},
-            constants={"D": width, "WINDOW_P": 16, "ENTRY_P": 4, "UPCAST": False, "BLOCK_H": config.block_h,
-                       "BLOCK_D": next_power_of_two(width), "BLOCK_N": config.block_n},
-            num_warps=config.num_warps, num_stages=config.num_stages, unaligned=("num_heads", "num_window", "num_entries"),
-        )  # fmt: skip
-    for dtype in ("bf16", "fp32"):
-        config = score_config(64, 128, ELEMENT_BYTES[dtype])
-        yield Compilation(
-            name=f"score_entries {dtype}", kernel=score_entries,
-            types={"q": f"*{dtype}", "key_cache": f"*{dtype}", "head_weights": "*fp32", "slots": "*i64", "sequence": "*i64",
-                   "num_visible": "*i64", "scores": "*fp32", "scale": "fp32", "key_stride_b": "i64"},
-            constants={"D": 128, "P": 4, "UPCAST": False, "BLOCK_H": config.block_h, "BLOCK_D": 128, "BLOCK_N": config.block_n},
-            num_warps=config.num_warps, num_stages=config.num_stages, unaligned=("num_heads", "num_entries", "num_rounds"),
-        )  # fmt: skip
+        yield partial(latent_attention_triton, inputs)
+    for dtype in (BF16, F32):
+        q, keys = torch.empty(2, 64, 128, dtype=dtype), torch.empty(2, 4, 1, 128, dtype=dtype)
+        visible = torch.zeros(2, dtype=INT64)
+        yield partial(select_entries_triton, q, torch.empty(2, 64), keys, slots, visible, visible, top_k=4, scale=0.2)
     for groups, ratio in ((1, 128), (2, 4)):
-        yield Compilation(
-            name=f"pool {groups} x {ratio}", kernel=pool,
-            types={**dict.fromkeys(("kv_cache", "gate_cache", "position_bias", "out"), "*fp32"), "slots": "*i64",
-                   "kv_stride_b": "i64", "gate_stride_b": "i64"},
-            constants={"D": 512, "R": ratio, "G": groups, "P": 4, "BLOCK_R": min(POOL_ROWS, groups * ratio),
-                       "BLOCK_D": POOL_CHANNELS},
-        )  # fmt: skip
+        cache, entries = torch.empty(2, 4, 1, 512 * groups), torch.zeros(2, groups * ratio, dtype=INT64)
+        yield partial(pool_rows_triton, cache, cache, entries, torch.empty(ratio, 512 * groups))
 
 
-def route_cases() -> Iterator[Compilation]:
+def route_calls() -> Iterator[Callable[[], Any]]:
     for experts, chosen, width in ((8, 2, 4096), (32, 4, 2880), (128, 8, 4096), (256, 6, 4096), (512, 10, 7168)):
-        kind = f"{chosen} of {experts} by {width}"
-        split = routes.split_of(width, experts)
-        for dtype, tokens in (("bf16", 1), ("bf16", 8192), ("fp32", 1), ("fp32", 8192)):
-            tile = routes.choose_tile(tokens, experts)
-            yield Compilation(
-                name=f"router's scores {dtype} {kind} {'few' if tokens == 1 else 'many'} tokens", kernel=score_experts,
-                types={"x": f"*{dtype}", "weight": "*fp32", "partials": "*fp32"},
-                constants={"E": experts, "N": width, "SPLIT": split, "BLOCK_T": tile.block_t, "BLOCK_E": tile.block_e,
-                           "BLOCK_N": tile.block_n, "weight_stride_e": 1},
-                num_warps=tile.num_warps, num_stages=tile.num_stages, unaligned=("num_tokens",),
-            )  # fmt: skip
-        splits = -(-width // split)
-        block_s, block_e, num_warps = routes.read_blocks(splits, experts)
-        for what, score, flags in (
-            ("plain", 0, ()),
-            ("corrected", 2, ("HAS_CORRECTION",)),
-            ("fixed", 2, ("IS_FIXED",)),
-        ):
-            yield Compilation(
-                name=f"router's choice {what} {kind}", kernel=choose_experts,
-                types={**dict.fromkeys(("partials", "bias", "correction", "expert_scale", "weights"), "*fp32"), "chosen": "*i64",
-                       "experts": "*i64", "scale": "fp32", "tiny": "fp32"},
-                constants={"E": experts, "K": chosen, "SPLITS": splits, "SCORE": score, "NORMALISE": True, "HAS_BIAS": True,
-                           "HAS_SCALE": True, **{flag: flag in flags for flag in ("HAS_CORRECTION", "IS_FIXED")},
-                           "BLOCK_E": block_e, "BLOCK_K": next_power_of_two(chosen), "BLOCK_S": block_s},
-                num_warps=num_warps,
-            )  # fmt: skip
+        weight, some = torch.empty(width, experts).T, torch.empty(experts)
+        for dtype, tokens in product((BF16, F32), (1, FEW_TOKENS + 1)):
+            x, plain = torch.empty(tokens, width, dtype=dtype), Routing(num_chosen=chosen)
+            scaled = Routing(num_chosen=chosen, score="sqrt_softplus")
+            fixed = torch.zeros(tokens, chosen, dtype=INT64)
+            yield partial(route_triton, x, weight, plain, bias=some, expert_scale=some)
+            yield partial(route_triton, x, weight, scaled, bias=some, expert_scale=some, correction=some)
+            yield partial(route_triton, x, weight, scaled, bias=some, expert_scale=some, chosen=fixed)
 
 
-def sample_cases() -> Iterator[Compilation]:
-    floats = ("logits", "temperatures", "top_ps", "min_ps", "maxima", "noisiest", "max_noise", "chunk_sums")
-    types = {**dict.fromkeys(floats, "*fp32"), "top_ks": "*i32", "lists": "*i32", "keys": "*i64", "out": "*i64"}
-    yield Compilation(
-        name="block_maxima", kernel=block_maxima, types=types, constants={"BLOCKS": PROGRAM_BLOCKS}, num_warps=1,
-        unaligned=("num_blocks",)
-    )  # fmt: skip
-    yield Compilation(
-        name="sample_rows", kernel=sample_rows, types=types,
-        constants={"BLOCK_B": READ_BLOCKS, "BLOCK_C": READ_CHUNKS, "BLOCK_L": LISTED_IDS, "ROUND": ROUND_BLOCKS,
-                   "KEPT": COMPARED_IDS},
-        num_warps=ROW_WARPS, unaligned=("num_blocks", "num_chunks"),
-    )  # fmt: skip
-    yield Compilation(
-        name="apply_logit_changes", kernel=apply_logit_changes,
-        types={**dict.fromkeys(("logits", "factors", "subtrahends"), "*fp32"), "rows": "*i64", "ids": "*i64"},
-        constants={"BLOCK_C": CHANGES}, unaligned=("num_changes",),
-    )  # fmt: skip
-
-
-def hyper_connection_cases() -> Iterator[Compilation]:
-    for dtype, size, width in (("bf16", 4, 4096), ("bf16", 4, 7168), ("fp32", 4, 7168), ("bf16", 3, 2880)):
-        block_s, block_n = stream_blocks(size, width)
-        block_w, num_warps = row_block(size * width)
-        what, sizes = f"{dtype} {size} x {width}", {"S": size, "N": width, "BLOCK_S": block_s, "BLOCK_N": block_n}
-        types = {
-            **dict.fromkeys(("x", "y", "out"), f"*{dtype}"),
-            **dict.fromkeys(("projected", "scale", "base", "post", "mix"), "*fp32"),
-        }
-        yield Compilation(
-            name=f"hc norm {what}", kernel=normalise_streams, types={"x": f"*{dtype}", "out": "*fp32", "eps": "fp32"},
-            constants={"WIDTH": size * width, "BLOCK_W": block_w}, num_warps=num_warps,
-        )  # fmt: skip
-        for name, coefficients in (("pre", size * (size + 2)), ("head", size)):
-            yield Compilation(
-                name=f"hc {name} {what}", kernel=pre_and_mix, types={**types, "eps": "fp32"},
-                constants={**sizes, "M": coefficients}, unaligned=("rounds",),
-            )  # fmt: skip
-        yield Compilation(name=f"hc post {what}", kernel=post_and_mix, types=types, constants=sizes)
-
-
-def all_cases() -> list[Compilation]:
-    cases = (
-        *attention_cases(), *small_cases(), *expert_cases(), *route_cases(), *latent_cases(), *sample_cases(),
-        *policy_cases(),
-        *hyper_connection_cases(),
-    )  # fmt: skip
-    return list({case.name: case for case in cases}.values())  # some sizes get the same tile
+def hyper_connections(x: torch.Tensor) -> None:
+    tokens, size, width = x.shape
+    all_parts, parts = ([torch.empty(tokens, n), torch.empty(n), torch.empty(n)] for n in (size * (size + 2), size))
+    hc_norm_triton(x, 1e-6)
+    hc_pre_triton(x, *all_parts, rounds=20, eps=1e-6)
+    hc_head_triton(x, *parts, eps=1e-6)
+    hc_post_triton(torch.empty(tokens, width, dtype=x.dtype), x, parts[0], torch.empty(tokens, size, size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transom_kernels.latent_attention import write_rows
+from transom_kernels.kv_write.reference import write_rows
 from transom_kernels.latent_attention.inputs import LatentInputs
 
 IDS, SIZE = 50, 3  # blocks of a cache, and rows of a block
@@ -16,7 +16,7 @@ def filled_cache(slots: torch.Tensor, width: int, *, dtype: torch.dtype = torch.
     slab = torch.full((IDS * stride,), float("nan"), dtype=dtype)
     cache = slab.as_strided((IDS, SIZE, 1, width), (stride, width, SIZE * width, 1), 8)
     used = slots[slots >= 0].unique()
-    write_rows(torch.randn(len(used), width).to(dtype), cache, used)
+    write_rows(torch.randn(len(used), 1, width), cache, used)
     return cache
 
 

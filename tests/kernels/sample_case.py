@@ -100,7 +100,7 @@ class SampleTests:
     def test_equal_logits_stay_or_go_together_and_the_lowest_id_wins(self, kernel: Kernel) -> None:
         logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0, -1.0, -0.0, 0.0]] * 30)
         for filters in ({"top_k": 2}, {"top_k": 5}, {"top_p": 0.5}, {"top_p": 0.95}):
-            check_sample(kernel, logits[:4], params_of(4, **filters))  # type: ignore[arg-type]
+            check_sample(kernel, logits[:4], params_of(4, **filters))
         assert set(kernel(logits.clone(), params_of(30, top_k=2)).tolist()) == {0, 1, 2, 3}
         assert kernel(torch.zeros(1, 9000), params_of(1, temperature=0.0)).tolist() == [0]
 

@@ -13,7 +13,7 @@ from transom_kernels import launch
 from transom_kernels.cpu import kernel_sources
 from transom_kernels.cpu.kernel import CpuKernel, cache_key, cpu_kernel, object_code, statistics
 from transom_kernels.cpu.kernel_sources import used_modules
-from transom_kernels.cpu.pool import Pool, pool
+from transom_kernels.cpu.pool import pool
 from transom_kernels.cpu.target import cpu_target
 from transom_kernels.rms_norm import rms_norm
 
@@ -46,14 +46,6 @@ def test_threads_that_launch_at_the_same_time_do_not_disturb_each_other():
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def test_a_pool_ends_its_threads():
-    before = threading.active_count()
-    own = Pool(3)
-    assert threading.active_count() == before + 2
-    own.close()
-    assert threading.active_count() == before
 
 
 def test_a_forked_child_has_a_pool_of_its_own():

@@ -13,10 +13,8 @@ from tests.matrices import matrix
 from transom_kernels.latent_attention import (
     latent_attention,
     pool_rows,
-    read_rows,
     reference,
     select_entries,
-    write_rows,
 )
 from transom_kernels.latent_attention.cpu import fits_cpu_kernel, latent_attention_cpu
 from transom_kernels.latent_attention.inputs import LatentInputs
@@ -33,18 +31,6 @@ def fixed_seed() -> None:
 
 def row(cache: torch.Tensor, slot: int) -> torch.Tensor:
     return cache[slot // SIZE, slot % SIZE, 0].double()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_are_read_where_they_were_written(dtype: torch.dtype) -> None:
-    cache = filled_cache(torch.tensor([-1]), 10, dtype=dtype)
-    slots = torch.tensor([4, 35, 0, 7])
-    rows = torch.randn(4, 10).to(dtype)
-    write_rows(rows, cache, slots)
-    read = read_rows(cache, torch.tensor([[35, -1], [7, 4]]))
-    torch.testing.assert_close(read, torch.stack([torch.stack([rows[1], torch.zeros(10).to(dtype)]), rows[[3, 0]]]))
-    with pytest.raises(ValueError, match="rows of 9"):
-        write_rows(rows[:, :9], cache, slots)
 
 
 @pytest.mark.parametrize("tile", TILES)

@@ -42,6 +42,7 @@ def check(case: PolicyCase, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return policy_attention(inputs.q, **given)
 
     def add_mass(mass: torch.Tensor, inputs: PolicyInputs) -> None:
+        assert inputs.statistics is not None
         add_block_mass(mass, inputs.q, statistics=inputs.statistics, **{name: getattr(inputs, name) for name in NAMES})
 
     return check_policy(attend, add_mass, case, rounding=1e-3 if "kv_format" in how else 0.0, **how)

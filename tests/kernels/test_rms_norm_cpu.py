@@ -1,4 +1,4 @@
-"""The CPU kernels of `rms_norm` and `head_norm_` against the reference: odd widths, strides, sums, batches, threads."""
+"""The CPU kernel of `rms_norm` against the reference: odd widths, strides, sums."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from tests.kernels.row_case import strided
 from tests.matrices import some_daily
 from transom_kernels.launch import uses_cpu_kernels
-from transom_kernels.rms_norm import head_norm_, rms_norm
-from transom_kernels.rms_norm.cpu import heads_fit, rows_fit
+from transom_kernels.rms_norm import rms_norm
+from transom_kernels.rms_norm.cpu import rows_fit
 from transom_kernels.rms_norm.op import rms_norm_reference
 
 EPS = 1e-5
@@ -59,26 +59,9 @@ def test_more_dimensions():
     torch.testing.assert_close(rms_norm(turned, weight, EPS)[0], rms_norm_reference(turned, weight, EPS))
 
 
-@pytest.mark.parametrize(("dtype", "weight_dtype"), [*PAIRS, (torch.bfloat16, None)])
-@pytest.mark.parametrize(("heads", "width"), [(1, 10), (7, 64), (5, 500), (9, 33)])
-def test_heads(dtype, weight_dtype, heads, width):
-    wide = torch.randn(3, heads + 3, width + 2).to(dtype)
-    before, x = wide.clone(), wide[:, 1 : heads + 1, :width]
-    weight = None if weight_dtype is None else torch.randn(heads, width).to(weight_dtype)
-    wanted = rms_norm_reference(x, weight, EPS)
-    assert heads_fit(x, weight)
-    head_norm_(x, weight, EPS)
-    torch.testing.assert_close(x, wanted, **limit(dtype))
-    before[:, 1 : heads + 1, :width] = x
-    assert wide.equal(before)
-
-
 def test_a_wide_weight_is_multiplied_before_rounding():
     x, weight = torch.randn(5, 16).bfloat16(), torch.randn(16)
     assert rms_norm(x, weight, EPS)[0].equal(rms_norm_reference(x, weight, EPS))
-    heads = x.view(5, 2, 8).clone()
-    head_norm_(heads, weight.view(2, 8), EPS)
-    assert heads.equal(rms_norm_reference(x.view(5, 2, 8), weight.view(2, 8), EPS))
 
 
 @pytest.mark.parametrize("parts", [{"weight": None}, {"inner": torch.ones(4)}, {"factor": 2.0}], ids=str)
@@ -90,8 +73,6 @@ def test_parts_of_a_sum_need_a_residual(parts):
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="does not fit"):
         rms_norm(torch.zeros(2, 4), torch.ones(3), EPS)
-    with pytest.raises(ValueError, match="give \\[heads, width\\]"):
-        head_norm_(torch.zeros(2, 3, 4), torch.zeros(4), EPS)
 
 
 def small_case() -> None:
@@ -99,5 +80,4 @@ def small_case() -> None:
         x, weight = torch.randn(3, 37).to(dtype), torch.randn(37).to(weight_dtype)
         out, total = rms_norm(x, weight, EPS, x, inner=weight)
         torch.testing.assert_close(out, rms_norm_reference(total, weight, EPS), **limit(dtype))
-        head_norm_(x.view(3, 1, 37), weight[None], EPS)
     assert uses_cpu_kernels(x)

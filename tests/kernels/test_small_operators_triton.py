@@ -9,9 +9,10 @@ import torch
 
 from tests.matrices import matrix
 from transom_kernels.block_copy import gpu as block_copy_gpu
+from transom_kernels.block_copy.gpu import copy_blocks_triton
 from transom_kernels.gated_mlp.gpu import gated_activation_triton
 from transom_kernels.gated_mlp.op import activated_product_reference
-from transom_kernels.rms_norm.gpu import head_norm_triton_, rms_norm_triton
+from transom_kernels.rms_norm.gpu import rms_norm_triton
 from transom_kernels.rms_norm.op import rms_norm_reference
 from transom_kernels.rotary.gpu import rotary_triton_
 from transom_kernels.rotary.op import rotary_reference
@@ -25,49 +26,39 @@ def fixed_seed() -> None:
     torch.manual_seed(3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 1), (3, 7), (2, 64), (1, 1000)])
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_rms_norm(dtype: torch.dtype, rows: int, width: int, with_residual: bool) -> None:
-    wide = torch.randn(rows, width + 3).to(dtype)
-    x, weight = wide[:, :width], torch.randn(width).to(dtype)
-    residual = torch.randn(rows, width).to(dtype) if with_residual else None
-    total = x if residual is None else x + residual
-    out, sums = rms_norm_triton(x, weight, 1e-5, residual)
-    torch.testing.assert_close(sums.float(), total.float(), atol=LIMIT[dtype], rtol=LIMIT[dtype])
-    wanted = rms_norm_reference(total, weight, 1e-5)
-    torch.testing.assert_close(out.float(), wanted.float(), atol=LIMIT[dtype], rtol=LIMIT[dtype])
-
-
 @pytest.mark.parametrize(
-    ("dtype", "weights", "shape", "with_inner", "with_weight"),
-    matrix(DTYPES, [torch.float32, None], [(0, 8), (1, 1), (3, 7), (2, 1000)], [False, True], [False, True]),
+    ("dtype", "weights", "shape", "parts"),
+    matrix(
+        DTYPES,
+        [torch.float32, None],
+        [(0, 8), (1, 1), (3, 7), (2, 1000)],
+        [("weight",), ("weight", "residual"), ("residual", "inner"), ("weight", "residual", "inner")],
+    ),
 )
-def test_rms_norm_of_sums(
-    dtype: torch.dtype, weights: torch.dtype | None, shape: tuple[int, int], with_inner: bool, with_weight: bool
+def test_rms_norm(
+    dtype: torch.dtype, weights: torch.dtype | None, shape: tuple[int, int], parts: tuple[str, ...]
 ) -> None:
     rows, width = shape
     x, residual = torch.randn(rows, width + 3).to(dtype)[:, :width], torch.randn(rows, width + 5).to(dtype)[:, :width]
     inner, weight = (torch.rand(width).add(0.5).to(weights or dtype) for _ in range(2))
-    out, sums = rms_norm_triton(
-        x, weight if with_weight else None, 1e-5, residual, inner=inner if with_inner else None, factor=0.75
-    )
-    total = (residual + (rms_norm_reference(x, inner, 1e-5) if with_inner else x)) * 0.75
-    if not with_inner and dtype is not torch.bfloat16:  # which the interpreter cuts off
+    given = {name: value for name, value in (("residual", residual), ("inner", inner)) if name in parts}
+    factor = 0.75 if given else 1.0
+    out, sums = rms_norm_triton(x, weight if "weight" in parts else None, 1e-5, **given, factor=factor)
+    added = rms_norm_reference(x, inner, 1e-5) if "inner" in parts else x
+    total = (residual + added) * factor if given else x
+    if "inner" not in parts and dtype is not torch.bfloat16:  # which the interpreter cuts off
         assert sums.equal(total)  # as if the sum had been a step of its own
     torch.testing.assert_close(sums.float(), total.float(), atol=LIMIT[dtype], rtol=LIMIT[dtype])
-    wanted = rms_norm_reference(sums, weight, 1e-5) if with_weight else sums
+    wanted = rms_norm_reference(sums, weight, 1e-5) if "weight" in parts else sums
     torch.testing.assert_close(out.float(), wanted.float(), atol=LIMIT[dtype], rtol=LIMIT[dtype])
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("heads", "width"), [(1, 8), (5, 10), (40, 64)])
-def test_head_norm(weighted: bool, heads: int, width: int) -> None:
-    wide = torch.randn(2, heads + 2, width)
-    before, weight = wide.clone(), torch.randn(heads, width) if weighted else None
-    head_norm_triton_(wide[:, 1:-1], weight, 1e-5)
-    torch.testing.assert_close(wide[:, 1:-1], rms_norm_reference(before[:, 1:-1], weight, 1e-5))
-    assert wide[:, [0, -1]].equal(before[:, [0, -1]])
+def test_blocks_go_between_two_places() -> None:
+    slab, staging = (torch.randint(0, 255, (6, 3 * 4096 + 256), dtype=torch.uint8) for _ in range(2))
+    wanted = staging.clone()
+    wanted[[0, 4, 5]] = slab[[3, 3, 1]]
+    copy_blocks_triton(slab, staging, [(3, 0), (3, 4), (1, 5)])
+    assert staging.equal(wanted)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

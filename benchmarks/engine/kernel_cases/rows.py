@@ -13,7 +13,7 @@ import torch
 from benchmarks.engine.kernel_cases.case import Case, Check, Prepared, Promise, Scale, Tensors
 from transom_kernels.gated_mlp.gpu import gated_activation_triton
 from transom_kernels.gated_mlp.op import activated_product_reference
-from transom_kernels.rms_norm.gpu import head_norm_triton_, rms_norm_triton
+from transom_kernels.rms_norm.gpu import rms_norm_triton
 from transom_kernels.rms_norm.op import rms_norm_reference
 from transom_kernels.rotary.gpu import rotary_triton_
 from transom_kernels.rotary.op import rotary_reference
@@ -35,7 +35,6 @@ def cases(scale: Scale) -> Iterator[Case]:
         for name, prepare, formula, promised in (
             ("norm with residual", partial(_norm, (rows, width), False), "4 T N", promises),
             ("norms around a residual", partial(_norm, (rows, width), True), "4 T N", promises),
-            ("norm of heads", partial(_head_norm, (rows, HEADS)), "2 T H D", promises),
             ("rotary", partial(_rotary, (rows, HEADS)), "2 T H D and the tables", ()),
             ("gated silu", partial(_gated, (rows, inner)), "3 T N", ()),
         ):
@@ -63,21 +62,6 @@ def _norm(shape: Rows, has_inner: bool, device: torch.device) -> Prepared:
         num_bytes=4 * x.nbytes + weight.nbytes + (0 if inner is None else inner.nbytes),
         alone=lambda: [(rms_norm_triton(x, weight, EPS)[0][1:2], rms_norm_triton(x[1:2], weight, EPS)[0])],
     )
-
-
-def _head_norm(shape: Rows, device: torch.device) -> Prepared:
-    source, weight = _random(*shape, SIZE, device=device), _random(shape[1], SIZE, device=device)
-    x = source.clone()
-
-    def run() -> Tensors:
-        head_norm_triton_(x, weight, EPS)
-        return (x,)
-
-    def check(out: Tensors) -> list[Check]:
-        wanted = rms_norm_reference(_ends(source).float(), weight, EPS)
-        return [Check(got=_ends(out[0]), wanted=wanted, limit=ERROR_LIMIT)]
-
-    return Prepared(run=run, check=check, num_bytes=2 * x.nbytes + weight.nbytes, reset=lambda: x.copy_(source))
 
 
 def _rotary(shape: Rows, device: torch.device) -> Prepared:

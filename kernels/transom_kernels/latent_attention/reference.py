@@ -8,10 +8,11 @@ sequence, E pooled entries, R tokens per entry, G groups of tokens that an entry
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from transom_kernels.latent_attention.inputs import LatentInputs
-from transom_kernels.latent_attention.rows import read_rows
 
 TILE_ELEMENTS = 2**20  # gathered at once: about what the private cache of a CPU core holds
 
@@ -86,3 +87,17 @@ def _tiles(count: int, elements_each: int) -> list[slice]:
     """Slices of `count` queries or entries whose gathered elements fit in TILE_ELEMENTS, or of one."""
     size = max(1, TILE_ELEMENTS // max(1, elements_each))
     return [slice(begin, begin + size) for begin in range(0, count, size)]
+
+
+def read_rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Rows [..., D] of `cache` [ids, P, 1, D] at `slots` [...]; zeros at negative slots. Slot s is row s % P of block s // P."""
+    ids, size, _, width = cache.shape
+    block, row = cache.stride(0), cache.stride(1)
+    unit = math.gcd(block, row)
+    # every row starts at a multiple of `unit`: one index addresses them all, and rows are copied whole
+    starts = cache.as_strided((((ids - 1) * block + (size - 1) * row) // unit + 1, width), (unit, cache.stride(3)))
+    present = slots.clamp(min=0)
+    index = present // size * (block // unit) + present % size * (row // unit)
+    rows = starts.index_select(0, index.flatten()).view(*slots.shape, width)
+    absent = slots < 0
+    return rows.masked_fill_(absent[..., None], 0.0) if absent.any() else rows

@@ -1,5 +1,5 @@
-"""RMS normalisation (root mean square) of rows, and of attention heads."""
+"""RMS normalisation (root mean square) of rows."""
 
-from transom_kernels.rms_norm.op import head_norm_, rms_norm
+from transom_kernels.rms_norm.op import rms_norm
 
-__all__ = ["head_norm_", "rms_norm"]
+__all__ = ["rms_norm"]

@@ -1,8 +1,8 @@
-"""RMS normalisation on CPUs: of rows, also of sums with the residual, and of heads in place.
+"""RMS normalisation on CPUs: of rows, also of sums with the residual.
 
 rms_norm(x, weight) = x / sqrt(mean(x ** 2) + eps) * weight, computed in float32.
 
-Legend: T rows or tokens, N row width, H heads, D head width.
+Legend: T rows, N row width.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 
 from transom_kernels.cpu.arguments import RowArguments, numbers_of
-from transom_kernels.cpu.kernel import CpuKernel, cpu_kernel
+from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.rows import make_inverse_rms
 from transom_kernels.cpu.simd import LOAD, LOAD_PART, NUM_BYTES, ROUND, float_argument, row_access, splat
 from transom_kernels.cpu.work import argument, each_item, helper, row_address
 
-ITEM_ELEMENTS = 2048  # about as many elements as one item of work normalises
+ITEM_ELEMENTS = 2048  # about what one item of work normalises
+_MODULE = "transom_kernels.rms_norm.cpu"
 
 
 class RmsNormArguments(NamedTuple):
@@ -37,19 +38,7 @@ class RmsNormArguments(NamedTuple):
     eps: float
 
 
-class HeadNormArguments(NamedTuple):
-    """The words of `norm_heads`."""
-
-    x: RowArguments  # [T, H, D]
-    head_stride: int  # bytes
-    weight: torch.Tensor | None  # [H, D], contiguous
-    num_heads: int
-    width: int  # D
-    heads_of_item: int
-    eps: float
-
-
-AT, HEADS = numbers_of(RmsNormArguments), numbers_of(HeadNormArguments)
+AT = numbers_of(RmsNormArguments)
 
 
 def rows_fit(
@@ -83,7 +72,12 @@ def rms_norm_cpu(
     per_item = max(1, ITEM_ELEMENTS // width)
     like = inner if weight is None else weight
     launch(
-        _kernel("make_rms_norm", x, x if like is None else like),
+        cpu_kernel(
+            _MODULE,
+            "make_rms_norm",
+            dtype=DTYPES[x.dtype],
+            weight_dtype=DTYPES[x.dtype if like is None else like.dtype],
+        ),
         -(-num_rows // per_item),
         RmsNormArguments(
             x=RowArguments(x, x.stride(-2) * x.element_size()),
@@ -100,27 +94,6 @@ def rms_norm_cpu(
         ),
     )
     return out, sums
-
-
-def heads_fit(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    """Whether the kernel takes these dtypes and strides."""
-    fits = x.dtype in DTYPES and x.stride(2) == 1
-    return fits and (weight is None or (weight.dtype in DTYPES and weight.is_contiguous()))
-
-
-def head_norm_cpu_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
-    """x = x / rms(x) * weight [H, D] of each head of `x` [T, H, D], in place."""
-    tokens, heads, width = x.shape
-    per_item = max(1, min(heads, ITEM_ELEMENTS // width))
-    launch(
-        _kernel("make_norm_heads", x, x if weight is None else weight),
-        tokens * -(-heads // per_item),
-        HeadNormArguments(RowArguments.of(x), x.stride(1) * x.element_size(), weight, heads, width, per_item, eps),
-    )
-
-
-def _kernel(maker: str, x: torch.Tensor, weight: torch.Tensor) -> CpuKernel:
-    return cpu_kernel("transom_kernels.rms_norm.cpu", maker, dtype=DTYPES[x.dtype], weight_dtype=DTYPES[weight.dtype])
 
 
 def _is_matrix(x: torch.Tensor) -> bool:
@@ -193,21 +166,3 @@ def make_rms_norm(dtype: str, weight_dtype: str) -> Any:
                 normalise(x, weight, argument(arguments, AT.out) + row * width * size, width, eps)
 
     return rms_norm
-
-
-def make_norm_heads(dtype: str, weight_dtype: str) -> Any:
-    """The kernel of `head_norm_cpu_`. An item is some heads of one token."""
-    normalise, weight_size = _make_normalise(dtype, weight_dtype), NUM_BYTES[weight_dtype]
-
-    @each_item
-    def norm_heads(arguments, thread, item):
-        weight, num_heads = argument(arguments, HEADS.weight), argument(arguments, HEADS.num_heads)
-        width, eps = argument(arguments, HEADS.width), float_argument(arguments, HEADS.eps)
-        per_item = argument(arguments, HEADS.heads_of_item)
-        parts = (num_heads + per_item - 1) // per_item
-        token, first = item // parts, item % parts * per_item
-        for head in range(first, min(first + per_item, num_heads)):
-            x = row_address(arguments, HEADS.x, token) + head * argument(arguments, HEADS.head_stride)
-            normalise(x, weight + head * width * weight_size if weight else 0, x, width, eps)
-
-    return norm_heads

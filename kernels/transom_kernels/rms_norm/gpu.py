@@ -1,8 +1,8 @@
-"""RMS normalisation on GPUs: `norm_rows` (one program per row) and `norm_heads` (some heads of one token per program).
+"""RMS normalisation on GPUs: `norm_rows`, one program per row.
 
 rms_norm(x, weight) = x / sqrt(mean(x ** 2) + eps) * weight, computed in float32.
 
-Legend: T rows or tokens, N row width, H heads, D head width.
+Legend: T rows, N row width.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 
 from transom_kernels.launch import next_power_of_two, warps_for
-
-HEAD_ELEMENTS = 2048  # of a program of `norm_heads`
 
 
 def rms_norm_triton(
@@ -38,18 +36,6 @@ def rms_norm_triton(
             BLOCK_N=block, num_warps=warps_for(block),
         )  # fmt: skip
     return out, sums
-
-
-def head_norm_triton_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
-    """x = x / rms(x) * weight [H, D] of each head of `x` [T, H, D], in place."""
-    tokens, heads, width = x.shape
-    block_d = next_power_of_two(width)
-    block_h = min(next_power_of_two(heads), max(1, HEAD_ELEMENTS // block_d))
-    if x.numel():
-        norm_heads[(tokens, -(-heads // block_h))](
-            x, x if weight is None else weight.contiguous(), x.stride(0), x.stride(1), eps,
-            H=heads, D=width, HAS_WEIGHT=weight is not None, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -99,28 +85,3 @@ def norm_rows(
     if HAS_WEIGHT:
         normed = _normalised(values, weight, n, inside, eps, N)
         tl.store(out + row * N + n, normed.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def norm_heads(
-    x,  # [T, H, D], in place
-    weight,  # [H, D], or unused
-    x_stride_t,
-    x_stride_h,
-    eps,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Normalise `BLOCK_H` heads of one token in place. The grid is (T, blocks of heads)."""
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    d = tl.arange(0, BLOCK_D)
-    inside = (head < H)[:, None] & (d < D)[None, :]
-    place = x + tl.program_id(0).to(tl.int64) * x_stride_t + head[:, None] * x_stride_h + d[None, :]
-    values = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    values *= tl.rsqrt(tl.sum(values * values, 1) / D + eps)[:, None]
-    if HAS_WEIGHT:
-        values *= tl.load(weight + head[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(place, values.to(x.dtype.element_ty), mask=inside)

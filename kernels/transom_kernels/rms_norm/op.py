@@ -1,8 +1,8 @@
-"""The operators of RMS normalisation: `rms_norm` of rows, also of sums with the residual, and `head_norm_` of attention heads.
+"""The operator of RMS normalisation: `rms_norm` of rows, also of sums with the residual.
 
 rms_norm(x, weight) = x / sqrt(mean(x ** 2) + eps) * weight, computed in float32.
 
-Legend: T rows or tokens, N row width, H heads, D head width.
+Legend: T rows, N row width.
 """
 
 from __future__ import annotations
@@ -47,33 +47,8 @@ def rms_norm(
     return x if weight is None else rms_norm_reference(x, weight, eps), x
 
 
-def head_norm_(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
-    """Normalise each head of `x` [T, H, D] in place: x / rms(x) * weight, where rms is taken over the head (QK norm, for instance).
-
-    `x` may have strides. `weight` is [H, D]; None means no weight. A float32 weight over heads of fewer bits is multiplied in
-    float32, and the product is rounded once.
-
-    Raises:
-        ValueError: the weight's shape does not fit.
-    """
-    if weight is not None and weight.shape != x.shape[1:]:
-        raise ValueError(f"x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}; give [heads, width].")
-    if uses_triton(x) and x.stride(2) == 1:
-        from transom_kernels.rms_norm.gpu import head_norm_triton_
-
-        head_norm_triton_(x, weight, eps)
-        return
-    if uses_cpu_kernels(x):
-        from transom_kernels.rms_norm.cpu import head_norm_cpu_, heads_fit
-
-        if heads_fit(x, weight):
-            head_norm_cpu_(x, weight, eps)
-            return
-    x.copy_(rms_norm_reference(x, weight, eps))
-
-
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """The specification of both operators, in torch: the last dimension in float32, rounded once."""
+    """The specification in torch: the last dimension in float32, rounded once."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
     return (normed if weight is None else normed * weight.float()).to(x.dtype)

@@ -33,7 +33,7 @@ LAYERS = {
     "gpt_oss": MIXTURE_LAYER,
     "gemma3": DENSE_LAYER,
     "qwen3_moe": MIXTURE_LAYER,
-    "olmo3": DENSE_LAYER + Counter(norm_heads=2),  # QK norms over all heads
+    "olmo3": DENSE_LAYER + Counter(norm_rows=2),  # QK norms over all heads
 }
 
 

@@ -7,7 +7,7 @@
 
 Sources: the model card of Gemma 4, transformers' `Gemma4ForCausalLM`.
 
-Legend: T tokens, N hidden width, L layers, P width of a per-layer embedding.
+Legend: T tokens, R rows whose logits are wanted, N hidden width, L layers, P width of a per-layer embedding.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ STYLE = Style(
 
 
 class Gemma4(Decoder):
-    """The decoder. Behind each layer the layer's own embedding is added, and the sum is scaled."""
+    """The decoder. After each layer the layer's own embedding is added, and the sum is scaled."""
 
     def __init__(self, architecture: Architecture, load: Loader) -> None:
-        """The contract is that of `Decoder`."""
+        """`load` reads tensors by their Hugging Face names."""
         style = STYLE
         if architecture.mixture is not None:  # dense MLP and experts have a norm before each of them
             style = replace(STYLE, norm_before_mlp="", feed_forward=DenseAndExperts)
@@ -55,7 +55,7 @@ class Gemma4(Decoder):
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        """The contract is that of `Decoder`."""
+        """Normalised hidden states [R, N]; writes the batch's keys and values into its caches."""
         x_TN = self._embedding(batch.token_ids)
         own_TLP = self._embeddings(batch.token_ids, x_TN) if self._embeddings else None
         rotations, residual = self._rotations(batch, x_TN.dtype), Residual(x_TN)

@@ -23,7 +23,6 @@ def make_attention(architecture: Architecture, index: int, style: Style, load: L
     """The attention of layer `index` with this rank's heads; `load` reads names within `self_attn`."""
     layer, rope = architecture.layers[index], architecture.ropes[index]
     heads = head_share(architecture, index, load.parallel.rank, load.parallel.size)
-    eps, rotates = architecture.rms_norm_eps, rope is not None
     qkv = _projections(architecture, index, heads, load)
     value_size = layer.value_size or layer.head_size
     widths = (architecture.hidden_size, layer.num_heads * value_size)
@@ -35,8 +34,9 @@ def make_attention(architecture: Architecture, index: int, style: Style, load: L
         sink_logits=_sinks(layer, heads, style, load) if index in architecture.sink_layers else None,
         value_scale=architecture.scales.value,
         norm=_qk_norm(architecture, layer, heads, style, load),
-        norm_after_rotation=QkNorm(None, eps) if rotates and style.qk_norm_after_rotation else None,
-        value_norm=QkNorm(None, eps) if style.value_norm else None,
+        norm_after_rotation=rope is not None and style.qk_norm_after_rotation,
+        value_norm=style.value_norm,
+        eps=architecture.rms_norm_eps,
     )
     return Attention(qkv, output, attention_shape(layer, heads), options)
 
@@ -108,7 +108,7 @@ def _qk_norm(
     if layer.reads_cache_of is None:
         key = load.tensor("k_norm.weight", dtype, shape=size)
         weight_HD = torch.cat([weight_HD, key.expand(heads.num_kv, -1)])
-    return QkNorm(weight_HD + 1.0 if style.norm_plus_one else weight_HD, architecture.rms_norm_eps)
+    return QkNorm(weight_HD + 1.0 if style.norm_plus_one else weight_HD)
 
 
 def _norm_over_all_heads(

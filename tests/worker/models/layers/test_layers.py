@@ -62,6 +62,8 @@ def test_weights_are_held_once_and_padding_is_not_counted() -> None:
         experts = make_experts(weights, GateRule(), quantization="none")
     assert isinstance(experts, SequentialExperts)
     down = experts._down[3]
+    assert isinstance(weights.gate_up, torch.Tensor)
+    assert isinstance(weights.down, torch.Tensor)
     assert isinstance(down, PlainLinear)
     assert down.weight_NK.data_ptr() == weights.down[3].data_ptr()
     grouped = make_experts(weights, GateRule(), quantization="none")

@@ -53,17 +53,6 @@ def _be_impatient(comm: Communicator) -> None:
         comm._group._set_default_timeout(timedelta(seconds=TIMEOUT_S))
 
 
-def wait_for_the_last(comm: Communicator, rank: int, pipe: Connection) -> bool:
-    """The last rank never adds anything."""
-    comm.all_reduce_(torch.ones(3))
-    pipe.send("going")
-    if rank == 2:
-        pipe.recv()
-    with pytest.raises(RankLost):
-        comm.all_reduce_(torch.ones(3))
-    return True
-
-
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_during_all_reduce(kind: str, size: int) -> None:
@@ -74,14 +63,6 @@ def test_killed_during_all_reduce(kind: str, size: int) -> None:
             _, message, again = process.receive()
             assert again
             assert "ank" in message
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_killed_while_others_wait_for_it(kind: str) -> None:
-    with ranks(kind, 3, wait_for_the_last) as processes:
-        assert [process.receive() for process in processes] == ["going"] * 3
-        processes[2].signal(signal.SIGKILL)
-        assert [process.receive() for process in processes[:2]] == [True] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

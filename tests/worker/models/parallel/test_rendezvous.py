@@ -13,9 +13,8 @@ import torch
 
 from tests.worker.models.parallel.rank_processes import ranks
 from transom_core.errors import RankLost
-from transom_worker.models.parallel import SINGLE_RANK
 from transom_worker.models.parallel.communicator import Communicator
-from transom_worker.models.parallel.rendezvous import MEMORY, Rendezvous, connect, host_id
+from transom_worker.models.parallel.rendezvous import Rendezvous, connect, host_id
 
 
 def kind_of(hosts: list[str], device: str = "cpu") -> str:
@@ -24,20 +23,13 @@ def kind_of(hosts: list[str], device: str = "cpu") -> str:
     return rendezvous.address.partition(":")[0]
 
 
-def test_one_host_shares_memory() -> None:
-    assert kind_of([host_id()] * 3) == "memory"
-
-
 def test_other_hosts_other_devices_and_other_machines_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kind_of([host_id()] * 3) == "memory"
     assert kind_of([host_id(), "elsewhere"]) == "tcp"
     assert kind_of(["elsewhere"] * 2) == "tcp"
     assert kind_of([host_id()] * 2, device="cuda") == "tcp"
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert kind_of([host_id()] * 2) == "tcp"
-
-
-def test_one_rank_needs_no_rendezvous() -> None:
-    assert connect("tcp:nowhere", rank=0, size=1, timeout_s=1.0) is SINGLE_RANK
 
 
 def test_an_address_of_another_host_cannot_be_listened_on() -> None:
@@ -79,11 +71,3 @@ def test_killed_ranks_leave_no_memory_behind() -> None:
             process.signal(signal.SIGKILL)
     assert files() == before
     assert not [fd for fd in Path("/proc/self/fd").iterdir() if "transom-ranks" in os.path.realpath(fd)]
-
-
-def test_every_rendezvous_has_its_own_address() -> None:
-    first, second = Rendezvous([host_id()] * 2), Rendezvous([host_id()] * 2)
-    assert first.address != second.address
-    assert first.address.startswith(MEMORY)
-    first.close()
-    second.close()

@@ -18,8 +18,7 @@ import torch
 from transom_core.model_config.deepseek_v4 import DeepseekV4Shape
 from transom_core.model_config.layer_attention import Compression
 from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
-from transom_kernels.latent_attention import pool_rows, select_entries, write_rows
-from transom_kernels.launch import uses_cpu_kernels, uses_triton
+from transom_kernels.latent_attention import pool_rows, select_entries
 from transom_kernels.rotary import rotary_
 from transom_worker.models.deepseek_v4.attention_metadata import AttentionMetadata
 from transom_worker.models.layers.forward_batch import CompressedCache, LayerCache
@@ -62,12 +61,7 @@ class Compressor:
         slots = metadata.state(cache, self._ratio, self._num_groups)
         pooled_ED = pool_rows(state.k, state.v, slots, self._position_bias)
         tables, slots_E = metadata.entry_tables(cache, self._ratio), metadata.batch.groups[cache.entries.group].slots
-        if uses_triton(x_TN) or uses_cpu_kernels(x_TN):
-            write_rotated(pooled_ED, self._norm, tables, cache.entries.cache, slots_E)
-            return
-        entries_ED = self._norm(pooled_ED).to(x_TN.dtype)
-        rotate(entries_ED[:, None], tables)
-        write_rows(entries_ED, cache.entries.cache.k, slots_E)
+        write_rotated(pooled_ED, self._norm, tables, cache.entries.cache, slots_E)
 
 
 class Indexer:

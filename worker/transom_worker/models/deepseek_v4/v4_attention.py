@@ -14,9 +14,7 @@ import torch
 from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.deepseek_v4 import DeepseekV4Shape
 from transom_core.model_config.sharding import head_share
-from transom_kernels.latent_attention import latent_attention, write_rows
-from transom_kernels.launch import uses_cpu_kernels, uses_triton
-from transom_kernels.rms_norm import head_norm_
+from transom_kernels.latent_attention import latent_attention
 from transom_worker.models.deepseek_v4.attention_metadata import AttentionMetadata
 from transom_worker.models.deepseek_v4.compressor import Compressor, EntrySizes, Indexer, rotate, write_rotated
 from transom_worker.models.layers.forward_batch import CompressedCache, LayerCache
@@ -40,7 +38,7 @@ class LatentAttention:
         heads = head_share(architecture, index, load.parallel.rank, load.parallel.size).queries
         hidden, eps = architecture.hidden_size, architecture.rms_norm_eps
         width, rank, groups = layer.num_heads * layer.head_size, shape.query_rank, shape.output_groups
-        self._layer, self._eps, self._num_heads = layer, eps, heads.stop - heads.start
+        self._layer, self._num_heads = layer, heads.stop - heads.start
         self._scale = float(layer.head_size**-0.5)
         self._query_rank = rank
         self._down = load.linear("wq_a", "wkv", shapes=[(rank, hidden), (layer.head_size, hidden)])
@@ -80,7 +78,8 @@ class LatentAttention:
         down_T = self._down(x_TN)
         query_TQ = self._query_norm(down_T[:, : self._query_rank])
         q_THD = self._queries(query_TQ).view(len(x_TN), self._num_heads, -1)
-        q_THD = self._prepare(q_THD, down_T[:, self._query_rank :], tables, cache, metadata.batch.groups[group].slots)
+        slots_T = metadata.batch.groups[group].slots
+        q_THD = write_rotated(down_T[:, self._query_rank :], self._latent_norm, tables, cache, slots_T, q_THD)
         assert self._layer.window is not None
         y_THD = latent_attention(
             q_THD,
@@ -93,24 +92,6 @@ class LatentAttention:
         )
         rotate(y_THD, RotaryTables(tables.cos, -tables.signed_sin, tables.interleaved))
         return self._project(y_THD)
-
-    def _prepare(
-        self,
-        q_THD: torch.Tensor,
-        latent_TD: torch.Tensor,
-        tables: RotaryTables,
-        cache: LayerCache,
-        slots_T: torch.Tensor,
-    ) -> torch.Tensor:
-        """Normalise and rotate queries and latent rows; write the rows to the cache; return the queries."""
-        if uses_triton(q_THD) or uses_cpu_kernels(q_THD):
-            return write_rotated(latent_TD, self._latent_norm, tables, cache, slots_T, q_THD)
-        head_norm_(q_THD, None, self._eps)
-        rotate(q_THD, tables)
-        latent_TD = self._latent_norm(latent_TD)
-        rotate(latent_TD[:, None], tables)
-        write_rows(latent_TD, cache.k, slots_T)
-        return q_THD
 
     def _entries(
         self,

@@ -12,12 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
-from transom_kernels.kv_write.hadamard import rotate_heads
-from transom_kernels.launch import uses_cpu_kernels, uses_triton
+from transom_kernels.kv_write import Preparation, prepare_qkv
 from transom_kernels.paged_attention import paged_attention
 from transom_kernels.paged_attention.batch import PagedBatch
-from transom_kernels.rotary import rotary_
 from transom_worker.models.layers.forward_batch import LayerCache
 from transom_worker.models.layers.linear import Linear
 from transom_worker.models.layers.norm import AllHeadsQkNorm, QkNorm, ShardedAllHeadsQkNorm
@@ -52,8 +49,9 @@ class AttentionOptions:
     soft_cap: float | None = None
     sink_logits: torch.Tensor | None = None  # [H] float32, one learned sink for each of this rank's heads
     norm: QkNorm | AllHeadsQkNorm | ShardedAllHeadsQkNorm | None = None  # of queries and keys, before rotation
-    norm_after_rotation: QkNorm | None = None
-    value_norm: QkNorm | None = None
+    norm_after_rotation: bool = False  # of queries and keys by head, without a weight
+    value_norm: bool = False  # by head, without a weight
+    eps: float = 1e-6  # of the norms by head
     value_scale: float = 1.0
 
 
@@ -67,8 +65,7 @@ class Attention:
         self._qkv, self._output, self._shape, self._options = qkv, output, shape, options
         self._preparation = _preparation(shape, options)
         self._scale = float(shape.head_size**-0.5 if options.scale is None else options.scale)
-        parts = (qkv, output, options.norm, options.norm_after_rotation, options.value_norm)
-        sinks = options.sink_logits
+        parts, sinks = (qkv, output, options.norm), options.sink_logits
         self.weight_bytes = sum(part.weight_bytes for part in parts if part) + (0 if sinks is None else sinks.nbytes)
 
     @property
@@ -112,9 +109,7 @@ class Attention:
     ) -> torch.Tensor:
         """Return the outputs of all heads, concatenated, [T, H * Dv]."""
         shape, options = self._shape, self._options
-        fused = uses_triton(x_TN) or uses_cpu_kernels(x_TN)
-        prepare = self._prepare_fused if fused else self._prepare
-        q_THD, sink_q_THD = prepare(x_TN, tables, cache, batch, query_scale_T11)
+        q_THD, sink_q_THD = self._prepare(x_TN, tables, cache, batch, query_scale_T11)
         if isinstance(batch, MixedBatch):
             score_options = ScoreOptions(scale=self._scale, soft_cap=options.soft_cap, sink_logits=options.sink_logits)
             return attend_mixed(q_THD, sink_q_THD, cache, batch, score_options).flatten(1)
@@ -133,7 +128,7 @@ class Attention:
             v_scale=cache.v_scale,
         ).flatten(1)
 
-    def _prepare_fused(
+    def _prepare(
         self,
         x_TN: torch.Tensor,
         tables: RotaryTables | None,
@@ -141,15 +136,17 @@ class Attention:
         batch: PagedBatch,
         query_scale_T11: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `_prepare`, with one kernel for everything after the projection, except for a norm over all heads, which runs
-        before it.
+        """Return queries [T, H, D], normalised and rotated, and those for sink tokens where they differ.
+
+        Keys and values are written to the cache if the layer has its own. One operator does all of it after the projection, except
+        for a norm over all heads, which runs before it.
         """
         heads, norm = self._shape.num_heads, self._options.norm
         kv_heads = self._shape.num_kv_heads if self._shape.has_cache else 0
         qk, v = self._project(x_TN, heads, kv_heads)
-        if norm is not None and not isinstance(norm, QkNorm):
-            norm(qk)
         q, k = qk.split_with_sizes((heads, kv_heads), dim=1)
+        if norm is not None and not isinstance(norm, QkNorm):
+            q, k = norm(q, k)
         preparation, cos_sin = self._preparation, None
         if cache.hadamard:
             preparation = replace(preparation, hadamard=True)
@@ -165,50 +162,6 @@ class Attention:
             return prepare_qkv(q, None, None, None, None, batch.slots, cos_sin, preparation, scale_T), sink_q
         scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
         return prepare_qkv(q, k, v, cache.k, cache.v, batch.slots, cos_sin, preparation, scale_T, **scales), sink_q
-
-    def _prepare(
-        self,
-        x_TN: torch.Tensor,
-        tables: RotaryTables | None,
-        cache: LayerCache,
-        batch: PagedBatch,
-        query_scale_T11: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return queries [T, H, D], normalised and rotated, and those for sink tokens where they differ.
-
-        Keys and values are written to the cache if the layer has its own.
-        """
-        shape, options = self._shape, self._options
-        heads, kv_heads = shape.num_heads, shape.num_kv_heads if shape.has_cache else 0
-        qk, v = self._project(x_TN, heads, kv_heads)
-        if options.norm is not None:
-            options.norm(qk)
-        sink_q = None
-        if tables is not None and tables.for_sinks is not None:
-            sink_q = self._rotated(qk.clone(), tables.for_sinks)[:, :heads]
-        qk = self._rotated(qk, tables)
-        q, k = qk.split_with_sizes((heads, kv_heads), dim=1)
-        if query_scale_T11 is not None:
-            q = q * query_scale_T11
-            sink_q = None if sink_q is None else sink_q * query_scale_T11
-        if cache.hadamard:
-            q, k = rotate_heads(q), rotate_heads(k)
-            sink_q = None if sink_q is None else rotate_heads(sink_q)
-        if v is not None:
-            if options.value_norm is not None:
-                options.value_norm(v)
-            if options.value_scale != 1.0:
-                v.mul_(options.value_scale)
-            kv_write(k, v, cache.k, cache.v, batch.slots, k_scale=cache.k_scale, v_scale=cache.v_scale)
-        return q, sink_q
-
-    def _rotated(self, qk: torch.Tensor, tables: RotaryTables | None) -> torch.Tensor:
-        """Rotate queries and keys in place, and normalise them if that comes after rotation."""
-        if tables is not None:
-            rotary_(qk, tables.cos, tables.signed_sin, interleaved=tables.interleaved)
-        if self._options.norm_after_rotation is not None:
-            self._options.norm_after_rotation(qk)
-        return qk
 
     def _project(self, x_TN: torch.Tensor, heads: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return queries and keys [T, H + KVH, D], and values [T, KVH, Dv] if the layer has its own cache."""
@@ -227,13 +180,12 @@ def _preparation(shape: AttentionShape, options: AttentionOptions) -> Preparatio
     """Return the norms of single heads, and the factors, in the form that `prepare_qkv` takes."""
     norm = options.norm if isinstance(options.norm, QkNorm) else None
     weight_HD = None if norm is None else norm.weight_HD
-    norms = [part for part in (norm, options.norm_after_rotation, options.value_norm) if part is not None]
     return Preparation(
         norm=norm is not None,
         q_weight=None if weight_HD is None else weight_HD[: shape.num_heads],
         k_weight=None if weight_HD is None else weight_HD[shape.num_heads :],
-        norm_after_rotation=options.norm_after_rotation is not None,
-        value_norm=options.value_norm is not None,
+        norm_after_rotation=options.norm_after_rotation,
+        value_norm=options.value_norm,
         value_factor=options.value_scale,
-        eps=norms[0].eps if norms else Preparation().eps,  # all norms of a layer have one epsilon
+        eps=options.eps,
     )

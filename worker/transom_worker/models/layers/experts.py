@@ -17,6 +17,7 @@ from transom_kernels.cpu.recording import refuse_recording
 from transom_kernels.gated_mlp import gated_activation
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, PackedExperts, moe, pack_experts
+from transom_kernels.moe.op import gated
 from transom_worker.models.layers.expert_router import Routes
 from transom_worker.models.layers.linear import Linear, make_linear
 from transom_worker.models.layers.quantisation import Quantization
@@ -141,10 +142,7 @@ def apply_gate(gate_up: torch.Tensor, rule: GateRule) -> torch.Tensor:
     """Return the gated activation of `gate_up` [P, 2I], gates before ups, by `rule`, [P, I]."""
     if rule.gain == 1.0 and rule.up_offset == 0.0:
         return gated_activation(gate_up, rule.activation, rule.limit)
-    gate, up = gate_up.chunk(2, dim=-1)
-    if rule.limit is not None:
-        gate, up = gate.clamp(max=rule.limit), up.clamp(-rule.limit, rule.limit)
-    return gate * torch.sigmoid(gate * rule.gain) * (up + rule.up_offset)
+    return gated(*gate_up.chunk(2, dim=-1), rule)
 
 
 def _contiguous(weight: torch.Tensor | MxTensor) -> torch.Tensor | MxTensor:

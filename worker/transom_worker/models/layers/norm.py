@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from transom_kernels.layer_norm import layer_norm
-from transom_kernels.rms_norm import head_norm_, rms_norm
+from transom_kernels.rms_norm import rms_norm
 from transom_worker.models.parallel import Communicator
 
 
@@ -55,29 +55,23 @@ class LayerNorm:
 
 
 class QkNorm:
-    """Root-mean-square normalisation of each head by itself, in place. Without a weight, every head is scaled to one length."""
+    """The weights [H, D] of a root-mean-square normalisation of each head by itself, which `prepare_qkv` computes."""
 
-    def __init__(self, weight_HD: torch.Tensor | None, eps: float) -> None:
-        self.weight_HD, self.eps = None if weight_HD is None else weight_HD.contiguous(), eps
-        self.weight_bytes = 0 if weight_HD is None else weight_HD.nbytes
-
-    def __call__(self, x_THD: torch.Tensor) -> None:
-        """Normalise `x` [T, H, D], which may be strided."""
-        head_norm_(x_THD, self.weight_HD, self.eps)
+    def __init__(self, weight_HD: torch.Tensor) -> None:
+        self.weight_HD, self.weight_bytes = weight_HD.contiguous(), weight_HD.nbytes
 
 
 class AllHeadsQkNorm:
-    """Root-mean-square normalisation over all query heads together, and over all key heads together, in place."""
+    """Root-mean-square normalisation over all query heads together, and over all key heads together."""
 
     def __init__(self, query_weight: torch.Tensor, key_weight: torch.Tensor, eps: float) -> None:
         self._weights, self._eps = (query_weight, key_weight), eps
         self.weight_bytes = query_weight.nbytes + key_weight.nbytes
 
-    def __call__(self, x_THD: torch.Tensor) -> None:
-        """Normalise `x` [T, query heads + key heads, D]."""
-        sizes = [weight.numel() // x_THD.shape[-1] for weight in self._weights]
-        for part, weight in zip(x_THD.split_with_sizes(sizes, dim=1), self._weights, strict=True):
-            head_norm_(part.view(len(part), 1, weight.numel()), weight[None], self._eps)
+    def __call__(self, *heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the normalised queries [T, H, D] and keys [T, KVH, D]."""
+        pairs = zip(heads, self._weights, strict=True)
+        return tuple(rms_norm(part.flatten(1), weight, self._eps)[0].view(part.shape) for part, weight in pairs)
 
 
 class ShardedAllHeadsQkNorm:
@@ -103,14 +97,13 @@ class ShardedAllHeadsQkNorm:
         self._shares_2 = torch.tensor(counts, dtype=torch.float32, device=query_weight.device)
         self.weight_bytes = query_weight.nbytes + key_weight.nbytes
 
-    def __call__(self, x_THD: torch.Tensor) -> None:
-        """Normalise `x` [T, query heads + key heads of this rank, D]."""
-        width = x_THD.shape[-1]
-        sizes = [weight.numel() // width for weight in self._weights]
-        parts = [part.float() for part in x_THD.split_with_sizes(sizes, dim=1)]
-        squares_T2 = torch.stack([part.square().sum(dim=(1, 2)) for part in parts], dim=1)
+    def __call__(self, *heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the normalised queries [T, H, D] and keys [T, KVH, D] of this rank."""
+        wide = [part.float() for part in heads]
+        squares_T2 = torch.stack([part.square().sum(dim=(1, 2)) for part in wide], dim=1)
         mean_T2 = self._comm.all_reduce_(squares_T2.mul_(self._shares_2))
         scale_T211 = mean_T2.add_(self._eps).rsqrt_()[:, :, None, None]
-        pairs = zip(parts, self._weights, strict=True)
-        normed = [part * scale_T211[:, i] * weight.view(-1, width) for i, (part, weight) in enumerate(pairs)]
-        x_THD.copy_(torch.cat(normed, dim=1))
+        return tuple(
+            (part * scale_T211[:, i] * weight.view(part.shape[1:])).to(heads[i].dtype)
+            for i, (part, weight) in enumerate(zip(wide, self._weights, strict=True))
+        )

@@ -97,5 +97,5 @@ class Residual:
 
 
 def select_rows(x_TN: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
-    """Return these rows, which ascend, so that as many rows as there are need no copy."""
+    """Return these rows, which ascend. All rows are returned without a copy."""
     return x_TN if len(rows_R) == len(x_TN) else x_TN.index_select(0, rows_R)

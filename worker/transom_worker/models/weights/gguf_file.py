@@ -81,12 +81,12 @@ class GgufWeights:
         start, stop, _ = rows.indices(tensor.shape[0])
         num_heads = self._num_reordered(name)
         head_rows = tensor.shape[0] // num_heads if num_heads else 1
-        begin, behind = start // head_rows, -(-stop // head_rows)
-        blocks = self._blocks(tensor)[begin * head_rows : behind * head_rows, first // GROUP : end // GROUP]
+        first_head, end_head = start // head_rows, -(-stop // head_rows)
+        blocks = self._blocks(tensor)[first_head * head_rows : end_head * head_rows, first // GROUP : end // GROUP]
         if num_heads:
             flat = np.ascontiguousarray(blocks).reshape(len(blocks), -1)
-            blocks = _half_split(flat, behind - begin).reshape(blocks.shape)
-        return stored_groups(blocks[start - begin * head_rows : stop - begin * head_rows], kind)
+            blocks = _half_split(flat, end_head - first_head).reshape(blocks.shape)
+        return stored_groups(blocks[start - first_head * head_rows : stop - first_head * head_rows], kind)
 
     def close(self) -> None:
         """Drop the memory map; tensors that were read stay valid."""
