@@ -12,7 +12,6 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 
-from tests.core.grammar.random_schemas import random_schema
 from tests.core.text.markup.canitoolcall_fixtures import call_arguments, read_answer
 from tests.core.text.markup.grammar_walks import WalkTokenizer, walk
 from tests.how_many import num_examples
