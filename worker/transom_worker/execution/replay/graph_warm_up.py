@@ -1,4 +1,8 @@
-"""Captures and checks the graph of every size at start-up. If anything goes wrong, the worker runs without graphs.
+"""Captures and checks the graph of every size at start-up. If a capture fails, the worker runs without graphs.
+
+A size whose graph gives other logits than the forward pass is captured and checked once more over other steps: cuBLAS may round one
+product differently on the capture's stream, which in a mixture of experts may choose another expert. If the second graph differs,
+too, steps of this size run eagerly, and those of other sizes do not.
 
 The made-up decode steps read blocks of random numbers. Over a blank cache, a graph that reads the wrong keys would give the
 right result.
@@ -21,6 +25,7 @@ from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.replay.decode_graphs import DecodeGraphs
+from transom_worker.execution.replay.decode_replay import ReplayMismatch
 from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
 from transom_worker.execution.replay.graph_capture import CudaCapture
 from transom_worker.execution.replay.graph_inputs import GroupLaunchKey
@@ -29,6 +34,7 @@ from transom_worker.models.model import Model
 from transom_worker.scheduling.step import NewSequence, StepPlan
 
 LIMIT_S = 120.0  # sizes that have no graph by then run without one; the sizes that are used most come first
+TRIES = (1, 3)  # the seeds of the steps over which a graph is captured; each is checked over those of the next seed
 MAX_RANDOM_BLOCKS = 64  # of a group, besides the block that each sequence writes to
 
 logger = logging.getLogger("transom.worker")
@@ -64,8 +70,7 @@ def _capture_all(make: Callable[[], DecodeGraphs], steps: _RandomSteps) -> Decod
             if time.perf_counter() - begin_s > LIMIT_S:
                 logger.warning("Decode steps from %s on run without CUDA graphs: capturing took too long.", size)
                 break
-            first, second = (steps.step(graphs.builder, size, graphs.sizes, seed=seed) for seed in (1, 2))
-            graphs.capture(size, first, second)
+            _capture(graphs, size, steps)
     except Exception as error:
         logger.warning(
             "Decode steps run without CUDA graphs: capturing %s failed (%s: %s). --enforce-eager does without the attempt.",
@@ -78,6 +83,17 @@ def _capture_all(make: Callable[[], DecodeGraphs], steps: _RandomSteps) -> Decod
         graphs.num_graphs, spent_s, sizes.num_seqs[-1], sizes.num_levels,
     )  # fmt: skip
     return graphs if graphs.num_graphs else None
+
+
+def _capture(graphs: DecodeGraphs, size: DecodeSize, steps: _RandomSteps) -> None:
+    """Capture one size, in the second of `TRIES` over other steps; leave it out, with a warning, if no graph is right."""
+    for seed in TRIES:
+        first, second = (steps.step(graphs.builder, size, graphs.sizes, seed=one) for one in (seed, seed + 1))
+        try:
+            return graphs.capture(size, first, second)
+        except ReplayMismatch as error:
+            mismatch = error
+    logger.warning("Decode steps of %s run without CUDA graphs, which is slower: %s.", size, mismatch)
 
 
 def _launch_keys(model: Model, builder: BatchBuilder, arrays: StepArrays) -> tuple[GroupLaunchKey, ...]:
@@ -119,13 +135,13 @@ class _RandomSteps:
     def step(self, builder: BatchBuilder, size: DecodeSize, sizes: DecodeSizes, *, seed: int) -> StepArrays:
         """Make a step that fills the size's sequences: one long sequence, the others short.
 
-        With seed 1 the long sequence is as long as the size's level allows; with another seed it is five eighths as long.
+        With an odd seed the long sequence is as long as the size's level allows; with an even one it is five eighths as long.
         """
         random = np.random.default_rng(seed)
         num_seqs, specs = size.num_seqs, self._specs
         starts = random.integers(0, sizes.reach_tokens(0), num_seqs)
         longest = sizes.longest_tokens(size)
-        starts[random.integers(num_seqs)] = longest - 1 if seed == 1 else longest * 5 // 8
+        starts[random.integers(num_seqs)] = longest - 1 if seed % 2 else longest * 5 // 8
         # Random lower bounds, as attention has them during a window repair, so that graphs are checked with them too.
         attend_from = [random.integers(0, starts // 4 + 1).tolist() for _ in specs]
         store = SequenceStore(specs, max_num_seqs=num_seqs)
