@@ -17,16 +17,21 @@ A part is an array of 12 bytes per slot: all keys (64 bits), then all values (32
 next bits give, or in the next free one. There are no marks of deleted entries: what stands after a deleted one moves back.
 
 Everything is in arrays that `PrefixTable` owns. Where one is full a function returns which, and goes on when it is called again.
+
+numba compiles a function at its first call and keeps the code on disk for later starts. Compiling takes seconds. Assigning whole
+arrays (`a[:] = b`) or viewing one as another type would double that, since numba then compiles the texts of the errors that these
+may raise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import numpy as np
 import numpy.typing as npt
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
-
-from transom_cluster.routing.compiled import compiled, inner
 
 Words = npt.NDArray[np.uint64]
 Integers = npt.NDArray[np.int64]
@@ -50,6 +55,27 @@ _BIT_FACTOR = np.uint64(0x03F79D71B4CB0A89)  # times 2**i has other top bits for
 _BIT_INDEX = np.zeros(64, np.int64)
 for _bit in range(64):
     _BIT_INDEX[(int(_BIT_FACTOR) << _bit & (1 << 64) - 1) >> 58] = _bit
+
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def compiled(function: Function) -> Function:
+    """Return the function, compiled; kept in `NUMBA_CACHE_DIR`, beside the source, or in the user's cache directory.
+
+    Where none of these can be written, every process compiles anew.
+    """
+    try:
+        made: Function = njit(cache=True)(function)
+    except RuntimeError:  # no place for the code
+        made = njit(function)
+    return made
+
+
+def inner(function: Function) -> Function:
+    """Return the function, compiled for compiled callers alone."""
+    made: Function = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    return made
 
 
 def _pointer_to(item: types.Type):

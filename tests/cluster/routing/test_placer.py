@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from prometheus_client import generate_latest
 
 from tests.cluster.routing.test_policy import columns
-from transom_cluster.routing import chain_code
-from transom_cluster.routing.chain_code import Tokens, Words
+from transom_cluster.routing import prompt_hashes
 from transom_cluster.routing.placer import PlacementDecision, Placer
 from transom_cluster.routing.worker_view import HitTokens
 from transom_cluster.telemetry.metric_families import RouterFamilies
@@ -72,13 +72,12 @@ def usage(num_cached_tokens: int) -> Usage:
 def count_hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that gets the number of tokens of each call that hashes some."""
     hashed: list[int] = []
-    extend = chain_code.extend
 
-    def counting(message: Words, tokens: Tokens, token_ids: Tokens, digests: Words) -> None:
+    def counting(chain: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
         hashed.append(len(token_ids))
-        extend(message, tokens, token_ids, digests)
+        extend_chain(chain, root, token_ids, block_size)
 
-    monkeypatch.setattr(chain_code, "extend", counting)
+    monkeypatch.setattr(prompt_hashes, "extend_chain", counting)
     return hashed
 
 

@@ -1,4 +1,4 @@
-"""The router's compiled hashing computes the digests of the worker's."""
+"""A prompt's digests are the worker's, in whatever pieces the router computes them."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ A *hash block* is `block_size` (`--block-size`) consecutive tokens. A prompt's *
 So two prompts share `chain[i]` exactly if they share their first `(i + 1) * block_size` tokens, the salt and the policy. What
 decides the KV of a token besides the tokens goes into the root. Digests have 32 bytes, token ids are 32-bit little-endian integers.
 
-Router and workers compute the same digests; the router in a compiled loop (`routing.prompt_hashes`). BLAKE2b takes a
-parent and 16 tokens in one step of 128 bytes (SHA-256: two of 64), and needs no instruction of its own to be fast.
+Router and workers compute the same digests. BLAKE2b takes a parent and 16 tokens in one step of 128 bytes (SHA-256: two of 64), and
+needs no instruction of its own to be fast.
 """
 
 from __future__ import annotations
