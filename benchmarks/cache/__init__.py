@@ -1,1 +1,1 @@
-"""What the prefix cache finds when memory is short, beside simple rules and bounds, and what its tiers cost."""
+"""What the prefix cache finds when memory is short, beside simple rules and bounds."""
