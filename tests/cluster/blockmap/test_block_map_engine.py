@@ -91,10 +91,10 @@ async def test_nothing_is_kept_once_all_clients_have_left(server: EngineServer) 
     async with frames_of(server) as frames:
         await anext(frames)
         await until(
-            lambda: server.replica.block_map.num_watchers == 1
+            lambda: len(server.replica.block_map._watchers) == 1
         )  # the test before has left, which takes a moment
     registry = server.replica.engine.scheduler.cache.registry
-    await until(lambda: not server.replica.block_map.num_watchers and not registry.watches_changes)
+    await until(lambda: not server.replica.block_map._watchers and not registry.watches_changes)
     await ask(server, "Without a watcher.", 4)
     async with frames_of(server) as frames:  # the next begins where the cache is now
         seen = Map()
