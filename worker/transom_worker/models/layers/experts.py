@@ -142,7 +142,8 @@ def apply_gate(gate_up: torch.Tensor, rule: GateRule) -> torch.Tensor:
     """Return the gated activation of `gate_up` [P, 2I], gates before ups, by `rule`, [P, I]."""
     if rule.gain == 1.0 and rule.up_offset == 0.0:
         return gated_activation(gate_up, rule.activation, rule.limit)
-    return gated(*gate_up.chunk(2, dim=-1), rule)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gated(gate, up, rule)
 
 
 def _contiguous(weight: torch.Tensor | MxTensor) -> torch.Tensor | MxTensor:
