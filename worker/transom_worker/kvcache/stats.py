@@ -1,7 +1,8 @@
-"""The statistics of the KV cache, which the engine turns into metrics."""
+"""The statistics of the KV cache, which the engine turns into metrics. A node is a *checkpoint* while it pins its windows."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from transom_worker.kvcache.histogram import HistogramStats
@@ -55,6 +56,27 @@ class CheckpointStats:
     evicted: dict[str, int] = field(default_factory=dict)
     windows_evicted: dict[str, int] = field(default_factory=dict)
     hit: dict[str, int] = field(default_factory=dict)
+
+
+class CheckpointCounts:
+    """The counts since start from which `CheckpointStats` are made, by kind (`tree.CheckpointKind`)."""
+
+    def __init__(self) -> None:
+        self.placed: Counter[str] = Counter()
+        self.hit: Counter[str] = Counter()
+        self.evicted: Counter[str] = Counter()
+        self.windows_evicted: Counter[str] = Counter()
+
+    def stats(self) -> CheckpointStats:
+        """Return a copy of the counts."""
+        ended = self.evicted + self.windows_evicted
+        return CheckpointStats(
+            current={kind: count - ended[kind] for kind, count in self.placed.items()},
+            placed=dict(self.placed),
+            evicted=dict(self.evicted),
+            windows_evicted=dict(self.windows_evicted),
+            hit=dict(self.hit),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

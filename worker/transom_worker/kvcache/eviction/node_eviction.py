@@ -19,10 +19,10 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from transom_core.kv_cache.tiers import DEVICE, HOST
-from transom_worker.kvcache.eviction.checkpoint_counts import CheckpointCounts
 from transom_worker.kvcache.eviction.eviction_costs import EvictionCosts
 from transom_worker.kvcache.eviction.eviction_policy import Candidates, EvictionPolicy
 from transom_worker.kvcache.prefix.tree import Node, PrefixTree
+from transom_worker.kvcache.stats import CheckpointCounts
 from transom_worker.kvcache.tiers.disk.stores import DiskStores
 from transom_worker.kvcache.tiers.tier_moves import TierMoves
 
