@@ -47,7 +47,7 @@ def test_quantised_writes_in_torch(name):
     caches, wanted = (poisoned_caches(kv_format, 5, 4, 3, (20, 12)) for _ in range(2))
     k, v, slots = torch.randn(5, 3, 20), torch.randn(5, 3, 12), torch.tensor([3, 17, -1, 0, 12])
     with prefer("reference"):
-        kv_write(k, v, slots=slots, **caches.arguments)
+        prepare_qkv(k[:, :0], k, v, slots=slots, tables=None, **caches.arguments)
     for rows, cache, scale in ((k, wanted.k, wanted.k_scale), (v, wanted.v, wanted.v_scale)):
         for token, slot in enumerate(slots.tolist()):
             if slot >= 0:

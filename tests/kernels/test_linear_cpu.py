@@ -18,12 +18,10 @@ from transom_kernels.launch import prefer, uses_cpu_kernels
 from transom_kernels.linear import embedding_rows, gated_linear, linear, pack_weight
 from transom_kernels.linear.cpu import method_of
 from transom_kernels.linear.op import embedding_rows_reference, gated_linear_reference, linear_reference
-from transom_kernels.rms_norm import rms_norm
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 # M, K, N: one row, odd widths, tiles that are full, one more and one less, several chunks of K and several blocks of rows
 SHAPES = [(1, 1, 1), (3, 17, 5), (15, 32, 16), (16, 64, 31), (17, 66, 33), (33, 1100, 48), (70, 96, 7), (300, 600, 40)]
-EPS = 1e-5
 
 
 def matrices(rows: int, width: int, dtype: torch.dtype, *, count: int = 1) -> list[torch.Tensor]:
@@ -65,10 +63,10 @@ def test_gated(dtype, activation):
         wanted = gated_linear_reference(x, gate, up, activation=activation)
         torch.testing.assert_close(gated_linear(x, plain, activation), wanted, **limit(dtype))
         wide = biases[0].float(), biases[1].float()
-        wanted = gated_linear_reference(x, gate, up, wide, activation=activation, limit=1.5)
-        got = gated_linear(x, biased, activation, limit=1.5)
+        wanted = gated_linear_reference(x, gate, up, wide, activation=activation)
+        got = gated_linear(x, biased, activation)
         torch.testing.assert_close(got, wanted, **limit(dtype))
-        assert gated_linear(x[-1:], biased, activation, limit=1.5).equal(got[-1:])
+        assert gated_linear(x[-1:], biased, activation).equal(got[-1:])
 
 
 def test_logits_in_float32():
@@ -78,21 +76,6 @@ def test_logits_in_float32():
     wanted = linear_reference(x, weight, scale=3.0, soft_cap=2.0, out_dtype=torch.float32)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "norm_dtype"),
-    some_daily(
-        [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32,) * 2],
-        daily=[(torch.bfloat16, torch.float32)],
-    ),
-)
-def test_norm_in_front_equals_the_norm_by_itself(dtype, norm_dtype):
-    for rows, width in ((1, 576), (3, 77), (40, 33)):
-        (weight,), x = matrices(20, width, dtype), strided(rows, width, dtype)
-        norm, packed = torch.randn(width).to(norm_dtype), pack_weight(weight)
-        normed = rms_norm(x, norm, EPS)[0]
-        assert linear(x, packed, norm=(norm, EPS)).equal(linear(normed, packed))
 
 
 @pytest.mark.parametrize("dtype", some_daily(DTYPES, DTYPES[:2]))
@@ -157,8 +140,6 @@ def test_what_does_not_fit_is_refused():
         linear(x, packed, torch.randn(2, 4))
     with pytest.raises(ValueError, match="out_dtype"):
         linear(x, packed, out_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="norm"):
-        linear(x, packed, norm=(torch.ones(7), EPS))
     with pytest.raises(ValueError, match="gated"):
         gated_linear(x, packed, "silu")
     with pytest.raises(ValueError, match="bias"):
@@ -178,7 +159,6 @@ def small_case() -> None:
         test_linear(dtype, (rows, width, outputs))
         test_linear(dtype, (1, 33, 20))
     test_gated(torch.bfloat16, "silu")
-    test_norm_in_front_equals_the_norm_by_itself(torch.bfloat16, torch.float32)
     test_embedding(torch.bfloat16, 33)
 
 
@@ -206,7 +186,7 @@ ARM = CpuTarget(
 def test_arm_code_can_be_made(dtype):
     kernel = cpu_kernel(
         "transom_kernels.linear.cpu_kernel", "make_linear", method="wide", dtype=dtype, out_dtype=dtype, activation="silu",
-        norm_dtype="f32", registers=8,
+        registers=8,
     )  # fmt: skip
     code = object_code(kernel, ARM)
     assert code[:4] == b"\x7fELF"

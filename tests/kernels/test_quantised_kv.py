@@ -90,7 +90,7 @@ def test_caches_and_scales_that_do_not_fit_are_refused() -> None:
         attend(caches, case, k_cache=caches.k.view(torch.uint8), v_cache=caches.v.view(torch.uint8))
     rows = torch.zeros(1, 2, 20)
     with pytest.raises(ValueError, match=r"v \(1, 2, 20\) does not fit v_cache .* of heads of 12 numbers"):
-        kv_write(rows, rows, caches.k, caches.v, case.batch.slots, k_scale=caches.k_scale, v_scale=caches.v_scale)
+        prepare_qkv(rows, rows, rows, slots=case.batch.slots, tables=None, **caches.arguments)
     with pytest.raises(ValueError, match=r"k_cache is torch.int8 without k_scale"):
         kv_write(rows, rows[..., :12], caches.k, caches.v, case.batch.slots)
     with pytest.raises(ValueError, match=r"k_cache is torch.int8 without k_scale"):

@@ -57,7 +57,7 @@ def raise_fault(name: str) -> None:
             + (
                 "."
                 if near is None
-                else f", next to the range {near[0]:#x} to {near[1]:#x} ({address - near[1]:+d} behind)."
+                else f", next to the range {near[0]:#x} to {near[1]:#x} ({address - near[1]:+d} after its end)."
             )
         )
 

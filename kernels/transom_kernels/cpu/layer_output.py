@@ -16,7 +16,7 @@ import torch
 
 from transom_kernels.cpu.arguments import RowArguments
 from transom_kernels.cpu.language import helper
-from transom_kernels.cpu.rows import limited_gate, limited_up, make_gated, soft_capped
+from transom_kernels.cpu.rows import make_gated, soft_capped
 from transom_kernels.cpu.simd import float_argument, load_f32, row_access, splat
 from transom_kernels.cpu.work import argument, row_address
 
@@ -30,7 +30,6 @@ class OutputArguments(NamedTuple):
     residual: RowArguments = RowArguments(None, 0)  # [M, N]
     scale: float = 1.0
     soft_cap: float = 0.0  # 0: none
-    limit: float = 0.0  # gates are at most this, ups in [-limit, limit]; 0: none
 
 
 def make_store_output(dtype: str, at: OutputArguments) -> Any:
@@ -62,11 +61,9 @@ def make_store_gated(dtype: str, activation: str, at: OutputArguments) -> Any:
 
     @helper
     def store_gated(arguments, gate, up, row, column):
-        bias, limit = argument(arguments, at.bias), float_argument(arguments, at.limit)
+        bias = argument(arguments, at.bias)
         if bias:
             gate, up = gate + load_f32(bias + 8 * column), up + load_f32(bias + 8 * column + 64)
-        if limit != 0.0:
-            gate, up = limited_gate(gate, limit), limited_up(up, limit)
         place = row_address(arguments, at.out, row) + column * size
         count = argument(arguments, at.num_outputs) - column
         if count >= 16:

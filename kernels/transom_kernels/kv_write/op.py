@@ -24,14 +24,8 @@ def kv_write(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slots: torch.Tensor,
-    *,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Write `k` [T, KVH, D] and `v` [T, KVH, Dv] in place to `k_cache` and `v_cache` [ids, P, KVH, width].
-
-    Rows for quantised caches are quantised, and their scales are written to `k_scale` and `v_scale` [ids, P, KVH]
-    (`quantised_kv.format`).
 
     Token `t` goes to block `slots[t] // P`, offset `slots[t] % P`; a token whose slot is below 0 is not written. Masked tokens
     have slots of the dump block, which may repeat. Caches may have any strides.
@@ -40,9 +34,7 @@ def kv_write(
         ValueError: shapes or dtypes do not fit.
     """
     no_queries = k[:, :0]
-    inputs = QkvInputs(
-        q=no_queries, k=k, v=v, k_cache=k_cache, v_cache=v_cache, slots=slots, k_scale=k_scale, v_scale=v_scale
-    )
+    inputs = QkvInputs(q=no_queries, k=k, v=v, k_cache=k_cache, v_cache=v_cache, slots=slots)
     inputs.check(rounds=False)
     _prepare(inputs)
 
@@ -66,7 +58,8 @@ def prepare_qkv(
     `q` [T, H, D], `k` [T, KVH, D] and `v` [T, KVH, Dv] are not changed. `tables` are cosines and signed sines (see `rotary_`), [T,
     R] or [T, 1, R]. `query_scale` [T] multiplies queries. `slots` are those of `kv_write`; a token whose slot is below 0 is not
     written. Without `v` and `v_cache` only keys are written, without `k` and `k_cache` nothing is. Float32 keys and values may go
-    into a cache of any dtype. Rows for quantised caches are quantised; their scales go to `k_scale` and `v_scale` [ids, P, KVH].
+    into a cache of any dtype. Rows for quantised caches are quantised
+    (`quantised_kv.format`); their scales go to `k_scale` and `v_scale` [ids, P, KVH].
 
     Raises:
         ValueError: shapes or dtypes do not fit, or the heads of a token are not adjacent.

@@ -7,13 +7,12 @@ vector_product              its product of rows and two panels in vector registe
 table_kernel                the kernels that pack a weight and that read rows of a table
 """
 
-from transom_kernels.linear.op import Activation, RowNorm, embedding_rows, gated_linear, linear
+from transom_kernels.linear.op import Activation, embedding_rows, gated_linear, linear
 from transom_kernels.linear.weights import PackedWeight, can_pack, pack_weight
 
 __all__ = [
     "Activation",
     "PackedWeight",
-    "RowNorm",
     "can_pack",
     "embedding_rows",
     "gated_linear",

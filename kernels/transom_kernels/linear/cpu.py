@@ -37,8 +37,6 @@ class LinearArguments(NamedTuple):
     panels: torch.Tensor  # the weight
     panel_bytes: int
     num_panels: int
-    norm: torch.Tensor | None  # [K] weight of the RMS norm in front
-    eps: float
     block_rows: int
     groups_of_item: int
     chunk_steps: int
@@ -55,7 +53,6 @@ def linear_cpu(
     weight: PackedWeight,
     residual: torch.Tensor | None,
     *,
-    norm: tuple[torch.Tensor, float] | None,
     scale: float,
     soft_cap: float | None,
     out_dtype: torch.dtype,
@@ -71,7 +68,7 @@ def linear_cpu(
         scale=scale,
         soft_cap=soft_cap or 0.0,
     )
-    _launch(x, weight, output, out_dtype, norm=norm, activation=None)
+    _launch(x, weight, output, out_dtype, activation=None)
     return out
 
 
@@ -79,14 +76,11 @@ def gated_linear_cpu(
     x: torch.Tensor,
     weight: PackedWeight,
     activation: str,
-    *,
-    limit: float | None,
-    norm: tuple[torch.Tensor, float] | None,
 ) -> torch.Tensor:
     """`activation(x @ gate.T + gate bias) * (x @ up.T + up bias)` [M, N] of `x` [M, K]; see `op.gated_linear`."""
     out = empty((x.shape[0], weight.num_outputs), x.dtype)
-    output = OutputArguments(RowArguments.of(out), weight.num_outputs, weight.bias, limit=limit or 0.0)
-    _launch(x, weight, output, x.dtype, norm=norm, activation=activation)
+    output = OutputArguments(RowArguments.of(out), weight.num_outputs, weight.bias)
+    _launch(x, weight, output, x.dtype, activation=activation)
     return out
 
 
@@ -138,7 +132,6 @@ def _launch(
     output: OutputArguments,
     out_dtype: torch.dtype,
     *,
-    norm: tuple[torch.Tensor, float] | None,
     activation: str | None,
 ) -> None:
     x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
@@ -149,11 +142,10 @@ def _launch(
     per_item, items = _items(-(-weight.num_panels // 2), num_blocks, pool().num_threads)
     own_size = 4 if method == "wide" else x.itemsize
     padded = padded_width(width, dtype)
-    copies = norm is not None or padded != width or (method == "wide" and x.dtype != torch.float32)
+    copies = padded != width or (method == "wide" and x.dtype != torch.float32)
     own_stride = -(-padded * own_size // LINE) * LINE + LINE if copies else 0
     chunk = _chunk(block, steps, -(-padded * own_size // steps))
     sums_bytes = (block + TILE_ROWS) * 2 * LINE * (GROUPS_OF_CHUNK if chunk < steps else 1)
-    norm_weight, eps = norm or (None, 0.0)
     launch(
         cpu_kernel(
             f"{_KERNELS}.cpu_kernel",
@@ -162,7 +154,6 @@ def _launch(
             dtype=dtype,
             out_dtype=DTYPES[out_dtype],
             activation=activation,
-            norm_dtype=None if norm_weight is None else DTYPES[norm_weight.dtype],
             registers=_num_registers(),
         ),
         items * num_blocks if num_rows else 0,
@@ -173,8 +164,6 @@ def _launch(
             panels=weight.panels,
             panel_bytes=weight.panel_bytes,
             num_panels=weight.num_panels,
-            norm=norm_weight,
-            eps=eps,
             block_rows=block,
             groups_of_item=per_item,
             chunk_steps=chunk,

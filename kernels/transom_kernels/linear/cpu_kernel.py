@@ -15,8 +15,7 @@ from typing import Any
 
 from transom_kernels.cpu.language import helper, inlined
 from transom_kernels.cpu.layer_output import make_store_gated, make_store_output
-from transom_kernels.cpu.rows import make_inverse_rms
-from transom_kernels.cpu.simd import LOAD, LOAD_PART, NUM_BYTES, ROUND, STORE, float_argument, load_f32, splat
+from transom_kernels.cpu.simd import LOAD, LOAD_PART, NUM_BYTES, STORE, float_argument, load_f32, splat
 from transom_kernels.cpu.tiles import CONFIG_BYTES, configure_tiles, make_tile_product, release_tiles
 from transom_kernels.cpu.work import argument, claim, finish, row_address, scratch
 from transom_kernels.linear.cpu import AT
@@ -26,15 +25,13 @@ from transom_kernels.linear.vector_product import make_vector_product
 SUM_STRIDE = 2 * LINE  # from row to row of a group's sums
 
 
-def make_linear(
-    method: str, dtype: str, out_dtype: str, activation: str | None, norm_dtype: str | None, registers: int
-) -> Any:
+def make_linear(method: str, dtype: str, out_dtype: str, activation: str | None, registers: int) -> Any:
     """out = residual + cap(scale * (x @ weight.T + bias)); with an activation, activation(x @ gate.T + bias) * (x @ up.T + bias).
 
-    With `norm_dtype` x is replaced by rms_norm(x, norm). An item is some groups of panels and a block of rows.
+    An item is some groups of panels and a block of rows.
     """
     product = _make_tiles() if method == "tiles" else _make_vectors(method, dtype, registers)
-    copy_rows = _make_copy(method, dtype, norm_dtype)
+    copy_rows = _make_copy(method, dtype)
     tiles, step_bytes = method == "tiles", STEP_BYTES[method]
     store_group = _make_gate(out_dtype, tiles, activation) if activation else _make_output(out_dtype, tiles)
     step_of_x = {"tiles": 64, "pairs": 4, "wide": 4 if dtype == "f32" else 8}[method]
@@ -167,39 +164,23 @@ def _make_rows(most: int, panels: int, dtype: str, pairs: bool) -> Any:
     return both if panels == 2 else in_turn
 
 
-def _make_copy(method: str, dtype: str, norm_dtype: str | None) -> Any:
-    """Copy rows of x into scratch: padded with zeros, in float32 for the wide method, and normalised."""
+def _make_copy(method: str, dtype: str) -> Any:
+    """Copy rows of x into scratch: padded with zeros, and in float32 for the wide method."""
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
     stored = "f32" if method == "wide" else dtype
-    store, own_size, rounded = STORE[stored], NUM_BYTES[stored], ROUND[dtype]
-    normalises = norm_dtype is not None
-    load_norm, load_norm_part = LOAD[norm_dtype or "f32"], LOAD_PART[norm_dtype or "f32"]
-    norm_size, inverse_rms = NUM_BYTES[norm_dtype or "f32"], make_inverse_rms(dtype)
+    store, own_size = STORE[stored], NUM_BYTES[stored]
 
     @helper
     def copy_rows(arguments, x, x_stride, rows, own, own_stride):
-        width, norm, eps = (
-            argument(arguments, AT.width),
-            argument(arguments, AT.norm),
-            float_argument(arguments, AT.eps),
-        )
+        width = argument(arguments, AT.width)
         full, rest = width // 16 * 16, width % 16
         for row in range(rows):
             source, target = x + row * x_stride, own + row * own_stride
-            factor = splat(1.0)
-            if normalises:
-                factor = splat(inverse_rms(source, width, eps))
             for k in range(0, full, 16):
-                lanes = load(source + k * size)
-                if normalises:
-                    lanes = rounded(lanes * factor * load_norm(norm + k * norm_size))
-                store(target + k * own_size, lanes)
+                store(target + k * own_size, load(source + k * size))
             k = full
             if rest:
-                lanes = load_part(source + k * size, rest)
-                if normalises:
-                    lanes = rounded(lanes * factor * load_norm_part(norm + k * norm_size, rest))
-                store(target + k * own_size, lanes)
+                store(target + k * own_size, load_part(source + k * size, rest))
                 k += 16
             while k * own_size < own_stride - LINE:  # the weights are padded to whole steps
                 store(target + k * own_size, splat(0.0))

@@ -17,7 +17,6 @@ from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.linear.weights import PackedWeight
 
 Activation = Literal["silu", "gelu_tanh"]
-RowNorm = tuple[torch.Tensor, float]  # weight [K] and epsilon of an RMS norm
 
 
 def linear(
@@ -25,21 +24,19 @@ def linear(
     weight: PackedWeight,
     residual: torch.Tensor | None = None,
     *,
-    norm: RowNorm | None = None,
     scale: float = 1.0,
     soft_cap: float | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return `residual + cap(scale * (x @ weight.T + bias))`, [M, N], where cap(y) is `soft_cap * tanh(y / soft_cap)`.
 
-    `x` is [M, K] in the weight's dtype; its rows may lie apart. With `norm` it is first replaced by rms_norm(x), rounded to its
-    dtype; that is meant for few rows, because each thread normalises them for itself. `residual` is [M, N]. The result is in the
-    dtype of `x`, or in float32 if `out_dtype` says so.
+    `x` is [M, K] in the weight's dtype; its rows may lie apart. `residual` is [M, N]. The result is in the dtype of `x`, or in
+    float32 if `out_dtype` says so.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or a residual is not in the result's dtype.
     """
-    _check(x, weight, norm, is_gated=False)
+    _check(x, weight, is_gated=False)
     dtype = out_dtype or x.dtype
     if dtype not in (x.dtype, torch.float32):
         raise ValueError(f"out_dtype is {dtype}; give {x.dtype}, that of x, or torch.float32.")
@@ -48,37 +45,31 @@ def linear(
         raise ValueError(f"The residual is {residual.dtype} {tuple(residual.shape)}; it must be {dtype} {wanted}.")
     if not uses_cpu_kernels(x):
         (plain,), (bias, _) = weight.unpack(), weight.biases()
-        return linear_reference(
-            x, plain, bias, residual, norm=norm, scale=scale, soft_cap=soft_cap, out_dtype=out_dtype
-        )
+        return linear_reference(x, plain, bias, residual, scale=scale, soft_cap=soft_cap, out_dtype=out_dtype)
     from transom_kernels.linear.cpu import linear_cpu
 
-    return linear_cpu(x, weight, residual, norm=norm, scale=scale, soft_cap=soft_cap, out_dtype=dtype)
+    return linear_cpu(x, weight, residual, scale=scale, soft_cap=soft_cap, out_dtype=dtype)
 
 
 def gated_linear(
     x: torch.Tensor,
     weight: PackedWeight,
     activation: Activation,
-    *,
-    limit: float | None = None,
-    norm: RowNorm | None = None,
 ) -> torch.Tensor:
     """Return `activation(x @ gate.T + gate bias) * (x @ up.T + up bias)`, [M, N] in the dtype of `x`.
 
-    `x` and `norm` are as in `linear`. With `limit` gates are clamped to at most `limit`, and ups to [-limit, limit], before the
-    activation.
+    `x` is [M, K] in the weight's dtype; its rows may lie apart.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or the weight is not gated.
     """
-    _check(x, weight, norm, is_gated=True)
+    _check(x, weight, is_gated=True)
     if not uses_cpu_kernels(x):
         gate, up = weight.unpack()
-        return gated_linear_reference(x, gate, up, weight.biases(), activation=activation, limit=limit, norm=norm)
+        return gated_linear_reference(x, gate, up, weight.biases(), activation=activation)
     from transom_kernels.linear.cpu import gated_linear_cpu
 
-    return gated_linear_cpu(x, weight, activation, limit=limit, norm=norm)
+    return gated_linear_cpu(x, weight, activation)
 
 
 def embedding_rows(
@@ -112,13 +103,12 @@ def linear_reference(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     *,
-    norm: RowNorm | None = None,
     scale: float = 1.0,
     soft_cap: float | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The specification of `linear`, in torch, over plain weights."""
-    y = F.linear(_normed(x, norm).float(), weight.float(), bias) * scale
+    y = F.linear(x.float(), weight.float(), bias) * scale
     if soft_cap is not None:
         y = torch.tanh(y / soft_cap) * soft_cap
     return (y if residual is None else y + residual.float()).to(out_dtype or x.dtype)
@@ -131,14 +121,10 @@ def gated_linear_reference(
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     *,
     activation: Activation,
-    limit: float | None = None,
-    norm: RowNorm | None = None,
 ) -> torch.Tensor:
     """The specification of `gated_linear`, in torch, over plain weights."""
-    wide = _normed(x, norm).float()
+    wide = x.float()
     gates, ups = F.linear(wide, gate.float(), biases[0]), F.linear(wide, up.float(), biases[1])
-    if limit is not None:
-        gates, ups = gates.clamp(max=limit), ups.clamp(-limit, limit)
     active = F.silu(gates) if activation == "silu" else F.gelu(gates, approximate="tanh")
     return (active * ups).to(x.dtype)
 
@@ -153,20 +139,10 @@ def embedding_rows_reference(
     return found.masked_fill(absent[:, None], 0.0).to(table.dtype)
 
 
-def _normed(x: torch.Tensor, norm: RowNorm | None) -> torch.Tensor:
-    if norm is None:
-        return x
-    weight, eps = norm
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
-
-
-def _check(x: torch.Tensor, weight: PackedWeight, norm: RowNorm | None, *, is_gated: bool) -> None:
+def _check(x: torch.Tensor, weight: PackedWeight, *, is_gated: bool) -> None:
     if x.dim() != 2 or x.shape[1] != weight.width or x.dtype != weight.dtype:
         raise ValueError(
             f"x {x.dtype} {tuple(x.shape)} does not fit a {weight.dtype} weight [{weight.num_outputs}, {weight.width}]."
         )
     if is_gated != weight.is_gated:
         raise ValueError(f"The weight is {'' if weight.is_gated else 'not '}gated; use the other of the two operators.")
-    if norm is not None and norm[0].shape != x.shape[1:]:
-        raise ValueError(f"The norm's weight {tuple(norm[0].shape)} does not fit x {tuple(x.shape)}.")

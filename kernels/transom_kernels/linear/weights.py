@@ -1,6 +1,6 @@
 """Weights [N, K] packed into panels for the CPU kernels (`layout.py`), and the memory that holds them.
 
-Weights lie behind each other in large pieces of memory in huge pages, since a decode step reads all of them once. A piece is given
+Weights follow each other in large pieces of memory in huge pages, since a decode step reads all of them once. A piece is given
 back when the last of its weights is gone.
 
 Legend: N outputs (of gate and of up each, if the weight is gated), K inputs.

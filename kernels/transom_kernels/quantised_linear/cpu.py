@@ -81,12 +81,10 @@ def quantised_linear_cpu(
     return out
 
 
-def quantised_gated_linear_cpu(
-    x: torch.Tensor, weight: PackedPanels, activation: Activation, *, limit: float | None
-) -> torch.Tensor:
+def quantised_gated_linear_cpu(x: torch.Tensor, weight: PackedPanels, activation: Activation) -> torch.Tensor:
     """`activation(x @ gate.T + gate bias) * (x @ up.T + up bias)` [M, N]; see `op.quantised_gated_linear`."""
     out = empty((x.shape[0], weight.num_outputs), x.dtype)
-    output = OutputArguments(RowArguments.of(out), weight.num_outputs, weight.bias, limit=limit or 0.0)
+    output = OutputArguments(RowArguments.of(out), weight.num_outputs, weight.bias)
     _launch(x, weight, output, x.dtype, activation=activation)
     return out
 

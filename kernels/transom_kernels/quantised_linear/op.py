@@ -49,12 +49,8 @@ def quantised_linear(
     return quantised_linear_reference(x, weight, residual, scale=scale, soft_cap=soft_cap, out_dtype=dtype)
 
 
-def quantised_gated_linear(
-    x: torch.Tensor, weight: PackedPanels, activation: Activation, *, limit: float | None = None
-) -> torch.Tensor:
+def quantised_gated_linear(x: torch.Tensor, weight: PackedPanels, activation: Activation) -> torch.Tensor:
     """Return `activation(x @ gate.T + gate bias) * (x @ up.T + up bias)`, [M, N] in the dtype of `x`.
-
-    With `limit` gates are clamped to at most `limit`, and ups to [-limit, limit], before the activation.
 
     Raises:
         ValueError: shapes do not fit, or the weight is not gated.
@@ -64,8 +60,8 @@ def quantised_gated_linear(
         from transom_kernels.quantised_linear.cpu import fits, quantised_gated_linear_cpu
 
         if fits(x, x.dtype):
-            return quantised_gated_linear_cpu(x, weight, activation, limit=limit)
-    return quantised_gated_linear_reference(x, weight, activation, limit=limit)
+            return quantised_gated_linear_cpu(x, weight, activation)
+    return quantised_gated_linear_reference(x, weight, activation)
 
 
 def quantised_linear_reference(
@@ -87,13 +83,9 @@ def quantised_linear_reference(
     return y.to(out_dtype or x.dtype)
 
 
-def quantised_gated_linear_reference(
-    x: torch.Tensor, weight: PackedPanels, activation: Activation, *, limit: float | None = None
-) -> torch.Tensor:
+def quantised_gated_linear_reference(x: torch.Tensor, weight: PackedPanels, activation: Activation) -> torch.Tensor:
     """The specification of `quantised_gated_linear`, in torch: group by group."""
     gate, up = _products(x, weight)
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return ((F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up).to(x.dtype)
 
 

@@ -56,7 +56,7 @@ class PackedPanels:
 
     A group of a panel has 8 lines of 64 bytes, one for each quad: byte 4 i + j of line q is the level of column 4 q + j of the
     panel's row i. In 4 bits it has 4 lines: the low halves of line q are quad 2 q, and the high halves quad 2 q + 1. The group's
-    scales are 16 numbers, and the minima, if the format has them, 16 more behind them.
+    scales are 16 numbers, and the minima, if the format has them, 16 more after them.
 
     A gated weight has two matrices of N rows each: panels 0, 2, 4, ... are the gate's, and panels 1, 3, 5, ... the up's.
     """

@@ -368,7 +368,7 @@ def _kth_largest(values, count, k, low, high):
 
 @helper
 def _count_from(values, count, bound):
-    """How many of `count` values are `bound` or more; the memory behind them is -inf up to a multiple of 16."""
+    """How many of `count` values are `bound` or more; the memory after them is -inf up to a multiple of 16."""
     found, bounds = 0, splat(bound)
     for at in range(0, 4 * count, 64):
         found += count_bits(lanes_at_least(load_f32(values + at), bounds))

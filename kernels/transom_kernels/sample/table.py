@@ -21,7 +21,7 @@ Floats = NDArray[np.float32]
 
 
 class Word(IntEnum):
-    """The words of a record. An address belongs to an array of as many numbers as the word behind it says."""
+    """The words of a record. The word after the address of an array says how many numbers the array has."""
 
     KEY = 0  # of the noise; mixed with POSITION unless that is KEY_IS_FINAL
     POSITION = 1
