@@ -26,11 +26,16 @@ class Stream:
     usage: dict[str, Any] | None = None
 
 
-def bodies(count: int, *, max_tokens: int) -> list[dict[str, Any]]:
-    """Requests that differ: every other one greedy, the others seeded."""
+def items(count: int) -> list[str]:
+    """Prompts that differ."""
+    return [f"Item {i} of the list is" for i in range(count)]
+
+
+def bodies(prompts: Sequence[str | list[int]], *, max_tokens: int) -> list[dict[str, Any]]:
+    """A streamed request for each prompt: every other one greedy, the others seeded."""
     return [
         {
-            "prompt": f"Item {i} of the list is",
+            "prompt": prompt,
             "max_tokens": max_tokens,
             "ignore_eos": True,
             "temperature": float(i % 2),
@@ -38,7 +43,7 @@ def bodies(count: int, *, max_tokens: int) -> list[dict[str, Any]]:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        for i in range(count)
+        for i, prompt in enumerate(prompts)
     ]
 
 

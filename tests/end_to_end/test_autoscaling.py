@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.end_to_end.server import PATIENCE_S, Server, assert_ended_cleanly, start_server, stop_server
-from tests.end_to_end.streams import Stream, ask_until, bodies, client_of
+from tests.end_to_end.streams import Stream, ask_until, bodies, client_of, items
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.serve, pytest.mark.timeout(1800)]  # the sum of all patience
 
@@ -43,9 +43,9 @@ async def num_workers(client: httpx.AsyncClient, *, becomes: int) -> int:
 async def answers_until(
     server: Server, client: httpx.AsyncClient, *, becomes: int, num_clients: int, max_tokens: int
 ) -> list[Stream]:
-    """So many clients ask again and again until there are that many workers; their answers."""
+    """`num_clients` clients ask again and again until there are `becomes` workers; their answers."""
     is_over = False
-    requests = bodies(num_clients, max_tokens=max_tokens)
+    requests = bodies(items(num_clients), max_tokens=max_tokens)
     asking = asyncio.create_task(ask_until(server.url, requests, lambda: is_over))
     assert await num_workers(client, becomes=becomes) == becomes
     is_over = True

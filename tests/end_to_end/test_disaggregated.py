@@ -23,7 +23,7 @@ from tests.end_to_end.server import (
     start_server,
     stop_server,
 )
-from tests.end_to_end.streams import Stream, ask_all
+from tests.end_to_end.streams import Stream, ask_all, bodies
 from transom_core.contract import SamplingParams
 from transom_worker.llm import LLM
 
@@ -45,21 +45,6 @@ FLAGS = {
 
 def prompts(first: int, count: int) -> list[list[int]]:
     return [[5 + (first + i) * 7 % 500, *range(6, 5 + LENGTH)] for i in range(count)]
-
-
-def bodies(some: list[list[int]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "prompt": prompt,
-            "max_tokens": MAX_TOKENS,
-            "ignore_eos": True,
-            "temperature": float(i % 2),
-            "seed": i,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        for i, prompt in enumerate(some)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +86,7 @@ def transfers(server: Server, outcome: str) -> float:
 
 def test_prompts_move_their_live_blocks_and_answers_are_exact(server: Server, engine: LLM) -> None:
     some = prompts(0, 4)
-    check(engine, some, asyncio.run(ask_all(server.url, bodies(some))))
+    check(engine, some, asyncio.run(ask_all(server.url, bodies(some, max_tokens=MAX_TOKENS))))
     assert transfers(server, "fetched") >= 4
     moved = metric(server.url, "transom_kv_transfer_bytes_total", direction="in")
     assert 0 < moved < 0.4 * metric(server.url, "transom_kv_transfer_full_length_bytes_total")
@@ -115,7 +100,7 @@ def test_a_worker_that_is_killed_while_prompts_move_changes_no_answer(server: Se
     before = transfers(server, "fetched")
 
     async def run() -> list[Stream]:
-        streams = asyncio.create_task(ask_all(server.url, bodies(some)))
+        streams = asyncio.create_task(ask_all(server.url, bodies(some, max_tokens=MAX_TOKENS)))
         async with asyncio.timeout(PATIENCE_S):
             while not streams.done() and await asyncio.to_thread(transfers, server, "fetched") <= before:
                 await asyncio.sleep(0)
@@ -126,7 +111,7 @@ def test_a_worker_that_is_killed_while_prompts_move_changes_no_answer(server: Se
     look_until(lambda: workers(server, role), lambda pids: len(pids) == 1 and victim not in pids)
     look_until(lambda: HTTP.get(server.url).json()["workers"], lambda workers: _roles(workers) == {"prefill", "decode"})
     again = prompts(400 if role == "prefill" else 500, 2)
-    check(engine, again, asyncio.run(ask_all(server.url, bodies(again))))
+    check(engine, again, asyncio.run(ask_all(server.url, bodies(again, max_tokens=MAX_TOKENS))))
 
 
 def workers(server: Server, role: str) -> list[int]:

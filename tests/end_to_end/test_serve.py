@@ -35,7 +35,7 @@ from tests.end_to_end.server import (
     stop_server,
     wait_for_replicas,
 )
-from tests.end_to_end.streams import Stream, ask_all, bodies
+from tests.end_to_end.streams import Stream, ask_all, bodies, items
 from tests.end_to_end.two_routers import (
     check_answers,
     check_pages,
@@ -52,7 +52,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.timeout(1200)]
 
 MODEL = "tiny"
 MAX_TOKENS = 60
-REQUESTS = bodies(8, max_tokens=MAX_TOKENS)
+REQUESTS = bodies(items(8), max_tokens=MAX_TOKENS)
 PAUSE_S = 1.0  # of a client between two answers, while new processes start on the cores that answer
 SETTINGS = {
     "served_model_name": MODEL,
