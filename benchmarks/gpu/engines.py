@@ -64,7 +64,7 @@ class Transom:
             sizes = {"max_num_batched_tokens": 64, "kv_cache_memory_bytes": "16MiB"}
         engine_config = Settings.parse(
             model=config.model_type, device=device.type, dtype="bfloat16", max_model_len=longest, max_num_seqs=most,
-            enable_prefix_caching=False, enforce_eager=enforce_eager, **sizes,
+            enforce_eager=enforce_eager, **sizes,
         ).engine_config()  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
             byte_tokenizer().save_pretrained(folder)
@@ -75,6 +75,7 @@ class Transom:
         self._executor = LocalExecutor(engine_config, loaded)
         self._engine = Engine(engine_config, self._executor, tokenizer, metrics)
         self.architecture, self.weight_bytes = architecture, model.weight_bytes
+        self.kv_pool_bytes = self._engine.info.memory.kv_bytes
         self._about = {
             "warm_up_s": time.perf_counter() - begin_s,
             "kv_pool_bytes": self._engine.info.memory.kv_bytes,
@@ -113,10 +114,7 @@ class Transom:
         outside_s = moments[-1] - moments[0] - (self._engine.forward_s - forward_s)
         num_replayed = self._num_replayed() - num_replayed
         kernels = self._profiled()
-        for name in names:
-            self._engine.abort(name)
-        while self._engine.has_work:
-            self._events()
+        self._end(names)
         found = _middle("step_s", [(end - begin) / steps for begin, end in itertools.pairwise(moments)])
         return {
             **found,
@@ -132,11 +130,58 @@ class Transom:
         """Give its memory back."""
         self._engine.shutdown()
 
-    def _add(self, prompt: list[int], *, max_tokens: int | None) -> str:
+    def prefix_hit(self, cached: int, more: int) -> dict[str, Any]:
+        """`seconds` to the first token of prompts whose first `cached` tokens are in the prefix cache, and `more` are new."""
+        [prefix] = prompts(1, cached, self._vocab_size)
+        seconds, hits = [], 0
+        for tail in [
+            [],
+            *prompts(1 + RUNS, more, self._vocab_size),
+        ]:  # the first prompt is the prefix, the second warms up
+            begin_s = time.perf_counter()
+            self._add(prefix + tail, max_tokens=1, salt="prefix")
+            while self._engine.has_work:
+                for event in self._events():
+                    hits = event.usage.num_cached_tokens if event.usage is not None else hits
+            seconds.append(time.perf_counter() - begin_s)
+        return _middle("seconds", seconds[2:]) | {"cached": hits, "more": more} | self._about
+
+    def mixed(self, batch: int, steps: int, length: int) -> dict[str, Any]:
+        """`step_s` of `steps` steps in which `batch` sequences decode, and prompts of `length` tokens are computed beside them, one
+        after the other; `tokens` of both kinds."""
+        names = {self._add(prompt, max_tokens=None) for prompt in prompts(batch, length, self._vocab_size)}
+        started: set[str] = set()
+        while started < names:
+            started.update(event.request_id for event in self._events())
+        fresh, tokens, begin_s = iter(prompts(2 * steps, length, self._vocab_size)), 0, time.perf_counter()
+        for _ in range(steps):
+            if self._engine.scheduler.num_waiting == 0:
+                self._add(next(fresh), max_tokens=1)
+            tokens += sum(1 if event.request_id in names else length for event in self._events())
+        spent_s = time.perf_counter() - begin_s
+        self._end(names)
+        return {
+            "step_s": spent_s / steps,
+            "batch": batch,
+            "tokens": tokens,
+            "tokens_per_s": tokens / spent_s,
+            **self._about,
+        }
+
+    def _end(self, names: set[str]) -> None:
+        for name in names:
+            self._engine.abort(name)
+        while self._engine.has_work:
+            self._events()
+
+    def _add(self, prompt: list[int], *, max_tokens: int | None, salt: str | None = None) -> str:
+        """Without a salt a request finds nothing in the prefix cache, so that its prompt is computed."""
         self._num_requests += 1
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         name = f"request-{self._num_requests}"
-        self._engine.add(Request(request_id=name, prompt_token_ids=tuple(prompt), params=params, seed=0))
+        self._engine.add(
+            Request(request_id=name, prompt_token_ids=tuple(prompt), params=params, seed=0, cache_salt=salt or name)
+        )
         return name
 
     def _events(self) -> list[OutputEvent]:

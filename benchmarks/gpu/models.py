@@ -1,4 +1,5 @@
-"""Whole models of 8 billion random parameters: prefill and decode beside what their kernels and the device's bandwidth allow.
+"""Whole models over random weights, Llama 3.1 8B and gpt-oss-20b: decode, prefill, prefix hits and mixed steps, beside what their
+kernels and the device's bandwidth allow, and beside what was predicted (`roofline`).
 
     python -m benchmarks.gpu.models [--only WORDS] [--budget-s 440] [--quick]
 
@@ -16,15 +17,19 @@ from dataclasses import asdict
 import torch
 
 from benchmarks.gpu.device import Ceilings, clocks, describe, measure_ceilings
-from benchmarks.gpu.engines import Transom
-from benchmarks.gpu.geometries import GEOMETRIES, geometry
+from benchmarks.gpu.engines import RUNS, Transom
+from benchmarks.gpu.geometries import geometry
 from benchmarks.gpu.jobs import ABOUT, Part, Result, arguments_of, promise_rows, run_part
+from benchmarks.gpu.roofline import SIZES, cached_bytes, predicted_step_s, prompt_flops, step_bytes
 from transom_core.model_config.architecture import Architecture
 
 GRAPHS, EAGER = "graphs", "eager"
-BATCHES, CONTEXT, PROMPT, STEPS = (1, 8, 64, 256), 1024, 8000, 16
-EAGER_BATCHES = (1, 64)  # what graphs save shows where steps are short
-TINY_BATCHES, TINY_CONTEXT, TINY_PROMPT, TINY_STEPS = (1, 3), 40, 50, 4
+MEASURED = ("llama", "gpt_oss")  # gpt-oss-120b is predicted alone: making its weights takes a part's time
+EAGER_SIZES = ((1, 1024), (64, 1024))
+PROMPT, STEPS, LONGEST = 8000, 16, 34_000
+PREFIX, MORE = 32_768, 100  # tokens that are cached, and those after them
+MIXED_BATCH, MIXED_STEPS, MIXED_PROMPT = 64, 32, 1024
+TINY_SIZES, TINY_PROMPT, TINY_STEPS, TINY_LONGEST = ((1, 40), (3, 40)), 50, 4, 200
 LEFT_BEHIND_BYTES = 2 << 30  # by an engine that was closed; more, and the next one needs a process of its own
 
 _held: dict[tuple[str, str], Transom] = {}  # one engine with its model
@@ -34,17 +39,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write and print."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = arguments_of(PART, __doc__)
-    parser.add_argument("--quick", action="store_true", help="batches of 8 and 64")
+    parser.add_argument("--quick", action="store_true", help="decode of a batch of 64, and no more")
     return run_part(PART, parser.parse_args(given), given)
 
 
 def jobs(options: argparse.Namespace) -> list[str]:
     """Those of one engine and model follow each other, so that it is made once."""
-    batches = TINY_BATCHES if options.tiny else (8, 64) if options.quick else BATCHES
-    decoding = [f"decode {batch}" for batch in batches]
-    eagerly = [f"decode {batch}" for batch in batches if batch in EAGER_BATCHES]
-    parts = ((GRAPHS, ["prefill", *decoding]), (EAGER, eagerly))
-    return [f"{name} {how} {one}" for how, what in parts for name in GEOMETRIES for one in what]
+    if options.quick:
+        return [f"{name} {GRAPHS} decode 64 1024" for name in MEASURED]
+    sizes, eager_sizes = (TINY_SIZES, TINY_SIZES[:1]) if options.tiny else (SIZES, EAGER_SIZES)
+    decoding, eagerly = ([f"decode {batch} {context}" for batch, context in some] for some in (sizes, eager_sizes))
+    parts = ((GRAPHS, [*decoding, "prefill", "prefix", "mixed"]), (EAGER, eagerly))
+    return [f"{name} {how} {one}" for how, what in parts for name in MEASURED for one in what]
 
 
 def answer(options: argparse.Namespace, job: str, about: Result) -> Result:
@@ -59,17 +65,30 @@ def answer(options: argparse.Namespace, job: str, about: Result) -> Result:
         return {"status": "failed", "error": "the engine before this one left its memory behind", "fatal": True}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    context, prompt, steps = (TINY_CONTEXT, TINY_PROMPT, TINY_STEPS) if options.tiny else (CONTEXT, PROMPT, STEPS)
+    prompt, steps, scale = (TINY_PROMPT, TINY_STEPS, 32) if options.tiny else (PROMPT, STEPS, 1)
     try:
-        if what == "prefill":
-            result = {"tokens": prompt} | engine.prefill(prompt)
-            result["tokens_per_s"] = prompt / result["seconds"]
-        else:
-            result = {"batch": int(rest[0]), "context": context} | engine.decode(int(rest[0]), context, steps)
+        match what:
+            case "prefill":
+                result = {"tokens": prompt} | engine.prefill(prompt)
+                result["tokens_per_s"] = prompt / result["seconds"]
+            case "prefix":
+                result = engine.prefix_hit(PREFIX // scale // 8 if options.tiny else PREFIX, MORE // scale)
+            case "mixed":
+                result = engine.mixed(MIXED_BATCH // scale, MIXED_STEPS // scale, MIXED_PROMPT // scale)
+            case _:
+                batch, context = map(int, rest)
+                needed, pool = batch * cached_bytes(engine.architecture, context + RUNS * steps), engine.kv_pool_bytes
+                if needed > pool:
+                    return {
+                        "status": "skipped",
+                        "error": f"takes {needed:,} bytes of KV cache, and the pool has {pool:,}",
+                    }
+                result = {"batch": batch, "context": context} | engine.decode(batch, context, steps)
     except Exception:
         _held.pop((name, how)).close()  # what failed a step answers nothing any more
         raise
-    _compare(engine.architecture, engine.weight_bytes, Ceilings(**about["ceilings"]), result)
+    if what in ("prefill", "decode"):
+        _compare(engine.architecture, engine.weight_bytes, Ceilings(**about["ceilings"]), result)
     if device.type == "cuda":
         result["peak_bytes"] = torch.cuda.max_memory_allocated()
     return {"status": "passed", "clocks": clocks(device)} | result
@@ -84,7 +103,11 @@ def _compare(architecture: Architecture, weight_bytes: int, ceilings: Ceilings, 
     middle = result["context"] + result["steps"] // 2
     result["bytes"] = step_bytes(architecture, weight_bytes, result["batch"], middle)
     result["floor_s"] = result["bytes"] / ceilings.copy_bytes_per_s
-    result["reached"] = {"floor": result["floor_s"] / result["step_s"]}
+    result["predicted_s"] = predicted_step_s(architecture, result["bytes"], ceilings.copy_bytes_per_s)
+    result["reached"] = {
+        "floor": result["floor_s"] / result["step_s"],
+        "prediction": result["predicted_s"] / result["step_s"],
+    }
     result["promises"] = {"share of the bandwidth floor, decode": ["floor", None]}
     if result.get("kernels_s"):
         result["reached"]["kernels"] = result["kernels_s"] / result["step_s"]
@@ -102,51 +125,10 @@ def _engine(name: str, how: str, device: torch.device, *, tiny: bool) -> Transom
             torch.cuda.empty_cache()
             if torch.cuda.memory_allocated() > LEFT_BEHIND_BYTES:
                 return None
-        longest, most = (200, 4) if tiny else (8192, max(BATCHES))
+        longest, most = (TINY_LONGEST, 4) if tiny else (LONGEST, max(batch for batch, _ in SIZES))
         config, is_eager = geometry(name, tiny=tiny), how == EAGER
         _held[name, how] = Transom(config, device, longest=longest, most=most, enforce_eager=is_eager)
     return _held[name, how]
-
-
-def step_bytes(architecture: Architecture, weight_bytes: int, batch: int, context: int) -> int:
-    """What a decode step has to read: weights but the embedding's table, of experts those that some token is likely to choose, and
-    every visible key and value."""
-    read = weight_bytes
-    if not architecture.tie_embeddings:
-        read -= 2 * architecture.vocab_size * architecture.hidden_size
-    read -= int(_expert_bytes(architecture) * (1 - _used_share(architecture, batch)))
-    cached = 0
-    for layer in architecture.layers:
-        seen = min(context, layer.window) if layer.window else context
-        cached += 2 * 2 * seen * layer.num_kv_heads * layer.head_size
-    return read + batch * cached
-
-
-def prompt_flops(architecture: Architecture, weight_bytes: int, tokens: int) -> int:
-    """Of one prompt: two for every weight that a token meets (the head meets the last alone), and attention's."""
-    table = 2 * architecture.vocab_size * architecture.hidden_size
-    met = weight_bytes - table * (1 if architecture.tie_embeddings else 2)
-    met -= int(_expert_bytes(architecture) * (1 - _used_share(architecture, 1)))
-    flops = met * tokens  # a weight has two bytes, and takes two operations a token
-    for layer in architecture.layers:
-        window = min(layer.window or tokens, tokens)
-        pairs = window * tokens - window * (window - 1) // 2
-        flops += 4 * layer.num_heads * layer.head_size * pairs
-    return flops
-
-
-def _expert_bytes(architecture: Architecture) -> int:
-    mixture = architecture.mixture
-    if mixture is None:
-        return 0
-    matrices = 3 * mixture.num_experts * mixture.inner_size * architecture.hidden_size
-    return 2 * matrices * architecture.num_layers  # of the geometries here, every layer has experts
-
-
-def _used_share(architecture: Architecture, batch: int) -> float:
-    """Of the experts, where every token chooses at random."""
-    mixture = architecture.mixture
-    return 1.0 if mixture is None else 1 - (1 - mixture.num_chosen / mixture.num_experts) ** batch
 
 
 def line(result: Result) -> str:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.gpu import families, models
 from benchmarks.gpu.engines import prompts
 from benchmarks.gpu.geometries import GEOMETRIES, RandomWeights, config_json, geometry
+from benchmarks.gpu.roofline import num_launches, step_bytes, weight_bytes
 from tests.engine_driver import Whole
 from transom_core.contract import Logprob, TokenLogprobs
 from transom_core.model_config.architecture import read_architecture
@@ -21,7 +22,7 @@ TINY = argparse.Namespace(device="cpu", tiny=True, quick=False, at_once=2)
 ABOUT = {"ceilings": {"copy_bytes_per_s": 1e9, "matrix_flops_per_s": 1e9}}
 
 
-@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("name", models.MEASURED)
 def test_the_engine_has_the_model_that_transformers_makes_of_the_weights(name: str) -> None:
     found = models.answer(TINY, f"{name} graphs prefill", ABOUT)
     config = geometry(name, tiny=True)
@@ -38,7 +39,7 @@ def test_the_engine_has_the_model_that_transformers_makes_of_the_weights(name: s
 
 def test_a_decode_figure() -> None:
     with prefer("reference"):  # torch's profiler counts torch's operators instead of a GPU's kernels
-        found = models.answer(TINY, "gpt_oss graphs decode 3", ABOUT)
+        found = models.answer(TINY, "gpt_oss graphs decode 3 40", ABOUT)
     assert found["tokens_per_s"] == pytest.approx(3 / found["step_s"])
     assert found["steps"] == 3 * models.TINY_STEPS
     assert found["spread"] >= 0
@@ -48,15 +49,31 @@ def test_a_decode_figure() -> None:
     assert found["reached"]["floor"] == pytest.approx(found["floor_s"] / found["step_s"])
 
 
+def test_a_prefix_hit_and_mixed_steps() -> None:
+    hit = models.answer(TINY, "llama graphs prefix", ABOUT)
+    assert hit["cached"] >= hit["more"] > 0
+    assert hit["seconds"] > 0
+    mixed = models.answer(TINY, "llama graphs mixed", ABOUT)
+    assert mixed["tokens"] > mixed["batch"]
+    assert mixed["tokens_per_s"] > 0
+
+
 def test_bytes_of_a_step() -> None:
     llama = read_architecture(config_json(geometry("llama")))
     table, cached = 2 * 128_256 * 4096, 2 * 1000 * 32 * 2 * 2 * 8 * 128
-    assert models.step_bytes(llama, 16_000_000_000, 2, 1000) == 16_000_000_000 - table + cached
+    assert step_bytes(llama, 16_000_000_000, 2, 1000) == 16_000_000_000 - table + cached
     gpt_oss = read_architecture(config_json(geometry("gpt_oss")))
-    experts, table = 2 * 8 * 3 * 32 * 2880 * 2880, 2 * 201_088 * 2880
-    cached = 4 * 2 * 2 * 8 * 64 * (1000 + 128)
-    read = models.step_bytes(gpt_oss, experts + table, 1, 1000)
+    experts, table = 17 * 24 * 3 * 2880 * 2880, 2 * 201_088 * 2880  # 32 experts, 17 / 32 bytes a weight
+    cached = 12 * 2 * 2 * 8 * 64 * (1000 + 128)
+    read = step_bytes(gpt_oss, experts + table, 1, 1000)
     assert read == pytest.approx(experts * 4 / 32 + cached, rel=1e-9)
+
+
+def test_predictions_count_the_weights_as_published() -> None:
+    """Of gpt-oss the checkpoints' sizes without norms, biases and routers: 13.8 and 65.2 GB."""
+    sizes = {name: weight_bytes(read_architecture(config_json(geometry(name)))) / 1e9 for name in GEOMETRIES}
+    assert sizes == pytest.approx({"llama": 16.06, "gpt_oss": 13.8, "gpt_oss_120b": 65.2}, rel=0.01)
+    assert num_launches(read_architecture(config_json(geometry("llama")))) == 9 * 32 + 8
 
 
 def whole(*steps: tuple[int, float, float]) -> Whole:
