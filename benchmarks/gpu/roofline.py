@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.roofline
 
-prints the table of docs/gpu.md. `models` puts the same prediction beside each figure, with the ceilings that it measured, so a first
+prints the table of docs/gpu.md. `models` puts the same prediction beside each figure, with the ceilings that it measured: a first
 run says at once which prediction was wrong. A step is predicted to take
 
     bytes / (SHARE x copy bandwidth) + launches x DRAIN_S
