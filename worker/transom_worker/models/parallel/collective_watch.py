@@ -1,6 +1,6 @@
 """Notices collectives that never end on a GPU.
 
-Waiting for a collective of nccl orders the device's work after it and returns. If another rank hangs, the device waits for ever, and
+Waiting for a collective of nccl orders the device's work after it and returns. If another rank hangs, the device waits for ever and
 the host waits for the device where it next reads a result. nccl's own watchdog would end the process without a report. So a thread
 looks at the collectives in order, and calls `on_late` for the first one that is older than the timeout.
 """
