@@ -186,6 +186,7 @@ class ModelRunner:
         else:
             with self._committed():
                 result.sampled_ids = self._take_tokens(step.sampled)
+                self._parallel.comm.check()
             result.timings = clock.timings()
             self._forward_s += result.timings.forward_s
         now_s = time.perf_counter()  # steps overlap: the time that the last one has taken is counted already

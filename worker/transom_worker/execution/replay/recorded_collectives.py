@@ -30,6 +30,10 @@ class RecordedCollectives:
         host_call(lambda: self._comm.broadcast_(x))
         return x
 
+    def check(self) -> None:
+        """See `Communicator.check`."""
+        self._comm.check()
+
     def close(self) -> None:
         """See `Communicator.close`."""
         self._comm.close()

@@ -31,6 +31,13 @@ class Communicator(Protocol):
         """Replace `x` by the first rank's `x`, and return it."""
         ...
 
+    def check(self) -> None:
+        """Raise `RankLost` if a collective that was waited for has not come to its end, so that its result is no result.
+
+        Waiting for a collective on a GPU orders the device's work, and returns before the other ranks have taken part.
+        """
+        ...
+
     def close(self) -> None:
         """Free the communicator's resources. Idempotent."""
         ...
@@ -50,6 +57,9 @@ class SingleRank:
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x`."""
         return x
+
+    def check(self) -> None:
+        """Do nothing: no rank can be lost."""
 
     def close(self) -> None:
         """Do nothing."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed
 
 from transom_core.errors import RankLost
+from transom_worker.models.parallel.collective_watch import CollectiveWatch
 
 c10d: Any = torch.distributed  # its stubs lack much of what it exports
 
@@ -28,6 +29,8 @@ class ProcessGroup:
         ip, _, port = address.rpartition(":")
         make = _gloo if device == "cpu" else _nccl
         self._group: Any = self._try(lambda: make(ip, int(port), rank, size, timedelta(seconds=timeout_s)))
+        self._is_late = False
+        self._watch = None if device == "cpu" else CollectiveWatch(timeout_s, self._give_up)
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         """See `Communicator.all_reduce_`."""
@@ -54,8 +57,17 @@ class ProcessGroup:
         self._run(lambda group: group.broadcast([x]))
         return x
 
+    def check(self) -> None:
+        """See `Communicator.check`."""
+        if self._is_late:
+            raise RankLost(
+                f"Rank {self._rank}: the other ranks are late by {self._timeout_s:g} s in a collective on the device."
+            )
+
     def close(self) -> None:
         """Close the connections; ranks that wait for this rank raise RankLost. Idempotent."""
+        if self._watch is not None:
+            self._watch.close()
         group, self._group = self._group, None
         if group is not None:
             group.abort()
@@ -64,7 +76,17 @@ class ProcessGroup:
         group = self._group
         if group is None:
             raise RankLost(f"Rank {self._rank} was closed.")
-        self._try(lambda: start(group).wait())
+        self.check()
+        work = self._try(lambda: start(group))
+        if self._watch is not None:
+            self._watch.add(work)
+        self._try(work.wait)
+
+    def _give_up(self) -> None:
+        """Abort the collective that does not end. The thread that waits for the device goes on, and learns it from `check`."""
+        self._is_late = True
+        if (group := self._group) is not None:
+            group.abort()
 
     def _try(self, action: Callable[[], Any]) -> Any:
         try:

@@ -91,6 +91,9 @@ class SharedMemory:
                 piece.copy_(self._views(piece)[0])
         return x
 
+    def check(self) -> None:
+        """See `Communicator.check`: a collective on the CPU has ended when it returns."""
+
     def close(self) -> None:
         """Mark this rank as closed; ranks that wait for it raise RankLost. Idempotent."""
         self._integers[self._own + LEFT] = 1

@@ -1,0 +1,77 @@
+"""nccl's way, without nccl: waiting returns before other ranks have taken part, and a rank that hangs is noticed all the same."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from transom_core.errors import RankLost
+from transom_worker.models.parallel import process_group
+from transom_worker.models.parallel.process_group import ProcessGroup
+
+WAIT_S = 60
+
+
+class Work:
+    """A collective on a device: it ends when the device has computed it, or when it is aborted."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def wait(self) -> None:
+        """Return at once: only the device waits."""
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+
+class Device:
+    """What stands for nccl and the device: collectives of the first `num_answered` end, later ones wait for a rank that hangs."""
+
+    def __init__(self, num_answered: int) -> None:
+        self.num_answered = num_answered
+        self.works: list[Work] = []
+        self.num_aborts = 0
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Work:
+        self.works.append(Work())
+        if len(self.works) <= self.num_answered:
+            self.works[-1].ended.set()
+        return self.works[-1]
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+        for work in self.works:
+            work.ended.set()
+
+
+def group_over(device: Device, monkeypatch: pytest.MonkeyPatch, *, timeout_s: float) -> ProcessGroup:
+    monkeypatch.setattr(process_group, "_nccl", lambda *_: device)
+    return ProcessGroup("127.0.0.1:1", rank=0, size=2, timeout_s=timeout_s, device="cuda")
+
+
+def test_a_peer_that_hangs_is_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host that waits for the device goes on, and learns that the result is none."""
+    device = Device(num_answered=3)
+    group = group_over(device, monkeypatch, timeout_s=0.2)
+    for _ in range(4):
+        group.all_reduce_(torch.ones(2))
+    assert device.works[-1].ended.wait(WAIT_S)  # as reading a result does
+    for use in (group.check, lambda: group.all_reduce_(torch.ones(2))):
+        with pytest.raises(RankLost, match=r"the other ranks are late by 0\.2 s"):
+            use()
+    assert device.num_aborts == 1
+    group.close()
+
+
+def test_collectives_that_end_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each keeps its tensors: what is watched is what the device has not computed yet."""
+    group: Any = group_over(Device(num_answered=1000), monkeypatch, timeout_s=60.0)
+    for _ in range(1000):
+        group.all_reduce_(torch.ones(2))
+    group.check()
+    assert len(group._watch._works) == 1
+    group.close()

@@ -1,0 +1,51 @@
+"""Notices collectives that never end on a GPU.
+
+Waiting for a collective of nccl orders the device's work after it and returns. If another rank hangs, the device waits for ever and
+the host waits for the device where it next reads a result. nccl's own watchdog would end the process without a report. So a thread
+looks at the collectives in order, and calls `on_late` for the first one that is older than the timeout.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+LOOKS = 20  # within a timeout: the device is a step behind the host at most, so looking seldom costs little
+
+
+class CollectiveWatch:
+    """The collectives of one process group that may not have ended yet."""
+
+    def __init__(self, timeout_s: float, on_late: Callable[[], None]) -> None:
+        """`on_late` is called once, on the watch's own thread."""
+        self._timeout_s, self._on_late = timeout_s, on_late
+        self._lock = threading.Lock()
+        self._works: deque[tuple[Any, float]] = deque()  # with the time at which each was started
+        self._closed = threading.Event()
+        threading.Thread(target=self._look, name="transom-collectives", daemon=True).start()
+
+    def add(self, work: Any) -> None:
+        """Watch one more collective. Those that have ended are let go, since they keep their tensors."""
+        with self._lock:
+            self._drop_ended()
+            self._works.append((work, time.monotonic()))
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        self._closed.set()
+
+    def _look(self) -> None:
+        while not self._closed.wait(self._timeout_s / LOOKS):
+            with self._lock:
+                self._drop_ended()
+                is_late = bool(self._works) and time.monotonic() - self._works[0][1] > self._timeout_s
+            if is_late:
+                self._on_late()
+                return
+
+    def _drop_ended(self) -> None:
+        while self._works and self._works[0][0].is_completed():
+            self._works.popleft()
