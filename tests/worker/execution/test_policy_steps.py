@@ -185,7 +185,12 @@ def test_the_device_is_read_once_for_all_rows(num_rows: int, checkpoint: Any, mo
 
     def counted(name: str) -> Callable[..., Any]:
         read = getattr(torch.Tensor, name)
-        return lambda tensor: reads.append(name) or read(tensor)
+
+        def call(tensor: torch.Tensor) -> Any:
+            reads.append(name)
+            return read(tensor)
+
+        return call
 
     def fill(*arguments: Any, **options: Any) -> None:
         with monkeypatch.context() as counting:

@@ -92,10 +92,10 @@ class PolicyReport:
         if self._block_mass_PN is not None:
             num_rows, num_columns = self._policies.block_table.shape
             mass_PN = self._block_mass_PN[:num_rows, :num_columns].contiguous()
-            mass_PN = (parallel.comm.all_reduce_(mass_PN) / num_heads).cpu().numpy()  # the host waits once for all rows
+            host_PN = (parallel.comm.all_reduce_(mass_PN) / num_heads).cpu().numpy()  # it waits once for all rows
             for p, b in enumerate(self._policies.batch_rows):
                 if self._plan.wants_mass[b]:
-                    result.attention_mass[b] = mass_PN[p, : self._policies.num_columns[p]].tolist()
+                    result.attention_mass[b] = host_PN[p, : self._policies.num_columns[p]].tolist()
         if self._full_MV is not None:
             dropped_M = parallel.comm.all_reduce_(self._dropped_M) / num_heads
             self._fill_quality(self._full_MV, dropped_M, logits, result, sampler)
