@@ -10,10 +10,10 @@ of a call are laid out in pinned memory, which the device reads by itself while 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -81,17 +81,18 @@ class PinnedUploads:
     def tensors(self, arrays: Arrays) -> dict[str, torch.Tensor]:
         """See `Uploads.tensors`."""
         fields = {name: (array.shape, array.dtype) for name, array in arrays.items()}
-        num_bytes, place = packed_bytes(fields), next(self._places)
+        parts, num_bytes = _layout(fields)
+        place = next(self._places)
         if place.read is not None:
             place.read.synchronize()
         if place.host is None or len(place.host) < num_bytes:
-            place.host = self.pinned(1 << (num_bytes - 1).bit_length())
+            place.host = self.pinned(max(ALIGNMENT, 1 << (num_bytes - 1).bit_length()))
         host = place.host.numpy()
-        for name, (begin, end) in _places_of(fields):
-            array = arrays[name]
-            host[begin:end].view(array.dtype).reshape(array.shape)[...] = array
+        typed = {dtype: host.view(dtype) for dtype in {part.dtype for part in parts}}
+        for name, _, dtype, begin, end in parts:
+            typed[dtype][begin:end] = arrays[name].reshape(-1)
         device_bytes, place.read = self.copy(place.host[:num_bytes])
-        return packed_views(fields, device_bytes)
+        return _views(parts, device_bytes)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Return bytes on the host which the device can read while the host goes on."""
@@ -112,29 +113,38 @@ def uploads_to(device: torch.device, *, per_step: int = 1) -> Uploads:
 
 def packed_views(fields: Fields, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the arrays of a buffer of `packed_bytes(fields)` bytes or more, a multiple of `ALIGNMENT`, one after the other."""
-    typed = {dtype: buffer.view(dtype) for dtype in {_TORCH_DTYPES[dtype] for _, dtype in fields.values()}}
-    views = {}
-    for name, (begin, _) in _places_of(fields):
-        shape, dtype = fields[name]
-        strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        whole = typed[_TORCH_DTYPES[dtype]]
-        views[name] = whole.as_strided(shape, strides, whole.storage_offset() + begin // dtype.itemsize)
-    return views
+    return _views(_layout(fields)[0], buffer)
 
 
 def packed_bytes(fields: Fields) -> int:
     """Return the bytes of packed arrays."""
-    return sum(_aligned(prod(shape) * dtype.itemsize) for shape, dtype in fields.values())
+    return _layout(fields)[1]
 
 
-def _places_of(fields: Fields) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield the name of each array, and where its bytes begin and end."""
-    begin = 0
+class _Part(NamedTuple):
+    """Where an array lies in a buffer that is read as elements of the array's dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    begin: int
+    end: int
+
+
+def _layout(fields: Fields) -> tuple[list[_Part], int]:
+    """Return where the arrays lie, and the bytes of all of them. Each begins at a multiple of `ALIGNMENT` bytes."""
+    parts, num_bytes = [], 0
     for name, (shape, dtype) in fields.items():
-        end = begin + prod(shape) * dtype.itemsize
-        yield name, (begin, end)
-        begin = _aligned(end)
+        begin, size = num_bytes // dtype.itemsize, prod(shape)
+        parts.append(_Part(name, shape, dtype, begin, begin + size))
+        num_bytes += -(-size * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return parts, num_bytes
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+def _views(parts: Sequence[_Part], buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    typed = {dtype: buffer.view(_TORCH_DTYPES[dtype]) for dtype in {part.dtype for part in parts}}
+    views = {}
+    for name, shape, dtype, begin, end in parts:
+        view = typed[dtype][begin:end]
+        views[name] = view if len(shape) == 1 else view.view(shape)
+    return views

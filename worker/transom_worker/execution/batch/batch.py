@@ -46,7 +46,9 @@ class BatchBuilder:
     ) -> None:
         """`trained_len` is the longest context that the model was trained with; rows without a KV policy never exceed it."""
         self.layout, self.device = layout, device
-        self._uploads = uploads_to(device)
+        self._uploads = uploads_to(
+            device
+        )  # a step that measures rows makes two, after it has waited for the one before it
         self._trained_len = trained_len
         # Compiled CPU kernels give a row without a policy the same bits as a policy row, and are recorded as one program.
         self._joins_decodes = uses_cpu_kernels(slab)
