@@ -33,7 +33,7 @@ from transom_worker.execution.executor import ExecutorInfo
 from transom_worker.execution.local_executor import LocalExecutor
 from transom_worker.execution.setup.model_loading import LoadedModel
 from transom_worker.models.layers.forward_batch import ForwardBatch
-from transom_worker.sampling.fused_sampling import sampling_words
+from transom_worker.sampling.fused_sampling import sampling_arrays
 from transom_worker.telemetry.metrics import EngineMetrics
 
 BATCHES, DEVICE_MS, LAUNCH_MS = (1, 64, 256), (3.0, 8.0, 10.0), {"graphs": 0.1, "eager": 1.5}
@@ -103,7 +103,7 @@ class SimulatedExecutor(LocalExecutor):
         sampler, ids = runner._sampler, torch.zeros(max(BATCHES), dtype=torch.int64)
 
         def launch(logits_SV: torch.Tensor, seq_ids: Sequence[int], *_: object) -> torch.Tensor:
-            sampling_words([sampler._states[seq_id] for seq_id in seq_ids])
+            sampling_arrays([sampler._states[seq_id] for seq_id in seq_ids])
             return ids[: len(seq_ids)]
 
         sampler.launch = launch  # type: ignore[method-assign,assignment]

@@ -19,6 +19,7 @@ from tests.worker.execution.hand_scheduler import engine_config, make_runner
 from tests.worker.execution.policy_scheduler import PolicyScheduler
 from transom_core.contract import HeavyPolicy, WindowPolicy
 from transom_kernels.launch import prefer
+from transom_worker.execution.policy_report import PolicyReport
 from transom_worker.execution.runner import ModelRunner
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -172,6 +173,36 @@ def test_quality_compares_with_attention_to_all_that_was_dropped(checkpoint: Any
         assert quality.top_token_agrees == bool(log_p.argmax() == log_q.argmax())
         attention = torch.stack(out.attentions).mean(dim=(0, 1, 2))[-1]
         assert quality.dropped_mass == pytest.approx(float(attention[3 : length - 11].sum()), abs=1e-4)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_the_device_is_read_once_for_all_rows(num_rows: int, checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for their mass and once for their quality: each reading waits for the device."""
+    hand, reads = PolicyScheduler(start_runner(checkpoint("llama"), enforce_eager=True)), list[str]()
+    for seq_id in range(num_rows):
+        hand.add(seq_id, prompt(20, salt=seq_id), WindowPolicy(sinks=3, window=11), quality=True)
+    hand.step(dict.fromkeys(range(num_rows), 20))
+
+    def counted(name: str) -> Callable[..., Any]:
+        read = getattr(torch.Tensor, name)
+
+        def call(tensor: torch.Tensor) -> Any:
+            reads.append(name)
+            return read(tensor)
+
+        return call
+
+    def fill(*arguments: Any, **options: Any) -> None:
+        with monkeypatch.context() as counting:
+            for name in ("tolist", "item", "cpu", "__float__", "__bool__"):
+                counting.setattr(torch.Tensor, name, counted(name))
+            report_fill(*arguments, **options)
+
+    report_fill = PolicyReport.fill
+    monkeypatch.setattr(PolicyReport, "fill", fill)
+    result = hand.step(dict.fromkeys(range(num_rows), 1), mass=True, measure=True)
+    assert len(result.quality) == len(result.attention_mass) == num_rows
+    assert len(reads) == 2
 
 
 def test_blocks_removed_from_the_middle_are_not_read(checkpoint: Any) -> None:

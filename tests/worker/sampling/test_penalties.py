@@ -12,6 +12,7 @@ from transom_kernels.sample.params import SampleParams
 from transom_kernels.sample.reference import apply_changes
 from transom_worker.sampling.penalties import TokenCounts
 from transom_worker.sampling.token_table import TokenTable
+from transom_worker.uploads import SharedMemory
 
 VOCABULARY = 300
 IDS = st.lists(st.integers(0, VOCABULARY - 1), max_size=200)
@@ -20,7 +21,7 @@ IDS = st.lists(st.integers(0, VOCABULARY - 1), max_size=200)
 def penalise(logits: torch.Tensor, prompt: list[int], output: list[int], *, row: int, **penalties: float) -> None:
     params = SamplingParams(**penalties)  # type: ignore[arg-type]
     counts = TokenCounts(prompt + output, len(prompt), params)
-    changes = TokenTable().gather([row], [counts], [params.repetition_penalty], logits.device)
+    changes = TokenTable().gather([row], [counts], [params.repetition_penalty], SharedMemory())
     if changes is not None:
         columns = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "keys"), torch.empty(0))
         apply_changes(

@@ -18,10 +18,10 @@ from transom_kernels.launch import prefer
 from transom_worker.sampling.penalties import TokenCounts
 from transom_worker.sampling.sampler import Sampler
 from transom_worker.sampling.token_table import LEAST_CAPACITY, TokenTable
+from transom_worker.uploads import SharedMemory
 
 VOCABULARY = 4_096
 PENALISED = SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25, temperature=0.0)
-CPU = torch.device("cpu")
 
 
 class Uploads:
@@ -136,7 +136,9 @@ def test_the_table_has_what_its_sequences_have(seed: int) -> None:
         if not batch:
             continue
         rows = rng.sample(range(20), len(batch)) if len(batch) <= 20 else list(range(len(batch)))
-        got = table.gather(rows, [one[0] for one in batch], [one[3].repetition_penalty for one in batch], CPU)
+        got = table.gather(
+            rows, [one[0] for one in batch], [one[3].repetition_penalty for one in batch], SharedMemory()
+        )
         want = {
             (row, token): (value, params.repetition_penalty)
             for row, (_, tokens, prompt, params) in zip(rows, batch, strict=True)

@@ -92,10 +92,10 @@ class PolicyReport:
         if self._block_mass_PN is not None:
             num_rows, num_columns = self._policies.block_table.shape
             mass_PN = self._block_mass_PN[:num_rows, :num_columns].contiguous()
-            mass_PN = parallel.comm.all_reduce_(mass_PN) / num_heads
+            host_PN = (parallel.comm.all_reduce_(mass_PN) / num_heads).cpu().numpy()  # it waits once for all rows
             for p, b in enumerate(self._policies.batch_rows):
                 if self._plan.wants_mass[b]:
-                    result.attention_mass[b] = mass_PN[p, : self._policies.num_columns[p]].tolist()
+                    result.attention_mass[b] = host_PN[p, : self._policies.num_columns[p]].tolist()
         if self._full_MV is not None:
             dropped_M = parallel.comm.all_reduce_(self._dropped_M) / num_heads
             self._fill_quality(self._full_MV, dropped_M, logits, result, sampler)
@@ -118,12 +118,9 @@ class PolicyReport:
         log_p, log_q = policy_MW.double().log_softmax(-1), full_MW.double().log_softmax(-1)
         kl_M = (log_q.exp() * (log_q - log_p)).nan_to_num(0.0).sum(-1).clamp(min=0.0)
         agrees_M = log_p.argmax(-1) == log_q.argmax(-1)
-        for m, b in enumerate(self._measured):
-            result.quality[b] = PolicyQuality(
-                kl=float(kl_M[m]),
-                top_token_agrees=bool(agrees_M[m]),
-                dropped_mass=min(1.0, max(0.0, float(dropped_M[m]))),
-            )
+        numbers_3M = torch.stack([kl_M, agrees_M.double(), dropped_M.double().nan_to_num(0.0).clamp(0.0, 1.0)]).tolist()
+        for b, kl, agrees, dropped in zip(self._measured, *numbers_3M, strict=True):
+            result.quality[b] = PolicyQuality(kl=kl, top_token_agrees=bool(agrees), dropped_mass=dropped)
 
 
 def _measuring_batch(

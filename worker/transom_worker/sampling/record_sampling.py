@@ -16,7 +16,7 @@ import torch
 
 from transom_kernels.sample.cpu import sample_records
 from transom_kernels.sample.table import Adjustments, SampleTable
-from transom_worker.sampling.adjustments import mask_bytes
+from transom_worker.sampling.adjustments import check_mask
 from transom_worker.sampling.noise import signed_key
 from transom_worker.sampling.penalties import TokenCounts
 from transom_worker.sampling.sequence_state import SequenceState
@@ -72,11 +72,15 @@ class RecordSampler:
             self._table.set_position(number, state.output_position)
         for number, counts in batch.penalised:
             self._table.set_counts(number, *counts.arrays)
+        allowed = None
+        if grammar_mask is not None:
+            check_mask(grammar_mask, logits_SV)
+            allowed = torch.from_numpy(np.frombuffer(grammar_mask, dtype=np.uint8).copy())
         return sample_records(
             logits_SV,
             self._table,
             batch.numbers_S,
-            allowed=None if grammar_mask is None else mask_bytes(grammar_mask, logits_SV),
+            allowed=allowed,
             first_id=first_id,
             scores=scores_S,
         )

@@ -16,13 +16,18 @@ import torch
 
 from transom_core.contract import SamplingParams, TokenLogprobs
 from transom_kernels.launch import uses_cpu_kernels
-from transom_worker.sampling.adjustments import Adjustments
+from transom_worker.sampling.adjustments import Adjustments, HeldRows, changeable
 from transom_worker.sampling.fused_sampling import sample_fused
 from transom_worker.sampling.logprobs import token_logprobs
 from transom_worker.sampling.sequence_state import SequenceState
+from transom_worker.uploads import Uploads, uploads_to
 
 if TYPE_CHECKING:
     from transom_worker.sampling.record_sampling import RecordSampler
+
+UPLOADS_PER_STEP = (
+    7  # parameters, changed rows, bias, bans, a grammar, penalties; on several ranks also those of local rows
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +55,7 @@ class Sampler:
         self._states: dict[int, SequenceState] = {}
         self._rows = _Rows([], [], [])
         self._adjustments = Adjustments()
+        self._uploads: Uploads | None = None  # to the device of the logits
         self._record_sampler: RecordSampler | None = None
 
     def add(
@@ -119,11 +125,18 @@ class Sampler:
         states = rows.states
         if uses_cpu_kernels(logits_SV):
             return self._records.sample(logits_SV, rows.seq_ids, states, grammar_mask=grammar_mask)
-        adjusted_SV = logits_SV
-        if grammar_mask is not None or any(state.changes_logits for state in states):
-            adjusted_SV = logits_SV.clone()
-            self._adjustments.apply_bias_and_bans(adjusted_SV, states, grammar_mask)
-        return sample_fused(adjusted_SV, states, self._adjustments.penalties(states, logits_SV.device))
+        uploads, held = self._uploads_to(logits_SV.device), HeldRows(grammar_mask, len(states))
+        changed = sorted({row for row, state in enumerate(states) if state.changes_logits}.union(held.rows))
+        if not changed:
+            return sample_fused(logits_SV, states, None, uploads)
+        with changeable(logits_SV, changed, uploads) as adjusted_SV:
+            self._adjustments.apply_bias_and_bans(adjusted_SV, states, held, uploads)
+            return sample_fused(adjusted_SV, states, self._adjustments.penalties(states, uploads), uploads)
+
+    def _uploads_to(self, device: torch.device) -> Uploads:
+        if self._uploads is None:
+            self._uploads = uploads_to(device, per_step=UPLOADS_PER_STEP)
+        return self._uploads
 
     @property
     def _records(self) -> RecordSampler:

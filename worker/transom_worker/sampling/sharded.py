@@ -27,9 +27,11 @@ from transom_core.contract import LogprobTable
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.sample.reference import gumbel
 from transom_worker.models.parallel import Parallel
+from transom_worker.sampling.adjustments import HeldRows
 from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS, logprob_table
 from transom_worker.sampling.sampler import Sampler, SamplerOutput, take_rows
 from transom_worker.sampling.sequence_state import SequenceState, noise_keys
+from transom_worker.uploads import Uploads
 
 MAX_NOISE = 1 << 22  # float64 numbers that are drawn at once
 
@@ -58,8 +60,8 @@ class ShardedSampler(Sampler):
         if self._parallel.size == 1 or not seq_ids:
             return super().sample(logits_SV, seq_ids, grammar_mask)
         states = [self._states[seq_id] for seq_id in seq_ids]
-        held = _HeldRows(grammar_mask, len(states))
-        gathered = [row for row, state in enumerate(states) if row in held or _needs_gathering(state)]
+        held = HeldRows(grammar_mask, len(states))
+        gathered = [row for row, state in enumerate(states) if row in held.rows or _needs_gathering(state)]
         local = sorted(set(range(len(states))).difference(gathered))
         result = SamplerOutput(token_ids=[0] * len(states))
         if local:
@@ -112,7 +114,7 @@ class ShardedSampler(Sampler):
             score_N = torch.empty(len(states), dtype=torch.float64)
             token_ids_N = self._records.sample(logits_NV, seq_ids, states, first_id=self._first_id, scores_S=score_N)
         else:
-            score_N, token_ids_N = _best_of_slice(logits_NV, states, self._first_id)
+            score_N, token_ids_N = _best_of_slice(logits_NV, states, self._first_id, self._uploads_to(logits_NV.device))
         pairs_K2N = token_ids_N.new_zeros(self._parallel.size, 2, len(states))
         pairs_K2N[self._parallel.rank, 0] = score_N.view(torch.int64)
         pairs_K2N[self._parallel.rank, 1] = token_ids_N
@@ -134,24 +136,6 @@ class ShardedSampler(Sampler):
         return sampled
 
 
-class _HeldRows:
-    """The rows of a step whose grammar does not allow every token; all ones stand for a row without a grammar."""
-
-    def __init__(self, grammar_mask: bytes | None, num_rows: int) -> None:
-        self._bits: np.ndarray[tuple[int, int], np.dtype[np.uint8]] | None = None
-        self._rows: frozenset[int] = frozenset()
-        if grammar_mask is not None:
-            self._bits = np.frombuffer(grammar_mask, dtype=np.uint8).reshape(num_rows, -1)
-            self._rows = frozenset(np.flatnonzero((self._bits != 0xFF).any(axis=1)).tolist())
-
-    def __contains__(self, row: object) -> bool:
-        return row in self._rows
-
-    def mask(self, rows: Sequence[int]) -> bytes | None:
-        """Return the mask of some rows; None where no row has one."""
-        return None if self._bits is None or self._rows.isdisjoint(rows) else self._bits[list(rows)].tobytes()
-
-
 def _needs_gathering(state: SequenceState) -> bool:
     """Whether a row needs the logits of the whole vocabulary in one place."""
     params = state.params
@@ -159,7 +143,7 @@ def _needs_gathering(state: SequenceState) -> bool:
 
 
 def _best_of_slice(
-    logits_NV: torch.Tensor, states: Sequence[SequenceState], first_id: int
+    logits_NV: torch.Tensor, states: Sequence[SequenceState], first_id: int, uploads: Uploads
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's best score among this rank's tokens, float64 [N], and its id, int64 [N]."""
     greedy = logits_NV.max(1)
@@ -169,12 +153,13 @@ def _best_of_slice(
     most = max(1, MAX_NOISE // len(ids_V))
     for rows in (random[first : first + most] for first in range(0, len(random), most)):
         some = [states[row] for row in rows]
-        keys = torch.from_numpy(noise_keys(some)).to(logits_NV.device)
-        temperatures = torch.tensor([state.params.temperature for state in some], device=logits_NV.device)
-        scaled = take_rows(logits_NV, rows) / temperatures[:, None]
-        best = (scaled + gumbel(keys[:, None], ids_V)).max(1)
-        at = torch.tensor(rows, device=logits_NV.device)
-        score_N[at], token_ids_N[at] = best.values, best.indices + first_id
+        temperatures = np.array([state.params.temperature for state in some], dtype=np.float32)
+        on = uploads.tensors(
+            {"rows": np.array(rows, dtype=np.int64), "keys": noise_keys(some), "temperatures": temperatures}
+        )
+        scaled = logits_NV.index_select(0, on["rows"]) / on["temperatures"][:, None]
+        best = (scaled + gumbel(on["keys"][:, None], ids_V)).max(1)
+        score_N[on["rows"]], token_ids_N[on["rows"]] = best.values, best.indices + first_id
     return score_N, token_ids_N
 
 

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from transom_worker.uploads import Uploads
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
@@ -93,7 +95,7 @@ class TokenTable:
             self._release(segment)
 
     def gather(
-        self, rows: Sequence[int], pairs: Sequence[TokenPairs], row_values: Sequence[float], device: torch.device
+        self, rows: Sequence[int], pairs: Sequence[TokenPairs], row_values: Sequence[float], uploads: Uploads
     ) -> RowPairs | None:
         """Return the pairs of the rows numbered `rows`, all of them as they are now; None if there is no pair.
 
@@ -103,23 +105,27 @@ class TokenTable:
         total = int(lengths.sum())
         if not total:
             return None
+        device = uploads.device
         starts = np.array([self._segment(one, device).start for one in pairs], dtype=np.int64)
         shifts = starts - (lengths.cumsum() - lengths)  # from a pair's place in the result to that in the table
         places, ids, values = self._changed(pairs)
-        num_rows, num_changed = len(rows), len(places)
-        # One copy: three numbers and two numbers each, then the floats, in half the space.
-        words = np.concatenate([np.asarray(rows, np.int64), shifts, lengths, places, ids, _packed(row_values, values)])
-        device_words = torch.from_numpy(words).to(device, non_blocking=True)
-        row_N, shift_N, length_N, place_U, id_U, floats = device_words.split_with_sizes(
-            [num_rows, num_rows, num_rows, num_changed, num_changed, len(words) - 3 * num_rows - 2 * num_changed]
+        on = uploads.tensors(
+            {
+                "row": np.asarray(rows, np.int64),
+                "row_value": np.asarray(row_values, np.float32),
+                "shift": shifts,
+                "length": lengths,
+                "place": places,
+                "id": ids,
+                "value": values,
+            }
         )
-        row_value_N, value_U, _ = floats.view(torch.float32).tensor_split([num_rows, num_rows + num_changed])
-        if num_changed:
-            self._ids[place_U] = id_U
-            self._values[place_U] = value_U
-        number_C = torch.repeat_interleave(length_N, output_size=total)
-        place_C = torch.arange(total, device=device) + shift_N[number_C]
-        return RowPairs(row_N[number_C], self._ids[place_C], self._values[place_C], row_value_N[number_C])
+        if len(places):
+            self._ids[on["place"]] = on["id"]
+            self._values[on["place"]] = on["value"]
+        number_C = torch.repeat_interleave(on["length"], output_size=total)
+        place_C = torch.arange(total, device=device) + on["shift"][number_C]
+        return RowPairs(on["row"][number_C], self._ids[place_C], self._values[place_C], on["row_value"][number_C])
 
     def _changed(self, pairs: Sequence[TokenPairs]) -> tuple[Ints, Ints, Floats]:
         """Places in the table, ids and numbers of all pairs that are new or changed."""
@@ -154,9 +160,3 @@ class TokenTable:
 
     def _release(self, segment: _Segment) -> None:
         self._free.setdefault(segment.capacity, []).append(segment.start)
-
-
-def _packed(*columns: Sequence[float] | Floats) -> Ints:
-    """The columns as float32, one after the other, in the memory of whole int64 numbers."""
-    floats = np.concatenate([np.asarray(column, np.float32) for column in columns])
-    return np.concatenate([floats, np.zeros(len(floats) % 2, np.float32)]).view(np.int64)

@@ -14,6 +14,7 @@ from tests.worker.execution.tiers.test_rank_tiers import LAYOUTS, add, rows, sla
 from transom_core.errors import StepFailed
 from transom_worker.execution.executor import DiskUsage
 from transom_worker.execution.tiers import disk_blocks as disk_tier
+from transom_worker.execution.tiers import rank_tiers
 from transom_worker.execution.tiers.rank_tiers import RankTiers, TierMemory
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.scheduling.step import TIER_DEVICE, TIER_DISK, TIER_HOST, StepPlan, StepResult
@@ -92,6 +93,29 @@ def wait_until_written(made: RankTiers) -> None:
     assert disk is not None
     while disk._queued_bytes:
         os.sched_yield()
+
+
+def test_blocks_of_the_device_come_to_the_host_by_the_piece(tmp_path: Path) -> None:
+    """One copy for a run of blocks, since each waits for the device, but no more than a piece: a copy takes memory there."""
+    memory, copied, cpu = slabs(), list[int](), torch.Tensor.cpu
+
+    def counted(blocks: torch.Tensor) -> torch.Tensor:
+        copied.append(len(blocks))
+        return cpu(blocks)
+
+    made, blocks = copies_over(memory, tmp_path), [4, 1, 3, 0, 2]
+    sizes = [group.block_bytes for group in LAYOUTS[0].groups]
+    wanted = [(0, block, block) for block in blocks] + [(1, block, 9 + block) for block in (1, 0)]
+    with patch.object(torch.Tensor, "cpu", counted), patch.object(rank_tiers, "PIECE_BYTES", 3 * sizes[0]):
+        made.run(stores(wanted, TIER_DEVICE))
+    wait_until_written(made)
+    assert copied == [3, 2, 2]
+    held = [contents(memory, TIER_DEVICE, group, block).clone() for group, block, _ in wanted]
+    made.run(fetches(wanted, 5))
+    assert ended(made).loaded == [5]
+    for (group, block, _), stored in zip(wanted, held, strict=True):
+        assert torch.equal(contents(memory, TIER_HOST, group, block), stored)
+    made.close()
 
 
 def test_writing_that_does_not_keep_up_drops_blocks(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
-"""Turns a step's numpy arrays into the tensors of a forward pass. On CPUs a tensor shares the array's memory."""
+"""Turns a step's numpy arrays into the tensors of a forward pass: one copy on a GPU, and none on a CPU, which reads the arrays."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,12 @@ from transom_worker.execution.tiers.device_slab import compressed_caches, group_
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.layers.policy_rows import MassMeter, MixedBatch
 from transom_worker.scheduling.step import StepPlan
+from transom_worker.uploads import uploads_to
+
+Tensors = Mapping[str, torch.Tensor]
+
+# Of a `PolicyBatch`, with the names of `PolicyArrays`.
+_POLICY_TENSORS = ("block_table", "key_blocks", "num_columns", "window", "sinks", "start", "query_offset")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +46,9 @@ class BatchBuilder:
     ) -> None:
         """`trained_len` is the longest context that the model was trained with; rows without a KV policy never exceed it."""
         self.layout, self.device = layout, device
+        self._uploads = uploads_to(
+            device
+        )  # a step that measures rows makes two, after it has waited for the one before it
         self._trained_len = trained_len
         # Compiled CPU kernels give a row without a policy the same bits as a policy row, and are recorded as one program.
         self._joins_decodes = uses_cpu_kernels(slab)
@@ -60,22 +71,43 @@ class BatchBuilder:
 
     def batch(self, arrays: StepArrays) -> ForwardBatch:
         """Return these arrays as tensors on the device, with the caches of this slab."""
-        offsets_and_starts = self._offsets_and_starts(arrays.rows)
-        needs_sink_positions = arrays.has_policies and self.passes_trained_len(arrays)
+        return self._batch(arrays, self._uploads.tensors(self._named(arrays)))
+
+    def _named(self, arrays: StepArrays) -> dict[str, NDArray[Any]]:
+        """All arrays of a batch; those of a group end in its number."""
+        named: dict[str, NDArray[Any]] = {
+            "token_ids": arrays.token_ids,
+            "positions": arrays.rows.positions,
+            "logit_rows": arrays.logit_rows,
+            **_offsets_and_starts(arrays.rows, ""),
+        }
+        if arrays.has_policies and self.passes_trained_len(arrays):
+            named["sink_positions"] = self.sink_positions(arrays)
+        for index, group in enumerate(arrays.groups):
+            named[f"block_table {index}"] = group.block_table
+            named[f"first_block {index}"] = group.first_block.astype(np.int32)
+            named[f"attend_from {index}"] = np.array(group.attend_from_host, dtype=np.int32)
+            named[f"slots {index}"] = group.slots
+            if group.rows is not arrays.rows:
+                named |= _offsets_and_starts(group.rows, f" {index}")
+            if group.policies is not None:
+                named |= _policies(group.policies, f"policy {index}")
+                other_rows = np.setdiff1d(np.arange(len(group.slots)), group.policies.token_rows)
+                if len(other_rows):
+                    named[f"policy_rows {index}"] = group.policies.token_rows
+                    named[f"other_rows {index}"] = other_rows
+        return named
+
+    def _batch(self, arrays: StepArrays, on: Tensors) -> ForwardBatch:
         return ForwardBatch(
-            token_ids=self._tensor(arrays.token_ids),
-            positions=self._tensor(arrays.rows.positions),
-            groups=tuple(
-                self._paged_batch(
-                    group, offsets_and_starts if group.rows is arrays.rows else self._offsets_and_starts(group.rows)
-                )
-                for group in arrays.groups
-            ),
+            token_ids=on["token_ids"],
+            positions=on["positions"],
+            groups=tuple(self._paged_batch(index, group, on) for index, group in enumerate(arrays.groups)),
             group_of_layer=self.group_of_layer,
             caches=self.caches,
             compressed=self._compressed,
-            logit_rows=self._tensor(arrays.logit_rows),
-            sink_positions=self._tensor(self.sink_positions(arrays)) if needs_sink_positions else None,
+            logit_rows=on["logit_rows"],
+            sink_positions=on.get("sink_positions"),
         )
 
     def sink_positions(self, arrays: StepArrays) -> NDArray[np.int64]:
@@ -87,32 +119,31 @@ class BatchBuilder:
         """Whether a step has a token beyond the length that the model was trained with."""
         return self._trained_len is not None and int(arrays.rows.positions.max(initial=0)) >= self._trained_len
 
-    def _paged_batch(self, group: GroupArrays, offsets_and_starts: tuple[torch.Tensor, torch.Tensor]) -> PagedBatch:
+    def _paged_batch(self, index: int, group: GroupArrays, on: Tensors) -> PagedBatch:
+        rows = f" {index}" if f"start {index}" in on else ""  # most groups have the step's own rows
         paged = PagedBatch(
             block_size=group.block_size,
             num_sink_blocks=group.num_sink_blocks,
-            block_table=self._tensor(group.block_table),
-            first_block=self._tensor(group.first_block.astype(np.int32)),
-            attend_from=self._tensor(np.array(group.attend_from_host, dtype=np.int32)),
-            slots=self._tensor(group.slots),
-            query_offset=offsets_and_starts[0],
-            start=offsets_and_starts[1],
+            block_table=on[f"block_table {index}"],
+            first_block=on[f"first_block {index}"],
+            attend_from=on[f"attend_from {index}"],
+            slots=on[f"slots {index}"],
+            query_offset=on[f"query_offset{rows}"],
+            start=on[f"start{rows}"],
             block_table_host=[] if self._kernels_read_tables else group.block_table.tolist(),
             first_block_host=group.first_block_host,
             attend_from_host=group.attend_from_host,
             start_host=group.start_host,
             count_host=group.count_host,
         )
-        return paged if group.policies is None else self._mixed_batch(paged, group.policies)
-
-    def _mixed_batch(self, others: PagedBatch, arrays: PolicyArrays) -> MixedBatch:
-        fields = {field.name: getattr(others, field.name) for field in dataclasses.fields(others)}
-        other_rows = np.setdiff1d(np.arange(len(others.slots)), arrays.token_rows)
+        if group.policies is None:
+            return paged
+        fields = {field.name: getattr(paged, field.name) for field in dataclasses.fields(paged)}
         return MixedBatch(
             **fields,
-            policies=self.policy_batch(arrays),
-            policy_rows=self._tensor(arrays.token_rows) if len(other_rows) else None,
-            other_rows=self._tensor(other_rows) if len(other_rows) else None,
+            policies=_policy_batch(group.policies, on, f"policy {index}"),
+            policy_rows=on.get(f"policy_rows {index}"),
+            other_rows=on.get(f"other_rows {index}"),
         )
 
     def measured_batch(
@@ -143,33 +174,32 @@ class BatchBuilder:
             ),
             has_policies=True,
         )
-        batch = self.batch(whole)
-        for group, rows in zip(batch.groups, groups, strict=True):
+        named = self._named(whole)
+        for index, rows in enumerate(groups):
+            named |= _policies(rows.masked, f"masked {index}")
+        on = self._uploads.tensors(named)
+        batch = self._batch(whole, on)
+        for index, (group, rows) in enumerate(zip(batch.groups, groups, strict=True)):
             assert isinstance(group, MixedBatch)
-            group.meter = MassMeter(dropped=dropped, masked=self.policy_batch(rows.masked))
+            group.meter = MassMeter(dropped=dropped, masked=_policy_batch(rows.masked, on, f"masked {index}"))
         return batch
 
-    def policy_batch(self, arrays: PolicyArrays) -> PolicyBatch:
-        """Return the arrays of policy rows as tensors on the device."""
-        return PolicyBatch(
-            block_size=arrays.block_size,
-            block_table=self._tensor(arrays.block_table),
-            key_blocks=self._tensor(arrays.key_blocks),
-            num_columns=self._tensor(arrays.num_columns),
-            window=self._tensor(arrays.window),
-            sinks=self._tensor(arrays.sinks),
-            start=self._tensor(arrays.start),
-            query_offset=self._tensor(arrays.query_offset),
-            count_host=arrays.count_host,
-        )
 
-    def _offsets_and_starts(self, rows: RowRanges) -> tuple[torch.Tensor, torch.Tensor]:
-        """`query_offset` and `start` of paged batches over these rows."""
-        return self._tensor(rows.offset.astype(np.int32)), self._tensor(rows.start.astype(np.int32))
+def _offsets_and_starts(rows: RowRanges, suffix: str) -> dict[str, NDArray[np.int32]]:
+    """`query_offset` and `start` of paged batches over these rows."""
+    return {
+        f"query_offset{suffix}": rows.offset.astype(np.int32),
+        f"start{suffix}": rows.start.astype(np.int32),
+    }
 
-    def _tensor(self, array: NDArray[np.int64] | NDArray[np.int32]) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+
+def _policies(arrays: PolicyArrays, prefix: str) -> dict[str, NDArray[np.int32]]:
+    return {f"{prefix} {name}": getattr(arrays, name) for name in _POLICY_TENSORS}
+
+
+def _policy_batch(arrays: PolicyArrays, on: Tensors, prefix: str) -> PolicyBatch:
+    tensors: dict[str, Any] = {name: on[f"{prefix} {name}"] for name in _POLICY_TENSORS}
+    return PolicyBatch(block_size=arrays.block_size, count_host=arrays.count_host, **tensors)
 
 
 def _rows_of(positions: NDArray[np.int64]) -> RowRanges:

@@ -11,7 +11,7 @@ Legend: B sequences of a step, each with one new token; N table columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,14 +22,10 @@ from transom_kernels.paged_attention.batch import PagedBatch
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.models.layers.forward_batch import ForwardBatch
-
-ALIGNMENT = 64  # of each array, because kernels are compiled for pointers that are multiples of 16, as torch's own are
+from transom_worker.uploads import Field, Fields, packed_views
 
 LONG, INT, FLOAT = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
-_TORCH_DTYPES = {LONG: torch.int64, INT: torch.int32, FLOAT: torch.float32}
 
-Field = tuple[tuple[int, ...], np.dtype[np.int64] | np.dtype[np.int32] | np.dtype[np.float32]]  # shape and dtype
-Fields = Mapping[str, Field]  # name of an array -> its shape and dtype
 Values = NDArray[np.int64] | NDArray[np.int32] | list[int]
 
 
@@ -70,18 +66,8 @@ class FixedArrays:
     @staticmethod
     def packed(fields: Fields, host: torch.Tensor, device: torch.Tensor) -> FixedArrays:
         """Lay the arrays out in two buffers of `packed_bytes(fields)` bytes or more, so that one copy brings all to the device."""
-        arrays, begin = FixedArrays(host={}, device={}), 0
-        for name, (shape, dtype) in fields.items():
-            end = begin + int(np.prod(shape)) * dtype.itemsize
-            arrays.host[name] = host.numpy()[begin:end].view(dtype).reshape(shape)
-            arrays.device[name] = device[begin:end].view(_TORCH_DTYPES[dtype]).view(shape)
-            begin = _aligned(end)
-        return arrays
-
-
-def packed_bytes(fields: Fields) -> int:
-    """Return the bytes of packed arrays."""
-    return sum(_aligned(int(np.prod(shape)) * dtype.itemsize) for shape, dtype in fields.values())
+        on_host = {name: tensor.numpy() for name, tensor in packed_views(fields, host).items()}
+        return FixedArrays(host=on_host, device=packed_views(fields, device))
 
 
 class FixedInputs:
@@ -153,7 +139,3 @@ class FixedInputs:
         """Write the step's values, and `padding` for the padding sequences."""
         array = self.arrays.host[name]
         array[: len(values)], array[len(values) : num_seqs] = values, padding
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -19,8 +19,9 @@ from transom_kernels.paged_attention.triton.work_items import ITEM_FIELDS, NO_PA
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes, StepSize
-from transom_worker.execution.replay.fixed_inputs import INT, Field, FixedArrays, FixedInputs, packed_bytes, step_fields
+from transom_worker.execution.replay.fixed_inputs import INT, FixedArrays, FixedInputs, step_fields
 from transom_worker.models.layers.forward_batch import ForwardBatch
+from transom_worker.uploads import Field, packed_bytes
 
 BEFORE_ALL = -1  # the position of a padding sequence's query, which lies before every key
 

@@ -15,9 +15,10 @@ from transom_kernels.policy_attention import PolicyBatch
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.replay.decode_replay import PolicyVariant
-from transom_worker.execution.replay.fixed_inputs import FLOAT, INT, LONG, Field, Fields, FixedArrays, FixedInputs
+from transom_worker.execution.replay.fixed_inputs import FLOAT, INT, LONG, FixedArrays, FixedInputs
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.layers.policy_rows import MassMeter, MixedBatch
+from transom_worker.uploads import Field, Fields
 
 
 def policy_fields(steps: Fields) -> dict[str, Field]:

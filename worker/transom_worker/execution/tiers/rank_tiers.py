@@ -175,8 +175,8 @@ class RankTiers:
         wanted = [(block, digest) for block, digest in blocks if disk.wants(group, digest, rows.shape[1])]
         if wanted:
             self._finish_spills()
-        for block, digest in wanted:
-            disk.store(StoredBlock(group, digest, rows[block].cpu().numpy().tobytes()))
+        for block_bytes, (_, digest) in zip(_bytes_of(rows, tier, [block for block, _ in wanted]), wanted, strict=True):
+            disk.store(StoredBlock(group, digest, block_bytes))
 
     def _fetch(self, ticket: int, copies: list[_Copy], digests: Sequence[bytes]) -> None:
         blocks = []
@@ -218,6 +218,17 @@ class RankTiers:
                 f"{len(blocks)} blocks of {rows.shape[1]} bytes are more than a piece of {PIECE_BYTES} bytes; move them in pieces."
             )
         return rows, torch.tensor(list(blocks), dtype=torch.int64, device=rows.device)
+
+
+def _bytes_of(rows: torch.Tensor, tier: int, blocks: Sequence[int]) -> Iterator[bytes]:
+    """Yield the contents of blocks. Those on the device come in pieces of `PIECE_BYTES`: each copy waits for the device."""
+    if tier != TIER_DEVICE:
+        yield from (rows[block].numpy().tobytes() for block in blocks)
+        return
+    at_once = max(1, PIECE_BYTES // rows.shape[1])
+    for first in range(0, len(blocks), at_once):
+        ids = torch.tensor(blocks[first : first + at_once], dtype=torch.int64, device=rows.device)
+        yield from (row.tobytes() for row in rows.index_select(0, ids).cpu().numpy())
 
 
 def open_disk_folder(cache: CacheConfig, layout: ArenaLayout, fingerprint: bytes) -> BlockFolder:

@@ -1,0 +1,150 @@
+"""Small arrays on their way from the host to a device: all arrays of a call travel in one copy, for which the host does not wait.
+
+A copy from ordinary memory costs the host some 10 us an array, and the driver may let the host wait for the device. So the arrays
+of a call are laid out in pinned memory, which the device reads by itself while the host goes on:
+
+    pinned     token_ids | positions | block_table 0 | slots 0 | ...
+                            one copy
+    device     token_ids | positions | block_table 0 | slots 0 | ...      of which the caller gets views
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+ALIGNMENT = 64  # of each array, because kernels are compiled for pointers that are multiples of 16, as torch's own are
+
+Field = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
+Fields = Mapping[str, Field]  # name of an array -> its shape and dtype
+Arrays = Mapping[str, NDArray[Any]]
+
+_TORCH_DTYPES = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.uint8): torch.uint8,
+}
+
+
+class Uploads(Protocol):
+    """Brings arrays to one device."""
+
+    device: torch.device
+
+    def tensors(self, arrays: Arrays) -> dict[str, torch.Tensor]:
+        """Return the arrays on the device. They must not change afterwards, since the tensors may share their memory."""
+        ...
+
+
+class SharedMemory:
+    """A CPU reads what the host has written."""
+
+    device = torch.device("cpu")
+
+    def tensors(self, arrays: Arrays) -> dict[str, torch.Tensor]:
+        """See `Uploads.tensors`."""
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+class Read(Protocol):
+    """Tells when the device has read a buffer, as a CUDA event does."""
+
+    def synchronize(self) -> None:
+        """Wait until then."""
+        ...
+
+
+class _Place:
+    """A pinned buffer that grows, and what tells when the device has read it."""
+
+    host: torch.Tensor | None = None
+    read: Read | None = None
+
+
+class PinnedUploads:
+    """Uploads to a GPU. Tests replace `pinned` and `copy`."""
+
+    def __init__(self, device: torch.device, *, per_step: int = 1) -> None:
+        """`per_step` is how many calls a step makes. Two steps may be in flight, so there are twice as many buffers, used in turns:
+        when the host comes back to one, the device has read it, and the host need not wait.
+        """
+        self.device = device
+        self._places = cycle([_Place() for _ in range(2 * per_step)])
+
+    def tensors(self, arrays: Arrays) -> dict[str, torch.Tensor]:
+        """See `Uploads.tensors`."""
+        fields = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+        parts, num_bytes = _layout(fields)
+        place = next(self._places)
+        if place.read is not None:
+            place.read.synchronize()
+        if place.host is None or len(place.host) < num_bytes:
+            place.host = self.pinned(max(ALIGNMENT, 1 << (num_bytes - 1).bit_length()))
+        host = place.host.numpy()
+        typed = {dtype: host.view(dtype) for dtype in {part.dtype for part in parts}}
+        for name, _, dtype, begin, end in parts:
+            typed[dtype][begin:end] = arrays[name].reshape(-1)
+        device_bytes, place.read = self.copy(place.host[:num_bytes])
+        return _views(parts, device_bytes)
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Return bytes on the host which the device can read while the host goes on."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, host: torch.Tensor) -> tuple[torch.Tensor, Read]:
+        """Begin to copy bytes to the device, in order with what is launched before and after."""
+        device_bytes = host.to(self.device, non_blocking=True)
+        read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        read.record(torch.cuda.current_stream(self.device))
+        return device_bytes, read
+
+
+def uploads_to(device: torch.device, *, per_step: int = 1) -> Uploads:
+    """Return what brings arrays to a device; see `PinnedUploads` for `per_step`."""
+    return PinnedUploads(device, per_step=per_step) if device.type == "cuda" else SharedMemory()
+
+
+def packed_views(fields: Fields, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the arrays of a buffer of `packed_bytes(fields)` bytes or more, a multiple of `ALIGNMENT`, one after the other."""
+    return _views(_layout(fields)[0], buffer)
+
+
+def packed_bytes(fields: Fields) -> int:
+    """Return the bytes of packed arrays."""
+    return _layout(fields)[1]
+
+
+class _Part(NamedTuple):
+    """Where an array lies in a buffer that is read as elements of the array's dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    begin: int
+    end: int
+
+
+def _layout(fields: Fields) -> tuple[list[_Part], int]:
+    """Return where the arrays lie, and the bytes of all of them. Each begins at a multiple of `ALIGNMENT` bytes."""
+    parts, num_bytes = [], 0
+    for name, (shape, dtype) in fields.items():
+        begin, size = num_bytes // dtype.itemsize, prod(shape)
+        parts.append(_Part(name, shape, dtype, begin, begin + size))
+        num_bytes += -(-size * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return parts, num_bytes
+
+
+def _views(parts: Sequence[_Part], buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    typed = {dtype: buffer.view(_TORCH_DTYPES[dtype]) for dtype in {part.dtype for part in parts}}
+    views = {}
+    for name, shape, dtype, begin, end in parts:
+        view = typed[dtype][begin:end]
+        views[name] = view if len(shape) == 1 else view.view(shape)
+    return views
