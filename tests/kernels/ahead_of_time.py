@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 
 from tests.kernels.compiled_cases import SHARED_BYTES, Compilation, all_cases
 
-OBJECT_DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+OBJECT_DUMP = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
 MATRIX_INSTRUCTIONS = ("tcgen05.mma", "wgmma", "mma.sync")
 TENSOR_MEMORY_COLUMNS = 512  # of a multiprocessor of sm_100
 

@@ -55,6 +55,8 @@ def kernel_config(
         return KernelConfig(block_m=block_m, block_n=MIN_DOT_ROWS, num_warps=num_warps, num_stages=1)
     if block_m <= 32:  # decoding is memory-bound: keep several loads in flight
         block_n = 128 if widest * element_bytes <= 128 else 64 if widest * element_bytes <= 512 else 32
+        if is_widened and block_m > MIN_DOT_ROWS:
+            block_n = min(block_n, 64)
         # larger accumulators need the registers of 8 warps, and wide rows that are widened, too
         is_large = block_m * widest * element_bytes > 32 * 256 or (is_widened and widest > 192)
         num_warps, stages = 8 if is_large else 4, 3
@@ -63,13 +65,12 @@ def kernel_config(
         return KernelConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=stages)
     small = widest * element_bytes <= 256 and not has_two_widened
     block_n, num_stages = (64, 3) if small else (32, 2)
-    # Hopper's products read keys and values from shared memory, others' from registers, so theirs are fewer at a time. A later
-    # capability does not mean more shared memory (12.x has 99 KiB), and 9.4 is what another vendor's devices report.
-    is_long = block_n * (key_size + value_size) * element_bytes <= LONG_PIPELINE_ROUND_BYTES
-    if capability != HOPPER and small and block_m == PROMPT_ROWS and widest > 64:
-        block_n, is_long = 32, True
-    elif capability != HOPPER:
-        is_long = False
+    # A later capability does not mean more shared memory (12.x has 99 KiB), and 9.4 is what another vendor's devices report.
+    if capability == HOPPER:
+        is_long = block_n * (key_size + value_size) * element_bytes <= LONG_PIPELINE_ROUND_BYTES
+    else:  # products read keys and values from registers, not from shared memory, so an iteration takes fewer of them
+        is_long = small and widest > 64 and not is_widened
+        block_n = 32 if is_long or is_widened else block_n
     if is_long:
         num_stages = LONG_PIPELINE_STAGES
     return KernelConfig(block_m=block_m, block_n=block_n, num_warps=8, num_stages=num_stages)
