@@ -2,7 +2,9 @@
 
 A process of its own: triton decides when a kernel is defined whether it is interpreted, and these must not be.
 
-    python -m tests.kernels.ahead_of_time [sm_90|sm_80] [--one-each] [words of names to choose]
+    python -m tests.kernels.ahead_of_time [sm_90 sm_80 ...] [--one-each|--served] [words of names to choose]
+
+--one-each: one configuration of each kernel; --served: also all of attention and experts in bfloat16.
 """
 
 from __future__ import annotations
@@ -24,17 +26,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.kernels.compiled_cases import Compilation, all_cases
+from tests.kernels.compiled_cases import SHARED_BYTES, Compilation, all_cases
 
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-MATRIX_KINDS = ("HGMMA", "QGMMA", "HMMA")
+OBJECT_DUMP = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+MATRIX_INSTRUCTIONS = ("tcgen05.mma", "wgmma", "mma.sync")
+TENSOR_MEMORY_COLUMNS = 512  # of a multiprocessor of sm_100
 
 
-def compile_for(case: Compilation, arch: int, *, disassembles: bool) -> dict[str, Any]:
-    """Registers of a thread, bytes of its stack (spills), shared bytes of a program; disassembled, its kind of matrix instructions.
-
-    Disassembling takes longer than compiling most kernels.
-    """
+def compile_for(case: Compilation, arch: int) -> dict[str, Any]:
+    """Registers of a thread, bytes of its stack (spills), shared bytes of a program, whether it fits; matrix instructions."""
     begin_s = time.perf_counter()
     signature = {name: case.types.get(name, "constexpr") for name in case.kernel.arg_names}
     attributes = {
@@ -47,8 +47,8 @@ def compile_for(case: Compilation, arch: int, *, disassembles: bool) -> dict[str
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        usage = object_dump("--dump-resource-usage", file.name)
-        sass = object_dump("--dump-sass", file.name) if disassembles else None
+        command = [OBJECT_DUMP, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     return {
@@ -57,24 +57,29 @@ def compile_for(case: Compilation, arch: int, *, disassembles: bool) -> dict[str
         "registers": int(found[1]),
         "spilled_bytes": int(found[2]),
         "shared_bytes": made.metadata.shared,
-        **({} if sass is None else {"matrix": next((kind for kind in MATRIX_KINDS if kind in sass), "none")}),
+        "fits": made.metadata.shared <= SHARED_BYTES[arch] and (made.metadata.tmem_size or 0) <= TENSOR_MEMORY_COLUMNS,
+        "matrix": next((kind for kind in MATRIX_INSTRUCTIONS if kind in made.asm["ptx"]), "none"),
         "seconds": round(time.perf_counter() - begin_s, 1),
     }
-
-
-def object_dump(flag: str, path: str) -> str:
-    return subprocess.run([TOOLS / "cuobjdump", flag, path], capture_output=True, text=True, check=True).stdout
 
 
 def main(words: list[str]) -> None:
     archs = [int(word.removeprefix("sm_")) for word in words if word.startswith("sm_")] or [90]
     chosen = [word for word in words if not word.startswith(("sm_", "--"))]
-    one_each = "--one-each" in words
     for arch in archs:
         cases = all_cases(arch)
-        for case in {case.kernel: case for case in cases}.values() if one_each else cases:
+        one_each = {case.kernel: case for case in cases}
+        if "--one-each" in words or "--served" in words:
+            served = "--served" in words
+            cases = [case for case in cases if case is one_each[case.kernel] or (served and is_served(case))]
+        for case in cases:
             if all(word in case.name for word in chosen):
-                print(json.dumps(compile_for(case, arch, disassembles=not one_each)), flush=True)
+                print(json.dumps(compile_for(case, arch)), flush=True)
+
+
+def is_served(case: Compilation) -> bool:
+    """Whether it is a configuration of attention or experts in bfloat16, which take the most registers and shared memory."""
+    return "*bf16" in case.types.values() and any(name in case.kernel.__module__ for name in ("attention", "moe"))
 
 
 if __name__ == "__main__":

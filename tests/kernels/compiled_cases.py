@@ -26,13 +26,13 @@ from transom_kernels.hyper_connections.gpu import hc_head_triton, hc_norm_triton
 from transom_kernels.kv_write import Preparation
 from transom_kernels.kv_write.gpu import prepare_qkv_triton
 from transom_kernels.kv_write.inputs import QkvInputs
+from transom_kernels.latent_attention import gpu as latent_launcher
 from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
 from transom_kernels.latent_attention.inputs import LatentInputs
 from transom_kernels.moe.gpu import moe_triton
 from transom_kernels.moe.row_blocks import block_rows_triton
 from transom_kernels.paged_attention.triton import launcher as paged_launcher
 from transom_kernels.paged_attention.triton.launcher import paged_attention_triton
-from transom_kernels.paged_attention.triton.tuning import stages_on
 from transom_kernels.policy_attention.triton.launcher import add_block_mass_triton, policy_attention_triton
 from transom_kernels.rms_norm.gpu import rms_norm_triton
 from transom_kernels.rotary.gpu import rotary_triton_
@@ -47,6 +47,8 @@ TYPES = {
     INT64: "i64",
 }  # fmt: skip
 STRIDES_OF_BLOCKS = ("stride_b", "source_stride", "target_stride")  # beyond 32 bits in a real cache
+# bytes of shared memory that a program may have
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512))  # of keys and values
 
 
@@ -58,7 +60,7 @@ class Compilation:
     types: dict[str, str]
     constants: dict[str, Any]
     unaligned: frozenset[str]  # arguments that are no multiples of 16
-    options: dict[str, int]  # warps and pipeline stages
+    options: dict[str, int]  # warps, pipeline stages, registers
 
     @property
     def name(self) -> str:
@@ -76,15 +78,18 @@ def all_cases(arch: int) -> list[Compilation]:
         if arch >= 89 or not any(FP8 in kind for kind in case.types.values()):
             found.setdefault(f"{case.name} {case.options}", case)
 
-    on_device = patch.object(paged_launcher, "stages_on", lambda config, _: stages_on(config, divmod(arch, 10)))
-    with patch.object(JITFunction, "run", record), on_device:
+    capability = patch.object(paged_launcher, "capability_of", lambda _: divmod(arch, 10))
+    memory = patch.object(latent_launcher, "shared_bytes", lambda _: SHARED_BYTES[arch])
+    with patch.object(JITFunction, "run", record), capability, memory:
         for call in calls():
             call()
     return list(found.values())
 
 
 def compilation(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compilation:
-    options: dict[str, int] = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+    options: dict[str, int] = {
+        name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs
+    }
     given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     constants = {param.name: given[param.name] for param in kernel.params if param.is_constexpr}
     types, unaligned = {}, set()

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}  # that a program may have
+# Bytes of a thread's stack, on the architectures that kernels are not tuned for: ptxas spills a few registers where that seats one
+# more program on a multiprocessor.
+SPILLED_BYTES = {"sm_89": 16, "sm_100": 16, "sm_120": 16}
 
 
 def compiled(*arguments: str) -> list[dict[str, Any]]:
@@ -31,11 +33,11 @@ def compiled(*arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in made.stdout.splitlines()]
 
 
-def check(kernels: list[dict[str, Any]]) -> None:
+def check(kernels: list[dict[str, Any]], spilled_bytes: int = 0) -> None:
     for kernel in kernels:
         print(kernel)  # registers and shared memory, with -s or on a failure
-    assert [kernel for kernel in kernels if kernel["shared_bytes"] > SHARED_BYTES[kernel["arch"]]] == []
-    assert [kernel for kernel in kernels if kernel["spilled_bytes"]] == []
+    assert [kernel for kernel in kernels if not kernel["fits"]] == []
+    assert [kernel for kernel in kernels if kernel["spilled_bytes"] > spilled_bytes] == []
 
 
 def test_one_configuration_of_each_kernel_fits_hopper() -> None:
@@ -49,3 +51,10 @@ def test_one_configuration_of_each_kernel_fits_hopper() -> None:
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
 def test_every_configuration_fits(arch: str) -> None:
     check(compiled(arch))
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", SPILLED_BYTES)
+def test_attention_and_experts_fit_other_architectures(arch: str) -> None:
+    check(compiled(arch, "--served"), SPILLED_BYTES[arch])

@@ -17,7 +17,7 @@ from transom_kernels.latent_attention.tuning import (
     score_config,
     score_rounds,
 )
-from transom_kernels.launch import INTERPRETED, next_power_of_two
+from transom_kernels.launch import INTERPRETED, next_power_of_two, shared_bytes
 
 
 def latent_attention_triton(inputs: LatentInputs) -> torch.Tensor:
@@ -31,7 +31,7 @@ def latent_attention_triton(inputs: LatentInputs) -> torch.Tensor:
     entry_cache, entry_slots = inputs.entry_cache, inputs.entry_slots
     if entry_cache is None or entry_slots is None:
         entry_cache, entry_slots = window_cache, window_slots[:, :0]
-    config = attend_config(heads, width, q.element_size())
+    config = attend_config(heads, width, q.element_size(), shared_bytes(q.device))
     if tokens:
         attend_rows[(tokens, -(-heads // config.block_h))](
             q, window_cache, entry_cache, window_slots.contiguous(), entry_slots.contiguous(), inputs.sink_logits, out,

@@ -10,6 +10,7 @@ MIN_DOT_ROWS = 16  # the least rows of a product on tensor cores
 SCORE_BYTES = 64 << 20  # of the indexer's scores at once: bounds memory for any number of queries and entries
 SCORE_ROUNDS = 8  # blocks of keys per program where the queries alone fill the device
 MANY_QUERIES = 128  # from this many queries on, queries alone fill the device
+SEVEN_STAGES_BYTES = 117_248  # of shared memory, for 16 heads of a width of 512: more than sm_86, sm_89 and sm_120 have
 POOL_CHANNELS = 64  # of an entry that a program of `pool` computes
 POOL_ROWS = 16  # of an entry that `pool` reads at once
 
@@ -27,20 +28,17 @@ class LatentConfig:
     num_stages: int
 
 
-def attend_config(num_heads: int, width: int, element_bytes: int) -> LatentConfig:
-    """The configuration of `attend_rows`. A row of 512 is 1 KiB, and accumulators of 64 heads of that width do not fit in
-    registers.
+def attend_config(num_heads: int, width: int, element_bytes: int, shared_bytes: int) -> LatentConfig:
+    """The configuration of `attend_rows` on a device whose programs may have `shared_bytes` of shared memory.
+
+    A row of 512 is 1 KiB, and accumulators of 64 heads of that width do not fit in registers.
     """
     wide = width * element_bytes > 512
     if element_bytes > 2:  # float32: products without tensor cores, for exactness, not for speed
         return LatentConfig(block_h=MIN_DOT_ROWS, block_n=16 if wide else 32, num_warps=8, num_stages=1)
     block_h = min(32 if wide else 64, max(MIN_DOT_ROWS, next_power_of_two(num_heads)))
-    return LatentConfig(
-        block_h=block_h,
-        block_n=32 if wide else 64,
-        num_warps=8,
-        num_stages=7 if wide and block_h == MIN_DOT_ROWS else 5,
-    )
+    has_seven = wide and block_h == MIN_DOT_ROWS and shared_bytes >= SEVEN_STAGES_BYTES
+    return LatentConfig(block_h=block_h, block_n=32 if wide else 64, num_warps=8, num_stages=7 if has_seven else 5)
 
 
 def score_config(num_heads: int, width: int, element_bytes: int) -> LatentConfig:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from transom_kernels.launch import INTERPRETED, next_power_of_two, split_width
+from transom_kernels.launch import INTERPRETED, capability_of, next_power_of_two, split_width
 from transom_kernels.paged_attention.inputs import PagedInputs
 from transom_kernels.paged_attention.triton.attend import attend
 from transom_kernels.paged_attention.triton.combine import combine
 from transom_kernels.paged_attention.triton.launches import AttentionLaunch, LaunchKey, launches_of
-from transom_kernels.paged_attention.triton.tuning import COMBINED_AT_ONCE, KernelConfig, kernel_config, stages_on
+from transom_kernels.paged_attention.triton.tuning import COMBINED_AT_ONCE, KernelConfig, kernel_config
 from transom_kernels.paged_attention.triton.work_items import Work
 from transom_kernels.quantised_kv import is_packed, refuse_old_device
 
@@ -50,6 +50,7 @@ def _attend(launch: AttentionLaunch, inputs: PagedInputs, sinks: torch.Tensor | 
         value_size=value_width,
         element_bytes=q.element_size(),
         cache_bytes=inputs.k_cache.element_size(),
+        capability=capability_of(q.device),
     )
     shape = (work.num_partials, kv_heads, config.block_m)
     partial_out = q.new_empty((*shape, value_width), dtype=torch.float32)
@@ -77,7 +78,6 @@ def _run_attend(
     (d1, d2), (e1, e2) = split_width(width), split_width(value_width)
     k_scale, v_scale = inputs.k_scale, inputs.v_scale
     ks_strides, vs_strides = ((0, 0, 0) if scale is None else scale.stride() for scale in (k_scale, v_scale))
-    capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0)
     attend[(len(work.items), inputs.kv_heads)](
         q, k_cache, v_cache, out, partial_out, partial_stats,
         work.items, batch.block_table, batch.first_block, batch.attend_from,
@@ -91,5 +91,5 @@ def _run_attend(
         HAS_SOFT_CAP=inputs.soft_cap is not None, HAS_SINK_LOGITS=sinks is not None,
         HAS_SCALES=k_scale is not None, PACKED=is_packed(k_cache),
         UPCAST=INTERPRETED, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        num_warps=config.num_warps, num_stages=stages_on(config, capability),
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

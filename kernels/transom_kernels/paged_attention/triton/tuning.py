@@ -19,25 +19,27 @@ PROMPT_ROWS = 128  # of a prompt's tile
 # An iteration looks up its blocks before it fetches their keys and values, so each of the two takes half of the stages: with five,
 # one iteration's loads are in flight while another is computed. With three or four none are, and a program that has its streaming
 # multiprocessor for itself waits.
-HOPPER_PROMPT_STAGES = 5
+LONG_PIPELINE_STAGES = 5
 LONG_PIPELINE_ROUND_BYTES = (
     32 << 10
 )  # keys and values of an iteration; two larger ones leave no shared memory for queries
+HOPPER = (9, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelConfig:
-    """How `attend` is compiled: rows of a tile, keys of an iteration, warps, pipeline stages, and the stages on Hopper (sm_90)."""
+    """How `attend` is compiled: rows of a tile, keys of an iteration, warps, pipeline stages."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    hopper_stages: int
 
 
-def kernel_config(*, rows: int, key_size: int, value_size: int, element_bytes: int, cache_bytes: int) -> KernelConfig:
-    """The configuration for tiles of at most `rows` rows (tokens times query heads per KV head).
+def kernel_config(
+    *, rows: int, key_size: int, value_size: int, element_bytes: int, cache_bytes: int, capability: tuple[int, int]
+) -> KernelConfig:
+    """The configuration for tiles of at most `rows` rows (tokens times query heads per KV head) on a compute capability.
 
     Sizes are in elements.
     """
@@ -50,33 +52,28 @@ def kernel_config(*, rows: int, key_size: int, value_size: int, element_bytes: i
     has_two_widened = is_widened and next_power_of_two(widest) != widest
     if element_bytes > 2:  # float32: products without tensor cores, for exactness, not for speed
         num_warps = 4 if block_m > MIN_DOT_ROWS and 64 < widest < 96 else 8  # at width 80 more warps spill registers
-        return KernelConfig(block_m=block_m, block_n=MIN_DOT_ROWS, num_warps=num_warps, num_stages=1, hopper_stages=1)
+        return KernelConfig(block_m=block_m, block_n=MIN_DOT_ROWS, num_warps=num_warps, num_stages=1)
     if block_m <= 32:  # decoding is memory-bound: keep several loads in flight
         block_n = 128 if widest * element_bytes <= 128 else 64 if widest * element_bytes <= 512 else 32
+        if is_widened and block_m > MIN_DOT_ROWS:
+            block_n = min(block_n, 64)
         # larger accumulators need the registers of 8 warps, and wide rows that are widened, too
-        is_large = block_m * widest * element_bytes > 32 * 256 or (is_widened and widest > 128)
+        is_large = block_m * widest * element_bytes > 32 * 256 or (is_widened and widest > 192)
         num_warps, stages = 8 if is_large else 4, 3
         if has_two_widened:
             block_n, stages = 32, 2
-        return KernelConfig(
-            block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=stages, hopper_stages=stages
-        )
+        return KernelConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=stages)
     small = widest * element_bytes <= 256 and not has_two_widened
     block_n, num_stages = (64, 3) if small else (32, 2)
-    is_long = block_n * (key_size + value_size) * element_bytes <= LONG_PIPELINE_ROUND_BYTES
-    hopper_stages = HOPPER_PROMPT_STAGES if is_long else num_stages
-    return KernelConfig(
-        block_m=block_m, block_n=block_n, num_warps=8, num_stages=num_stages, hopper_stages=hopper_stages
-    )
-
-
-def stages_on(config: KernelConfig, capability: tuple[int, int]) -> int:
-    """Pipeline stages on a device of this compute capability.
-
-    The longer pipeline takes Hopper's registers and its 227 KiB of shared memory, so only 9.0 gets it: a later capability does
-    not mean more memory (12.x has 99 KiB), and 9.4 is what another vendor's devices report.
-    """
-    return config.hopper_stages if capability == (9, 0) else config.num_stages
+    # A later capability does not mean more shared memory (12.x has 99 KiB), and 9.4 is what another vendor's devices report.
+    if capability == HOPPER:
+        is_long = block_n * (key_size + value_size) * element_bytes <= LONG_PIPELINE_ROUND_BYTES
+    else:  # products read keys and values from registers, not from shared memory, so an iteration takes fewer of them
+        is_long = small and widest > 64 and not is_widened
+        block_n = 32 if is_long or is_widened else block_n
+    if is_long:
+        num_stages = LONG_PIPELINE_STAGES
+    return KernelConfig(block_m=block_m, block_n=block_n, num_warps=8, num_stages=num_stages)
 
 
 def tilings(*, group: int, key_size: int, element_bytes: int, cache_bytes: int) -> tuple[Tiling, ...]:

@@ -14,7 +14,7 @@ from transom_kernels.launch import INTERPRETED, next_power_of_two
 from transom_kernels.policy_attention.batch import PolicyBatch
 from transom_kernels.policy_attention.inputs import PolicyInputs
 from transom_kernels.policy_attention.triton.kernel import add_mass, attend_rows
-from transom_kernels.policy_attention.triton.tuning import TileConfig, tile_config
+from transom_kernels.policy_attention.triton.tuning import MAX_REGISTERS, TileConfig, tile_config
 from transom_kernels.quantised_kv import is_packed, refuse_old_device
 
 
@@ -47,7 +47,7 @@ def policy_attention_triton(inputs: PolicyInputs) -> torch.Tensor:
             WRITES_STATISTICS=statistics is not None, UPCAST=INTERPRETED,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n,
             BLOCK_D=max(16, next_power_of_two(q.shape[2])), BLOCK_E=max(16, next_power_of_two(inputs.value_width)),
-            num_warps=config.num_warps, num_stages=config.num_stages,
+            num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
     return out
 
@@ -68,6 +68,7 @@ def add_block_mass_triton(mass: torch.Tensor, inputs: PolicyInputs) -> None:
         HAS_SCALES=k_scale is not None, PACKED=is_packed(k_cache), UPCAST=INTERPRETED,
         BLOCK_M=config.block_m, BLOCK_N=max(16, next_power_of_two(batch.block_size)),
         BLOCK_D=max(16, next_power_of_two(q.shape[2])), num_warps=config.num_warps, num_stages=1,
+        maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
 
