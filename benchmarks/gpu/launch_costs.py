@@ -15,6 +15,7 @@ import os
 import statistics
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -104,7 +105,7 @@ class UnreadWeights(RandomWeights):
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """What torch's product costs here: its result's memory."""
-    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype)
+    out = x.new_empty((x.shape[0], weight.shape[0]))
     trace.note("product")
     return out
 
@@ -167,7 +168,7 @@ def measure(run: Any, repeats: int) -> list[tuple[str, float]]:
         run()
         trace.note("after the last")
         times_s = [begin_s, *trace.times_s]
-        rows.append([1e6 * (end_s - start_s) for start_s, end_s in zip(times_s, times_s[1:], strict=False)])
+        rows.append([1e6 * (end_s - start_s) for start_s, end_s in pairwise(times_s)])
     return list(zip(trace.names, map(statistics.median, zip(*rows, strict=True)), strict=True))
 
 

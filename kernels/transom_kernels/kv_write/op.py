@@ -77,12 +77,12 @@ def prepare_qkv(
         k_scale=k_scale,
         v_scale=v_scale,
     )
+    if uses_triton(q):
+        from transom_kernels.kv_write.gpu import prepare_qkv_triton
+
+        return prepare_qkv_triton(inputs)
     inputs.check(rounds=True)
-    if (k is not None and q.shape[::2] != k.shape[::2]) or not inputs.heads_are_adjacent:
-        parts = [(tuple(rows.shape), rows.stride()) for rows in (q, k, v) if rows is not None]
-        raise ValueError(
-            f"q, k and v have shapes and strides {parts}: give equally wide heads that follow each other in memory."
-        )
+    inputs.check_heads()
     return _prepare(inputs)
 
 

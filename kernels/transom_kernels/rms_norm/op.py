@@ -61,10 +61,13 @@ def _check(
     inner: torch.Tensor | None,
     factor: float,
 ) -> None:
-    wrong = [part for part in (weight, inner) if part is not None and part.shape != x.shape[-1:]]
-    if wrong or (residual is not None and residual.shape != x.shape):
-        other = None if residual is None else tuple(residual.shape)
-        shapes = [tuple(part.shape) for part in wrong]
-        raise ValueError(f"x {tuple(x.shape)} does not fit weights {shapes} or residual {other}.")
+    row = x.shape[-1:]
+    if (
+        (weight is not None and weight.shape != row)
+        or (inner is not None and inner.shape != row)
+        or (residual is not None and residual.shape != x.shape)
+    ):
+        shapes = [None if part is None else tuple(part.shape) for part in (weight, inner, residual)]
+        raise ValueError(f"x {tuple(x.shape)} does not fit weight, inner and residual {shapes}.")
     if residual is None and (weight is None or inner is not None or factor != 1.0):
         raise ValueError("weight None, inner and factor are for sums: give a residual.")
