@@ -33,23 +33,23 @@ class PreparedLaunch:
         self._kernel, self._keywords = kernel, {**arguments, **options}
         self._last = tuple(arguments[name] for name in kernel.arg_names if name in arguments)
         self._is_compiled = isinstance(kernel, JITFunction) and triton.__version__.startswith(VERSIONS)
-        self._compiled: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}  # by device and dtypes
+        self._compiled: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}  # by device, dtypes
 
     def __call__(self, grid: tuple[int, int, int], pointers: tuple[torch.Tensor, ...], *numbers: int) -> None:
         """Launch on the current stream. The kernel must not specialise `numbers`, which are below 2 ** 31."""
-        if not self._is_compiled:
-            self._kernel[grid](*pointers, *numbers, **self._keywords)
-            return
         addresses = [tensor.data_ptr() for tensor in pointers]
-        active = driver.active
-        device = active.get_current_device()
-        key = (device, *[tensor.dtype for tensor in pointers])
-        is_plain = reduce(or_, addresses) % ALIGNMENT == 0 and not knobs.runtime.launch_enter_hook.calls
-        if is_plain and key in self._compiled:
-            run, function, metadata = self._compiled[key]
-            stream = active.get_current_stream(device)
-            run(*grid, stream, function, metadata, None, None, None, *addresses, *numbers, *self._last)
-            return
+        is_aligned = reduce(or_, addresses) % ALIGNMENT == 0
+        is_plain = self._is_compiled and is_aligned and not knobs.runtime.launch_enter_hook.calls
+        if is_plain and self._compiled:
+            active = driver.active
+            device = active.get_current_device()
+            found = self._compiled.get((device, *[tensor.dtype for tensor in pointers]))
+            if found is not None:
+                run, function, metadata = found
+                stream = active.get_current_stream(device)
+                run(*grid, stream, function, metadata, None, None, None, *addresses, *numbers, *self._last)
+                return
         made = self._kernel[grid](*pointers, *numbers, **self._keywords)
-        if is_plain:
+        if is_plain and made is not None:
+            key = (driver.active.get_current_device(), *[tensor.dtype for tensor in pointers])
             self._compiled[key] = made.run, made.function, made.packed_metadata

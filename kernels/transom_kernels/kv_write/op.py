@@ -10,6 +10,9 @@ Legend: T tokens, P block size in tokens, H query heads, KVH KV heads, D key wid
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 
 from transom_kernels.cpu.recording import refuse_recording
@@ -78,9 +81,7 @@ def prepare_qkv(
         v_scale=v_scale,
     )
     if uses_triton(q):
-        from transom_kernels.kv_write.gpu import prepare_qkv_triton
-
-        return prepare_qkv_triton(inputs)
+        return _triton()(inputs)
     inputs.check(rounds=True)
     inputs.check_heads()
     return _prepare(inputs)
@@ -89,9 +90,7 @@ def prepare_qkv(
 def _prepare(inputs: QkvInputs) -> torch.Tensor:
     """The queries; implementations are imported late, since neither Triton nor numba is installed everywhere."""
     if inputs.heads_are_adjacent and uses_triton(inputs.q):
-        from transom_kernels.kv_write.gpu import prepare_qkv_triton
-
-        return prepare_qkv_triton(inputs)
+        return _triton()(inputs)
     if inputs.heads_are_adjacent and uses_cpu_kernels(inputs.q):
         from transom_kernels.kv_write.cpu import fits_cpu_kernel, prepare_qkv_cpu
 
@@ -99,3 +98,11 @@ def _prepare(inputs: QkvInputs) -> torch.Tensor:
             return prepare_qkv_cpu(inputs)
     refuse_recording("torch reads slots in Python")
     return prepare_qkv_reference(inputs)
+
+
+@cache
+def _triton() -> Callable[..., torch.Tensor]:
+    """The implementation, imported when first called; an import statement takes a microsecond of every call."""
+    from transom_kernels.kv_write.gpu import prepare_qkv_triton
+
+    return prepare_qkv_triton

@@ -28,8 +28,8 @@ def rms_norm_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """rms_norm(sum, weight) and the sum = (residual + rms_norm(x, inner)) * factor, both [T, N]; see `op.rms_norm`."""
     rows, width = x.shape
-    sums = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    out = sums if weight is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    sums = x if residual is None else x.new_empty(rows, width)
+    out = sums if weight is None else x.new_empty(rows, width)
     if rows:
         strides = x.stride(0), 0 if residual is None else residual.stride(0)
         launch = _launch(width, strides, factor, eps, inner is not None, residual is not None, weight is not None)
