@@ -86,7 +86,9 @@ class LayerKernels:
             blocks = {"BLOCK_E": next_power_of_two(self.value_width), "BLOCK_S": COMBINED_AT_ONCE}
             combined = {**self._of_combine, **blocks, "BLOCK_M": config.block_m, "num_kv_heads": self.kv_heads}
             self._by_tile_tokens[tile_tokens] = TileKernels(
-                PreparedLaunch(attend, self._of_attend | tile, num_warps=config.num_warps, num_stages=config.num_stages),
+                PreparedLaunch(
+                    attend, self._of_attend | tile, num_warps=config.num_warps, num_stages=config.num_stages
+                ),
                 PreparedLaunch(combine, combined),
                 rows,
                 config.block_m,
