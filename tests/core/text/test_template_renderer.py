@@ -62,6 +62,14 @@ def test_a_template_without_bounds_is_stopped(renderer: TemplateRenderer, source
     assert render(renderer, ECHO) == "Hi \ud83d."  # the next chat has a new child
 
 
+def test_a_prompt_of_too_many_characters_is_refused() -> None:
+    """With seconds to spare: on a busy machine making the text takes longer than 0.3 s."""
+    renderer = TemplateRenderer(cpu_s=30.0, memory_bytes=256 << 20)
+    with pytest.raises(TemplateTooExpensive, match="20000000 characters"):
+        render(renderer, "{{ 'a' * 20000000 }}")
+    renderer.close()
+
+
 @pytest.mark.parametrize("source", ["{% for %}", "(" * 10 + "{{ " + "(" * 3000, "{{ raise_exception('no') }}"])
 def test_a_refusal_keeps_the_child(renderer: TemplateRenderer, source: str) -> None:
     render(renderer, ECHO)
