@@ -50,6 +50,8 @@ def kernel_config(
     # rows that are widened take registers twice, and a head of two tiles has two of them
     is_widened = cache_bytes < element_bytes
     has_two_widened = is_widened and next_power_of_two(widest) != widest
+    # products other than Hopper's read keys and values from registers, twice as often with heads of two tiles
+    is_tight = capability != HOPPER and block_m > MIN_DOT_ROWS and 64 < widest < 128
     if element_bytes > 2:  # float32: products without tensor cores, for exactness, not for speed
         num_warps = 4 if block_m > MIN_DOT_ROWS and 64 < widest < 96 else 8  # at width 80 more warps spill registers
         return KernelConfig(block_m=block_m, block_n=MIN_DOT_ROWS, num_warps=num_warps, num_stages=1)
@@ -61,16 +63,16 @@ def kernel_config(
         is_large = block_m * widest * element_bytes > 32 * 256 or (is_widened and widest > 192)
         num_warps, stages = 8 if is_large else 4, 3
         if has_two_widened:
-            block_n, stages = 32, 2
+            block_n, stages = (16, 3) if is_tight else (32, 2)
         return KernelConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=stages)
     small = widest * element_bytes <= 256 and not has_two_widened
     block_n, num_stages = (64, 3) if small else (32, 2)
     # A later capability does not mean more shared memory (12.x has 99 KiB), and 9.4 is what another vendor's devices report.
     if capability == HOPPER:
         is_long = block_n * (key_size + value_size) * element_bytes <= LONG_PIPELINE_ROUND_BYTES
-    else:  # products read keys and values from registers, not from shared memory, so an iteration takes fewer of them
+    else:
         is_long = small and widest > 64 and not is_widened
-        block_n = 32 if is_long or is_widened else block_n
+        block_n = 16 if is_tight else 32 if is_long or is_widened else block_n
     if is_long:
         num_stages = LONG_PIPELINE_STAGES
     return KernelConfig(block_m=block_m, block_n=block_n, num_warps=8, num_stages=num_stages)
