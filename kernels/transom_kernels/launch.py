@@ -38,7 +38,7 @@ def uses_triton(tensor: torch.Tensor) -> bool:
     kernels = _chosen or _of_environment()
     if kernels == "reference":
         return False
-    return has_triton() if tensor.device.type == "cuda" else kernels == "interpreted"
+    return has_triton() if tensor.is_cuda else kernels == "interpreted"
 
 
 def uses_cpu_kernels(tensor: torch.Tensor) -> bool:

@@ -78,6 +78,7 @@ def all_cases(arch: int) -> list[Compilation]:
         if arch >= 89 or not any(FP8 in kind for kind in case.types.values()):
             found.setdefault(f"{case.name} {case.options}", case)
 
+    paged_launcher._layers.clear()  # prepared for another device
     capability = patch.object(paged_launcher, "capability_of", lambda _: divmod(arch, 10))
     memory = patch.object(latent_launcher, "shared_bytes", lambda _: SHARED_BYTES[arch])
     with patch.object(JITFunction, "run", record), capability, memory:

@@ -5,11 +5,14 @@ Legend: T tokens, N inner width.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from transom_kernels.launch import next_power_of_two
+from transom_kernels.prepared_launch import PreparedLaunch
 from transom_kernels.triton_math import gelu_tanh, silu
 
 MOST_ELEMENTS = 2048  # of a row that a program computes
@@ -17,16 +20,23 @@ MOST_ELEMENTS = 2048  # of a row that a program computes
 
 def gated_activation_triton(gate_up: torch.Tensor, *, gelu: bool, limit: float | None = None) -> torch.Tensor:
     """`activation(gate) * up` [T, N] of `gate_up` [T, 2 N]; gates and ups are clamped first, as `op.gated_activation` says."""
-    width = gate_up.shape[-1] // 2
-    out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    rows = gate_up.reshape(-1, 2 * width)
-    block = min(MOST_ELEMENTS, next_power_of_two(width))
-    if len(rows):
-        activate[(len(rows), -(-width // block))](
-            rows, out, rows.stride(0), width, 0.0 if limit is None else limit,
-            GELU=gelu, HAS_LIMIT=limit is not None, BLOCK_N=block, num_warps=4,
-        )  # fmt: skip
+    *leading, double = gate_up.shape
+    width = double // 2
+    out = gate_up.new_empty(*leading, width)
+    rows = gate_up if len(leading) == 1 else gate_up.reshape(-1, double)
+    if num_rows := rows.shape[0]:
+        launch, columns = _launch(rows.stride(0), width, gelu, limit)
+        launch((num_rows, columns, 1), (rows, out))
     return out
+
+
+@cache
+def _launch(stride: int, width: int, gelu: bool, limit: float | None) -> tuple[PreparedLaunch, int]:
+    """The launch, and its programs for a row."""
+    block = min(MOST_ELEMENTS, next_power_of_two(width))
+    limits = {"limit": 0.0 if limit is None else limit, "HAS_LIMIT": limit is not None}
+    arguments = {"stride": stride, "N": width, "GELU": gelu, "BLOCK_N": block} | limits
+    return PreparedLaunch(activate, arguments, num_warps=4), -(-width // block)
 
 
 @triton.jit

@@ -7,6 +7,8 @@ Legend: T tokens, N inner width.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import Literal
 
 import torch
@@ -27,9 +29,7 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation, limit: float
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up has width {gate_up.shape[-1]}; it must be gate and up, equally wide.")
     if uses_triton(gate_up):
-        from transom_kernels.gated_mlp.gpu import gated_activation_triton
-
-        return gated_activation_triton(gate_up, gelu=activation == "gelu_tanh", limit=limit)
+        return _triton()(gate_up, gelu=activation == "gelu_tanh", limit=limit)
     gate, up = gate_up.chunk(2, dim=-1)
     return _product(gate, up, activation, limit)
 
@@ -66,3 +66,11 @@ def _product(gate: torch.Tensor, up: torch.Tensor, activation: Activation, limit
         if fits_cpu(gate, up):
             return activated_product_cpu(gate, up, activation, limit)
     return activated_product_reference(gate, up, activation, limit)
+
+
+@cache
+def _triton() -> Callable[..., torch.Tensor]:
+    """The implementation, imported when first called; an import statement takes a microsecond of every call."""
+    from transom_kernels.gated_mlp.gpu import gated_activation_triton
+
+    return gated_activation_triton

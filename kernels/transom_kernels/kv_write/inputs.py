@@ -34,7 +34,7 @@ class Preparation:
 PLAIN = Preparation()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class QkvInputs:
     """Queries, and keys and values with the caches that they go to. Without `v` only keys are written, without `k` nothing is."""
 
@@ -57,6 +57,15 @@ class QkvInputs:
         """Whether the heads of each token are contiguous and follow each other in memory."""
         rows = [rows for rows in (self.q, self.k, self.v) if rows is not None]
         return all(x.stride(2) == 1 and (x.shape[1] < 2 or x.stride(1) == x.shape[2]) for x in rows)
+
+    def check_heads(self) -> None:
+        """Raise ValueError unless queries and keys are equally many and wide, and the heads of each token are adjacent."""
+        q, k, v = self.q, self.k, self.v
+        if (k is not None and q.shape[::2] != k.shape[::2]) or not self.heads_are_adjacent:
+            parts = [(tuple(rows.shape), rows.stride()) for rows in (q, k, v) if rows is not None]
+            raise ValueError(
+                f"q, k and v have shapes and strides {parts}: give equally wide heads that follow each other in memory."
+            )
 
     def check(self, *, rounds: bool) -> None:
         """Raise ValueError unless keys fit their cache and scales, and values theirs.

@@ -10,6 +10,9 @@ Legend: T tokens, P block size in tokens, H query heads, KVH KV heads, D key wid
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 
 from transom_kernels.cpu.recording import refuse_recording
@@ -77,21 +80,17 @@ def prepare_qkv(
         k_scale=k_scale,
         v_scale=v_scale,
     )
+    if uses_triton(q):
+        return _triton()(inputs)
     inputs.check(rounds=True)
-    if (k is not None and q.shape[::2] != k.shape[::2]) or not inputs.heads_are_adjacent:
-        parts = [(tuple(rows.shape), rows.stride()) for rows in (q, k, v) if rows is not None]
-        raise ValueError(
-            f"q, k and v have shapes and strides {parts}: give equally wide heads that follow each other in memory."
-        )
+    inputs.check_heads()
     return _prepare(inputs)
 
 
 def _prepare(inputs: QkvInputs) -> torch.Tensor:
     """The queries; implementations are imported late, since neither Triton nor numba is installed everywhere."""
     if inputs.heads_are_adjacent and uses_triton(inputs.q):
-        from transom_kernels.kv_write.gpu import prepare_qkv_triton
-
-        return prepare_qkv_triton(inputs)
+        return _triton()(inputs)
     if inputs.heads_are_adjacent and uses_cpu_kernels(inputs.q):
         from transom_kernels.kv_write.cpu import fits_cpu_kernel, prepare_qkv_cpu
 
@@ -99,3 +98,11 @@ def _prepare(inputs: QkvInputs) -> torch.Tensor:
             return prepare_qkv_cpu(inputs)
     refuse_recording("torch reads slots in Python")
     return prepare_qkv_reference(inputs)
+
+
+@cache
+def _triton() -> Callable[..., torch.Tensor]:
+    """The implementation, imported when first called; an import statement takes a microsecond of every call."""
+    from transom_kernels.kv_write.gpu import prepare_qkv_triton
+
+    return prepare_qkv_triton

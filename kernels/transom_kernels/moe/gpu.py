@@ -6,6 +6,7 @@ Legend: T tokens, N hidden width, I inner width, E experts, K experts per token,
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -13,6 +14,7 @@ from transom_kernels.launch import INTERPRETED, next_power_of_two
 from transom_kernels.moe.kernel import into_experts, out_of_experts, sum_experts
 from transom_kernels.moe.row_blocks import MAX_PAIRS, block_rows, block_rows_triton
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
+from transom_kernels.prepared_launch import PreparedLaunch
 
 SUM_COLUMNS = 1024  # of a program of `sum_experts`
 
@@ -59,48 +61,101 @@ def moe_triton(
     (tokens, width), chosen = x.shape, experts.shape[1]
     num_experts, double, _ = tensors.gate_up.shape
     inner, num_pairs = double // 2, tokens * chosen
-    out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
+    out = x.new_empty(tokens, width)
     if not tokens:
         return out
-    tile = choose_tile(
-        num_pairs, num_experts, is_mx=isinstance(tensors.gate_up, MxTensor), element_bytes=x.element_size()
+    is_mx = isinstance(tensors.gate_up, MxTensor), isinstance(tensors.down, MxTensor)
+    has_bias = tensors.gate_up_bias is not None, tensors.down_bias is not None
+    tile = choose_tile(num_pairs, num_experts, is_mx=is_mx[0], element_bytes=x.element_size())
+    launches = _launches(
+        tile, width, inner, chosen, x.stride(0), rule, is_mx, has_bias, tensors.interleaved, scales_input
     )
     sort = block_rows_triton if num_pairs <= MAX_PAIRS else block_rows
     pairs, block_expert = sort(experts.reshape(-1).long(), num_experts, tile.block_m)
-    inner_P = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
-    results_P = torch.empty((num_pairs, width), dtype=torch.float32, device=x.device)
-    weights_P = weights.reshape(-1).float().contiguous()
-    sizes = {
-        "UPCAST": INTERPRETED,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_J": tile.block_j,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
-    blocks, scales, is_mx = _operands(tensors.gate_up)
-    into_experts[(-(-inner // tile.block_n), len(pairs))](
-        x, blocks, scales, x if tensors.gate_up_bias is None else tensors.gate_up_bias, weights_P, inner_P, pairs,
-        block_expert, num_pairs, width, inner, x.stride(0), rule.limit or 0.0, rule.gain, rule.up_offset,
-        NUM_CHOSEN=chosen, INTERLEAVED=tensors.interleaved, IS_MX=is_mx, HAS_BIAS=tensors.gate_up_bias is not None,
-        SCALES_INPUT=scales_input, HAS_LIMIT=rule.limit is not None, GELU=rule.activation == "gelu_tanh", **sizes,
-    )  # fmt: skip
-    blocks, scales, is_mx = _operands(tensors.down)
-    out_of_experts[(-(-width // tile.block_n), len(pairs))](
-        inner_P, blocks, scales, x if tensors.down_bias is None else tensors.down_bias, weights_P, results_P, pairs,
-        block_expert, num_pairs, inner, width,
-        IS_MX=is_mx, HAS_BIAS=tensors.down_bias is not None, SCALES_OUTPUT=not scales_input, **sizes,
-    )  # fmt: skip
-    columns = min(SUM_COLUMNS, next_power_of_two(width))
-    sum_experts[(tokens, -(-width // columns))](results_P, out, width, NUM_CHOSEN=chosen, BLOCK_N=columns, num_warps=4)
+    num_blocks = block_expert.shape[0]
+    inner_P = x.new_empty(num_pairs, inner)
+    results_P = x.new_empty(num_pairs, width, dtype=torch.float32)
+    weights_P = weights.float().contiguous()
+    rows = (pairs, block_expert)
+    bias = x if tensors.gate_up_bias is None else tensors.gate_up_bias
+    launches.into(
+        (launches.into_columns, num_blocks, 1),
+        (x, *_operands(tensors.gate_up), bias, weights_P, inner_P, *rows),
+        num_pairs,
+    )
+    bias = x if tensors.down_bias is None else tensors.down_bias
+    launches.out_of(
+        (launches.out_columns, num_blocks, 1),
+        (inner_P, *_operands(tensors.down), bias, weights_P, results_P, *rows),
+        num_pairs,
+    )
+    launches.sum((tokens, launches.sum_columns, 1), (results_P, out))
     return out
 
 
-def _operands(weight: torch.Tensor | MxTensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """The weight, its MXFP4 scales (or the weight again), and whether it is MXFP4: the arguments of a kernel."""
-    if isinstance(weight, MxTensor):
-        return weight.blocks, weight.scales, True
-    return weight, weight, False
+@dataclass(slots=True)
+class _Launches:
+    """The prepared launches of a layer, and how many programs each has along its columns."""
+
+    into: PreparedLaunch
+    into_columns: int
+    out_of: PreparedLaunch
+    out_columns: int
+    sum: PreparedLaunch
+    sum_columns: int
+
+
+@cache
+def _launches(
+    tile: Tile,
+    width: int,
+    inner: int,
+    chosen: int,
+    x_stride: int,
+    rule: GateRule,
+    is_mx: tuple[bool, bool],
+    has_bias: tuple[bool, bool],
+    interleaved: bool,
+    scales_input: bool,
+) -> _Launches:
+    sizes = {"UPCAST": INTERPRETED, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_J": tile.block_j}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    into = {
+        "width": width,
+        "inner": inner,
+        "x_stride": x_stride,
+        "limit": rule.limit or 0.0,
+        "gain": rule.gain,
+        "up_offset": rule.up_offset,
+        "NUM_CHOSEN": chosen,
+        "INTERLEAVED": interleaved,
+        "IS_MX": is_mx[0],
+        "HAS_BIAS": has_bias[0],
+        "SCALES_INPUT": scales_input,
+        "HAS_LIMIT": rule.limit is not None,
+        "GELU": rule.activation == "gelu_tanh",
+    }
+    out_of = {
+        "width": inner,
+        "columns": width,
+        "IS_MX": is_mx[1],
+        "HAS_BIAS": has_bias[1],
+        "SCALES_OUTPUT": not scales_input,
+    }
+    columns = min(SUM_COLUMNS, next_power_of_two(width))
+    return _Launches(
+        PreparedLaunch(into_experts, into | sizes, **options),
+        -(-inner // tile.block_n),
+        PreparedLaunch(out_of_experts, out_of | sizes, **options),
+        -(-width // tile.block_n),
+        PreparedLaunch(sum_experts, {"columns": width, "NUM_CHOSEN": chosen, "BLOCK_N": columns}, num_warps=4),
+        -(-width // columns),
+    )
+
+
+def _operands(weight: torch.Tensor | MxTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight and its MXFP4 scales, or the weight again: the arguments of a kernel."""
+    return (weight.blocks, weight.scales) if isinstance(weight, MxTensor) else (weight, weight)
 
 
 def choose_tile(num_pairs: int, num_experts: int, *, is_mx: bool, element_bytes: int) -> Tile:

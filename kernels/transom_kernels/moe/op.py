@@ -5,6 +5,9 @@ Legend: T tokens, N hidden width, I inner width, E experts, K experts per token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 
@@ -38,9 +41,7 @@ def moe(
         return moe_cpu(x, experts, weights, tensors, rule, scales_input=scales_input)
     _check(x, experts, weights, tensors)
     if uses_triton(x):
-        from transom_kernels.moe.gpu import moe_triton
-
-        return moe_triton(x, experts, weights, tensors, rule, scales_input=scales_input)
+        return _triton()(x, experts, weights, tensors, rule, scales_input=scales_input)
     return moe_reference(x, experts, weights, tensors, rule, scales_input=scales_input)
 
 
@@ -116,3 +117,11 @@ def _check_routes(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor)
         raise ValueError(
             f"{len(x)} tokens need experts and weights [T, K], not {tuple(experts.shape)} and {tuple(weights.shape)}."
         )
+
+
+@cache
+def _triton() -> Callable[..., torch.Tensor]:
+    """The implementation, imported when first called; an import statement takes a microsecond of every call."""
+    from transom_kernels.moe.gpu import moe_triton
+
+    return moe_triton

@@ -10,11 +10,14 @@ Legend: P pairs, E experts, K experts per token, M rows of a block, C pairs or b
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from transom_kernels.launch import next_power_of_two
+from transom_kernels.prepared_launch import PreparedLaunch
 
 MAX_PAIRS = 1024  # up to which one program is faster than torch's operators
 ITERATION_ELEMENTS = 16_384  # pairs of an iteration times experts, in registers
@@ -85,17 +88,20 @@ def sort_pairs(
 
 def block_rows_triton(experts_P: torch.Tensor, num_experts: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`block_rows` in one program, for at most `MAX_PAIRS` pairs: a dozen torch operators would take longer than the matmuls."""
-    num_pairs, device = len(experts_P), experts_P.device
+    num_pairs = experts_P.shape[0]
     num_blocks = min(num_pairs, -(-num_pairs // block_m) + num_experts)
-    pairs = torch.full((num_blocks, block_m), num_pairs, dtype=torch.int32, device=device)
-    block_expert = torch.empty(num_blocks, dtype=torch.int32, device=device)
-    block_e, block_c = sort_blocks(num_experts)
+    pairs = experts_P.new_full((num_blocks, block_m), num_pairs, dtype=torch.int32)
+    block_expert = experts_P.new_empty(num_blocks, dtype=torch.int32)
     if num_pairs:
-        sort_pairs[(1,)](
-            experts_P, pairs, block_expert, num_pairs, num_blocks,
-            NUM_EXPERTS=num_experts, BLOCK_M=block_m, BLOCK_E=block_e, BLOCK_C=block_c, num_warps=8,
-        )  # fmt: skip
+        _sort(num_experts, block_m)((1, 1, 1), (experts_P, pairs, block_expert), num_pairs, num_blocks)
     return pairs, block_expert
+
+
+@cache
+def _sort(num_experts: int, block_m: int) -> PreparedLaunch:
+    block_e, block_c = sort_blocks(num_experts)
+    sizes = {"NUM_EXPERTS": num_experts, "BLOCK_M": block_m, "BLOCK_E": block_e, "BLOCK_C": block_c}
+    return PreparedLaunch(sort_pairs, sizes, num_warps=8)
 
 
 def sort_blocks(num_experts: int) -> tuple[int, int]:

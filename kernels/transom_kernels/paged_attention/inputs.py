@@ -16,7 +16,7 @@ from transom_kernels.quantised_kv import check_kv, head_width
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class AttentionInputs:
     """What `paged_attention` and `policy_attention` have in common. Query head `h` reads KV head `h // G`."""
 
@@ -67,7 +67,7 @@ class AttentionInputs:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PagedInputs(AttentionInputs):
     """What the implementations of `paged_attention` are given."""
 

@@ -8,6 +8,9 @@ Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 
 from transom_kernels.cpu.recording import refuse_recording
@@ -59,14 +62,12 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         batch=batch,
-        rule=MaskRule(window=window, num_sink_tokens=num_sink_tokens, chunk=chunk),
+        rule=_rule(window, num_sink_tokens, chunk),
     )
-    inputs.check()
     # implementations are imported late, since neither Triton nor numba is installed everywhere
     if uses_triton(q):
-        from transom_kernels.paged_attention.triton.launcher import paged_attention_triton
-
-        return paged_attention_triton(inputs)
+        return _triton()(inputs)
+    inputs.check()
     if uses_cpu_kernels(q):
         from transom_kernels.paged_attention.cpu.launcher import fits_cpu_kernel, paged_attention_cpu
 
@@ -74,3 +75,16 @@ def paged_attention(
             return paged_attention_cpu(inputs)
     refuse_recording("attention in torch reads block tables in Python")
     return paged_attention_reference(inputs)
+
+
+@cache
+def _rule(window: int | None, num_sink_tokens: int, chunk: int | None) -> MaskRule:
+    return MaskRule(window=window, num_sink_tokens=num_sink_tokens, chunk=chunk)
+
+
+@cache
+def _triton() -> Callable[..., torch.Tensor]:
+    """The implementation, imported when first called; an import statement takes a microsecond of every call."""
+    from transom_kernels.paged_attention.triton.launcher import paged_attention_triton
+
+    return paged_attention_triton

@@ -13,7 +13,7 @@ from transom_kernels.paged_attention.inputs import AttentionInputs
 from transom_kernels.policy_attention.batch import PolicyBatch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PolicyInputs(AttentionInputs):
     """Queries and caches (`AttentionInputs`), compact block tables, and what policies may want besides."""
 

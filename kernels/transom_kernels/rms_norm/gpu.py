@@ -7,11 +7,14 @@ Legend: T rows, N row width.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from transom_kernels.launch import next_power_of_two, warps_for
+from transom_kernels.prepared_launch import PreparedLaunch
 
 
 def rms_norm_triton(
@@ -24,18 +27,40 @@ def rms_norm_triton(
     factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """rms_norm(sum, weight) and the sum = (residual + rms_norm(x, inner)) * factor, both [T, N]; see `op.rms_norm`."""
-    width = x.shape[1]
-    sums = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    out = sums if weight is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block = next_power_of_two(width)
-    if len(x):
-        norm_rows[(len(x),)](
-            x, x if residual is None else residual, x if inner is None else inner, x if weight is None else weight, out, sums,
-            x.stride(0), 0 if residual is None else residual.stride(0), factor, eps,
-            N=width, HAS_INNER=inner is not None, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
-            BLOCK_N=block, num_warps=warps_for(block),
-        )  # fmt: skip
+    rows, width = x.shape
+    sums = x if residual is None else x.new_empty(rows, width)
+    out = sums if weight is None else x.new_empty(rows, width)
+    if rows:
+        strides = x.stride(0), 0 if residual is None else residual.stride(0)
+        launch = _launch(width, strides, factor, eps, inner is not None, residual is not None, weight is not None)
+        vectors = x if inner is None else inner, x if weight is None else weight
+        launch((rows, 1, 1), (x, x if residual is None else residual, *vectors, out, sums))
     return out, sums
+
+
+@cache
+def _launch(
+    width: int,
+    strides: tuple[int, int],
+    factor: float,
+    eps: float,
+    has_inner: bool,
+    has_residual: bool,
+    has_weight: bool,
+) -> PreparedLaunch:
+    block = next_power_of_two(width)
+    arguments = {
+        "x_stride": strides[0],
+        "residual_stride": strides[1],
+        "factor": factor,
+        "eps": eps,
+        "N": width,
+        "HAS_INNER": has_inner,
+        "HAS_RESIDUAL": has_residual,
+        "HAS_WEIGHT": has_weight,
+        "BLOCK_N": block,
+    }
+    return PreparedLaunch(norm_rows, arguments, num_warps=warps_for(block))
 
 
 @triton.jit

@@ -7,6 +7,9 @@ Legend: T rows, N row width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
@@ -32,11 +35,9 @@ def rms_norm(
     """
     _check(x, weight, residual, inner, factor)
     if uses_triton(x) and x.stride(-1) == 1 and (residual is None or (x.dim() == 2 and residual.stride(-1) == 1)):
-        from transom_kernels.rms_norm.gpu import rms_norm_triton
-
         if x.dim() == 2:
-            return rms_norm_triton(x, weight, eps, residual, inner=inner, factor=factor)
-        return rms_norm_triton(x.reshape(-1, x.shape[-1]), weight, eps)[0].view_as(x), x
+            return _triton()(x, weight, eps, residual, inner=inner, factor=factor)
+        return _triton()(x.reshape(-1, x.shape[-1]), weight, eps)[0].view_as(x), x
     if uses_cpu_kernels(x):
         from transom_kernels.rms_norm.cpu import rms_norm_cpu, rows_fit
 
@@ -61,10 +62,21 @@ def _check(
     inner: torch.Tensor | None,
     factor: float,
 ) -> None:
-    wrong = [part for part in (weight, inner) if part is not None and part.shape != x.shape[-1:]]
-    if wrong or (residual is not None and residual.shape != x.shape):
-        other = None if residual is None else tuple(residual.shape)
-        shapes = [tuple(part.shape) for part in wrong]
-        raise ValueError(f"x {tuple(x.shape)} does not fit weights {shapes} or residual {other}.")
+    row = x.shape[-1:]
+    if (
+        (weight is not None and weight.shape != row)
+        or (inner is not None and inner.shape != row)
+        or (residual is not None and residual.shape != x.shape)
+    ):
+        shapes = [None if part is None else tuple(part.shape) for part in (weight, inner, residual)]
+        raise ValueError(f"x {tuple(x.shape)} does not fit weight, inner and residual {shapes}.")
     if residual is None and (weight is None or inner is not None or factor != 1.0):
         raise ValueError("weight None, inner and factor are for sums: give a residual.")
+
+
+@cache
+def _triton() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The implementation, imported when first called; an import statement takes a microsecond of every call."""
+    from transom_kernels.rms_norm.gpu import rms_norm_triton
+
+    return rms_norm_triton

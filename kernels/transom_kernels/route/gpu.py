@@ -13,12 +13,14 @@ Legend: T tokens, N hidden width, E experts, K experts per token, S splits of N.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
 from transom_kernels.launch import next_power_of_two
+from transom_kernels.prepared_launch import PreparedLaunch
 from transom_kernels.route.rule import TINY, Routing
 
 MIN_SPLIT = 128  # elements of N
@@ -44,36 +46,74 @@ def route_triton(
     chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts [T, K] int64 and weights [T, K] float32 of `x` [T, N] by the matrix `weight` [E, N] float32; see `op.route`."""
-    tokens, num_experts, num_chosen = len(x), len(weight), routing.num_chosen
-    experts = torch.empty((tokens, num_chosen), dtype=torch.int64, device=x.device)
-    weights = torch.empty((tokens, num_chosen), dtype=torch.float32, device=x.device)
+    tokens, num_chosen = x.shape[0], routing.num_chosen
+    experts = x.new_empty(tokens, num_chosen, dtype=torch.int64)
+    weights = x.new_empty(tokens, num_chosen, dtype=torch.float32)
     if not tokens:
         return experts, weights
     partials = partial_logits_triton(x if x.stride(1) == 1 else x.contiguous(), weight)
-    block_s, block_e, num_warps = read_blocks(partials.shape[1], num_experts)
+    has = (bias is not None, correction is not None, expert_scale is not None, chosen is not None)
     vectors = [partials if vector is None else vector.contiguous() for vector in (bias, correction, expert_scale)]
-    choose_experts[(tokens,)](
-        partials, *vectors, experts if chosen is None else chosen.contiguous(), experts, weights, routing.scale, TINY,
-        E=num_experts, K=num_chosen, SPLITS=partials.shape[1], SCORE=SCORES[routing.score], NORMALISE=routing.normalise,
-        HAS_BIAS=bias is not None, HAS_CORRECTION=correction is not None, HAS_SCALE=expert_scale is not None,
-        IS_FIXED=chosen is not None, BLOCK_E=block_e, BLOCK_K=next_power_of_two(num_chosen), BLOCK_S=block_s,
-        num_warps=num_warps,
-    )  # fmt: skip
+    given = experts if chosen is None else chosen.contiguous()
+    _choice(partials.shape[1], weight.shape[0], routing, *has)(
+        (tokens, 1, 1), (partials, *vectors, given, experts, weights)
+    )
     return experts, weights
 
 
 def partial_logits_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Partial logits [T, S, E] float32, each over some elements of N; their sum over S is the logits without bias."""
-    (tokens, width), num_experts = x.shape, len(weight)
+    (tokens, width), num_experts = x.shape, weight.shape[0]
     split, tile = split_of(width, num_experts), choose_tile(tokens, num_experts)
     num_splits = -(-width // split)
-    partials = torch.empty((tokens, num_splits, num_experts), dtype=torch.float32, device=x.device)
-    score_experts[(-(-tokens // tile.block_t), -(-num_experts // tile.block_e), num_splits)](
-        x, weight, partials, tokens, x.stride(0), weight.stride(0), weight.stride(1),
-        E=num_experts, N=width, SPLIT=split, BLOCK_T=tile.block_t, BLOCK_E=tile.block_e, BLOCK_N=tile.block_n,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
+    launch = _product(tile, num_experts, width, split, x.stride(0), weight.stride())
+    partials = x.new_empty(tokens, num_splits, num_experts, dtype=torch.float32)
+    programs = (-(-tokens // tile.block_t), -(-num_experts // tile.block_e), num_splits)
+    launch(programs, (x, weight, partials), tokens)
     return partials
+
+
+@cache
+def _product(
+    tile: Tile, num_experts: int, width: int, split: int, x_stride: int, weight_strides: tuple[int, int]
+) -> PreparedLaunch:
+    """The launch of `score_experts`."""
+    strides = {"x_stride": x_stride, "weight_stride_e": weight_strides[0], "weight_stride_n": weight_strides[1]}
+    blocks = {"BLOCK_T": tile.block_t, "BLOCK_E": tile.block_e, "BLOCK_N": tile.block_n}
+    arguments = {**strides, "E": num_experts, "N": width, "SPLIT": split, **blocks}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return PreparedLaunch(score_experts, arguments, **options)
+
+
+@cache
+def _choice(
+    num_splits: int,
+    num_experts: int,
+    routing: Routing,
+    has_bias: bool,
+    has_correction: bool,
+    has_scale: bool,
+    is_fixed: bool,
+) -> PreparedLaunch:
+    """The launch of `choose_experts`."""
+    block_s, block_e, num_warps = read_blocks(num_splits, num_experts)
+    arguments = {
+        "scale": routing.scale,
+        "tiny": TINY,
+        "E": num_experts,
+        "K": routing.num_chosen,
+        "SPLITS": num_splits,
+        "SCORE": SCORES[routing.score],
+        "NORMALISE": routing.normalise,
+        "HAS_BIAS": has_bias,
+        "HAS_CORRECTION": has_correction,
+        "HAS_SCALE": has_scale,
+        "IS_FIXED": is_fixed,
+        "BLOCK_E": block_e,
+        "BLOCK_K": next_power_of_two(routing.num_chosen),
+        "BLOCK_S": block_s,
+    }
+    return PreparedLaunch(choose_experts, arguments, num_warps=num_warps)
 
 
 # --- sizes of tiles
@@ -92,8 +132,13 @@ class Tile:
 
 def choose_tile(num_tokens: int, num_experts: int) -> Tile:
     """The tile of the product for a batch. All tiles add up in an equal order."""
+    return _tile(num_tokens <= FEW_TOKENS, num_experts)
+
+
+@cache
+def _tile(is_small: bool, num_experts: int) -> Tile:
     experts = max(MIN_EXPERTS, next_power_of_two(num_experts))
-    if num_tokens <= FEW_TOKENS:
+    if is_small:
         return Tile(block_t=16, block_e=min(32, experts), block_n=32, num_warps=2)
     return Tile(block_t=64, block_e=min(64, experts), block_n=32 if experts > 32 else 16, num_warps=4)
 

@@ -8,6 +8,9 @@ Legend: T tokens, N hidden width, E experts, K experts per token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 
@@ -37,11 +40,7 @@ def route(
     """
     _check(x, weight, routing, (bias, correction, expert_scale), chosen)
     if uses_triton(x):
-        from transom_kernels.route.gpu import route_triton
-
-        return route_triton(
-            x, weight, routing, bias=bias, correction=correction, expert_scale=expert_scale, chosen=chosen
-        )
+        return _triton()(x, weight, routing, bias=bias, correction=correction, expert_scale=expert_scale, chosen=chosen)
     if uses_cpu_kernels(x):
         from transom_kernels.route.cpu import fits_cpu, route_cpu
 
@@ -142,3 +141,11 @@ def _check(
         raise ValueError(
             f"chosen is {tuple(chosen.shape)} {chosen.dtype}; {len(x)} tokens take [{len(x)}, {num_chosen}] int64."
         )
+
+
+@cache
+def _triton() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The implementation, imported when first called; an import statement takes a microsecond of every call."""
+    from transom_kernels.route.gpu import route_triton
+
+    return route_triton

@@ -56,6 +56,7 @@ def attend(
     sink_logits,  # [H] float32, or unused
     k_scale,  # [ids, P, KVH] float32: scales of quantised keys; or unused
     v_scale,  # [ids, P, KVH] float32: scales of quantised values; or unused
+    table_stride,
     scale,
     soft_cap,
     q_stride_t,
@@ -72,7 +73,6 @@ def attend(
     vs_stride_b,
     vs_stride_p,
     vs_stride_h,
-    table_stride,
     num_kv_heads,
     num_sink_blocks,  # columns that hold logical blocks 0, 1, ...
     BLOCK_SIZE: tl.constexpr,  # P

@@ -1,11 +1,16 @@
 """Launches the Triton kernels of `paged_attention`: planned once a step (`launches.py`), then one or two kernels for each layer.
 
 Every launch runs the kernel `attend` over the work items of one tiling; where tiles were split, the kernel `combine` follows.
+What a launch needs of a layer's shapes and options is prepared at the first step (`LayerKernels`).
 
 Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, M rows of a tile.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -14,82 +19,151 @@ from transom_kernels.paged_attention.inputs import PagedInputs
 from transom_kernels.paged_attention.triton.attend import attend
 from transom_kernels.paged_attention.triton.combine import combine
 from transom_kernels.paged_attention.triton.launches import AttentionLaunch, LaunchKey, launches_of
-from transom_kernels.paged_attention.triton.tuning import COMBINED_AT_ONCE, KernelConfig, kernel_config
-from transom_kernels.paged_attention.triton.work_items import Work
+from transom_kernels.paged_attention.triton.tuning import COMBINED_AT_ONCE, kernel_config
+from transom_kernels.prepared_launch import PreparedLaunch
 from transom_kernels.quantised_kv import is_packed, refuse_old_device
+
+
+@dataclass(slots=True)
+class TileKernels:
+    """The prepared kernels of tiles with up to `rows` rows; `block_m` is the rows of a partial result."""
+
+    attend: PreparedLaunch
+    combine: PreparedLaunch
+    rows: int
+    block_m: int
+
+
+class LayerKernels:
+    """The kernels of all layers with equal shapes, strides and options."""
+
+    def __init__(self, inputs: PagedInputs) -> None:
+        """Raises ValueError where `inputs` do not fit together, or the device lacks the cache's numbers."""
+        inputs.check()
+        refuse_old_device(inputs.k_cache)
+        q, batch, rule = inputs.q, inputs.batch, inputs.rule
+        self.kv_heads, self.value_width = inputs.kv_heads, inputs.value_width
+        self.key = LaunchKey(
+            rule=rule,
+            group=inputs.group,
+            key_size=q.shape[2],
+            element_bytes=q.element_size(),
+            cache_bytes=inputs.k_cache.element_size(),
+        )
+        self._capability = capability_of(q.device)
+        has_sinks = inputs.sink_logits is not None
+        self._of_combine = {"GROUP": inputs.group, "E": self.value_width, "HAS_SINK_LOGITS": has_sinks}
+        (d1, d2), (e1, e2) = split_width(q.shape[2]), split_width(self.value_width)
+        self._of_attend: dict[str, Any] = {
+            **self._of_combine,
+            **_strides("q", ("t", "h"), q),
+            **_strides("k", ("b", "p", "h"), inputs.k_cache),
+            **_strides("v", ("b", "p", "h"), inputs.v_cache),
+            **_strides("ks", ("b", "p", "h"), inputs.k_scale),
+            **_strides("vs", ("b", "p", "h"), inputs.v_scale),
+            **{"scale": inputs.scale, "soft_cap": inputs.soft_cap or 0.0, "num_kv_heads": self.kv_heads},
+            **{"num_sink_blocks": batch.num_sink_blocks, "BLOCK_SIZE": batch.block_size},
+            **{"D": q.shape[2], "D1": d1, "D2": d2, "E1": e1, "E2": e2},
+            **{"WINDOW": rule.window or 0, "SINKS": rule.num_sink_tokens, "CHUNK": rule.chunk or 0},
+            **{"HAS_SOFT_CAP": inputs.soft_cap is not None, "HAS_SCALES": inputs.k_scale is not None},
+            **{"PACKED": is_packed(inputs.k_cache), "UPCAST": INTERPRETED},
+        }
+        self._by_tile_tokens: dict[int, TileKernels] = {}
+
+    def of_tiles(self, tile_tokens: int) -> TileKernels:
+        """The kernels for tiles with up to `tile_tokens` query tokens."""
+        if tile_tokens not in self._by_tile_tokens:
+            key, rows = self.key, tile_tokens * self.key.group
+            config = kernel_config(
+                rows=rows,
+                key_size=key.key_size,
+                value_size=self.value_width,
+                element_bytes=key.element_bytes,
+                cache_bytes=key.cache_bytes,
+                capability=self._capability,
+            )
+            tile = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+            blocks = {"BLOCK_E": next_power_of_two(self.value_width), "BLOCK_S": COMBINED_AT_ONCE}
+            combined = {**self._of_combine, **blocks, "BLOCK_M": config.block_m, "num_kv_heads": self.kv_heads}
+            self._by_tile_tokens[tile_tokens] = TileKernels(
+                PreparedLaunch(
+                    attend, self._of_attend | tile, num_warps=config.num_warps, num_stages=config.num_stages
+                ),
+                PreparedLaunch(combine, combined),
+                rows,
+                config.block_m,
+            )
+        return self._by_tile_tokens[tile_tokens]
 
 
 def paged_attention_triton(inputs: PagedInputs) -> torch.Tensor:
     """Attention [T, H, Dv] of `q` [T, H, D]: softmax(scale q k^T) v over the cached keys that `rule` lets each query see.
 
     Keys are [ids, P, KVH, D] and values [ids, P, KVH, Dv]; `op.paged_attention` has the whole contract.
+
+    Raises:
+        ValueError: `inputs` do not fit together.
     """
-    q, k_cache = inputs.q, inputs.k_cache
-    refuse_old_device(k_cache)
-    out = q.new_empty(*q.shape[:2], inputs.value_width)
-    key = LaunchKey(
-        rule=inputs.rule,
-        group=inputs.group,
-        key_size=q.shape[2],
-        element_bytes=q.element_size(),
-        cache_bytes=k_cache.element_size(),
-    )
+    q = inputs.q
+    layer = _layer_kernels(inputs)
+    out = q.new_empty(*q.shape[:2], layer.value_width)
     sinks = None if inputs.sink_logits is None else inputs.sink_logits.float()
-    for launch in launches_of(inputs.batch, key, q.device):
-        _attend(launch, inputs, sinks, out)
+    for launch in launches_of(inputs.batch, layer.key, q.device):
+        _attend(launch, layer, inputs, sinks, out)
     return out
 
 
-def _attend(launch: AttentionLaunch, inputs: PagedInputs, sinks: torch.Tensor | None, out: torch.Tensor) -> None:
-    """Run `attend` over the work items, and `combine` over the tiles that were split."""
-    q, work, kv_heads, value_width = inputs.q, launch.work, inputs.kv_heads, inputs.value_width
-    rows = launch.max_tile_tokens * inputs.group
-    config = kernel_config(
-        rows=rows,
-        key_size=q.shape[2],
-        value_size=value_width,
-        element_bytes=q.element_size(),
-        cache_bytes=inputs.k_cache.element_size(),
-        capability=capability_of(q.device),
+_layers: dict[tuple[Any, ...], LayerKernels] = {}
+
+
+def _layer_kernels(inputs: PagedInputs) -> LayerKernels:
+    """The kernels that were prepared for such inputs. The key is all that `LayerKernels` reads, and what its check reads."""
+    q, batch = inputs.q, inputs.batch
+    tensors = (inputs.k_cache, inputs.v_cache, inputs.sink_logits, inputs.k_scale, inputs.v_scale)
+    caches = [None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+    key = (
+        *(q.shape[1:], q.stride(), q.dtype, q.device, *caches, inputs.scale, inputs.soft_cap),
+        *(inputs.rule, batch.block_size, batch.num_sink_blocks),
     )
-    shape = (work.num_partials, kv_heads, config.block_m)
-    partial_out = q.new_empty((*shape, value_width), dtype=torch.float32)
-    partial_stats = q.new_empty((*shape, 2), dtype=torch.float32)
-    _run_attend(work, inputs, sinks, config, out, partial_out, partial_stats)
-    if len(work.combine_items):
-        combine[(len(work.combine_items), rows, kv_heads)](
-            partial_out, partial_stats, out, work.combine_items, partial_stats if sinks is None else sinks, kv_heads,
-            GROUP=inputs.group, E=value_width, HAS_SINK_LOGITS=sinks is not None,
-            BLOCK_M=config.block_m, BLOCK_E=next_power_of_two(value_width), BLOCK_S=COMBINED_AT_ONCE,
-        )  # fmt: skip
+    if key not in _layers:
+        _layers[key] = LayerKernels(inputs)
+    return _layers[key]
 
 
-def _run_attend(
-    work: Work,
-    inputs: PagedInputs,
-    sinks: torch.Tensor | None,
-    config: KernelConfig,
-    out: torch.Tensor,
-    partial_out: torch.Tensor,
-    partial_stats: torch.Tensor,
+def _strides(name: str, axes: tuple[str, ...], tensor: torch.Tensor | None) -> dict[str, int]:
+    """The kernel's parameters with the strides of a tensor's first axes; 0 for one that is absent."""
+    strides = (0,) * len(axes) if tensor is None else tensor.stride()
+    return {f"{name}_stride_{axis}": stride for axis, stride in zip(axes, strides, strict=False)}
+
+
+@cache
+def _unused(device: torch.device) -> torch.Tensor:
+    """Stands in for float32 tensors that a launch neither reads nor writes."""
+    return torch.empty(4, dtype=torch.float32, device=device)
+
+
+def _attend(
+    launch: AttentionLaunch, layer: LayerKernels, inputs: PagedInputs, sinks: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    q, k_cache, v_cache, batch, rule = inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch, inputs.rule
-    unused, width, value_width = partial_stats, q.shape[2], inputs.value_width
-    (d1, d2), (e1, e2) = split_width(width), split_width(value_width)
-    k_scale, v_scale = inputs.k_scale, inputs.v_scale
-    ks_strides, vs_strides = ((0, 0, 0) if scale is None else scale.stride() for scale in (k_scale, v_scale))
-    attend[(len(work.items), inputs.kv_heads)](
-        q, k_cache, v_cache, out, partial_out, partial_stats,
-        work.items, batch.block_table, batch.first_block, batch.attend_from,
-        unused if sinks is None else sinks, unused if k_scale is None else k_scale, unused if v_scale is None else v_scale,
-        inputs.scale, inputs.soft_cap or 0.0,
-        q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3], *ks_strides, *vs_strides,
-        batch.block_table.stride(0), inputs.kv_heads, batch.num_sink_blocks,
-        BLOCK_SIZE=batch.block_size, GROUP=inputs.group,
-        D=width, D1=d1, D2=d2, E=value_width, E1=e1, E2=e2,
-        WINDOW=rule.window or 0, SINKS=rule.num_sink_tokens, CHUNK=rule.chunk or 0,
-        HAS_SOFT_CAP=inputs.soft_cap is not None, HAS_SINK_LOGITS=sinks is not None,
-        HAS_SCALES=k_scale is not None, PACKED=is_packed(k_cache),
-        UPCAST=INTERPRETED, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+    """Run `attend` over the work items, and `combine` over the tiles that were split."""
+    q, batch, work, kernels = inputs.q, inputs.batch, launch.work, layer.of_tiles(launch.max_tile_tokens)
+    unused = partial_out = partial_stats = _unused(q.device)
+    if work.num_partials:
+        shape = (work.num_partials, layer.kv_heads, kernels.block_m)
+        partial_out = q.new_empty((*shape, layer.value_width), dtype=torch.float32)
+        partial_stats = q.new_empty((*shape, 2), dtype=torch.float32)
+    sink_logits = unused if sinks is None else sinks
+    caches = (q, inputs.k_cache, inputs.v_cache)
+    k_scale = unused if inputs.k_scale is None else inputs.k_scale
+    v_scale = unused if inputs.v_scale is None else inputs.v_scale
+    kernels.attend(
+        (launch.num_items, layer.kv_heads, 1),
+        (
+            *(*caches, out, partial_out, partial_stats, work.items, batch.block_table, batch.first_block),
+            *(batch.attend_from, sink_logits, k_scale, v_scale),
+        ),
+        batch.block_table.stride(0),
+    )
+    if launch.num_combine_items:
+        pointers = (partial_out, partial_stats, out, work.combine_items, sink_logits)
+        kernels.combine((launch.num_combine_items, kernels.rows, layer.kv_heads), pointers)

@@ -8,7 +8,7 @@ A batch has at most one launch per `Tiling`: sequences with one new token, with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,12 +38,18 @@ class LaunchKey:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AttentionLaunch:
     """One launch of the `attend` kernel: all sequences of one tiling."""
 
     work: Work
     max_tile_tokens: int  # query tokens of the tiling's largest tile
+    num_items: int = field(init=False)
+    num_combine_items: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Count once what every layer's launch asks for."""
+        self.num_items, self.num_combine_items = len(self.work.items), len(self.work.combine_items)
 
 
 def launches_of(batch: PagedBatch, key: LaunchKey, device: torch.device) -> list[AttentionLaunch]:

@@ -143,8 +143,7 @@ class Attention:
         """
         heads, norm = self._shape.num_heads, self._options.norm
         kv_heads = self._shape.num_kv_heads if self._shape.has_cache else 0
-        qk, v = self._project(x_TN, heads, kv_heads)
-        q, k = qk.split_with_sizes((heads, kv_heads), dim=1)
+        q, k, v = self._project(x_TN, heads, kv_heads)
         if norm is not None and not isinstance(norm, QkNorm):
             q, k = norm(q, k)
         preparation, cos_sin = self._preparation, None
@@ -163,17 +162,22 @@ class Attention:
         scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
         return prepare_qkv(q, k, v, cache.k, cache.v, batch.slots, cos_sin, preparation, scale_T, **scales), sink_q
 
-    def _project(self, x_TN: torch.Tensor, heads: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return queries and keys [T, H + KVH, D], and values [T, KVH, Dv] if the layer has its own cache."""
+    def _project(
+        self, x_TN: torch.Tensor, heads: int, kv_heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return queries [T, H, D] and keys [T, KVH, D], and values [T, KVH, Dv] if the layer has its own cache."""
         size, value_size = self._shape.head_size, self._shape.value_size
         projected = self._qkv(x_TN)
         if not kv_heads:
-            return projected.view(-1, heads, size), None
+            q = projected.view(-1, heads, size)
+            return q, q[:, :0], None
         if value_size is None or value_size == size:
-            qk, v = projected.view(-1, heads + 2 * kv_heads, size).split_with_sizes((heads + kv_heads, kv_heads), dim=1)
-            return qk, v
-        qk, v = projected.split_with_sizes(((heads + kv_heads) * size, kv_heads * value_size), dim=1)
-        return qk.view(-1, heads + kv_heads, size), v.view(-1, kv_heads, value_size)
+            parts = projected.view(-1, heads + 2 * kv_heads, size)
+            q, k, v = parts.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
+            return q, k, v
+        widths = (heads * size, kv_heads * size, kv_heads * value_size)
+        q, k, v = projected.split_with_sizes(widths, dim=1)
+        return q.view(-1, heads, size), k.view(-1, kv_heads, size), v.view(-1, kv_heads, value_size)
 
 
 def _preparation(shape: AttentionShape, options: AttentionOptions) -> Preparation:
