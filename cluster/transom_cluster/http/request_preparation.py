@@ -30,6 +30,7 @@ from transom_cluster.openai.request.kv_policy_field import kv_policy_of
 from transom_cluster.openai.request.request_limits import ModelLimits
 from transom_cluster.openai.request.sampling_fields import SamplingFields
 from transom_cluster.router.router import Router
+from transom_cluster.telemetry.request_timeline import ONLY_CLIENT
 from transom_core import contract
 from transom_core.contract import KvPolicy, SamplingParams
 from transom_core.errors import RequestTimeout
@@ -181,6 +182,7 @@ class RequestPreparation:
             prompts,
             params,
             limits,
+            client="" if state.client == ONLY_CLIENT else state.client,
             engine_seed=router.engine_seed,
             time_left_s=None if timeout_s is None else max(0.0, timeout_s - state.age_s),
             priority=body.priority or 0,

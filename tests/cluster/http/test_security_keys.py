@@ -156,6 +156,19 @@ async def salts_of(api, key: str, **body) -> list[Any]:
     return [request.cache_salt for request in api.worker.submitted]
 
 
+async def test_workers_learn_which_client_sends_a_request_and_not_its_key():
+    async with running_api(api_keys=("a", "b")) as api:
+        clients = []
+        for key in ("a", "b", "a"):
+            await salts_of(api, key)
+            clients += [request.client for request in api.worker.submitted]
+        assert clients[0:2] == clients[4:6] != clients[2:4]
+        assert {len(client) for client in clients} == {32}
+    async with running_api() as api:
+        await salts_of(api, "")
+        assert {request.client for request in api.worker.submitted} == {""}
+
+
 async def test_with_salt_by_key_each_client_has_its_own_salt():
     async with running_api(api_keys=("a", "b"), salt_by_key=True) as api:
         first, again = await salts_of(api, "a")

@@ -52,9 +52,16 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("item", "param"),
-    [(request("r", []), "prompt"), (request("r", [1], 2, resumed=(3, 4)), "resumed_output_ids")],
+    [
+        (request("r", []), "prompt"),
+        (request("r", [1], 2, resumed=(3, 4)), "resumed_output_ids"),
+        (replace(request("r", [1]), client="x" * 65), "client"),
+        (replace(request("r", [1]), client_weight=0.0), "client_weight"),
+        (replace(request("r", [1]), client_weight=float("nan")), "client_weight"),
+        (replace(request("r", [1]), client_weight=float("inf")), "client_weight"),
+    ],
 )
-def test_empty_and_finished_requests_are_refused(item: Request, param: str) -> None:
+def test_requests_that_make_no_sense_are_refused(item: Request, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         driver().add(item)
     assert caught.value.param == param

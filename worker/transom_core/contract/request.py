@@ -16,8 +16,10 @@ from transom_core.config import SchedulingPolicy
 from transom_core.contract.kv_policy import KvPolicy
 from transom_core.contract.sampling_params import SamplingParams
 
-CONTRACT_VERSION = 8
+CONTRACT_VERSION = 9
 PRIORITY_AGING_S = 30.0
+MAX_CLIENT_CHARS = 64
+MIN_CLIENT_WEIGHT, MAX_CLIENT_WEIGHT = 0.001, 1000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,10 @@ class Request:
     `priority` runs first. Requests with different `cache_salt` share no cached prefix.
     Those with one `prompt_cache_key` mostly have a prefix in common, so that the router prefers one worker for them.
 
+    `client` names who sent the request (a digest of its API key, or of its address), and tells nothing else about it. Where several
+    clients want what is scarce, each has a share in proportion to its `client_weight`. Requests whose client is unknown ("") count
+    as those of one client.
+
     With a `prefix_source` the worker fetches the KV of the prefix from another worker before it admits the request. Whatever goes
     wrong with that, the request runs all the same and computes its prompt.
 
@@ -60,6 +66,8 @@ class Request:
     params: SamplingParams
     seed: int  # always set: the router draws one for a request without
     choice_index: int = 0
+    client: str = ""  # opaque, at most `MAX_CLIENT_CHARS`; empty: unknown
+    client_weight: float = 1.0  # the client's share beside others', above 0; the same in all of its requests
     resumed_output_ids: tuple[int, ...] = ()
     waited_s: float = 0.0  # earlier attempts at other workers included
     time_left_s: float | None = None  # None: no deadline

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Container, Sequence
 
 from transom_core.contract import CONTRACT_VERSION, Request, check_kv_policy, max_stream_len
+from transom_core.contract.request import MAX_CLIENT_CHARS, MAX_CLIENT_WEIGHT, MIN_CLIENT_WEIGHT
 from transom_core.errors import ConfigError, PromptTooLong, RequestError, RequestTooLarge, WorkerLost
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_worker.kvcache.manager import KvCache
@@ -75,8 +76,8 @@ def check_admission(
     `kv_policy_obstacle` says why the model takes no policy, empty if it does.
 
     Raises:
-        RequestError: the prompt is empty, the resumed output is complete already, the id is in use, or the KV policy does not
-            suit the model.
+        RequestError: the prompt is empty, the resumed output is complete already, the id is in use, the client's name is too long
+            or its weight out of range, or the KV policy does not suit the model.
         PromptTooLong, RequestTooLarge: see `_length_limit`.
     """
     if not request.prompt_token_ids:
@@ -86,6 +87,15 @@ def check_admission(
         raise RequestError(
             f"resumed_output_ids has {num_resumed} tokens and max_tokens is {max_tokens}; nothing is left to generate.",
             param="resumed_output_ids",
+        )
+    if not MIN_CLIENT_WEIGHT <= request.client_weight <= MAX_CLIENT_WEIGHT:  # a NaN is refused, too
+        raise RequestError(
+            f"client_weight is {request.client_weight}; give one from {MIN_CLIENT_WEIGHT} to {MAX_CLIENT_WEIGHT}.",
+            param="client_weight",
+        )
+    if len(request.client) > MAX_CLIENT_CHARS:
+        raise RequestError(
+            f"client has {len(request.client)} characters; {MAX_CLIENT_CHARS} are allowed.", param="client"
         )
     if request.request_id in in_use:
         raise RequestError(f"request_id {request.request_id!r} is already being served.", param="request_id")
