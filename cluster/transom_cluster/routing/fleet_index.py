@@ -33,7 +33,6 @@ so each millisecond is a tenth of it at 100 requests a second.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -55,7 +54,6 @@ HOLDERS_PER_WORKER = 4  # for device, host and disk tier, and one that is not us
 # Cleared with each update, while blocks name workers that have left: parts of the table, and fewer where they are large.
 CLEARED_PARTS = 16
 CLEARED_SLOTS = 8_192
-MAX_WINDOW_RULES = 64  # window policies whose tables are kept, since clients may send any number of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +121,10 @@ class PrefixIndexMirror:
 
     def rules_under(self, window: WindowPolicy | None) -> HitRules:
         """The rules of this cache for requests with a KV policy `window`; None: for those without one."""
-        return self.rules if window is None else self._index.window_rules(self.shape, window)
+        if window is None:
+            return self.rules
+        groups = tuple(group.with_window(sinks=window.sinks, window=window.window) for group in self.shape.groups)
+        return HitRules(replace(self.shape, groups=groups))
 
     def leave(self) -> None:
         """Forget the worker. It cannot be used any more."""
@@ -149,17 +150,16 @@ class FleetPrefixIndex:
         _compile()
         self.table = PrefixTable()
         self._rules: dict[CacheShape, HitRules] = {}
-        self._by_window: OrderedDict[tuple[CacheShape, WindowPolicy], HitRules] = OrderedDict()
         self._num_holders = 0
         self._free_holders: list[int] = []
         self._left: dict[int, int] = {}  # the holder of a worker that has left -> the parts that may still name it
         self._next_part = 0  # to be cleared
 
-    def join(self, shape: CacheShape, *, max_model_len: int = 0) -> PrefixIndexMirror:
+    def join(self, shape: CacheShape) -> PrefixIndexMirror:
         """Add a worker with a cache of this shape; it has no blocks yet."""
         rules = self._rules.get(shape)
         if rules is None:
-            rules = self._rules[shape] = HitRules(shape, max_model_len=max_model_len)
+            rules = self._rules[shape] = HitRules(shape)
         return PrefixIndexMirror(self, rules)
 
     def find_hits(
@@ -186,17 +186,6 @@ class FleetPrefixIndex:
             for i, mirror in may_load.items():
                 _take_if_faster(hits, i, mirror, search, found[mirror.holder], tiers=tiers)
         return hits
-
-    def window_rules(self, shape: CacheShape, window: WindowPolicy) -> HitRules:
-        """The rules for sequences with a window policy in caches of a shape; those used last are remembered."""
-        rules = self._by_window.pop((shape, window), None)
-        if rules is None:
-            groups = tuple(group.with_window(sinks=window.sinks, window=window.window) for group in shape.groups)
-            rules = HitRules(replace(shape, groups=groups), max_model_len=0)
-        self._by_window[shape, window] = rules
-        if len(self._by_window) > MAX_WINDOW_RULES:
-            self._by_window.popitem(last=False)
-        return rules
 
     def apply(self, holder: int, update: KvUpdate) -> int:
         """Apply an update's changes to a holder; return how many more blocks it has (fewer: negative)."""

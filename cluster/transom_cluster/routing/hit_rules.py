@@ -35,9 +35,9 @@ class SharedRange(NamedTuple):
 
 
 class HitRules:
-    """The rules of one shape. Boundaries are in hash blocks. Not thread-safe: its tables grow on use."""
+    """The rules of one shape. Boundaries are in hash blocks. Not thread-safe: it remembers where repairs start."""
 
-    def __init__(self, shape: CacheShape, *, max_model_len: int) -> None:
+    def __init__(self, shape: CacheShape) -> None:
         self.shape = shape
         retentions = [Retention(group) for group in shape.groups]
         full = [(i, one) for i, one in enumerate(retentions) if one.keeps_everything]
@@ -47,8 +47,6 @@ class HitRules:
         self.leading += [LeadingRule(i, 1, one.num_sink_blocks) for i, one in self.sliding if one.num_sink_blocks]
         self._repairs = shape.window_repair and bool(full) and bool(self.sliding)
         self._repaired_from: dict[int, int] = {}  # by boundary
-        for _, retention in self.sliding:  # so that the first long prompt does not wait for its tables
-            retention.first_live_at(max_model_len // shape.block_size)
 
     def shared_ranges(self, boundary: int, *, is_repaired: bool) -> Iterator[SharedRange]:
         """The blocks that a hit shares with the cache; of sliding groups only the sink blocks if its windows are repaired."""
@@ -57,7 +55,8 @@ class HitRules:
         for group, retention in self.sliding:
             yield SharedRange(group, 1, 0, min(retention.num_sink_blocks, boundary))
             if not is_repaired:
-                yield SharedRange(group, 1, min(retention.first_live_at(boundary)[boundary], boundary), boundary)
+                first = retention.first_live_block(boundary * retention.block_size)
+                yield SharedRange(group, 1, min(first, boundary), boundary)
 
     def repaired_from(self, boundary: int) -> int:
         """The hash block from which the window repair of a boundary starts; 0 where nothing is repaired."""

@@ -101,12 +101,11 @@ class HitSearch:
                 yield floor, here
                 continue
             for group, retention in self._rules.sliding:
-                first = retention.first_live_at(reach)[boundary]
-                without_live_blocks = retention.boundaries_without_live_blocks(reach)
+                first = retention.first_live_block(boundary * retention.block_size)
                 for run in self._backwards(group, 1, first, boundary) if here else ():
                     missing = here & ~_devices(run.holders, tiers)
                     if missing:
-                        next_boundary = max(run.begin, without_live_blocks[min(run.end, boundary) - 1])
+                        next_boundary = max(run.begin, retention.largest_free_boundary(min(run.end, boundary) - 1))
                         waiting[next_boundary] = waiting.get(next_boundary, 0) | missing
                         here ^= missing
             if here:

@@ -54,7 +54,7 @@ class WorkerView:
 
     def __init__(self, worker_id: str, info: WorkerInfo, index: FleetPrefixIndex) -> None:
         self.worker_id = worker_id
-        self.mirror = index.join(info.cache, max_model_len=info.max_model_len)
+        self.mirror = index.join(info.cache)
         self.role = info.role
         self.can_fetch = info.can_fetch and bool(info.block_bytes)
         self.block_bytes = info.block_bytes

@@ -155,7 +155,7 @@ class RandomFleet:
             assert find_by_tier(self.index, asked, chain, num_tokens) == expected
 
     def _join(self) -> None:
-        mirror = self.index.join(self.rng.choice(self._shapes), max_model_len=40)
+        mirror = self.index.join(self.rng.choice(self._shapes))
         self.models[mirror] = MirrorModel(mirror.shape)
         self._apply(mirror, whole=True)
 

@@ -266,8 +266,7 @@ class _WindowSearch:
     """
 
     def __init__(self, retention: Retention, group: Present, digests: Sequence[bytes], end: int) -> None:
-        self._first_live = retention.first_live_at(end)
-        self._largest_free_boundary = retention.boundaries_without_live_blocks(end)
+        self._retention = retention
         self._group, self._digests = group, digests
         self._present = bytearray(end)  # by block: 1 if found; looked up from `_known_from` on
         self._known_from = end
@@ -281,12 +280,12 @@ class _WindowSearch:
     def largest_boundary(self, at: int, floor: int) -> int:
         """Return the largest boundary in (floor, at] at which this group has its live blocks; `floor` if there is none."""
         while at > floor:
-            first = self._first_live[at]
+            first = self._retention.first_live_block(at * self._retention.block_size)
             self._look_back(first)
             missing = self._present.rfind(0, first, at)
             if missing < 0:
                 return at
-            at = max(self._after_last_run(missing, floor), self._largest_free_boundary[missing])
+            at = max(self._after_last_run(missing, floor), self._retention.largest_free_boundary(missing))
         return floor
 
     def _after_last_run(self, end: int, floor: int) -> int:

@@ -16,19 +16,20 @@ Example, a window of 33 tokens (the query included), blocks of 16:
     47                  [15, 47)        0
     48                  [16, 48)        1: block 0 may be freed
 
-Tables by boundary are computed once per group; prefix searches and capacity bounds look values up in them.
+Everything is computed from `n` alone, and nothing is kept by boundary: a client may send a new window with each request, and with a
+prompt of a million tokens a table would have 65,536 entries. The one table is that of `peak_blocks` for chunks and compressor states,
+whose sizes are the model's own.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 
-from transom_core.kv_cache.groups import GroupSpec
+from transom_core.kv_cache.groups import GroupKind, GroupSpec
 
 
 class Retention:
-    """One group's live blocks. Not thread-safe: its tables grow on use."""
+    """One group's live blocks. Not thread-safe: the table of `peak_blocks` grows on use."""
 
     def __init__(self, spec: GroupSpec) -> None:
         self.spec = spec
@@ -39,11 +40,8 @@ class Retention:
         self.period = math.lcm(spec.block_size, spec.chunk or 1, spec.ratio or 1)
         reach = spec.sinks + spec.window + (1 + spec.overlap) * spec.ratio
         self._steady_blocks = -(-(reach + self.period) // spec.block_size) + 1
-        self._first_live = [self.first_live_block(0)]  # by boundary
-        self._free_boundary = [0]  # by boundary: the largest boundary, up to this one, without live blocks in the run
-        self._peak = [1]  # by boundary: most blocks that a sequence holds at once up to there
-        # By block: the position inside it at which the first live block grows, else its end.
-        self._change: list[int] = []
+        self._is_window = spec.kind in (GroupKind.WINDOW, GroupKind.SINKS_WINDOW)
+        self._peak = [1]  # by boundary, not for windows: most blocks that a sequence holds at once up to there
 
     def first_live_block(self, n: int) -> int:
         """Return the first logical block of the run that must stay after `n` processed tokens; at least `num_sink_blocks`."""
@@ -51,24 +49,29 @@ class Retention:
 
     def next_change(self, n: int) -> int:
         """Return the smallest m > n at which more blocks may be freed than at `n`; at most the next boundary between blocks."""
-        block = n // self.block_size
-        self._grow(block + 1)
-        change = self._change[block]
-        return change if change > n else (block + 1) * self.block_size
+        boundary = (n // self.block_size + 1) * self.block_size
+        if self.keeps_everything:
+            return boundary
+        # The first live token is m - W + 1 in a window, where it enters a block every `block_size` tokens. In the other groups it
+        # moves at each multiple of the chunk or ratio.
+        stride = self.block_size if self._is_window else self.spec.chunk or self.spec.ratio
+        ahead = (self.spec.window - 1 if self._is_window else 0) - (n + 1)
+        first = self.first_live_block(n)
+        for change in range(n + 1 + ahead % stride, boundary, stride):
+            if self.first_live_block(change) > first:
+                return change
+        return boundary
 
-    def first_live_at(self, num_blocks: int) -> list[int]:
-        """Return a table over boundaries 0 to at least `num_blocks`: the run's first live block at that boundary."""
-        self._grow(num_blocks)
-        return self._first_live
-
-    def boundaries_without_live_blocks(self, num_blocks: int) -> list[int]:
-        """Return a table over boundaries 0 to at least `num_blocks`: the largest boundary, up to that one, that needs no block of
-        the run.
+    def largest_free_boundary(self, boundary: int) -> int:
+        """Return the largest boundary, up to `boundary`, that needs no block of the run.
 
         Boundary 0 needs none. Example: with chunked attention a sequence at the start of a chunk needs no block.
         """
-        self._grow(num_blocks)
-        return self._free_boundary
+        if self._is_window:  # a window of one token is the computed token alone
+            return boundary if self.spec.window <= 1 else min(boundary, self.num_sink_blocks)
+        if self.spec.overlap:  # each compressed entry reads tokens of the one before
+            return 0
+        return boundary - boundary % (self.period // self.block_size)  # there a chunk, or an entry, begins
 
     def allocated_blocks(self, n: int, *, lag: int = 0) -> int:
         """Return the blocks that a sequence holds while token `n` is computed, and the last `lag` tokens before it are in
@@ -83,20 +86,9 @@ class Retention:
         last = max(0, num_tokens - 1) // self.block_size
         if self.keeps_everything:
             return last + 1
+        if self._is_window:  # what it holds at a boundary never falls as the sequence grows
+            return self.allocated_blocks(last * self.block_size)
         last = min(last, self._steady_blocks)
-        self._grow(last)
-        return self._peak[last]
-
-    def _grow(self, num_blocks: int) -> None:
-        """Extend the tables up to boundary `num_blocks`."""
-        for boundary in range(len(self._first_live), num_blocks + 1):
-            first = self.first_live_block(boundary * self.block_size)
-            self._first_live.append(first)
-            self._free_boundary.append(boundary if first >= boundary else self._free_boundary[-1])
+        for boundary in range(len(self._peak), last + 1):
             self._peak.append(max(self._peak[-1], self.allocated_blocks(boundary * self.block_size)))
-            self._change.append(self._change_inside((boundary - 1) * self.block_size, boundary * self.block_size))
-
-    def _change_inside(self, begin: int, end: int) -> int:
-        """Return the position in (begin, end] at which the first live block grows, else `end`."""
-        inside = range(begin + 1, end)
-        return begin + 1 + bisect_right(inside, self.first_live_block(begin), key=self.first_live_block)
+        return self._peak[last]

@@ -14,7 +14,7 @@ from transom_core.kv_cache.retention import Retention
 
 
 class RetentionSet(tuple[Retention, ...]):
-    """One `Retention` per group. Not thread-safe, since retentions have tables that grow on use.
+    """One `Retention` per group. Not thread-safe, since retentions have a table that grows on use.
 
     `full_groups` has (group, hash blocks per block) of each full group, `sliding_groups` (group, sink blocks) of the others.
     """

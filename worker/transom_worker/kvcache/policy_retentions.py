@@ -14,7 +14,7 @@ from transom_core.kv_cache.groups import GroupSpec
 from transom_core.kv_cache.retention import Retention
 from transom_core.kv_cache.retention_set import RetentionSet
 
-MAX_REMEMBERED = 64  # policies: a retention has tables, and clients may send any number of policies
+MAX_REMEMBERED = 64  # policies, of under 1 KB each, since clients may send any number of them
 
 
 class PolicyRetentions:

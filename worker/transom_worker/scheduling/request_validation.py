@@ -106,6 +106,11 @@ def check_admission(
         max_model_len=max_model_len,
         obstacle=kv_policy_obstacle,
     )
+    if request.num_prompt_tokens > max_model_len:  # a policy may let the output alone run past the model's length
+        raise PromptTooLong(
+            f"The prompt has {request.num_prompt_tokens} tokens and the model's length is {max_model_len} tokens; shorten it.",
+            param="prompt",
+        )
     # For the comparison with full attention, nothing is freed.
     kept = cache.retentions if request.kv_quality else policy_retentions.of(request.kv_policy)
     return _length_limit(request, cache, max_model_len=stream_limit(request, max_model_len), retentions=kept)
