@@ -47,7 +47,7 @@ MAX_ONGOING_REQUESTS = 10_000
 HEALTH_CHECK_PERIOD_S = 1.0  # within this time Serve's controller notices a dead replica
 HEALTH_CHECK_TIMEOUT_S = 10.0  # a replica that imports modules or tokenises a huge prompt is slow, not dead
 CPU_TARGET_STEP_S = 0.2
-WORKER_DRAIN_S = 60.0  # requests that still run after this time migrate to another worker
+WORKER_DRAIN_S = 330.0  # longer than routers leave requests there, at most (`RouterTimings.last_drain_s`)
 ROUTER_DRAIN_S = 300.0  # a client's connection cannot migrate to another router
 SURGE_PERCENT = 1  # a redeploy starts one new replica before it stops an old one; Serve rounds up
 
