@@ -33,6 +33,7 @@ from transom_cluster.serve.worker_resources import (
 )
 from transom_core.config import CoreShare, EngineConfig
 from transom_core.errors import ConfigError
+from transom_core.model_files.resolve import with_commit
 from transom_core.settings.settings import Settings
 
 WORKER = "Worker"
@@ -126,7 +127,7 @@ def _bind_app(settings: Mapping[str, Any], *, inherits_environment: bool) -> ser
     for name, place in SERVE_PROXY_SETTINGS.items():
         if name in settings:
             raise ConfigError(f"{name} is a setting of Serve's proxies, not of the app; use {place} instead.")
-    checked = Settings.parse(**settings)
+    checked = _with_commit(Settings.parse(**settings))
     check_api_keys(checked)
     machines, groups = ClusterResources.now(), checked.groups()
     names = worker_names(checked)
@@ -141,7 +142,14 @@ def _bind_app(settings: Mapping[str, Any], *, inherits_environment: bool) -> ser
         model_name = checked.server_config().served_model_name
         workers.append(worker_deployment(own, resources, name=name).bind(config, model_name, names))
     first, *further = workers
-    return router_deployment(checked).bind(dict(settings), first, *([further] if further else []))
+    named = {"model": checked.model, "served_model_name": checked.served_model_name}
+    return router_deployment(checked).bind({**settings, **named}, first, *([further] if further else []))
+
+
+def _with_commit(settings: Settings) -> Settings:
+    """Return settings whose model means the same files at every start of a worker, even if its repository gets a newer commit."""
+    name = settings.server_config().served_model_name
+    return settings.model_copy(update={"model": with_commit(settings.model), "served_model_name": name})
 
 
 def worker_names(settings: Settings) -> tuple[str, ...]:
