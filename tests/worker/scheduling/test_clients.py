@@ -36,7 +36,7 @@ class Attack:
 ATTACKS = st.lists(
     st.builds(
         Attack,
-        requests=st.lists(st.tuples(st.integers(1, 200), st.integers(1, 100)), max_size=12),
+        requests=st.lists(st.tuples(st.integers(1, 200), st.integers(1, 100)), min_size=1, max_size=12),
         priority=st.integers(-3, 0),
         shares=st.booleans(),
         num_left=st.sampled_from([0, 0, 1, 5, 50]),
@@ -105,6 +105,22 @@ class Tenants:
         own = [name for name in driver.scheduler.by_request if name.startswith("h")]
         for name in own[: attack.num_left]:
             driver.abort(name)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        Attack([(1, 100)] * 12),  # many small prompts with long answers
+        Attack([(200, 100)] * 4),  # each fills the pool
+        Attack([(200, 100)] * 4, priority=-3, shares=True, num_left=3),  # whose prefix another computes, and leaves
+        Attack([(60, 1)] * 12, num_left=50),  # sent, left and sent again
+    ],
+)
+def test_attacks(attack: Attack) -> None:
+    tenants = Tenants([attack], num_victims=2, policy="priority")
+    tenants.run(250)
+    assert len(tenants.waits) > 40
+    assert sum(tenants.waits) < 8 * len(tenants.waits)
 
 
 @settings(max_examples=num_examples(daily=6, exhaustive=500), deadline=None)
