@@ -59,7 +59,28 @@ def check_places(scheduler: Scheduler) -> None:
         found = [kind for kind, place in places.items() if sequence in list(place)]
         assert found == ([] if sequence.wait is None else [type(sequence.wait)])
         assert bool(found) == (sequence.status is SequenceStatus.WAITING)
+    check_clients(scheduler)
     assert len(waiting) == sum(one.wait is not None for one in scheduler.by_request.values())
+
+
+def check_clients(scheduler: Scheduler) -> None:
+    """Every unfinished sequence is its client's, at the same place; those with a queue stand in the order of their turns."""
+    admission = scheduler.admission
+    clients = {client.name: client for client in admission.clients}
+    assert sorted(clients) == sorted({one.request.client for one in scheduler.by_request.values()})
+    for name, client in clients.items():
+        own = [one for one in scheduler.by_request.values() if one.request.client == name]
+        assert client.num_sequences == len(own)
+        for mine, everyones in (
+            (client.queue, admission.waiting.queue),
+            (client.awaiting_prefix, admission.waiting.awaiting_prefix),
+            (client.running, admission.running),
+        ):
+            assert list(mine) == [one for one in everyones if one.request.client == name]
+    turns = list(admission.clients.next_waiting())
+    assert {client.name for client in turns} == {client.name for client in clients.values() if client.queue}
+    keys = [(client.level, client.service, client.queue.first.order_key) for client in turns]
+    assert keys == sorted(keys)
 
 
 def check_loads(scheduler: Scheduler) -> None:

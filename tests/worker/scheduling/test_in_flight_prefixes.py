@@ -55,7 +55,9 @@ def test_a_blocked_waiter_is_tried_when_its_prefix_is_published() -> None:
     """Nothing has come free by what is published."""
     driver = with_waiters()
     admission = driver.scheduler.admission
-    admission.blocked, admission.blocked_at = driver.scheduler.by_request["b"].wait, driver.scheduler.cache.num_releases
+    waiter = driver.scheduler.by_request["b"]
+    assert waiter.wait is not None
+    admission.blocked[admission.clients.of(waiter)] = (waiter.wait, driver.scheduler.cache.num_releases)
     driver.receive()
     driver.schedule()
     driver.receive()

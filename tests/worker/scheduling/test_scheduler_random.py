@@ -33,9 +33,11 @@ def random_run(
     out_of_memory: float = 0.0,
     prompt_logprobs: float = 0.0,
     policies: Sequence[KvPolicy | None] = (),
+    num_clients: int = 1,
 ) -> Driver:
     """`equal`: how often a prompt is that of the request before; `out_of_memory`: how often steps run out of memory;
-    `prompt_logprobs`: how often a request asks for them; `policies` are KV policies that requests have.
+    `prompt_logprobs`: how often a request asks for them; `policies` are KV policies that requests have; requests come from
+    `num_clients` clients of different weights.
     """
     rng = random.Random(seed)
     least = KvCache(layout(mix, num_pages=1000), block_size=BLOCK).capacity.worst_case_pages(80)
@@ -72,6 +74,9 @@ def random_run(
             max_tokens = len(resumed) + rng.randrange(1, 60 if policies else 30)
             driver.stop_at[name] = rng.randrange(1, 80 if policies else 50)
             fields: dict[str, Any] = dict(priority=rng.randrange(3), waited_s=rng.random())
+            if num_clients > 1:
+                client = rng.randrange(num_clients)
+                fields |= dict(client=str(client), client_weight=[1.0, 3.0, 0.5][client % 3])
             if policies:
                 policy = fields["kv_policy"] = rng.choice(policies)
                 fields["kv_quality"] = policy is not None and rng.random() < 0.2
@@ -130,6 +135,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "two tiers": {"has_host": True},
     "equal prompts on two tiers": {"has_host": True, "equal": 0.8, "out_of_memory": 0.01},
     "out of memory": {"has_host": True, "num_requests": 8, "out_of_memory": 0.03},
+    "clients": {"has_host": True, "num_clients": 3, "equal": 0.4, "out_of_memory": 0.01},
 }
 
 
@@ -151,7 +157,14 @@ def test_random_requests(mix: tuple[str, ...], kind: str) -> None:
 @pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
 def test_random_requests_at_a_pace(mix: tuple[str, ...]) -> None:
     for seed in range(num_examples(daily=4, exhaustive=24)):
-        random_run(mix, seed, steps_in_flight=1 + seed % 2, equal=0.25 * (seed % 3), pace=RandomPace(seed))
+        random_run(
+            mix,
+            seed,
+            steps_in_flight=1 + seed % 2,
+            equal=0.25 * (seed % 3),
+            pace=RandomPace(seed),
+            num_clients=1 + seed % 4,
+        )
 
 
 def test_what_a_failed_step_may_not_have_copied_is_not_swapped_again() -> None:

@@ -33,6 +33,8 @@ the queue, and the next plan computes A.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import islice
 
@@ -44,13 +46,18 @@ from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.prefix.tree import CheckpointKind
 from transom_worker.kvcache.tiers.loads import Load
 from transom_worker.scheduling.attention_history import AttentionHistory
+from transom_worker.scheduling.clients import Client, Clients, ClientsQueue
+from transom_worker.scheduling.fair_preemption import FairPreemption
 from transom_worker.scheduling.in_flight_prefixes import InFlightPrefixes
 from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.policy_counts import PolicyCounts
-from transom_worker.scheduling.queue import OrderedQueue, WaitingSequences
-from transom_worker.scheduling.sequence import CachedPrompt, InQueue, Sequence, SequenceStatus, Wait
+from transom_worker.scheduling.sequence import AwaitsPrefix, CachedPrompt, InQueue, Sequence, SequenceStatus, Wait
 from transom_worker.scheduling.sequence_moves import SequenceMoves
+from transom_worker.scheduling.waiting import WaitingSequences
 from transom_worker.scheduling.work_counts import WorkCounts
+
+MAX_TRIED_CLIENTS = 32  # in one step, of those whose turn it is: each may cost a search in the prefix cache
+MAX_AWAITS_OTHERS = 32  # steps
 
 
 class AdmissionControl:
@@ -60,27 +67,30 @@ class AdmissionControl:
         self.cache = cache
         self.moves = SequenceMoves(cache, work, mode=preemption_mode)
         self._work = work
-        self.running = OrderedQueue()
-        self.waiting = WaitingSequences()
+        self.clients = Clients()
+        self.fair = FairPreemption(self.clients, [group.block_bytes for group in cache.layout.groups])
+        self.running = ClientsQueue(self.clients, lambda client: client.running)
+        self.waiting = WaitingSequences(self.clients)
         self.in_flight_prefixes = InFlightPrefixes(cache.block_size, self.waiting)
         self.listeners: list[SchedulerListener] = []
         self.policy_counts = PolicyCounts()
         self._finished_ids: list[int] = []  # released sequences that no plan has named as finished yet
         self._num_awaiting_release = 0  # PREEMPTING or FINISHED sequences whose blocks a step in flight still uses
         self._next_seq_id = 0
-        self.blocked: Wait | None = None  # the wait of the queue's first sequence, if that did not fit
-        self.blocked_at = 0  # `cache.num_releases` when it did not fit
+        # Client -> the wait of its first sequence in the queue, if that did not fit, and `cache.num_releases` then.
+        self.blocked: dict[Client, tuple[Wait, int]] = {}
+        self._awaiting_others: deque[tuple[int, Sequence]] = (
+            deque()
+        )  # (last step, a waiter of another client's producer)
 
     @property
     def num_running_slots_used(self) -> int:
         """Running slots (`max_num_seqs`) in use: a waiter keeps one, so that a sequence after it cannot take it."""
         return len(self.running) + len(self.waiting.awaiting_prefix)
 
-    @property
-    def first_is_blocked(self) -> bool:
-        """Whether the first sequence of the queue waits for memory, so that none can be admitted now."""
-        queue = self.waiting.queue
-        return bool(queue) and bool(self.running) and self._is_blocked(queue.first)
+    def is_blocked(self, client: Client) -> bool:
+        """Whether a client's first sequence in the queue waits for memory, so that none of the client can be admitted now."""
+        return bool(self.running) and self._is_blocked(client, client.queue.first)
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence of any status; if a step in flight computes it, `release_after_step` releases its blocks later."""
@@ -92,9 +102,10 @@ class AdmissionControl:
             self.in_flight_prefixes.stopped_running(sequence)
             if sequence.num_in_flight and sequence.status is not SequenceStatus.PREEMPTING:
                 self._num_awaiting_release += 1
-            self.running.remove(sequence)
+            self._stops_running(sequence)
             if not sequence.num_in_flight:
                 self._release_finished(sequence)
+        self.clients.leave(sequence)
         sequence.move_to(SequenceStatus.FINISHED)
 
     def release_after_step(self, sequence: Sequence) -> None:
@@ -115,7 +126,7 @@ class AdmissionControl:
             # It waits for the blocks of a step in flight rather than preempt another one.
             if num_fitting or self._num_awaiting_release:
                 return num_fitting
-            victim = self.running.last
+            victim = self._last_running()
             if victim is sequence and len(self.running) == 1:
                 if not (steps_in_flight or self.cache.tiers.exports.reads_device):
                     raise RuntimeError(f"{sequence.request.request_id} was admitted as fitting, and does not fit alone")
@@ -140,7 +151,7 @@ class AdmissionControl:
             self._work.preempted(sequence, blocks)
         for listener in self.listeners:
             listener.preempted(sequence, mode="swap" if is_swapped else "recompute")
-        self.running.remove(sequence)
+        self._stops_running(sequence)
         self.in_flight_prefixes.stopped_running(sequence)
         if is_swapped:
             self._left_device(sequence, blocks)
@@ -185,46 +196,123 @@ class AdmissionControl:
         self.moves.lose_swapped(self.waiting)
         self.cache.evict_all()
 
+    def _last_running(self) -> Sequence:
+        """Return the sequence to preempt if a running one lacks blocks."""
+        last = self.fair.last() if len(self.clients) > 1 else None
+        return last or self.running.last
+
+    def _stops_running(self, sequence: Sequence) -> None:
+        """Remove a sequence from the running ones, and charge its client for what was computed."""
+        self.clients.served(sequence)
+        self.running.remove(sequence)
+
     def _preempt_after_step(self, sequence: Sequence) -> None:
         """Preempt a running sequence when the step or the load in flight has answered, which uses its blocks."""
         sequence.move_to(SequenceStatus.PREEMPTING)
         self.in_flight_prefixes.stopped_running(sequence)
         self._num_awaiting_release += 1
 
+    def running_in_turns(self) -> list[Sequence]:
+        """Return the running sequences in the order in which they get tokens where there are too few: the first one of each client,
+        then the second ones, by weight.
+        """
+        ranked = (
+            ((rank + 1) / client.weight, sequence.order_key, sequence)
+            for client in self.clients
+            for rank, sequence in enumerate(client.running)
+        )
+        return [sequence for _, _, sequence in sorted(ranked, key=lambda one: one[:2])]
+
     def reserved_before(self, sequence: Sequence, *, num_free_slots: int) -> int:
-        """Return how many tokens of a step a running sequence leaves to former waiters that stand before it in order.
+        """Return how many tokens of a step a running sequence leaves to former waiters of its client that stand before it in order.
 
         Had they not waited for a prefix, they would be running and be served first. Only as many of them count as can be
         admitted: the number of free running slots. Example: former waiters with 64 and 80 reserved tokens stand before the
         sequence, and one slot is free: 64 tokens.
         """
         reserved_tokens = 0
-        for waiting in islice(self.waiting.queue, max(0, num_free_slots)):
+        for waiting in islice(self.clients.of(sequence).queue, max(0, num_free_slots)):
             if not waiting.reserved_tokens or waiting.order_key > sequence.order_key:
                 break
             reserved_tokens += waiting.reserved_tokens
         return reserved_tokens
 
-    def admit_next(self, budget: int) -> tuple[Sequence, int] | None:
-        """Admit the first waiting sequence, and return it with the number of tokens, at most `budget`, that it starts with.
+    def next_client(self, no_share: set[Client], no_room: set[Client]) -> Client | None:
+        """Return the client whose first waiting sequence is tried next in this step; None if there is no other one.
+
+        `no_share` and `no_room` are the clients whose first sequences were tried in vain; known to be blocked, a client is added to
+        `no_room`. After such a client one is tried only if it has no running slot, or holds less memory for its weight: another one
+        would take what comes free. Example: A holds 8 blocks, B 4, and both are blocked. After A those are tried that hold fewer
+        than 8, after B those that hold fewer than 4.
+        """
+        if len(self.clients) == 1:
+            return None if no_share or no_room else next(iter(self.clients.next_waiting()), None)
+        most = math.inf  # that a client with a running slot may hold
+        for client in self.clients.next_waiting(MAX_TRIED_CLIENTS):
+            if client in no_share or (client.num_slots and no_room and self.fair.held(client) >= most):
+                continue
+            if client not in no_room and not self.is_blocked(client):
+                return client
+            no_room.add(client)
+            most = min(most, self.fair.held(client))
+        return None
+
+    def admit_next(self, client: Client, budget: int) -> tuple[Sequence, int] | None:
+        """Admit a client's first waiting sequence, and return it with the number of tokens, at most `budget`, that it starts with.
 
         0 tokens: the sequence became a waiter or loads blocks from the host tier, and the next one in the queue may be tried.
         None: it cannot be admitted now.
         """
-        sequence = self.waiting.queue.first
+        sequence = client.queue.first
         busy = len(self.running) > 0 or self._num_awaiting_release > 0
         if sequence.num_ready <= 0:  # it was preempted at its length limit, and the engine will finish it
             return None
-        if busy and self._is_blocked(sequence):
+        if busy and self._is_blocked(client, sequence):
             return None
         hit = None if sequence.swapped is not None else self._find_hit(sequence)
         if hit is not None and self._becomes_waiter(sequence, hit):
             return sequence, 0
         count = self._admit(sequence, hit, budget, busy)
         if count is None:
-            self.blocked, self.blocked_at = sequence.wait, self.cache.num_releases
+            assert sequence.wait is not None
+            self.blocked[client] = (sequence.wait, self.cache.num_releases)
             return None
         return sequence, count
+
+    def claim_slot(self, client: Client) -> bool:
+        """Preempt a sequence of another client if this client is to have its running slot; return whether the slot is free now."""
+        victim = None if self.is_blocked(client) else self.fair.for_slot(client)
+        if victim is None:
+            return False
+        if isinstance(victim.wait, AwaitsPrefix):
+            self.in_flight_prefixes.stop_waiting(victim)
+            return True
+        return self._claim(victim)
+
+    def claim_blocks(self, client: Client) -> bool:
+        """Preempt a sequence of another client if this client is to have its memory; return whether that is free now."""
+        if len(self.clients) == 1 or self._num_awaiting_release:
+            return False
+        victim = self.fair.for_blocks(client)
+        return victim is not None and self._claim(victim)
+
+    def _claim(self, victim: Sequence) -> bool:
+        if victim.status is SequenceStatus.PREEMPTING:
+            return False
+        if victim.num_in_flight:
+            self._preempt_after_step(victim)
+            return False
+        self.preempt(victim)
+        return True
+
+    def end_long_waits(self) -> None:
+        """Begin a step: sequences that have awaited another client's prefix for long enough compute it themselves."""
+        self.fair.num_steps += 1
+        while self._awaiting_others and self._awaiting_others[0][0] < self.fair.num_steps:
+            _, sequence = self._awaiting_others.popleft()
+            producer = sequence.wait.producer if isinstance(sequence.wait, AwaitsPrefix) else None
+            if isinstance(producer, Sequence) and producer.request.client != sequence.request.client:
+                self.in_flight_prefixes.stop_waiting(sequence)
 
     def apply_policy(self, sequence: Sequence, history: AttentionHistory) -> None:
         """Take the decision of a running sequence's KV policy that is due, and remove the blocks that it does not keep."""
@@ -248,14 +336,15 @@ class AdmissionControl:
 
     # Admission
 
-    def _is_blocked(self, sequence: Sequence) -> bool:
-        """Return whether the sequence did not fit when it was last tried, and too few blocks have been freed since then.
+    def _is_blocked(self, client: Client, sequence: Sequence) -> bool:
+        """Return whether a client's first sequence did not fit when it was last tried, and too few blocks were freed since then.
 
         A try takes time in proportion to the length of the hit, so it is not repeated for every block that slides out of a
         window. It is repeated when more blocks were freed than there are running sequences, each of which may have taken one.
         Example: with 3 running sequences the sequence is tried again after 4 freed blocks.
         """
-        return self.blocked is sequence.wait and self.cache.num_releases - self.blocked_at <= len(self.running)
+        wait, blocked_at = self.blocked.get(client, (None, 0))
+        return wait is sequence.wait and self.cache.num_releases - blocked_at <= len(self.running)
 
     def _becomes_waiter(self, sequence: Sequence, hit: PrefixHit) -> bool:
         """Make the sequence a waiter if a running sequence computes a prefix that it lacks, or a load brings blocks that it would
@@ -265,7 +354,8 @@ class AdmissionControl:
         needs are kept.
         """
         producer: Sequence | Load
-        if (found := self.in_flight_prefixes.producer_for(sequence, hit)) is not None:
+        found = self.in_flight_prefixes.producer_for(sequence, hit)
+        if found is not None and self._may_await(sequence, found[0]):
             producer, num_hash_blocks = found
             assert producer.blocks is not None
             self.cache.publishing.plan_fork_checkpoint(producer.blocks, num_hash_blocks)
@@ -278,6 +368,18 @@ class AdmissionControl:
             return False
         self.in_flight_prefixes.wait_for(sequence, producer, num_hash_blocks)
         return True
+
+    def _may_await(self, sequence: Sequence, producer: Sequence) -> bool:
+        """Return whether a sequence may await this producer: one of another client for `MAX_AWAITS_OTHERS` steps in all.
+
+        How fast another client's producer goes on depends on what else that client sends.
+        """
+        if producer.request.client == sequence.request.client:
+            return True
+        if sequence.awaits_others_until is None:
+            sequence.awaits_others_until = self.fair.num_steps + MAX_AWAITS_OTHERS
+            self._awaiting_others.append((sequence.awaits_others_until, sequence))
+        return self.fair.num_steps <= sequence.awaits_others_until
 
     def _admit(self, sequence: Sequence, hit: PrefixHit | None, budget: int, busy: bool) -> int | None:
         """Start a sequence on its hit and move it to the running ones.
@@ -336,6 +438,8 @@ class AdmissionControl:
         `tokens` are its tokens by outcome of the hit search, for the listeners.
         """
         self._work.admitted(sequence, blocks)
+        sequence.admitted_step = self.fair.num_steps
+        self.clients.admitted(sequence)
         self.waiting.remove(sequence)
         self.running.add(sequence)
         sequence.move_to(SequenceStatus.LOADING if blocks.load.ticket else SequenceStatus.RUNNING)
@@ -419,6 +523,6 @@ class AdmissionControl:
         The next plan names it as finished, if the ranks know it: not if it was only loading.
         """
         self.policy_counts.left(sequence.request, blocks)
-        self.blocked = None
+        self.blocked.clear()
         if sequence.num_tokens_on_ranks:
             self._finished_ids.append(sequence.seq_id)

@@ -40,8 +40,8 @@ from dataclasses import dataclass
 
 from transom_core.kv_cache.prefix_search import PrefixHit
 from transom_worker.kvcache.tiers.loads import Load
-from transom_worker.scheduling.queue import WaitingSequences
 from transom_worker.scheduling.sequence import AwaitsPrefix, InQueue, Sequence
+from transom_worker.scheduling.waiting import WaitingSequences
 
 # Waiting costs a sequence a step or two. Computing this many tokens takes about as long as a GPU takes to read a model's weights.
 MIN_SHARED_TOKENS = 128
@@ -156,6 +156,10 @@ class InFlightPrefixes:
         """Note that a load or a producer has ended; the sequences that waited for it return to the queue."""
         for waiter in list(self.waiters_of.get(producer, ())):
             self._requeue(waiter)
+
+    def stop_waiting(self, waiter: Sequence) -> None:
+        """Let a waiter return to the queue, though its producer goes on."""
+        self._requeue(waiter)
 
     def forget_waiter(self, sequence: Sequence) -> None:
         """Note that a sequence does not wait for its producer any more; nothing happens if it does not wait for one."""

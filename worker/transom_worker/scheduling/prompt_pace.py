@@ -105,6 +105,21 @@ def share_limit(limit: int, needs: Sequence[int], *, num_running: int) -> list[i
     return shares
 
 
+def divide(limit: int, needs: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Divide `limit` tokens among clients by their weights; what one does not need is the others'. Each one gets a token at least.
+
+    Example: 100 tokens, needs of 10, 500 and 500, and weights of 1, 1 and 2: 10, 30 and 60.
+    """
+    shares, left, left_weight = [0] * len(needs), limit, sum(weights)
+    for at in sorted(
+        range(len(needs)), key=lambda at: needs[at] / weights[at]
+    ):  # whom its share is enough for comes first
+        shares[at] = max(1, min(needs[at], int(left * weights[at] / left_weight + 1e-9)))
+        left -= shares[at]
+        left_weight -= weights[at]
+    return shares
+
+
 def _context_class(context: int) -> int:
     return (context // CONTEXT_TOKENS).bit_length()
 

@@ -1,5 +1,6 @@
-"""`OrderedQueue`: sequences in the order in which the scheduler serves them; it preempts them in the reverse order.
-`WaitingSequences`: all that wait, each at one place.
+"""`OrderedQueue`: sequences of one client in the order in which the scheduler serves them; it preempts them in the reverse order.
+
+Where several clients have requests, they take turns (`clients`); what follows holds inside each client's share.
 
 The order key of a sequence is its *virtual arrival* (`contract.request`), then a counter. With the policy `fcfs` the counter
 alone decides, but for streams that migrated from a lost worker. With `priority` the virtual arrival is on this worker's clock:
@@ -17,12 +18,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from itertools import chain
 
 from transom_core.config import SchedulerConfig
 from transom_core.contract import Request
 from transom_core.contract.request import virtual_arrival_s
-from transom_worker.scheduling.sequence import AwaitsPrefix, Held, InQueue, OrderKey, Sequence, Wait
+from transom_worker.scheduling.sequence import OrderKey, Sequence
 
 
 def order_time_s(request: Request, config: SchedulerConfig, now_s: float) -> float:
@@ -70,45 +70,6 @@ class OrderedQueue:
         at = bisect_left(self._sequences, sequence.order_key, key=_key)
         assert self._sequences[at] is sequence
         del self._sequences[at]
-
-
-class WaitingSequences:
-    """Every WAITING sequence, each at one of three places; `Sequence.wait` says which, and what it waits for.
-
-    Iteration and length count all of them: those of the queue first, then those that await a prefix, then held ones.
-    """
-
-    def __init__(self) -> None:
-        self.queue = OrderedQueue()  # may be admitted, the first one first
-        self.awaiting_prefix = OrderedQueue()
-        self.held = OrderedQueue()
-        self._places: dict[type[Wait], OrderedQueue] = {
-            InQueue: self.queue,
-            AwaitsPrefix: self.awaiting_prefix,
-            Held: self.held,
-        }
-
-    def __len__(self) -> int:
-        return sum(map(len, self._places.values()))
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return chain.from_iterable(self._places.values())
-
-    def num_before(self, sequence: Sequence) -> int:
-        """Return how many waiting sequences stand before this one."""
-        return sum(place.num_before(sequence) for place in self._places.values())
-
-    def put(self, sequence: Sequence, wait: Wait) -> None:
-        """Let a sequence wait like this from now on, wherever it waited before. It keeps its place in the order."""
-        self.remove(sequence)
-        sequence.wait = wait
-        self._places[type(wait)].add(sequence)
-
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence, if it waits."""
-        if sequence.wait is not None:
-            self._places[type(sequence.wait)].remove(sequence)
-            sequence.wait = None
 
 
 def _key(sequence: Sequence) -> OrderKey:

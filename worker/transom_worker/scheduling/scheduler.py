@@ -172,7 +172,8 @@ class Scheduler:
             kv_policy_obstacle=self.kv_policy_obstacle,
         )
         ahead = self.num_waiting + len(self.admission.running) - self.config.max_num_seqs
-        if ahead >= self.config.max_waiting:
+        num_places = self.config.max_waiting + self.config.max_num_seqs
+        if ahead >= self.config.max_waiting and self.admission.clients.exceeds_share(request, num_places):
             raise Overloaded(
                 f"{self.num_waiting} requests are waiting and the limit is {self.config.max_waiting}; try again later."
             )
@@ -192,6 +193,7 @@ class Scheduler:
             retentions=self.policy_retentions.of(request.kv_policy),
         )
         self.by_request[request.request_id] = sequence
+        self.admission.clients.join(sequence)
         self.admission.policy_counts.queued(request)
         self.admission.waiting.put(sequence, Held() if is_held else InQueue())
         for listener in self.admission.listeners:

@@ -130,9 +130,13 @@ class Sequence:
     cached_prompt: CachedPrompt | None = None  # None before the first admission
     prompt_logprobs: LogprobTable | None = None  # of the prompt tokens from the second one on, as far as computed
     has_output: bool = False
+    admitted_step: int = 0  # steps that had been planned at the last admission
     num_found_at_admission: int = 0  # tokens that the last admission found in the prefix cache
     recompute_until: int = 0  # a preemption discarded what was computed below this position
     history: AttentionHistory | None = None  # while it runs under a KV policy that depends on its attention
+    awaits_others_until: int | None = (
+        None  # step until which it may await prefixes of other clients, if it has ever done so
+    )
     decode_from: int = 0  # from this position on only tokens that were sampled here are computed
 
     def move_to(self, status: SequenceStatus) -> None:

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from transom_core.config import SchedulerConfig
 from transom_worker.scheduling.admission import AdmissionControl
 from transom_worker.scheduling.attention_history import AttentionHistory
+from transom_worker.scheduling.clients import Client
 from transom_worker.scheduling.memory_shortage import StepTokenLimit
 from transom_worker.scheduling.plan_builder import PlanBuilder
-from transom_worker.scheduling.prompt_pace import PromptPace, share_limit
+from transom_worker.scheduling.prompt_pace import PromptPace, divide, share_limit
 from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 from transom_worker.scheduling.step import StepPlan
 from transom_worker.scheduling.step_budget import StepBudget
@@ -72,9 +73,10 @@ class StepPlanner:
     def plan(self, *, steps_in_flight: int) -> PlannedStep | None:
         """Plan the next step while `steps_in_flight` others have not answered; None if nothing can be computed now."""
         cache = self._admission.cache
-        shares = None if self._pace is None else self._prompt_shares(self._pace)
-        builder = PlanBuilder(self._next_step, cache.retentions, self._work)
         num_tokens = self._token_limit.num_tokens
+        self._admission.end_long_waits()
+        shares = self._prompt_shares(num_tokens)
+        builder = PlanBuilder(self._next_step, cache.retentions, self._work)
         budget = StepBudget(num_tokens, block_size=cache.block_size, max_chunk=self._max_chunk)
         self._add_rows(builder, budget, shares, steps_in_flight=steps_in_flight)
         if not (builder.rows or steps_in_flight) and shares is not None:  # those that have a share got no blocks
@@ -101,24 +103,53 @@ class StepPlanner:
             return False
         return not steps_in_flight or any(copy.ticket for copy in self._admission.cache.copies.waiting)
 
-    def _prompt_shares(self, pace: PromptPace) -> dict[Sequence, int] | None:
-        """Return how many tokens each prompt may compute in this step; None for no limit, where a prompt delays no other request.
+    def _prompt_shares(self, num_tokens: int) -> dict[Sequence, int] | None:
+        """Return how many tokens each prompt may compute in this step of at most `num_tokens`; None for no limit.
 
-        A prompt is a sequence that has more than one token to compute. One that is not named gets no token.
+        A prompt is a sequence that has more than one token to compute. One that is not named gets no token. There is no limit where
+        a prompt delays no other request, and without a pace also where all prompts are one client's. Otherwise each client
+        has its share of the step, and what a client does not need is the others'.
         """
-        admission = self._admission
+        admission, pace = self._admission, self._pace
+        if pace is None and len(admission.clients) <= 1:
+            return None
         running = [one for one in admission.running if one.status is SequenceStatus.RUNNING and one.num_ready]
         prompts = [one for one in running if one.num_ready > 1]
-        num_free_slots = max(0, self._config.max_num_seqs - admission.num_running_slots_used)
-        num_waiting = 0 if admission.first_is_blocked else min(num_free_slots, MAX_SHARING)
-        waiting = list(islice(admission.waiting.queue, num_waiting))
-        together = [*prompts, *waiting]
-        decodes = len(running) > len(prompts)
-        if not together or (len(together) == 1 and not decodes):
+        waiting = self._next_waiting()
+        num_decoding = len(running) - len(prompts)
+        by_client: dict[Client, tuple[list[Sequence], list[Sequence]]] = {}  # those that run, and those that wait
+        for place, sequences in enumerate((prompts, waiting)):
+            for one in sequences:
+                by_client.setdefault(admission.clients.of(one), ([], []))[place].append(one)
+        num_prompts = len(prompts) + len(waiting)
+        if not num_prompts or (num_prompts == 1 and not num_decoding) or (pace is None and len(by_client) == 1):
             return None
-        limit = pace.limit(together[0].scheduled, decodes=decodes)
-        shares = share_limit(limit, [one.num_ready for one in together], num_running=len(prompts))
-        return dict(zip(together, shares, strict=True))
+        limit = max(1, num_tokens - num_decoding)
+        if pace is not None:
+            paced = pace.limit((prompts or waiting)[0].scheduled, decodes=num_decoding > 0)
+            limit = paced if len(by_client) == 1 else min(limit, paced)
+        limits = [limit]
+        if len(by_client) > 1:
+            needs = [sum(self._most_tokens(one) for one in chain(*of_client)) for of_client in by_client.values()]
+            limits = divide(limit, needs, [client.weight for client in by_client])
+        shares: dict[Sequence, int] = {}
+        for (own_running, own_waiting), of_client in zip(by_client.values(), limits, strict=True):
+            own = [*own_running, *own_waiting]
+            own_shares = share_limit(of_client, [one.num_ready for one in own], num_running=len(own_running))
+            shares |= zip(own, own_shares, strict=True)
+        return shares
+
+    def _most_tokens(self, sequence: Sequence) -> int:
+        """Return how many tokens of a prompt one step could compute if there were no other request."""
+        return min(sequence.num_ready, self._max_chunk or sequence.num_ready)
+
+    def _next_waiting(self) -> list[Sequence]:
+        """Return waiting sequences that may be admitted in this step: as many of each client as there are free slots."""
+        admission = self._admission
+        num_free_slots = max(0, self._config.max_num_seqs - admission.num_running_slots_used)
+        clients = [one for one in admission.clients.next_waiting(MAX_SHARING) if not admission.is_blocked(one)]
+        num_each = min(num_free_slots, MAX_SHARING // max(1, len(clients)))
+        return [sequence for client in clients for sequence in islice(client.queue, num_each)]
 
     def _add_rows(
         self, builder: PlanBuilder, budget: StepBudget, shares: Mapping[Sequence, int] | None, *, steps_in_flight: int
@@ -133,8 +164,11 @@ class StepPlanner:
     ) -> bool:
         """Add rows for running sequences, in order; return whether one was preempted."""
         before = self._work.num_preempted
-        num_after = len(self._admission.running)
-        for sequence in list(self._admission.running):
+        running = list(self._admission.running)
+        num_after = len(running)
+        if num_after > budget.num_tokens and len(self._admission.clients) > 1:
+            running = self._admission.running_in_turns()
+        for sequence in running:
             num_after -= 1
             if budget.num_tokens <= 0:
                 break
@@ -187,18 +221,29 @@ class StepPlanner:
         return self._admission.reserved_before(sequence, num_free_slots=num_free_slots)
 
     def _add_waiting(self, builder: PlanBuilder, budget: StepBudget, shares: Mapping[Sequence, int] | None) -> None:
-        """Admit waiting sequences in order and add their rows, until one does not fit, has no share, or the step is full."""
+        """Admit waiting sequences and add their rows: of each client in order, until one does not fit or has no share, and of all
+        clients until the step is full. Clients take turns; one that is short of slots or memory may claim those of others.
+        """
         admission = self._admission
+        no_share: set[Client] = set()
+        no_room: set[Client] = set()
         num_new_waiters = 0
-        while (
-            admission.waiting.queue and budget.for_new and admission.num_running_slots_used < self._config.max_num_seqs
-        ):
+        while budget.for_new and (client := admission.next_client(no_share, no_room)) is not None:
+            if admission.num_running_slots_used >= self._config.max_num_seqs:
+                if len(admission.clients) > 1 and admission.claim_slot(client):
+                    continue
+                return
             num_tokens = budget.for_new
             if shares is not None:
-                num_tokens = min(num_tokens, shares.get(admission.waiting.queue.first, 0))
-            admitted = admission.admit_next(num_tokens) if num_tokens else None
+                num_tokens = min(num_tokens, shares.get(client.queue.first, 0))
+            if not num_tokens:
+                no_share.add(client)
+                continue
+            admitted = admission.admit_next(client, num_tokens)
             if admitted is None:
-                return
+                if not admission.claim_blocks(client):
+                    no_room.add(client)
+                continue
             sequence, count = admitted
             if not count:
                 num_new_waiters += 1

@@ -1,0 +1,126 @@
+"""`FairPreemption`: which sequence is preempted where clients share KV memory and running slots.
+
+Terms (others are in `clients`):
+
+    head    the only sequence of a client that runs, or the first one in the queue of a client that has no running slot
+    slice   `SLICE_STEPS` steps since a sequence's admission in which it computed as many new tokens: what was computed before a
+            preemption does not count, so that every slice is progress
+    claim   a waiting sequence takes the slot or the memory of a running one of another client, which is preempted
+
+With a single client, the last sequence in order is preempted if memory is short, and nothing is claimed. With several:
+
+- A running sequence that lacks blocks takes them from the last sequence of the client that holds the most memory for its weight
+  besides that sequence, so never from a head while another client runs two. Exception: a head whose slice is over and which holds
+  more than twice as much as that whole client: one large request is no way to more than a share. Where all are heads, the last
+  one in order is preempted.
+- A waiting head claims the last sequence of a client that runs several, at once.
+- A waiting head claims another client's head when that one's slice is over and its client has had more service. So clients whose
+  requests do not fit beside each other take turns, each for a slice at least.
+- Any other waiting sequence claims from a client that would still have more than it, for their weights, after that; and only
+  what has run for a slice, so that nothing is preempted to and fro.
+
+Example with 8 slots: A runs 8 sequences, and B sends 5. B's first one claims the last one of A at once; three others follow, each
+when its victim has run for a slice, or when one of A's ends. Then both run 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequences
+
+from transom_worker.scheduling.clients import Client, Clients, num_computed
+from transom_worker.scheduling.sequence import Sequence, SequenceStatus
+
+SLICE_STEPS = 64
+HEAD_FACTOR = 2
+
+
+class FairPreemption:
+    """Chooses whom to preempt. `block_bytes` are those of one block, by group; `num_steps` counts the steps that were planned.
+
+    A choice takes time in proportion to the running sequences. It is made only if slots or memory are short.
+    """
+
+    def __init__(self, clients: Clients, block_bytes: Sequences[int]) -> None:
+        self._clients = clients
+        self._block_bytes = tuple(block_bytes)
+        self.num_steps = 0
+
+    def last(self) -> Sequence | None:
+        """Return the sequence that is preempted if a running one lacks blocks; None if nothing runs."""
+        running = [client for client in self._clients if client.running]
+        several = [client for client in running if len(client.running) > 1]
+        loser = max(several, key=lambda client: (self._level(client), _last(client).order_key), default=None)
+        largest = 0.0 if loser is None else HEAD_FACTOR * self.held(loser)
+        heads = [client for client in running if len(client.running) == 1 and self._slice_is_over(_last(client))]
+        head = max(heads, key=self.held, default=None)
+        if head is not None and self.held(head) > largest and len(running) > 1:
+            return _last(head)
+        if loser is not None:
+            return _last(loser)
+        return max((_last(client) for client in running), key=lambda sequence: sequence.order_key, default=None)
+
+    def for_slot(self, client: Client) -> Sequence | None:
+        """Return the sequence whose running slot this client's first waiting one claims; None if it has to wait."""
+        others = [other for other in self._clients if other is not client and other.num_slots]
+        if any(one.status is SequenceStatus.PREEMPTING for other in others for one in other.running):
+            return None  # its slot comes free
+        several = [other for other in others if other.num_slots > 1]
+        loser = max(several, key=lambda other: (other.num_slots - 1) / other.weight, default=None)
+        if loser is not None:
+            victim = loser.awaiting_prefix.last if loser.awaiting_prefix else _last(loser)
+            if not client.num_slots or (
+                client.level < (loser.num_slots - 1) / loser.weight and self._slice_is_over(victim)
+            ):
+                return victim
+        return self._overdue_head(client, others)
+
+    def for_blocks(self, client: Client) -> Sequence | None:
+        """Return the sequence whose memory this client's first waiting one claims; None if it has to wait."""
+        others = [other for other in self._clients if other is not client and other.running]
+        several = [other for other in others if len(other.running) > 1]
+        loser = max(several, key=self._level, default=None)
+        if loser is not None and (
+            not client.num_slots or (self.held(client) < self._level(loser) and self._slice_is_over(_last(loser)))
+        ):
+            return _last(loser)
+        return self._overdue_head(client, others)
+
+    def held(self, client: Client) -> float:
+        """Return the bytes of KV blocks that a client's running sequences hold, divided by its weight."""
+        return sum(map(self._held, client.running)) / client.weight
+
+    def _level(self, client: Client) -> float:
+        """Return what a client that runs sequences would still hold without its last one, divided by its weight."""
+        return self.held(client) - self._held(_last(client)) / client.weight
+
+    def _held(self, sequence: Sequence) -> int:
+        if sequence.blocks is None:
+            return 0
+        blocks = zip(sequence.blocks.tables, self._block_bytes, strict=True)
+        return sum((len(table.sink_blocks) + len(table.run)) * size for table, size in blocks)
+
+    def _overdue_head(self, client: Client, others: Sequences[Client]) -> Sequence | None:
+        """Return the head that a waiting head claims: of those whose slice is over, that of the client with the most service."""
+        if client.num_slots:
+            return None
+        heads = [
+            other for other in others if other.num_slots == 1 and other.running and self._slice_is_over(_last(other))
+        ]
+        most = max(heads, key=_service_now, default=None)
+        return _last(most) if most is not None and _service_now(most) > client.service else None
+
+    def _slice_is_over(self, sequence: Sequence) -> bool:
+        if sequence.blocks is None:  # it awaits a prefix
+            return True
+        begin = max(sequence.num_found_at_admission, sequence.recompute_until)
+        num_new = sequence.scheduled - begin
+        return self.num_steps - sequence.admitted_step >= SLICE_STEPS and num_new >= SLICE_STEPS
+
+
+def _last(client: Client) -> Sequence:
+    return client.running.last
+
+
+def _service_now(client: Client) -> float:
+    """A client's service with what its running sequences have computed since their admissions."""
+    return client.service + sum(map(num_computed, client.running)) / client.weight
