@@ -8,7 +8,9 @@ steps that fail and several ranks have tests of their own, each with everything 
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +27,10 @@ from tests.memory_faults import PLACES, OutOfMemoryExecutor, Place
 from tests.oracle_answers import oracle_answers
 from tests.tiny_checkpoints import HybridCase, reference_greedy
 from transom_core.contract import Request
+from transom_worker.engine.disk_tier import EngineDiskTier
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.executor_factory import create_executor
+from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.scheduling import in_flight_prefixes
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan
@@ -329,6 +333,56 @@ def test_tiers_are_exact(
         seen += check(engine, want, (name, turn), margins=margins)
     assert min(seen[what] for what in ("swaps", "loaded_blocks", "hits", "read_blocks")) > 0, seen
     assert seen["broken_blocks"] == 0
+
+
+def test_a_disk_that_hangs_again_and_again_changes_no_answer(
+    tiny_model: Path,
+    tmp_path: Path,
+    fast_reads: None,
+    expected: dict[str, list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every ninth read blocks until the engine has given its load up, and then writes into the load's blocks."""
+    name = "SSF with sinks"
+    case, tight_kib = MODELS[name]
+    is_away, num_reads, num_outages = threading.Event(), itertools.count(1), itertools.count()
+    read, leave, come_back = BlockFolder.read, EngineDiskTier._leave, EngineDiskTier._come_back
+
+    def read_late(folder: BlockFolder, group: int, digest: bytes, num_bytes: int) -> bytes | None:
+        if next(num_reads) % 9 == 0:
+            is_away.wait()
+        return read(folder, group, digest, num_bytes)
+
+    def note_and_leave(disk: EngineDiskTier) -> None:
+        next(num_outages)
+        leave(disk)
+        is_away.set()
+
+    def come_back_and_note(disk: EngineDiskTier) -> None:
+        come_back(disk)
+        is_away.clear()
+
+    monkeypatch.setattr(EngineDiskTier, "_come_back", come_back_and_note)
+    monkeypatch.setattr(BlockFolder, "read", read_late)
+    monkeypatch.setattr(EngineDiskTier, "_leave", note_and_leave)
+    monkeypatch.setattr("transom_worker.engine.disk_tier.LATE_S", 0.0)
+    for turn in range(2):
+        engine = make_engine(
+            str(tiny_model),
+            **case.settings(),
+            **SETTINGS,
+            device="cpu",
+            max_num_batched_tokens=CHUNKS[1 + turn],
+            steps_in_flight=2 - turn,
+            kv_cache_memory_bytes=tight_kib << 10,
+            swap_space=f"{tight_kib}KiB",
+            preemption_mode="swap",
+            disk_cache=str(tmp_path),
+            disk_space="64MiB",
+        )
+        check(engine, expected[name], (name, turn))
+        is_away.set()
+    assert next(num_outages) > 1
 
 
 @pytest.mark.parametrize(

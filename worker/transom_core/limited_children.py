@@ -1,19 +1,22 @@
-"""Child processes that run what comes from outside, under limits of CPU time and memory.
+"""Child processes that run what comes from outside, under limits of CPU time, time and memory.
 
 Some work of a request cannot be bounded from within: a chat template is a program, and a JSON schema can make the library that
 compiles it work for hours. So it runs in a child, which ends by a signal when one task takes too long, and its parent starts
 another. The first task starts a child; later ones reuse it. A task takes a child to itself: when all are busy and there are
-`max_processes`, it waits. The children end with their parent.
+`MAX_PROCESSES`, it waits. A child that does not answer for `wall_s` (stopped, or starved of the machine) is killed, and another one
+gets the task. Children yield to the processes that serve requests: they are *niced*. They end with their parent.
 
 Both pipes carry messages: four bytes with the length (little-endian), then JSON in ASCII. A child's module runs as
 `python -m MODULE CPU_S MEMORY_BYTES`, calls `serve`, and ends with its standard input. Its answer to a task is any object;
-`{"too_large": "it needs more than ..."}` says that the task has exceeded a limit, after which the child is replaced.
+`{"too_large": "it needs more than ..."}` says that the task has exceeded a limit, after which the child is replaced. A child that
+cannot prepare itself answers `{"unprepared": "..."}`: no child of these will do any better, so none is started again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import resource
 import signal
@@ -25,8 +28,13 @@ from typing import IO, Any
 
 Message = dict[str, Any]
 
+logger = logging.getLogger("transom")
+
 MAX_PROCESSES = 2
+WALL_S = 60.0  # for one task, and the start of its child; the CPU time ends most tasks long before
+_NICENESS = 5  # a third of the share of a process that serves requests, where both want one core
 _LENGTH_BYTES = 4
+_MAX_REASON = 300  # characters
 _KEPT_VARIABLES = (
     "LD_LIBRARY_PATH",
     "TZ",
@@ -39,70 +47,114 @@ _OWN_FAULT = (
 
 
 class LimitedChildren:
-    """A few child processes; any thread may call `ask`. The limits are for one task: seconds of CPU time, and bytes."""
+    """A few child processes; any thread may call `ask`. The limits are for one task: seconds of CPU time, seconds, and bytes."""
 
     def __init__(
-        self, module: str, *, cpu_s: float, memory_bytes: int, first: Callable[[], Message] | None = None
+        self,
+        module: str,
+        *,
+        cpu_s: float,
+        memory_bytes: int,
+        wall_s: float = WALL_S,
+        first: Callable[[], Message] | None = None,
     ) -> None:
-        """`first` makes the message that a new child gets before its first task, and reads without a limit."""
+        """`first` makes the message that a new child gets before its first task, and reads without a limit of CPU time."""
         self._module, self._first = module, first
-        self._cpu_s, self._memory_bytes = cpu_s, memory_bytes
+        self._cpu_s, self._memory_bytes, self._wall_s = cpu_s, memory_bytes, wall_s
         self._free = threading.BoundedSemaphore(MAX_PROCESSES)
+        self._lock = threading.Lock()  # guards what follows
+        self._unprepared: Message | None = None  # the answer of a child that could not prepare itself
         self._idle: list[subprocess.Popen[bytes]] = []
         self._all: set[subprocess.Popen[bytes]] = set()
+        self._prepared: set[subprocess.Popen[bytes]] = set()  # those that have got the first message
 
     @property
     def pids(self) -> tuple[int, ...]:
         """The child processes that run."""
-        return tuple(process.pid for process in self._all)
+        with self._lock:
+            return tuple(process.pid for process in self._all)
 
     def ask(self, task: Message) -> Message:
         """Have a child do a task, and return its answer.
 
-        The answer is `{"too_large": reason}` where the task has exceeded a limit, and `{"killed": reason}` where the child was
-        ended from outside twice.
+        The answer is `{"too_large": reason}` where the task has exceeded a limit, `{"killed": reason}` where the child was ended
+        from outside or did not answer, twice, and `{"unprepared": reason}` where no child can do any task.
         """
         answer: Message = {}
         for _ in range(2):  # once more if the child was killed from outside, perhaps while it was idle
+            if self._unprepared is not None:
+                return self._unprepared
             with self._process() as process:
                 answer = self._exchange(process, task)
             if "killed" not in answer:
                 break
+        if "unprepared" in answer:
+            self._note_unprepared(answer)
         return answer
 
     def close(self) -> None:
         """End the child processes; idempotent. A later task would start another."""
-        self._idle.clear()
-        for process in list(self._all):
+        with self._lock:
+            self._idle.clear()
+            processes = list(self._all)
+        for process in processes:
             self._end(process)
+
+    def _note_unprepared(self, answer: Message) -> None:
+        """Remember that no child can do a task; the first one is logged."""
+        with self._lock:
+            is_first, self._unprepared = self._unprepared is None, answer
+        if is_first:
+            logger.error("%s cannot work: %s", self._module, answer["unprepared"])
 
     @contextlib.contextmanager
     def _process(self) -> Iterator[subprocess.Popen[bytes]]:
         """Lend a child, and take it back if it was not ended meanwhile."""
         with self._free:
-            process = self._idle.pop() if self._idle else self._start()
+            with self._lock:
+                process = self._idle.pop() if self._idle else None
+            process = process or self._start()
             try:
                 yield process
             except BaseException:
                 self._end(process)  # an answer may be on its way: it would be taken for the next task's
                 raise
-            if process in self._all:
-                self._idle.append(process)
+            with self._lock:
+                if process in self._all:
+                    self._idle.append(process)
 
     def _exchange(self, process: subprocess.Popen[bytes], task: Message) -> Message:
+        """Send a task, after the first message to a new child, and return its answer, or why there is none."""
         assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(OSError):  # the child has ended: its exit status says why
-            _send(process.stdin, task)
-        answer = _receive(process.stdout)
-        if answer is not None and "too_large" not in answer:
+        is_late = threading.Event()
+
+        def give_up() -> None:
+            is_late.set()
+            process.kill()  # which ends the reading and writing of the pipes, too
+
+        timer = threading.Timer(self._wall_s, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            with contextlib.suppress(OSError):  # the child has ended: its exit status says why
+                if self._first is not None and process not in self._prepared:
+                    self._prepared.add(process)
+                    _send(process.stdin, self._first())
+                _send(process.stdin, task)
+            answer = _receive(process.stdout)
+        finally:
+            timer.cancel()
+        if answer is not None and not answer.keys() & {"too_large", "unprepared"}:
             return answer
         if answer is None:
-            answer = self._reason(process.wait())
+            answer = self._reason(process.wait(), is_late=is_late.is_set())
         self._end(process)  # after a failed allocation a fresh child is safer
         return answer
 
-    def _reason(self, status: int) -> Message:
+    def _reason(self, status: int, *, is_late: bool) -> Message:
+        if is_late and status == -signal.SIGKILL:
+            return {"killed": f"its process did not answer for {self._wall_s:g} s"}
         memory = f"its memory is limited to {self._memory_bytes >> 20} MiB"
         if status == -signal.SIGPROF:
             return {"too_large": f"it took more than {self._cpu_s:g} s"}
@@ -119,21 +171,20 @@ class LimitedChildren:
             stdout=subprocess.PIPE,
             env={**kept, "PYTHONPATH": paths, "PYTHONUTF8": "1"},
         )
-        self._all.add(process)
-        if self._first is not None:
-            assert process.stdin is not None
-            with contextlib.suppress(OSError):
-                _send(process.stdin, self._first())
+        with self._lock:
+            self._all.add(process)
         return process
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        self._all.discard(process)
+        with self._lock:
+            self._all.discard(process)
+            self._prepared.discard(process)
+        process.kill()  # first: another thread may read its answer, and closing the pipe would wait for that
+        process.wait()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
-        process.kill()
-        process.wait()
 
 
 def serve(respond: Callable[[Message], Message], *, prepare: Callable[[Message], None] | None = None) -> None:
@@ -142,7 +193,9 @@ def serve(respond: Callable[[Message], Message], *, prepare: Callable[[Message],
     `prepare` takes the first message, before there are limits; what the process uses then is not counted as a task's memory.
     """
     cpu_s, memory_bytes = float(sys.argv[1]), int(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the parent decides
+    for terminal in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(terminal, signal.SIG_IGN)  # they reach every process of the terminal; the parent decides
+    os.nice(_NICENESS)
     tasks, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
     limit = memory_bytes
@@ -150,7 +203,13 @@ def serve(respond: Callable[[Message], Message], *, prepare: Callable[[Message],
         first = _receive(tasks)
         if first is None:
             return
-        prepare(first)
+        try:
+            prepare(first)
+        except MemoryError:
+            raise  # there may be more memory for the next one
+        except BaseException as error:  # of native code as well, whose panics are no Exceptions
+            _send(answers, {"unprepared": f"{type(error).__name__}: {error}"[:_MAX_REASON]})
+            return
         limit += _address_space_bytes()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -194,7 +194,12 @@ class InFlightRequest:
             self._move(AttemptState.WAITING)
 
     def take(self, event: OutputEvent) -> bool:
-        """Pass on what is new in an event; False if output before the event is missing, and nothing was passed on."""
+        """Pass on what is new in an event; False if output before the event is missing, and nothing was passed on.
+
+        An error ends the request even if output is missing: another attempt would only end in the same error later.
+        """
+        if event.error is not None and event.position > len(self.token_ids):
+            event = replace(event, position=len(self.token_ids))
         num_repeated = len(self.token_ids) - event.position
         if num_repeated < 0:
             return False

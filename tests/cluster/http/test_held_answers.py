@@ -38,6 +38,9 @@ SAMPLED: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "seed": 3}
 def url(tiny_model) -> Iterator[str]:
     with engine_server(tiny_model, kv_cache_memory_bytes="16MiB", max_num_seqs=8) as running:
         yield running.url
+        assert running.replica.engine.grammars.num_failed
+        lines = running.router.metrics.text().splitlines()
+        assert all(line.endswith(" 0.0") for line in lines if line.startswith("transom_router_failovers_total{"))
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +136,15 @@ def test_what_cannot_be_held_is_refused_and_named(url, fields, param, words):
     error = problem(httpx.post(f"{url}/v1/chat/completions", json=body, timeout=CLIENT_S), 400)
     assert error["param"] == param
     assert words in error["message"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_grammar_that_fails_at_a_token_is_the_requests_fault(url, is_stream):
+    """A schema of 3,000 optional properties fails at the first one that is written. No worker was lost: no 503, no second try."""
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(3000)}, "required": ["p2999"]}
+    form = {"type": "json_schema", "json_schema": {"name": "wide", "strict": True, "schema": schema}}
+    body = {"messages": MESSAGES, "response_format": form, "stream": is_stream, "max_tokens": 50}
+    response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=CLIENT_S)
+    error = problem(response, 400)
+    assert "too complex after" in error["message"]
+    assert error["type"] == "invalid_request_error"

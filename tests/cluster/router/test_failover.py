@@ -12,7 +12,7 @@ from tests.cluster.conftest import Api, num_in_flight, running_api, timings, unt
 from tests.cluster.stub_worker import StubWorker
 from transom_core.config import FailoverConfig, LimitsConfig
 from transom_core.contract import ErrorInfo, OutputEvent
-from transom_core.errors import EngineDead, Overloaded, WorkerLost
+from transom_core.errors import EngineDead, Overloaded, RequestError, WorkerLost
 
 PATIENT = {"failover": FailoverConfig(wait_s=120.0)}
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -155,6 +155,19 @@ async def test_output_that_is_missing_is_computed_again() -> None:
         api.worker.push(OutputEvent(request_id=first, position=5, token_ids=(1,), text="?", text_offset=5))
         assert (await answer).json()["choices"][0]["text"] == LETTERS[:8]
         assert first in api.worker.aborted
+
+
+@pytest.mark.parametrize("position", [0, 2, 3, 7])
+async def test_an_error_that_is_no_loss_ends_the_request_whatever_its_position(position: int) -> None:
+    async with running_api(*workers(2, max_events=2), **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=8))
+        first = await silent(api)
+        error = ErrorInfo.of(RequestError("it has become too complex", param="grammar"))
+        request_id = first.submitted[0].request_id
+        first.push(OutputEvent(request_id=request_id, position=position, finish_reason="error", error=error))
+        response = await answer
+    assert (response.status_code, response.json()["error"]["message"]) == (400, "it has become too complex")
+    assert sum(len(worker.submitted) for worker in api.workers) == 1
 
 
 async def test_the_same_worker_takes_its_requests_back_once_it_is_there_again() -> None:

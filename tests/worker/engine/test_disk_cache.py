@@ -22,6 +22,7 @@ from transom_worker.engine.disk_tier import EngineDiskTier
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.execution.executor import DiskUsage
+from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.kvcache.tiers.disk.listing import ListedChanges
 
 SETTINGS: dict[str, Any] = {
@@ -249,6 +250,58 @@ def test_a_slow_disk_does_not_stop_other_requests(
     found = [event.usage for event in events if event.request_id == "slow" and event.usage is not None]
     assert found[0].num_cached_tokens >= found[0].num_disk_tokens >= 200
     engine.shutdown()
+
+
+def test_a_disk_that_hangs_is_not_waited_for_and_not_asked_until_it_answers(
+    tiny_model: Path, tmp_path: Path, fast_reads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = write(tiny_model, tmp_path)
+    engine = engine_on(tiny_model, tmp_path)
+    disk, changes = engine._disk, engine.scheduler.cache.changes
+    assert isinstance(disk, EngineDiskTier)
+    disk.watch._ended.set()  # no listing but those of the test
+    answers_again = hang(monkeypatch)
+    monkeypatch.setattr("transom_worker.engine.disk_tier.LATE_S", 0.0)
+    before = changes.rates
+    assert before is not None
+
+    assert answers(engine, prompts(1)) == [(expected[0][0], 0)]  # it has waited, and was computed then
+    assert disk.is_away
+    assert len(engine.scheduler.cache.tiers.imports.opened) == 1  # its blocks: the read may still write them
+    assert changes.rates is not None
+    assert not changes.rates.are_worth_reading(10**6, more_ns=changes.rates.reading_ns([1] * len(before.read_ns)))
+    assert not engine.has_work
+    for number in (1, 2):
+        engine.add(make_request(f"later {number}", prompts(3)[number], max_tokens=6))
+        assert not engine.scheduler.admission.waiting.held
+    while engine.has_work:
+        engine.step()
+
+    answers_again()
+    monkeypatch.undo()
+    while disk.is_away:  # an idle engine asks once with each listing
+        disk.watch.look()
+        assert engine.has_work
+        while engine.has_work:
+            engine.step()
+    assert changes.rates.read_ns == before.read_ns
+    assert not engine.scheduler.cache.tiers.imports.opened
+    (tokens, cached), *_ = answers(engine, [prompts(8)[5]])
+    assert (tokens, cached >= 200) == (expected[5][0], True)
+    engine.shutdown()
+
+
+def hang(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Have reads of the disk block from now on; return what ends that."""
+    goes_on = threading.Event()
+    read = BlockFolder.read
+
+    def wait_and_read(folder: BlockFolder, group: int, digest: bytes, num_bytes: int) -> bytes | None:
+        goes_on.wait()
+        return read(folder, group, digest, num_bytes)
+
+    monkeypatch.setattr(BlockFolder, "read", wait_and_read)
+    return goes_on.set
 
 
 def test_a_missing_file_is_tried_once(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:

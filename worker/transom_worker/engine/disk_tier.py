@@ -11,6 +11,12 @@ there into the host tier while other requests run, and writes what is cached whe
 
 Requests with the same prefix wait for the same load. How long reading takes is learned from earlier loads, and is part of the rates
 that routers know (`kvcache.load_rates`), whose prediction is the same hit.
+
+A disk may hang: one that dies, or a file server that is away. So a load has a limit of time (`_limit_s`). If it is *late*, its
+requests go on by computing, and the disk is *away*: its rates say that reading takes for ever, so that neither this worker nor a
+router finds a hit there. (The index stays as it is: taking a million files out of it would be a message of 32 MB to each router.)
+The host blocks of a late load stay taken, since the ranks may still write into them. When the ranks report a late load, read or
+not, the disk answers again and is used again; an engine without other work asks them once with each listing of the folder.
 """
 
 from __future__ import annotations
@@ -37,6 +43,11 @@ logger = logging.getLogger("transom.worker")
 
 FLUSH_S = 5.0  # for which an engine that is stopped writes what is cached
 FLUSH_PIECE_BYTES = 8 << 20  # of each rank, in one plan
+LATE_S = 10.0  # for which a disk may answer nothing
+LATE_FACTOR = 4  # a load may take this many times as long as was estimated: other processes read from the disk, too
+AWAY_NS = (
+    10**12
+)  # to read a block from a disk that does not answer, in the rates: longer than computing any block takes
 
 
 class NoDiskTier:
@@ -83,15 +94,20 @@ class _Held:
 
 @dataclass(slots=True)
 class _Import:
+    """An import under way: `limit_s` is when it is late, on the tier's clock."""
+
     blocks: BlockImport
+    estimate_s: float
+    limit_s: float
     held: list[_Held] = field(default_factory=list)
+    is_late: bool = False
 
 
 class EngineDiskTier(NoDiskTier):
     """The disk tier of one engine, whose thread calls it and whose requests `scheduler` holds meanwhile.
 
     `end_hold` lets a request be admitted; it takes its id and how many tokens of its prefix were imported. `kept` keeps what was
-    imported.
+    imported. `clock` gives seconds.
     """
 
     exists = True
@@ -103,31 +119,48 @@ class EngineDiskTier(NoDiskTier):
         kept: KeptImports,
         *,
         end_hold: Callable[[str, int], object],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler, self._cache, self._kept, self._end_hold = scheduler, scheduler.cache, kept, end_hold
+        self._clock = clock
         tiers = self._cache.tiers
         tiers.open_disk(self._cache.layout)
         self.watch = DiskWatch(folder, tiers.disk)
         self._meter = ReadMeter([group.block_bytes for group in self._cache.layout.groups])
         self._loading: dict[int, _Import] = {}  # by ticket
+        self._read_ns: tuple[int, ...] | None = None  # the rates of reads before the disk was away; None: it is not
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the disk did not answer in time, and has not answered since."""
+        return self._read_ns is not None
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request waits for a load from the disk, or files were found to have come or gone."""
-        return bool(self._loading) or self.watch.has_news
+        """Whether a request waits for a load from the disk, or the watch has news."""
+        return any(not one.is_late for one in self._loading.values()) or self.watch.has_news
 
     def on_news(self, call: Callable[[], object]) -> None:
         """Call this, on another thread, when files have come or gone."""
         self.watch.on_news(call)
 
     def take_news(self) -> None:
-        """Take note of the files that have come and gone."""
+        """Take note of the files that have come and gone, and of loads that are late."""
         self.watch.take_news()
+        now_s = self._clock()
+        late = [one for one in self._loading.values() if not one.is_late and now_s >= one.limit_s]
+        if late:
+            self._leave()
+        for one in late:
+            one.is_late = True
+            self._cache.tiers.imports.give_up(one.blocks)
+        for one in late:
+            self._go_on(one, was_read=False)
 
     def begin(self, request: Request) -> bool:
         """Begin to import the prefix of a new request; False if it need not be held."""
         self.watch.take_news()
-        if not request.reads_prefix_cache:
+        if self.is_away or not request.reads_prefix_cache:
             return False
         held = self._import(request)
         if held is None:
@@ -147,28 +180,40 @@ class EngineDiskTier(NoDiskTier):
             blocks = cache.tiers.imports.begin(sequence.chain, hit, sequence.retentions)
             if blocks is None:
                 return None
-            under_way = self._loading[cache.tiers.imports.fetch(blocks)] = _Import(blocks)
+            estimate_s = self._estimate_s(blocks)
+            under_way = _Import(blocks, estimate_s, self._clock() + self._limit_s(estimate_s))
+            self._loading[cache.tiers.imports.fetch(blocks)] = under_way
         under_way.held.append(held := _Held(request, hit.memory_start, hit.start))
         return held
 
     def step_done(self, result: StepResult) -> None:
         """Take note of the loads that have ended."""
         for ticket, seconds in zip(result.loaded, result.load_s, strict=True):
-            if (ended := self._loading.pop(ticket, None)) is not None:
+            if (ended := self._pop(ticket)) is not None:
                 self._kept.publish(ended.blocks, [held.request.request_id for held in ended.held])
                 self._measure(ended.blocks, seconds)
                 self._go_on(ended, was_read=True)
         for ticket in result.failed:
-            if (ended := self._loading.pop(ticket, None)) is not None:
+            if (ended := self._pop(ticket)) is not None:
                 self._cache.tiers.imports.end(ended.blocks)
                 self.watch.forget([(one.group, one.digest) for one in ended.blocks.blocks])
                 self._go_on(ended, was_read=False)
+
+    def _pop(self, ticket: int) -> _Import | None:
+        """Return the import of a ticket that the ranks have reported, for whose end requests wait; None if there is none."""
+        ended = self._loading.pop(ticket, None)
+        if ended is None or not ended.is_late:
+            return ended
+        self._cache.tiers.imports.end(ended.blocks)
+        self._come_back()
+        return None
 
     def forget_loads(self) -> None:
         """End all imports, since the ranks were restarted. All requests have ended."""
         for one in self._loading.values():
             self._cache.tiers.imports.end(one.blocks)
         self._loading = {}
+        self._come_back()
 
     def close(self) -> None:
         """End the thread that lists the files."""
@@ -188,9 +233,10 @@ class EngineDiskTier(NoDiskTier):
             logger.warning("What is cached could not be written to the disk tier: %s", error)
 
     def _bringing(self, chain: Sequence[bytes]) -> _Import | None:
-        """Return the import under way that brings a block of a chain."""
+        """Return the import under way that brings a block of a chain in time."""
         wanted = set(chain)
-        return next((one for one in self._loading.values() if one.blocks.blocks[-1].digest in wanted), None)
+        in_time = (one for one in self._loading.values() if not one.is_late)
+        return next((one for one in in_time if one.blocks.blocks[-1].digest in wanted), None)
 
     def _go_on(self, ended: _Import, *, was_read: bool) -> None:
         """Let the requests of an import that has ended be admitted, unless there is more for one to wait for."""
@@ -208,15 +254,49 @@ class EngineDiskTier(NoDiskTier):
         sequence = self._scheduler.by_request.get(request.request_id)
         return sequence is not None and sequence.request is request and not sequence.was_admitted
 
-    def _measure(self, blocks: BlockImport, seconds: float) -> None:
-        """Learn what reading costs from a load of these blocks."""
+    def _leave(self) -> None:
+        """Read nothing from the disk until a late load ends."""
+        rates = self._cache.changes.rates
+        if rates is None or self.is_away:
+            return
+        logger.error("The disk cache does not answer. Requests compute their prefixes until it does.")
+        self._read_ns = rates.read_ns
+        self._cache.changes.set_rates(rates._replace(read_ns=(AWAY_NS,) * len(rates.read_ns)))
+        self.watch.always_has_news = True
+
+    def _come_back(self) -> None:
+        """Read from the disk again."""
+        rates, read_ns = self._cache.changes.rates, self._read_ns
+        if rates is None or read_ns is None:
+            return
+        logger.info("The disk cache answers again.")
+        self._read_ns = None
+        self._cache.changes.set_rates(rates._replace(read_ns=read_ns))
+        self.watch.always_has_news = False
+
+    def _limit_s(self, estimate_s: float) -> float:
+        """Return how long a load may take that is estimated to take `estimate_s` and waits for those under way."""
+        return LATE_S + LATE_FACTOR * (estimate_s + sum(one.estimate_s for one in self._loading.values()))
+
+    def _estimate_s(self, blocks: BlockImport) -> float:
+        rates = self._cache.changes.rates
+        return 0.0 if rates is None else rates.reading_ns(self._num_blocks(blocks)) / 1e9
+
+    def _num_blocks(self, blocks: BlockImport) -> list[int]:
+        """Return how many blocks of each group an import brings."""
         num_blocks = [0] * len(self._cache.pools)
         for one in blocks.blocks:
             num_blocks[one.group] += 1
-        self._meter.read(num_blocks, seconds)
+        return num_blocks
+
+    def _measure(self, blocks: BlockImport, seconds: float) -> None:
+        """Learn what reading costs from a load of these blocks."""
+        self._meter.read(self._num_blocks(blocks), seconds)
         self._set_rates()
 
     def _set_rates(self) -> None:
+        if self.is_away:
+            return
         present = self._cache.changes.rates
         if present is not None and (rates := self._meter.next_rates(present)) is not None:
             self._cache.changes.set_rates(rates)
@@ -229,9 +309,10 @@ def open_disk_tier(
     kept: KeptImports,
     *,
     end_hold: Callable[[str, int], object],
+    clock: Callable[[], float],
 ) -> NoDiskTier:
     """Return the disk tier that the settings say."""
     if config.disk_cache is None:
         return NoDiskTier()
     folder = BlockFolder(Path(config.disk_cache), info.disk_fingerprint, space_bytes=config.disk_space_bytes)
-    return EngineDiskTier(scheduler, folder, kept, end_hold=end_hold)
+    return EngineDiskTier(scheduler, folder, kept, end_hold=end_hold, clock=clock)

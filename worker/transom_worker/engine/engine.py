@@ -126,7 +126,7 @@ class Engine:
         if info.shares is not None and config.cache.enable_prefix_caching:
             self.transfer_store = TransferStore(self.scheduler, executor, info.shares, self._kept_imports)
         self._disk = open_disk_tier(
-            config.cache, info, self.scheduler, self._kept_imports, end_hold=self._end_disk_hold
+            config.cache, info, self.scheduler, self._kept_imports, end_hold=self._end_disk_hold, clock=clock
         )
         self._eos_token_ids = frozenset(info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
         self.grammars = AnswerGrammars(tokenizer, vocab_size=info.vocab_size, eos_token_ids=self._eos_token_ids)

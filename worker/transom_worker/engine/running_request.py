@@ -8,6 +8,7 @@ stopped, with an equal held-back end and equal stop conditions.
 from __future__ import annotations
 
 from transom_core.contract import ErrorInfo, FinishReason, KvQuality, OutputEvent, Request, Usage
+from transom_core.errors import RequestError, StepFailed
 from transom_core.grammar import GrammarMatcher
 from transom_core.text.detokenizer import Detokenizer
 from transom_core.text.tokenizer import Tokenizer
@@ -83,9 +84,13 @@ class RunningRequest:
         """The event of one new token, which may end the request.
 
         Raises:
-            RequestError, StepFailed: the request's grammar cannot follow the token.
+            RequestError, StepFailed: the request's grammar cannot follow the token, which does not leave and is not counted.
         """
-        text = self._text_of(output.token_id)
+        try:
+            text = self._text_of(output.token_id)
+        except (RequestError, StepFailed):
+            self.num_output_tokens -= 1  # `error_event` says how many tokens have left
+            raise
         text_offset = self._num_chars
         self._num_chars += len(text)
         is_first = self._num_cached_tokens is None

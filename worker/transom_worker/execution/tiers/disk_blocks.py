@@ -77,11 +77,11 @@ class DiskTier:
             num_evicted=self._folder.space.num_evicted,
         )
 
-    def wants(self, group: int, digest: bytes, num_bytes: int) -> bool:
-        """Return whether a block should be stored: it has no file yet, and the thread keeps up."""
+    def wants(self, num_bytes: int) -> bool:
+        """Return whether a block of `num_bytes` should be stored: the thread keeps up. Only the thread looks whether there is a
+        file already, since a step must not wait for the disk.
+        """
         if self._paused_until_s is not None and self._now_s() < self._paused_until_s:
-            return False
-        if self._folder.has(group, digest):
             return False
         if self._queued_bytes + num_bytes > QUEUED_BYTES:
             self._num_dropped += 1

@@ -172,7 +172,7 @@ class RankTiers:
         """Hand the contents of blocks to the disk tier, which writes them later."""
         rows, disk = self._contents(tier, group), self._disk_tier()
         _check_ids(rows, rows, [(block, block) for block, _ in blocks])
-        wanted = [(block, digest) for block, digest in blocks if disk.wants(group, digest, rows.shape[1])]
+        wanted = [(block, digest) for block, digest in blocks if disk.wants(rows.shape[1])]
         if wanted:
             self._finish_spills()
         for block_bytes, (_, digest) in zip(_bytes_of(rows, tier, [block for block, _ in wanted]), wanted, strict=True):

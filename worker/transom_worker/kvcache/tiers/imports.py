@@ -147,6 +147,14 @@ class Imports:
                 self._host.enter(one.group, [one.block], [(one.digest, one.logical)])
                 self.num_imported[one.group] += 1
 
+    def give_up(self, opened: BlockImport) -> None:
+        """Wait for an import's contents no longer: they will not be published, and what the cache has of the prefix may be evicted.
+        The blocks stay taken until `end`, since something may still write into them.
+        """
+        opened.is_void = True
+        self._stop_keeping(opened.in_host, opened.locked)
+        opened.in_host, opened.locked = [], None
+
     def end(self, opened: BlockImport) -> None:
         """Give the blocks back to the host tier: published ones may be evicted from now on, others are free."""
         self.opened.remove(opened)

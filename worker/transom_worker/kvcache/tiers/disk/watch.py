@@ -34,6 +34,7 @@ class DiskWatch:
         self._forgotten: SimpleQueue[Sequence[BlockKey]] = SimpleQueue()
         self._ended = threading.Event()
         self._on_news: Callable[[], object] = lambda: None
+        self.always_has_news = False  # each listing is news, even if it has found nothing
         self._take_over(self._listing.look_at_all())
         self._thread = threading.Thread(target=self._watch, name="transom-disk-watch", daemon=True)
         self._thread.start()
@@ -78,7 +79,7 @@ class DiskWatch:
             while not self._forgotten.empty():
                 self._listing.forget(self._forgotten.get())
             changes = self._listing.look_at_all() if all_changes else self._listing.look()
-            if changes.added or changes.removed:
+            if changes.added or changes.removed or self.always_has_news:
                 self._found.put(changes)
         if self.has_news:
             self._on_news()

@@ -1,0 +1,105 @@
+"""Child processes under limits: what a child that is stopped, killed or cannot begin costs its parent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from transom_core.limited_children import LimitedChildren
+
+CHILD = """
+import os, signal
+from transom_core.limited_children import serve
+
+def prepare(first):
+    if first.get("is_broken"):
+        raise ValueError("no vocabulary")
+
+def respond(task):
+    if task.get("stops"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return {"sum": sum(task["numbers"]), "nice": os.nice(0)}
+
+serve(respond, prepare=prepare)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "adding_child.py").write_text(CHILD)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "adding_child"
+
+
+@pytest.fixture
+def children(module: str) -> Iterator[LimitedChildren]:
+    made = LimitedChildren(module, cpu_s=10.0, memory_bytes=256 << 20, wall_s=60.0, first=dict)
+    yield made
+    made.close()
+
+
+def test_a_child_yields_to_its_parent(children: LimitedChildren) -> None:
+    answer = children.ask({"numbers": [1, 2]})
+    assert (answer["sum"], answer["nice"]) == (3, min(19, os.nice(0) + 5))
+
+
+def test_a_child_that_does_not_answer_is_killed_and_replaced(module: str) -> None:
+    children = LimitedChildren(module, cpu_s=10.0, memory_bytes=256 << 20, wall_s=1.0, first=dict)
+    answer = children.ask({"numbers": [1], "stops": True})
+    assert answer == {"killed": "its process did not answer for 1 s"}
+    assert not children.pids
+    children.close()
+
+
+def test_a_child_that_is_stopped_while_idle_costs_its_task_nothing(module: str) -> None:
+    children = LimitedChildren(module, cpu_s=10.0, memory_bytes=256 << 20, wall_s=20.0, first=dict)
+    assert children.ask({"numbers": [1]})["sum"] == 1
+    (pid,) = children.pids
+    psutil.Process(pid).suspend()
+    children._wall_s, wall_s = 0.5, children._wall_s
+    started = children._start
+
+    def start() -> subprocess.Popen[bytes]:
+        children._wall_s = wall_s  # the new one may take its time
+        return started()
+
+    children._start = start  # type: ignore[method-assign]
+    assert children.ask({"numbers": [2]})["sum"] == 2
+    assert pid not in children.pids
+    children.close()
+
+
+def test_an_idle_child_is_taken_under_the_lock(children: LimitedChildren, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at the list and the taking no other thread comes in."""
+
+    class Watched(list[subprocess.Popen[bytes]]):
+        def __bool__(self) -> bool:
+            assert children._lock.locked()
+            return super().__len__() > 0
+
+    children._idle = Watched()
+    assert [children.ask({"numbers": [i]})["sum"] for i in range(3)] == [0, 1, 2]
+
+
+def test_a_child_that_cannot_prepare_itself_is_started_once(
+    module: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    started = 0
+    popen = subprocess.Popen
+
+    def count_and_start(*args: object, **options: object) -> object:
+        nonlocal started
+        started += 1
+        return popen(*args, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr("transom_core.limited_children.subprocess.Popen", count_and_start)
+    children = LimitedChildren(module, cpu_s=10.0, memory_bytes=256 << 20, first=lambda: {"is_broken": True})
+    for _ in range(3):
+        assert children.ask({"numbers": [1]}) == {"unprepared": "ValueError: no vocabulary"}
+    assert started == 1
+    assert [record.message for record in caplog.records] == ["adding_child cannot work: ValueError: no vocabulary"]
