@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from transom_core.contract import KvPolicy, SamplingParams, check_kv_policy, max_stream_len
+from transom_core.contract import KvPolicy, SamplingParams, check_kv_policy, max_prompt_len, max_stream_len
 from transom_core.errors import PromptTooLong, RequestError
 
 MAX_PROMPT_TOKENS = 2**21
@@ -24,8 +24,8 @@ class ModelLimits:
     """The model's limits, against which the router checks a request before it goes to a worker.
 
     `block_size` is that of the KV cache's blocks in tokens; `kv_policy_obstacle` says why the model's layers cannot follow a KV
-    policy, and is empty if they can. `max_stream_len` is the longest stream of one request, if its policy lets its output run
-    past the model's length.
+    policy, and is empty if they can. `max_stream_len` is the longest stream of one request, if its policy lets it run past the
+    model's length.
     """
 
     max_model_len: int
@@ -38,6 +38,11 @@ class ModelLimits:
     def longest(self) -> int:
         """The most tokens, prompt and output together, that a request with these limits may have."""
         return self.max_stream_len or self.max_model_len
+
+    @property
+    def longest_prompt(self) -> int:
+        """The least number of prompt tokens that is refused, whatever the output."""
+        return max_prompt_len(self.longest, self.max_model_len)
 
     def with_kv_policy(self, policy: KvPolicy | None, *, kv_quality: bool, max_tokens: int | None) -> ModelLimits:
         """Return the limits of a request with a KV policy (None: without one) that asks for `max_tokens` output tokens.
@@ -69,20 +74,14 @@ def check_total(num_tokens: int, num_choices: int, limits: ModelLimits, *, param
 
 
 def check_length(num_prompt_tokens: int, max_tokens: int | None, limits: ModelLimits, *, param: str) -> None:
-    """Check that a prompt, and as many output tokens as the request asks for, fit the model's length.
-
-    A KV policy lets the output alone run past it: what a prompt costs before its first token stays bounded by the model's length.
-
-    Raises:
-        PromptTooLong: they do not fit.
-    """
-    if num_prompt_tokens >= limits.max_model_len:
+    """Check that a prompt, and as many output tokens as the request asks for, fit the model's length. Raises PromptTooLong."""
+    max_model_len = limits.longest
+    if num_prompt_tokens >= limits.longest_prompt:
         raise PromptTooLong(
-            f"The prompt has {num_prompt_tokens} tokens, the model's maximum context length is {limits.max_model_len} tokens "
+            f"The prompt has {num_prompt_tokens} tokens, the model's maximum context length is {limits.longest_prompt} tokens "
             f"(prompt and output together); shorten the prompt.",
             param=param,
         )
-    max_model_len = limits.longest
     if max_tokens is not None and num_prompt_tokens + max_tokens > max_model_len:
         raise PromptTooLong(
             f"The prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, the model's maximum context "
