@@ -139,7 +139,9 @@ class RequestPreparation:
         )
         grammar = await threads.run(write, num_chars=options.num_chars, inline_chars=MAX_INLINE_CHARS)
         if grammar is not None:
-            check = functools.partial(checker.check, grammar, param=options.form.param or "tools")
+            check = functools.partial(
+                checker.check, grammar, param=options.form.param or "tools", client=threads.client
+            )
             if checker.is_known(grammar):
                 check()
             else:

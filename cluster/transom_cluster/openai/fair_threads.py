@@ -91,7 +91,7 @@ class ClientThreads:
     """The threads as one client's requests use them."""
 
     def __init__(self, threads: RequestThreads, client: str) -> None:
-        self._threads, self._client = threads, client
+        self._threads, self.client = threads, client
 
     async def run(self, function: Callable[[], Result], *, num_chars: int, inline_chars: int = 0) -> Result:
         """Call `function` on a thread. `num_chars` says how much work it is, as characters of text; up to `inline_chars` it is
@@ -99,8 +99,8 @@ class ClientThreads:
         if num_chars <= inline_chars:
             return function()
         threads = self._threads.short if num_chars <= MAX_SHORT_CHARS else self._threads.long
-        return await threads.run(self._client, function)
+        return await threads.run(self.client, function)
 
     async def check(self, function: Callable[[], Result]) -> Result:
         """Call `function`, which waits for the check of a grammar, on a thread that nothing else needs."""
-        return await self._threads.checks.run(self._client, function)
+        return await self._threads.checks.run(self.client, function)

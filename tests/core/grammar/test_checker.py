@@ -76,6 +76,32 @@ def test_what_was_found_is_kept(checker: GrammarChecker) -> None:
             assert checker.is_known(text)
 
 
+def test_what_is_kept_of_an_error_is_short(checker: GrammarChecker) -> None:
+    """The library's message quotes the client's text; 8,192 of them were 4 GB."""
+    before = checker.kept.num_bytes
+    for text in (f"start: /[{'x' * 200_000}/", f'start: "a" {"y" * 200_000}'):
+        assert len(str(problem_of(checker, text))) < 400
+        assert checker.is_known(text)
+    assert checker.kept.num_bytes - before < 4000
+
+
+def test_a_refusal_by_time_is_kept_for_a_minute() -> None:
+    """Time is that of a shared core: the same schema may be fine when the machine is less busy."""
+    now_s = 0.0
+    made = GrammarChecker(tiny(), cpu_s=0.5, clock=lambda: now_s)
+    slow = grammar(TOO_MUCH["a large common multiple"])
+    try:
+        assert "cannot be used" in str(problem_of(made, slow))
+        assert problem_of(made, 'start: "a"') is None
+        now_s = 59.0
+        assert made.is_known(slow)
+        now_s = 60.0
+        assert not made.is_known(slow)
+        assert made.is_known('start: "a"')
+    finally:
+        made.close()
+
+
 def test_a_child_that_was_killed_costs_nothing(checker: GrammarChecker) -> None:
     checker.warm_up()
     for pid in checker.pids:

@@ -3,22 +3,28 @@
 Some schemas of a hundred bytes take the grammar library minutes or gigabytes, in code that nothing can interrupt (two
 `multipleOf` with a large common multiple, many `anyOf` inside `allOf`). So a router compiles each grammar in a child process
 first, where a limit ends it. What was found is kept by digest: agents send the same tools with every request.
+A refusal because of the limits is kept for a minute only, since a busy machine may be why.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
-from collections import OrderedDict
+import time
+from collections.abc import Callable
 
 from transom_core.errors import RequestError
+from transom_core.fair_cache import FairCache
 from transom_core.grammar.compile_grammar import MAX_GRAMMAR_BYTES
 from transom_core.limited_children import LimitedChildren
 from transom_core.text.tokenizer import Tokenizer
 
 CPU_S = 5.0  # for one grammar; an object with 5,000 optional properties takes 1.7 s
 MEMORY_BYTES = 1 << 30  # for one grammar
-MAX_KEPT = 8192  # results, of some 200 bytes
+KEPT_BYTES = 8 << 20  # a client's quarter has some 6,000 results
+KEPT_ENTRY_BYTES = 300  # the digest, and an entry of the cache
+KEPT_LIMIT_S = 60.0  # a refusal because of the limits of time and memory
 
 
 class GrammarChecker:
@@ -27,7 +33,14 @@ class GrammarChecker:
     The first check starts a child, which takes a second or two to read the vocabulary; `warm_up` does that in time.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, cpu_s: float = CPU_S, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        cpu_s: float = CPU_S,
+        memory_bytes: int = MEMORY_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._children = LimitedChildren(
             "transom_core.grammar.check_process",
             cpu_s=cpu_s,
@@ -35,7 +48,9 @@ class GrammarChecker:
             first=lambda: {"tokenizer": tokenizer.to_json(), "eos_token_ids": list(tokenizer.eos_token_ids)},
         )
         self._lock = threading.Lock()
-        self._kept: OrderedDict[bytes, str] = OrderedDict()  # by digest: what is wrong, empty if nothing is
+        self.kept: FairCache[bytes, str] = FairCache(
+            KEPT_BYTES, clock=clock
+        )  # by digest: what is wrong, empty if nothing is
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -50,21 +65,19 @@ class GrammarChecker:
     def is_known(self, grammar: str) -> bool:
         """Return whether `check` answers at once."""
         with self._lock:
-            return _digest(grammar) in self._kept
+            return self.kept.get(_digest(grammar)) is not None
 
-    def check(self, grammar: str, *, param: str | None = "grammar") -> None:
-        """Return if the grammar can be used.
+    def check(self, grammar: str, *, param: str | None = "grammar", client: str = "") -> None:
+        """Return if the grammar can be used. What is found counts for `client` in the cache.
 
         Raises:
             RequestError: it cannot; the message says why, and `param` is the error's.
         """
         digest = _digest(grammar)
         with self._lock:
-            problem = self._kept.get(digest)
-            if problem is not None:
-                self._kept.move_to_end(digest)
+            problem = self.kept.get(digest)
         if problem is None:
-            problem = self._ask(grammar, digest)
+            problem = self._ask(grammar, digest, client)
         if problem:
             raise RequestError(problem, param=param)
 
@@ -72,7 +85,7 @@ class GrammarChecker:
         """End the child processes; idempotent."""
         self._children.close()
 
-    def _ask(self, grammar: str, digest: bytes) -> str:
+    def _ask(self, grammar: str, digest: bytes, client: str) -> str:
         """Return what is wrong with a grammar; empty if nothing is."""
         if len(grammar) > MAX_GRAMMAR_BYTES:
             return (
@@ -82,17 +95,17 @@ class GrammarChecker:
         answer = self._children.ask({"grammar": grammar})
         if "killed" in answer:  # from outside, twice: that says nothing about the grammar
             return f"The grammar of the answer could not be checked: {answer['killed']}. Try again."
-        problem = answer.get("refused", "")
+        problem, keep_s = str(answer.get("refused", "")), float("inf")
         if "too_large" in answer:
             problem = (
                 f"The grammar of the answer cannot be used: {answer['too_large']}; send a smaller schema, with fewer alternatives "
                 "and smaller numbers."
             )
+            keep_s = KEPT_LIMIT_S
+        num_bytes = KEPT_ENTRY_BYTES + sys.getsizeof(problem)
         with self._lock:
-            self._kept[digest] = problem
-            if len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
-        return str(problem)
+            self.kept.put(digest, problem, num_bytes=num_bytes, client=client, keep_s=keep_s)
+        return problem
 
 
 def _digest(grammar: str) -> bytes:

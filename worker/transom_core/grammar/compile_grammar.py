@@ -17,6 +17,7 @@ from transom_core.grammar.matcher import GrammarMatcher
 from transom_core.grammar.vocabulary import GrammarVocabulary
 
 MAX_GRAMMAR_BYTES = 1 << 20
+MAX_REASON_CHARS = 300  # the library quotes the text that it refuses, which may have a million characters
 
 # Figures of the comments: docs/structured_output.md.
 _LIMITS = LLParserLimits(
@@ -57,6 +58,8 @@ def compile_grammar(text: str, vocabulary: GrammarVocabulary) -> GrammarMatcher:
 
 
 def _refused(reason: str) -> RequestError:
+    if len(reason) > MAX_REASON_CHARS:
+        reason = reason[:MAX_REASON_CHARS] + " ..."
     return RequestError(f"The grammar of the answer cannot be used: {reason}.", param="grammar")
 
 
