@@ -15,6 +15,9 @@ from transom_core.errors import PromptTooLong, RequestError
 
 MAX_PROMPT_TOKENS = 2**21
 """Most prompt tokens of all choices of one HTTP request together. One prompt may be longer if the model allows it."""
+MAX_TOKENIZE_BYTES = 2**21
+"""Most bytes of text of one request to /tokenize, and so most tokens: a byte has one at most. More if the model is long enough."""
+LONG_TOKEN_BYTES = 8  # a text of the model's length has mostly fewer bytes for each of its tokens
 MAX_LOGPROB_ENTRIES = 2**22
 """Most entries of one response. One sequence of the model's length may have more."""
 
@@ -73,13 +76,18 @@ def check_total(num_tokens: int, num_choices: int, limits: ModelLimits, *, param
         )
 
 
-def check_length(num_prompt_tokens: int, max_tokens: int | None, limits: ModelLimits, *, param: str) -> None:
-    """Check that a prompt, and as many output tokens as the request asks for, fit the model's length. Raises PromptTooLong."""
+def check_length(
+    num_prompt_tokens: int, max_tokens: int | None, limits: ModelLimits, *, param: str, at_least: bool = False
+) -> None:
+    """Check that a prompt, and as many output tokens as the request asks for, fit the model's length. Raises PromptTooLong.
+
+    `at_least`: the prompt is not tokenised yet, and has that many tokens or more.
+    """
     max_model_len = limits.longest
     if num_prompt_tokens >= limits.longest_prompt:
         raise PromptTooLong(
-            f"The prompt has {num_prompt_tokens} tokens, the model's maximum context length is {limits.longest_prompt} tokens "
-            f"(prompt and output together); shorten the prompt.",
+            f"The prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens, the model's maximum context length is "
+            f"{limits.longest_prompt} tokens (prompt and output together); shorten the prompt.",
             param=param,
         )
     if max_tokens is not None and num_prompt_tokens + max_tokens > max_model_len:
@@ -87,6 +95,26 @@ def check_length(num_prompt_tokens: int, max_tokens: int | None, limits: ModelLi
             f"The prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, the model's maximum context "
             f"length is {max_model_len} tokens; shorten the prompt, or ask for at most "
             f"{max_model_len - num_prompt_tokens} tokens.",
+            param=param,
+        )
+
+
+def check_tokenize_bytes(num_bytes: int, limits: ModelLimits, *, param: str) -> None:
+    """Check the length of a text whose tokens are asked for, before it is encoded. Raises RequestError."""
+    most = max(MAX_TOKENIZE_BYTES, limits.max_model_len * LONG_TOKEN_BYTES)
+    if num_bytes > most:
+        raise RequestError(
+            f"{param} has {num_bytes:,} bytes of text; at most {most:,} are tokenised at once. Send it in parts.",
+            param=param,
+        )
+
+
+def check_tokenize_tokens(num_tokens: int, limits: ModelLimits, *, param: str, at_least: bool = False) -> None:
+    """Check the number of tokens that a response of /tokenize would list. Raises PromptTooLong."""
+    most = max(MAX_TOKENIZE_BYTES, limits.max_model_len)
+    if num_tokens > most:
+        raise PromptTooLong(
+            f"{param} has {'at least ' if at_least else ''}{num_tokens:,} tokens; at most {most:,} are listed at once.",
             param=param,
         )
 
