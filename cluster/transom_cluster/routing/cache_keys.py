@@ -1,7 +1,7 @@
 """`CacheKeys`: which worker took the last request with each `prompt_cache_key`.
 
 A client's key says that its requests have a prefix in common. Requests with one key but different cache salts share no cache, so
-that their keys are different ones. Keys are kept as digests, and the one that was used longest ago is forgotten first (`FairCache`).
+that their keys are different ones. Keys are kept as digests; those that were used longest ago are forgotten first (`FairCache`).
 """
 
 from __future__ import annotations

@@ -177,7 +177,8 @@ class Tokenizer:
             RequestError: the text holds half of a surrogate pair, which no encoding can carry; or `check_length` raises it.
         """
         if check_length is not None and len(text) > MAX_UNCHECKED_CHARS and self.longest_token_bytes is not None:
-            check_length(-(-len(text.encode("utf-8", "surrogatepass")) // self.longest_token_bytes), at_least=True)
+            num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+            check_length(-(-num_bytes // self.longest_token_bytes), at_least=True)
         try:
             (encoding,) = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError:
