@@ -94,7 +94,7 @@ class AnyGrammar:
     def is_known(self, grammar: str) -> bool:
         return True
 
-    def check(self, grammar: str, *, param: str | None) -> None:
+    def check(self, grammar: str, *, param: str | None, client: str = "") -> None:
         pass
 
     def close(self) -> None:

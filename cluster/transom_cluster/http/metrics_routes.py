@@ -9,6 +9,7 @@ keys hold for all targets.
 from __future__ import annotations
 
 import asyncio
+import functools
 import gzip
 import logging
 import re
@@ -20,6 +21,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE_OPENMETRICS
 from starlette.responses import Response
 
+from transom_cluster.http.shared_pages import SharedPages
 from transom_cluster.openai.answer.error_responses import process_silent, unknown_process
 from transom_cluster.router.peers import MetricsQuery, ProcessMetricsQuery, ProcessNameQuery
 from transom_cluster.router.router import Router
@@ -31,6 +33,7 @@ logger = logging.getLogger("transom.router")
 PROCESS_PATH = "/metrics/process"
 GZIP_LEVEL = 1  # lines resemble each other, so higher levels cost more than they save
 MIN_GZIP_BYTES = 1024
+MAX_NAME_CHARS = 256  # of a process
 _HOST = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
 _PREFIX = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
 
@@ -100,13 +103,13 @@ _PROCESS_ERRORS: dict[int | str, dict[str, Any]] = {
 
 def add_routes(api: FastAPI, router: Router) -> None:
     """Add the routes of metrics to the app."""
+    pages = SharedPages()
 
     @api.get("/metrics", summary="Prometheus metrics of all routers and workers")
     async def metrics(request: Request) -> Response:
         openmetrics = wants_openmetrics(request)
-        return await page_response(
-            request, await collect_page(router, openmetrics=openmetrics), openmetrics=openmetrics
-        )
+        page = await pages.get(openmetrics, functools.partial(collect_page, router, openmetrics=openmetrics))
+        return await page_response(request, page, openmetrics=openmetrics)
 
     @api.get("/metrics/sd", summary="Every process as a target, for Prometheus' HTTP service discovery")
     async def service_discovery(request: Request) -> list[dict[str, Any]]:
@@ -118,7 +121,10 @@ def add_routes(api: FastAPI, router: Router) -> None:
     )
     async def process(request: Request, name: str) -> Response:
         openmetrics = wants_openmetrics(request)
-        page = await process_page(router, name, openmetrics=openmetrics)
+        if len(name) > MAX_NAME_CHARS:
+            raise unknown_process(name)
+        collect = functools.partial(process_page, router, name, openmetrics=openmetrics)
+        page = await pages.get((name, openmetrics), collect)
         return await page_response(request, page, openmetrics=openmetrics)
 
 

@@ -65,6 +65,14 @@ class RequestPreparation:
         """The threads for long work, as this request's client may use them."""
         return ClientThreads(self._threads, request_state(request.scope).client)
 
+    async def body(self, request: Request) -> bytes:
+        """Wait for a request's body. Raises RequestTimeout if it does not arrive in time."""
+        try:
+            async with asyncio.timeout(self._router.config.limits.request_timeout_s):
+                return await request.body()
+        except TimeoutError:
+            raise RequestTimeout("The request's body did not arrive in time; send it faster, or send less.") from None
+
     async def parse(self, request: Request, parser: BodyParser[Model], threads: ClientThreads) -> Model:
         """Wait for a request's body, and parse and check it.
 
@@ -72,11 +80,7 @@ class RequestPreparation:
             RequestTimeout: the body did not arrive in time.
             RequestError: the body is not JSON, or a field is wrong; `param` names it.
         """
-        try:
-            async with asyncio.timeout(self._router.config.limits.request_timeout_s):
-                raw = await request.body()
-        except TimeoutError:
-            raise RequestTimeout("The request's body did not arrive in time; send it faster, or send less.") from None
+        raw = await self.body(request)
         return await threads.run(lambda: parser.parse(raw), num_chars=len(raw), inline_chars=SMALL_BODY_BYTES)
 
     async def prepare_chat(

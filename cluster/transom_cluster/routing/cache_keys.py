@@ -1,39 +1,36 @@
 """`CacheKeys`: which worker took the last request with each `prompt_cache_key`.
 
 A client's key says that its requests have a prefix in common. Requests with one key but different cache salts share no cache, so
-that their keys are different ones. Keys are kept as digests, and the one that was used longest ago is forgotten first.
+that their keys are different ones. Keys are kept as digests; those that were used longest ago are forgotten first (`FairCache`).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from hashlib import blake2b
 
 from transom_core.contract import Request
+from transom_core.fair_cache import FairCache
 
-MAX_KEYS = 16_384  # about 3 MB
+KEY_BYTES = 200  # of a digest, a worker's id that others share, and an entry of the cache
+MAX_BYTES = 65_536 * KEY_BYTES  # a client's quarter has 16,384 keys
 
 
 class CacheKeys:
     """The workers of the last keys that this router has placed."""
 
-    def __init__(self, max_keys: int = MAX_KEYS) -> None:
-        self._max_keys = max_keys
-        self._workers: OrderedDict[bytes, str] = OrderedDict()
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self.workers: FairCache[bytes, str] = FairCache(max_bytes)
 
     def __len__(self) -> int:
-        return len(self._workers)
+        return len(self.workers)
 
     def worker_of(self, key: bytes) -> str | None:
         """The id of the worker that took the last request with a key; it may have left since."""
-        return self._workers.get(key)
+        return self.workers.get(key)
 
-    def placed(self, key: bytes, worker_id: str) -> None:
-        """Note that a worker takes a request with a key."""
-        self._workers[key] = worker_id
-        self._workers.move_to_end(key)
-        if len(self._workers) > self._max_keys:
-            self._workers.popitem(last=False)
+    def placed(self, key: bytes, worker_id: str, *, client: str = "") -> None:
+        """Note that a worker takes a request of a client with a key."""
+        self.workers.put(key, worker_id, num_bytes=KEY_BYTES, client=client)
 
 
 def key_digest(request: Request) -> bytes:

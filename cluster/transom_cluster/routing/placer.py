@@ -180,7 +180,7 @@ class Placer:
         )
         self._requests[request.request_id] = worker.requests[request.request_id] = placed
         if key:
-            self._keys.placed(key, worker.worker_id)
+            self._keys.placed(key, worker.worker_id, client=request.client)
         self._table.changed(worker)
         self._observer.placed(self.policy, worker.worker_id, reason, cost_s=time.perf_counter() - begin_s)
         return PlacementDecision(

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +45,6 @@ class RequestTimeline(Timeline):
         "_choices",
         "_store",
         "answer_states",
-        "client",
         "endpoint",
         "error",
         "finish_reasons",
@@ -77,9 +77,8 @@ class RequestTimeline(Timeline):
         age_s: float,
         answers: Sequence[AnswerReader] = (),
     ) -> None:
-        super().__init__(response_id_of(requests[0].request_id), time.time() - age_s)
+        super().__init__(response_id_of(requests[0].request_id), time.time() - age_s, client=client)
         self.endpoint = endpoint
-        self.client = client
         self.stream = stream
         self.outer_id = outer_id
         policy = requests[0].kv_policy  # one for all choices
@@ -239,12 +238,9 @@ class RequestTimelines:
 
         `state` selects requests that run (`running`) or that have ended in any way (`finished`); None selects both.
         """
-        found = [
-            {**timeline.summary(), "router": self._router_id}
-            for timeline in self._of_client(client)
-            if state is None or (state == "running") == (not timeline.end_s)
-        ]
-        return sorted(found, key=lambda summary: summary["arrival_s"], reverse=True)[:limit]
+        found = [one for one in self._of_client(client) if state is None or (state == "running") == (not one.end_s)]
+        newest = heapq.nlargest(limit, found, key=lambda timeline: timeline.arrival_s)
+        return [{**timeline.summary(), "router": self._router_id} for timeline in newest]
 
     def _of_client(self, client: str) -> list[RequestTimeline]:
         timelines = (timeline for timeline in self._store.newest() if isinstance(timeline, RequestTimeline))

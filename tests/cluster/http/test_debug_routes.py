@@ -15,6 +15,7 @@ from tests.cluster.engine_server import engine_server
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.http.request_timeline_routes import phase_times
+from transom_cluster.telemetry.request_timeline import RequestTimeline
 from transom_core.config import FailoverConfig
 from transom_core.contract import ErrorInfo
 from transom_core.errors import Overloaded, StepFailed
@@ -286,3 +287,16 @@ def test_through_a_real_engine(tiny_model: Path) -> None:
     assert placed["predicted_hit_tokens"] == admitted["hit"] == 24
     assert set(second["times"]) == {"queue_s", "prefill_s", "decode_s"}
     assert sum(second["times"].values()) <= second["seconds"] + 1e-3
+
+
+async def test_only_the_lines_that_are_sent_are_made(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(5):
+        await api.complete(max_tokens=1)
+    made, summary = [], RequestTimeline.summary
+
+    def counted(timeline: RequestTimeline) -> dict[str, Any]:
+        made.append(timeline)
+        return summary(timeline)
+
+    monkeypatch.setattr(RequestTimeline, "summary", counted)
+    assert len(await lines_of(api, "?limit=2")) == len(made) == 2

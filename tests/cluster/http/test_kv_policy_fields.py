@@ -18,7 +18,7 @@ from transom_core.contract import (
     Usage,
     WindowPolicy,
 )
-from transom_core.contract.kv_policy import MAX_STREAM_TOKENS
+from transom_core.contract.kv_policy import MAX_LONG_PROMPT_TOKENS, MAX_STREAM_TOKENS
 from transom_core.errors import ConfigError
 from transom_core.settings.settings import Settings
 
@@ -82,6 +82,9 @@ async def test_a_window_may_run_past_the_model_s_length() -> None:
             assert error["code"] == "context_length_exceeded"
         error = (await api.complete(prompt=prompt, kv_policy=WINDOW, max_tokens=MAX_STREAM_TOKENS)).json()["error"]
         assert str(MAX_STREAM_TOKENS) in error["message"]
+        longest = [120] * MAX_LONG_PROMPT_TOKENS  # hashed on the event loop
+        error = (await api.complete(prompt=longest, kv_policy=WINDOW, max_tokens=3)).json()["error"]
+        assert error["code"] == "context_length_exceeded"
 
 
 async def push_quality(api: Api, *qualities: KvQuality) -> None:

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from tests.cluster.conftest import Api, make_router, running_api, timings
 from tests.cluster.stub_worker import StubDirectory, StubWorker
 from transom_cluster.http.api import build_api
+from transom_cluster.http.shared_pages import SharedPages
 from transom_cluster.router.router import Router
 
 # what Prometheus 2.42 sends
@@ -209,3 +210,47 @@ async def test_processes_that_are_unknown_or_silent() -> None:
         response = await get(api, "/metrics/process")
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "name"
+
+
+async def test_one_collection_a_second_serves_all_callers() -> None:
+    """Of 20 callers together one makes a page; after five of them, callers get the last page until a second has passed."""
+    now_s, made = 0.0, []
+
+    async def collect() -> str:
+        made.append(now_s)
+        await asyncio.sleep(0)
+        return f"page {len(made)}"
+
+    pages = SharedPages(clock=lambda: now_s)
+    assert set(await asyncio.gather(*(pages.get("all", collect) for _ in range(20)))) == {"page 1"}
+    assert [await pages.get("all", collect) for _ in range(6)] == [
+        "page 2",
+        "page 3",
+        "page 4",
+        "page 5",
+        "page 5",
+        "page 5",
+    ]
+    now_s = 0.9
+    assert await pages.get("all", collect) == "page 5"
+    now_s = 1.0
+    assert await pages.get("all", collect) == "page 6"
+    assert await pages.get("other", collect) == "page 7"
+    now_s = 100.0
+    await pages.get("third", collect)
+    assert len(pages) == 1  # those that nobody asks for any more are forgotten
+
+
+async def test_a_caller_that_leaves_takes_no_page_from_others() -> None:
+    goes_on = asyncio.Event()
+
+    async def collect() -> str:
+        await goes_on.wait()
+        return "page"
+
+    pages = SharedPages()
+    first, second = (asyncio.create_task(pages.get("all", collect)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    goes_on.set()
+    assert await second == "page"

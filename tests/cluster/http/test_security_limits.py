@@ -15,7 +15,9 @@ from tests.cluster.http.test_http_errors import problem
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
 from transom_cluster.http.client_limits import MAX_IDLE_CLIENTS, ClientLimits
+from transom_cluster.openai.request import request_limits
 from transom_cluster.openai.request.prompt_field import MAX_CHOICES
+from transom_cluster.openai.request.request_limits import MAX_TOKENIZE_BYTES
 from transom_core.config import LimitsConfig, PriorityConfig
 from transom_core.contract import ErrorInfo, OutputEvent
 from transom_core.errors import RateLimited, RequestTimeout, StepFailed
@@ -294,3 +296,35 @@ async def test_a_body_that_does_not_come_is_408():
         await call.ended()
         assert call.status == 408
         assert "body did not arrive" in call.text
+
+
+def encoded_lengths(api, monkeypatch):
+    """The lengths of the texts that are encoded from now on."""
+    calls, encode = [], api.router.tokenizer.encode
+
+    def counted(text, **options):
+        calls.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(api.router.tokenizer, "encode", counted)
+    return calls
+
+
+async def test_long_texts_are_not_tokenised(api, monkeypatch):
+    """8 MiB became 8.4 million ids; several requests of a client had their ids at once."""
+    calls = encoded_lengths(api, monkeypatch)
+    text = "x" * MAX_TOKENIZE_BYTES
+    assert (await api.client.post("/tokenize", json={"prompt": text})).json()["count"] == MAX_TOKENIZE_BYTES
+    for body in ({"prompt": text + "x"}, {"messages": [{"role": "user", "content": text + "x"}]}):
+        error = (await api.client.post("/tokenize", json=body)).json()["error"]
+        assert error["param"] in body
+        assert "at most 2,097,152 are tokenised at once" in error["message"]
+    assert calls == [MAX_TOKENIZE_BYTES]
+
+
+async def test_prompts_are_encoded_until_they_are_too_many(api, monkeypatch):
+    calls = encoded_lengths(api, monkeypatch)
+    monkeypatch.setattr(request_limits, "MAX_PROMPT_TOKENS", 1000)
+    response = await api.complete(prompt=["x" * 300] * 100)
+    assert response.status_code == 400
+    assert calls == [300] * 4

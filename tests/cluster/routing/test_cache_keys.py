@@ -8,7 +8,7 @@ import pytest
 
 from tests.cluster.routing.test_placer import PROMPT, WORKERS, load, placer, request, whole
 from tests.cluster.routing.test_policy import candidate, columns
-from transom_cluster.routing.cache_keys import CacheKeys, key_digest
+from transom_cluster.routing.cache_keys import KEY_BYTES, CacheKeys, key_digest
 from transom_cluster.routing.placer import PlacementDecision, Placer
 from transom_cluster.routing.policy import KEY_TOKENS, REQUEST_TOKENS, Candidate, TieBreak, choose
 from transom_core.contract import WorkerMessage
@@ -115,7 +115,7 @@ def test_any_text_is_a_key(key: str) -> None:
 
 
 def test_the_keys_are_bounded_and_the_oldest_goes_first() -> None:
-    keys = CacheKeys(max_keys=2)
+    keys = CacheKeys(max_bytes=4 * 2 * KEY_BYTES)
     keys.placed(b"1", "a")
     keys.placed(b"2", "b")
     keys.placed(b"1", "c")

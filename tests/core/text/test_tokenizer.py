@@ -60,9 +60,12 @@ def test_a_token_as_log_probabilities_show_it(demo: Tokenizer) -> None:
 
 
 def test_a_length_is_refused_before_there_are_ids(demo: Tokenizer) -> None:
-    def refuse(num_tokens: int) -> None:
+    def refuse(num_tokens: int, *, at_least: bool = False) -> None:
+        if at_least:
+            return
         raise PromptTooLong(f"{num_tokens} tokens")
 
+    assert demo.longest_token_bytes  # which reads the vocabulary once
     tracemalloc.start()
     try:
         with pytest.raises(PromptTooLong, match="100001 tokens"):
@@ -70,6 +73,23 @@ def test_a_length_is_refused_before_there_are_ids(demo: Tokenizer) -> None:
         assert tracemalloc.get_traced_memory()[1] < 400_000  # the list of ids alone would take 800,000 bytes
     finally:
         tracemalloc.stop()
+
+
+def test_a_text_is_refused_before_it_is_encoded(demo: Tokenizer) -> None:
+    """Encoding takes up to 140 times the memory of the text, so its length has to say that it cannot fit."""
+    calls = []
+
+    def refuse(num_tokens: int, *, at_least: bool = False) -> None:
+        calls.append(at_least)
+        raise PromptTooLong(f"{num_tokens} tokens")
+
+    assert demo.longest_token_bytes is not None
+    for text in ("a " * 100_000, "\u1700" * 70_000, "<|im_end|>" * 20_000, " " * 200_000):
+        least = -(-len(text.encode()) // demo.longest_token_bytes)
+        assert least <= len(demo.encode(text))
+        with pytest.raises(PromptTooLong, match=f"^{least} tokens"):
+            demo.encode(text, check_length=refuse)
+    assert calls == [True] * 4
 
 
 def test_ends_of_text_come_from_both_configs(folder: Path, tmp_path: Path) -> None:

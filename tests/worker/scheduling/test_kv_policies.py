@@ -14,6 +14,7 @@ from tests.worker.scheduling.kept_blocks_model import check_kept
 from tests.worker.scheduling.scheduler_driver import BLOCK, Driver, layout, request
 from tests.worker.scheduling.test_scheduler_random import random_run
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, WindowPolicy
+from transom_core.contract.kv_policy import MAX_LONG_PROMPT_TOKENS
 from transom_core.errors import PromptTooLong, RequestError, RequestTooLarge
 from transom_core.kv_cache.load_rates import LoadRates
 
@@ -100,6 +101,8 @@ def test_streams_past_the_model_s_length() -> None:
         one.run()
         assert len(one.tokens["s"]) == 300
         check_kept(one)
+        with pytest.raises(PromptTooLong, match="may have 131072"):
+            one.add(request("prompt", range(MAX_LONG_PROMPT_TOKENS + 1), 300, kv_policy=policy))
     one = driver(max_model_len=40)
     with pytest.raises(PromptTooLong, match="model's length is 40"):
         one.add(request("heavy", range(60), 4, kv_policy=HISTORIES[3]))

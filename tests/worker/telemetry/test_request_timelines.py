@@ -220,3 +220,13 @@ def test_timelines_of_running_requests_are_bounded_as_well() -> None:
     assert [timeline.request_id for timeline in store.running()] == [str(i) for i in range(20, 30)]
     store.end(Timeline("5", 0.0))
     assert len(store) == 10
+
+
+def test_a_client_with_many_requests_displaces_its_own() -> None:
+    store = TimelineStore(max_timelines=10)
+    for client, count in (("victim", 3), ("attacker", 100)):
+        for i in range(count):
+            timeline = Timeline(f"{client}-{i}", 0.0, client=client)
+            store.begin(timeline)
+            store.end(timeline)
+    assert sorted(timeline.client for timeline in store.newest()) == ["attacker"] * 7 + ["victim"] * 3

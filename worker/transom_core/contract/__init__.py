@@ -13,6 +13,7 @@ from transom_core.contract.kv_policy import (
     KvPolicy,
     WindowPolicy,
     check_kv_policy,
+    max_prompt_len,
     max_stream_len,
 )
 from transom_core.contract.logprob_table import Logprob, LogprobTable, TokenLogprobs
@@ -44,5 +45,6 @@ __all__ = [
     "WorkerLoad",
     "WorkerMessage",
     "check_kv_policy",
+    "max_prompt_len",
     "max_stream_len",
 ]

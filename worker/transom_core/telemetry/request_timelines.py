@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -54,10 +55,11 @@ class Timeline:
     first `_NUM_FIRST` become one event of the kind `summed_up`.
     """
 
-    __slots__ = ("arrival_s", "end_s", "events", "request_id")
+    __slots__ = ("arrival_s", "client", "end_s", "events", "request_id")
 
-    def __init__(self, request_id: str, arrival_s: float) -> None:
+    def __init__(self, request_id: str, arrival_s: float, *, client: str = "") -> None:
         self.request_id = request_id
+        self.client = client  # that sent the request; empty where it is unknown
         self.arrival_s = arrival_s
         self.end_s = 0.0  # 0 while the request runs
         self.events: list[TimelineEvent] = []
@@ -81,7 +83,8 @@ class Timeline:
 
 
 class TimelineStore:
-    """A bounded set of timelines. A new timeline displaces the oldest ended one, or the oldest running one where none has ended."""
+    """A bounded set of timelines. A new timeline displaces the oldest ended one of the client that has most of them, or the oldest
+    running one where none has ended."""
 
     def __init__(self, *, max_timelines: int = MAX_TIMELINES, max_ended_events: int = MAX_ENDED_EVENTS) -> None:
         self._max_timelines = max_timelines
@@ -89,6 +92,7 @@ class TimelineStore:
         self._running: dict[str, Timeline] = {}  # by request id, in order of arrival
         self._ended: dict[str, Timeline] = {}  # by request id, in order of their ends
         self._num_ended_events = 0
+        self._num_ended_of: Counter[str] = Counter()  # by client
 
     def __len__(self) -> int:
         return len(self._running) + len(self._ended)
@@ -99,10 +103,10 @@ class TimelineStore:
         self._running.pop(timeline.request_id, None)
         self._running[timeline.request_id] = timeline
         if len(self) > self._max_timelines:
-            oldest = next(iter(self._ended or self._running))
-            self._forget_ended(oldest)
-            if len(self) > self._max_timelines:
-                self._running.pop(oldest)
+            if self._ended:
+                self._displace()
+            else:
+                self._running.pop(next(iter(self._running)))
 
     def end(self, timeline: Timeline, at_s: float | None = None) -> None:
         """Mark the timeline of a request that has ended, by default now. The store keeps it until newer ones displace it."""
@@ -112,8 +116,9 @@ class TimelineStore:
         del self._running[timeline.request_id]
         self._ended[timeline.request_id] = timeline
         self._num_ended_events += len(timeline.events)
+        self._num_ended_of[timeline.client] += 1
         while self._num_ended_events > self._max_ended_events:
-            self._forget_ended(next(iter(self._ended)))
+            self._displace()
 
     def running(self) -> list[Timeline]:
         """Timelines of the requests that have not ended, the oldest first."""
@@ -129,7 +134,15 @@ class TimelineStore:
         yield from reversed(self.running())
         yield from reversed(list(self._ended.values()))
 
+    def _displace(self) -> None:
+        """Forget the oldest ended timeline of the client that has most of them."""
+        client = max(self._num_ended_of, key=self._num_ended_of.__getitem__)
+        self._forget_ended(next(key for key, timeline in self._ended.items() if timeline.client == client))
+
     def _forget_ended(self, request_id: str) -> None:
         timeline = self._ended.pop(request_id, None)
         if timeline is not None:
             self._num_ended_events -= len(timeline.events)
+            self._num_ended_of[timeline.client] -= 1
+            if not self._num_ended_of[timeline.client]:
+                del self._num_ended_of[timeline.client]

@@ -43,9 +43,11 @@ from transom_core.text.turn_boundaries import ChatTokens, Markers
 
 _SENTENCEPIECE_SPACE = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+MAX_UNCHECKED_CHARS = 10_000  # a text is looked at before it is encoded if it is longer
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
-CheckLength = Callable[[int], None]  # raises RequestError for a number of tokens that is too large
+CheckLength = Callable[..., None]
+"""Raises RequestError for a number of tokens that is too large; with `at_least=True` a text has that many or more."""
 
 
 class Tokenizer:
@@ -122,6 +124,18 @@ class Tokenizer:
         """Texts of the added tokens, special or not, by id."""
         return self._added_texts
 
+    @cached_property
+    def longest_token_bytes(self) -> int | None:
+        """The most bytes of a text that one token can stand for; None where a token may stand for any number of bytes.
+
+        So it is without a token for each byte: then the one for unknown text stands for all of it that has no token.
+        """
+        if not self._byte_level and self._rust.token_to_id("<0x0A>") is None:
+            return None
+        # A normalizer may shorten a text, by half with the compositions of NFC, and to a third with SentencePiece's space.
+        slack = 3 if self._rust.normalizer is not None else 1
+        return slack * max(len(text.encode()) for text in self._rust.get_vocab(with_added_tokens=True))
+
     def to_json(self) -> str:
         """Return the tokenizer as the text of a `tokenizer.json`, without truncation and padding."""
         return str(self._rust.to_str())
@@ -155,12 +169,16 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of `text`. The text of a special token in it becomes that token.
 
-        `check_length` is called with the number of tokens, before there is an object for each: the list of a million ids takes
-        memory, and Python's global lock for 40 ms.
+        `check_length` is called twice: before encoding, which takes up to 140 times the memory of the text, with the least number
+        of tokens that a text of this length can have; and with the number of tokens, before there is an object for each: the
+        list of a million ids takes memory, and Python's global lock for 40 ms.
 
         Raises:
             RequestError: the text holds half of a surrogate pair, which no encoding can carry; or `check_length` raises it.
         """
+        if check_length is not None and len(text) > MAX_UNCHECKED_CHARS and self.longest_token_bytes is not None:
+            num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+            check_length(-(-num_bytes // self.longest_token_bytes), at_least=True)
         try:
             (encoding,) = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError:

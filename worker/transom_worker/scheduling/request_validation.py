@@ -17,7 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Container, Sequence
 
-from transom_core.contract import CONTRACT_VERSION, Request, check_kv_policy, max_stream_len
+from transom_core.contract import CONTRACT_VERSION, Request, check_kv_policy, max_prompt_len, max_stream_len
 from transom_core.contract.request import MAX_CLIENT_CHARS, MAX_CLIENT_WEIGHT, MIN_CLIENT_WEIGHT
 from transom_core.errors import ConfigError, PromptTooLong, RequestError, RequestTooLarge, WorkerLost
 from transom_core.kv_cache.retention_set import RetentionSet
@@ -106,14 +106,16 @@ def check_admission(
         max_model_len=max_model_len,
         obstacle=kv_policy_obstacle,
     )
-    if request.num_prompt_tokens > max_model_len:  # a policy may let the output alone run past the model's length
+    stream_len = stream_limit(request, max_model_len)
+    longest_prompt = max_prompt_len(stream_len, max_model_len)
+    if longest_prompt < min(stream_len, request.num_prompt_tokens):
         raise PromptTooLong(
-            f"The prompt has {request.num_prompt_tokens} tokens and the model's length is {max_model_len} tokens; shorten it.",
+            f"The prompt has {request.num_prompt_tokens} tokens; with this KV policy it may have {longest_prompt}.",
             param="prompt",
         )
     # For the comparison with full attention, nothing is freed.
     kept = cache.retentions if request.kv_quality else policy_retentions.of(request.kv_policy)
-    return _length_limit(request, cache, max_model_len=stream_limit(request, max_model_len), retentions=kept)
+    return _length_limit(request, cache, max_model_len=stream_len, retentions=kept)
 
 
 def stream_limit(request: Request, max_model_len: int) -> int:

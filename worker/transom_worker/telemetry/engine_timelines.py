@@ -69,7 +69,7 @@ class EngineTimeline(Timeline):
 
     def __init__(self, sequence: Sequence, queued_s: float) -> None:
         request = sequence.request
-        super().__init__(request.request_id, queued_s)
+        super().__init__(request.request_id, queued_s, client=request.client)
         self.sequence: Sequence | None = sequence  # None once the request has ended
         self.trace_parent = request.trace_parent
         self.num_prompt_tokens = request.num_prompt_tokens

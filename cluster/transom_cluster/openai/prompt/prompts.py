@@ -6,13 +6,14 @@ rendered on threads even if they are short, since a chat waits for the process t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transom_cluster.openai.fair_threads import ClientThreads
 from transom_cluster.openai.prompt.call_id_forms import with_learnt_call_ids
 from transom_cluster.openai.request.message_fields import ChatMessage, template_messages
-from transom_cluster.openai.request.request_limits import ModelLimits, check_length
+from transom_cluster.openai.request.request_limits import ModelLimits, check_length, check_total
 from transom_core.errors import RequestError
 from transom_core.text.chat_template import Prompt
 from transom_core.text.tokenizer import CheckLength, Tokenizer
@@ -20,37 +21,57 @@ from transom_core.text.tokenizer import CheckLength, Tokenizer
 MAX_INLINE_CHARS = 2_000  # about 0.5 ms of tokenising
 
 
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: list[ChatMessage],
+    *,
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
+    tool_parser: str | None = None,
+    check_length: CheckLength,
+) -> Prompt:
+    """Render messages with the chat template and tokenise the result; it waits for the process that runs the template.
+
+    `variables` are those of the template, `tools` among them. `tool_parser` names the markup of the model's tool calls.
+
+    Raises:
+        RequestError: the model has no template, a message is not text, or the template refuses the messages.
+        PromptTooLong: `check_length` refuses the number of tokens.
+    """
+    if not tokenizer.has_chat_template:
+        raise RequestError("This model has no chat template; use /v1/completions instead.", param="messages")
+    return tokenizer.apply_chat_template(
+        with_learnt_call_ids(template_messages(messages), tool_parser),
+        add_generation_prompt=add_generation_prompt,
+        extra=variables or None,
+        check_length=check_length,
+    )
+
+
 async def chat_prompt(
     tokenizer: Tokenizer,
     messages: list[ChatMessage],
     *,
     threads: ClientThreads,
+    limits: ModelLimits,
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
     num_variable_chars: int = 0,
     tool_parser: str | None = None,
-    limits: ModelLimits | None = None,
 ) -> Prompt:
-    """Render messages with the chat template and tokenise the result.
+    """Render messages on a thread, for a request whose prompt has to fit the model's length: see `render_chat`.
 
-    `variables` are those of the template, `tools` among them; their JSON has `num_variable_chars`. `tool_parser` names the markup
-    of the model's tool calls. With `limits`, a prompt has to fit the model's length.
-
-    Raises:
-        RequestError: the model has no template, a message is not text, or the template refuses the messages.
-        PromptTooLong: the prompt exceeds the limits.
+    The JSON of `variables` has `num_variable_chars`.
     """
-    if not tokenizer.has_chat_template:
-        raise RequestError("This model has no chat template; use /v1/completions instead.", param="messages")
-
-    def render() -> Prompt:
-        return tokenizer.apply_chat_template(
-            with_learnt_call_ids(template_messages(messages), tool_parser),
-            add_generation_prompt=add_generation_prompt,
-            extra=variables or None,
-            check_length=_length_check(limits, param="messages"),
-        )
-
+    render = functools.partial(
+        render_chat,
+        tokenizer,
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        variables=variables,
+        tool_parser=tool_parser,
+        check_length=_length_check(limits, param="messages"),
+    )
     num_chars = sum(message.num_chars for message in messages) + num_variable_chars
     return await threads.run(render, num_chars=num_chars)
 
@@ -72,14 +93,17 @@ async def completion_prompts(
     check = _length_check(limits, param="prompt")
 
     def encode() -> list[tuple[int, ...]]:
-        return [
-            tuple(
+        found, num_tokens = [], 0
+        for prompt in prompts:
+            ids = (
                 tokenizer.encode(prompt, add_special_tokens=add_special_tokens, check_length=check)
                 if isinstance(prompt, str)
                 else prompt
             )
-            for prompt in prompts
-        ]
+            num_tokens += len(ids)
+            check_total(num_tokens, 1, limits, param="prompt")  # before the next prompt is encoded
+            found.append(tuple(ids))
+        return found
 
     num_chars = sum(len(prompt) for prompt in prompts)
     token_ids = await threads.run(encode, num_chars=num_chars, inline_chars=MAX_INLINE_CHARS)
@@ -89,5 +113,5 @@ async def completion_prompts(
     return [Prompt(token_ids=ids) for ids in token_ids]
 
 
-def _length_check(limits: ModelLimits | None, *, param: str) -> CheckLength | None:
-    return None if limits is None else lambda num_tokens: check_length(num_tokens, None, limits, param=param)
+def _length_check(limits: ModelLimits, *, param: str) -> CheckLength:
+    return functools.partial(check_length, max_tokens=None, limits=limits, param=param)

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from transom_core.contract import KvPolicy, SamplingParams, check_kv_policy, max_stream_len
+from transom_core.contract import KvPolicy, SamplingParams, check_kv_policy, max_prompt_len, max_stream_len
 from transom_core.errors import PromptTooLong, RequestError
 
 MAX_PROMPT_TOKENS = 2**21
 """Most prompt tokens of all choices of one HTTP request together. One prompt may be longer if the model allows it."""
+MAX_TOKENIZE_BYTES = 2**21
+"""Most bytes of text of one request to /tokenize, and so most tokens: a byte has one at most. More if the model is long enough."""
+LONG_TOKEN_BYTES = 8  # a text of the model's length has mostly fewer bytes for each of its tokens
 MAX_LOGPROB_ENTRIES = 2**22
 """Most entries of one response. One sequence of the model's length may have more."""
 
@@ -24,8 +27,8 @@ class ModelLimits:
     """The model's limits, against which the router checks a request before it goes to a worker.
 
     `block_size` is that of the KV cache's blocks in tokens; `kv_policy_obstacle` says why the model's layers cannot follow a KV
-    policy, and is empty if they can. `max_stream_len` is the longest stream of one request, if its policy lets its output run
-    past the model's length.
+    policy, and is empty if they can. `max_stream_len` is the longest stream of one request, if its policy lets it run past the
+    model's length.
     """
 
     max_model_len: int
@@ -38,6 +41,11 @@ class ModelLimits:
     def longest(self) -> int:
         """The most tokens, prompt and output together, that a request with these limits may have."""
         return self.max_stream_len or self.max_model_len
+
+    @property
+    def longest_prompt(self) -> int:
+        """The least number of prompt tokens that is refused, whatever the output."""
+        return max_prompt_len(self.longest, self.max_model_len)
 
     def with_kv_policy(self, policy: KvPolicy | None, *, kv_quality: bool, max_tokens: int | None) -> ModelLimits:
         """Return the limits of a request with a KV policy (None: without one) that asks for `max_tokens` output tokens.
@@ -68,26 +76,45 @@ def check_total(num_tokens: int, num_choices: int, limits: ModelLimits, *, param
         )
 
 
-def check_length(num_prompt_tokens: int, max_tokens: int | None, limits: ModelLimits, *, param: str) -> None:
-    """Check that a prompt, and as many output tokens as the request asks for, fit the model's length.
+def check_length(
+    num_prompt_tokens: int, max_tokens: int | None, limits: ModelLimits, *, param: str, at_least: bool = False
+) -> None:
+    """Check that a prompt, and as many output tokens as the request asks for, fit the model's length. Raises PromptTooLong.
 
-    A KV policy lets the output alone run past it: what a prompt costs before its first token stays bounded by the model's length.
-
-    Raises:
-        PromptTooLong: they do not fit.
+    `at_least`: the prompt is not tokenised yet, and has that many tokens or more.
     """
-    if num_prompt_tokens >= limits.max_model_len:
+    max_model_len = limits.longest
+    if num_prompt_tokens >= limits.longest_prompt:
         raise PromptTooLong(
-            f"The prompt has {num_prompt_tokens} tokens, the model's maximum context length is {limits.max_model_len} tokens "
-            f"(prompt and output together); shorten the prompt.",
+            f"The prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens, the model's maximum context length is "
+            f"{limits.longest_prompt} tokens (prompt and output together); shorten the prompt.",
             param=param,
         )
-    max_model_len = limits.longest
     if max_tokens is not None and num_prompt_tokens + max_tokens > max_model_len:
         raise PromptTooLong(
             f"The prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, the model's maximum context "
             f"length is {max_model_len} tokens; shorten the prompt, or ask for at most "
             f"{max_model_len - num_prompt_tokens} tokens.",
+            param=param,
+        )
+
+
+def check_tokenize_bytes(num_bytes: int, limits: ModelLimits, *, param: str) -> None:
+    """Check the length of a text whose tokens are asked for, before it is encoded. Raises RequestError."""
+    most = max(MAX_TOKENIZE_BYTES, limits.max_model_len * LONG_TOKEN_BYTES)
+    if num_bytes > most:
+        raise RequestError(
+            f"{param} has {num_bytes:,} bytes of text; at most {most:,} are tokenised at once. Send it in parts.",
+            param=param,
+        )
+
+
+def check_tokenize_tokens(num_tokens: int, limits: ModelLimits, *, param: str, at_least: bool = False) -> None:
+    """Check the number of tokens that a response of /tokenize would list. Raises PromptTooLong."""
+    most = max(MAX_TOKENIZE_BYTES, limits.max_model_len)
+    if num_tokens > most:
+        raise PromptTooLong(
+            f"{param} has {'at least ' if at_least else ''}{num_tokens:,} tokens; at most {most:,} are listed at once.",
             param=param,
         )
 

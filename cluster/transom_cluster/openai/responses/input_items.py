@@ -114,7 +114,7 @@ def read_messages(text: Raw, *, instructions: str | None, warnings: list[str]) -
         chat.add_system(instructions)
     if bytes(memoryview(text)[:1]) == b'"':
         chat.messages.append({"role": "user", "content": decode_field(_TEXT, text, "input")})
-        return chat.messages
+        return chat.joined()
     items = decode_field(_ITEMS, text, "input")
     if not items:
         raise RequestError("input is an empty list; send at least one item.", param="input")
@@ -126,15 +126,24 @@ def read_messages(text: Raw, *, instructions: str | None, warnings: list[str]) -
         chat.add_item(item, f"input[{index}]")
     if not chat.messages:
         raise RequestError("input has no item that the model could read; send a message.", param="input")
-    return chat.messages
+    return chat.joined()
 
 
 @dataclass(slots=True)
 class _Chat:
-    """The messages so far."""
+    """The messages so far. Texts of several items that become one are lists until `joined`: each is copied once."""
 
     warnings: list[str]
     messages: list[Message] = field(default_factory=list)
+
+    def joined(self) -> list[Message]:
+        """Return the messages, with their texts joined."""
+        for message in self.messages:
+            if message["role"] == "system":
+                message["content"] = "\n\n".join(message["content"])
+            elif "reasoning_content" in message:
+                message["reasoning_content"] = "".join(message["reasoning_content"])
+        return self.messages
 
     def add_item(self, text: Raw, path: str) -> None:
         """Add one item, or name it in the warnings."""
@@ -161,9 +170,9 @@ class _Chat:
     def add_system(self, text: str) -> None:
         """Add a system message; at the beginning it joins the one that is there."""
         if self.messages and self.messages[-1]["role"] == "system" and len(self.messages) == 1:
-            self.messages[0]["content"] += "\n\n" + text
+            self.messages[0]["content"].append(text)
         else:
-            self.messages.append({"role": "system", "content": text})
+            self.messages.append({"role": "system", "content": [text]})
 
     def _add_message(self, item: _Message, path: str) -> None:
         if item.role not in _ROLES:
@@ -187,8 +196,7 @@ class _Chat:
             text = decoded or ""
         text = text or _text(item.summary or [], f"{path}.summary")
         if text:
-            turn = self._turn(_has_not_spoken)
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+            self._turn(_has_not_spoken).setdefault("reasoning_content", []).append(text)
 
     def _add_call(self, item: _FunctionCall | _CustomToolCall, arguments: str) -> None:
         turn, tool = self._turn(lambda last: True), ToolName(name=item.name, namespace=item.namespace)

@@ -1,0 +1,66 @@
+"""`SharedPages`: pages of metrics that are collected about once a second, however many clients ask for them.
+
+A page costs every process some milliseconds, and the router that merges them some tens. So each page has a token bucket: a
+collection takes a token, and a second brings one back. Without a token, callers get the page of the last collection, which is a
+second old at most. Callers that come while a collection runs wait for it.
+
+Example: Prometheus asks every 15 s and always gets a new page. Of 35 requests a second, one makes a collection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Hashable
+from typing import Any
+
+from transom_cluster.router.background_tasks import BackgroundTasks
+
+COLLECTIONS_PER_S = 1.0
+MAX_BURST = 5.0  # collections one after the other, of a page that was not asked for in the last seconds
+
+
+class SharedPages:
+    """The last pages, by a key that names the processes and the format. All calls come from one event loop."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._tasks = BackgroundTasks()
+        self._pages: dict[Hashable, _Page] = {}
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    async def get(self, key: Hashable, collect: Callable[[], Coroutine[Any, Any, str]]) -> str:
+        """Return the page, which `collect` makes if it is time for a new one. Its error is raised for all who wait."""
+        now_s = self._clock()
+        self._forget_full(now_s)
+        page = self._pages.setdefault(key, _Page(now_s))
+        page.refill(now_s)
+        if page.task is None or (page.task.done() and page.tokens >= 1):
+            page.tokens -= 1
+            page.task = self._tasks.spawn(collect())
+        return await asyncio.shield(page.task)  # which goes on if this caller leaves
+
+    def _forget_full(self, now_s: float) -> None:
+        """Forget pages whose buckets are full again: so long ago was the last collection."""
+        for key, page in list(self._pages.items()):
+            page.refill(now_s)
+            if page.tokens >= MAX_BURST and (page.task is None or page.task.done()):
+                del self._pages[key]
+
+
+class _Page:
+    """One page's bucket, and its last collection or the one that runs."""
+
+    __slots__ = ("refilled_s", "task", "tokens")
+
+    def __init__(self, now_s: float) -> None:
+        self.task: asyncio.Task[str] | None = None
+        self.tokens = MAX_BURST
+        self.refilled_s = now_s
+
+    def refill(self, now_s: float) -> None:
+        """Bring the bucket up to date."""
+        self.tokens = min(MAX_BURST, self.tokens + (now_s - self.refilled_s) * COLLECTIONS_PER_S)
+        self.refilled_s = now_s
