@@ -68,7 +68,10 @@ class _Handler(BaseHTTPRequestHandler):
         hub, path = self.server, unquote(urlsplit(self.path).path)
         if hub.is_down:
             self._send(503, b"")
-        elif path in (f"/api/models/{hub.hub_id}", f"/api/models/{hub.hub_id}/revision/main"):
+        elif path in (
+            f"/api/models/{hub.hub_id}",
+            *(f"/api/models/{hub.hub_id}/revision/{one}" for one in ("main", COMMIT)),
+        ):
             siblings = [{"rfilename": name} for name in hub.files]
             self._send_json({"id": hub.hub_id, "modelId": hub.hub_id, "sha": COMMIT, "siblings": siblings})
         elif path == f"/api/models/{hub.hub_id}/tree/{COMMIT}":
@@ -77,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_file(path.removeprefix(prefix), with_body=with_body)
         else:
             self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound" if "/resolve/" in path else "RepoNotFound")
+            self.send_header("X-Error-Code", _missing(path))
             self.send_header("Content-Length", "0")
             self.end_headers()
 
@@ -113,6 +116,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
+
+
+def _missing(path: str) -> str:
+    """The hub's name for what is not there."""
+    return "EntryNotFound" if "/resolve/" in path else "RevisionNotFound" if "/revision/" in path else "RepoNotFound"
 
 
 def _entry(name: str, content: bytes) -> dict[str, object]:

@@ -33,6 +33,7 @@ from transom_cluster.serve.worker_resources import (
 )
 from transom_core.config import CoreShare, EngineConfig
 from transom_core.errors import ConfigError
+from transom_core.model_files.resolve import with_commit
 from transom_core.settings.settings import Settings
 
 WORKER = "Worker"
@@ -47,7 +48,7 @@ MAX_ONGOING_REQUESTS = 10_000
 HEALTH_CHECK_PERIOD_S = 1.0  # within this time Serve's controller notices a dead replica
 HEALTH_CHECK_TIMEOUT_S = 10.0  # a replica that imports modules or tokenises a huge prompt is slow, not dead
 CPU_TARGET_STEP_S = 0.2
-WORKER_DRAIN_S = 60.0  # requests that still run after this time migrate to another worker
+WORKER_DRAIN_S = 330.0  # longer than routers leave requests there, at most (`RouterTimings.last_drain_s`)
 ROUTER_DRAIN_S = 300.0  # a client's connection cannot migrate to another router
 SURGE_PERCENT = 1  # a redeploy starts one new replica before it stops an old one; Serve rounds up
 
@@ -126,7 +127,7 @@ def _bind_app(settings: Mapping[str, Any], *, inherits_environment: bool) -> ser
     for name, place in SERVE_PROXY_SETTINGS.items():
         if name in settings:
             raise ConfigError(f"{name} is a setting of Serve's proxies, not of the app; use {place} instead.")
-    checked = Settings.parse(**settings)
+    checked = _with_commit(Settings.parse(**settings))
     check_api_keys(checked)
     machines, groups = ClusterResources.now(), checked.groups()
     names = worker_names(checked)
@@ -141,7 +142,14 @@ def _bind_app(settings: Mapping[str, Any], *, inherits_environment: bool) -> ser
         model_name = checked.server_config().served_model_name
         workers.append(worker_deployment(own, resources, name=name).bind(config, model_name, names))
     first, *further = workers
-    return router_deployment(checked).bind(dict(settings), first, *([further] if further else []))
+    named = {"model": checked.model, "served_model_name": checked.served_model_name}
+    return router_deployment(checked).bind({**settings, **named}, first, *([further] if further else []))
+
+
+def _with_commit(settings: Settings) -> Settings:
+    """Return settings whose model means the same files at every start of a worker, even if its repository gets a newer commit."""
+    name = settings.server_config().served_model_name
+    return settings.model_copy(update={"model": with_commit(settings.model), "served_model_name": name})
 
 
 def worker_names(settings: Settings) -> tuple[str, ...]:

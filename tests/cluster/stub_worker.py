@@ -42,6 +42,7 @@ CACHE_SHAPE = CacheShape(
 class ByteTokenizer:
     """One token a byte."""
 
+    digest = ""
     has_chat_template = True
     chat_template = "{{ messages }}"
     template_knows_tools = False
@@ -134,6 +135,9 @@ class StubWorker:
     num_silent: int = 0  # attempts that have brought `max_events`
     is_dead: bool = False
     load: WorkerLoad = field(default_factory=lambda: WorkerLoad(max_num_seqs=1000))
+    identity: str = ""
+    tokenizer_digest: str = ""
+    loaded_at_s: float = 0.0
     role: WorkerRole = "both"
     can_fetch: bool = False
     watch_failure: Exception | None = None
@@ -197,7 +201,9 @@ class StubWorker:
             worker=self.worker,
             max_model_len=MAX_MODEL_LEN,
             vocab_size=VOCAB_SIZE,
-            cache=CACHE_SHAPE,
+            cache=replace(CACHE_SHAPE, identity=self.identity),
+            tokenizer=self.tokenizer_digest,
+            loaded_at_s=self.loaded_at_s,
             kv_groups=self.kv_groups,
             role=self.role,
             block_bytes=(64,),

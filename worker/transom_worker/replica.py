@@ -66,7 +66,7 @@ class WorkerReplica:
         ends, since nothing else ends a thread that hangs.
         """
         show_logs(config.log_format, f"worker/{worker}")
-        begin_s = time.perf_counter()
+        begin_s, self._loaded_at_s = time.perf_counter(), time.time()
         if config.ranks.size == 1:  # several ranks divide the cores themselves
             keep_to_share(config.core_share)
         self.engine = engine or call_on_thread(lambda: build_engine(config, model_name=model_name, worker=worker))
@@ -81,7 +81,7 @@ class WorkerReplica:
         on_hang = _end_process if ends_process else lambda: None
         self._thread = EngineThread(self.engine, self._deliver, on_hang=on_hang, ends_process=ends_process)
         self.block_map = BlockMap(
-            WorkerIdentity(worker, model_name or config.model.model),
+            WorkerIdentity(worker, model_name or config.model.model, self.engine.info.identity),
             self.engine.scheduler,
             self.engine.block_map_log,
             self._on_engine,
@@ -178,6 +178,8 @@ class WorkerReplica:
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             cache=self.engine.scheduler.cache.shape,
+            tokenizer=self.engine.tokenizer.digest,
+            loaded_at_s=self._loaded_at_s,
             kv_groups=tuple(
                 KvGroupInfo(name=group.name, dtype=group.dtype, bytes_per_token=group.bytes_per_token)
                 for group in info.plan.groups

@@ -50,7 +50,10 @@ def print_plan(plan: CachePlan, model: str, console: Console | None = None, *, k
 
 
 def readable(num_bytes: int) -> str:
-    """Bytes in the largest unit that they fill, such as 1.25 GiB."""
+    """Return a number of bytes in the largest unit that it fills, such as 1.25 GiB.
+
+    `bit_length() - 1` is the base-2 logarithm rounded down, and each unit is 2**10 of the unit before it.
+    """
     power = min(max(0, num_bytes.bit_length() - 1) // 10, len(UNITS) - 1)
     return f"{num_bytes / 1024**power:,.{2 if power else 0}f} {UNITS[power]}"
 

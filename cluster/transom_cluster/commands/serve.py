@@ -1,5 +1,8 @@
-"""`transom serve`: starts a server on this machine, prints its address, and ends it: at once on Ctrl-C, after running requests on
-SIGTERM. With a disk tier the workers first write what is cached; another signal ends that, too."""
+"""`transom serve`: starts a server on this machine, prints its address, and waits for a signal.
+
+Ctrl-C stops the server at once. SIGTERM stops it after the running requests have ended. If there is a disk tier, the workers write
+their KV caches to it before they stop. A second signal stops the server at once in both cases.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,20 @@ from transom_core.errors import TransomError
 from transom_core.settings.settings import Settings
 
 START_FAILED = 1
-INTERRUPTED = 130
+INTERRUPTED = 130  # 128 + SIGINT, the exit code that shells use
 READY_TIMEOUT_S = 60.0
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived: running requests may end first."""
+    """SIGTERM arrived: the server stops after the running requests have ended."""
 
 
 def run_server(settings: Settings, given: dict[str, Any]) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code.
 
-    After SIGTERM the server waits for running requests; another signal ends them at once. `given` has the settings that the user
-    gave, in the form that `build_app` takes.
+    After SIGTERM the server waits for the running requests; a second signal stops it at once. `given` has the settings that the
+    user gave, in the form that `build_app` takes.
     """
     begin_s = time.perf_counter()
     for number in ENDING_SIGNALS:
@@ -63,7 +66,7 @@ def run_server(settings: Settings, given: dict[str, Any]) -> int:
         return START_FAILED
     finally:
         for number in ENDING_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must leave no process
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not interrupt `cluster.stop`
         if is_serving:
             typer.echo("\nStopping.")
         cluster.stop()
@@ -77,10 +80,10 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 def _wait_for_first_response(cluster: LocalRay, config: ServerConfig) -> list[dict[str, Any]]:
     """Wait for a router, then for one generated token, and return the workers' descriptions of themselves.
 
-    The router queues the request until there is a worker, and has one started if autoscaling has stopped all idle ones already.
+    The router queues the request until there is a worker, and starts one if autoscaling has already stopped all idle workers.
 
     Raises:
-        StartFailed: no response came in time, or an error came.
+        StartFailed: no router answered in time, or the first request failed.
     """
     keys = current_keys(config)
     headers = {b"authorization": f"Bearer {keys[0]}".encode()} if keys else {}
@@ -92,7 +95,10 @@ def _wait_for_first_response(cluster: LocalRay, config: ServerConfig) -> list[di
             if time.monotonic() > deadline_s:
                 raise StartFailed(f"No router answered within {READY_TIMEOUT_S:.0f} s.")
             time.sleep(0.05)
-        response = client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 1, "temperature": 0})
+        try:
+            response = client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 1, "temperature": 0})
+        except httpx.TransportError as error:
+            raise StartFailed(f"The first request got no response: {type(error).__name__}: {error}") from error
         if response.status_code != 200:
             raise StartFailed(f"The first request failed with status {response.status_code}: {response.text}")
         workers: list[dict[str, Any]] = client.get("/").json()["workers"]
@@ -100,7 +106,7 @@ def _wait_for_first_response(cluster: LocalRay, config: ServerConfig) -> list[di
 
 
 def _router_answers(client: httpx.Client) -> bool:
-    """Whether a router answers /health, and not the proxy that has no router yet."""
+    """Return whether a router answers /health. Before there is a router, Ray Serve's proxy answers, without a `status`."""
     try:
         return "status" in client.get("/health").json()
     except (httpx.TransportError, ValueError):

@@ -77,6 +77,7 @@ class GenerationResponse(Response):
                     await self._send_stream(output, scope, send)
                 else:
                     await self._collect(output)
+                    self._writer.identity = output.identity or ""
                     await self._send_body(send)
             finally:
                 self._router.metrics.answers.answered(self._writer.readers)
@@ -111,6 +112,7 @@ class GenerationResponse(Response):
             if event.error is not None:
                 raise event.error.error()
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS + self._more_headers})
+        self._writer.identity = output.identity or ""
         self._router.metrics.open_streams.inc()
         try:
             await self._send_chunks(output, first, scope, send)

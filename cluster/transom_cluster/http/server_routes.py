@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response
 
 from transom_cluster.openai.answer.response_types import Health, ModelCard, ModelList
+from transom_cluster.openai.answer.writers import system_fingerprint
 from transom_cluster.router.router import Router
 from transom_cluster.router.worker_pool import describe_connection
 from transom_core import __version__
@@ -51,7 +52,8 @@ def _add_model_routes(api: FastAPI, router: Router) -> None:
 
     def model_card() -> ModelCard:
         limits = router.limits.last_known
-        info = next((one.info for one in router.connections.values() if one.info is not None), None)
+        newest = next(iter(router.served.values()), list(router.connections.values()))
+        info = next((one.info for one in newest if one.info is not None), None)
         groups = () if info is None else info.kv_groups
         return {
             "id": name,
@@ -64,6 +66,10 @@ def _add_model_routes(api: FastAPI, router: Router) -> None:
             "kv_cache": [
                 {"group": group.name, "dtype": group.dtype, "bytes_per_token": group.bytes_per_token}
                 for group in groups
+            ],
+            "versions": [
+                {"system_fingerprint": system_fingerprint(identity), "identity": identity, "workers": len(workers)}
+                for identity, workers in router.served.items()
             ],
         }
 

@@ -146,10 +146,11 @@ class InFlightRequest:
         self.num_new_tokens = 0
         return self.attempt
 
-    def place(self, decision: PlacementDecision, *, policy: str) -> None:
-        """Give the attempt to the worker that the routing policy chose, with what it may fetch from where."""
+    def place(self, decision: PlacementDecision, *, policy: str, identity: str = "") -> None:
+        """Give the attempt to the worker of this `identity` that the routing policy chose, with what it may fetch from where."""
         self._move(AttemptState.PLACED)
         self.worker_id = decision.worker_id
+        self.output.placed(identity)
         if decision.source is not None or decision.is_prefill_only:
             self.attempt = replace(self.attempt, prefix_source=decision.source, prefill_only=decision.is_prefill_only)
         self.events.report(
@@ -186,6 +187,8 @@ class InFlightRequest:
 
     def leave_worker(self) -> None:
         """Note that no worker has the request any more."""
+        if self.worker_id is not None:
+            self.output.left_worker()
         self.worker_id = None
         if self.state not in (AttemptState.WAITING, AttemptState.ENDED):
             self._move(AttemptState.WAITING)

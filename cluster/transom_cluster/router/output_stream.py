@@ -19,11 +19,16 @@ MAX_JOINED_TOKENS = 1024
 class OutputStream:
     """The events of one HTTP request's choices, in order of arrival. One task at a time may wait in `admitted` or `next`.
 
-    `num_unfinished` counts the choices whose last event `next` has not returned yet.
+    `num_unfinished` counts the choices whose last event `next` has not returned yet. `identity` is that of the model that computes
+    the answer (`identities`): None until a choice is placed at a worker, and again if no worker has a choice and none has put out
+    anything.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.num_unfinished = len(requests)
+        self.identity: str | None = None
+        self._num_placed = 0  # choices that a worker has
+        self._has_begun = False  # a choice has put something out
         self._num_choices = len(requests)
         self._num_unadmitted = len(requests)
         self._refusal: Exception | None = None
@@ -33,11 +38,24 @@ class OutputStream:
 
     def put(self, index: int, event: OutputEvent) -> None:
         """Add an event of choice `index` and wake the reader."""
+        self._has_begun = True
         self._events.append((index, event))
         if len(self._events) > self._max_events:
             self._events = _joined_by_choice(self._events)
             self._max_events = len(self._events) + MAX_BUFFERED
         self._wake()
+
+    def placed(self, identity: str) -> None:
+        """Note that a worker of this identity has one more choice."""
+        assert self.identity in (None, identity)
+        self.identity = identity
+        self._num_placed += 1
+
+    def left_worker(self) -> None:
+        """Note that a worker has one choice less."""
+        self._num_placed -= 1
+        if not self._num_placed and not self._has_begun:
+            self.identity = None
 
     def admit(self) -> None:
         """Note that a worker has accepted one more choice."""

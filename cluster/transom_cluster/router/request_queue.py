@@ -6,6 +6,7 @@ may take waits in the queue.
 A worker may take a request unless
 
 - it is not connected, or it drains;
+- it has another model than the one that began the answer (`identities`);
 - it refused the request since the last retry (every `RouterTimings.retry_s`);
 - it is in **cooldown**: it answered a submission with `WorkerLost` less than `RouterTimings.cooldown_s` ago, and other workers are
   connected;
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from transom_cluster.router.background_tasks import BackgroundTasks
+from transom_cluster.router.identities import is_gone, model_gone, of_one_identity
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import NO_WORKER
 from transom_cluster.router.quarantine import Quarantine
@@ -143,6 +145,7 @@ class RequestQueue:
         """
         groups: dict[str, list[tuple[InFlightRequest, Request]]] = {}
         available = self._available()
+        identities = {one.identity for one in available}
         refusing = self._refusing if self._waiting else set()
         for request in requests:
             if request.has_ended:
@@ -150,6 +153,8 @@ class RequestQueue:
                 continue
             refused = request.refusals if request in self._waiting else request.refusals.keys() | refusing
             willing = [one for one in available if one.worker_id not in refused]
+            if len(identities) > 1 or request.output.identity is not None:
+                willing = of_one_identity(willing, request.output.identity)
             allowed = self.quarantine.allowed(request, willing)
             if allowed:
                 self._waiting.pop(request, None)
@@ -160,6 +165,9 @@ class RequestQueue:
                     request.fail(error)
                     continue
                 groups.setdefault(worker_id, []).append((request, request.attempt))
+            elif (pinned := request.output.identity) is not None and is_gone(pinned, self._connections):
+                self._waiting.pop(request, None)
+                self.give_up(request, "gave_up", model_gone())
             else:
                 self._wait(request, is_quarantined=bool(willing), is_refused=bool(available))
         for worker_id, group in groups.items():
@@ -173,12 +181,13 @@ class RequestQueue:
         return [one for one in connected if one.cooldown_until_s <= now_s] or connected
 
     def _assign(self, request: InFlightRequest, worker_ids: list[str], available: Iterable[WorkerConnection]) -> str:
-        """Let the routing policy choose one of the workers. Prefixes may come from all that are `available`, but for those that a
-        suspect may end at any moment."""
+        """Let the routing policy choose one of the workers, which have one identity. Prefixes may come from all workers of it that
+        are `available`, but for those that a suspect may end at any moment."""
         attempt = request.begin_attempt()
-        sources = [one.worker_id for one in available if one.suspect is None]
+        identity = self._connections[worker_ids[0]].identity
+        sources = [one.worker_id for one in available if one.suspect is None and one.identity == identity]
         decision = self._placer.place(attempt, worker_ids, sources=sources)
-        request.place(decision, policy=self._placer.policy)
+        request.place(decision, policy=self._placer.policy, identity=identity)
         connection = self._connections[decision.worker_id]
         if request.record.is_suspect:
             connection.suspect = request

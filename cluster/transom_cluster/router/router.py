@@ -20,6 +20,7 @@ from zlib import crc32
 
 from transom_cluster.openai.answer.answer_markup import AnswerMarkup
 from transom_cluster.openai.answer.error_responses import unknown_model
+from transom_cluster.router.identities import by_identity
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import ModelLimitsTracker
 from transom_cluster.router.output_stream import OutputStream
@@ -122,6 +123,7 @@ class Router:
             events=events,
             metrics=self.metrics,
             timings=self.timings,
+            tokenizer=tokenizer.digest,
         )
         self._autoscaling = autoscaling
         self._running: dict[OutputStream, list[InFlightRequest]] = {}
@@ -133,6 +135,11 @@ class Router:
         """Whether the router takes requests: a worker's stream is open, and the router is not being stopped."""
         return not self.is_draining and any(connection.takes_requests for connection in self.connections.values())
 
+    @property
+    def served(self) -> dict[str, list[WorkerConnection]]:
+        """The workers that take requests, by the identity of their model, the newest first."""
+        return by_identity(one for one in self.connections.values() if one.takes_requests)
+
     def state(self) -> RouterState:
         """The numbers of requests and workers now, and the number of workers that the autoscaling policy would ask for."""
         workers_by_state = {"open": 0, "closed": 0, "draining": 0}
@@ -142,6 +149,7 @@ class Router:
             num_waiting=len(self.queue),
             num_tasks=_num_tasks(),
             workers_by_state=workers_by_state,
+            workers_by_identity={identity: len(workers) for identity, workers in self.served.items()},
             in_flight_by_worker={one.worker_id: len(one.in_flight) for one in self.connections.values()},
             desired_workers=None if self._autoscaling is None else self._desired_workers(self._autoscaling),
         )

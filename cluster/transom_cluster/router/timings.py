@@ -16,6 +16,7 @@ class RouterTimings:
     drain_s: float = (
         30.0  # running requests may continue for this time at a worker that drains, and at a router that stops
     )
+    last_drain_s: float = 300.0  # instead of `drain_s`, at a worker that is the last one with its model
     # After a request's deadline: a worker that enforces it itself answers within this time.
     deadline_grace_s: float = 0.25
 

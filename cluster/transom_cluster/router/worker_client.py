@@ -49,7 +49,7 @@ class WorkerClient(Protocol):
 
 def describe_worker(info: WorkerInfo) -> dict[str, Any]:
     """A worker as JSON values, its cache by the names of the cache groups."""
-    return {**asdict(info), "cache": [group.name for group in info.cache.groups]}
+    return {**asdict(info), "identity": info.identity, "cache": [group.name for group in info.cache.groups]}
 
 
 class WorkerDirectory(Protocol):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -37,6 +37,8 @@ logger = logging.getLogger("transom.router")
 
 T = TypeVar("T")
 Attempts = Sequence[tuple[InFlightRequest, Request]]
+
+DRAIN_LOOK_S = 1.0
 
 
 class ConnectionBroken(Exception):
@@ -75,7 +77,8 @@ class Lost:
 class WorkerConnection:
     """Keeps one worker's event stream open, submits attempts and receives their events. Runs on one event loop.
 
-    `suspect` and `cooldown_until_s` belong to the request queue, which decides what the worker gets.
+    `suspect` and `cooldown_until_s` belong to the request queue, which decides what the worker gets. `tokenizer` is the digest of
+    the router's tokenizer, empty where it does not matter.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class WorkerConnection:
         client: WorkerClient,
         router_id: str,
         timings: RouterTimings,
+        *,
+        tokenizer: str = "",
     ) -> None:
         self.worker_id = worker_id
         self.client = client
@@ -96,7 +101,7 @@ class WorkerConnection:
         self.is_open = False
         self.is_draining = False
         self.is_closing = False  # the router itself ends the stream
-        self._router_id = router_id
+        self._router_id, self._tokenizer = router_id, tokenizer
         self._timings = timings
         self._tasks = BackgroundTasks()
         self._calls: set[asyncio.Task[Any]] = set()  # cancelled when the stream breaks
@@ -108,7 +113,34 @@ class WorkerConnection:
     @property
     def takes_requests(self) -> bool:
         """Whether new requests may be sent here."""
-        return self.is_open and not self.is_draining
+        return self.is_open and not self.is_draining and self.speaks_our_tokens
+
+    @property
+    def speaks_our_tokens(self) -> bool:
+        """Whether the worker means the same by a token id as the router; while one model replaces another it may not."""
+        theirs = "" if self.info is None else self.info.tokenizer
+        return not theirs or not self._tokenizer or theirs == self._tokenizer
+
+    @property
+    def identity(self) -> str:
+        """The identity of the worker's model; empty where it is not known."""
+        return "" if self.info is None else self.info.identity
+
+    @property
+    def loaded_at_s(self) -> float:
+        """When the worker began to load its model."""
+        return 0.0 if self.info is None else self.info.loaded_at_s
+
+    @property
+    def max_num_seqs(self) -> int:
+        """How many requests the worker runs at once."""
+        return 1 if self.load is None else self.load.max_num_seqs
+
+    @property
+    def num_requests(self) -> int:
+        """The requests that the worker has: of all routers by its last report, or of this router if these are more."""
+        reported = 0 if self.load is None else self.load.num_running + self.load.num_waiting
+        return max(reported, len(self.in_flight))
 
     @property
     def state(self) -> Literal["open", "closed", "draining"]:
@@ -131,12 +163,19 @@ class WorkerConnection:
         """Cancel what the connection does. Nobody reads it any more."""
         await self._tasks.cancel()
 
-    async def drain(self, drain_s: float) -> Lost:
-        """Take no new attempts, and give running ones `drain_s` to end; the others cannot continue here."""
+    async def drain(self, *, has_another: Callable[[], bool]) -> Lost:
+        """Take no new attempts, and give running ones `drain_s` to end; the others cannot continue here.
+
+        While `has_another` says that no other worker could continue them, they may stay up to `last_drain_s`.
+        """
         self.is_draining = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(drain_s):
-                await self.in_flight.wait_until_empty()
+        begin_s = asyncio.get_running_loop().time()
+        for limit_s in (self._timings.drain_s, *self._further_drains_s()):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(begin_s + limit_s):
+                    await self.in_flight.wait_until_empty()
+            if not len(self.in_flight) or has_another():
+                break
         requests = self.in_flight.take_all()
         self._withdrawn |= self._submitting.intersection(request.attempt.request_id for request in requests)
         return Lost(requests, "moved")
@@ -169,6 +208,13 @@ class WorkerConnection:
             if withdrawn := self._withdrawn & request_ids:
                 self._withdrawn -= withdrawn
                 self.abort_soon(list(withdrawn))
+
+    def _further_drains_s(self) -> Iterator[float]:
+        """Seconds since the drain began at which to look again whether another worker has come."""
+        limit_s = self._timings.drain_s
+        while limit_s < self._timings.last_drain_s:
+            limit_s = min(limit_s + DRAIN_LOOK_S, self._timings.last_drain_s)
+            yield limit_s
 
     def withdraw(self, requests: Sequence[InFlightRequest]) -> None:
         """Abort attempts, those of a running submission after the submission has ended; returns at once."""

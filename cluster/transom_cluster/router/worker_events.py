@@ -101,6 +101,10 @@ class WorkerEvents:
         self._metrics.worker_changed("joined")
         open_limits = [one.limits for one in self._connections.values() if one.takes_requests]
         self._limits.update(limits for limits in open_limits if limits is not None)
+        if not connection.speaks_our_tokens:
+            logger.warning(
+                "Worker %s has another tokenizer than this router: it gets no requests from here.", connection.worker_id
+            )
         connection.cooldown_until_s = 0.0
         self._queue.place_soon()
 

@@ -2,7 +2,7 @@
 
 - **directory**: the workers that exist, as Ray Serve names them (`WorkerDirectory`).
 - **drain**: a worker that the directory no longer names gets no new requests. What runs there may end within
-  `RouterTimings.drain_s`; the rest migrates.
+  `RouterTimings.drain_s`; the rest migrates. If no other worker has its model, all may end there.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class WorkerPool:
         events: WorkerEvents,
         metrics: RouterMetrics,
         timings: RouterTimings,
+        tokenizer: str = "",
     ) -> None:
         self._directory = directory
         self._router_id = router_id
@@ -53,6 +54,7 @@ class WorkerPool:
         self._events = events
         self._metrics = metrics
         self._timings = timings
+        self._tokenizer = tokenizer  # the router's; workers with another one get no requests
         self._present: Mapping[str, WorkerClient] = {}  # as the directory said last
         self._tasks = BackgroundTasks()
         self._followers: dict[str, asyncio.Task[None]] = {}  # by worker id
@@ -88,15 +90,20 @@ class WorkerPool:
                 connection.is_draining = True
                 self._tasks.spawn(self._drain(connection))
 
+    def _has_another(self, identity: str) -> bool:
+        """Whether requests of this identity need not stay where they are: a worker takes them, or there is no worker at all."""
+        others = [one for one in self._connections.values() if one.takes_requests]
+        return not others or any(one.identity == identity for one in others)
+
     def _add(self, worker_id: str, client: WorkerClient) -> None:
-        connection = WorkerConnection(worker_id, client, self._router_id, self._timings)
+        connection = WorkerConnection(worker_id, client, self._router_id, self._timings, tokenizer=self._tokenizer)
         self._connections[worker_id] = connection
         self._followers[worker_id] = self._tasks.spawn(self._events.follow(connection))
         logger.info("Worker %s has appeared.", worker_id)
 
     async def _drain(self, connection: WorkerConnection) -> None:
         logger.info("Worker %s has disappeared (%d requests).", connection.worker_id, len(connection.in_flight))
-        moved = await connection.drain(self._timings.drain_s)
+        moved = await connection.drain(has_another=lambda: self._has_another(connection.identity))
         if moved.requests:
             request_ids = [request.attempt.request_id for request in moved.requests]
             self._events.handle(connection, moved)

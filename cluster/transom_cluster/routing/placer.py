@@ -225,7 +225,7 @@ class Placer:
         for equal in selection.by_cache:
             shape = equal.mirrors[0].shape
             if shape.enable_prefix_caching and request.reads_prefix_cache:
-                prompt = self._hashes.of(request, shape.block_size)
+                prompt = self._hashes.of(request, shape)
                 hits.put(equal.positions, self.index.find_hits(equal.mirrors, prompt, num_tokens, window_of(request)))
         return hits
 
@@ -233,7 +233,7 @@ class Placer:
         """The digest of the first hash block after the best hit, or of the last hash block; empty where the prompt has none."""
         if not (worker.mirror.shape.enable_prefix_caching and request.reads_prefix_cache):
             return b""
-        prompt = self._hashes.of(request, worker.mirror.shape.block_size)
+        prompt = self._hashes.of(request, worker.mirror.shape)
         return prompt.digest(min(hit_tokens // prompt.block_size, prompt.num_blocks - 1)) if prompt.num_blocks else b""
 
     def _key_position(self, key: bytes, selection: Selection, positions: npt.NDArray[np.int64]) -> int | None:

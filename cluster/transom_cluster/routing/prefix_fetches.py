@@ -102,9 +102,11 @@ def find_fetches(
 
 
 def has_equal_blocks(one: WorkerView, other: WorkerView) -> bool:
-    """Whether the blocks of two workers hold the same tokens of the same layers; ranks and number formats may differ."""
+    """Whether the blocks of two workers hold the same tokens of the same layers of the same model; their ranks may differ."""
     ours, theirs = one.mirror.shape, other.mirror.shape
-    return ours is theirs or (ours.groups == theirs.groups and ours.block_size == theirs.block_size)
+    if ours is theirs:
+        return True
+    return (ours.identity, ours.block_size, ours.groups) == (theirs.identity, theirs.block_size, theirs.groups)
 
 
 def window_of(request: Request) -> WindowPolicy | None:

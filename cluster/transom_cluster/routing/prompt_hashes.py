@@ -1,9 +1,10 @@
-"""Digests of prompts, computed as the workers compute them: once for all workers of one block size and for all choices of one
-prompt.
+"""Digests of prompts, computed as the workers compute them: once for all workers of one identity and block size and for all
+choices of one prompt.
 
 - **hash block**: `--block-size` tokens that are hashed together.
 - **digest**: the hash (BLAKE2b, 32 bytes) of the previous hash block's digest and this block's tokens; it names the block and all
-  tokens before it. Cache salt and KV policy are in the digest before the first one (`transom_core.kv_cache.hashing`).
+  tokens before it. The model's identity, cache salt and KV policy are in the digest before the first one
+  (`transom_core.kv_cache.hashing`).
 
 A prompt of 131,072 tokens has 8,192 hash blocks, which take 4 to 8 ms. A prompt that no worker has is not hashed to its end.
 """
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transom_core.contract import Request
+from transom_core.contract.kv_events import CacheShape
 from transom_core.kv_cache.hashing import DIGEST_BYTES, chain_root, extend_chain
 
 _DIGEST_WORDS = DIGEST_BYTES // 8
@@ -54,18 +56,19 @@ class PromptHashes:
     def __init__(self) -> None:
         self._token_ids: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         self._extra: tuple[str | None, str | None] = (None, None)  # salt, policy
-        self._by_block_size: dict[int, PromptChain] = {}
+        self._chains: dict[tuple[str, int], PromptChain] = {}  # by identity and block size
 
-    def of(self, request: Request, block_size: int) -> PromptChain:
-        """The chain of a request's full hash blocks; the output of earlier attempts counts as part of the prompt."""
+    def of(self, request: Request, shape: CacheShape) -> PromptChain:
+        """The chain of a request's full hash blocks as workers with this cache have it; the output of earlier attempts counts as
+        part of the prompt."""
         token_ids = (request.prompt_token_ids, request.resumed_output_ids)
         extra = request.cache_salt, None if request.kv_policy is None else request.kv_policy.text
         if extra != self._extra or any(a is not b for a, b in zip(token_ids, self._token_ids, strict=True)):
-            self._token_ids, self._extra, self._by_block_size = token_ids, extra, {}
-        chain = self._by_block_size.get(block_size)
+            self._token_ids, self._extra, self._chains = token_ids, extra, {}
+        chain = self._chains.get((shape.identity, shape.block_size))
         if chain is None:
             salt, policy = extra
-            root = chain_root(block_size, cache_salt=salt, kv_policy=policy)
-            chain = PromptChain(request.prompt_token_ids + request.resumed_output_ids, root, block_size)
-            self._by_block_size[block_size] = chain
+            root = chain_root(shape.block_size, identity=shape.identity, cache_salt=salt, kv_policy=policy)
+            chain = PromptChain(request.prompt_token_ids + request.resumed_output_ids, root, shape.block_size)
+            self._chains[shape.identity, shape.block_size] = chain
         return chain

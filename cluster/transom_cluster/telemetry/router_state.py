@@ -4,7 +4,7 @@ runs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -24,6 +24,7 @@ class RouterState:
     num_tasks: int
     workers_by_state: Mapping[str, int]
     in_flight_by_worker: Mapping[str, int]
+    workers_by_identity: Mapping[str, int] = field(default_factory=dict)  # of those that take requests
     desired_workers: int | None = None
 
 
@@ -58,6 +59,12 @@ class StateCollector(Collector):
             "Workers by state: open, closed (starting or lost), draining.",
             ("state",),
             [((name,), count) for name, count in state.workers_by_state.items()],
+        )
+        yield self._own.gauges(
+            "transom_router_model_workers",
+            "Workers that take requests, by the identity of their model; several identities while one model replaces another.",
+            ("identity",),
+            [((identity,), count) for identity, count in state.workers_by_identity.items()],
         )
         yield self._own.gauges(
             "transom_router_in_flight_requests",

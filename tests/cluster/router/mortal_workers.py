@@ -68,14 +68,21 @@ class Mortal:
 
 
 class Workers:
-    """A directory of these for good."""
+    """A directory of these, until they are removed."""
 
     def __init__(self, *workers: Mortal) -> None:
         self._workers = {f"w{i}": worker for i, worker in enumerate(workers)}
+        self._changed = asyncio.Event()
 
     async def changes(self) -> AsyncGenerator[Mapping[str, Any], None]:
-        yield self._workers
-        await asyncio.Event().wait()
+        while True:
+            self._changed.clear()
+            yield dict(self._workers)
+            await self._changed.wait()
+
+    def remove(self, name: str) -> None:
+        del self._workers[name]
+        self._changed.set()
 
     def wake(self) -> None:
         """There is no worker to wake."""

@@ -309,6 +309,6 @@ def predict(index: FleetPrefixIndex, mirror: PrefixIndexMirror, item: Request) -
         return Prediction(0, 0)
     window = policy if isinstance(policy, WindowPolicy) else None
     num_tokens = item.num_prompt_tokens + len(item.resumed_output_ids)
-    hits = index.find_hits([mirror], PromptHashes().of(item, mirror.shape.block_size), num_tokens, window)
+    hits = index.find_hits([mirror], PromptHashes().of(item, mirror.shape), num_tokens, window)
     start, device_start = (min(int(found[0]), item.num_prompt_tokens) for found in (hits.start, hits.device_start))
     return Prediction(start, start - device_start)

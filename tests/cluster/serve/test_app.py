@@ -43,6 +43,17 @@ def test_the_disaggregated_yaml_has_workers_of_two_roles():
     assert [one.core_share.index for one in configs] == [0, deployments[0].num_replicas]
 
 
+def test_routers_and_all_workers_get_the_commit_that_a_model_means_now(monkeypatch):
+    """A worker that starts later would get a newer one, and compute something else."""
+    monkeypatch.setattr(app, "with_commit", lambda name: f"{name}@abc")
+    built = app.build_app({"model": "org/name", "worker_group": [{"role": "prefill"}]})._bound_deployment.init_args
+    settings, first, (second,) = built
+    assert (settings["model"], settings["served_model_name"]) == ("org/name@abc", "org/name")
+    for worker in (first, second):
+        config, model_name, _ = worker._bound_deployment.init_args
+        assert (config.model.model, model_name) == ("org/name@abc", "org/name")
+
+
 @pytest.mark.parametrize(
     ("group", "message"),
     [

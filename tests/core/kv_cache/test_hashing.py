@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,7 +10,7 @@ from transom_core.kv_cache.hashing import chain_root, extend_chain
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
-def chain(token_ids: list[int], block_size: int = 4, **extra: str | None) -> list[bytes]:
+def chain(token_ids: list[int], block_size: int = 4, **extra: Any) -> list[bytes]:
     digests: list[bytes] = []
     extend_chain(digests, chain_root(block_size, **extra), token_ids, block_size)
     return digests
@@ -32,10 +34,11 @@ def test_digests_agree_exactly_on_common_prefixes(shared: list[int], a: list[int
         assert (x == y) == (a[: 4 * i + 4] == b[: 4 * i + 4])
 
 
-def test_salt_policy_and_block_size_give_different_chains() -> None:
+def test_identity_salt_policy_and_block_size_give_different_chains() -> None:
     tokens = list(range(8))
     chains = [
         chain(tokens),
+        chain(tokens, identity="a"),
         chain(tokens, cache_salt="a"),
         chain(tokens, kv_policy="a"),
         chain(tokens, cache_salt=""),
@@ -48,4 +51,4 @@ def test_salt_policy_and_block_size_give_different_chains() -> None:
 
 def test_digests_never_change() -> None:
     """Routers and workers of different versions must agree: a change here needs a new format name."""
-    assert chain([1, 2, 3, 4])[0].hex()[:16] == "bc35c8ee7788b8c4"
+    assert chain([1, 2, 3, 4])[0].hex()[:16] == "568ef38e94ebfa47"

@@ -11,10 +11,10 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from tests.hub_server import HubServer, hub_server
+from tests.hub_server import COMMIT, HubServer, hub_server
 from transom_core.errors import ModelError
 from transom_core.model_files import hub
-from transom_core.model_files.resolve import resolve_config, resolve_model, resolve_text_files
+from transom_core.model_files.resolve import resolve_config, resolve_model, resolve_text_files, with_commit
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = {"weight_map": {"a": SHARDS[0], "b": SHARDS[1], "c": SHARDS[0]}}
@@ -70,6 +70,21 @@ def test_a_router_downloads_no_weights(gpt_oss: HubServer) -> None:
     files = resolve_text_files("org/name")
     assert (files.config["model_type"], files.is_gguf) == ("llama", False)
     assert gpt_oss.num_bytes == {name: len(content) for name, content in TEXT.items()}
+
+
+def test_an_id_gets_its_commit_once_and_keeps_it(gpt_oss: HubServer) -> None:
+    name = with_commit("org/name")
+    assert (name, with_commit(name)) == (f"org/name@{COMMIT}",) * 2
+    assert list(gpt_oss.num_bytes) == ["config.json"]
+    assert resolve_model(name).path.name == COMMIT
+    assert resolve_config(name) == {"model_type": "llama"}
+    with pytest.raises(ModelError, match="org/name has no revision 'v9'"):
+        resolve_text_files("org/name@v9")
+
+
+@pytest.mark.parametrize("name", ["smollm2", ".", "no-such-model"])
+def test_other_names_have_no_commit(name: str) -> None:
+    assert with_commit(name) == name
 
 
 def test_a_config_alone_is_one_file(gpt_oss: HubServer) -> None:

@@ -261,7 +261,7 @@ def test_a_missing_file_is_tried_once(tiny_model: Path, tmp_path: Path, fast_rea
     num_files = index.num_blocks
     assert num_files == len(list(tmp_path.rglob("*.kv")))
     chain: list[bytes] = []
-    extend_chain(chain, chain_root(8), prompts(1)[0], 8)
+    extend_chain(chain, chain_root(8, identity=engine.info.identity), prompts(1)[0], 8)
     (path,) = tmp_path.rglob(f"{chain[4].hex()}-0.kv")
     path.unlink()
     requests = [make_request(f"again {number}", prompts(1)[0], max_tokens=6) for number in range(3)]

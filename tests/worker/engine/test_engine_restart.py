@@ -3,6 +3,7 @@ not start."""
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,6 +136,25 @@ def test_ranks_that_do_not_start_again_end_the_engine(engine: Engine, refusal: E
         engine.add(make_request("late", PROMPT))
     assert not engine.is_restarting
     assert not engine.has_work
+
+
+@pytest.mark.usefixtures("fragile_ranks")
+def test_ranks_that_start_again_with_other_files_end_the_engine(tiny_model: Path, tmp_path: Path) -> None:
+    """Routers know the worker by the identity that it began with; the worker that replaces it has its own."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    engine = make_engine(str(folder), executor=Fragile)
+    engine.add(make_request("r", PROMPT))
+    weights = folder / "model.safetensors"
+
+    def change() -> None:
+        weights.write_bytes(weights.read_bytes()[:-2] + b"xx")
+
+    executor_of(engine).lose_after, executor_of(engine).before_restart = 0, change
+    engine.step()
+    engine.step()
+    assert isinstance(engine.dead, EngineDead)
+    assert "files have changed" in str(engine.dead)
+    engine.shutdown()
 
 
 def test_ranks_that_end_after_their_engine_are_no_work(engine: Engine) -> None:

@@ -159,7 +159,7 @@ def test_an_engine_that_waits_for_an_export_sleeps_until_it_ends(tiny_model: Pat
 
     def export() -> BlockExport | None:
         chain: list[bytes] = []
-        extend_chain(chain, chain_root(8), prompt, 8)
+        extend_chain(chain, chain_root(8, identity=cache.identity), prompt, 8)
         return cache.tiers.exports.begin(chain, cache.find(chain, len(prompt)))
 
     opened = thread.call(export).result(WAIT_S)

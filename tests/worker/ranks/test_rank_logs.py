@@ -32,9 +32,9 @@ import logging, threading, warnings
 from transom_worker.execution.ranks import rank_main
 
 class Setup(rank_main.ModelSetup):
-    def allocate(self, pool_bytes):
+    def allocate(self, pool_bytes, contents):
         {}
-        return super().allocate(pool_bytes)
+        return super().allocate(pool_bytes, contents)
 
 rank_main.ModelSetup = Setup
 rank_main.main()

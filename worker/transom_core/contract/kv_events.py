@@ -41,7 +41,11 @@ class KvUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """The settings of a worker's cache that a mirror needs, besides the index, to search as the worker does."""
+    """The settings of a worker's cache that a mirror needs, besides the index, to search as the worker does.
+
+    `identity` is that of the model and of all that decides the numbers in its blocks; empty where it is not known. It is part of
+    every digest.
+    """
 
     groups: tuple[GroupSpec, ...]
     block_size: int
@@ -49,3 +53,4 @@ class CacheShape:
     enable_prefix_caching: bool
     has_host_tier: bool = False
     has_disk_tier: bool = False
+    identity: str = ""

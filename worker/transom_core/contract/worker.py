@@ -43,12 +43,18 @@ class KvGroupInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """A worker's identity and limits, constant while it runs. A worker that is started again has another `worker` id."""
+    """What a worker is, and its limits, constant while it runs. A worker that is started again has another `worker` id.
+
+    `tokenizer` is the digest of the worker's tokenizer, empty where it is not known, and `loaded_at_s` the time (of the epoch) at
+    which it began to load its model: of two identities the newer one is that of the worker that began last.
+    """
 
     worker: str
     max_model_len: int
     vocab_size: int
     cache: CacheShape
+    tokenizer: str = ""
+    loaded_at_s: float = 0.0
     kv_groups: tuple[KvGroupInfo, ...] = ()
     role: WorkerRole = "both"
     block_bytes: tuple[int, ...] = ()  # of one block of each group, over all ranks, at most; empty: not known
@@ -60,6 +66,11 @@ class WorkerInfo:
     kv_bytes: int = 0
     start_s: float = 0.0
     report: str = ""
+
+    @property
+    def identity(self) -> str:
+        """The identity of the model and of what decides its numbers; empty where it is not known."""
+        return self.cache.identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,9 @@ Example, a window of 33 tokens (the query included), blocks of 16:
     47                  [15, 47)        0
     48                  [16, 48)        1: block 0 may be freed
 
-Everything is computed from `n` alone, and nothing is kept by boundary: a client may send a new window with each request, and with a
-prompt of a million tokens a table would have 65,536 entries. The one table is that of `peak_blocks` for chunks and compressor states,
-whose sizes are the model's own.
+Everything is computed from `n` alone, and nothing is kept by boundary: a client may send a new window with each request, and with
+a prompt of a million tokens a table would have 65,536 entries. The one table is that of `peak_blocks` for chunks and compressor
+states, whose sizes are the model's own.
 """
 
 from __future__ import annotations

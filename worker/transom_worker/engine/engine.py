@@ -102,6 +102,7 @@ class Engine:
             info.host_layout,
             block_size=config.cache.block_size,
             max_model_len=info.max_model_len,
+            identity=info.identity,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             window_repair=config.cache.window_repair,
             kv_policy_obstacle=info.kv_policy_obstacle,
@@ -434,7 +435,11 @@ class Engine:
 
     def _restart_ranks(self) -> None:
         begin_s = time.perf_counter()
-        self.executor.restart()
+        identity = self.executor.restart().identity
+        if identity != self.info.identity:
+            raise EngineDead(
+                "The model's files have changed since this worker began; it ends, and another takes its place."
+            )
         self.is_restarting = False
         logger.info("All ranks run again after %.1f s.", time.perf_counter() - begin_s)
         self.publish()

@@ -36,8 +36,10 @@ class TransferStore:
     # Source
 
     def open_export(self, export_id: str, query: PrefixQuery) -> PrefixOffer | None:
-        """Reference the blocks of the query's longest boundary that is a hit here. Raises ValueError: other groups."""
+        """Reference the blocks of the query's longest boundary that is a hit here. Raises ValueError: other groups or model."""
         shape = self._cache.shape
+        if query.identity != shape.identity:
+            raise ValueError(f"its model is {shape.identity}")
         if query.groups != shape.groups or query.block_size != shape.block_size:
             raise ValueError(f"it has the groups {[group.name for group in query.groups]}")
         hit = self._find(query)
@@ -92,6 +94,7 @@ class TransferStore:
             num_tokens=num_tokens,
             groups=self._cache.shape.groups,
             block_size=block_size,
+            identity=self._cache.identity,
             kv_policy=policy if isinstance(policy, WindowPolicy) else None,
         )
 

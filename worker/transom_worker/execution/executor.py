@@ -101,7 +101,10 @@ class ExecutorInfo:
     compile_s: float = 0.0  # seconds for which this start compiled CPU kernels
     kv_policy_obstacle: str = ""  # why the model's layers cannot follow a request's KV policy; empty if they can
     num_graphs: int = 0  # captured CUDA graphs, one for each size of decode steps
-    disk_fingerprint: bytes = b""  # of the files of the first rank's blocks; empty without a disk tier
+    identity: str = (
+        ""  # of the model as these ranks compute it (`setup.model_identity`); empty of a model without files
+    )
+    disk_fingerprint: bytes = b""  # of the files of the first rank's blocks
     shares: KvShares | None = None  # what the blocks of every rank contain; None of executors without tensors
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from transom_core.config import EngineConfig
 from transom_core.errors import OutOfMemory, StepFailed
+from transom_core.model_files.content import join_parts
 from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, RankReport
 from transom_worker.execution.loss_causes import cause_of_error
 from transom_worker.execution.runner import LaunchedStep, ModelRunner
@@ -41,7 +42,7 @@ class LocalExecutor(Executor):
         """
         setup = ModelSetup(self._config, loaded=self._loaded)
         with compile_progress():
-            self._runner = setup.allocate(setup.pool_bytes())
+            self._runner = setup.allocate(setup.pool_bytes(), join_parts(setup.contents))
         return self._runner.info
 
     def submit(self, plan: StepPlan) -> None:

@@ -60,8 +60,9 @@ from transom_worker.kvcache.tiers.tiers import Tiers
 class KvCache:
     """All blocks of one worker. Not thread-safe.
 
-    `host_layout` is the host tier's arena (None: there is no host tier). `block_size` is that of a hash block in tokens, `policy`
-    decides what is evicted (`ReturnTimePolicy` if None), `clock` gives seconds.
+    `host_layout` is the host tier's arena (None: there is no host tier). `block_size` is that of a hash block in tokens,
+    `identity` that of the model (`CacheShape`), `policy` decides what is evicted (`ReturnTimePolicy` if None), `clock` gives
+    seconds.
 
     Raises:
         ConfigError: a group's block is neither a hash block nor one compressed entry.
@@ -73,6 +74,7 @@ class KvCache:
         host_layout: ArenaLayout | None = None,
         *,
         block_size: int,
+        identity: str = "",
         enable_prefix_caching: bool = True,
         window_repair: bool = True,
         policy: EvictionPolicy | None = None,
@@ -81,6 +83,7 @@ class KvCache:
         check_block_sizes(layout, block_size)
         self.layout = layout
         self.block_size = block_size
+        self.identity = identity
         self.enable_prefix_caching = enable_prefix_caching
         self.window_repair = window_repair
         self.retentions = RetentionSet.of((Retention(group.spec) for group in layout.groups), block_size=block_size)
@@ -371,6 +374,7 @@ class KvCache:
             enable_prefix_caching=self.enable_prefix_caching,
             has_host_tier=self.tiers.host.exists,
             has_disk_tier=self.tiers.disk.is_open,
+            identity=self.identity,
         )
 
     def stats(self) -> CacheStats:

@@ -2,7 +2,8 @@
 
     mixtral         all layers MoE, softmax over the chosen experts
     qwen3_moe       QK norm of each head; some layers may be dense
-    mimo_v2_flash   sigmoid scores with a correction for the choice, sink logits in layers with a window, values narrower than keys
+    mimo_v2_flash   sigmoid scores, with a learned correction that only the choice of experts uses; sink logits in sliding-window
+                    layers; values narrower than keys
 
 Sources: the classes of these names in transformers (`models/<family>/modeling_<family>.py`).
 
@@ -38,7 +39,7 @@ def _mimo(architecture: Architecture, index: int, load: Loader) -> FeedForward:
 
 
 def _routed_or_dense(architecture: Architecture, index: int, load: Loader, *, corrected: bool) -> FeedForward:
-    """The MoE layer, or a dense MLP in the layers that the config excepts."""
+    """Build the MoE layer, or a dense MLP if the config excludes layer `index` from MoE."""
     assert architecture.mixture is not None
     if index not in architecture.mixture.layers:
         return dense_feed_forward(architecture, index, load)
@@ -49,9 +50,9 @@ def _routed_or_dense(architecture: Architecture, index: int, load: Loader, *, co
 def _routed(
     architecture: Architecture, load: Loader, *, names: tuple[str, str, str], corrected: bool = False
 ) -> FeedForward:
-    """An MoE layer with the experts' tensor `names` of gate, up and down.
+    """Build an MoE layer. `names` are the checkpoint's names of an expert's gate, up and down matrices.
 
-    `corrected`: scores are sigmoids, and experts are chosen by score plus a learned correction.
+    `corrected`: the scores are sigmoids, and the router chooses the experts by score plus a learned correction.
     """
     mixture = architecture.mixture
     assert mixture is not None
@@ -80,5 +81,5 @@ MIXTURE_FAMILIES = tuple(_STYLES)
 
 
 def mixture_of_matrices(architecture: Architecture, load: Loader) -> Decoder:
-    """The decoder of one of these families."""
+    """Build the decoder of a model of one of MIXTURE_FAMILIES."""
     return Decoder(architecture, load, _STYLES[architecture.family])

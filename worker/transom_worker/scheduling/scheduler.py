@@ -69,6 +69,7 @@ class Scheduler:
         *,
         block_size: int,
         max_model_len: int,
+        identity: str = "",
         enable_prefix_caching: bool,
         window_repair: bool = True,
         max_chunk: int | None = None,
@@ -83,6 +84,7 @@ class Scheduler:
             layout,
             host_layout,
             block_size=block_size,
+            identity=identity,
             enable_prefix_caching=enable_prefix_caching,
             window_repair=window_repair,
             policy=policy,
@@ -182,6 +184,7 @@ class Scheduler:
             max_tokens_total=limit,
             root=chain_root(
                 self.cache.block_size,
+                identity=self.cache.identity,
                 cache_salt=request.cache_salt,
                 kv_policy=None if request.kv_policy is None else request.kv_policy.text,
             ),

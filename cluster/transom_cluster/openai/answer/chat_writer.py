@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import zip_longest
 
 from transom_cluster.openai.answer.chat_answer import ChatAnswer
@@ -23,7 +24,6 @@ from transom_cluster.openai.answer.response_types import (
 )
 from transom_cluster.openai.answer.shown_logprobs import TokenBytes, chat_logprobs, prompt_logprobs
 from transom_cluster.openai.answer.writers import (
-    FINGERPRINT,
     ChoiceOutput,
     ChunkWriter,
     ResponseMetadata,
@@ -56,8 +56,11 @@ class ChatWriter(ChunkWriter):
         self._tokenizer = tokenizer
         self._num_top_logprobs = num_top_logprobs
         self._has_started = [False] * len(requests)
-        self._text_openings = [f'{self._opening}{i},"delta":{{"content":' for i in range(len(requests))]
         self._text_closing = f'}},"logprobs":null,"finish_reason":null{self._closing}'
+
+    @cached_property
+    def _text_openings(self) -> list[str]:
+        return [f'{self._opening}{i},"delta":{{"content":' for i in range(len(self._outputs))]
 
     def chunks(self, index: int, event: OutputEvent) -> Iterator[str]:
         """The role comes first, then text, then the finish reason in a chunk of its own, as in OpenAI's streams."""
@@ -89,7 +92,7 @@ class ChatWriter(ChunkWriter):
             "object": "chat.completion",
             "created": self.metadata.created_s,
             "model": self.metadata.model,
-            "system_fingerprint": FINGERPRINT,
+            "system_fingerprint": self.fingerprint,
             "choices": [self._choice(index, output) for index, output in enumerate(self._outputs)],
             "usage": self.usage.body,
         }

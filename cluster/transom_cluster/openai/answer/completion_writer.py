@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, chain
 
 from transom_cluster.openai.answer.json_pieces import LazyList, batches
@@ -17,7 +18,6 @@ from transom_cluster.openai.answer.shown_logprobs import (
     prompt_logprobs,
 )
 from transom_cluster.openai.answer.writers import (
-    FINGERPRINT,
     ChoiceOutput,
     ChunkWriter,
     ResponseMetadata,
@@ -69,8 +69,11 @@ class CompletionWriter(ChunkWriter):
         self._prompt_of = list(accumulate(int(request.choice_index == 0) for request in requests))  # by choice
         self._prompt_logprobs: dict[int, LogprobTable] = {}  # by prompt
         self._waiting: dict[int, list[tuple[int, OutputEvent]]] = {}  # events of further choices, by prompt
-        self._text_openings = [f'{self._opening}{i},"text":' for i in range(len(requests))]
         self._text_closing = f',"logprobs":null,"finish_reason":null{self._closing}'
+
+    @cached_property
+    def _text_openings(self) -> list[str]:
+        return [f'{self._opening}{i},"text":' for i in range(len(self._outputs))]
 
     def shown_event(self, event: OutputEvent) -> OutputEvent:
         """The event; with `echo_only` without its token."""
@@ -105,7 +108,7 @@ class CompletionWriter(ChunkWriter):
             "object": "text_completion",
             "created": self.metadata.created_s,
             "model": self.metadata.model,
-            "system_fingerprint": FINGERPRINT,
+            "system_fingerprint": self.fingerprint,
             "choices": [self._choice(index, output) for index, output in enumerate(self._outputs)],
             "usage": self.usage.body,
         }

@@ -198,8 +198,17 @@ class KvGroupCard(TypedDict):
     bytes_per_token: float
 
 
+class ModelVersion(TypedDict):
+    """Workers that take requests and have one identity; new requests go to the first version of a list, unless it is full."""
+
+    system_fingerprint: str
+    identity: str
+    workers: int
+
+
 class ModelCard(TypedDict):
-    """A served model; its length is null until a worker was there, and its KV cache is that of one of the workers there are."""
+    """A served model; its length is null until a worker was there, and its KV cache is that of one of the workers there are. It has
+    several versions while one replaces another."""
 
     id: str
     object: Literal["model"]
@@ -209,6 +218,7 @@ class ModelCard(TypedDict):
     parent: None
     max_model_len: int | None
     kv_cache: list[KvGroupCard]
+    versions: list[ModelVersion]
 
 
 class ModelList(TypedDict):

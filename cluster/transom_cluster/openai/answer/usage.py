@@ -1,6 +1,6 @@
-"""Counts the tokens of one HTTP request for `usage`: each prompt once, and the output tokens of all its choices.
+"""Counts the tokens of one HTTP request for its `usage` object: each prompt once, and the output tokens of all its choices.
 
-Reasoning tokens are output tokens too; they are counted apart where the answers are parsed.
+Reasoning tokens are output tokens too. `AnswerReader` also counts them separately while it parses an answer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from transom_core.contract import KvQuality, OutputEvent, Request, Usage
 
 
 class UsageTotals:
-    """Adds up the token counts of output events; complete when every choice has ended."""
+    """Adds up the token counts of output events; the totals are complete when every choice has ended.
+
+    `requests` has one element for each choice of each prompt. `readers` parse the answers, if the endpoint parses them.
+    """
 
     def __init__(self, requests: Sequence[Request], readers: Sequence[AnswerReader] = ()) -> None:
         self._requests = requests
@@ -22,17 +25,17 @@ class UsageTotals:
         self._num_output_tokens = [0] * len(requests)
 
     def add(self, index: int, event: OutputEvent) -> None:
-        """Add one output event of choice `index`."""
+        """Add one output event of `requests[index]`."""
         self._num_output_tokens[index] += len(event.token_ids)
         if event.usage is not None:
             self._last_usage[index] = event.usage
 
     @property
     def body(self) -> UsageObject:
-        """OpenAI's usage object."""
+        """OpenAI's usage object, and the field `kv_quality` if a request asked for it."""
         prompt_tokens = cached_tokens = 0
         for request, usage in zip(self._requests, self._last_usage, strict=True):
-            if request.choice_index == 0:
+            if request.choice_index == 0:  # all choices of a prompt share its tokens
                 prompt_tokens += request.num_prompt_tokens
                 cached_tokens += 0 if usage is None else usage.num_cached_tokens
         output_tokens = sum(self._num_output_tokens)
@@ -52,7 +55,7 @@ class UsageTotals:
 
 
 def _quality(total: KvQuality) -> KvQualityObject:
-    """The means over all tokens that were compared."""
+    """Return the means, and the maximum of the KL divergence, over all tokens that were compared with the full KV cache's."""
     count = total.num_tokens
     return {
         "compared_tokens": count,

@@ -4,8 +4,8 @@ A writer belongs to one HTTP request. For a stream, `chunks` turns each event of
 response, `add` takes all events of all choices, and `body` turns them into one JSON object. `ChunkWriter` is the base of those
 whose streams consist of chunks of one kind (chats and completions).
 
-A stream's constant JSON is built once per request; per token only the text is serialised. For example the text " sky" of choice 0
-costs one `json.dumps(" sky")` between two strings that were made before the first token.
+A stream's constant JSON is built once per request, at its first chunk; per token only the text is serialised. For
+example the text " sky" of choice 0 costs one `json.dumps(" sky")` between two strings that were made before the first token.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from io import StringIO
 from typing import Any
 
@@ -26,7 +27,7 @@ from transom_core import __version__, contract
 from transom_core.contract import LogprobTable, OutputEvent, Request
 
 DONE = "data: [DONE]\n\n"
-FINGERPRINT = f"transom-{__version__}"
+FINGERPRINT_DIGITS = 16  # of the identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +38,20 @@ class ResponseMetadata:
     model: str
     created_s: int = field(default_factory=lambda: int(time.time()))
 
-    def chunk_fields(self, kind: str) -> dict[str, Any]:
+    def chunk_fields(self, kind: str, fingerprint: str) -> dict[str, Any]:
         """The fields under OpenAI's names, for a chunk; `kind` is the chunk's `object` type."""
         return {
             "id": self.id,
             "object": kind,
             "created": self.created_s,
             "model": self.model,
-            "system_fingerprint": FINGERPRINT,
+            "system_fingerprint": fingerprint,
         }
+
+
+def system_fingerprint(identity: str) -> str:
+    """What computed an answer: the version of Transom, and the first digits of the model's identity if that is known."""
+    return "-".join(filter(None, ("transom", __version__, identity[:FINGERPRINT_DIGITS])))
 
 
 def data_line(payload: Mapping[str, object]) -> str:
@@ -62,6 +68,12 @@ class ResponseWriter(ABC):
         self.metadata = metadata
         self.readers = readers
         self.usage = UsageTotals(requests, readers)
+        self.identity = ""  # of the model that computes the answer; set before the first chunk or the body
+
+    @property
+    def fingerprint(self) -> str:
+        """The response's `system_fingerprint`."""
+        return system_fingerprint(self.identity)
 
     def shown_event(self, event: OutputEvent) -> OutputEvent:
         """The part of an event that the client gets."""
@@ -126,9 +138,15 @@ class ChunkWriter(ResponseWriter):
         super().__init__(metadata, requests, readers=readers)
         self._outputs = [ChoiceOutput() for _ in requests]
         self._include_usage = include_usage
-        opening = json.dumps(metadata.chunk_fields(self.chunk_kind), separators=(",", ":"))[:-1]
-        self._opening = f'data: {opening},"choices":[{{"index":'
         self._closing = "}]" + (',"usage":null' if include_usage else "") + "}\n\n"
+
+    @cached_property
+    def _opening(self) -> str:
+        opening = json.dumps(self._chunk_fields(), separators=(",", ":"))[:-1]
+        return f'data: {opening},"choices":[{{"index":'
+
+    def _chunk_fields(self) -> dict[str, Any]:
+        return self.metadata.chunk_fields(self.chunk_kind, self.fingerprint)
 
     def add(self, index: int, event: OutputEvent) -> None:
         """Keep one event of choice `index` for `body`."""
@@ -137,7 +155,7 @@ class ChunkWriter(ResponseWriter):
     def stream_end(self) -> Iterator[str]:
         """A chunk with the usage if the client has asked for it, and the end mark."""
         if self._include_usage:
-            yield data_line({**self.metadata.chunk_fields(self.chunk_kind), "choices": [], "usage": self.usage.body})
+            yield data_line({**self._chunk_fields(), "choices": [], "usage": self.usage.body})
         yield DONE
 
 

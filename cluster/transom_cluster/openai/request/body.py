@@ -1,8 +1,8 @@
 """Parses a request's bytes into a checked message; every error names the field that is wrong.
 
-msgspec checks types while it parses and stops at the first error. So a body costs what its valid beginning costs, and a wrong one
-builds no list of errors. Fields that may be long, or that take any JSON, are declared as `Raw`: their text is kept as it is, and
-`decode_field` reads it where it is needed.
+msgspec checks types while it parses and stops at the first error. An invalid body therefore costs no more than the part before its
+first error, and the server builds no list of errors. A field that may be long, or that takes any JSON, has the type `Raw`: msgspec
+keeps its JSON text, and `decode_field` parses this text later.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class WireModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class OpenModel(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Base class of parts of bodies in which unknown fields are ignored: clients send back items with marks of their own."""
+    """Base class of parts of bodies. Unknown fields are ignored, because clients add their own fields to items they send back."""
 
 
 def any_json() -> Any:
-    """The default of a `Raw` field that need not be given: null."""
+    """Declare an optional `Raw` field; its default is null."""
     return msgspec.field(default_factory=lambda: NULL)
 
 
 class BodyParser(Generic[Model]):
-    """Parses the bodies of one endpoint: a model, and rules for the fields that it does not have."""
+    """Parses the bodies of one endpoint into `model`; `rules` say what happens to fields that the server does not support."""
 
     def __init__(self, model: type[Model], rules: FieldRules) -> None:
         self._rules = rules
@@ -53,6 +53,7 @@ class BodyParser(Generic[Model]):
             gc=False,
         )
         self._decoder: msgspec.json.Decoder[Model] = msgspec.json.Decoder(body_type)
+        # Error messages show a field's JSON text, so this second decoder reads every field as text.
         names = [(name, Raw, any_json()) for name in body_type.__struct_fields__]
         self._fields = msgspec.json.Decoder(msgspec.defstruct("Fields", names))
 
@@ -60,8 +61,8 @@ class BodyParser(Generic[Model]):
         """Parse and check a JSON body.
 
         Raises:
-            RequestError: the body is not a JSON object, it has too many parts, or a field is wrong, unknown or not supported;
-                `param` names the field.
+            RequestError: the body is not a JSON object, it has too many strings, arrays or objects, or a field is wrong, unknown or
+                not supported; `param` names the field.
         """
         check_shape(body)
         try:
@@ -75,10 +76,10 @@ class BodyParser(Generic[Model]):
 
 
 def decode_field(decoder: msgspec.json.Decoder[Value], text: Raw | bytes, name: str) -> Value:
-    """Read the JSON of a field that was kept as text.
+    """Parse the JSON text of the `Raw` field `name`.
 
     Raises:
-        RequestError: the value is wrong; `param` names it.
+        RequestError: the value is wrong; `param` names the field.
     """
     try:
         return decoder.decode(text)
@@ -89,7 +90,7 @@ def decode_field(decoder: msgspec.json.Decoder[Value], text: Raw | bytes, name: 
 
 
 def _malformed(error: ValueError | RecursionError, name: str | None = None) -> RequestError:
-    """The error for text that is not JSON, which is the field `name` or the body."""
+    """Return the error for invalid JSON in the field `name`, or in the whole body if there is no name."""
     reason = "it is nested deeper than the recursion limit" if isinstance(error, RecursionError) else str(error)
     if name is not None:
         return RequestError(f"{name} is not valid JSON: {reason}.", param=name)

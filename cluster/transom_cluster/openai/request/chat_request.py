@@ -48,7 +48,7 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
     chat_template_kwargs: Annotated[Raw, Meta(extra_json_schema=TEMPLATE_VARIABLES.schema)] = any_json()
 
     def params(self) -> SamplingParams:
-        """Build the worker contract's sampling parameters.
+        """Build the sampling parameters that the worker receives. `max_completion_tokens` overrides `max_tokens`.
 
         Raises:
             RequestError: a value is out of range or contradicts another.
@@ -60,21 +60,22 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
         if max_tokens is not None and max_tokens < 1:
             name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
             raise RequestError(f"{name} is {max_tokens}; it must be at least 1.", param=name)
+        # None: no logprobs; 0: the logprob of the sampled token; n: those of the n most likely tokens as well
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.sampling_params(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=self.prompt_logprobs)
 
     @property
     def num_option_bytes(self) -> int:
-        """The length of the JSON that `answer_options` reads."""
+        """The number of bytes of the JSON texts that `answer_options` parses."""
         return self.num_form_bytes + sum(
             len(memoryview(text)) for text in (self.tools, self.tool_choice, self.chat_template_kwargs)
         )
 
     def answer_options(self, reasoning_parser: str | None, find_marker: FindMarker) -> AnswerOptions:
-        """Read what the body says about the answer: tools, the message's form, and variables of the chat template.
+        """Parse the options of the answer: tools, the response format, and the chat template's variables.
 
         Raises:
-            RequestError: a field has a wrong form, or two contradict each other; `param` names it.
+            RequestError: a field is wrong, or two fields contradict each other; `param` names the field.
         """
         tools = read_tools(self.tools)
         parallel = self.parallel_tool_calls is not False

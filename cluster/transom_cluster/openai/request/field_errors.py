@@ -15,10 +15,10 @@ from transom_core.errors import RequestError
 
 MAX_SHOWN_CHARS = 80
 MAX_QUOTED_CHARS = 1000
-MAX_SEARCHED_BYTES = 64 * 2**10  # in a longer array or object the wrong value is not looked up
+MAX_SEARCHED_BYTES = 64 * 2**10  # the error does not show a wrong value inside a longer array or object
 
 _CHOICES = {"kv_policy.type": "full, window, adaptive or heavy"}
-"""What a field allows whose value msgspec only calls invalid."""
+"""The allowed values of the fields for which msgspec's message says only that the value is invalid."""
 
 _PATH = re.compile(r"(.*) - at `\$([^`]*)`", re.DOTALL)
 _PART = re.compile(r"\.(\w+)|\[(\d+)\]")
@@ -38,14 +38,15 @@ def field_error(
     fields: msgspec.json.Decoder[Any] | None = None,
     first_index: int = 0,
 ) -> RequestError:
-    """The client's form of an error about a JSON text.
+    """Convert msgspec's `error` about the JSON `text` into the error for the client.
 
-    `name` is the field that has this text; for the whole body it is empty, and `fields` reads the body's known fields as texts.
+    `name` is the field that has this text. For the whole body `name` is empty, and `fields` decodes each known field as a text.
     `first_index` is the position of the text's first element, if the text is a part of an array.
     """
     whole = _cut(str(error))
     located = _PATH.fullmatch(whole)
     message, inside = (located[1], located[2]) if located else (whole, "")
+    # msgspec writes [...] for any key of an object that is a dict; the path for the client leaves it out.
     at = re.sub(r"^\[(\d+)\]", lambda index: f"[{int(index[1]) + first_index}]", inside.replace("[...]", ""))
     path = (name + at).removeprefix(".")
     if not path and (other := _NO_OBJECT.fullmatch(message)):
@@ -65,12 +66,12 @@ def field_error(
 
 
 def _cut(message: str) -> str:
-    """A message whose middle is left out where it quotes a long name: the path is at its end."""
+    """Leave out the middle of a long message, which quotes a long name; the path at the end must stay."""
     return message if len(message) <= 2 * MAX_QUOTED_CHARS else message[:MAX_QUOTED_CHARS] + message[-MAX_QUOTED_CHARS:]
 
 
 def _shown(text: Raw | bytes, path: str, fields: msgspec.json.Decoder[Any] | None) -> str:
-    """The beginning of the JSON at `path` in `text`; empty if it cannot be found at small cost."""
+    """Return the beginning of the JSON at `path` in `text`, or "" if the search would be slow or fails."""
     parts = _PART.findall(path)
     try:
         if fields is not None:
@@ -79,7 +80,12 @@ def _shown(text: Raw | bytes, path: str, fields: msgspec.json.Decoder[Any] | Non
             if len(memoryview(text)) > MAX_SEARCHED_BYTES:
                 return ""
             text = _OBJECT.decode(text)[field] if field else _ARRAY.decode(text)[int(index)]
-    except (ValueError, RecursionError):  # what follows the wrong value is no JSON
+    except (
+        ValueError,
+        LookupError,
+        RecursionError,
+    ):  # the rest is not valid JSON, or the path has `[...]` for an object's key
         return ""
+    # A character takes up to 4 bytes in UTF-8.
     shown = bytes(memoryview(text)[: 4 * MAX_SHOWN_CHARS]).decode(errors="replace")
     return shown if len(shown) <= MAX_SHOWN_CHARS else shown[: MAX_SHOWN_CHARS - 3] + "..."

@@ -14,7 +14,7 @@ from msgspec import Raw
 
 from transom_core.errors import RequestError
 
-MAX_NEUTRAL_BYTES = 64  # a longer text is no neutral value
+MAX_NEUTRAL_BYTES = 64  # every neutral value is shorter, so a longer text is refused without parsing it
 
 _HARMLESS = frozenset(
     {
@@ -28,7 +28,7 @@ _HARMLESS = frozenset(
 )
 
 _REFUSED_EVERYWHERE: dict[str, tuple[Any, ...]] = {
-    # field: the values that mean the default behaviour
+    # field: its neutral values, which ask for the default behaviour; with (), the server accepts only null
     "store": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -79,17 +79,17 @@ _INSTEAD = {
 class FieldRules:
     """What one endpoint does with fields that its body model does not have.
 
-    `refused` maps a field to the neutral values with which it is accepted.
+    `refused` maps a field to its neutral values. The server accepts these values, because they ask for the default behaviour.
     """
 
     ignored: frozenset[str]
     refused: Mapping[str, tuple[Any, ...]]
 
     def check(self, texts: Mapping[str, Raw]) -> None:
-        """Check that no refused field has another than its neutral values. `texts` are the JSON texts of the refused fields.
+        """Check that every refused field is null or has a neutral value. `texts` maps each refused field to its JSON text.
 
         Raises:
-            RequestError: one has; `param` names it.
+            RequestError: a field has another value; `param` names the field.
         """
         for name, text in texts.items():
             neutral = self.refused[name]
@@ -100,12 +100,12 @@ class FieldRules:
 
 
 def is_one_of(text: Raw, values: Sequence[Any]) -> bool:
-    """Whether a JSON text stands for one of some short values. A boolean is no number."""
+    """Return whether the JSON text `text` is one of `values`. The types must be equal too, so that `true` is not 1."""
     if len(memoryview(text)) > MAX_NEUTRAL_BYTES:
         return False
     try:
         given = msgspec.json.decode(text)
-    except ValueError:  # strings of a text that was kept are not checked before
+    except ValueError:  # msgspec does not check the UTF-8 of strings inside a `Raw` text until it decodes them
         return False
     return any(type(given) is type(value) and given == value for value in values)
 

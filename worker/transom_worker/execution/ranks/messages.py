@@ -31,6 +31,7 @@ from typing import Any
 
 from transom_core.config import EngineConfig
 from transom_core.contract import ErrorInfo
+from transom_core.model_files.content import ContentPart
 from transom_worker.execution.executor import ExecutorInfo, RankUsage
 from transom_worker.scheduling.step import StepPlan, StepResult
 
@@ -99,7 +100,9 @@ class Compiling:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The rank has loaded its weights."""
+    """The rank has loaded its weights; `contents` is its part of the contents of the model's files."""
+
+    contents: tuple[ContentPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +119,10 @@ class KvCapacity:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Asks a rank to allocate a KV pool of this size, and to warm up."""
+    """Asks a rank to allocate a KV pool of this size, and to warm up. `contents` is the digest of the model's files."""
 
     pool_bytes: int
+    contents: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,13 +130,13 @@ class _Rank:
         parallel = Parallel(rank=self._setup.rank, size=self._setup.size, comm=self._comm)
         config = _on_own_cores(self._setup.config, load)
         setup = ModelSetup(config, parallel, ranks_on_host=load.ranks_on_host, on_progress=self._send_progress)
-        self._channel.send(Loaded())
+        self._channel.send(Loaded(setup.contents))
         message = self._channel.receive()
         with compile_progress(lambda num_kernels: self._channel.send(Compiling(num_kernels))):
             if isinstance(message, Measure):
                 self._channel.send(KvCapacity(setup.pool_bytes()))
                 message = self._channel.receive()
-            self._runner = setup.allocate(message.pool_bytes)
+            self._runner = setup.allocate(message.pool_bytes, message.contents)
         self._channel.send(Ready(self._runner.info))
 
     def _send_progress(self, share: float, num_bytes: int) -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TypeVar
 
+from transom_core.model_files.content import join_parts
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport, RankInfo
 from transom_worker.execution.ranks.group import RankGroup
 from transom_worker.execution.ranks.messages import (
@@ -60,14 +61,14 @@ class _StartProtocol:
         for rank, host in enumerate(hosts):
             index = hosts[:rank].count(host)
             self._group.send(rank, Load(opened.rendezvous, ranks_on_host=ranks_by_host[host], index_on_host=index))
-        self._collect(Loaded)
+        self._contents = join_parts([part for loaded in self._collect(Loaded) for part in loaded.contents])
 
     def measure(self) -> int:
         self._group.send_all(Measure())
         return min(capacity.pool_bytes for capacity in self._collect(KvCapacity))
 
     def allocate(self, pool_bytes: int) -> ExecutorInfo:
-        self._group.send_all(Allocate(pool_bytes))
+        self._group.send_all(Allocate(pool_bytes, self._contents))
         infos = [ready.info for ready in self._collect(Ready)]
         ranks = tuple(
             RankInfo(process_id=hello.process_id, ip=hello.ip, memory=info.memory)

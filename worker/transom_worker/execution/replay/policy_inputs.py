@@ -1,6 +1,7 @@
-"""The inputs of recorded decode steps some of whose rows have KV policies; all rows are then computed as policy rows.
+"""The inputs of decode steps that a CUDA graph replays and in which at least one row has a KV policy.
 
-They share the arrays of `fixed_inputs` and add those of policies. Block tables are compact then (`batch.compact_tables`).
+Such a step computes all its rows as policy rows. It uses the arrays of `fixed_inputs` and adds the arrays of the policies.
+`batch.compact_tables` has made its block tables compact.
 
 Legend: B sequences of a step, each with one new token; N table columns.
 """
@@ -22,7 +23,10 @@ from transom_worker.uploads import Field, Fields
 
 
 def policy_fields(steps: Fields) -> dict[str, Field]:
-    """Return the arrays of policies that belong to the arrays `steps` of a decode step."""
+    """Return the shapes and dtypes of the policies' arrays. `steps` has those of the decode step's other arrays.
+
+    The name of a group's array ends with the group's index: `block_table 0`. `mass` has one sum for each entry of the block table.
+    """
     (num_seqs,), _ = steps["token_ids"]
     fields: dict[str, Field] = {"sink_positions": ((num_seqs,), LONG)}
     for name in [name for name in steps if name.startswith("block_table")]:
@@ -35,7 +39,15 @@ def policy_fields(steps: Fields) -> dict[str, Field]:
 
 
 class PolicyInputs:
-    """A decode step of policy rows in fixed arrays, which have at least `policy_fields`."""
+    """Writes decode steps of policy rows into fixed arrays, and gives the model views of them.
+
+        inputs.clear_mass()                                # when a new sum of attention mass begins
+        inputs.write(step)                                 # into the host arrays, which are then uploaded
+        batch = inputs.forward_batch(num_seqs, variant)    # views of the device arrays
+        inputs.block_mass                                  # after the model has run
+
+    `arrays` has at least the arrays of `policy_fields`.
+    """
 
     def __init__(self, builder: BatchBuilder, arrays: FixedArrays) -> None:
         self._builder, self._arrays = builder, arrays
@@ -43,11 +55,11 @@ class PolicyInputs:
 
     @property
     def block_mass(self) -> torch.Tensor:
-        """The attention mass that the last step has added up, [B or more, N or more]."""
+        """The attention mass that steps have added up in group 0 since `clear_mass`, [B or more, N or more], on the device."""
         return self._arrays.device["mass 0"]
 
     def write(self, arrays: StepArrays) -> None:
-        """Write a step all of whose rows are policy rows."""
+        """Write the inputs of a step into the host arrays. All rows of the step must be policy rows."""
         num_seqs, to = len(arrays.token_ids), self._arrays.host
         self._inputs.write_tokens(arrays, num_seqs)
         to["sink_positions"][:num_seqs] = self._builder.sink_positions(arrays)
@@ -61,12 +73,12 @@ class PolicyInputs:
             to[f"sinks {index}"][:num_seqs] = policies.sinks
 
     def clear_mass(self) -> None:
-        """Begin a new sum of attention mass."""
+        """Set the attention mass in the host arrays to zero, so that the next upload begins a new sum."""
         for index in range(len(self._builder.layout.groups)):
             self._arrays.host[f"mass {index}"].fill(0.0)
 
     def forward_batch(self, num_seqs: int, variant: PolicyVariant) -> ForwardBatch:
-        """Return the first `num_seqs` sequences' inputs, as `FixedInputs.forward_batch` does."""
+        """Return views of the inputs of the first `num_seqs` sequences, as `FixedInputs.forward_batch` does."""
         batch = self._inputs.forward_batch(num_seqs)
         batch.groups = tuple(self._mixed_batch(index, num_seqs, variant) for index in range(len(batch.groups)))
         if variant.passes_trained_len:
@@ -74,7 +86,10 @@ class PolicyInputs:
         return batch
 
     def _mixed_batch(self, index: int, num_seqs: int, variant: PolicyVariant) -> MixedBatch:
-        """The group's metadata. No row is of another kind, so all fields of other rows are empty but `slots`, which are of all."""
+        """Return the attention metadata of group `index`. All rows are policy rows, so the fields of other rows are empty.
+
+        Only `slots` is not empty: it has the slots of all rows.
+        """
         others, on = self._inputs.paged_batch(index, 0), self._arrays.device
         fields = {field.name: getattr(others, field.name) for field in dataclasses.fields(others)}
         return MixedBatch(

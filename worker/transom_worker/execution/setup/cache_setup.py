@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from transom_core.config import EngineConfig
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.layout import GroupLayout
 from transom_core.model_config.architecture import choose_max_model_len
 from transom_core.model_config.sharding import head_share
-from transom_kernels.launch import kernels_on
 from transom_worker.execution import memory
+from transom_worker.execution.setup.model_identity import disk_fingerprint, model_identity
 from transom_worker.execution.setup.model_loading import LoadedModel
-from transom_worker.kvcache.tiers.disk.fingerprint import fingerprint
 from transom_worker.models.parallel import Parallel
 from transom_worker.planner import CachePlan, cache_groups, check_runs, plan_cache, with_rank_shares
 
@@ -61,16 +58,13 @@ class CacheSetup:
             heads=tuple(tuple((heads.start, heads.stop) for heads in one) for one in held),
         )
 
-    def disk_fingerprint(self, rank: int) -> bytes:
+    def identity(self, contents: bytes) -> str:
+        """Return the identity of the model, whose files have these contents."""
+        return model_identity(contents, self._config.model, self._loaded, self._groups_of(0))
+
+    def disk_fingerprint(self, identity: str, rank: int) -> bytes:
         """Return the fingerprint of a rank's blocks. Blocks in files with another fingerprint mean something else."""
-        loaded, model = self._loaded, self._config.model
-        facts = (
-            replace(model, model="", max_model_len=None),
-            (loaded.dtype, loaded.device.type, kernels_on(loaded.device)),
-            (self._config.cache.block_size, rank, self._parallel.size),
-            self._groups_of(rank),
-        )
-        return fingerprint(loaded.files, *facts)
+        return disk_fingerprint(identity, self._groups_of(rank), rank=rank, num_ranks=self._parallel.size)
 
     def _groups_of(self, rank: int) -> tuple[GroupLayout, ...]:
         return cache_groups(

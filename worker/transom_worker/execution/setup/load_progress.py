@@ -29,16 +29,16 @@ PERIOD_S = 1.0
 LOG_PERIOD_S = 10.0  # between two lines about kernels
 
 
-def fetch_with_progress(fetch: Callable[[], T], on_progress: OnProgress) -> T:
+def fetch_with_progress(fetch: Callable[[], T], on_progress: OnProgress, *, share: float = 0.0) -> T:
     """Call `fetch`, and return its result or raise its exception.
 
-    A download may take long and reports nothing by itself, so `on_progress` is called with zeros every second until `fetch`
+    A download may take long and reports nothing by itself, so `on_progress` is called with `share` every second until `fetch`
     returns.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="transom-fetch") as pool:
         future = pool.submit(fetch)
         while not wait([future], timeout=PERIOD_S).done:
-            on_progress(0.0, 0)
+            on_progress(share, 0)
         return future.result()
 
 

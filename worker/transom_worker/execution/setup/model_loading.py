@@ -16,6 +16,7 @@ from transom_core.errors import ConfigError
 from transom_core.machine.gpus import NO_DRIVER, gpu_problem, read_driver, torch_build, visible_gpus
 from transom_core.model_config.architecture import Architecture, read_architecture, runnable, with_windows
 from transom_core.model_config.sharding import check_size
+from transom_core.model_files.content import ContentPart, ContentReading
 from transom_core.model_files.resolve import ModelFiles, eos_token_ids, resolve_model
 from transom_kernels.cpu import threads
 from transom_worker.execution.setup.load_progress import OnProgress, ProgressWeights, fetch_with_progress
@@ -34,15 +35,15 @@ _DECODER_TENSOR = re.compile(r"(language_model\.)?(model\.)?(language_model\.)?l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model on its device, and the facts about it that the engine needs. `dtype` is torch's name, such as "bfloat16"; `files` are
-    those that decide what it computes."""
+    """A model on its device, and the facts about it that the engine needs. `dtype` is torch's name, such as "bfloat16"; `contents`
+    are this rank's part of the contents of its files, None of a model without files."""
 
     model: Model
     architecture: Architecture
     dtype: str
     device: torch.device
     eos_token_ids: tuple[int, ...]
-    files: tuple[Path, ...] = ()
+    contents: ContentPart | None = None
 
 
 def load_model(
@@ -66,7 +67,12 @@ def load_model(
     architecture = model_architecture(files, config)
     check_size(architecture, parallel.size)
     device, dtype = choose_device(config.device), choose_dtype(config.dtype, architecture)
-    weights = load_weights(files)
+    contents = ContentReading(files, rank=parallel.rank, num_ranks=parallel.size)
+    try:
+        weights = load_weights(files, in_memory=device.type == "cpu")
+    except BaseException:
+        contents.cancel()
+        raise
     if on_progress is not None:
         weights = ProgressWeights(weights, on_progress)
     try:
@@ -79,7 +85,9 @@ def load_model(
             parallel=parallel,
         )
         _warn_about_unread(weights.unread, files.path)
+        part = fetch_with_progress(contents.finish, on_progress, share=1.0) if on_progress else contents.finish()
     finally:
+        contents.cancel()
         weights.close()
     return LoadedModel(
         model=model,
@@ -87,7 +95,7 @@ def load_model(
         dtype=dtype,
         device=device,
         eos_token_ids=eos_token_ids(files),
-        files=(files.path,) if files.is_gguf else (*files.path.glob("*.safetensors"), *files.path.glob("*.json")),
+        contents=part,
     )
 
 

@@ -2,7 +2,7 @@
 
     setup = ModelSetup(config, parallel)         the model is loaded
     num_bytes = setup.pool_bytes()               how large a KV pool then fits into this rank's memory
-    runner = setup.allocate(num_bytes)           with the smallest of these numbers of all ranks
+    runner = setup.allocate(num_bytes, contents) with the smallest of these numbers of all ranks, and the digest of their `contents`
 
 With several ranks, each rank makes the three calls at the same time as the others, because the forward passes in them contain
 collectives.
@@ -17,6 +17,7 @@ from transom_core.contract import SamplingParams
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.machine.host_memory import available_host_bytes
 from transom_core.model_config.kv_policy_obstacle import kv_policy_obstacle
+from transom_core.model_files.content import ContentPart
 from transom_kernels.launch import compile_seconds, compiles_by_rows, kernels_on, uses_cpu_kernels
 from transom_worker.execution import memory
 from transom_worker.execution.batch.batch import BatchBuilder
@@ -89,14 +90,22 @@ class ModelSetup:
             graph_bytes=graph_bytes(self._decode_sizes, loaded.architecture, self._config.scheduler, loaded.dtype),
         )
 
-    def allocate(self, pool_bytes: int) -> ModelRunner:
+    @property
+    def contents(self) -> tuple[ContentPart, ...]:
+        """This rank's part of the contents of the model's files; empty without files."""
+        return () if self._loaded.contents is None else (self._loaded.contents,)
+
+    def allocate(self, pool_bytes: int, contents: bytes = b"") -> ModelRunner:
         """Plan the cache for a pool that fits every rank, allocate this rank's part of it, warm up, and return the runner.
+
+        `contents` is the digest of the model's files, empty where there are none.
 
         Raises:
             ConfigError: the pool is too small for the model, or larger than the memory.
         """
         plan = self._cache.plan(pool_bytes)
-        tiers = self._allocate_tiers(plan)
+        identity = self._cache.identity(contents)
+        tiers = self._allocate_tiers(plan, identity)
         layout, slab = tiers.device
         builder = self._make_builder(layout, slab)
         sampler = ShardedSampler(
@@ -106,7 +115,7 @@ class ModelSetup:
         return ModelRunner(
             self._loaded.architecture,
             self._parallel,
-            info=self._info(plan, layout, forward),
+            info=self._info(plan, layout, forward, identity),
             tiers=tiers,
             builder=builder,
             forward=forward,
@@ -115,7 +124,7 @@ class ModelSetup:
             max_num_seqs=self._config.scheduler.max_num_seqs,
         )
 
-    def _info(self, plan: CachePlan, layout: ArenaLayout, forward: ForwardPass) -> ExecutorInfo:
+    def _info(self, plan: CachePlan, layout: ArenaLayout, forward: ForwardPass, identity: str) -> ExecutorInfo:
         """What the engine must know. `plan` is of the worker, `layout` of this rank's part."""
         loaded, kernels = self._loaded, kernels_on(self._loaded.device)
         dtype: torch.dtype = getattr(torch, loaded.dtype)
@@ -135,11 +144,12 @@ class ModelSetup:
             compile_s=compile_seconds() if kernels == "cpu" else 0.0,
             kv_policy_obstacle=kv_policy_obstacle(loaded.architecture),
             num_graphs=forward.num_graphs,
-            disk_fingerprint=self._cache.disk_fingerprint(0) if self._config.cache.disk_cache else b"",
+            identity=identity,
+            disk_fingerprint=self._cache.disk_fingerprint(identity, 0),
             shares=self._cache.shares(),
         )
 
-    def _allocate_tiers(self, plan: CachePlan) -> RankTiers:
+    def _allocate_tiers(self, plan: CachePlan, identity: str) -> RankTiers:
         """Allocate the memory of the device tier and of the host tier, and open the disk's folder, as far as there are such."""
         layout, device = rank_layout(plan.layout, self._cache.groups), self._loaded.device
         memories = {TIER_DEVICE: TierMemory(layout, allocate_slab(layout, device))}
@@ -155,7 +165,7 @@ class ModelSetup:
             memories[TIER_HOST] = TierMemory(host_layout, host_slab)
         if self._config.cache.disk_cache is None:
             return RankTiers(memories)
-        fingerprint = self._cache.disk_fingerprint(self._parallel.rank)
+        fingerprint = self._cache.disk_fingerprint(identity, self._parallel.rank)
         return RankTiers(memories, open_disk_folder(self._config.cache, layout, fingerprint))
 
     def _make_builder(self, layout: ArenaLayout, slab: torch.Tensor) -> BatchBuilder:

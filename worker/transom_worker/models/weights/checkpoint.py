@@ -59,8 +59,8 @@ class Weights(Protocol):
         """Read one tensor, or a part of it, on the CPU: in the checkpoint's dtype, or in float32 or bfloat16 if it was
         quantised.
 
-        Nothing else is read: a tensor that is not quantised is a memory map of its file, and of a quantised one only the blocks
-        that hold the part are dequantised. `shape` is the shape of the whole tensor.
+        Nothing else is read: a tensor that is not quantised is a memory map of its file unless it was asked for in memory, and of a
+        quantised one only the blocks that hold the part are dequantised. `shape` is the shape of the whole tensor.
 
         Raises:
             ModelError: the tensor is missing, cut off, of an unknown number format, or not of `shape` where one is given. The

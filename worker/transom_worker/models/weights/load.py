@@ -11,10 +11,11 @@ from transom_worker.models.weights.renamed_weights import text_decoder
 from transom_worker.models.weights.safetensors_files import SafetensorsWeights
 
 
-def load_weights(files: ModelFiles) -> Weights:
+def load_weights(files: ModelFiles, *, in_memory: bool = False) -> Weights:
     """Open a model's checkpoint; its tensors are read when they are requested.
 
-    Of a multimodal model, the result has the weights of the text decoder, under the names of a text-only model.
+    With `in_memory` no tensor is a map of its file (`SafetensorsWeights`). Of a multimodal model, the result
+    has the weights of the text decoder, under the names of a text-only model.
 
     Raises:
         ModelError: a file is missing, broken (the message names it), or quantised in a way that cannot be read.
@@ -22,6 +23,6 @@ def load_weights(files: ModelFiles) -> Weights:
     if files.is_gguf:
         family, experts = str(files.config["model_type"]), int(files.config.get("num_local_experts", 0))
         return with_hf_experts(GgufWeights(files), family, num_experts=experts)
-    plain = SafetensorsWeights(files.path)
+    plain = SafetensorsWeights(files.path, in_memory=in_memory)
     config = files.config.get("quantization_config")
     return text_decoder(plain if config is None else open_quantised(plain, config))

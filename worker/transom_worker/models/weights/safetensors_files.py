@@ -9,19 +9,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from transom_core.errors import ModelError
-from transom_core.model_files.weight_index import INDEX_FILE, SINGLE_FILE, read_weight_index
+from transom_core.model_files.weight_index import INDEX_FILE, read_weight_index, weight_files
 from transom_worker.models.weights.checkpoint import WHOLE, Part, check_shape
 
 
 class SafetensorsWeights:
     """Tensors mapped from the files of one folder, so that the system reads their pages on first use.
 
+    A map shows what is later written into its file, so a model that computes on the CPU with these tensors themselves takes them
+    `in_memory`: then they are copies.
+
     Raises:
         ModelError: a file is missing, cut off or not safetensors; the message names it.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, in_memory: bool = False) -> None:
+        self._folder, self._in_memory = folder, in_memory
         self._open: dict[Path, Any] = {}
         self._file_of = _files_by_tensor(folder, self._reader)
         self.names = tuple(sorted(self._file_of))
@@ -34,13 +37,13 @@ class SafetensorsWeights:
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
         """Read one tensor, or a part of it; see `Weights.__call__`."""
-        tensor = self.read(name)
+        tensor = self._mapped(name)
         if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
             raise ModelError(
                 f"{self.file_of(name)}: tensor {name!r} holds {str(tensor.dtype).removeprefix('torch.')}, and neither config.json "
                 "(quantization_config) nor a scale beside it says what that means; give the unquantised checkpoint."
             )
-        return check_shape(tensor, shape, name=name, file=self.file_of(name))[part]
+        return self._own(check_shape(tensor, shape, name=name, file=self.file_of(name))[part])
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor as the file has it, in any number format.
@@ -48,6 +51,12 @@ class SafetensorsWeights:
         Raises:
             ModelError: the tensor is missing or cut off.
         """
+        return self._own(self._mapped(name))
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if self._in_memory else tensor
+
+    def _mapped(self, name: str) -> torch.Tensor:
         path = self.file_of(name)
         self._read.add(name)
         try:
@@ -91,9 +100,7 @@ def _files_by_tensor(folder: Path, reader: Any) -> dict[str, Path]:
     index = folder / INDEX_FILE
     if index.exists():
         return _read_index(index)
-    single = folder / SINGLE_FILE
-    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-    if not files:
+    if not (files := weight_files(folder)):
         raise ModelError(f"{folder} has no .safetensors file; pickled weights are never loaded, convert them.")
     return {name: path for path in files for name in reader(path).keys()}  # noqa: SIM118  a reader is no dict
 

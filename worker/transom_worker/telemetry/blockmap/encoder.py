@@ -23,10 +23,11 @@ from transom_worker.telemetry.blockmap.snapshot import SequenceSnapshot, Snapsho
 
 
 class WorkerIdentity(NamedTuple):
-    """The worker that the frames are about, and its model."""
+    """The worker that the frames are about, its model's name, and the model's identity (`CacheShape`)."""
 
     worker: str
     model: str
+    identity: str = ""
 
 
 class Encoder:
@@ -131,6 +132,7 @@ class Encoder:
         ]
         return {
             "model": self._identity.model,
+            "identity": self._identity.identity,
             "page_bytes": layout.page_bytes,
             "num_pages": layout.num_pages,
             "groups": groups,

@@ -29,6 +29,7 @@ CONFIG_LABELS = (
     "prefix_caching",
     "hybrid_kv_cache",
     "kernels",
+    "identity",
 )
 
 
@@ -59,6 +60,7 @@ class Identity(EngineEventSink, Collector):
             str(config.cache.enable_prefix_caching).lower(),
             str(config.model.hybrid_kv_cache).lower(),
             info.kernels,
+            info.identity,
         )
         self._config = tuple(map(str, values))
         self._token_bytes = [((group.name, group.dtype), group.bytes_per_token) for group in info.plan.groups]

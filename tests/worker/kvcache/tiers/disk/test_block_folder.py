@@ -16,7 +16,6 @@ import pytest
 from tests.how_many import num_examples
 from transom_core.errors import ConfigError
 from transom_worker.kvcache.tiers.disk.block_file import HEADER_BYTES, BlockName, BrokenFile, pack, unpack
-from transom_worker.kvcache.tiers.disk.fingerprint import fingerprint
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 
 MODEL = b"m" * 32
@@ -208,23 +207,3 @@ def test_processes_share_the_space(tmp_path: Path) -> None:
         assert store.read(0, digest(number), SIZE) in (None, contents(number))
     assert store.counts.num_broken == 0
     assert store.space.recount() == store.space.used_bytes == len(files) * FILE_BYTES
-
-
-def test_fingerprints(tmp_path: Path) -> None:
-    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
-    weights.write_bytes(bytes(3 << 20))
-    config.write_text("{}")
-    same = fingerprint([weights, config], "bfloat16", 2)
-    assert fingerprint([config, weights], "bfloat16", 2) == same
-    found = {same, fingerprint([weights, config], "bfloat16", 3), fingerprint([weights], "bfloat16", 2)}
-    config.write_text("{ }")
-    found.add(fingerprint([weights, config], "bfloat16", 2))
-    times = weights.stat().st_atime_ns, weights.stat().st_mtime_ns
-    with weights.open("r+b") as file:
-        file.seek((3 << 20) - 1)
-        file.write(b"x")
-    os.utime(weights, ns=times)
-    found.add(fingerprint([weights, config], "bfloat16", 2))
-    os.utime(weights, ns=(0, 0))
-    found.add(fingerprint([weights, config], "bfloat16", 2))
-    assert len(found) == 6

@@ -4,5 +4,4 @@ block_file     one block in a file: header, checksum, contents
 folder         where the files of a rank's blocks lie
 listing        which blocks have files
 space          the space that all processes of a host share, and which files leave it first
-fingerprint    what tells the blocks of one model and layout from those of any other
 """

@@ -1,0 +1,171 @@
+"""Workers of two models: an answer is of one of them from beginning to end, and new requests go to the newer one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+
+from tests.cluster.conftest import Api, make_router, running, running_api, timings, until
+from tests.cluster.stub_worker import StubWorker
+from transom_cluster.openai.answer.writers import system_fingerprint
+from transom_cluster.router.output_stream import OutputStream
+from transom_core.config import FailoverConfig
+from transom_core.contract import OutputEvent, Request, SamplingParams, WorkerLoad
+
+PATIENT = {"failover": FailoverConfig(wait_s=120.0)}
+FULL = WorkerLoad(max_num_seqs=2, num_running=2)
+
+
+def v1(worker: str, **more: Any) -> StubWorker:
+    return StubWorker(worker=worker, identity="1" * 32, loaded_at_s=1.0, **more)
+
+
+def v2(worker: str, **more: Any) -> StubWorker:
+    return StubWorker(worker=worker, identity="2" * 32, loaded_at_s=2.0, **more)
+
+
+def lines(response: httpx.Response) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+
+
+async def add(api: Api, worker: StubWorker) -> None:
+    api.directory.add(worker)
+    await until(lambda: worker.worker in api.router.connections and api.router.connections[worker.worker].is_open)
+
+
+async def lose(api: Api, worker: StubWorker) -> None:
+    """Kill a worker, which the directory notices."""
+    worker.kill()
+    await until(lambda: not api.router.connections[worker.worker].is_open)
+    api.directory.remove(worker)
+
+
+async def test_a_stream_goes_on_at_a_worker_of_the_model_that_began_it() -> None:
+    first = v1("w0", max_events=2)
+    async with running_api(first, **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=6, stream=True))
+        await until(lambda: first.num_silent and first.is_read)
+        newer, other = v2("w1"), v1("w2")
+        await add(api, newer)
+        await add(api, other)
+        await lose(api, first)
+        text = lines(await answer)
+        assert "".join(one["choices"][0]["text"] for one in text) == "abcdef"
+        assert {one["system_fingerprint"] for one in text} == {system_fingerprint("1" * 32)}
+        assert (len(newer.submitted), len(other.submitted)) == (0, 1)
+
+
+async def test_a_stream_whose_model_is_gone_ends_with_a_clear_error() -> None:
+    first = v1("w0", max_events=2)
+    async with running_api(first, **PATIENT) as api:
+        answers = [asyncio.create_task(api.complete(max_tokens=6, stream=stream)) for stream in (True, False)]
+        await until(lambda: first.num_silent == 2 and first.is_read)
+        newer = v2("w1")
+        await add(api, newer)
+        await lose(api, first)
+        streamed, plain = [await answer for answer in answers]
+        *text, error = lines(streamed)
+        assert "".join(one["choices"][0]["text"] for one in text) == "ab"
+        assert error["error"]["code"] == plain.json()["error"]["code"]
+        assert "The model was replaced by another" in error["error"]["message"]
+        assert plain.status_code == 503
+        assert not newer.submitted
+
+
+async def test_a_stream_waits_while_its_worker_may_come_back() -> None:
+    """The connection broke, and the worker is still there: it has its model, whatever other workers have."""
+    first = v1("w0", max_events=2)
+    async with running_api(first, **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=6))
+        await until(lambda: first.num_silent and first.is_read)
+        await add(api, v2("w1"))
+        first.max_events = None
+        first.die()
+        response = await answer
+        assert response.json()["choices"][0]["text"] == "abcdef"
+        assert len(first.submitted) == 2
+
+
+async def test_an_answer_that_has_not_begun_goes_to_the_newer_model() -> None:
+    first = v1("w0", max_events=0)
+    async with running_api(first, **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=6))
+        await until(lambda: first.num_silent)
+        await add(api, v2("w1"))
+        await lose(api, first)
+        body = (await answer).json()
+        assert (body["choices"][0]["text"], body["system_fingerprint"]) == ("abcdef", system_fingerprint("2" * 32))
+
+
+async def test_new_requests_go_to_the_newest_model_that_has_room() -> None:
+    old, new = v1("w0"), v2("w1", load=FULL)
+    async with running_api(old, new, **PATIENT) as api:
+        await until(lambda: all(one.load is not None for one in api.router.connections.values()))
+        await api.complete()
+        assert (len(old.submitted), len(new.submitted)) == (1, 0)
+    old, new = v1("w0"), v2("w1")
+    async with running_api(old, new, **PATIENT) as api:
+        for _ in range(5):
+            await api.complete()
+        assert (len(old.submitted), len(new.submitted)) == (0, 5)
+        await lose(api, new)
+        await api.complete()
+        assert len(old.submitted) == 1
+
+
+def test_all_choices_of_an_answer_are_of_one_model() -> None:
+    """It is chosen by the first choice that a worker gets, and again only if all leave their workers before there is any output."""
+    one = Request(request_id="a", prompt_token_ids=(1,), params=SamplingParams(), seed=0)
+    output = OutputStream([one, one])
+    output.placed("v1")
+    output.placed("v1")
+    output.left_worker()
+    assert output.identity == "v1"
+    output.left_worker()
+    assert output.identity is None
+    output.placed("v2")
+    output.put(0, OutputEvent(request_id="a", position=0, token_ids=(1,)))
+    output.left_worker()
+    assert output.identity == "v2"
+
+
+async def test_a_worker_with_another_tokenizer_gets_no_requests() -> None:
+    """Its token ids stand for other texts."""
+    ours, other = v1("w0", tokenizer_digest="ours"), v2("w1", tokenizer_digest="other")
+    router = make_router(ours, other)
+    router._pool._tokenizer = "ours"
+    async with running(router, 2):
+        assert [one.takes_requests for one in router.connections.values()] == [True, False]
+        assert list(router.served) == ["1" * 32]
+
+
+async def test_streams_end_at_the_last_worker_of_their_model_however_long_it_drains() -> None:
+    old, new = v1("w0", max_events=2), v2("w1")
+    async with running_api(old, timings=timings(drain_s=0.0, last_drain_s=100.0), **PATIENT) as api:
+        answer = asyncio.create_task(api.complete(max_tokens=6))
+        await until(lambda: old.num_silent and old.is_read)
+        await add(api, new)
+        api.directory.remove(old)
+        await until(lambda: api.router.connections["w0"].is_draining)
+        await api.complete()
+        old.go()
+        assert (await answer).json()["choices"][0]["text"] == "abcdef"
+        await until(lambda: "w0" not in api.router.connections)
+        assert (len(old.submitted), len(new.submitted)) == (1, 1)
+
+
+async def test_models_and_metrics_say_which_models_are_there() -> None:
+    async with running_api(v1("w0"), v2("w1"), v1("w2"), **PATIENT) as api:
+        (card,) = (await api.client.get("/v1/models")).json()["data"]
+        assert card["versions"] == [
+            {"system_fingerprint": system_fingerprint(digit * 32), "identity": digit * 32, "workers": number}
+            for digit, number in (("2", 1), ("1", 2))
+        ]
+        (worker,) = [one for one in (await api.client.get("/")).json()["workers"] if one["id"] == "w1"]
+        assert worker["identity"] == "2" * 32
+        read = api.router.metrics.registry.get_sample_value
+        labels = {"model": "stub", "router": "r0", "identity": "1" * 32}
+        assert read("transom_router_model_workers", labels) == 2

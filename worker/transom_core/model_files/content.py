@@ -1,0 +1,131 @@
+"""The digest of a model's files, by what is in them: equal digests mean equal weights, config and tokenizer.
+
+Names, sizes and times do not tell two models apart: a fine-tune has the geometry of its base, copies and archives may keep times,
+and the blob of a hub's cache keeps its name when somebody writes through the link. So every byte is read, on a few threads, beside
+the loading of the weights, which needs the same pages. The files are cut into *pieces*; several ranks of one worker share them out,
+piece `i` to rank `i mod ranks`, and the digest is the same for any number of ranks:
+
+    reading = ContentReading(files, rank=0, num_ranks=2)     the threads run
+    ... load the weights ...
+    part = reading.finish()                                  this rank's pieces; no file may have changed since
+    digest = join_parts([part, part of rank 1])
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from transom_core.errors import ModelError
+from transom_core.model_files.resolve import ModelFiles
+from transom_core.model_files.weight_index import weight_files
+
+PIECE_BYTES = 16 << 20
+MAX_THREADS = 8  # one reads about 1 GB/s
+_BUFFER_BYTES = 1 << 20
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+)  # they decide which text an id stands for, and which id ends it
+
+
+@dataclass(frozen=True, slots=True)
+class ContentPart:
+    """One rank's part of the contents: the list of all files, and the digests of this rank's pieces."""
+
+    files: bytes
+    digests: tuple[bytes, ...]
+
+
+class ContentReading:
+    """Reads the files of a model on threads of its own; `finish` has the result."""
+
+    def __init__(self, files: ModelFiles, *, rank: int = 0, num_ranks: int = 1) -> None:
+        """Raises ModelError if a file cannot be read."""
+        self._paths = [files.path] if files.is_gguf else _files_of(files.path)
+        self._before = [_status(path) for path in self._paths]
+        listed = [
+            (path.name if not files.is_gguf else "", size)
+            for path, (size, *_) in zip(self._paths, self._before, strict=True)
+        ]
+        self._files = json.dumps([files.config, files.generation_config, listed], sort_keys=True).encode()
+        pieces = [
+            (path, start)
+            for path, (size, *_) in zip(self._paths, self._before, strict=True)
+            for start in range(0, size, PIECE_BYTES)
+        ]
+        self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="transom-contents")
+        self._digests: list[Future[bytes]] = [
+            self._threads.submit(_digest, *piece) for piece in pieces[rank::num_ranks]
+        ]
+
+    def finish(self) -> ContentPart:
+        """Wait for the digests.
+
+        Raises:
+            ModelError: a file cannot be read, or has changed since: what was loaded may be of both models.
+        """
+        self._threads.shutdown(wait=True)
+        for path, before in zip(self._paths, self._before, strict=True):
+            if _status(path) != before:
+                raise ModelError(f"{path} changed while the model was loaded; start again when it is complete.")
+        return ContentPart(self._files, tuple(digest.result() for digest in self._digests))
+
+    def cancel(self) -> None:
+        """End the threads: the model is not loaded."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def join_parts(parts: Sequence[ContentPart]) -> bytes:
+    """Return the digest of the contents from the parts of all ranks, in order of rank: 32 bytes, none where there are no parts.
+
+    Raises:
+        ModelError: the ranks have different files.
+    """
+    if not parts:
+        return b""
+    if len({part.files for part in parts}) > 1:
+        raise ModelError("The ranks found different files of the model on their hosts; copy the same model to each.")
+    whole = sha256(sha256(parts[0].files).digest())
+    for number in range(sum(len(part.digests) for part in parts)):
+        whole.update(parts[number % len(parts)].digests[number // len(parts)])
+    return whole.digest()
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The files of a folder that decide what is computed; `ModelFiles` has the contents of the configs."""
+    others = (folder / name for name in _TOKENIZER_FILES)
+    return [*weight_files(folder), *_existing(others)]
+
+
+def _existing(paths: Iterable[Path]) -> list[Path]:
+    return [path for path in paths if path.exists()]
+
+
+def _status(path: Path) -> tuple[int, int, int, int]:
+    """Size, times and inode of a file. The time of the last change of its inode cannot be set back, as that of its contents can."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+def _digest(path: Path, start: int) -> bytes:
+    """The digest of the piece of a file that begins at byte `start`."""
+    digest, buffer = sha256(), bytearray(_BUFFER_BYTES)
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            left = PIECE_BYTES
+            while left and (count := file.readinto(memoryview(buffer)[: min(left, _BUFFER_BYTES)])):
+                digest.update(memoryview(buffer)[:count])
+                left -= count
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
+    return digest.digest()
