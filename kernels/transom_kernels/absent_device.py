@@ -22,15 +22,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transom_kernels import launch
 
 _aten = torch.ops.aten
-_PRODUCTS = {
+_PRODUCTS: dict[Any, Callable[..., tuple[int, ...]]] = {
     _aten.mm.default: lambda a, b: (a.shape[0], b.shape[1]),
     _aten.bmm.default: lambda a, b: (*a.shape[:2], b.shape[2]),
     _aten.addmm.default: lambda bias, a, b: (a.shape[0], b.shape[1]),
     _aten.baddbmm.default: lambda bias, a, b: (*a.shape[:2], b.shape[2]),
-    _aten.matmul.default: lambda a, b: (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]),
+    _aten.matmul.default: lambda a, b: (*a.shape[:-1], *b.shape[-1:]),
     _aten.linear.default: lambda x, weight, bias=None: (*x.shape[:-1], weight.shape[0]),
 }
-_ALLOCATIONS = {_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default, _aten.empty_strided.default}
+_ALLOCATIONS = {
+    _aten.empty.memory_format,
+    _aten.new_empty.default,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+}
 
 
 class AbsentLauncher:
@@ -49,7 +54,12 @@ class AbsentUtils:
     """Loads every kernel that fits a device with the given bytes of shared memory."""
 
     def __init__(self, shared_bytes: int) -> None:
-        self._properties = {"max_shared_mem": shared_bytes, "multiprocessor_count": 1, "max_num_regs": 65_536, "warpSize": 32}
+        self._properties = {
+            "max_shared_mem": shared_bytes,
+            "multiprocessor_count": 1,
+            "max_num_regs": 65_536,
+            "warpSize": 32,
+        }
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         """What limits a program."""
@@ -84,7 +94,7 @@ class AbsentDriver:
         return 0
 
 
-class _NoWork(TorchDispatchMode):
+class _NoWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Products and fresh memory of torch are zeros, so that large models cost nothing and no index is out of range."""
 
     def __torch_dispatch__(
@@ -100,8 +110,8 @@ class _NoWork(TorchDispatchMode):
 
 @contextmanager
 def no_work() -> Iterator[None]:
-    """Within this context, products of torch and memory that it allocates are zeros."""
-    with _NoWork():
+    """Within this context, products of torch and memory that it allocates are zeros on this thread."""
+    with _NoWork():  # type: ignore[no-untyped-call]
         yield
 
 
@@ -112,13 +122,13 @@ def absent_gpu(capability: tuple[int, int], on_compiled: Callable[..., None] | N
     `on_compiled` is Triton's listener: it is called for each kernel, with `cache_hit` and other keywords.
 
     Raises:
-        ValueError: the kernels are not made for this compute capability, or Triton interprets kernels in this process.
+        ValueError: `launch.SHARED_BYTES` lacks this compute capability, or Triton interprets kernels in this process.
     """
     if capability not in launch.SHARED_BYTES:
         known = ", ".join(f"{major}.{minor}" for major, minor in launch.SHARED_BYTES)
-        raise ValueError(f"compute capability {capability[0]}.{capability[1]} is not known; known are {known}.")
+        raise ValueError(f"Compute capability {capability[0]}.{capability[1]} is not known; known are {known}.")
     if launch.INTERPRETED:
-        raise ValueError("TRITON_INTERPRET=1 is set, with which Triton compiles nothing; unset it.")
+        raise ValueError("TRITON_INTERPRET=1 is set, and then Triton compiles nothing; unset it.")
     from triton import knobs
     from triton.runtime import driver
 

@@ -70,7 +70,7 @@ def kernels_on(device: torch.device) -> str:
 
 
 def compiles_by_rows(device: torch.device) -> bool:
-    """Whether the first launch over a number of rows may compile a kernel: on GPUs, whose tiles depend on the rows."""
+    """Whether a kernel is compiled on its first launch, and again for other numbers of rows: on GPUs tiles depend on the rows."""
     return device.type == "cuda" or _pretended is not None
 
 

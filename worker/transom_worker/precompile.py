@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, SamplingParams, WindowPolicy
+from transom_core.errors import ConfigError
+from transom_core.settings.settings import Settings
 from transom_kernels.cpu.code_cache import cache_directory
 from transom_kernels.cpu.kernel import statistics
-from transom_core.settings.settings import Settings
 from transom_worker.execution.setup.model_loading import load_model
 from transom_worker.execution.setup.model_setup import ModelSetup
 from transom_worker.llm import LLM
@@ -93,7 +95,7 @@ def precompile_for_gpu(
     there. With several ranks, the first one's part is loaded: the others launch the same kernels.
 
     Raises:
-        ConfigError, ModelError: settings or checkpoint are wrong.  ValueError: `capability` is not known.
+        ConfigError, ModelError: settings or checkpoint are wrong, or no kernels are made for `capability`.
     """
     from transom_kernels.absent_device import absent_gpu, compiled_directory, no_work
 
@@ -110,7 +112,11 @@ def precompile_for_gpu(
         nonlocal num_compiled
         num_compiled += not cache_hit
 
-    with absent_gpu(capability, count):
+    with ExitStack() as gpu:
+        try:
+            gpu.enter_context(absent_gpu(capability, count))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         loaded = load_model(config.model, parallel)
         max_model_len = min(_GPU_STEP_TOKENS, loaded.architecture.max_position)
         config = Settings.parse(**settings, max_model_len=max_model_len).engine_config()

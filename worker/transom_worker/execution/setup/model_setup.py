@@ -112,6 +112,8 @@ class ModelSetup:
             self._parallel, first_id=self._loaded.model.vocab.start, eos_token_ids=self._loaded.eos_token_ids
         )
         forward = self._warm_up(builder, slab, sampler)
+        if compiles_by_rows(self._loaded.device):
+            tiers.compile_copies()
         return ModelRunner(
             self._loaded.architecture,
             self._parallel,
