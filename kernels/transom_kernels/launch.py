@@ -27,6 +27,17 @@ INTERPRETED = (
 Kernels = Literal["auto", "reference", "interpreted"]
 
 _chosen: Kernels | None = None
+_pretended: tuple[int, int] | None = None  # the compute capability of a GPU that is not there; see `absent_device`
+
+# bytes of shared memory that a program may have on the devices for which kernels are compiled ahead, by compute capability
+SHARED_BYTES = {
+    (8, 0): 163 << 10,
+    (8, 6): 99 << 10,
+    (8, 9): 99 << 10,
+    (9, 0): 227 << 10,
+    (10, 0): 227 << 10,
+    (12, 0): 99 << 10,
+}
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
@@ -38,7 +49,7 @@ def uses_triton(tensor: torch.Tensor) -> bool:
     kernels = _chosen or _of_environment()
     if kernels == "reference":
         return False
-    return has_triton() if tensor.is_cuda else kernels == "interpreted"
+    return has_triton() if tensor.is_cuda or _pretended else kernels == "interpreted"
 
 
 def uses_cpu_kernels(tensor: torch.Tensor) -> bool:
@@ -47,13 +58,26 @@ def uses_cpu_kernels(tensor: torch.Tensor) -> bool:
     Raises:
         ValueError: TRANSOM_KERNELS has an unknown value, or asks for an interpreter that is not loaded.
     """
-    return (_chosen or _of_environment()) == "auto" and tensor.device.type == "cpu" and has_cpu_kernels()
+    if _pretended or tensor.device.type != "cpu":
+        return False
+    return (_chosen or _of_environment()) == "auto" and has_cpu_kernels()
 
 
 def kernels_on(device: torch.device) -> str:
     """What computes the operators on a device: "triton", "cpu" (compiled CPU kernels) or "torch"."""
     tensor = torch.empty(0, device=device)
     return "triton" if uses_triton(tensor) else "cpu" if uses_cpu_kernels(tensor) else "torch"
+
+
+def compiles_by_rows(device: torch.device) -> bool:
+    """Whether a kernel is compiled on its first launch, and again for other numbers of rows: on GPUs tiles depend on the rows."""
+    return device.type == "cuda" or _pretended is not None
+
+
+def pretend(capability: tuple[int, int] | None) -> None:
+    """From now on operators launch their GPU kernels on CPU tensors as on a device of this compute capability; None ends that."""
+    global _pretended
+    _pretended = capability
 
 
 def compile_seconds() -> float:
@@ -126,15 +150,23 @@ def split_width(width: int, *, least: int = 16) -> tuple[int, int]:
     return first, max(least, next_power_of_two(rest)) if rest else 0
 
 
-@cache
 def capability_of(device: torch.device) -> tuple[int, int]:
     """The compute capability of a CUDA device; (0, 0) of others."""
+    return _pretended or _capability_of(device)
+
+
+@cache
+def _capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-@cache
 def shared_bytes(device: torch.device) -> int:
     """Bytes of shared memory that a program may have on a CUDA device: 99 KiB of an L4, 227 KiB of an H100; 0 on others."""
+    return SHARED_BYTES[_pretended] if _pretended else _shared_bytes(device)
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return getattr(properties, "shared_memory_per_block_optin", 0)
 

@@ -20,13 +20,13 @@ from tests.kernels.paged_case import Sequence, Shape, make_case
 from tests.kernels.policy_case import PolicySequence, make_policy_case
 from tests.kernels.quantised_case import FORMATS_BY_NAME, poisoned_caches, quantised
 from tests.kernels.sample_case import params_of
+from transom_kernels import launch
 from transom_kernels.block_copy.gpu import copy_blocks_triton
 from transom_kernels.gated_mlp.gpu import gated_activation_triton
 from transom_kernels.hyper_connections.gpu import hc_head_triton, hc_norm_triton, hc_post_triton, hc_pre_triton
 from transom_kernels.kv_write import Preparation
 from transom_kernels.kv_write.gpu import prepare_qkv_triton
 from transom_kernels.kv_write.inputs import QkvInputs
-from transom_kernels.latent_attention import gpu as latent_launcher
 from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
 from transom_kernels.latent_attention.inputs import LatentInputs
 from transom_kernels.moe.gpu import moe_triton
@@ -47,8 +47,7 @@ TYPES = {
     INT64: "i64",
 }  # fmt: skip
 STRIDES_OF_BLOCKS = ("stride_b", "source_stride", "target_stride")  # beyond 32 bits in a real cache
-# bytes of shared memory that a program may have
-SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+SHARED_BYTES = {10 * major + minor: num_bytes for (major, minor), num_bytes in launch.SHARED_BYTES.items()}
 WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512))  # of keys and values
 
 
@@ -79,9 +78,7 @@ def all_cases(arch: int) -> list[Compilation]:
             found.setdefault(f"{case.name} {case.options}", case)
 
     paged_launcher._layers.clear()  # prepared for another device
-    capability = patch.object(paged_launcher, "capability_of", lambda _: divmod(arch, 10))
-    memory = patch.object(latent_launcher, "shared_bytes", lambda _: SHARED_BYTES[arch])
-    with patch.object(JITFunction, "run", record), capability, memory:
+    with patch.object(JITFunction, "run", record), patch.object(launch, "_pretended", divmod(arch, 10)):
         for call in calls():
             call()
     return list(found.values())

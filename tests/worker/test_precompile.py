@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-pytestmark = pytest.mark.exhaustive  # it compiles every kernel of a model
+from transom_cluster.cli import app
+from transom_core.machine import gpus
+
+pytestmark = pytest.mark.exhaustive  # they compile every kernel of a model
 
 SERVED = """
 import logging, sys
@@ -45,3 +50,50 @@ def test_a_start_after_compiling_compiles_nothing(tiny_model: Path, tmp_path: Pa
 def test_the_first_start_says_what_compiling_took(tiny_model: Path, tmp_path: Path) -> None:
     served = run(tmp_path, "-c", SERVED, str(tiny_model))
     assert "kernels compiled for this CPU (compiling them took " in served
+
+
+STARTED_ON_GPU = """
+import sys
+from tests.engine_driver import make_engine, make_request, run
+from transom_kernels.absent_device import absent_gpu, no_work
+missing = []
+def note(*, src, cache_hit, **_):
+    if not cache_hit:
+        missing.append(src.name)
+with absent_gpu((9, 0), note), no_work():
+    tight = {"kv_cache_memory_bytes": "600KiB", "swap_space": "4MiB", "preemption_mode": "swap"}
+    engine = make_engine(
+        sys.argv[1], device="cpu", dtype="bfloat16", max_num_seqs=12, max_num_batched_tokens=512, max_model_len=1024, **tight
+    )
+    sampled = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.1, "logprobs": 2, "presence_penalty": 0.5}
+    for length in (1, 7, 60, 380, 1000):
+        prompts = [[1 + (i + 7 * j) % 50 for i in range(length)] for j in range(3)]
+        asked = [{}, sampled, {"temperature": 1.0, "top_k": 5}]
+        run(engine, [make_request(f"{length} {i}", prompts[i], max_tokens=24, **one) for i, one in enumerate(asked)])
+    assert engine.scheduler.work.num_swaps
+    engine.shutdown()
+print("missing:", missing)
+"""
+
+
+def test_kernels_of_a_gpu_that_is_not_there(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start on a GPU of this compute capability finds all kernels: other batches, lengths and sampling compile none."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    compile_it = ("-m", "transom_cluster.cli", "compile", str(tiny_model), "--dtype", "bfloat16", "--device", "cuda")
+    assert re.search(r"^1\d kernels compiled in .*/triton\.", run(tmp_path, *compile_it, "--capability", "9.0"))
+    assert "Every kernel was compiled already" in run(tmp_path, *compile_it, "--capability", "9.0")
+    assert run(tmp_path, "-c", STARTED_ON_GPU, str(tiny_model)).endswith("missing: []\n")
+
+
+@pytest.mark.parametrize(
+    ("capability", "message"),
+    [("7.5", "known are 8.0, "), ("9", "two numbers with a dot"), (None, "This machine has no GPU")],
+)
+def test_a_gpu_that_has_no_kernels(
+    tiny_model: Path, capability: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "read_driver", lambda: gpus.NO_DRIVER)
+    given = [] if capability is None else ["--capability", capability]
+    result = CliRunner().invoke(app, ["compile", str(tiny_model), "--device", "cuda", *given])
+    assert (result.exit_code, message in result.stderr) == (2, True), result.output

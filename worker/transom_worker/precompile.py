@@ -1,14 +1,21 @@
-"""Compiles the CPU kernels that a model needs, so that its first start does not have to."""
+"""Compiles the kernels that a model needs on this processor, or on a GPU, so that its first start does not have to."""
 
 from __future__ import annotations
 
+import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, SamplingParams, WindowPolicy
+from transom_core.errors import ConfigError
+from transom_core.settings.settings import Settings
 from transom_kernels.cpu.code_cache import cache_directory
 from transom_kernels.cpu.kernel import statistics
+from transom_worker.execution.setup.model_loading import load_model
+from transom_worker.execution.setup.model_setup import ModelSetup
 from transom_worker.llm import LLM
+from transom_worker.models.parallel import Parallel
 
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 40, 4  # a prompt and decode steps of one and of several sequences
 _SAMPLING = (
@@ -70,3 +77,50 @@ def precompile(
             for policy in _POLICIES:
                 llm.generate(prompts, _POLICY_SAMPLING, use_tqdm=False, kv_policy=policy, kv_quality=True)
     return Compiled(statistics.num_compiled - before[0], statistics.compile_s - before[1], cache_directory())
+
+
+_GPU_STEP_TOKENS = 8192  # as many as a step has on the largest GPUs, so that all tiles occur
+
+
+def precompile_for_gpu(
+    model: str,
+    *,
+    capability: tuple[int, int],
+    dtype: str = "auto",
+    quantization: str = "none",
+    kv_cache_dtype: str = "auto",
+    tensor_parallel_size: int = 1,
+) -> Compiled:
+    """Load a model into host memory, and compile what its warm-up launches on a GPU of a compute capability, which need not be
+    there. With several ranks, the first one's part is loaded: the others launch the same kernels.
+
+    Raises:
+        ConfigError, ModelError: settings or checkpoint are wrong, or no kernels are made for `capability`.
+    """
+    from transom_kernels.absent_device import absent_gpu, compiled_directory, no_work
+
+    settings = {
+        **{"model": model, "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype},
+        **{"device": "cpu", "tensor_parallel_size": tensor_parallel_size, "enforce_eager": True},
+        **{"max_num_seqs": 1, "max_num_batched_tokens": _GPU_STEP_TOKENS},
+    }
+    config = Settings.parse(**settings).engine_config()
+    parallel = Parallel(size=tensor_parallel_size)
+    num_compiled, begin_s = 0, time.perf_counter()
+
+    def count(*, cache_hit: bool, **_: object) -> None:
+        nonlocal num_compiled
+        num_compiled += not cache_hit
+
+    with ExitStack() as gpu:
+        try:
+            gpu.enter_context(absent_gpu(capability, count))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        loaded = load_model(config.model, parallel)
+        max_model_len = min(_GPU_STEP_TOKENS, loaded.architecture.max_position)
+        config = Settings.parse(**settings, max_model_len=max_model_len).engine_config()
+        setup = ModelSetup(config, parallel, loaded)
+        with no_work():
+            setup.allocate(setup.pool_bytes())
+    return Compiled(num_compiled, time.perf_counter() - begin_s, compiled_directory())

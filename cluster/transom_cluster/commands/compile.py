@@ -1,10 +1,16 @@
-"""`transom compile`: compiles what a model's workers and the routers need on this machine's processor, ahead of the first start."""
+"""`transom compile`: compiles what a model's workers and the routers need, before the first start.
+
+The workers' kernels are compiled for this machine's processor, or for GPUs that this machine need not have.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import typer
+
+CAPABILITY = re.compile(r"(\d+)\.(\d)")
 
 
 def compile_kernels(
@@ -12,19 +18,33 @@ def compile_kernels(
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     quantization: Annotated[str, typer.Option(help="As for `transom serve`.")] = "none",
     kv_cache_dtype: Annotated[str, typer.Option(help="As for `transom serve`.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu or cuda; cuda needs no GPU on this machine.")] = "cpu",
+    capability: Annotated[
+        str | None,
+        typer.Option(help="With --device cuda: the GPUs' compute capability, such as 9.0; by default this machine's."),
+    ] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(help="With --device cuda: as for `transom serve`.", min=1)] = 1,
 ) -> None:
-    """Compile the CPU kernels of a model and the router's prefix index now, so that the first start does not have to.
+    """Compile a model's kernels and the router's prefix index now, so that the first start does not have to.
 
-    The kernels' code is kept in the user's cache directory (or TRANSOM_CACHE_DIR) for this processor and this version; the router's
-    beside its sources (or in NUMBA_CACHE_DIR).
+    The code of CPU kernels is kept in the user's cache directory (or TRANSOM_CACHE_DIR) for this processor and this version, that
+    of GPU kernels in Triton's (TRITON_CACHE_DIR), and the router's beside its sources (or in NUMBA_CACHE_DIR).
     """
     from transom_cluster.routing.fleet_index import FleetPrefixIndex
     from transom_core.errors import ConfigError, ModelError
-    from transom_worker.precompile import precompile
+    from transom_worker.precompile import precompile, precompile_for_gpu
 
     FleetPrefixIndex()  # its first one compiles it
+    options = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     try:
-        compiled = precompile(model, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+        if device == "cuda":
+            compiled = precompile_for_gpu(
+                model, capability=_capability(capability), tensor_parallel_size=tensor_parallel_size, **options
+            )
+        elif device == "cpu":
+            compiled = precompile(model, **options)
+        else:
+            raise ConfigError(f"--device is {device}; give cpu or cuda.")
     except (ConfigError, ModelError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -33,3 +53,25 @@ def compile_kernels(
         if compiled.num_kernels
         else f"Every kernel was compiled already; the code is in {compiled.directory}."
     )
+
+
+def _capability(given: str | None) -> tuple[int, int]:
+    """Return the compute capability that was given, or that of this machine's first GPU.
+
+    Raises:
+        ConfigError: it is not two numbers, or none was given and this machine has no GPU.
+    """
+    from transom_core.errors import ConfigError
+    from transom_core.machine.gpus import read_driver
+
+    if given is not None:
+        found = CAPABILITY.fullmatch(given)
+        if found is None:
+            raise ConfigError(f"--capability is {given}; give two numbers with a dot, such as 9.0 for an H100.")
+        return int(found[1]), int(found[2])
+    gpus = read_driver().gpus
+    if not gpus:
+        raise ConfigError(
+            "This machine has no GPU; name the compute capability of yours: --capability 9.0 for an H100."
+        )
+    return gpus[0].capability

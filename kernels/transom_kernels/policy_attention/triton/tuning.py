@@ -37,11 +37,11 @@ def tile_config(*, group: int, widest: int, element_bytes: int, cache_bytes: int
         block_m *= 2
     is_widened = cache_bytes < element_bytes  # rows of quantised caches take registers twice, as stored and widened
     block_n = 16 if element_bytes > 2 else 64 if widest <= (64 if is_widened else 128) else 32
-    is_large = widest * element_bytes > 512 or (widest > 64 and block_m > MIN_DOT_ROWS)
+    is_large = widest * element_bytes > 512 or ((widest > 64 or is_widened) and block_m > MIN_DOT_ROWS)
     return TileConfig(
         tokens=1 if decodes else block_m // group,
         block_m=block_m,
         block_n=block_n,
-        num_warps=8 if is_large else 4,  # 4 warps lack registers for large tiles on sm_80
+        num_warps=8 if is_large else 4,  # 4 warps lack registers for large tiles on sm_80 and sm_100
         num_stages=1 if element_bytes > 2 else 2,
     )

@@ -18,7 +18,7 @@ from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.machine.host_memory import available_host_bytes
 from transom_core.model_config.kv_policy_obstacle import kv_policy_obstacle
 from transom_core.model_files.content import ContentPart
-from transom_kernels.launch import compile_seconds, kernels_on, uses_cpu_kernels
+from transom_kernels.launch import compile_seconds, compiles_by_rows, kernels_on, uses_cpu_kernels
 from transom_worker.execution import memory
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.device_queue import device_queue
@@ -112,6 +112,8 @@ class ModelSetup:
             self._parallel, first_id=self._loaded.model.vocab.start, eos_token_ids=self._loaded.eos_token_ids
         )
         forward = self._warm_up(builder, slab, sampler)
+        if compiles_by_rows(self._loaded.device):
+            tiers.compile_copies()
         return ModelRunner(
             self._loaded.architecture,
             self._parallel,
@@ -188,15 +190,15 @@ class ModelSetup:
     @torch.inference_mode()
     def _warm_up(self, builder: BatchBuilder, slab: torch.Tensor, sampler: ShardedSampler) -> ForwardPass:
         """Compile and choose kernels by made-up steps, and make the forward pass, which may capture decode steps now."""
-        model, is_cuda = self._loaded.model, self._loaded.device.type == "cuda"
+        model, by_rows = self._loaded.model, compiles_by_rows(self._loaded.device)
         logits_1V = warm_up(
             model,
             builder,
             [group.spec for group in builder.layout.groups],
             max_tokens=self._config.scheduler.max_num_batched_tokens,
             max_model_len=self._cache.max_model_len,
-            compiles=is_cuda or uses_cpu_kernels(slab),
-            compiles_by_rows=is_cuda,
+            compiles=by_rows or uses_cpu_kernels(slab),
+            compiles_by_rows=by_rows,
             takes_policies=not kv_policy_obstacle(self._loaded.architecture),
         )
         warm_up_id = 0  # no sequence exists yet, so every id is free

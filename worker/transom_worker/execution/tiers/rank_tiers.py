@@ -26,7 +26,7 @@ from transom_worker.execution.tiers.disk_blocks import DiskTier, FetchedBlock, S
 from transom_worker.execution.tiers.load_copies import EndedLoads, LoadBoard, RowCopies, make_loads
 from transom_worker.kvcache.tiers.disk.block_file import HEADER_BYTES
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
-from transom_worker.scheduling.step import LOAD_WAIT_S, TIER_DEVICE, TIER_DISK, StepPlan
+from transom_worker.scheduling.step import LOAD_WAIT_S, TIER_DEVICE, TIER_DISK, TIER_HOST, StepPlan
 
 DISK_WAIT_S = 2.0  # the longest time that a plan with `waits_for_disk` waits for its files
 
@@ -67,6 +67,18 @@ class RankTiers:
     def device(self) -> TierMemory:
         """The memory of the device tier, which forward passes read and write."""
         return self._memories[TIER_DEVICE]
+
+    def compile_copies(self) -> None:
+        """Copy block 0 of each group onto itself, and to the host tier and back, before anything is stored: a kernel that is
+        compiled on its first launch is compiled now, and no request waits for it.
+        """
+        host = self._memories.get(TIER_HOST)
+        for group in range(len(self.device.layout.groups)):
+            rows = self._rows(TIER_DEVICE, group)
+            block_copy(rows, [(0, 0)])
+            if host is not None:
+                block_copy_between(rows, self._rows(TIER_HOST, group), [(0, 0)])
+                block_copy_between(self._rows(TIER_HOST, group), rows, [(0, 0)])
 
     def run(self, plan: StepPlan) -> int:
         """Make a plan's copies and begin its loads, unless that is done already; return the number of copies.
