@@ -96,8 +96,8 @@ class AnswerForm:
 
 
 def read_answer_form(texts: Mapping[str, Raw], find_marker: FindMarker) -> AnswerForm:
-    """Return the form that a request asks for. `texts` has the JSON of this module's fields, by name. `find_marker` returns the id
-    of the single token that a marker's text is, or None; a structural tag may begin with such a token.
+    """Return the form that a request asks for. `texts` has the JSON of this module's fields, by name. `find_marker` returns the
+    token id of a marker's text if the text is a single token, else None; a structural tag may begin with such a token.
 
     Raises:
         RequestError: a field is malformed, or several fields ask for a form; `param` names the field.
