@@ -4,7 +4,7 @@
 
 Router: the deployment named "Router"; each of its replicas serves the HTTP API and places requests at workers.
 Worker: the deployment named "Worker"; each of its replicas runs one engine, with one or several tensor-parallel ranks.
-Worker-1, Worker-2, ...: a deployment for each further group of workers (`worker_group`), such as those of another role.
+Worker-1, Worker-2, ...: a deployment for each further group of workers (`worker_group`), such as workers of another role.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ SERVE_PROXY_SETTINGS = {
 }
 # Workers limit admission themselves (max_waiting); with its default of 5 Serve would queue calls.
 MAX_ONGOING_REQUESTS = 10_000
-HEALTH_CHECK_PERIOD_S = 1.0  # within this time Serve's controller notices a dead replica
+HEALTH_CHECK_PERIOD_S = 1.0  # Serve's controller notices a dead replica within this time
 HEALTH_CHECK_TIMEOUT_S = 10.0  # a replica that imports modules or tokenises a huge prompt is slow, not dead
 CPU_TARGET_STEP_S = 0.2
-WORKER_DRAIN_S = 330.0  # longer than routers leave requests there, at most (`RouterTimings.last_drain_s`)
+WORKER_DRAIN_S = 330.0  # longer than routers leave requests at a draining worker (`RouterTimings.last_drain_s`)
 ROUTER_DRAIN_S = 300.0  # a client's connection cannot migrate to another router
 SURGE_PERCENT = 1  # a redeploy starts one new replica before it stops an old one; Serve rounds up
 
@@ -95,7 +95,7 @@ class RouterDeployment:
         return answer_peer(self._router, asker_id, query)
 
     async def drain(self) -> None:
-        """Refuse new requests, wait for the running ones as long as `Router.stop` does, and disconnect from the workers."""
+        """Refuse new requests, wait for the running ones up to the limit of `Router.stop`, and disconnect from the workers."""
         await self._router.stop()
 
 
@@ -119,7 +119,7 @@ def build_app(settings: Mapping[str, Any]) -> serve.Application:
 
 
 def build_local_app(settings: Mapping[str, Any]) -> serve.Application:
-    """Build the application for a Ray whose processes all inherit `WorkerResources.environment` already."""
+    """Build the application for a Ray cluster whose processes all inherit `WorkerResources.environment` already."""
     return _bind_app(settings, inherits_environment=True)
 
 
@@ -147,7 +147,8 @@ def _bind_app(settings: Mapping[str, Any], *, inherits_environment: bool) -> ser
 
 
 def _with_commit(settings: Settings) -> Settings:
-    """Return settings whose model means the same files at every start of a worker, even if its repository gets a newer commit."""
+    """Return settings with the model's current commit, so that every worker that starts later loads the same files, even if the
+    repository gets a newer commit."""
     name = settings.server_config().served_model_name
     return settings.model_copy(update={"model": with_commit(settings.model), "served_model_name": name})
 
@@ -158,11 +159,12 @@ def worker_names(settings: Settings) -> tuple[str, ...]:
 
 
 def worker_engine_config(settings: Settings, resources: WorkerResources, *, first_worker: int = 0) -> EngineConfig:
-    """The engine's config in a Serve worker: Ray starts its ranks, and `resources` say how many threads each one has.
+    """Return the engine's config for a Serve worker, whose ranks Ray starts; `resources` has the number of threads of each rank.
 
-    The replica sets which of the shares of the cores is its own; those before `first_worker` belong to other groups of workers.
-    On CPUs steps have a target time unless the settings say otherwise: requests of several clients wait for each other there. A
-    worker to which Ray grants GPUs computes on them, or does not start: `auto` is for machines alone.
+    A machine's cores are divided into shares, one per worker. Shares before `first_worker` belong to other groups of workers; each
+    replica later picks its own share. On CPUs, steps get a target time unless the settings say otherwise, because a long step
+    delays the requests of all clients. If Ray grants a worker GPUs, the worker computes on them or does not start: the device is
+    "cuda", not "auto".
     """
     config = settings.engine_config()
     scheduler, model = config.scheduler, config.model
@@ -178,7 +180,7 @@ def worker_engine_config(settings: Settings, resources: WorkerResources, *, firs
 
 
 def worker_deployment(settings: Settings, resources: WorkerResources, *, name: str = WORKER) -> Any:
-    """A worker deployment, not bound to arguments yet."""
+    """Return a worker deployment that is not bound to arguments yet."""
     return serve.deployment(
         WorkerDeployment,
         name=name,
@@ -195,7 +197,7 @@ def worker_deployment(settings: Settings, resources: WorkerResources, *, name: s
 
 
 def router_deployment(settings: Settings) -> Any:
-    """The router deployment, not bound to arguments yet."""
+    """Return the router deployment, not bound to arguments yet."""
     return serve.deployment(
         RouterDeployment,
         name="Router",
@@ -214,14 +216,15 @@ def _num_workers_options(settings: Settings) -> dict[str, Any]:
 
 
 def _surge_options(percent: int) -> dict[str, int]:
-    """How many replicas a redeploy starts before it stops old ones. Ray before 2.60 has no such option: it stops one first."""
+    """Return the option for how many replicas a redeploy starts before it stops old ones. Ray before 2.60 has no such option and
+    stops an old replica first."""
     return {"max_surge_percent": percent} if "max_surge_percent" in signature(serve.deployment).parameters else {}
 
 
 def _shared_options() -> dict[str, Any]:
     return {
         "max_ongoing_requests": MAX_ONGOING_REQUESTS,
-        "max_constructor_retry_count": 1,  # trying again does not mend a wrong checkpoint
+        "max_constructor_retry_count": 1,  # a retry does not repair a wrong checkpoint
         "health_check_period_s": HEALTH_CHECK_PERIOD_S,
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
         "graceful_shutdown_wait_loop_s": 0.1,

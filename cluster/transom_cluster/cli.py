@@ -1,4 +1,4 @@
-"""The `transom` command. Its commands import heavy modules when they run, so that `--help` prints at once."""
+"""The `transom` command. Each subcommand imports heavy modules only when it runs, so that `--help` prints at once."""
 
 from __future__ import annotations
 

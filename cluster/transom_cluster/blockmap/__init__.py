@@ -1,1 +1,1 @@
-"""The live block map: every block of every worker, in a browser."""
+"""The live block map, which shows every KV block of every worker in a browser."""

@@ -1,8 +1,8 @@
-"""One worker's block map frames for one client.
+"""`Feed`: passes one worker's block map frames to one client.
 
-- **frame**: a binary message with blocks: a **whole frame** has all blocks of the worker, later frames the changes.
-- **feed**: reads the frames of one worker and puts them into the client's outbox as server-sent events. Where the client reads
-  too slowly or the worker's stream breaks, the feed opens the stream again and begins with a whole frame.
+- **frame**: a binary message with blocks. A **whole frame** has all blocks of the worker; later frames have only the changes.
+- **feed**: reads the frames of one worker and puts them into the client's outbox as server-sent events. If the client reads too
+  slowly or the worker's stream breaks, the feed opens the stream again and begins with a whole frame.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MAX_MESSAGE_CHARS = 300
 
 
 def sse(event: str, data: bytes) -> bytes:
-    """One server-sent event; `data` has no line breaks."""
+    """Return one server-sent event; `data` must not have line breaks."""
     return b"event: %s\ndata: %s\n\n" % (event.encode(), data)
 
 
 def sse_json(event: str, value: Any) -> bytes:
-    """One server-sent event with a value as JSON."""
+    """Return one server-sent event with a value as JSON."""
     return sse(event, json.dumps(value).encode())
 
 
@@ -43,7 +43,7 @@ class Feed:
         self._period_s = period_s
         self._timings = timings
         self._pause_s = timings.first_feed_pause_s
-        self._problem = ""  # the last problem that the client was sent
+        self._problem = ""  # the last problem that was sent to the client
 
     async def run(self) -> None:
         """Read the worker's stream, and open it again whenever it ends.
@@ -64,7 +64,7 @@ class Feed:
         """Read frames until the client's outbox is full.
 
         Raises:
-            ConnectionError: the stream ended. Other errors that broke the stream pass through.
+            ConnectionError: the stream ended. Any other error that breaks the stream is raised unchanged.
         """
         async with contextlib.aclosing(self._client.watch_blocks(self._period_s)) as frames:
             async for frame in frames:
@@ -82,8 +82,8 @@ class Feed:
 
 
 def describe_error(error: Exception) -> str:
-    """An error as text for the page; an error that is not Transom's own is named by its class only, since its message may hold
-    anything."""
+    """Return a text about an error for the page. An error that is not Transom's own is named by its class only, since its message
+    may hold anything."""
     cause = getattr(error, "cause", None) or error  # Ray wraps what a worker raised
     if isinstance(cause, TransomError):
         return str(cause)[:MAX_MESSAGE_CHARS]

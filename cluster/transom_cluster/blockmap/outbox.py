@@ -1,4 +1,5 @@
-"""The server-sent events that wait to be sent to one client of the block map, with a bound on the frames of each worker."""
+"""`Outbox`: the server-sent events that wait to be sent to one client of the block map, with a limit on the frames of each
+worker."""
 
 from __future__ import annotations
 
@@ -19,18 +20,18 @@ class Outbox:
         self._sent = asyncio.Event()
 
     def is_full(self, worker: str) -> bool:
-        """Whether `MAX_UNSENT` frames of this worker wait."""
+        """Return whether `MAX_UNSENT` frames of this worker wait."""
         return self.num_unsent[worker] >= MAX_UNSENT
 
     def put(self, event: bytes, worker: str | None = None) -> None:
-        """Add a server-sent event; `worker` is given for a frame of that worker."""
+        """Add a server-sent event. `worker` is the worker whose frame it is; None for other events."""
         self._waiting.append((event, worker))
         if worker is not None:
             self.num_unsent[worker] += 1
         self._changed.set()
 
     async def next(self, timeout_s: float) -> bytes | None:
-        """Take the next event; None where none came within `timeout_s`."""
+        """Take the next event; return None if none came within `timeout_s`."""
         if not self._waiting:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -50,7 +51,7 @@ class Outbox:
             del self.num_unsent[worker]
 
     async def wait_until_empty(self, worker: str) -> None:
-        """Wait until none of this worker's frames waits any more."""
+        """Wait until all of this worker's frames have been taken."""
         while self.num_unsent[worker]:
             self._sent.clear()
             await self._sent.wait()

@@ -1,5 +1,5 @@
-"""The files of the block map's page, from this package's `static` folder. They hold no data of the cluster, so they need no API
-key."""
+"""Serves the files of the block map's page from this package's `static` folder. They hold no data of the cluster, so they need no
+API key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONTENT_TYPES = {
 }
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _HEADERS = {
-    "cache-control": "no-cache",  # browsers keep the file and ask for changes each time, so that versions never mix
+    "cache-control": "no-cache",  # browsers cache the files but revalidate them each time, so that versions never mix
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
@@ -33,7 +33,8 @@ _PAGE_HEADERS = {
 
 
 def file_response(name: str, request: Request) -> Response | None:
-    """The response with one file, or 304 where the client has it; None where there is no such file of a known kind."""
+    """Return a response with one file, or with status 304 if the client has it already; None if there is no such file of a known
+    type."""
     kind = CONTENT_TYPES.get(Path(name).suffix)
     if kind is None or not _NAME.fullmatch(name):
         return None

@@ -1,1 +1,1 @@
-"""The commands of `transom` in a terminal: one module per command, and the modules that they share."""
+"""The subcommands of `transom`: one module per command, and the modules that they share."""

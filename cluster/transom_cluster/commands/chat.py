@@ -20,7 +20,7 @@ class ChatFailed(Exception):
 
 @dataclass(kw_only=True)
 class ChatSession:
-    """A conversation with one server."""
+    """A conversation with one server. `messages` has all messages so far, in OpenAI's form."""
 
     url: str
     model: str | None = None
@@ -38,10 +38,10 @@ class ChatSession:
         self.reset()
 
     def connect(self) -> str:
-        """Ask the server for the served model's name.
+        """Ask the server for the served model's name, and return the name of the model that this conversation uses.
 
         Raises:
-            ChatFailed: there is no server, or it refuses.
+            ChatFailed: there is no server, or it refuses the request.
         """
         with _as_chat_failure(self.url):
             response = self._client.get("/v1/models")
@@ -54,10 +54,10 @@ class ChatSession:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def ask(self, text: str) -> Iterator[str]:
-        """Send a message and yield the pieces of the response. A response that is stopped early stays in the conversation, too.
+        """Send a message and yield the pieces of the response. A response that the user stops early stays in the conversation.
 
         Raises:
-            ChatFailed: there is no server, or it refuses; the conversation is then as before.
+            ChatFailed: there is no server, or it refuses the request; if no piece has come, the conversation is as before.
         """
         self.messages.append({"role": "user", "content": text})
         response: list[str] = []
@@ -84,7 +84,7 @@ class ChatSession:
 
 
 def run_chat(session: ChatSession) -> int:
-    """Run the loop over the user's lines; returns the exit code."""
+    """Read the user's lines in a loop and print the responses; return the exit code."""
     try:
         print(f"{session.connect()} at {session.url}. {HELP}")
     except ChatFailed as error:

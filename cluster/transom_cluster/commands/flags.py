@@ -18,7 +18,7 @@ _ENVIRONMENT: dict[str, list[str]] = {
 
 
 def settings_as_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command, which takes keywords, the model as its argument and a flag for every other setting.
+    """Give a command that takes keywords a positional argument for the model and a flag for every other setting.
 
     A flag that the user does not give has the value None.
     """
@@ -49,9 +49,10 @@ def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _flag_type(name: str, annotation: Any) -> Any:
-    """The type that the command line parses: numbers and switches. `Settings` checks words, with better messages."""
+    """Return the type that the command line parses, which is a number or a switch where possible. All other values stay text:
+    `Settings` checks them, with better messages."""
     if name in ("kv_cache_memory_bytes", "swap_space", "disk_space"):
-        return str | None  # 512MiB
+        return str | None  # such as 512MiB
     if name in ("api_key", "worker_group", "allowed_origins"):
         return list[str] | None
     for kind in (bool, int, float):

@@ -1,6 +1,12 @@
-"""Starts a private Ray cluster on this machine with the Serve app in it, watches it, and ends all of its processes.
+"""Starts a private Ray cluster on this machine, runs the Serve app in it, watches it, and ends all of its processes.
 
-Daemon: a process of Ray that this process has started (GCS, raylet); the other processes are below the daemons.
+Daemon: a process of Ray that this process has started (GCS, raylet). All other processes of Ray are descendants of the daemons.
+
+    cluster.start(given, progress)   Ray, Serve and the app run
+    cluster.wait()                   returns if a daemon dies; a signal interrupts it
+    cluster.drain()                  after SIGTERM only: running requests end
+    cluster.write_caches()           workers write the disk tier
+    cluster.stop()                   always
 """
 
 from __future__ import annotations
@@ -39,8 +45,8 @@ OBJECT_STORE_BYTES = 100 * 2**20  # no large object passes through it
 POLL_S = 0.25  # each poll takes milliseconds of CPU, which the start itself needs
 WATCH_S = 1.0
 DRAIN_S = 35.0  # a little more than `Router.stop` waits
-STOP_WORKERS_S = 15.0  # an engine writes its cache for 5 s, and its ranks what is queued for another 5 s
-SETTLE_S = 0.1  # time in which the proxy sends what routers wrote last
+STOP_WORKERS_S = 15.0  # an engine writes its cache for up to 5 s, and its ranks write what is queued for another 5 s
+SETTLE_S = 0.1  # the proxy needs this time to send the last bytes that routers wrote
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -48,13 +54,13 @@ _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_enable_metrics_collection": "0",  # Ray's own metrics are on a port that is open to all; Transom's are at /metrics
-    # An idle server wakes up seldom: what these collect or report, nothing reads here.
+    # Without these reports, which nothing reads here, an idle server seldom wakes up.
     "RAY_event_stats": "0",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "60000",
     "RAY_raylet_report_resources_period_milliseconds": "1000",
     "RAY_memory_monitor_refresh_ms": "1000",
-    # Serve replaces a proxy that is not ready after three times this, and this process would wait for the one that is gone.
+    # Serve replaces a proxy that is not ready after three times this period; this process would then wait for the old one.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
 }
 
@@ -68,10 +74,10 @@ class LocalRay:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._port = settings.port  # 0: chosen at the start
+        self._port = settings.port  # 0: `start` chooses a free port
         self._folder: str | None = None
         self._follower: LogFollower | None = None
-        # Held until Ray has ended: Ray takes many ports while it starts, and these are listened on later.
+        # Bound until Ray has ended: HAProxy listens on these ports later, and Ray takes many free ports while it starts.
         self._reserved_ports: dict[str, socket.socket] = {}
 
     @property
@@ -84,17 +90,17 @@ class LocalRay:
         """Start Ray, Serve and the app, and wait until both deployments run.
 
         Raises:
-            StartFailed: the app could not be deployed; with the reason.
+            StartFailed: Ray, Serve or the app could not be started; the message has the reason.
         """
         progress.stage("starting Ray")
         self._port = self._port or _free_port(self._settings.host)
-        # Every process of Ray inherits this, so actors need no runtime environment, for which Ray would start other processes.
+        # Every process of Ray inherits these variables. A runtime environment would set them, too, but Ray starts processes for it.
         resources = worker_resources(self._settings, ClusterResources.of_this_machine())
         haproxy = self._haproxy_environment() if self._settings.haproxy else {}
         for name, value in (_ENVIRONMENT | haproxy | resources.environment).items():
             os.environ.setdefault(name, value)
         if "RAY_AUTH_MODE" not in os.environ:
-            # Ray's own ports listen on every interface. They accept only this run's token, which is in no file.
+            # Ray's own ports listen on every interface. They accept only the token of this run, which is not in any file.
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         with _as_start_failure("Ray"), keep_signal_handlers():
             self._start_ray()
@@ -122,7 +128,7 @@ class LocalRay:
         time.sleep(SETTLE_S)
 
     def write_caches(self) -> None:
-        """Let the workers end and write what is cached to the disk tier; at once where there is none."""
+        """Let the workers end and write their caches to the disk tier. Does nothing if there is no disk tier."""
         if self._settings.disk_cache is None:
             return
         try:
@@ -136,10 +142,10 @@ class LocalRay:
         if self._folder is not None:
             import ray
 
-            logging.disable(logging.CRITICAL)  # processes that end on purpose would log errors
+            logging.disable(logging.CRITICAL)  # Ray would log errors about the processes that are killed here
             daemons = children_of(os.getpid())
-            with _discard_stderr():  # so would Ray's native threads
-                # Ray itself would wait long for busy processes.
+            with _discard_stderr():  # Ray's native threads log such errors, too
+                # Kill the daemons' descendants first: `ray.shutdown` would wait long for busy processes.
                 kill_processes(process for process in started if process not in daemons)
                 ray.shutdown()
                 end_processes(started)
@@ -173,8 +179,7 @@ class LocalRay:
         return {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", **ports}
 
     def _check_gpus(self) -> None:
-        """Refuse to start if Ray found fewer GPUs than there are device files: a worker would wait for the missing ones without
-        an end."""
+        """Refuse to start if Ray found fewer GPUs than there are device files: a worker would wait for the missing ones forever."""
         import ray
 
         if problem := check_gpus(self._settings, int(ray.cluster_resources().get("GPU", 0))):
@@ -230,7 +235,8 @@ async def _stop_workers(settings: Settings) -> None:
 
 @contextlib.contextmanager
 def keep_signal_handlers() -> Iterator[None]:
-    """Restore the signal handlers after Ray's start, which makes SIGTERM raise SystemExit in Python and dump a stack below it."""
+    """Restore the signal handlers after Ray's start: Ray installs a SIGTERM handler that raises SystemExit in Python, and a native
+    one that dumps a stack."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -243,7 +249,7 @@ def keep_signal_handlers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _discard_stderr() -> Iterator[None]:
-    """Discard standard error output, also that of native code."""
+    """Discard standard error output, including that of native code."""
     kept, null_device = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null_device, 2)
     try:
@@ -256,7 +262,7 @@ def _discard_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_start_failure(what: str) -> Iterator[None]:
-    """Turn an error of Ray into `StartFailed` with its first line; the rest may be a whole log file."""
+    """Turn an error of Ray into `StartFailed` with the first line of its message; the rest may be a whole log file."""
     try:
         yield
     except Exception as error:
@@ -283,7 +289,7 @@ def _free_port(host: str) -> int:
 
 
 def failure_reason(messages: list[str]) -> str:
-    """The message of our own error in Serve's tracebacks; without one, the tracebacks' last lines."""
+    """Return the message of Transom's own error in Serve's tracebacks, or the tracebacks' last lines if there is none."""
     text = "\n".join(messages)
     ours = re.findall(r"^\s*transom_core\.errors\.\w+: (.+)$", text, flags=re.MULTILINE)
     if ours:

@@ -1,6 +1,8 @@
-"""Shows the log lines of all processes of `transom serve --log-format json` on its own standard error, one JSON object per line.
+"""Shows the log lines of all processes of `transom serve --log-format json` on the command's standard error, one JSON object a
+line.
 
-Ray keeps each process's standard error in a file of its session folder, and would itself show the lines with a prefix of its own.
+Ray writes each process's standard error to a file in its session folder. If Ray itself showed these lines, it would put a prefix
+before each one, which makes it invalid JSON.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ OWN_PREFIX = b'{"time": '
 
 
 class LogFollower:
-    """Copies new lines of a session's files to `out` on a thread, until it is closed. It skips lines that are not Transom's
-    JSON."""
+    """Copies new lines of the files in a session's log folder to `out`, on a thread, until it is closed. It skips lines that are
+    not Transom's JSON."""
 
     def __init__(
         self,
@@ -32,7 +34,7 @@ class LogFollower:
         self._out = out or sys.stderr
         self._poll_period_s = poll_period_s
         self._max_read_bytes = max_read_bytes
-        self._num_read_bytes: dict[Path, int] = {}  # by file, up to the end of a line
+        self._num_read_bytes: dict[Path, int] = {}  # by file; always up to the end of a line
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="transom-logs", daemon=True)
         self._thread.start()
@@ -58,7 +60,7 @@ class LogFollower:
                     self._out.flush()
 
     def _new_lines(self, path: Path) -> list[bytes]:
-        """The whole lines that were written to a file since the last call."""
+        """Return the whole lines that were written to a file since the last call, at most `max_read_bytes` of them."""
         begin = self._num_read_bytes.get(path, 0)
         try:
             with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""`transom plan`: computes from a model's config the memory of its KV cache, and how many requests fit."""
+"""`transom plan`: computes the memory of a model's KV cache from its config, and how many requests fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`transom bench policies`: what KV policies save and what they cost, as tables and plots."""
+"""`transom bench policies`: measures what KV policies save and what they cost, as tables and plots."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _measure(figures: PolicyFigures, scenario: str, settings: dict[str, Any]) ->
 
 
 def _measure_memory(figures: PolicyFigures, settings: dict[str, Any]) -> None:
-    """Measure requests side by side with enough memory, then with room for two and a half of them under full attention."""
+    """Measure concurrent requests with enough memory, then with memory for two and a half of them under full attention."""
     from transom_worker.bench.policies.scenarios import Load, memory_and_throughput
 
     setup = figures.setup

@@ -1,6 +1,6 @@
 """Finds and kills the processes below one process, so that none of them outlives `transom serve`.
 
-A process is identified by its pid and its start time (psutil does that), so that a later process with the same pid is left alone.
+psutil identifies a process by its pid and its start time, so a later process that reuses the pid is not killed.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ POLL_S = 0.02
 
 
 def descendants_of(pid: int) -> list[psutil.Process]:
-    """All running processes below `pid`."""
+    """Return all running processes below `pid`, at any depth."""
     return list(filter(is_running, psutil.Process(pid).children(recursive=True)))
 
 
 def children_of(pid: int) -> list[psutil.Process]:
-    """The running processes that `pid` itself has started."""
+    """Return the running processes that `pid` itself has started."""
     return list(filter(is_running, psutil.Process(pid).children()))
 
 
 def end_processes(processes: list[psutil.Process]) -> None:
-    """Wait up to `GRACE_S` for processes that are ending, then kill those that still run."""
+    """Wait up to `GRACE_S` for processes to end, then kill those that still run."""
     deadline_s = time.monotonic() + GRACE_S
     while any(map(is_running, processes)):
         if time.monotonic() > deadline_s:
@@ -36,14 +36,14 @@ def end_processes(processes: list[psutil.Process]) -> None:
 
 
 def kill_processes(processes: Iterable[psutil.Process]) -> None:
-    """Send SIGKILL to those that still run."""
+    """Send SIGKILL to the processes that still run."""
     for process in filter(is_running, processes):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             process.kill()
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Whether a process has not ended. A zombie has ended."""
+    """Return whether a process has not ended. A zombie has ended."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

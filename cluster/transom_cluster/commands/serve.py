@@ -66,7 +66,7 @@ def run_server(settings: Settings, given: dict[str, Any]) -> int:
         return START_FAILED
     finally:
         for number in ENDING_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not interrupt `cluster.stop`
+            signal.signal(number, signal.SIG_IGN)  # another Ctrl-C must not interrupt `cluster.stop`
         if is_serving:
             typer.echo("\nStopping.")
         cluster.stop()

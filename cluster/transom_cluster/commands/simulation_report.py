@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 def simulate_with_progress(config: SimulationConfig, *, quiet: bool) -> Report:
-    """Run a simulation, with a progress bar on stderr unless `quiet`. Raises the errors of `Simulation`."""
+    """Run a simulation, with a progress bar on standard error unless `quiet`. Raises the errors of `Simulation`."""
     simulation = Simulation(config)
     if quiet:
         return simulation.run()
@@ -25,7 +25,7 @@ def simulate_with_progress(config: SimulationConfig, *, quiet: bool) -> Report:
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """Print prompt tokens by outcome, the hits of ideal caches, and the costs."""
+    """Print a simulation's prompt tokens by outcome, the hits of ideal caches, and the costs."""
     console = console or Console(highlight=False)
     setup = report.setup
     console.print(

@@ -1,4 +1,4 @@
-"""Shows the stages of a start on the terminal: a spinner on a terminal, one line per finished stage."""
+"""Shows the stages of a server's start on standard error: a spinner if it is a terminal, and a line for each finished stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.status import Status
 
 
 class StartupProgress:
-    """Shows the current stage, and its duration when it ends."""
+    """Shows the current stage, and prints its duration when it ends."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -20,7 +20,7 @@ class StartupProgress:
         self._since_s = 0.0
 
     def stage(self, name: str) -> None:
-        """Begin the next stage."""
+        """Begin the next stage, which ends the current one."""
         self._finish()
         self._stage, self._since_s = name, time.perf_counter()
         if self._status is not None:

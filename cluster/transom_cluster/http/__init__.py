@@ -1,1 +1,1 @@
-"""The HTTP API: the FastAPI app, its middleware, all routes, API keys, limits of clients, and the responses of generations."""
+"""The HTTP API: the FastAPI app, its middleware and routes, API keys, client limits, and the responses that run generations."""

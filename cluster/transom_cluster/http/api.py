@@ -1,4 +1,4 @@
-"""Builds the HTTP API as a FastAPI app that does not depend on Ray: middleware, routes, and how errors are sent."""
+"""Builds the HTTP API as a FastAPI app that does not depend on Ray: middleware, routes and error handlers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from transom_core.errors import RequestError, TransomError
 
 logger = logging.getLogger("transom.router")
 
-# FastAPI's own spans would double ours, and its records of exceptions quote messages, which may quote prompts.
+# FastAPI's own spans would duplicate Transom's, and its records of exceptions have their messages, which may quote prompts.
 NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 
 
@@ -73,7 +73,7 @@ def build_api(router: Router) -> FastAPI:
 
 
 def _add_middleware(api: FastAPI, router: Router, keys: ApiKeys, admins: ApiKeys) -> None:
-    """Add the middleware, the innermost layer first. Outer layers so count and log what inner ones refuse."""
+    """Add the middleware, the innermost layer first, so that outer layers count and log the requests that inner layers refuse."""
     config = router.config
     api.add_middleware(BodyLimitMiddleware, max_body_bytes=config.max_body_bytes)
     api.add_middleware(ClientLimitMiddleware, limits=config.limits)
@@ -87,9 +87,10 @@ def _add_middleware(api: FastAPI, router: Router, keys: ApiKeys, admins: ApiKeys
 
 
 def _answer_head_requests(api: FastAPI) -> None:
-    """Let HEAD ask for what GET answers, as HTTP requires; the web server leaves the body out. The document has GET alone."""
+    """Accept HEAD on every route that accepts GET, as HTTP requires. The web server leaves out the body, and the OpenAPI document
+    shows only GET."""
     for route in api.routes:
-        if not isinstance(route, APIRoute) or route.path == BLOCK_STREAM_PATH:  # which never ends
+        if not isinstance(route, APIRoute) or route.path == BLOCK_STREAM_PATH:  # the stream would never end
             continue
         if route.methods and "GET" in route.methods:
             route.methods.add("HEAD")
@@ -104,7 +105,7 @@ def _add_error_handlers(api: FastAPI) -> None:
     async def on_http_exception(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         headers = getattr(error, "headers", None) or {}
-        if status == 405 and request.method == "OPTIONS":  # the path is there: say what may be sent to it
+        if status == 405 and request.method == "OPTIONS":  # the path exists: list the methods that it allows
             return Response(status_code=204, headers={"allow": f"{headers['Allow']}, OPTIONS"})
         response = _response(http_status_error(status, request.method, request.url.path))
         response.headers.update(headers)

@@ -1,10 +1,10 @@
-"""API keys: which requests the server accepts, and which client sends each of them.
+"""API keys decide which requests the server accepts, and which client a request belongs to.
 
-Client: all requests with one key; its name is a digest that does not reveal the key.
-Admin key: a key from `--admin-api-key-file`. Where there are some, they alone open routes that show all clients together.
+Client: the sender of all requests with one key; its name is a digest that does not reveal the key.
+Admin key: a key from `--admin-api-key-file`. If there are any, only they give access to routes that show all clients' data.
 
-The server compares keys by their SHA-256 digests, and compares all of them every time, so that the time of a comparison reveals
-neither the beginning nor the length of a key.
+The server compares the SHA-256 digest of a key with the digests of all known keys every time, so that the time of a comparison
+reveals neither the beginning nor the length of a known key.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEY_VARIABLES: dict[str, tuple[str, ...]] = {
     "api_key_file": ("TRANSOM_API_KEY_FILE",),
     "admin_api_key_file": ("TRANSOM_ADMIN_API_KEY_FILE",),
 }
-"""Each setting about keys, with the environment variables from which `transom serve` reads it."""
+"""Setting about keys -> the environment variables from which `transom serve` reads it."""
 
 FILE_CHECK_PERIOD_S = 1.0
 _CLIENT_DIGITS = 32
@@ -36,9 +36,10 @@ _ALL_CLIENTS_PATHS = frozenset({"/metrics", "/blocks/stream", "/blocks/describe"
 
 
 class ApiKeys:
-    """The keys from the settings and from a file, which is read again when it changes. `clock` counts seconds.
+    """The keys from the settings and from a file, which is read again when it changes. `clock` returns seconds.
 
-    If the file becomes unreadable or wrong, the keys stay as they were: a mistake locks no client out and lets no other client in.
+    If the file becomes unreadable or malformed, the keys stay as they were, so that a mistake neither locks clients out nor lets
+    others in.
 
     Raises:
         ConfigError: the file is not a key file; `read_key_file` lists the reasons.
@@ -62,21 +63,21 @@ class ApiKeys:
 
     @classmethod
     def from_config(cls, config: ServerConfig) -> ApiKeys:
-        """The clients' keys from a server's settings."""
+        """Make the clients' keys from a server's settings."""
         return cls(config.api_keys, config.api_key_file)
 
     @classmethod
     def admins_from_config(cls, config: ServerConfig) -> ApiKeys:
-        """The admin keys from a server's settings."""
+        """Make the admin keys from a server's settings."""
         return cls((), config.admin_api_key_file, flag=ADMIN_FLAG)
 
     @property
     def are_required(self) -> bool:
-        """Whether there are any keys, so that requests need one."""
+        """Whether any keys are configured, so that requests need one."""
         return bool(self._fixed) or self._path is not None
 
     def client_of(self, presented: bytes) -> str | None:
-        """The name of the client whose key was presented; None if the key is wrong."""
+        """Return the name of the client that has the presented key; None if no client has it."""
         self._reload_if_changed()
         digest = sha256(presented).digest()
         found = None
@@ -102,7 +103,7 @@ class ApiKeys:
 
 
 class _Key:
-    """One key's digest, and the name of its client, from which the digest cannot be computed."""
+    """One key's digest, and the name of its client. The digest cannot be computed from the name."""
 
     __slots__ = ("client", "digest")
 
@@ -113,10 +114,11 @@ class _Key:
 
 
 def read_key_file(path: str, *, flag: str = "--api-key-file") -> tuple[str, ...]:
-    """Read the keys, one per line, of a file. Empty lines and lines that begin with # do not count. Errors name the file by `flag`.
+    """Read a file with one key per line, and return the keys. Empty lines and lines that begin with # are ignored. Errors name the
+    file by `flag`.
 
     Raises:
-        ConfigError: the path is empty, the file is missing, all users of the machine may read it, it is not text, or has no key.
+        ConfigError: the path is empty, or the file is missing, is readable by all users of the machine, is not text or has no key.
     """
     if not path.strip():
         raise ConfigError(f"{flag} is empty; give a file with one key per line, or leave it out to serve without keys.")
@@ -142,9 +144,9 @@ def read_key_file(path: str, *, flag: str = "--api-key-file") -> tuple[str, ...]
 
 
 def check_key_variables(environment: Mapping[str, str], given: Mapping[str, object]) -> None:
-    """Check that each environment variable about keys has become a setting; `given` has the settings by name.
+    """Check that every environment variable about keys that is set has become a setting; `given` has the settings by name.
 
-    A variable that is set but empty, for example because a secret is missing, must not start a server without keys.
+    With a variable that is empty, for example because a secret is missing, the server must not start without keys.
 
     Raises:
         ConfigError: a variable is set, and the settings have no value for it.
@@ -163,22 +165,22 @@ def check_key_variables(environment: Mapping[str, str], given: Mapping[str, obje
 
 
 def current_keys(config: ServerConfig) -> tuple[str, ...]:
-    """The keys that a server with these settings accepts now.
+    """Return the keys that a server with these settings accepts now.
 
     Raises:
-        ConfigError: the key file has become unreadable or wrong.
+        ConfigError: the key file has become unreadable or malformed.
     """
     from_file = () if config.api_key_file is None else read_key_file(config.api_key_file)
     return config.api_keys + from_file
 
 
 def client_cache_salt(cache_salt: str | None, client: str) -> str:
-    """A request's cache salt combined with its client, so that requests of different clients never share cached prefixes."""
+    """Combine a request's cache salt with its client, so that requests of different clients never share cached prefixes."""
     return f"{client}:{cache_salt or ''}"
 
 
 def shows_all_clients(path: str) -> bool:
-    """Whether a path shows data of all clients together: the block map's data, and metrics."""
+    """Return whether a path shows data of all clients together, as the block map's data and the metrics do."""
     return path in _ALL_CLIENTS_PATHS or path.startswith("/metrics/")
 
 

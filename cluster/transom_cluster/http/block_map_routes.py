@@ -1,6 +1,6 @@
-"""The routes of the live block map: its page and files, one block's description, and the stream of all workers' frames, merged.
+"""The routes of the live block map: its page and files, a block's description, and one stream with the frames of all workers.
 
-Feed: the task that reads one worker's frames; a stream starts and ends feeds as workers come and go (docs/block_map.md).
+Feed: the task that reads one worker's frames. A stream starts and ends feeds as workers join and leave (docs/block_map.md).
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ def _check_worker(router: Router, worker: str) -> None:
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),  # reverse proxies must not hold frames back
+    (b"x-accel-buffering", b"no"),  # tells reverse proxies not to buffer frames
 ]
 
 
 class BlockStream(Response):
-    """Sends frames until the client disconnects or the router drains. With `worker` None it sends those of all workers."""
+    """Sends the frames of one worker, or of all workers if `worker` is None, until the client disconnects or the router drains."""
 
     def __init__(self, router: Router, *, worker: str | None, period_s: float) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class BlockStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _update_feeds(self) -> None:
-        """Start feeds of new workers, end feeds of lost ones, and send the client the new list of workers."""
+        """Start feeds for new workers, end those of lost ones, and send the client the list of workers if it has changed."""
         connections = {
             worker: connection
             for worker, connection in self._router.connections.items()

@@ -1,11 +1,11 @@
-"""Limits of one client at one router: a token bucket for its request rate, and a counter of its concurrent requests.
+"""Limits each client at one router: a token bucket for its request rate, and a counter of its concurrent requests.
 
-Three kinds of requests have limits of their own: those with a body (POST), all others (GET), and streams of the block map.
+Three kinds of requests have separate limits: those with a body (POST), all others (GET), and streams of the block map.
 
 Example: with `--requests-per-minute 60` a bucket holds at most 60 tokens and gains one per second. A client that was idle for a
 minute may send 60 requests at once, and then one per second.
 
-Every router counts for itself: with N routers a client may send up to N times as much.
+Each router counts only its own requests, so with N routers a client may send up to N times as much.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator
 
 from transom_core.errors import RateLimited
 
-MAX_IDLE_CLIENTS = 1024  # with more clients than this, idle ones are forgotten
+MAX_IDLE_CLIENTS = 1024  # once there are this many clients, idle ones are forgotten
 CONCURRENCY_RETRY_S = 1.0
 
 
 class ClientLimits:
-    """The buckets and counters of all clients, for one kind of requests, which `kind` names in errors.
+    """The buckets and counters of all clients for one kind of requests; `kind` is its name in error messages.
 
-    None as a limit means that there is none. `clock` counts seconds.
+    A limit of None means no limit. `clock` returns seconds.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ClientLimits:
 
     @property
     def num_clients(self) -> int:
-        """How many clients are remembered."""
+        """The number of clients that have a bucket and a counter here."""
         return len(self._clients)
 
     @contextlib.contextmanager
@@ -50,7 +50,8 @@ class ClientLimits:
         """Count one request of `client` until its response has ended. A refused request does not count.
 
         Raises:
-            RateLimited: the client has too many concurrent requests, or sent too many per minute; it names the time to wait.
+            RateLimited: the client has too many concurrent requests, or sent too many per minute; `retry_after_s` is the time to
+                wait.
         """
         state = self._state(client)
         if self._max_concurrent is not None and state.num_concurrent >= self._max_concurrent:
@@ -71,7 +72,7 @@ class ClientLimits:
             state.num_concurrent -= 1
 
     def _state(self, client: str) -> _Client:
-        """The client's bucket, refilled up to now, and its counter."""
+        """Return the client's state, with its bucket refilled up to now."""
         now_s, most = self._clock(), self._rate or 0
         state = self._clients.get(client)
         if state is None:
@@ -82,7 +83,7 @@ class ClientLimits:
         return state
 
     def _forget_idle(self, now_s: float) -> None:
-        """Forget clients without requests for a minute: their buckets are full, as a new client's."""
+        """Forget clients that sent no request for a minute. Their buckets are full, so a new state would be the same."""
         if len(self._clients) < MAX_IDLE_CLIENTS:
             return
         for client, state in list(self._clients.items()):

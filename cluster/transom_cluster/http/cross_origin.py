@@ -1,8 +1,8 @@
-"""Lets web pages of other origins call this API from a browser (CORS), where `--allowed-origins` names them.
+"""Lets web pages of the origins in `--allowed-origins` call this API from a browser (CORS).
 
 A browser first asks, without an API key, whether it may send such a request: the **preflight**, an OPTIONS request with the header
-Access-Control-Request-Method. So this middleware is outside of the one that checks keys. It adds its headers to errors as well,
-without which a page could not read why its request was refused.
+Access-Control-Request-Method. So this middleware must run before the one that checks keys. It adds its headers to error responses
+as well, because a page could not read the error otherwise.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from transom_cluster.openai.answer.error_responses import wire_error
 from transom_core.errors import RequestError
 
 METHODS = ("GET", "HEAD", "POST", "OPTIONS")
-READABLE_HEADERS = ("x-request-id", "retry-after")  # of responses, besides those that every page may read
+READABLE_HEADERS = ("x-request-id", "retry-after")  # response headers that a page may read besides the default ones
 
 
 class CrossOriginMiddleware(CORSMiddleware):
-    """Starlette's middleware, with refusals in this API's form."""
+    """Starlette's CORS middleware, with refusals in the form of this API's errors."""
 
     def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
         super().__init__(
@@ -28,7 +28,7 @@ class CrossOriginMiddleware(CORSMiddleware):
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """Answer a preflight: 200, or 400 for another origin or method."""
+        """Answer a preflight with status 200, or with 400 for an origin or method that is not allowed."""
         response = super().preflight_response(request_headers)
         if response.status_code == 200:
             return response

@@ -30,7 +30,7 @@ _UNDOCUMENTED: Mapping[str, tuple[int, ...]] = {  # statuses of routes that the 
 def declared_statuses(
     routes: Iterable[BaseRoute], document: Mapping[str, Any], config: ServerConfig
 ) -> dict[str, list[int]]:
-    """The statuses by the route's path, without those that cannot occur with these settings."""
+    """Return the statuses by the route's path, without those that cannot occur with these settings."""
     impossible = _impossible_statuses(config)
     declared = {OTHER: set(_AT_OTHER_PATHS)}
     for route in routes:

@@ -1,6 +1,6 @@
-"""The HTTP response of one generation: one JSON body, or a stream of server-sent events.
+"""`GenerationResponse`: the HTTP response of one generation, as one JSON body or as a stream of server-sent events.
 
-The response runs its engine requests while it is sent, and aborts them as soon as the client disconnects.
+The response runs its engine requests while it is being sent, and aborts them as soon as the client disconnects.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from transom_core.contract import OutputEvent, Request
 
 logger = logging.getLogger("transom.router")
 
-MANY_TOKENS = 256  # of an event: parsing them takes milliseconds, after which other requests have their turns
-OTHERS_TURN = ""  # among the pieces of a stream
+MANY_TOKENS = 256  # an event with this many tokens takes milliseconds to parse; afterwards other requests get a turn
+OTHERS_TURN = ""  # a piece of a stream that gives other requests a turn on the event loop
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # reverse proxies must not hold tokens back
+    (b"x-accel-buffering", b"no"),  # tells reverse proxies not to buffer tokens
 ]
 
 
 class GenerationResponse(Response):
     """Runs the engine requests when it is sent, so that no code path between admission and the last byte can leak one.
 
-    A stream's headers wait for its first output event: an error before that event still gets its own status code. `headers` are
-    sent beside those of every response.
+    A stream's headers are sent with its first output event, so that an error before that event still gets its own status code.
+    `headers` are sent in addition to the usual ones.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class GenerationResponse(Response):
         self._metrics = ResponseMetrics(router.metrics, requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate and send; abort if the client disconnects first."""
+        """Run the requests and send their output; abort them if the client disconnects first."""
         await run_until_disconnect(
             self._run(scope, receive, send), receive, on_disconnect=lambda: self._events.report(ClientLeft())
         )
@@ -93,7 +93,7 @@ class GenerationResponse(Response):
                     await asyncio.sleep(0)
 
     async def _send_body(self, send: Send) -> None:
-        """Send the whole response, a large one in pieces, between which other requests have their turns."""
+        """Send the whole response. A large one is sent in pieces, and other requests get a turn between two pieces."""
         pieces = (piece.encode() for piece in joined_pieces(json_pieces(self._writer.body())))
         piece, following = next(pieces), next(pieces, None)
         headers = [(b"content-type", b"application/json"), *self._more_headers]
@@ -122,7 +122,8 @@ class GenerationResponse(Response):
     async def _send_chunks(
         self, output: OutputStream, events: list[tuple[int, OutputEvent]], scope: Scope, send: Send
     ) -> None:
-        """Send chunks to the end. Events that arrived during the last send go out together as one message, unless it is large."""
+        """Send chunks until the stream ends. Events that arrive during one send go out together in the next, unless they are
+        large."""
         while True:
             text, ended = "", output.num_unfinished == 0
             for piece in self._chunks(events, is_last=ended):
@@ -144,8 +145,8 @@ class GenerationResponse(Response):
             events = await output.next()
 
     def _chunks(self, events: list[tuple[int, OutputEvent]], *, is_last: bool) -> Iterator[str | WireError]:
-        """The server-sent events for these output events, and those that close the stream after the last ones. If the stream
-        fails, the error comes before them."""
+        """Yield the server-sent events for these output events, and after the last ones those that close the stream. If the stream
+        fails, yield the error before the server-sent events that report it."""
         for index, event in events:
             error: WireError | None = None
             if event.error is not None:
@@ -174,7 +175,7 @@ class GenerationResponse(Response):
         logger.error("The stream of %s broke off: %s", request_id, reason, extra={"request_id": request_id})
 
     def _shown_event(self, index: int, event: OutputEvent) -> OutputEvent:
-        """The part of an event that the client gets, counted in metrics and usage."""
+        """Return the part of an event that the client gets, and count the event in metrics and usage."""
         self._metrics.event_received(index, event)
         event = self._writer.shown_event(event)
         self._metrics.event_sent(event)
@@ -192,12 +193,12 @@ class ResponseMetrics:
         self._last_token_s = [0.0] * len(requests)
 
     def requests_submitted(self) -> None:
-        """The router has accepted all engine requests. A prompt counts once, however many choices it has."""
+        """Count the prompt tokens of engine requests that the router has accepted; a prompt counts once for all its choices."""
         prompts = (request.num_prompt_tokens for request in self._requests if request.choice_index == 0)
         self._metrics.prompt_tokens.inc(sum(prompts))
 
     def event_received(self, index: int, event: OutputEvent) -> None:
-        """An output event of choice `index` has arrived and is about to be sent."""
+        """Measure the latency of an output event of choice `index`, which has arrived and is about to be sent."""
         if not event.token_ids:
             return
         now_s = time.perf_counter()
@@ -208,6 +209,6 @@ class ResponseMetrics:
         self._last_token_s[index] = now_s
 
     def event_sent(self, event: OutputEvent) -> None:
-        """The client gets this event; `echo` with `max_tokens` 0 has removed its token."""
+        """Count the tokens of an event that the client gets; with `echo` and `max_tokens` 0 it has none."""
         if event.token_ids:
             self._metrics.output_tokens.inc(len(event.token_ids))

@@ -1,4 +1,4 @@
-"""The middleware around the API: metrics, unexpected errors, header limit, API keys, limits of clients, body limit.
+"""The middleware around the API: metrics, unexpected errors, header limit, API keys, client limits, body limit.
 
 Each class is plain ASGI middleware. `http.api` puts them around the app, with `RequestIdMiddleware` outermost, in this order:
 
@@ -36,11 +36,11 @@ from transom_core.errors import RateLimited
 
 logger = logging.getLogger("transom.router")
 
-# Open without a key: kubelets send none, and the page holds no data.
+# These paths need no key: Kubernetes' probes of /health send none, and the block map's page itself holds no data.
 OPEN_PATHS = frozenset({"/health", "/blocks", "/blocks/demo.bin"})
 BLOCK_STREAM_PATH = "/blocks/stream"
 OPEN_FOLDER = "/blocks/assets/"  # the block map page's own files
-MAX_LENGTH_DIGITS = 18  # Python refuses to read thousands of digits
+MAX_LENGTH_DIGITS = 18  # `int` raises for thousands of digits, so a longer Content-Length is not converted
 
 
 class MetricsMiddleware:
@@ -74,7 +74,8 @@ class MetricsMiddleware:
 
 
 def _endpoint(scope: Scope) -> str:
-    """The path of the request's route. A request that was refused before routing has its own path, if that is a route's."""
+    """Return the path of the request's route. For a request that was refused before routing it is the request's path if a route has
+    the same path, else OTHER."""
     route = scope.get("route")
     if route is not None:
         path: str = getattr(route, "path", OTHER)
@@ -86,7 +87,7 @@ def _endpoint(scope: Scope) -> str:
 class ErrorMiddleware:
     """Sends status 500 for an unexpected error, and logs where it was raised.
 
-    It catches the error since the web server would log its message, which may quote a prompt.
+    It catches every error, because the web server would log the error's message, which may quote a prompt.
     """
 
     def __init__(self, app: ASGIApp, show_messages: bool) -> None:
@@ -133,9 +134,9 @@ class HeaderLimitMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Refuses requests without a valid key, and sets the client of the others in the request's state.
+    """Refuses requests without a valid key, and stores the client of every other request in the request's state.
 
-    If there are admin keys, they open every route, and only they open routes that show all clients together.
+    If there are admin keys, they give access to every route, and only they give access to routes that show all clients' data.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, admins: ApiKeys) -> None:
@@ -164,7 +165,8 @@ class ApiKeyMiddleware:
 class ClientLimitMiddleware:
     """Sends status 429 for a client's requests beyond its limits. A request counts until the last byte of its response.
 
-    Paths that are open without a key have no limits: their clients cannot be told apart, and a load balancer must get its answer.
+    Paths that need no key have no limits: the server cannot tell their clients apart, and a load balancer must always get its
+    answer.
     """
 
     def __init__(self, app: ASGIApp, limits: LimitsConfig) -> None:
@@ -236,18 +238,18 @@ class BodyLimitMiddleware:
 
 
 def _is_open(path: str) -> bool:
-    """Whether a path needs no key: it shows nothing of requests or of what the server does."""
+    """Return whether a path needs no key, because it shows nothing about requests or about what the server does."""
     return path in OPEN_PATHS or (path.startswith(OPEN_FOLDER) and "/" not in path.removeprefix(OPEN_FOLDER))
 
 
 def _bearer_token(authorization: str) -> bytes:
-    """The bytes of the bearer token; empty for any other authorization scheme."""
+    """Return the bytes of the bearer token; b"" for any other authorization scheme."""
     scheme, _, token = authorization.partition(" ")
     return token.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
 
 
 def _header_bytes(scope: Scope) -> int:
-    """About how many bytes the request line and the headers had on the wire."""
+    """Return roughly how many bytes the request line and the headers had on the wire."""
     num_bytes = len(scope.get("raw_path") or scope["path"].encode()) + len(scope.get("query_string", b""))
     return num_bytes + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"])
 

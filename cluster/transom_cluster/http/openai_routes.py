@@ -1,4 +1,4 @@
-"""The routes that take prompts: /v1/chat/completions, /v1/completions, /v1/responses."""
+"""The routes that generate text: /v1/chat/completions, /v1/completions and /v1/responses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _RESPONSES = BodyParser(ResponsesRequest, RESPONSES_RULES)
 
 
 class OpenAiRoutes:
-    """Route handlers for one router. They parse bodies of every content type themselves, so that errors name fields."""
+    """Route handlers for one router. They parse bodies themselves, whatever the content type, so that errors can name fields."""
 
     def __init__(self, router: Router, preparation: RequestPreparation) -> None:
         self._router = router
@@ -143,7 +143,7 @@ class OpenAiRoutes:
         return self._response(state, request, requests, writer, params, stream=bool(body.stream))
 
     def _begin_response(self, state: RequestState, prefix: str) -> ResponseMetadata:
-        """Choose the response's id, so that also an error of this request names it."""
+        """Choose the response's id before anything can fail, so that the response to an error has the id, too."""
         model = self._router.config.served_model_name
         metadata = ResponseMetadata(id=f"{prefix}{secrets.token_hex(12)}", model=model)
         set_response_id(state, metadata.id)
@@ -160,7 +160,7 @@ class OpenAiRoutes:
         stream: bool,
         headers: Mapping[str, str] | None = None,
     ) -> GenerationResponse:
-        """The response that will run `requests`, with the timeline and the span that describe it."""
+        """Return the response that will run `requests`; create its timeline, and describe the request in its span."""
         if state.trace is not None:
             state.trace.describe(request_attributes(params, num_choices=len(requests), stream=stream))
         timeline = self._router.timelines.create(
@@ -180,7 +180,7 @@ class OpenAiRoutes:
     def _echoed_prompts(
         self, given: Sequence[str] | Sequence[list[int]], prompts: Sequence[Prompt], num_choices: int
     ) -> list[EchoedPrompt]:
-        """Each prompt as the client sent it, once per choice; token ids are decoded."""
+        """Return each prompt as the client sent it, once per choice, with token ids decoded to text."""
         decode = self._router.tokenizer.decode
         echoed = []
         for i, prompt in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""The outermost middleware: it creates the request's state, its span, its id in the response header, and its access log line.
+"""The outermost middleware: it creates the request's state and span, sends the response id in a header, and writes the access log.
 
 Response id: the id that this server gives a generation, such as `chatcmpl-...`; it is in the body, the header and all log lines.
 """
@@ -27,11 +27,12 @@ MAX_ID_CHARS = 128
 
 
 class RequestIdMiddleware:
-    """Starts and ends each request's span, sends its id in the `x-request-id` header, and logs the request if `logs_access`.
+    """Starts and ends each request's span, sends its response id in the `x-request-id` header, and logs the request if
+    `logs_access`.
 
-    A request that arrives with an `x-request-id` keeps it: Ray Serve puts one on every request (the client's own, if there is
-    one) and sends it back itself. The response id then stands in the body only. GET requests get no span, and a log line only
-    if they fail.
+    If a request arrives with an `x-request-id`, this middleware does not send another one: Ray Serve adds the header to every
+    request that lacks it, and sends it back itself. The response id is then only in the body. GET requests get no span, and a log
+    line only if they fail.
     """
 
     def __init__(self, app: ASGIApp, tracing: RouterTracing | None, logs_access: bool) -> None:
@@ -77,13 +78,14 @@ class RequestIdMiddleware:
 
 
 def set_response_id(state: RequestState, response_id: str) -> None:
-    """Give the request its response id: the log lines and the response's header have it from now on."""
+    """Give the request its response id, which its log lines and its response header have from now on."""
     state.response_id = response_id
     about_request(response_id, "" if state.trace is None else state.trace.trace_id)
 
 
 def _log_access(scope: Scope, state: RequestState, status: int, seconds: float) -> None:
-    """Log one line for a request. Its path is the route's pattern, since a path that a client made up may quote a prompt."""
+    """Log one line for a request. The line has the route's pattern instead of the path, since a path that a client made up may
+    quote a prompt."""
     path = routed_path(scope)
     path = getattr(scope.get("route"), "path", path if path in POST_ENDPOINTS else "other")
     facts: dict[str, Any] = {"method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 6)}

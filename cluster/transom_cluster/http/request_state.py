@@ -1,4 +1,4 @@
-"""What the middleware and the routes know about the HTTP request that they handle, in one typed object.
+"""`RequestState`: what the middleware and the routes know about the HTTP request that they handle, in one typed object.
 
 `RequestIdMiddleware`, the outermost layer, creates the object and stores it in the ASGI scope. Inner layers and routes read it with
 `request_state`.
@@ -22,13 +22,15 @@ _KEY = "transom"
 class RequestState:
     """The state of one HTTP request.
 
-    Fields that are empty at first are set by the layer that learns them: `client` by `ApiKeyMiddleware`, `response_id` as soon as a
-    route has chosen it, `engine_request_id` (of the first choice) and `timeline` once the prompt is tokenised.
+    Later layers set the fields that are empty at first: `ApiKeyMiddleware` sets `client`, and a route sets `response_id` at once,
+    and `engine_request_id` (of the first choice) and `timeline` after the prompt is tokenised.
     """
 
-    x_request_id: str  # the header that the client or Ray Serve sent; empty without one
+    x_request_id: str  # the header that the client or Ray Serve sent; empty if there was none
     trace: RequestTrace | None  # None: the request has no span
-    arrival_s: float = field(default_factory=time.monotonic)  # its first byte came, on this process's monotonic clock
+    arrival_s: float = field(
+        default_factory=time.monotonic
+    )  # when the request arrived, on this process's monotonic clock
     outcome: RequestOutcome = field(default_factory=RequestOutcome)
     client: str = ONLY_CLIENT
     response_id: str = ""
@@ -37,7 +39,7 @@ class RequestState:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the request arrived; what its body took to come and its prompt to be tokenised is part of them."""
+        """Seconds since the request arrived, including the time to receive its body and to tokenise its prompt."""
         return time.monotonic() - self.arrival_s
 
 
@@ -47,16 +49,16 @@ def attach_request_state(scope: Scope, state: RequestState) -> None:
 
 
 def request_state(scope: Scope) -> RequestState:
-    """The state of the request that `scope` belongs to."""
+    """Return the state of the request that `scope` belongs to."""
     state: RequestState = scope["state"][_KEY]
     return state
 
 
 def routed_path(scope: Scope) -> str:
-    """A request's path as the patterns of routes see it.
+    """Return a request's path in the form that route patterns match.
 
-    It excludes the prefix at which the app is mounted (Ray Serve's `route_prefix`), and a line feed at the end: patterns end in
-    `$`, which also matches in front of a final line feed.
+    The result excludes the prefix at which the app is mounted (Ray Serve's `route_prefix`). It also excludes a final line feed,
+    because patterns end in `$`, which also matches before a final line feed.
     """
     path: str = scope["path"]
     inside = path.removeprefix(scope.get("root_path", ""))

@@ -1,12 +1,13 @@
 """The routes `/debug/requests`: what happened to each request, from the router that served it and the workers that ran it.
 
-Each client sees its own requests only, since a timeline shows how much of a prompt was cached.
+Each client sees only its own requests, since a timeline shows how much of a prompt was cached.
 
 Line: a request's summary as one JSON object.  Step: one event of its timeline, at the router or at a worker.
 Attempt: one engine request at one worker; a migrated choice has several, with ids such as `chatcmpl-1-0-0` and `chatcmpl-1-0-0+1`.
 
-Hosts' clocks may differ. Each part of a report says what time it was there when it was made: if that is not between question and
-answer here, the part's times are moved by the difference, so that steps are in order up to the time that the answer took.
+Hosts' clocks may differ. Each part of a report has the time of its host's clock when the part was made. If, by this router's clock,
+that time is not between the query and its answer, the part's times are shifted by the difference. So the order of steps is wrong by
+at most the time that the query took.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ Steps = list[dict[str, Any]]
 
 
 async def request_report(router: Router, request_id: str, client: str) -> dict[str, Any] | None:
-    """All steps in order of time, and sums of times. None if no router knows the request, or if it is another client's."""
+    """Return a request's summary, its steps in order of time, and its times in queue, prefill and decode.
+
+    None if no router knows the request, or if another client sent it.
+    """
     own = await _ask_routers(router, request_id, client)  # its times are on this router's clock
     if own is None:
         return None
@@ -78,7 +82,7 @@ async def request_report(router: Router, request_id: str, client: str) -> dict[s
 
 
 async def recent_requests(router: Router, client: str, state: str | None, limit: int) -> list[dict[str, Any]]:
-    """The lines of a client's last requests at all routers, the newest first."""
+    """Return the lines of a client's last requests at all routers, newest first."""
     query = RecentRequestsQuery(client, state, limit)
     others = await router.peers.ask_others(query, timeout_s=ASK_TIMEOUT_S)
     known = [query.answer(router), *(lines for lines in others if isinstance(lines, list))]
@@ -86,9 +90,9 @@ async def recent_requests(router: Router, client: str, state: str | None, limit:
 
 
 def phase_times(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Seconds in queue, prefill and decode at workers.
+    """Return the seconds in queue, prefill and decode at workers.
 
-    Each is summed over a choice's attempts; the result has the largest sum among the choices.
+    Each time is summed over a choice's attempts, and the result is the largest sum among the choices.
     """
     by_attempt: dict[str, Steps] = {}
     for step in steps:
@@ -108,7 +112,7 @@ def phase_times(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 async def _ask_routers(router: Router, request_id: str, client: str) -> dict[str, Any] | None:
-    """The router's part of the report. One router served the request; it may be another one than this."""
+    """Return the router's part of the report, from the router that served the request: this one or another."""
     query = TimelineQuery(request_id, client)
     own = query.answer(router)
     if own is not None:
@@ -127,12 +131,15 @@ async def _ask_routers(router: Router, request_id: str, client: str) -> dict[str
 
 
 def clock_difference_s(there_s: float, asked_s: float, answered_s: float) -> float:
-    """Return how far another host's clock is ahead of this one's at least, if it showed `there_s` between question and answer."""
+    """Return how far another host's clock must be ahead of this one's at least, negative if it is behind.
+
+    The other clock showed `there_s` at some time between `asked_s` and `answered_s` on this host's clock.
+    """
     return there_s - min(max(there_s, asked_s), answered_s)
 
 
 async def _ask_worker(router: Router, worker: str, response_id: str) -> Steps | str:
-    """A worker's steps, or the reason why there are none."""
+    """Return a worker's steps, or the reason why there are none."""
     connection = router.connections.get(worker)
     if connection is None:
         return "gone"
@@ -153,7 +160,8 @@ def _on_this_clock(step: dict[str, Any], asked_s: float, answered_s: float) -> d
 
 
 def _with_choice(step: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
-    """A worker's step with the router's number for its choice: workers do not know how many choices a prompt has."""
+    """Return a worker's step with the router's number of its choice, which a worker cannot know: it does not know how many choices
+    each prompt has."""
     prompt_and_choice = prompt_and_choice_of(step["request_id"])
     if line["choices"] == 1 or prompt_and_choice is None:
         return step

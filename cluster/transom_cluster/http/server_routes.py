@@ -1,4 +1,4 @@
-"""The routes that describe the server: the index, health, version, and the served model."""
+"""The routes that describe the server: index, health, version, and the served model."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Example: 2 prompts with `n` 3 become 6 requests `cmpl-x-0-0`, `cmpl-x-0-1`, ... `cmpl-x-1-2`; their choice indices are 0 to 5.
 
 A request is validated in two places: here, before it leaves the router, and at the worker (`scheduling.request_validation`), which
-relies on no router.
+does not rely on the router's checks.
 """
 
 from __future__ import annotations

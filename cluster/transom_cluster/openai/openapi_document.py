@@ -53,7 +53,7 @@ _ERRORS = {
     503: "Overloaded, or no worker is ready.",
 }
 _GET_ERRORS = (401, 429, 431, 500)
-_EVENT = {  # of one server-sent event of a stream
+_EVENT = {  # the schema of one server-sent event of a stream
     "type": "object",
     "required": ["data"],
     "properties": {"data": {"type": "string", "description": "A chunk as JSON, an error, or [DONE] at the end."}},
@@ -131,7 +131,7 @@ def _add(model: type[Any], schemas: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _schema(model: type[Any]) -> Mapping[str, Any]:
-    """JSON Schema of a response body, whose objects have no other properties; shared by all documents of this process."""
+    """Return the JSON Schema of a response body, whose objects have no other properties. All documents of this process share it."""
     schema = TypeAdapter(model).json_schema(ref_template="#/components/schemas/{model}")
     for part in (schema, *schema.get("$defs", {}).values()):
         part["additionalProperties"] = False
@@ -139,7 +139,8 @@ def _schema(model: type[Any]) -> Mapping[str, Any]:
 
 
 def _add_body(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
-    """Add a request body's schema, with ignored fields, and with refused fields and the values that they may have."""
+    """Add a request body's schema; it also lists the fields that the server ignores, and those it refuses with their neutral
+    values."""
     model, rules, _ = POST_ENDPOINTS[path]
     reference, added = _body_schemas(model)
     properties = dict(added[model.__name__]["properties"])
@@ -154,6 +155,7 @@ def _add_body(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _body_schemas(model: type[WireModel]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A reference to a request body's JSON Schema, and by name this one and those that it refers to: shared, as `_schema`'s are."""
+    """Return a reference to a request body's JSON Schema, and a dict by name of this schema and those that it refers to. All
+    documents share them."""
     (reference,), added = msgspec.json.schema_components([model], ref_template="#/components/schemas/{name}")
     return reference, added

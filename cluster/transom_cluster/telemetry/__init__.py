@@ -1,1 +1,1 @@
-"""What a router reports: Prometheus metrics, request timelines, and OpenTelemetry spans."""
+"""The router's telemetry: Prometheus metrics, request timelines, and OpenTelemetry spans."""

@@ -1,9 +1,9 @@
-"""Merges the Prometheus pages of several processes to one page: each metric family once, with the samples of every page.
+"""Merges the Prometheus pages of several processes into one page: each metric family once, with the samples of every page.
 
-- **family**: a metric with all its series. Its **head** are the comment lines `# HELP`, `# TYPE` and, in OpenMetrics, `# UNIT`.
+- **family**: a metric with all its series. Its **head** is the comment lines `# HELP`, `# TYPE` and, in OpenMetrics, `# UNIT`.
 
-A page is cut at its families, and one regular expression checks a whole family at once, so that a page of thousands of lines
-costs little more time than copying its bytes. A family that is not valid is left out, so that the merged page is valid even if
+A page is split into its families, and one regular expression checks a whole family at once, so that a page of thousands of lines
+takes little more time than copying its bytes. A family that is not valid is left out, so that the merged page is valid even if
 a worker's page is not. For example, the pages of two workers
 
     # HELP x_total X.            # HELP x_total X.
@@ -26,8 +26,8 @@ _VALUE = r"(?:[-+]?\d[\d.eE+-]*|NaN|[-+]Inf)"
 _LABEL = r'[a-zA-Z_]\w*+="[^"\\\n]*+(?:\\[^\n][^"\\\n]*+)*+"'
 _LABELS = rf"\{{(?:{_LABEL}(?:,{_LABEL})*+)?\}}"
 _REST = rf"(?: {_VALUE})?(?: # {_LABELS} {_VALUE}(?: {_VALUE})?)?"  # an optional timestamp and an optional exemplar
-_ENDS = {  # what a sample's name has after the family's name, by the family's type
-    "counter": "_(?:total|created)",  # in the text format the family's name itself has it
+_ENDS = {  # type of a family -> pattern of what its samples' names have after the family's name
+    "counter": "_(?:total|created)",  # in the text format the family's name itself ends in `_total`
     "gauge": "",
     "untyped": "",
     "unknown": "",
@@ -38,7 +38,7 @@ _ENDS = {  # what a sample's name has after the family's name, by the family's t
 
 
 def merge_pages(pages: Iterable[str], *, openmetrics: bool = False) -> str:
-    """Merge pages of one format to one valid page. A family's head is taken from the first page that has the family."""
+    """Merge pages of one format into one valid page. A family's head is taken from the first page that has the family."""
     merged: dict[str, list[str]] = {}  # name -> head, samples of each page
     for page in pages:
         for head, samples in _families(page, openmetrics=openmetrics):
@@ -54,7 +54,8 @@ def merge_pages(pages: Iterable[str], *, openmetrics: bool = False) -> str:
 
 
 def _families(page: str, *, openmetrics: bool) -> Iterator[tuple[str, str]]:
-    """Yield a page's families as heads and samples, without the last family of a page that was cut off in transfer."""
+    """Yield a page's families, each as its head and its samples. The last family is left out if the page was cut off in
+    transfer."""
     whole = page.removesuffix(OPENMETRICS_END)
     families = ("\n" + whole.removesuffix("\n")).split(_HELP)[1:]
     is_cut = whole == page if openmetrics else not page.endswith("\n")
@@ -68,12 +69,12 @@ def _families(page: str, *, openmetrics: bool) -> Iterator[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=4096)
 def _name_and_type(head: str) -> tuple[str, str]:
-    """A family's name and type; both empty where the head is not valid."""
+    """Return a family's name and type, or two empty strings if the head is not valid."""
     match = _HEAD.fullmatch(head)
     return (match[1], match[2]) if match else ("", "")
 
 
 @functools.lru_cache(maxsize=1024)
 def _lines_of(name: str) -> re.Pattern[str]:
-    """A pattern for any number of samples whose names match the pattern `name`."""
+    """Return a pattern for any number of samples whose names match the pattern `name`."""
     return re.compile(rf"(?:{name}(?:{_LABELS})? {_VALUE}{_REST}\n)*+")

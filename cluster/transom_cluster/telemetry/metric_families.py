@@ -1,4 +1,4 @@
-"""How a router's metrics are created: in one registry, with the labels `model` and `router` on every series.
+"""Creates a router's metrics in one registry, with the labels `model` and `router` on every series.
 
 - **family**: a metric with all its label values, in Prometheus' sense; a **series** is one combination of label values.
 """
@@ -13,7 +13,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 M = TypeVar("M", bound=MetricWrapperBase)
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # `_created` series would make pages half as long again
+disable_created_metrics()  # type: ignore[no-untyped-call]  # with the `_created` series pages would be 50 % longer
 
 
 class Family(Generic[M]):
@@ -22,17 +22,19 @@ class Family(Generic[M]):
     def __init__(self, metric: M, own_values: Sequence[str]) -> None:
         self._metric = metric
         self._own_values = own_values
-        self._series: dict[tuple[str, ...], M] = {}  # `labels` is slow: it makes strings of all values under a lock
+        self._series: dict[
+            tuple[str, ...], M
+        ] = {}  # a cache: `labels` is slow (it makes strings of all values in a lock)
 
     def of(self, *values: str) -> M:
-        """One series, which is on the page of metrics from now on."""
+        """Return one series. It is on the metrics page from now on."""
         series = self._series.get(values)
         if series is None:
             series = self._series[values] = self._metric.labels(*self._own_values, *values)
         return series
 
     def forget(self, *values: str) -> None:
-        """Take a series off the page of metrics; an unknown series is ignored."""
+        """Remove a series from the metrics page; an unknown series is ignored."""
         self._series.pop(values, None)
         self._metric.remove(*self._own_values, *values)
 

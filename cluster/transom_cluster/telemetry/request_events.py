@@ -1,10 +1,10 @@
-"""The events of one HTTP request at a router: each thing that happens is reported once, and every sink receives it.
+"""Defines the events of one HTTP request at a router. The router reports each event once, and every sink receives it.
 
-- **choice**: one of the completions of an HTTP request, numbered from 0 over all of its prompts; each runs at a worker by itself.
+- **choice**: one of the completions of an HTTP request, numbered from 0 over all of its prompts. Each is a separate engine request.
 - **attempt**: one try to run a choice at a worker. A choice that migrates has several attempts.
 - **event**: one thing that happened, as a frozen dataclass. Its `kind` is its name in `/debug/requests/{id}`.
-- **sink**: an object that makes one output of the events: the request's timeline (`request_timeline`), its spans (`tracing`), or
-  counters (`router_metrics`). The JSON log line of a request is made from its timeline at the end.
+- **sink**: an object that makes one kind of output from the events: the request's timeline (`request_timeline`), its spans
+  (`router_tracing`), or counters (`router_metrics`). The JSON log line of a request is made from its timeline at the end.
 
 The events of a request that migrates once, with two attempts at one choice:
 
@@ -12,8 +12,8 @@ The events of a request that migrates once, with two attempts at one choice:
              |------------- attempt 1 --------------|  |--------------------- attempt 2 ---------------------|
 
 A prefill worker's attempt ends with `HandedOver` instead of `Lost`.
-`Queued` comes before `Placed` where no worker can take the choice. `TurnedAway` ends an attempt that a worker refused. `Failed`
-replaces `Finished` where an error ends the choice. `ClientLeft` may come at any time before `Ended`.
+`Queued` comes before `Placed` if no worker can take the choice. `TurnedAway` ends an attempt that a worker refused. `Failed`
+replaces `Finished` if an error ends the choice. `ClientLeft` may come at any time before `Ended`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol
 
 FailoverOutcome = Literal["resumed", "gave_up", "poison"]
-"""How the loss of a worker ended for a request: it migrated, it was lost too often, or it was stopped as a poison request."""
+"""What became of a request whose worker was lost: it migrated, it was given up after too many losses, or it was stopped as a poison
+request."""
 
 
 class ChoiceOutput(Protocol):
@@ -33,12 +34,12 @@ class ChoiceOutput(Protocol):
 
     @property
     def num_hit_tokens(self) -> int:
-        """Tokens of the prompt that the first worker found in its prefix cache; 0 for further choices of one prompt."""
+        """Prompt tokens that the first worker found in its prefix cache; 0 for all choices of a prompt but the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """The request's body is read and its prompts are tokenised."""
+    """The request's body was read and its prompts were tokenised."""
 
     choices: Sequence[ChoiceOutput]
 
@@ -55,23 +56,24 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceEvent:
-    """Base of the events of one choice."""
+    """Base class of the events of one choice."""
 
     kind: ClassVar[str]
     choice: int
 
     def facts(self) -> dict[str, Any]:
-        """The event's figures as JSON values: its fields without `choice` and without those that are None."""
+        """Return the event's figures as JSON values: its fields except `choice`, those that only sinks read, and those that are
+        None."""
         figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NO_FIGURES}
         return {name: value for name, value in figures.items() if value is not None}
 
 
-_NO_FIGURES = ("choice", "is_migrated", "failover")  # for sinks; the kinds of the other events say the same
+_NO_FIGURES = ("choice", "is_migrated", "failover")  # the last two are for sinks; timelines show them by other events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queued(ChoiceEvent):
-    """No worker can take the choice now, for this reason: it waits in the router's queue."""
+    """The choice waits in the router's queue, because no worker can take it now; `reason` says why."""
 
     kind: ClassVar[str] = "waits"
     reason: Literal["suspect", "workers full", "no worker"]
@@ -79,13 +81,15 @@ class Queued(ChoiceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed(ChoiceEvent):
-    """The routing policy chose a worker: an attempt begins. `resumed_tokens`: output of earlier attempts, None without any.
+    """The routing policy chose a worker, and an attempt begins. `resumed_tokens` is the number of output tokens of earlier
+    attempts; None if this is the first attempt.
 
     Of the predicted hit, `predicted_host_tokens` are in the worker's host tier, `predicted_disk_tokens` on its disk, and
-    `predicted_peer_tokens` at the worker from which it fetches them; None: no tokens. The others are on its device.
+    `predicted_peer_tokens` at the worker from which it fetches them; None stands for 0. The other tokens of the hit are on its
+    device.
 
-    The worker fetches the first `fetched_tokens` tokens' KV from the worker `fetches_from`; with `prefill_only` it computes the
-    prompt and the first token alone. None: it does not.
+    If `fetches_from` is not None, the worker fetches the KV of the first `fetched_tokens` tokens from that worker. If
+    `prefill_only` is true, the worker computes only the prompt and the first token.
     """
 
     kind: ClassVar[str] = "placed"
@@ -113,7 +117,7 @@ class Sent(ChoiceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted(ChoiceEvent):
-    """The worker has queued the attempt. `is_migrated`: the choice was lost with another worker before."""
+    """The worker has queued the attempt. `is_migrated` is true if the choice ran at another worker before, which was lost."""
 
     kind: ClassVar[str] = "accepted"
     worker: str | None
@@ -131,7 +135,7 @@ class TurnedAway(ChoiceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken(ChoiceEvent):
-    """The first token of an attempt has come. `hit_tokens`: prompt tokens that this worker found in its prefix cache."""
+    """The first token of an attempt has come. `hit_tokens` counts the prompt tokens that this worker found in its prefix cache."""
 
     kind: ClassVar[str] = "first_token"
     worker: str | None
@@ -149,9 +153,9 @@ class HandedOver(ChoiceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost(ChoiceEvent):
-    """The attempt cannot continue at its worker: `router.failover.Cause` has the causes.
+    """The attempt cannot continue at its worker; `cause` is one of `router.failover.Cause`.
 
-    `loss_cause` is the cause of the worker's loss (`errors.LossCause`); None where the worker was not lost.
+    `loss_cause` is the cause of the worker's loss (`errors.LossCause`), or None if the worker was not lost.
     """
 
     kind: ClassVar[str] = "lost"
@@ -197,7 +201,7 @@ class SpanSink(RequestEventSink, Protocol):
     """The sink that makes the spans of one request."""
 
     def trace_parent(self, choice: int) -> str:
-        """The traceparent header of the present attempt's span, for the worker's own spans."""
+        """Return the traceparent header of the present attempt's span, for the worker's own spans."""
 
 
 class RequestEvents:
@@ -213,5 +217,5 @@ class RequestEvents:
             sink.receive(event)
 
     def trace_parent(self, choice: int) -> str | None:
-        """The traceparent header for the worker that has the present attempt; None where the request is not traced."""
+        """Return the traceparent header for the worker that has the present attempt; None if the request is not traced."""
         return None if self._spans is None else self._spans.trace_parent(choice)

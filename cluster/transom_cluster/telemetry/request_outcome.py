@@ -1,6 +1,6 @@
-"""How one HTTP request ended, also where the status code that was sent does not say it.
+"""Records how one HTTP request ended, even if the status code that was sent does not show it.
 
-A streamed response sends 200 with its first byte. If the worker then fails, or the client disconnects, the request did not succeed
+A streamed response sends 200 before its first byte. If the worker then fails, or the client disconnects, the request has failed
 although 200 was sent. Metrics count such a request with the status of its error, or with 499 for a client that disconnected.
 
 Broken response: a response that ended after its first byte and before its last.
@@ -12,11 +12,12 @@ from starlette.types import Message
 
 from transom_cluster.openai.answer.error_responses import STREAM_CODES, WireError
 
-CLIENT_DISCONNECTED_STATUS = 499  # never sent; proxies' access logs made this number known
+CLIENT_DISCONNECTED_STATUS = 499  # never sent; nginx's access log uses the same number
 CLIENT_DISCONNECTED = "client_left"
-REQUEST_REFUSED = "request_refused"  # a fault of the request itself that shows only after the first byte
+REQUEST_REFUSED = "request_refused"  # an error of the request itself, found only after the first byte
 BREAK_REASONS = (*STREAM_CODES, REQUEST_REFUSED, CLIENT_DISCONNECTED)
-"""Why a response may break: the codes of errors that a stream may end with, a fault of the request, a client that disconnected."""
+"""Why a response may break: the codes of errors that may end a stream, an error of the request itself, or a client that
+disconnected."""
 
 
 class RequestOutcome:
@@ -41,18 +42,18 @@ class RequestOutcome:
             self._is_complete = True
 
     def break_with(self, error: WireError) -> None:
-        """The response has begun and ends with `error`."""
+        """Note that the response has begun and ends with `error`."""
         self._error = error
 
     def mark_endless(self) -> None:
-        """The response has no end of its own: it is complete when the client disconnects."""
+        """Note that the response is endless, so that it counts as complete when the client disconnects."""
         self._is_endless = True
 
     @property
     def status(self) -> int:
         """The status that metrics count.
 
-        It is the error's status for a broken response, 499 for a client that disconnected, and else the status that was sent.
+        For a broken response it is the error's status, for a client that disconnected 499, and otherwise the status that was sent.
         """
         if self._error is not None:
             return self._error.status

@@ -22,13 +22,13 @@ REQUEST_BUCKETS_S = (
     *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0),
     *(30.0, 60.0, 120.0, 300.0, 600.0, 1800.0),
 )
-FIRST_TOKEN_BUCKETS_S = (  # the objective of the alert rules is 2 s: with a bucket bound there they are exact
+FIRST_TOKEN_BUCKETS_S = (  # the alert rules' objective is 2 s; a bucket bound at 2 s makes their counts exact
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0),
     *(20.0, 30.0, 60.0, 120.0, 300.0),
 )
 INTER_TOKEN_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5),
-    *(5.0, 10.0, 30.0),  # a request migrated, or was preempted
+    *(5.0, 10.0, 30.0),  # for requests that migrated or were preempted
 )
 MAIN_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 MAX_EXEMPLAR_CHARS = 100  # OpenMetrics allows 128 with the label's name; an exemplar with a longer id is left out
@@ -39,9 +39,9 @@ Judgement = Literal["suspected", "released", "cleared", "culprit"]
 
 
 class RouterMetrics:
-    """One router's metrics, in a registry of its own; a sink of request events.
+    """One router's metrics, in a registry of its own. The object is a sink of request events.
 
-    Series with fixed label values are on the page from the start, so that the first increment shows in a rate.
+    Series with fixed label values are on the page from the start, with 0, so that Prometheus' `rate` sees the first increment.
     """
 
     def __init__(self, router: str, *, model: str = "", tool_parser: str | None = None) -> None:
@@ -155,7 +155,7 @@ class RouterMetrics:
                 family.of(value)
 
     def receive(self, event: RequestEvent) -> None:
-        """Count waits, and how losses of workers ended for requests; makes the metrics a sink of request events."""
+        """Count how long requests waited in the queue, and what became of requests whose worker was lost."""
         match event:
             case Sent(waited_s=waited_s):
                 self._wait_s.observe(waited_s)
@@ -165,49 +165,49 @@ class RouterMetrics:
                 self._failovers.of(outcome).inc()
 
     def drained(self, *, num_moved: int) -> None:
-        """A worker that leaves has no requests any more; `num_moved` of them migrated."""
+        """Count a worker that leaves and has no requests any more; `num_moved` of its requests migrated."""
         self._drains.of("moved" if num_moved else "finished").inc()
 
     def worker_changed(self, change: WorkerChange) -> None:
-        """A worker takes requests from now on, or takes none any more."""
+        """Count a worker that takes requests from now on, or that takes no more requests."""
         self._worker_changes.of(change).inc()
 
     def lost(self, cause: LossCause) -> None:
-        """A worker was lost with requests of this router."""
+        """Count a worker that was lost while it had requests of this router."""
         self._losses.of(cause).inc()
 
     def judged(self, judgement: Judgement, count: int) -> None:
-        """Losses of workers made this of `count` requests."""
+        """Count `count` requests that the router has judged so after a worker was lost."""
         self._judgements.of(judgement).inc(count)
 
     def dropped_scrapes(self, target: Literal["worker", "router"], count: int) -> None:
-        """`count` processes did not answer in time for a page of metrics."""
+        """Count processes that did not answer in time for a metrics page."""
         self._dropped_scrapes.of(target).inc(count)
 
     def watch(self, state: Callable[[], RouterState]) -> None:
-        """Have `state` called at every scrape."""
+        """Set the function that returns the router's state at every scrape."""
         self._state.read = state
 
     def finished(self, endpoint: str, status: int, elapsed_s: float, *, request_id: str = "") -> None:
-        """An HTTP request has ended; `request_id` is that of its first choice, for the exemplar."""
+        """Count an HTTP request that has ended. `request_id` is the id of its first choice, for the exemplar."""
         self._requests.of(endpoint, str(status)).inc()
         _observe(self._request_s.of(endpoint), elapsed_s, request_id)
 
     def may_end(self, endpoint: str, statuses: Iterable[int]) -> None:
-        """Requests at an endpoint may end with these statuses: their series are on the page from now on, with 0."""
+        """Put the series of the statuses with which an endpoint's requests may end on the page, with 0."""
         for status in statuses:
             self._requests.of(endpoint, str(status))
 
     def broke_off(self, endpoint: str, reason: str) -> None:
-        """A response broke off after it had begun; `reason`: one of `BREAK_REASONS`."""
+        """Count a response that broke off after it had begun; `reason` is one of `BREAK_REASONS`."""
         self._broken_answers.of(endpoint, reason).inc()
 
     def first_token(self, elapsed_s: float, request_id: str) -> None:
-        """The first token of a choice is about to be sent."""
+        """Record the time to first token of a choice whose first token is about to be sent."""
         _observe(self._first_token_s, elapsed_s, request_id)
 
     def text(self, *, openmetrics: bool = False) -> str:
-        """The page in Prometheus' text format, or as OpenMetrics, which has exemplars."""
+        """Return the metrics page in Prometheus' text format, or in OpenMetrics' format, which has exemplars."""
         page: bytes = (generate_openmetrics if openmetrics else generate_latest)(self.registry)
         return page.decode()
 
@@ -216,7 +216,7 @@ class AnswerMetrics:
     """Counts what the readers of one router's answers found: tool calls, reasoning, and markup that became text."""
 
     def __init__(self, families: RouterFamilies, tool_parser: str | None) -> None:
-        """`tool_parser` is the name of the parser of the model's tool calls; None: its answers have none."""
+        """Create the metrics. `tool_parser` is the name of the tool-call parser; None if answers have no tool calls."""
         self._parser = tool_parser or NO_PARSER
         self._calls = families.counter(
             "transom_router_tool_calls",
@@ -239,7 +239,7 @@ class AnswerMetrics:
         ).of()
 
     def answered(self, readers: Iterable[AnswerReader]) -> None:
-        """A response has ended, or its client has left; these read its choices."""
+        """Count the answers of a response that has ended, or whose client has left; `readers` have read its choices."""
         for reader in readers:
             tally = reader.tally
             for outcome, count in (

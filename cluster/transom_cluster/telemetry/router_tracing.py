@@ -1,8 +1,7 @@
-"""The router's OpenTelemetry spans: one span for each HTTP request with a prompt, and below it one for each attempt at a worker.
+"""Makes the router's OpenTelemetry spans: one for each HTTP request with a prompt, and below it one for each attempt at a worker.
 
-Names and attributes follow OpenTelemetry's conventions for HTTP servers and generative AI. A worker's own spans are below the
-span of the attempt that they belong to. So where a worker died, and its own spans with it, the attempt's span still names the
-worker:
+Names and attributes follow OpenTelemetry's conventions for HTTP servers and generative AI. A worker's own spans are below the span
+of their attempt. If a worker dies, its own spans are lost, but the attempt's span, which the router makes, still names the worker:
 
     POST /v1/completions            the request, at the router
       worker  (w0, error: lost)     the first attempt
@@ -32,7 +31,7 @@ from transom_core.logs import trace_id_of
 from transom_core.telemetry.tracing import Tracing, nanoseconds
 
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
-FIRST_ERROR_STATUS = 500  # a status below is the client's fault, and no failure of the server's span
+FIRST_ERROR_STATUS = 500  # a lower error status is the client's fault and does not mark the server's span as failed
 
 
 class RouterTracing:
@@ -44,11 +43,12 @@ class RouterTracing:
 
     @classmethod
     def from_config(cls, config: TracingConfig, router_id: str, *, model: str) -> RouterTracing:
-        """The tracing of a router that sends its spans to `config.endpoint`."""
+        """Make the tracing of a router that sends its spans to `config.endpoint`."""
         return cls(Tracing(config, role="router", name=router_id, version=__version__), model=model)
 
     def begin(self, path: str, headers: Mapping[str, str], at_s: float) -> RequestTrace:
-        """Begin the span of a request that came at `at_s`, below the client's `traceparent` header if it sent one."""
+        """Begin the span of a request that arrived at `at_s`, below the span in the client's `traceparent` header if there is
+        one."""
         attributes = {
             "http.request.method": "POST",
             "http.route": path,
@@ -61,12 +61,12 @@ class RouterTracing:
         return RequestTrace(self.tracing, span)
 
     def close(self) -> None:
-        """Export the spans that have ended; takes some seconds at most."""
+        """Export the spans that have ended. This takes a few seconds at most."""
         self.tracing.close()
 
 
 class RequestTrace:
-    """The sink that makes the span of one request and those of its attempts; implements `SpanSink`."""
+    """The sink that makes the spans of one request and of its attempts; implements `SpanSink`."""
 
     def __init__(self, tracing: Tracing, span: Any) -> None:
         self._tracing = tracing
@@ -96,11 +96,12 @@ class RequestTrace:
                     self._end_attempt(choice)
 
     def trace_parent(self, choice: int) -> str:
-        """The traceparent header of the present attempt's span, for the worker's own spans."""
+        """Return the traceparent header of the present attempt's span, for the worker's own spans."""
         return self._tracing.parent_header(self._attempts[choice])
 
     def end(self, status: int, error: str, at_s: float) -> None:
-        """End the request's span after the response's last byte; `error`: the class of the error that broke off a stream."""
+        """End the request's span after the response's last byte. `error` is the class of the error that broke off a stream, or
+        ""."""
         self._span.set_attribute("http.response.status_code", status)
         if error or status >= FIRST_ERROR_STATUS:
             self._tracing.fail(self._span, error or str(status))

@@ -1,5 +1,5 @@
-"""Metrics of a router's placements: the workers chosen, predicted and actual prefix hits, the time of a choice, and the index
-mirrors."""
+"""Metrics of a router's placements: chosen workers, predicted and actual prefix hits, the time that a placement takes, and the
+router's mirrors of the workers' prefix indexes."""
 
 from __future__ import annotations
 
@@ -67,34 +67,34 @@ class RoutingMetrics(PlacementObserver):
         )
 
     def joined(self, policy: RoutingPolicy, worker: str) -> None:
-        """A worker takes requests from now on; its counts begin, or continue where it was connected before."""
+        """Put a worker's series on the page, with 0. If the series are there already, their counts continue."""
         for reason in REASONS[policy]:
             self._placements.of(policy, worker, reason)
         self._resyncs.of(worker)
 
     def placed(self, policy: RoutingPolicy, worker: str, reason: Reason, *, cost_s: float) -> None:
-        """The policy chose a worker for a request; the choice took the router `cost_s`."""
+        """Count a placement: the policy chose a worker for a request, which took the router `cost_s` seconds."""
         self._placements.of(policy, worker, reason).inc()
         self._placement_s.observe(cost_s)
 
     def hit_measured(self, *, predicted: HitTokens, actual: HitTokens) -> None:
-        """The first output of a request has come, with the prompt tokens that the worker found in its prefix cache."""
+        """Count predicted and actual hit tokens of a request whose first output has come."""
         for tier in HitTokens._fields:
             self._predicted_tokens.of(tier).inc(getattr(predicted, tier))
             self._actual_tokens.of(tier).inc(getattr(actual, tier))
         self._error_tokens.observe(abs(predicted.total - actual.total))
 
     def mirror_changed(self, worker: str, *, num_blocks: int, version: int) -> None:
-        """The mirror of a worker's prefix index changed."""
+        """Set the size and version of a worker's index mirror, which has changed."""
         self._mirror_blocks.of(worker).set(num_blocks)
         self._mirror_version.of(worker).set(version)
 
     def mirror_reset(self, worker: str) -> None:
-        """A mirror missed an update; the router asks the worker for its whole index."""
+        """Count a mirror that missed an update, so that the router asks the worker for its whole index."""
         self._resyncs.of(worker).inc()
 
     def forget(self, policy: RoutingPolicy, worker: str) -> None:
-        """A worker has left or was lost: the series with its label end."""
+        """Remove the series of a worker that has left or was lost."""
         for reason in REASONS[policy]:
             self._placements.forget(policy, worker, reason)
         for family in (self._resyncs, self._mirror_blocks, self._mirror_version):

@@ -1,4 +1,4 @@
-"""The attributes of an HTTP request's span, under the names of OpenTelemetry's conventions for generative AI."""
+"""Makes the attributes of an HTTP request's span, with the names of OpenTelemetry's conventions for generative AI."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transom_core.contract import SamplingParams
 
 
 def request_attributes(params: SamplingParams, *, num_choices: int, stream: bool) -> dict[str, Any]:
-    """The attributes of a client's request. They hold no text, not even stop strings."""
+    """Return the attributes of a client's request. They hold no text, not even stop strings."""
     attributes: dict[str, Any] = {
         "gen_ai.request.choice.count": num_choices,
         "gen_ai.request.stream": stream,
@@ -22,7 +22,7 @@ def request_attributes(params: SamplingParams, *, num_choices: int, stream: bool
 
 
 def response_attributes(timeline: RequestTimeline | None) -> dict[str, Any]:
-    """The attributes of the response; empty where the request was refused before it had a timeline."""
+    """Return the attributes of the response; they are empty if the request was refused before it had a timeline."""
     if timeline is None:
         return {}
     attributes: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Tracebacks of unexpected errors for the log, without the messages of the errors, which may quote a client's prompt."""
+"""Formats tracebacks of unexpected errors for the log, without the errors' messages, which may quote a client's prompt."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from traceback import TracebackException
 
 
 def traceback_lines(error: BaseException, *, with_messages: bool) -> Iterator[str]:
-    """The traceback of an error, after those of the errors that caused it.
+    """Yield the traceback of an error, after the tracebacks of the errors that caused it.
 
-    Without messages, each error is named by its type only.
+    With `with_messages` false, only the type of each error is shown.
     """
     if with_messages:
         yield from TracebackException.from_exception(error).format()
@@ -23,5 +23,5 @@ def traceback_lines(error: BaseException, *, with_messages: bool) -> Iterator[st
 
 
 def stack_of(error: BaseException) -> str:
-    """An error's traceback as one text, without messages."""
+    """Return an error's traceback as one text, without messages."""
     return "".join(traceback_lines(error, with_messages=False))

@@ -13,14 +13,15 @@ from transom_core.text.markup.detection import detect
 from transom_core.text.markup.formats import answer_format
 from transom_core.text.tokenizer import Tokenizer
 
-DEFAULT_TOOL_PARSER = "hermes"  # of the prompt that `transom_core.text.default_tool_prompt` writes
+DEFAULT_TOOL_PARSER = "hermes"  # reads the calls that the prompt of `transom_core.text.default_tool_prompt` asks for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerMarkup:
-    """The format of answers, and the names of its two parsers; None: the model has no tool calls, or no reasoning.
+    """The format of a model's answers, and the names of its tool-call and reasoning parsers.
 
-    With `auto_tool_choice` the model may decide whether it calls a tool.
+    A parser's name is None if the model writes no such markup, or if the server leaves it in the text. With `auto_tool_choice` a
+    request may let the model decide whether it calls a tool.
     """
 
     format: AnswerFormat
@@ -37,11 +38,11 @@ class AnswerMarkup:
         reasoning_parser: str | None = None,
         auto_tool_choice: bool = True,
     ) -> AnswerMarkup:
-        """The markup with these parsers: NO_PARSER leaves such markup as text, and those that are not given follow from the
-        model's type and chat template.
+        """Return the markup with the given parsers. NO_PARSER leaves that kind of markup in the text; a parser that is not given is
+        derived from the model's type and chat template.
 
         Raises:
-            ConfigError: there is no parser of a name, or the chat template asks for another markup.
+            ConfigError: no parser has the given name, or the chat template asks for another markup.
         """
         found_tool_parser, found_reasoning_parser = detect(tokenizer.model_type, tokenizer.chat_template, tokenizer)
         if tokenizer.chat_template is not None and not tokenizer.template_knows_tools:
@@ -62,12 +63,12 @@ class AnswerMarkup:
 
     @property
     def description(self) -> str:
-        """How answers are read, for the log."""
+        """One line for the log that says how answers are parsed."""
         tools, reasoning = self.tool_parser or "ordinary text", self.reasoning_parser or "ordinary text"
         return f"tool calls as {tools}, reasoning as {reasoning}"
 
     def context(self, options: AnswerOptions, *, prompt_end: str) -> AnswerContext:
-        """How the answers to a request are read. `prompt_end` is the end of the rendered prompt."""
+        """Return what the parser has to know of a request to read its answers. `prompt_end` is the end of the rendered prompt."""
         return AnswerContext(
             tools=options.tools if options.tools_demand else (),
             parses_tools=options.tools_demand is not None,
@@ -76,10 +77,10 @@ class AnswerMarkup:
         )
 
     def check_demand(self, demand: ToolsDemand | None) -> None:
-        """Check that the model can call tools, where a request wants calls.
+        """Check that this server supports the tool calls that a request asks for.
 
         Raises:
-            RequestError: it cannot, or only where the request says that it must.
+            RequestError: the model's calls have no parser, or `tool_choice` is "auto" and the server allows only required calls.
         """
         if demand is None:
             return
@@ -102,4 +103,4 @@ def _parser(name: str | None) -> str | None:
 
 
 PLAIN = AnswerMarkup(format=answer_format(None, None))
-"""The markup of text completions: none, all text is the answer."""
+"""The markup of text completions, which have none: the whole text is the answer."""

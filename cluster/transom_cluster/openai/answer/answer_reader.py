@@ -1,12 +1,12 @@
 """`AnswerReader`: feeds the output events of one choice to an answer parser, token by token, with each token's part of the text.
 
 An answer parser (`transom_core.text.markup`) is a state machine over tokens: some tokens are markers (`<tool_call>`), the others
-have text. An output event has token ids and text, but does not say which token has which text, and the text of a token may come
-with a later event: a worker holds back what could be the beginning of a stop string, and the bytes of an unfinished character. A
-stop string even cuts text whose tokens the router has already.
+have text. An output event has token ids and text, but does not say which text belongs to which token. The text of a token may even
+come with a later event, because a worker holds back the bytes of an unfinished character, and text that could be the beginning of a
+stop string. A found stop string is cut from the text after the router has received its tokens.
 
-The reader detokenises the same ids as the worker. So it knows how many characters each token has, and gives a token to the parser
-once all its characters are final. Example, with the stop string `END`:
+The reader detokenises the same ids as the worker, so it knows how many characters each token has. It gives a token to the parser
+once all characters of the token are final. Example, with the stop string `END`:
 
     event          final text   tokens read
     `It`           `It`         `It`
@@ -14,9 +14,10 @@ once all its characters are final. Example, with the stop string `END`:
     `ast`          `East`       ` E`, `ast`
     ` END`         ` `          ` `          the stop string is cut; the token goes to the parser as text alone
 
-What the worker has cut never reaches the parser. A token of which a part was cut is text and no marker any more.
+Text that the worker has cut never reaches the parser. If a part of a token was cut, the rest of it is text, even if the whole token
+is a marker.
 
-The reader's state depends on the output alone, and the router keeps it. So it goes on after a migration as if nothing had happened.
+The reader's state depends on the output alone, and the router keeps it, so a migration to another worker does not affect it.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ from transom_core.text.markup.parts import AnswerPart, AnswerState, CallBegin, C
 from transom_core.text.tokenizer import Tokenizer
 
 NO_TOKEN_ID = -1
-"""Stands for no whole token: text of an unfinished character, or what a stop string has left of a token."""
+"""The id under which the parser gets text that is not a whole token: an unfinished character, or the rest of a token that a stop
+string has cut."""
 
 
 @dataclass(slots=True)
 class AnswerTally:
-    """What came of the tool calls of an answer. `num_calls` have begun, so that their names are known.
+    """Counts the tool calls of an answer by outcome. `num_calls` counts the calls that have begun, whose names are known.
 
-    Of the markup of calls, `num_parsed` pieces were read to their end, `num_malformed` were not what the model's markup allows, and
-    in `num_incomplete` the answer ended. The answer has degraded where markup became text.
+    `num_parsed` calls were read to their end, `num_malformed` pieces of markup break the model's rules, and `num_incomplete` calls
+    were unfinished when the answer ended. `has_degraded` is true if the client got malformed markup as text.
     """
 
     num_calls: int = 0
@@ -51,7 +53,7 @@ class AnswerTally:
     has_degraded: bool = False
 
     def add(self, parts: Iterable[AnswerPart], *, has_ended: bool) -> None:
-        """Count these parts; `has_ended`: the parser says what it had held back when the answer ended."""
+        """Count the calls in `parts`. With `has_ended` they are what the parser had held back until the answer ended."""
         for part in parts:
             if isinstance(part, CallBegin):
                 self.num_calls += 1
@@ -64,11 +66,11 @@ class AnswerTally:
 
 
 class AnswerReader:
-    """Reads one choice. `reasoning_spans` and `message_spans` are the output positions of the tokens of reasoning and of the
-    message, as ranges in ascending order; `num_reasoning_tokens` counts the first. The markers around them belong to neither.
+    """Reads one choice, event by event.
 
-    `num_read` counts the output tokens that the parser has seen. After the last event these are all but those that a stop string
-    has cut.
+    `reasoning_spans` and `message_spans` are the output positions of reasoning tokens and of message tokens, as ranges in ascending
+    order; the markers around them belong to neither. `num_reasoning_tokens` counts the reasoning tokens. `num_read` counts the
+    output tokens that the parser has seen: after the last event, all except those that a stop string has cut.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, parser: MarkupParser) -> None:
@@ -76,7 +78,7 @@ class AnswerReader:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._parser = parser
         self._unread_tokens: deque[tuple[int, str]] = deque()  # ids, and their text before any cut
-        self._unread_text = ""  # final text, of which a token has a part that is not final
+        self._unread_text = ""  # final text of a token whose remaining characters are not final yet
         self.num_read = 0
         self.tally = AnswerTally()
         self.num_reasoning_tokens = 0
@@ -85,21 +87,22 @@ class AnswerReader:
 
     @property
     def state(self) -> AnswerState:
-        """What the answer is at."""
+        """The kind of content that the parser is in now, such as reasoning or the message."""
         return self._parser.state
 
     def is_reasoning(self, position: int) -> bool:
-        """Whether the output token at `position` is reasoning. What a stop string has cut belongs to what it has ended."""
+        """Return whether the output token at `position` is reasoning. A token that a stop string has cut counts as reasoning if the
+        answer ended in its reasoning."""
         if position >= self.num_read:
             return self.state == "reasoning"
         return _is_in(self.reasoning_spans, position)
 
     def is_message(self, position: int) -> bool:
-        """Whether the output token at `position` was read, and is the message's."""
+        """Return whether the output token at `position` was read and belongs to the message."""
         return _is_in(self.message_spans, position)
 
     def read(self, event: OutputEvent) -> list[AnswerPart]:
-        """Read the choice's next event, which is no error; returns the parts of the answer that are now known."""
+        """Read the choice's next event, which must not be an error; return the parts of the answer that are now known."""
         unread, push = self._unread_tokens, self._detokenizer.push
         for token_id in event.token_ids:
             unread.append((token_id, push(token_id)))
@@ -125,10 +128,10 @@ class AnswerReader:
         return parts
 
     def _read_end(self, *, is_cut: bool) -> Iterator[AnswerPart]:
-        """Read the rest of the final text, and the last token with it unless that was cut.
+        """Read the rest of the final text, and the last token with it unless a stop string has cut that token.
 
-        The rest is the last token's text; nothing for a stop token that is no part of the text; U+FFFD after either where the
-        output ends in an unfinished character; or what a stop string has left of a token.
+        The rest is one of these: the last token's text; "" for a stop token, which is not part of the text; either of these with
+        U+FFFD after it, if the output ends in an unfinished character; or the part of a token that a stop string has left.
         """
         rest, self._unread_text = self._unread_text, ""
         if self._unread_tokens:
@@ -144,7 +147,8 @@ class AnswerReader:
             self._unread_tokens.clear()
 
     def _read_token(self, token_id: int, text: str) -> Iterator[AnswerPart]:
-        """Give one token to the parser. A broken character of earlier tokens goes before it: a marker's text is the marker."""
+        """Give one token to the parser. If its text begins with a broken character of earlier tokens, that character goes to the
+        parser first, because the parser expects exactly the marker as a marker's text."""
         if text.startswith("\ufffd") and len(text) > 1:
             own = self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
             if len(own) < len(text) and text.endswith(own):
@@ -160,7 +164,7 @@ class AnswerReader:
         self.num_read += 1
 
     def _add_to(self, spans: list[range]) -> None:
-        """Add the token at `num_read` to the spans."""
+        """Add the output position `num_read` to the spans."""
         at = self.num_read
         if spans and spans[-1].stop == at:
             spans[-1] = range(spans[-1].start, at + 1)
@@ -169,6 +173,6 @@ class AnswerReader:
 
 
 def _is_in(spans: Sequence[range], position: int) -> bool:
-    """Whether one of the spans, which are in ascending order, has the position."""
+    """Return whether one of the spans, which are in ascending order, contains the position."""
     at = bisect_right(spans, position, key=lambda span: span.start)
     return at > 0 and position in spans[at - 1]

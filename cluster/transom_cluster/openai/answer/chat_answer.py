@@ -1,7 +1,7 @@
-"""`ChatAnswer`: one choice of a chat completion that is parsed, from its output events to the parts that the client gets.
+"""`ChatAnswer`: parses one choice of a chat completion, from its output events to the parts that the client gets.
 
-The client gets neither reasoning with `include_reasoning: false`, nor the log-probabilities of its tokens. With
-`parallel_tool_calls: false` it gets the first call alone: mostly a grammar has kept the model from writing more.
+With `include_reasoning: false` the client gets neither the reasoning nor the log-probabilities of reasoning tokens. With
+`parallel_tool_calls: false` it gets only the first call; in most cases a grammar has already kept the model from writing more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transom_core.text.markup.parts import (
 
 
 class ChatAnswer:
-    """Reads one choice; `has_called` is whether the client has got a complete call."""
+    """Reads one choice. `has_called` is true once the client has got a complete call."""
 
     def __init__(
         self, reader: AnswerReader, *, include_reasoning: bool = True, parallel_tool_calls: bool = True
@@ -33,23 +33,23 @@ class ChatAnswer:
         self.has_called = False
         self._include_reasoning = include_reasoning
         self._max_calls = None if parallel_tool_calls else 1
-        self._unshown_logprobs: deque[TokenLogprobs] = deque()  # of tokens that the reader has not read
-        self._num_shown = 0  # tokens whose log-probabilities were shown, or left out
+        self._unshown_logprobs: deque[TokenLogprobs] = deque()  # of tokens that the reader has not read yet
+        self._num_shown = 0  # number of tokens whose log-probabilities were shown or left out
 
     def read(self, event: OutputEvent) -> list[AnswerPart]:
-        """Read the next event; returns what the client gets of it, with neighbours of one kind joined."""
+        """Read the next event; return the parts that the client gets, with neighbouring parts of one kind joined."""
         parts = [part for part in self.reader.read(event) if self._is_shown(part)]
         self.has_called = self.has_called or any(isinstance(part, CallEnd) and part.is_complete for part in parts)
         return parts if len(parts) < 2 else join_parts(parts)
 
     def finish_reason(self, reason: FinishReason) -> FinishReason:
-        """What the client is told: an answer with a complete call that did not end at its length ended to have its tools called."""
+        """Return the finish reason for the client: "tool_calls" instead of "stop" if the answer has a complete call."""
         return "tool_calls" if reason == "stop" and self.has_called else reason
 
     def shown_logprobs(self, event: OutputEvent) -> Iterable[TokenLogprobs]:
-        """The log-probabilities that the client gets with an event that was read: every output token's, markup included.
+        """Return the log-probabilities that the client gets with an event that was read: of every output token, markup included.
 
-        Without reasoning, a token's have to wait until it is known what the token is.
+        If the client gets no reasoning, a token's entry waits until the reader knows whether the token is reasoning.
         """
         if self._include_reasoning:
             return event.logprobs or ()
@@ -61,7 +61,8 @@ class ChatAnswer:
         return [logprobs for position, logprobs in enumerate(ready, first) if not self.reader.is_reasoning(position)]
 
     def message_logprobs(self, event: OutputEvent) -> list[TokenLogprobs]:
-        """The log-probabilities of the message's tokens that were read with this event; markup and reasoning have none."""
+        """Return the log-probabilities of the message tokens that were read with this event, without those of markup and
+        reasoning."""
         self._unshown_logprobs.extend(event.logprobs or ())
         if not self._unshown_logprobs:
             return []
@@ -70,7 +71,7 @@ class ChatAnswer:
         return [one for position, one in enumerate(ready, first) if self.reader.is_message(position)]
 
     def all_shown(self, logprobs: Iterable[TokenLogprobs]) -> Iterator[TokenLogprobs]:
-        """The log-probabilities that the client gets, of all tokens of an answer that has ended."""
+        """Yield the log-probabilities that the client gets of an answer that has ended; `logprobs` has those of all its tokens."""
         for position, one in enumerate(logprobs):
             if self._include_reasoning or not self.reader.is_reasoning(position):
                 yield one

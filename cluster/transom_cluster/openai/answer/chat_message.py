@@ -1,4 +1,4 @@
-"""The parts of an answer in the form of a chat completion: the message of a whole one (`ChatMessage`), and a stream's deltas.
+"""Converts the parts of an answer to the form of a chat completion: a whole message (`ChatMessage`), or a stream's deltas.
 
     part                           delta
     ReasoningText("Rain?")         {"reasoning_content": "Rain?", "reasoning": "Rain?"}
@@ -7,7 +7,7 @@
                                                     "function": {"name": "get_weather", "arguments": ""}}]}
     CallArguments(0, '{"city":')   {"tool_calls": [{"index": 0, "function": {"arguments": "{\"city\":"}}]}
 
-The other parts have none. Reasoning goes under two names, since clients know one or the other.
+Other parts make no delta. Reasoning is sent under two names, since some clients read one and some the other.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ NUM_DIGITS = 24
 
 
 def call_id(response_id: str, choice: int, call: int) -> str:
-    """The id of the `call`-th call of a response's choice, both counted from 0.
+    """Return the id of the `call`-th call of a response's choice, both counted from 0.
 
-    It is a digest of the response's id, which is random, and the two numbers. So it is unique, it is the same after a migration to
-    another worker, and there is nothing to remember.
+    The id is a digest of the response's id, which is random, and of the two numbers. So it is unique and stays the same after a
+    migration to another worker, and no part of the server has to store it.
     """
     digest = hashlib.sha256(f"{response_id}/{choice}/{call}".encode()).hexdigest()
     return f"call_{digest[:NUM_DIGITS]}"
 
 
 def chat_deltas(parts: Iterable[AnswerPart], call_id: Callable[[int], str]) -> Iterator[str]:
-    """Yield the deltas of one choice's parts; `call_id` has the id of a call by its number."""
+    """Yield the deltas of one choice's parts as JSON; `call_id` returns the id of a call by its number."""
     for part in parts:
         match part:
             case MessageText(text=text):
@@ -51,7 +51,7 @@ def chat_deltas(parts: Iterable[AnswerPart], call_id: Callable[[int], str]) -> I
 
 
 class ChatMessage:
-    """The message of one choice so far."""
+    """Collects the message of one choice."""
 
     def __init__(self) -> None:
         self._content = StringIO()
@@ -59,7 +59,7 @@ class ChatMessage:
         self._calls: list[tuple[str, StringIO]] = []  # name, and the arguments' JSON text
 
     def add(self, parts: Iterable[AnswerPart]) -> None:
-        """Add the next parts. Those of calls come in the order of their indices."""
+        """Add the next parts. Calls begin in the order of their indices."""
         for part in parts:
             match part:
                 case MessageText(text=text):
@@ -72,7 +72,8 @@ class ChatMessage:
                     self._calls[index][1].write(text)
 
     def body(self, call_id: Callable[[int], str]) -> AssistantMessage:
-        """OpenAI's message; `call_id` has the id of a call by its number. With calls alone there is no content."""
+        """Return OpenAI's message object; `call_id` returns the id of a call by its number. An answer of calls only has null as its
+        content."""
         content = self._content.getvalue()
         reasoning = self._reasoning.getvalue()
         message: AssistantMessage = {

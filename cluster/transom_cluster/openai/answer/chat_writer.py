@@ -1,7 +1,7 @@
 """Writes responses of /v1/chat/completions: `chat.completion` as a whole, `chat.completion.chunk` in a stream.
 
-An answer in which nothing can be but text goes from the engine's event to the client as it is. One that may have reasoning or tool
-calls is parsed (`ChatAnswer`), and its parts become deltas or a message.
+If an answer can only be text, the text goes from the engine's event to the client unchanged. If the answer may have reasoning or
+tool calls, a `ChatAnswer` parses it, and its parts become deltas or a message.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from transom_core.contract import LogprobTable, OutputEvent, Request, TokenLogpr
 
 
 class ChatWriter(ChunkWriter):
-    """Writes chat completions. With `num_top_logprobs` None the response has no log-probabilities; `answers` parse the choices, one
-    each, or are none."""
+    """Writes chat completions. With `num_top_logprobs` None the response has no log-probabilities. `answers` has one parser per
+    choice, or is empty if the choices need no parsing."""
 
     chunk_kind = "chat.completion.chunk"
 
@@ -63,7 +63,7 @@ class ChatWriter(ChunkWriter):
         return [f'{self._opening}{i},"delta":{{"content":' for i in range(len(self._outputs))]
 
     def chunks(self, index: int, event: OutputEvent) -> Iterator[str]:
-        """The role comes first, then text, then the finish reason in a chunk of its own, as in OpenAI's streams."""
+        """Yield the role first, then text, then the finish reason in a chunk of its own, as OpenAI's streams do."""
         if not self._has_started[index]:
             yield self._role_chunk(index)
         if self._answers:
@@ -103,7 +103,7 @@ class ChatWriter(ChunkWriter):
         return body
 
     def _role_chunk(self, index: int) -> str:
-        """The first chunk. Where there may be tool calls there may be no content, so that it begins as null."""
+        """Return the first chunk. A parsed answer may have tool calls and no content, so its content begins as null."""
         self._has_started[index] = True
         content = "null" if self._answers else '""'
         return self._chunk(index, f'{{"role":"assistant","content":{content},"refusal":null}}')
@@ -115,7 +115,8 @@ class ChatWriter(ChunkWriter):
         return f'{self._opening}{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":null{self._closing}'
 
     def _answer_chunks(self, index: int, event: OutputEvent) -> Iterator[str]:
-        """One chunk for each part of a parsed answer; the event's log-probabilities go with the first ones, or alone."""
+        """Yield one chunk for each part of a parsed answer. The log-probabilities go with the first chunks, or in chunks of their
+        own if there are no parts."""
         answer = self._answers[index]
         deltas = chat_deltas(answer.read(event), lambda call: self._call_id(index, call))
         logprobs: Iterator[str] = iter(())
@@ -130,7 +131,7 @@ class ChatWriter(ChunkWriter):
         return call_id(self.metadata.id, index, call)
 
     def _logprobs_chunks(self, index: int, text: str, positions: Sequence[TokenLogprobs]) -> Iterator[str]:
-        """One chunk for a step's token; several where a slow client gets many tokens at once. The first one has the text."""
+        """Yield one chunk for the event, or several if a slow client gets many tokens at once; the first chunk has the text."""
         for batch in batches(self._entries(positions)):
             yield self._chunk(index, f'{{"content":{json.dumps(text)}}}', _chat_logprobs(batch))
             text = ""
@@ -156,7 +157,7 @@ class ChatWriter(ChunkWriter):
     def _logprobs(
         self, positions: LogprobTable, shown: Callable[[Iterable[TokenLogprobs]], Iterable[TokenLogprobs]] = iter
     ) -> ChatLogprobs | None:
-        """The log-probabilities of a whole choice; `shown` leaves out what the client does not get."""
+        """Return the log-probabilities of a whole choice; `shown` leaves out those that the client does not get."""
         if self._num_top_logprobs is None:
             return None
         return {"content": LazyList(lambda: self._entries(shown(positions))), "refusal": None}

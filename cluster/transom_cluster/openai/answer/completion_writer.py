@@ -38,9 +38,9 @@ class EchoedPrompt:
 class CompletionWriter(ChunkWriter):
     """Writes text completions.
 
-    With `num_top_logprobs` None the response has no log-probabilities, and with `num_prompt_logprobs` None no field
-    `prompt_logprobs`; both count the alternatives of a token. `echoed` has one prompt per choice, or is None without
-    `echo`. With `echo_only` (`echo` and `max_tokens` 0) the engine computes one token, and the writer leaves it out.
+    `num_top_logprobs` and `num_prompt_logprobs` are the numbers of alternatives for each token. With None the response has no
+    log-probabilities, or no field `prompt_logprobs`. `echoed` has one prompt per choice, or is None without `echo`. With
+    `echo_only` (`echo` and `max_tokens` 0) the engine computes one token, and the writer leaves it out.
     """
 
     chunk_kind = "text_completion"
@@ -66,9 +66,10 @@ class CompletionWriter(ChunkWriter):
         self._logprobs = None
         if num_top_logprobs is not None:
             self._logprobs = [CompletionLogprobs(num_top_logprobs, tokenizer) for _ in requests]
-        self._prompt_of = list(accumulate(int(request.choice_index == 0) for request in requests))  # by choice
+        # Choice -> number of its prompt, counted from 1: every prompt's first choice has index 0.
+        self._prompt_of = list(accumulate(int(request.choice_index == 0) for request in requests))
         self._prompt_logprobs: dict[int, LogprobTable] = {}  # by prompt
-        self._waiting: dict[int, list[tuple[int, OutputEvent]]] = {}  # events of further choices, by prompt
+        self._waiting: dict[int, list[tuple[int, OutputEvent]]] = {}  # events of a prompt's other choices, by prompt
         self._text_closing = f',"logprobs":null,"finish_reason":null{self._closing}'
 
     @cached_property
@@ -76,7 +77,7 @@ class CompletionWriter(ChunkWriter):
         return [f'{self._opening}{i},"text":' for i in range(len(self._outputs))]
 
     def shown_event(self, event: OutputEvent) -> OutputEvent:
-        """The event; with `echo_only` without its token."""
+        """Return the event, without its token if `echo_only`."""
         if not self._echo_only:
             return event
         reason: contract.FinishReason | None = event.finish_reason and "length"
@@ -88,9 +89,10 @@ class CompletionWriter(ChunkWriter):
         super().add(index, event)
 
     def chunks(self, index: int, event: OutputEvent) -> Iterator[str]:
-        """Text and finish reason. The first chunk of a choice begins with the echoed prompt.
+        """Yield chunks with text and finish reason. The first chunk of a choice begins with the echoed prompt.
 
-        Only the first choice of a prompt brings the prompt's log-probabilities. Events of other choices wait for it.
+        The prompt's log-probabilities come with the events of the prompt's first choice only, so the other choices' events wait
+        until they have come.
         """
         prompt = self._prompt_of[index]
         self._take_prompt_logprobs(index, event)
@@ -130,8 +132,8 @@ class CompletionWriter(ChunkWriter):
         return choice
 
     def _chunks(self, index: int, event: OutputEvent) -> Iterator[str]:
-        """The chunks of one event. Where it has many tokens with log-probabilities there are several; the first one has the text,
-        the last one the finish reason."""
+        """Yield the chunks of one event: several if it has many tokens with log-probabilities. The first chunk has the text, the
+        last one the finish reason."""
         text, positions = event.text, output_positions(event.logprobs or ())
         if not self._has_started[index]:
             self._has_started[index] = True
@@ -166,12 +168,12 @@ class CompletionWriter(ChunkWriter):
             self._prompt_logprobs[self._prompt_of[index]] = event.prompt_logprobs
 
     def _positions(self, index: int, output: ChoiceOutput) -> Iterator[Position]:
-        """The tokens of a whole choice: the echoed prompt's, then the output's."""
+        """Return the tokens of a whole choice: those of the echoed prompt, then those of the output."""
         prompt = self._prompt_positions(index) if self._echoed is not None else ()
         return chain(prompt, output_positions(output.logprobs))
 
     def _prompt_positions(self, index: int) -> Iterator[Position]:
-        """The tokens of the choice's echoed prompt; nothing comes before the first one, so it has no log-probabilities."""
+        """Yield the tokens of the choice's echoed prompt. The first has no log-probabilities, because no token comes before it."""
         assert self._echoed is not None
         table = self._prompt_logprobs.get(self._prompt_of[index])
         if table is not None:

@@ -1,4 +1,4 @@
-"""Every error in the form that clients get: a map from error class to HTTP status, and OpenAI's error object.
+"""Converts errors to the form that clients get: an HTTP status by the error's class, and OpenAI's error object:
 
 {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 """
@@ -18,7 +18,7 @@ MAX_PARAM_CHARS = 200
 HIDDEN_MESSAGE = "The server failed on this request; its log has the reason. It is safe to send the request again."
 
 _STATUS: dict[type[BaseException], tuple[int, str, str | None]] = {
-    # error class: (HTTP status, OpenAI's type, code); an error without an entry has its nearest base class's
+    # error class: (HTTP status, OpenAI's type, code); a class without an entry gets that of its nearest base class
     errors.PromptTooLong: (400, "invalid_request_error", "context_length_exceeded"),
     errors.RequestTooLarge: (400, "invalid_request_error", "request_too_large"),
     errors.RequestError: (400, "invalid_request_error", None),
@@ -32,7 +32,7 @@ _STATUS: dict[type[BaseException], tuple[int, str, str | None]] = {
     Exception: (500, "server_error", "internal_error"),
 }
 STREAM_CODES = tuple(code for status, _, code in _STATUS.values() if code and (status == 408 or status >= 500))
-"""Codes of errors that may end a stream. Errors in the request itself show before the first byte."""
+"""Codes of errors that may end a stream. The server reports errors of the request itself before the stream's first byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class WireError:
 
     @property
     def body(self) -> ErrorBody:
-        """OpenAI's error object. Its texts are cut, since they may quote what the client sent."""
+        """OpenAI's error object. Its texts are cut to a maximum length, since they may quote what the client sent."""
         message, param = _cut(self.message, MAX_MESSAGE_CHARS), self.param and _cut(self.param, MAX_PARAM_CHARS)
         return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
 
@@ -70,7 +70,7 @@ class HttpError(Exception):
 
 
 def wire_error(error: BaseException) -> WireError:
-    """The form of `error` that the client gets. The message of an unexpected error is hidden; only the log has it."""
+    """Return the form of `error` that the client gets. Only the log has the message of an unexpected error."""
     if isinstance(error, HttpError):
         return error.error
     kind = next(kind for kind in type(error).__mro__ if kind in _STATUS or kind is BaseException)
@@ -98,12 +98,12 @@ def unknown_process(name: str) -> HttpError:
 
 
 def not_found(message: str, *, param: str, code: str) -> HttpError:
-    """404 for what a parameter names and is not there."""
+    """Status 404 for something that the field `param` names and that does not exist."""
     return HttpError(WireError(status=404, message=message, type="invalid_request_error", param=param, code=code))
 
 
 def process_silent(name: str) -> HttpError:
-    """504 for a process that is there, or may be, and does not answer."""
+    """Status 504 for a process that does not answer, although the cluster lists it or may have it."""
     message = f"The process {name!r} does not answer; try again, or look at its log."
     return HttpError(WireError(status=504, message=message, type="server_error", param="name", code="process_silent"))
 
@@ -149,7 +149,7 @@ def admin_key_required() -> WireError:
 
 
 def http_status_error(status: int, method: str, path: str) -> WireError:
-    """The form of FastAPI's own refusals: unknown paths, wrong methods."""
+    """Return the client's form of an error that FastAPI itself raises: for an unknown path or a wrong method."""
     if status == 404:
         message, code = f"There is no route {path}; GET / lists all paths.", "not_found"
     elif status == 405:

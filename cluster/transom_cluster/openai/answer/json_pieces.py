@@ -1,6 +1,6 @@
-"""JSON text in pieces, so that a large response is neither built nor held as a whole.
+"""Writes JSON text in pieces, so that the server never holds the whole text of a large response.
 
-A body is an ordinary dict, except that long lists in it are `LazyList`s: their values are made while they are written. Example: the
+A body is an ordinary dict, except that its long lists are `LazyList`s, which make their values while they are written. Example: the
 log-probabilities of 100,000 tokens are kept in arrays of 25 MB, and become objects and text 64 positions at a time.
 """
 
@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-VALUES_PER_PIECE = 64  # a position of log-probabilities has up to 21 entries: some milliseconds of work
+VALUES_PER_PIECE = 64  # a piece of log-probabilities takes some milliseconds: a position has up to 21 entries
 PIECE_CHARS = 65_536  # pieces are joined up to this size before they are sent
 
 
 class LazyList(list[T]):
-    """Stands for a list in a JSON body; `make` returns its values, each time anew. The list itself stays empty."""
+    """Stands for a list in a JSON body. Each call of `make` returns the values from the start. The object itself, which is a list
+    only for the type checker, stays empty."""
 
     def __init__(self, make: Callable[[], Iterable[T]]) -> None:
         super().__init__()
@@ -28,20 +29,20 @@ class LazyList(list[T]):
 
 @dataclass(frozen=True, slots=True)
 class JsonText:
-    """Stands for a value in a JSON body whose JSON text, in ASCII, is there already."""
+    """Stands for a value in a JSON body whose JSON text has been made already, in ASCII."""
 
     text: str
 
     @classmethod
     def of(cls, value: Any) -> JsonText:
-        """The text of a value."""
+        """Make the text of a value."""
         return cls(_dumps(value, is_ascii=True))
 
 
 def json_pieces(value: Any, *, is_ascii: bool = False) -> Iterator[str]:
     """Yield the JSON text of a body, in pieces of at most `VALUES_PER_PIECE` values of a `LazyList`.
 
-    With `is_ascii` it is ASCII, as server-sent events are: some clients split lines at Unicode's line separators.
+    With `is_ascii` the text is ASCII, as server-sent events need it: some clients split lines at Unicode's line separators.
     """
     if isinstance(value, LazyList):
         yield from _lazy_pieces(value, is_ascii)
@@ -62,7 +63,7 @@ def json_pieces(value: Any, *, is_ascii: bool = False) -> Iterator[str]:
 
 
 def joined_pieces(pieces: Iterable[str]) -> Iterator[str]:
-    """Join pieces to pieces of at least `PIECE_CHARS` characters; the last one may be shorter."""
+    """Join pieces into larger ones of at least `PIECE_CHARS` characters; the last one may be shorter."""
     parts: list[str] = []
     size = 0
     for piece in pieces:

@@ -1,7 +1,7 @@
 """The JSON bodies of responses, as typed dicts.
 
 The writers and routes build these dicts, so mypy checks each field that they send. The OpenAPI document shows the same types:
-`openai.openapi_document` makes its schemas from them. A response has no field besides the ones that its type names.
+`openai.openapi_document` makes its schemas from them. A response has only the fields that its type names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import (
 from typing_extensions import TypedDict
 
 FinishReason = Literal["stop", "length", "tool_calls"]
-"""Why a choice ended without an error: a stop condition, the maximum length, or tools to call before the chat goes on."""
+"""Why a choice ended without an error: a stop condition, the maximum length, or tool calls that the client has to run."""
 
 
 class ErrorObject(TypedDict):
@@ -39,13 +39,13 @@ class CachedTokens(TypedDict):
 
 
 class OutputTokensDetails(TypedDict):
-    """Output tokens that were thinking."""
+    """Output tokens that were reasoning."""
 
     reasoning_tokens: int
 
 
 class KvQualityObject(TypedDict):
-    """A KV policy beside full attention, over a sample of the output tokens; null where none was compared."""
+    """How close a KV policy comes to full attention, over a sample of the output tokens; null if no token was compared."""
 
     compared_tokens: int
     mean_kl: float | None
@@ -55,8 +55,8 @@ class KvQualityObject(TypedDict):
 
 
 class UsageObject(TypedDict):
-    """Token counts of the whole request; `completion_tokens_details` where reasoning or tool calls are looked for in the answer,
-    `kv_quality` if the request has asked for it."""
+    """Token counts of the whole request. It has `completion_tokens_details` if the server parsed the answer for reasoning or tool
+    calls, and `kv_quality` if the request asked for it."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -67,7 +67,7 @@ class UsageObject(TypedDict):
 
 
 class TokenEntry(TypedDict):
-    """A token with its natural log-probability; one that was ruled out has -9999."""
+    """A token with its natural log-probability, which is -9999 for a token of probability 0."""
 
     token: str
     logprob: float
@@ -75,27 +75,27 @@ class TokenEntry(TypedDict):
 
 
 class ChosenToken(TokenEntry):
-    """The token of one position, and the most likely ones there."""
+    """The token chosen at one position, and the most likely tokens there."""
 
     top_logprobs: list[TokenEntry]
 
 
 class ChatLogprobs(TypedDict):
-    """A log-probability for every output token, those of reasoning and of calls included."""
+    """An entry for every output token that the client gets, including those of reasoning and tool calls."""
 
     content: list[ChosenToken]
     refusal: None
 
 
 class FunctionCall(TypedDict):
-    """The tool that the model wants called; its arguments are JSON text."""
+    """The function that the model calls; its arguments are JSON text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(TypedDict):
-    """One call."""
+    """One tool call of the model."""
 
     id: str
     type: Literal["function"]
@@ -103,7 +103,7 @@ class ToolCall(TypedDict):
 
 
 class AssistantMessage(TypedDict):
-    """The answer; `content` is null where it has tool calls and no text. Both names of the reasoning have the same text."""
+    """The answer. `content` is null if there are tool calls and no text. `reasoning_content` and `reasoning` have the same text."""
 
     role: Literal["assistant"]
     content: str | None
@@ -123,7 +123,7 @@ class ChatChoice(TypedDict):
 
 
 class PromptTokenLogprob(TypedDict):
-    """A token that could stand at a place of the prompt; rank 1 is the most likely one."""
+    """A candidate token for one position of the prompt; rank 1 is the most likely one."""
 
     logprob: float
     rank: int
@@ -131,8 +131,8 @@ class PromptTokenLogprob(TypedDict):
 
 
 class ChatCompletion(TypedDict):
-    """The answer to a chat. `prompt_logprobs`, if the request has asked for them, have the tokens by their ids at each place of the
-    prompt, and null at the first."""
+    """The answer to a chat. If the request asked for `prompt_logprobs`, the field maps token ids to candidates for each position of
+    the prompt, and is null for the first position."""
 
     id: str
     object: Literal["chat.completion"]
@@ -145,7 +145,7 @@ class ChatCompletion(TypedDict):
 
 
 class TextLogprobs(TypedDict):
-    """Parallel lists, an entry a token; null where nothing comes before the token."""
+    """Parallel lists with one entry per token. The log-probabilities of a prompt's first token are null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -154,7 +154,8 @@ class TextLogprobs(TypedDict):
 
 
 class TextChoice(TypedDict):
-    """One of `n` continuations of one of the prompts, prompt by prompt. `prompt_logprobs` are as in a chat completion."""
+    """One of the `n` continuations of a prompt; all choices of a prompt come before those of the next one. `prompt_logprobs` has
+    the form of a chat completion's."""
 
     index: int
     text: str
@@ -191,7 +192,7 @@ class Text(TypedDict):
 
 
 class KvGroupCard(TypedDict):
-    """A KV cache group of a worker: its number format, and bytes per token with its scales on the first rank."""
+    """A KV cache group of a worker: its number format, and its bytes per token on the first rank, quantization scales included."""
 
     group: str
     dtype: str
@@ -199,7 +200,8 @@ class KvGroupCard(TypedDict):
 
 
 class ModelVersion(TypedDict):
-    """Workers that take requests and have one identity; new requests go to the first version of a list, unless it is full."""
+    """The workers that take requests and have the same identity. New requests go to the first version of the list, unless it is
+    full."""
 
     system_fingerprint: str
     identity: str
@@ -207,8 +209,8 @@ class ModelVersion(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """A served model; its length is null until a worker was there, and its KV cache is that of one of the workers there are. It has
-    several versions while one replaces another."""
+    """A served model. `max_model_len` is null until the first worker has joined, and `kv_cache` is that of one present worker. The
+    model has several versions while a new one replaces an old one."""
 
     id: str
     object: Literal["model"]

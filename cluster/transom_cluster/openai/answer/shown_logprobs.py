@@ -34,7 +34,7 @@ def chat_logprobs(positions: Iterable[TokenLogprobs], num_top: int, tokenizer: T
 def prompt_logprobs(
     positions: Iterable[TokenLogprobs], num_top: int, tokenizer: TokenBytes
 ) -> Iterator[dict[str, PromptTokenLogprob] | None]:
-    """Make the entries of vLLM's `prompt_logprobs`: the most likely tokens at each place, and the prompt's own one."""
+    """Make the entries of vLLM's `prompt_logprobs`: at each position the prompt's own token and the most likely ones."""
     yield None
     for position in positions:
         yield {
@@ -54,7 +54,7 @@ def output_positions(logprobs: Iterable[TokenLogprobs]) -> Iterator[Position]:
 
 
 class CompletionLogprobs:
-    """Builds the parallel lists of one choice, piece by piece; `text_offset` counts characters from the start of the choice's
+    """Builds the parallel lists of one choice, piece by piece. `text_offset` counts characters from the start of the choice's
     text."""
 
     def __init__(self, num_top: int, tokenizer: TokenBytes) -> None:
@@ -63,7 +63,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def next_tokens(self, positions: Iterable[Position]) -> TextLogprobs:
-        """The lists for the choice's next tokens."""
+        """Return the lists for the choice's next tokens."""
         tokens, offsets, logprobs, tops = [], [], [], []
         for token_id, position in positions:
             token = _completion_token(token_id, self._tokenizer)
@@ -75,7 +75,8 @@ class CompletionLogprobs:
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
     def all_tokens(self, positions: Callable[[], Iterable[Position]]) -> TextLogprobs:
-        """The lists for all tokens of the choice, made while they are written; `positions` returns the tokens each time anew."""
+        """Return the lists for all tokens of the choice, whose values are made while they are written. Each call of `positions`
+        returns the tokens from the start."""
 
         def tokens() -> Iterator[str]:
             return (_completion_token(token_id, self._tokenizer) for token_id, _ in positions())

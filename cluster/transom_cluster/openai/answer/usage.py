@@ -55,7 +55,7 @@ class UsageTotals:
 
 
 def _quality(total: KvQuality) -> KvQualityObject:
-    """Return the means, and the maximum of the KL divergence, over all tokens that were compared with the full KV cache's."""
+    """Return the means, and the maximum KL divergence, over all tokens whose logits were compared with those of a full KV cache."""
     count = total.num_tokens
     return {
         "compared_tokens": count,

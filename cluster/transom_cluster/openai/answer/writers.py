@@ -1,8 +1,8 @@
 """The base of the response writers, which turn the engine's output events into OpenAI's JSON.
 
 A writer belongs to one HTTP request. For a stream, `chunks` turns each event of a choice into server-sent events. For a plain
-response, `add` takes all events of all choices, and `body` turns them into one JSON object. `ChunkWriter` is the base of those
-whose streams consist of chunks of one kind (chats and completions).
+response, `add` takes all events of all choices, and `body` turns them into one JSON object. `ChunkWriter` is the base of the
+writers whose streams consist of chunks of one kind (chats and completions).
 
 A stream's constant JSON is built once per request, at its first chunk; per token only the text is serialised. For
 example the text " sky" of choice 0 costs one `json.dumps(" sky")` between two strings that were made before the first token.
@@ -39,7 +39,7 @@ class ResponseMetadata:
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     def chunk_fields(self, kind: str, fingerprint: str) -> dict[str, Any]:
-        """The fields under OpenAI's names, for a chunk; `kind` is the chunk's `object` type."""
+        """Return the fields of a chunk under OpenAI's names; `kind` is the chunk's `object` type."""
         return {
             "id": self.id,
             "object": kind,
@@ -50,17 +50,18 @@ class ResponseMetadata:
 
 
 def system_fingerprint(identity: str) -> str:
-    """What computed an answer: the version of Transom, and the first digits of the model's identity if that is known."""
+    """Return the text that names what computed an answer: the version of Transom, and the first digits of the model's identity if
+    the identity is known."""
     return "-".join(filter(None, ("transom", __version__, identity[:FINGERPRINT_DIGITS])))
 
 
 def data_line(payload: Mapping[str, object]) -> str:
-    """One server-sent event. It is ASCII, since some clients split lines at Unicode's line separators."""
+    """Return one server-sent event. It is ASCII, since some clients split lines at Unicode's line separators."""
     return f"data: {json.dumps(payload, separators=(',', ':'))}\n\n"
 
 
 class ResponseWriter(ABC):
-    """Writes one response. `readers` parse its choices, one each; there are none where the text is the answer as it is."""
+    """Writes one response. `readers` has one parser per choice, or is empty if the answers need no parsing."""
 
     def __init__(
         self, metadata: ResponseMetadata, requests: Sequence[Request], *, readers: Sequence[AnswerReader] = ()
@@ -76,12 +77,12 @@ class ResponseWriter(ABC):
         return system_fingerprint(self.identity)
 
     def shown_event(self, event: OutputEvent) -> OutputEvent:
-        """The part of an event that the client gets."""
+        """Return the part of an event that the client gets."""
         return event
 
     @abstractmethod
     def chunks(self, index: int, event: OutputEvent) -> Iterator[str]:
-        """The server-sent events for one event of choice `index`, in pieces; may be none."""
+        """Yield the server-sent events for one event of choice `index`, in pieces; there may be none."""
 
     @abstractmethod
     def add(self, index: int, event: OutputEvent) -> None:
@@ -89,19 +90,19 @@ class ResponseWriter(ABC):
 
     @abstractmethod
     def body(self) -> Mapping[str, Any]:
-        """The whole response; long lists are `LazyList`s. Every choice has ended without an error."""
+        """Return the whole response, with long lists as `LazyList`s. Every choice must have ended without an error."""
 
     @abstractmethod
     def stream_end(self) -> Iterator[str]:
-        """The server-sent events that close a stream in which every choice has ended, in pieces."""
+        """Yield the server-sent events that close a stream in which every choice has ended, in pieces."""
 
     def stream_error(self, error: WireError) -> Iterator[str]:
-        """The server-sent events that close a stream which has begun and fails, in pieces."""
+        """Yield the server-sent events that close a stream which has begun and fails, in pieces."""
         yield data_line(error.body)
 
 
 class ChoiceOutput:
-    """What one choice of a plain response has put out so far, in as little memory as its text and arrays take."""
+    """Collects the output of one choice of a plain response in compact form: one text buffer and arrays of log-probabilities."""
 
     def __init__(self) -> None:
         self._text = StringIO()
@@ -153,14 +154,14 @@ class ChunkWriter(ResponseWriter):
         self._outputs[index].add(event)
 
     def stream_end(self) -> Iterator[str]:
-        """A chunk with the usage if the client has asked for it, and the end mark."""
+        """Yield a chunk with the usage if the client has asked for it, then the end mark."""
         if self._include_usage:
             yield data_line({**self._chunk_fields(), "choices": [], "usage": self.usage.body})
         yield DONE
 
 
 def final_finish_reason(reason: contract.FinishReason | None) -> FinishReason:
-    """The finish reason of a choice that has ended without an error.
+    """Return the finish reason of a choice that has ended without an error.
 
     Raises:
         ValueError: the choice has not ended, or has ended with an error.

@@ -1,1 +1,1 @@
-"""Prompts: messages rendered by the model's chat template, and text as tokens."""
+"""Makes prompts: renders messages with the model's chat template, and turns text into tokens."""

@@ -1,8 +1,9 @@
-"""Rewrites the ids of tool calls in a chat's history to the form that the model has learnt, where its template writes them.
+"""Rewrites the ids of tool calls in a chat's history to the form that the model has learnt, if its chat template renders them.
 
-This server's own ids are `call_` and 24 digits for every model. Templates of most families leave them out. Two do not:
+This server's own ids are `call_` and 24 hexadecimal digits for every model. Most templates leave the ids out of the prompt. Those
+of two model families render them:
 
-- `mistral`: nine letters and digits, and the template refuses others;
+- `mistral`: nine letters and digits; the template refuses other ids;
 - `kimi_k2`: `functions.NAME:INDEX`, where INDEX counts all calls of the chat from 0.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 _MISTRAL = re.compile(r"[a-zA-Z0-9]{9}")
 
 CallIdForm = Callable[[str, str, int], str]
-"""The id of a call, from the client's id (empty without one), the function's name, and the call's number in the chat."""
+"""Makes the id of a call from the client's id (empty without one), the function's name, and the call's number in the chat."""
 
 
 def _mistral(given: str, name: str, number: int) -> str:
@@ -31,9 +32,9 @@ _FORMS: dict[str, CallIdForm] = {"mistral": _mistral, "kimi_k2": _kimi}
 
 
 def with_learnt_call_ids(messages: Iterable[dict[str, Any]], tool_parser: str | None) -> list[dict[str, Any]]:
-    """Messages in the form that templates read, with the ids of calls and of their results as the family of `tool_parser` has them.
+    """Return the messages with the ids of calls and of their results in the form that the model family of `tool_parser` has learnt.
 
-    A result whose call is not there gets an id as if its own call were the next one.
+    A result whose call is missing from the chat gets an id as if its call were the next one.
     """
     form = _FORMS.get(tool_parser or "")
     return list(messages) if form is None else list(_rewritten(messages, form))

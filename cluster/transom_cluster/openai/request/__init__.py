@@ -1,1 +1,1 @@
-"""Bodies of requests: their fields, the checks of each field, and what a body says about sampling, prompt and answer."""
+"""Parses and checks request bodies, and reads from them the sampling parameters, the prompt, and the options of the answer."""

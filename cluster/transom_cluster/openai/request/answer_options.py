@@ -15,8 +15,9 @@ from transom_core.text.markup.context import ToolsDemand, ToolSpec
 class AnswerOptions:
     """What a request's body says about its answer.
 
-    `tools` are rendered into the prompt; `tools_demand` says which of them may or must be called, and None that the answer has no
-    calls. `form` is the form of its message. `template_variables` go to the chat template. The JSON of all these has `num_chars`.
+    `tools` are rendered into the prompt. `tools_demand` says which of them the model may or must call; with None the answer has no
+    calls. `form` is the form that the message's text must have. `template_variables` go to the chat template. `num_chars` is the
+    length of the JSON of all these fields.
     """
 
     tools: tuple[ToolSpec, ...] = ()
@@ -28,7 +29,7 @@ class AnswerOptions:
 
     @property
     def prompt_variables(self) -> dict[str, Any]:
-        """The variables for the chat template, with the tools."""
+        """The variables for the chat template, including the tools."""
         if self.tools_demand is None:
             return dict(self.template_variables)
         return {**self.template_variables, "tools": template_tools(self.tools)}

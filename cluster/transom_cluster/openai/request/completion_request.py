@@ -36,16 +36,17 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         return bool(self.echo) and self.max_tokens == 0
 
     def prompts(self, limits: ModelLimits) -> list[str] | list[list[int]]:
-        """The prompts of this batch: all texts, or all lists of token ids.
+        """Return the prompts of this batch: all texts, or all lists of token ids.
 
         Raises:
-            RequestError: there is no prompt, it has another form, or there are too many choices or ids.
+            RequestError: there is no prompt, the field has another form, or there are too many choices or ids.
             PromptTooLong: a prompt of ids exceeds the model's length.
         """
         return read_prompts(self.prompt, num_choices=self.n or 1, limits=limits)
 
     def params(self) -> SamplingParams:
-        """Build the worker contract's sampling parameters. With `echo_only` the engine computes one token, which the writer drops.
+        """Build the sampling parameters that the worker receives. With `echo_only` the engine computes one token, which the writer
+        drops.
 
         Raises:
             RequestError: a value is out of range or contradicts another.
@@ -61,15 +62,16 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         )
 
     def _num_prompt_logprobs(self) -> int | None:
-        """The alternatives for each prompt token that the engine has to find: for `prompt_logprobs`, and for an echo."""
+        """Return the number of alternatives that the engine has to find for each prompt token, for `prompt_logprobs` and for an
+        echo with `logprobs`; None if the response shows none."""
         wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((one for one in wanted if one is not None), default=None)
 
     def answer_options(self, find_marker: FindMarker) -> AnswerOptions:
-        """Read what the body says about the answer: the form of its text.
+        """Read what the body says about the answer, which is only the form of its text.
 
         Raises:
-            RequestError: a field has a wrong form, or there are several forms; `param` names it.
+            RequestError: a field is malformed, or several fields ask for a form; `param` names the field.
         """
         return AnswerOptions(form=self.answer_form(find_marker), num_chars=self.num_form_bytes)
 
@@ -92,10 +94,10 @@ class TokenizeRequest(WireModel, frozen=True, kw_only=True):
         return len(memoryview(self.tools)) + len(memoryview(self.chat_template_kwargs))
 
     def template_variables(self) -> dict[str, Any]:
-        """The variables for the chat template, with the tools.
+        """Return the variables for the chat template, including the tools.
 
         Raises:
-            RequestError: a tool has a wrong form, or a variable is refused.
+            RequestError: a tool is malformed, or a variable is refused.
         """
         variables, tools = read_template_variables(self.chat_template_kwargs), read_tools(self.tools)
         return {**variables, "tools": template_tools(tools)} if tools else variables
@@ -108,5 +110,5 @@ class DetokenizeRequest(WireModel, frozen=True, kw_only=True):
     tokens: Annotated[Raw, Meta(extra_json_schema=TOKENS_SCHEMA)]
 
     def token_ids(self, limits: ModelLimits) -> list[int]:
-        """The ids. Raises RequestError if they are not a list of whole numbers, or too many."""
+        """Return the ids. Raises RequestError if the field is not a list of whole numbers, or has too many of them."""
         return read_tokens(self.tokens, limits)

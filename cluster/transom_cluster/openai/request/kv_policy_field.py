@@ -1,6 +1,6 @@
 """The request field `kv_policy`: which keys and values the model's full-attention layers keep for this request.
 
-The field's `type` says which of the forms below it has, and no form has another one's fields.
+The field's `type` selects one of the forms below. A form accepts only its own fields.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Tokens = Annotated[int, Meta(ge=1)]
 
 
 class FullField(WireModel, frozen=True, kw_only=True, tag_field="type", tag="full"):
-    """Everything is kept, as without a policy: for requests to a server with a default policy."""
+    """Keeps everything, as if there were no policy. With this form a request opts out of the server's default policy."""
 
 
 class WindowField(WireModel, frozen=True, kw_only=True, tag_field="type", tag="window"):
-    """The first `sinks` tokens and the last `window` ones are kept."""
+    """Keeps the first `sinks` tokens and the last `window` ones."""
 
     sinks: Sinks = DEFAULT_SINKS
     window: Tokens
 
 
 class AdaptiveField(WireModel, frozen=True, kw_only=True, tag_field="type", tag="adaptive"):
-    """A window that grows while its far edge gets at least the share `threshold` of the attention, and else shrinks."""
+    """Keeps a window that grows while its far edge gets at least the share `threshold` of the attention, and shrinks otherwise."""
 
     sinks: Sinks = DEFAULT_SINKS
     min_window: Tokens
@@ -39,7 +39,7 @@ class AdaptiveField(WireModel, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 class HeavyField(WireModel, frozen=True, kw_only=True, tag_field="type", tag="heavy"):
-    """`budget` tokens: the first ones, the last ones, and the blocks that have got the most attention."""
+    """Keeps `budget` tokens: the first ones, the last ones, and the blocks that have got the most attention."""
 
     sinks: Sinks = DEFAULT_SINKS
     budget: Tokens
@@ -47,7 +47,7 @@ class HeavyField(WireModel, frozen=True, kw_only=True, tag_field="type", tag="he
 
 KvPolicyField = FullField | WindowField | AdaptiveField | HeavyField
 _POLICIES: dict[type[WireModel], type[WindowPolicy | AdaptivePolicy | HeavyPolicy]] = {
-    # form of the field -> the policy, which has the same values
+    # form of the field -> policy with the same fields
     WindowField: WindowPolicy,
     AdaptiveField: AdaptivePolicy,
     HeavyField: HeavyPolicy,
@@ -55,7 +55,7 @@ _POLICIES: dict[type[WireModel], type[WindowPolicy | AdaptivePolicy | HeavyPolic
 
 
 def kv_policy_of(field: KvPolicyField | None, default: KvPolicy | None) -> KvPolicy | None:
-    """Return the policy of a request with this field, on a server with this default; None: everything is kept.
+    """Return the policy of a request with this field, on a server with this default; None means that everything is kept.
 
     Raises:
         RequestError: the values contradict each other; `param` names the field.

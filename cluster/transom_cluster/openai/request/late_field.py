@@ -1,6 +1,6 @@
-"""`LateField`: a field of request bodies whose JSON stays text while the body is parsed, and is read when it is needed.
+"""`LateField`: a field of a request body that stays JSON text while the body is parsed, and is parsed when its value is needed.
 
-Lists of numbers and objects with any content are such fields: a limit of their text bounds what reading them can cost.
+Lists of numbers and objects with arbitrary content are such fields: a limit on the length of their text bounds the cost of parsing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 
 
 class LateField(Generic[Value]):
-    """Reads the field `name`, whose text has at most `max_bytes`, as a value of type `kind`, or as None for null."""
+    """Parses the field `name` into a value of type `kind`, or None for null. Its JSON text may have at most `max_bytes`."""
 
     def __init__(self, name: str, kind: Any, *, max_bytes: int = MAX_FIELD_BYTES) -> None:
         self._name, self._max_bytes = name, max_bytes
@@ -28,7 +28,7 @@ class LateField(Generic[Value]):
         self.schema = inlined_schema(kind | None)
 
     def read(self, text: Raw) -> Value | None:
-        """The field's value.
+        """Parse the field and return its value.
 
         Raises:
             RequestError: the value is too long, nested too deeply, or of another type.
@@ -44,7 +44,7 @@ class LateField(Generic[Value]):
 
 
 def inlined_schema(kind: Any) -> dict[str, Any]:
-    """The JSON Schema of a type, for the OpenAPI document: without references, which a field's schema cannot have there."""
+    """Return the JSON Schema of a type for the OpenAPI document, without references: a field's schema cannot have any there."""
     schema = msgspec.json.schema(kind)
     definitions = schema.pop("$defs", {})
 

@@ -1,7 +1,7 @@
-"""The messages of a chat: their fields in a body, and the form in which chat templates read them.
+"""Parses the messages of a chat, and converts them to the form that chat templates read.
 
-An assistant's message may have tool calls, and each `tool` message has the result of one. As at other open servers, the ids of
-results need not belong to calls: clients that cut long chats leave results without their calls.
+An assistant's message may have tool calls, and each `tool` message has the result of one call. As in vLLM, the id of a result need
+not belong to a call of the chat: clients that shorten long chats leave results without their calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from transom_cluster.openai.request.body_shape import check_depth
 from transom_core.errors import RequestError
 
 MAX_MESSAGES = 4096  # the chat template is rendered once for each of the last turns
-MESSAGE_CHARS = 100  # the work of an empty message, as characters of text: rendering it in each of the last turns
+# The work for an empty message, content part or tool call, in characters of text that take as long to render.
+MESSAGE_CHARS = 100
 PART_CHARS = 20
 CALL_CHARS = 40
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -45,7 +46,7 @@ class ContentPart(WireModel, frozen=True, kw_only=True):
 
 
 class CalledFunction(WireModel, frozen=True, kw_only=True):
-    """The function of a tool call. `arguments` is JSON as a text; an object is taken, too."""
+    """The function of a tool call. `arguments` is JSON in a string; the server accepts an object, too."""
 
     name: str
     arguments: Annotated[Raw, Meta(extra_json_schema={"type": "string"})] = any_json()
@@ -58,16 +59,16 @@ class ToolCall(WireModel, frozen=True, kw_only=True):
     id: str | None = None
     type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})] = "function"
     function: CalledFunction
-    index: int | None = None  # of a stream's deltas, ignored
+    index: int | None = None  # clients copy it from a stream's deltas; ignored
 
     @property
     def num_chars(self) -> int:
-        """About how much work the call makes, as characters of text."""
+        """Roughly how much work the call is, in characters of text."""
         return CALL_CHARS + len(self.function.name) + len(memoryview(self.function.arguments))
 
 
 class ChatMessage(WireModel, frozen=True, kw_only=True):
-    """One message. Fields whose only value is null are there for clients that send a response's message back unchanged."""
+    """One message. Fields whose only allowed value is null exist for clients that send a response's message back unchanged."""
 
     role: Annotated[str, Meta(extra_json_schema={"enum": ROLES})]
     content: str | list[ContentPart] | None = None
@@ -84,7 +85,8 @@ class ChatMessage(WireModel, frozen=True, kw_only=True):
 
     @property
     def num_chars(self) -> int:
-        """About how much work the message makes, as characters of text: a template runs for each message, also for an empty one."""
+        """Roughly how much work the message is, in characters of text; even an empty message counts, because the template renders
+        it."""
         parts = self.content or ()
         text = len(parts) if isinstance(parts, str) else sum(PART_CHARS + len(part.text or "") for part in parts)
         others = (self.name, self.refusal, self.reasoning_content, self.reasoning)
@@ -95,13 +97,13 @@ class ChatMessage(WireModel, frozen=True, kw_only=True):
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Convert messages to the form that chat templates read: role, plain text, tool calls with their arguments as objects.
 
-    A developer message becomes a system message, the role that templates know. A tool's message without a name gets that of the
-    function whose result it has.
+    A developer message becomes a system message, because that is the role that templates know. A tool's message without a name gets
+    the name of the function whose result it has.
 
     Raises:
         RequestError: a message is not text, or its tool calls have a wrong form.
     """
-    names: dict[str, str] = {}  # of the functions that were called, by the call's id
+    names: dict[str, str] = {}  # call id -> name of the called function
     converted = []
     for index, message in enumerate(messages):
         converted.append(_template_message(message, f"messages[{index}]", names))
@@ -152,12 +154,12 @@ def _check_fields(message: ChatMessage, path: str) -> None:
 
 
 def _reasoning(message: ChatMessage, *, content: str | None) -> dict[str, str]:
-    """An assistant's reasoning under the names by which templates know it."""
+    """Return an assistant's reasoning under each name that a template may read."""
     text = message.reasoning_content or message.reasoning
     if not text:
         return {}
     named = {"reasoning_content": text, "reasoning": text}
-    # gpt-oss's name; its template refuses a message with calls that has both reasoning and content
+    # gpt-oss reads `thinking`; its template refuses a message with calls that has both `thinking` and content
     return named if message.tool_calls and content else {**named, "thinking": text}
 
 
@@ -170,7 +172,8 @@ def _template_call(call: ToolCall, path: str) -> dict[str, Any]:
 
 
 def _arguments(given: Raw, path: str) -> dict[str, Any] | str:
-    """A call's arguments as an object. Where their text is no JSON object, such as that of a call that was cut off, they stay text.
+    """Return a call's arguments as an object, or as text if the text is not a JSON object (such as that of a call that was cut
+    off).
 
     Raises:
         RequestError: the field is neither a text nor an object, or is nested too deeply.
@@ -194,7 +197,7 @@ def _arguments(given: Raw, path: str) -> dict[str, Any] | str:
 
 
 def _text(message: ChatMessage, path: str) -> str | None:
-    """A message's text; None for an assistant's message that has only tool calls."""
+    """Return a message's text; None for an assistant's message that has only tool calls."""
     if isinstance(message.content, str):
         return message.content
     if message.content is None:

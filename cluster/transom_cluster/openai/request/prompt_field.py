@@ -13,7 +13,7 @@ from transom_cluster.openai.request.request_limits import ModelLimits, check_len
 from transom_cluster.openai.request.token_id_lists import count_ids, read_id_lists, read_ids
 from transom_core.errors import RequestError
 
-MAX_CHOICES = 1024  # a worker could never admit more of them together (--max-waiting), so a retry would not help
+MAX_CHOICES = 1024  # no worker could admit more together (--max-waiting), so a retry would not help
 
 _STRING, _IDS = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
 PROMPT_SCHEMA: dict[str, Any] = {
@@ -28,12 +28,12 @@ _FIRST_ELEMENT = re.compile(rb"\[\s*(.)", re.DOTALL)
 
 
 def read_prompts(field: Raw, *, num_choices: int, limits: ModelLimits) -> list[str] | list[list[int]]:
-    """The prompts of this batch: all texts, or all lists of token ids. `num_choices` is `n`, the choices of each prompt.
+    """Return the prompts of this batch: all texts, or all lists of token ids. `num_choices` is `n`, the choices of each prompt.
 
     Lists that are too long are refused before their ids become objects.
 
     Raises:
-        RequestError: there is no prompt, it has another form, or there are too many choices or ids.
+        RequestError: there is no prompt, the field has another form, or there are too many choices or ids.
         PromptTooLong: a prompt of ids exceeds the model's length.
     """
     text = bytes(field)
@@ -61,10 +61,10 @@ def read_prompts(field: Raw, *, num_choices: int, limits: ModelLimits) -> list[s
 
 
 def read_tokens(field: Raw, limits: ModelLimits) -> list[int]:
-    """The ids of the field `tokens`, of /detokenize.
+    """Return the ids of the field `tokens` of /detokenize.
 
     Raises:
-        RequestError: the field is no list of whole numbers, or has more of them than the model's length.
+        RequestError: the field is not a list of whole numbers, or has more of them than the model's length.
     """
     text = bytes(field)
     if (num_ids := count_ids(text)) > limits.max_model_len:

@@ -21,7 +21,7 @@ from transom_core.errors import RequestError
 
 MAX_STOP_CHARS = 1024
 MAX_CACHE_KEY_CHARS = 1024
-MAX_TOKEN_ENTRIES = 1024  # each entry costs time at every token
+MAX_TOKEN_ENTRIES = 1024  # the worker handles every entry again for each output token
 MAX_NUMBER = 2**31 - 1
 
 StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
@@ -41,7 +41,8 @@ class StreamOptions(WireModel, frozen=True, kw_only=True):
 
 
 class SharedFields(WireModel, frozen=True, kw_only=True):
-    """Fields that chats, text completions and responses have alike: OpenAI's, then vLLM's. `None` means the default."""
+    """The fields that all three request bodies have (chats, text completions, responses): OpenAI's, then vLLM's. `None` means the
+    default."""
 
     model: str | None = None
     temperature: float | None = None
@@ -58,9 +59,9 @@ class SharedFields(WireModel, frozen=True, kw_only=True):
     stop: StopString | list[StopString] | None = None
     min_tokens: Annotated[int, Meta(le=MAX_NUMBER)] | None = None
     ignore_eos: bool | None = None
-    priority: int | None = None  # the deployment sets the range: `engine_requests`
+    priority: int | None = None  # `engine_requests` checks the deployment's range
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    kv_policy: KvPolicyField | None = None  # None: the deployment's
+    kv_policy: KvPolicyField | None = None  # None: the deployment's default policy
     kv_quality: bool | None = None
 
 
@@ -72,7 +73,7 @@ _COPIED = (
 
 
 class SamplingFields(SharedFields, frozen=True, kw_only=True):
-    """The fields that chats and text completions share besides: OpenAI's, then vLLM's additional ones."""
+    """Adds the fields that only chats and text completions have: OpenAI's, then vLLM's."""
 
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_tokens: int | None = None
@@ -102,15 +103,15 @@ class SamplingFields(SharedFields, frozen=True, kw_only=True):
         return sum(len(memoryview(getattr(self, name))) for name in FIELDS)
 
     def answer_form(self, find_marker: FindMarker) -> AnswerForm:
-        """The form to which the answer's text is held.
+        """Return the form that the answer's text must have, such as a JSON Schema.
 
         Raises:
-            RequestError: a field has a wrong form, or there are several forms; `param` names it.
+            RequestError: a field is malformed, or several fields ask for a form; `param` names the field.
         """
         return read_answer_form({name: getattr(self, name) for name in FIELDS}, find_marker)
 
     def check_stream_options(self) -> None:
-        """Raise RequestError if there are stream options without `stream`, as OpenAI does, or fields that no stream has."""
+        """Raise RequestError for stream options without `stream`, as OpenAI does, and for `prompt_logprobs` with `stream`."""
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError(
                 "prompt_logprobs come with a whole response only; leave them out, or send stream false.",
@@ -120,7 +121,7 @@ class SamplingFields(SharedFields, frozen=True, kw_only=True):
             raise RequestError("stream_options needs stream to be true.", param="stream_options")
 
     def sampling_params(self, **more: Any) -> SamplingParams:
-        """Convert these fields to the worker contract's parameters; `more` has the endpoint's own ones.
+        """Convert these fields to the sampling parameters that the worker receives; `more` has those of the endpoint's own fields.
 
         Raises:
             RequestError: a value is out of range; `param` names the field.

@@ -1,8 +1,8 @@
-"""Reads the request fields that hold an answer's text to a form: OpenAI's `response_format`, vLLM's `structured_outputs`, and the
-older names `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`.
+"""Reads the request fields for structured output: OpenAI's `response_format`, vLLM's `structured_outputs`, and vLLM's older fields
+`guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`.
 
-A request may have one of them. Example: `{"structured_outputs": {"choice": ["yes", "no"]}}` and `{"guided_choice": ["yes", "no"]}`
-ask for the same.
+A request may have at most one of them. Example: `{"structured_outputs": {"choice": ["yes", "no"]}}` and
+`{"guided_choice": ["yes", "no"]}` ask for the same answer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1,
 
 
 class JsonSchemaFormat(WireModel, frozen=True, kw_only=True):
-    """`response_format.json_schema`. The answer is held to the schema even if `strict` is false."""
+    """`response_format.json_schema`. The server enforces the schema even if `strict` is false."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     description: str | None = None
@@ -55,7 +55,8 @@ class ResponseFormat(WireModel, frozen=True, kw_only=True):
 
 
 class StructuredOutputs(WireModel, frozen=True, kw_only=True):
-    """`structured_outputs`: one of the first six fields. The others choose between vLLM's back ends, and need their defaults."""
+    """`structured_outputs`. A request sends exactly one of the first six fields. The others are options of vLLM's back ends: this
+    server ignores `disable_fallback` and accepts only the defaults of the other three."""
 
     json: JsonObject | str | None = None
     regex: str | None = None
@@ -76,7 +77,7 @@ def _late(name: str, kind: Any) -> LateField[Any]:
 RESPONSE_FORMAT: LateField[ResponseFormat] = _late("response_format", ResponseFormat)
 STRUCTURED_OUTPUTS: LateField[StructuredOutputs] = _late("structured_outputs", StructuredOutputs)
 GUIDED: dict[str, LateField[Any]] = {
-    # field: its kind; the name after `guided_` is that of the field in `structured_outputs`
+    # field: its type; the name without `guided_` is that of the same field in `structured_outputs`
     "guided_json": _late("guided_json", JsonObject | str),
     "guided_regex": _late("guided_regex", str),
     "guided_choice": _late("guided_choice", Choices),
@@ -88,18 +89,18 @@ _ONLY_FALSE = ("disable_any_whitespace", "disable_additional_properties", "white
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:
-    """The form to which an answer's text is held, and the field that asks for it; empty: none does."""
+    """The form that an answer's text must have, and the name of the field that asks for it, which is empty if no field does."""
 
     demand: MessageDemand = field(default_factory=FreeAnswer)
     param: str = ""
 
 
 def read_answer_form(texts: Mapping[str, Raw], find_marker: FindMarker) -> AnswerForm:
-    """The form that a request asks for. `texts` has the JSON of this module's fields, by name; `find_marker` returns the id of the
-    one token that is a marker, or None: a structural tag may wait for one.
+    """Return the form that a request asks for. `texts` has the JSON of this module's fields, by name. `find_marker` returns the
+    token id of a marker's text if the text is a single token, else None; a structural tag may begin with such a token.
 
     Raises:
-        RequestError: a field has a wrong form, or there are several; `param` names it.
+        RequestError: a field is malformed, or several fields ask for a form; `param` names the field.
     """
     demands: dict[str, MessageDemand] = {}
     for name, text in texts.items():
@@ -122,7 +123,7 @@ def _read_response_format(text: Raw, find_marker: FindMarker) -> MessageDemand |
 
 
 def response_demand(given: ResponseFormat, find_marker: FindMarker, *, path: str) -> MessageDemand:
-    """The form for a `response_format` of another type than text.
+    """Return the form for a `response_format` of another type than text.
 
     Raises:
         RequestError: the type is unknown, or its own field is missing.
@@ -170,7 +171,7 @@ def _structural_tag(tag: JsonObject | str, path: str, find_marker: FindMarker) -
 
 
 def _object(given: JsonObject | str, path: str) -> JsonObject:
-    """A JSON object that clients may also send as its text."""
+    """Return a JSON object that clients may also send as a string of JSON."""
     return given if isinstance(given, dict) else _OBJECTS[path].read(Raw(given.encode())) or {}
 
 
@@ -207,7 +208,7 @@ FIELDS = tuple(_READERS)
 
 
 SCHEMAS: dict[str, dict[str, Any]] = {
-    # of the OpenAPI document
+    # field: its schema in the OpenAPI document
     "response_format": RESPONSE_FORMAT.schema,
     "structured_outputs": STRUCTURED_OUTPUTS.schema,
     **{name: one.schema for name, one in GUIDED.items()},

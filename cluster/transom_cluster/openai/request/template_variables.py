@@ -1,12 +1,13 @@
 """Reads the request fields that become variables of the chat template: `chat_template_kwargs`, `reasoning_effort`, `verbosity`.
 
-`chat_template_kwargs` are the client's own variables, such as `{"enable_thinking": false}`. One must not do what a field of the
-request does, or would be refused for: `xml_tools` among them would render tools whose calls the server then does not parse, and
-`messages` other messages than the ones that were checked. Names of this kind are refused here. Switches, such as Llama's
-`tools_in_user_message`, are not: true and false describe no tool.
+`chat_template_kwargs` are the client's own variables, such as `{"enable_thinking": false}`. This module refuses variables that
+would bypass a field of the request or its checks: `xml_tools` would render tools whose calls the server does not parse, and
+`messages` would replace the messages that were checked. It accepts boolean switches, such as Llama's `tools_in_user_message`,
+because true and false describe no tool.
 
-A template that does not know a variable ignores it, so that a model without reasoning answers as always. The thinking switches of
-templates have two names: `enable_thinking` (Qwen, GLM) and `thinking` (DeepSeek, Granite, Kimi). Both follow from the effort.
+A template ignores variables that it does not know, so reasoning variables do not change the prompt of a model without reasoning.
+Templates have two names for the thinking switch: `enable_thinking` (Qwen, GLM) and `thinking` (DeepSeek, Granite, Kimi). This
+module sets both from the effort.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Verbosity = Literal["low", "medium", "high"]
 
 _GPT_OSS_EFFORTS = ("low", "medium", "high")
 _EFFORTS_OF_PARSER = {"openai": _GPT_OSS_EFFORTS, "openai_gptoss": _GPT_OSS_EFFORTS}
-"""The efforts that a model knows, by its reasoning parser, where it knows only some and always reasons."""
+"""Reasoning parser -> the efforts that its models know, for models that know only some efforts and always reason."""
 
 TEMPLATE_VARIABLES: LateField[dict[str, Any]] = LateField("chat_template_kwargs", dict[str, Any])
 
@@ -36,10 +37,10 @@ _NOT_SUPPORTED = re.compile(
 
 
 def read_template_variables(text: Raw) -> dict[str, Any]:
-    """The variables by name.
+    """Return the client's variables by name.
 
     Raises:
-        RequestError: they are no object, too long, or have a name that is refused; `param` names it.
+        RequestError: the value is not an object, is too long, or has a name that is refused; `param` names the variable.
     """
     variables = TEMPLATE_VARIABLES.read(text) or {}
     for name, value in variables.items():
@@ -54,10 +55,10 @@ def read_template_variables(text: Raw) -> dict[str, Any]:
 def reasoning_variables(
     effort: ReasoningEffort | None, *, reasoning_parser: str | None, param: str = "reasoning_effort"
 ) -> dict[str, Any]:
-    """The chat template's variables for an effort; none without one.
+    """Return the chat template's variables for an effort, or none if the request has no effort.
 
     Raises:
-        RequestError: this model has no such effort; `param` is the field that has it.
+        RequestError: this model does not have the effort; `param` names the field that asks for it.
     """
     if effort is None:
         return {}

@@ -1,6 +1,7 @@
-"""Reads long JSON arrays of token ids in pieces, so that no call holds the interpreter's lock for more than a millisecond or two.
+"""Reads long JSON arrays of token ids in pieces, so that no call holds the GIL for more than a millisecond or two.
 
-Equal ids of a long array become one object: an id of three digits has 4 bytes in the body, and an object of its own takes 40.
+Equal ids of a long array share one int object: an id of three digits is 4 bytes of the body, and an object of its own, with the
+list's pointer to it, takes 40.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ _LISTS: msgspec.json.Decoder[list[list[int]]] = msgspec.json.Decoder(list[list[i
 
 
 def count_ids(text: bytes) -> int:
-    """The number of ids in an array, or in all arrays of an array, as far as they are not empty."""
+    """Return the number of ids in an array, or in all arrays of an array of arrays. An empty array counts as one id."""
     return 1 + sum(text.count(b",", start, start + PIECE_BYTES) for start in range(0, len(text), PIECE_BYTES))
 
 
 def read_ids(text: bytes, name: str, shared: dict[int, int] | None = None) -> list[int]:
-    """The ids of the array `text`, which is the field `name`. `shared` has the ids that are objects already, by themselves.
+    """Return the ids of the array `text`, which is the field `name`. `shared` maps each id to the one object that stands for it.
 
     Raises:
-        RequestError: an element is not a whole number; `param` names it.
+        RequestError: an element is not a whole number; `param` names the element.
     """
     is_array = text.startswith(b"[")
     if not is_array or (len(text) <= PIECE_BYTES and shared is None):
@@ -46,10 +47,10 @@ def read_ids(text: bytes, name: str, shared: dict[int, int] | None = None) -> li
 
 
 def read_id_lists(text: bytes, name: str) -> list[list[int]]:
-    """The ids of each array in the array `text`, which is the field `name`.
+    """Return the ids of each array in the array `text`, which is the field `name`.
 
     Raises:
-        RequestError: an element is not an array of whole numbers; `param` names it.
+        RequestError: an element is not an array of whole numbers; `param` names the element.
     """
     if len(text) <= PIECE_BYTES:
         return decode_field(_LISTS, text, name)
@@ -75,7 +76,7 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int, *, param: str) -
 
 
 def _pieces(text: bytes) -> Iterator[bytes]:
-    """The array `text` as several arrays, cut at commas."""
+    """Yield the array `text` as several arrays, cut at commas."""
     start, last = 1, len(text) - 1
     while start <= last:
         end = text.find(b",", start + PIECE_BYTES)

@@ -27,7 +27,8 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # OpenAI's
 
 
 class FunctionDefinition(WireModel, frozen=True, kw_only=True):
-    """A function that the model may call. `parameters` is the JSON Schema of its arguments, an object; without one it has none."""
+    """A function that the model may call. `parameters` is the JSON Schema of its arguments, which are an object; without a schema
+    the function has no arguments."""
 
     name: Annotated[str, Meta(extra_json_schema={"pattern": f"^{_NAME.pattern}$"})]
     description: str | None = None
@@ -49,8 +50,8 @@ class _ToolType(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """Whether the model may call a function, or must. `names` are the functions that it may call; None: all. A `single` choice
-    asks for one call, even if `parallel_tool_calls` is true."""
+    """What `tool_choice` asks for. `mode` says whether the model may or must call functions, and `names` which ones; None means
+    all. A `single` choice asks for one call, even if `parallel_tool_calls` is true."""
 
     mode: Literal["none", "auto", "required"]
     names: tuple[str, ...] | None = None
@@ -87,10 +88,12 @@ TOOL_CHOICE_SCHEMA: dict[str, Any] = {
 
 
 def read_tools(text: Raw) -> tuple[ToolSpec, ...]:
-    """The functions of the field `tools` of a chat.
+    """Return the functions of the field `tools` of a chat.
 
     Raises:
-        RequestError: there are too many, a tool has another type or a wrong form, or two have one name; `param` names it.
+        RequestError: there are too many tools, a tool has another type or is malformed, or two have the same name; `param` names
+        the
+            tool.
     """
     tools = []
     for index, one in enumerate(TOOLS.read(text) or ()):
@@ -108,10 +111,10 @@ def read_tools(text: Raw) -> tuple[ToolSpec, ...]:
 
 
 def tool_spec(function: FunctionDefinition, *, path: str) -> ToolSpec:
-    """The function as the markup reads it; `path` is the field that describes it.
+    """Convert a function to the form that the answer's markup uses; `path` is the field that describes the function.
 
     Raises:
-        RequestError: its name has a wrong form.
+        RequestError: the function's name has a character that is not allowed, or is too long.
     """
     if not _NAME.fullmatch(function.name):
         raise RequestError(
@@ -127,7 +130,7 @@ def tool_spec(function: FunctionDefinition, *, path: str) -> ToolSpec:
 
 
 def check_names(tools: Sequence[ToolSpec], *, path: str) -> None:
-    """Raise RequestError if two tools have one name; `path` has the place of a tool's index."""
+    """Raise RequestError if two tools have the same name. `path` is the field of a name, with `{}` for the tool's index."""
     first: dict[str, int] = {}
     for index, tool in enumerate(tools):
         if first.setdefault(tool.name, index) != index:
@@ -139,10 +142,10 @@ def check_names(tools: Sequence[ToolSpec], *, path: str) -> None:
 
 
 def read_tool_choice(text: Raw) -> ToolChoice | None:
-    """The field `tool_choice` of a chat; None where it is not given.
+    """Parse the field `tool_choice` of a chat; return None if it is not given.
 
     Raises:
-        RequestError: it has another form than those that are allowed.
+        RequestError: the field has none of the allowed forms.
     """
     match given := _TOOL_CHOICE.read(text):
         case None:
@@ -170,7 +173,7 @@ def _allowed_name(index: int, entry: object) -> str:
 
 
 def tools_demand(tools: Sequence[ToolSpec], choice: ToolChoice | None, *, parallel: bool) -> ToolsDemand | None:
-    """What an answer must or may call; None: nothing, since there are no tools or the client wants no calls.
+    """Return what an answer must or may call; None if there are no tools or the client wants no calls.
 
     Raises:
         RequestError: the choice needs tools that the request does not have.
@@ -195,7 +198,7 @@ def tools_demand(tools: Sequence[ToolSpec], choice: ToolChoice | None, *, parall
 
 
 def template_tools(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
-    """The tools in the form that chat templates read, which is that of the field `tools` without `strict`."""
+    """Return the tools in the form that chat templates read: that of the field `tools`, without `strict`."""
     return [
         {
             "type": "function",

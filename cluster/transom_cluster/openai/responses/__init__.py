@@ -1,1 +1,1 @@
-"""POST /v1/responses: OpenAI's Responses API, stateless. Requests become chats, and answers become output items and events."""
+"""POST /v1/responses: a stateless form of OpenAI's Responses API. Requests become chats; answers become output items and events."""

@@ -1,7 +1,8 @@
-"""Turns a Responses request into the chat request that asks for the same answer.
+"""Converts a Responses request to the chat request that asks for the same answer.
 
-The chat request goes the way of /v1/chat/completions from there on: its template, its limits, its grammar. So the two endpoints
-cannot differ in what they accept. An error about a field of the chat is told with the name of the field that the client has sent.
+From there on the server treats it like a request of /v1/chat/completions, with the same template, limits and grammars. So the two
+endpoints accept the same values. An error about a field of the chat request is reported under the name of the field that the client
+sent.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from transom_cluster.openai.responses.request_body import ResponsesRequest, Text
 from transom_cluster.openai.responses.responses_tools import ToolNames, read_tool_choice, read_tools
 from transom_core.errors import RequestError
 
-_READ_HERE = {"tools", "tool_choice", "top_logprobs", "stream_options"}  # which a chat has in another form
+_READ_HERE = {"tools", "tool_choice", "top_logprobs", "stream_options"}  # fields of both with different forms
 _SAME_NAME = tuple(
     name
     for name in ResponsesRequest.__struct_fields__
     if name in ChatCompletionRequest.__struct_fields__ and name not in _READ_HERE
 )
-_RESPONSES_NAMES = {  # of the chat's fields
+_RESPONSES_NAMES = {  # field of a chat -> field of a Responses request
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -40,40 +41,40 @@ _CHAT: msgspec.json.Decoder[ChatCompletionRequest] = msgspec.json.Decoder(ChatCo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatForm:
-    """A Responses request as a chat, the names of its tools, and what of the request was skipped."""
+    """A Responses request as a chat request, the names of its tools, and a warning for each part that was skipped."""
 
     chat: ChatCompletionRequest
     names: ToolNames
-    tool_paths: tuple[str, ...]  # in the client's body, of the chat's tools
+    tool_paths: tuple[str, ...]  # the path of each of the chat's tools in the client's body
     warnings: tuple[str, ...]
 
     def error(self, error: RequestError) -> RequestError:
-        """An error about the chat as one about the Responses request."""
+        """Convert an error about the chat request to one about the Responses request."""
         param = error.param
         if param is None or (changed := self._param(param)) == param:
             return error
         return type(error)(str(error).replace(param, changed), param=changed)
 
     def _param(self, param: str) -> str:
-        """The name of the client's field for one of the chat."""
+        """Return the path of the client's field for that of a chat's field."""
         if tool := _TOOL.match(param):
             return self.tool_paths[int(tool[1])] + param[tool.end() :]
         head = _HEAD.match(param)
         name = None if head is None else _RESPONSES_NAMES.get(head[0])
         if head is None or name is None:
             return param
-        # An item's position differs from that of its message, which other items have joined.
+        # Several items may become one message, so the index of a message is not that of an item.
         return name if name == "input" else name + param[head.end() :]
 
     @property
     def warning_header(self) -> str:
-        """The warnings as the value of a header."""
+        """The warnings as the value of a header: printable ASCII, at most MAX_WARNING_CHARS characters."""
         shown = "; ".join(self.warnings).encode("ascii", "replace").decode()
         return "".join(char if char.isprintable() else "?" for char in shown)[:MAX_WARNING_CHARS]
 
 
 def chat_form(body: ResponsesRequest) -> ChatForm:
-    """Convert a request.
+    """Convert a Responses request to its chat form.
 
     Raises:
         RequestError: an item, a tool or another field is malformed or not supported; `param` names it.
@@ -103,7 +104,7 @@ def chat_form(body: ResponsesRequest) -> ChatForm:
 
 
 def _response_format(given: TextFormat) -> dict[str, Any]:
-    """`text.format` as a chat's `response_format`."""
+    """Convert `text.format` to a chat's `response_format`."""
     if given.type != "json_schema":
         return {"type": given.type}
     schema = {name: getattr(given, name) for name in ("name", "description", "strict")}

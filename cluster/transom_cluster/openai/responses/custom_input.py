@@ -1,4 +1,4 @@
-"""`CustomInput`: the text of a custom tool's call, read from the JSON arguments of its function while they come.
+"""`CustomInput`: extracts the text of a custom tool's call from the streamed JSON arguments of its function.
 
 Example: the pieces `{"inp`, `ut": "ls\\`, `n-l"}` give the text `ls`, a line feed and `-l`, each part as soon as it is known.
 """
@@ -11,23 +11,23 @@ import re
 from transom_cluster.openai.responses.responses_tools import CUSTOM_INPUT
 
 _OPENING = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
-_WHOLE = re.compile(  # characters and escapes that are complete, a surrogate pair together
+_WHOLE = re.compile(  # complete characters and escapes; the two escapes of a surrogate pair only together
     r'(?:[^"\\]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
     r'|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\["\\/bfnrt])*'
 )
 
 
 class CustomInput:
-    """Reads one call's arguments."""
+    """Reads the arguments of one call. `text` is the call's text so far."""
 
     def __init__(self) -> None:
         self._unread = ""
-        self._is_open = False  # inside of the string
+        self._is_open = False  # inside the string
         self._has_ended = False
         self.text = ""
 
     def push(self, arguments: str) -> str:
-        """Add the next piece of the arguments' JSON; returns the next piece of the text."""
+        """Add the next piece of the arguments' JSON, and return the next piece of the text."""
         self._unread += arguments
         if not self._is_open and not self._has_ended and (opening := _OPENING.match(self._unread)):
             self._is_open, self._unread = True, self._unread[opening.end() :]
@@ -43,7 +43,7 @@ class CustomInput:
         return piece
 
     def end(self) -> str:
-        """The arguments have ended; returns what is left of them where they were no object with one text."""
+        """End the arguments. If they are not an object with one string, return their unread rest, which becomes text unchanged."""
         if self._has_ended:
             return ""
         self.text += self._unread

@@ -16,7 +16,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputText(TypedDict):
-    """The text of a message. Its log-probabilities are empty unless they were asked for."""
+    """The text of a message. `logprobs` is empty unless the request asked for log-probabilities."""
 
     type: Literal["output_text"]
     text: str
@@ -25,7 +25,7 @@ class OutputText(TypedDict):
 
 
 class MessageItem(TypedDict):
-    """What the model says."""
+    """A message of the model."""
 
     id: str
     type: Literal["message"]
@@ -42,7 +42,7 @@ class ReasoningText(TypedDict):
 
 
 class ReasoningItem(TypedDict):
-    """What the model thinks before it answers. `summary` is empty: the server makes none."""
+    """The model's reasoning. `summary` is empty, because the server makes no summaries."""
 
     id: str
     type: Literal["reasoning"]
@@ -65,7 +65,7 @@ class FunctionCallItem(TypedDict):
 
 
 class CustomToolCallItem(TypedDict):
-    """A call of a custom tool, with free text."""
+    """A call of a custom tool, whose input is free text."""
 
     id: str
     type: Literal["custom_tool_call"]
@@ -80,7 +80,8 @@ OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem
 
 
 class InputTokensDetails(TypedDict):
-    """Input tokens that came from the cache, and those that cost something to write there: none. OpenAI's client needs both."""
+    """Input tokens that came from the prefix cache. `cache_write_tokens` is 0, because writing the cache costs nothing here;
+    OpenAI's client needs the field."""
 
     cached_tokens: int
     cache_write_tokens: int
@@ -105,20 +106,20 @@ class ResponseError(TypedDict):
 
 
 class IncompleteDetails(TypedDict):
-    """Why a response is not complete: the output has reached `max_output_tokens`, or the model's length."""
+    """Why a response is not complete: the output reached `max_output_tokens` or the model's length."""
 
     reason: Literal["max_output_tokens"]
 
 
 class ReasoningEcho(TypedDict):
-    """The request's `reasoning`."""
+    """The request's field `reasoning`, with its defaults."""
 
     effort: str | None
     summary: str | None
 
 
 class TextEcho(TypedDict):
-    """The request's `text`, with its defaults."""
+    """The request's field `text`, with its defaults."""
 
     format: dict[str, Any]
     verbosity: NotRequired[str]
@@ -149,7 +150,7 @@ class RequestEcho(TypedDict):
 
 
 class ResponseObject(RequestEcho):
-    """The answer to a request, as a whole. It has its usage once it has ended without an error."""
+    """The answer to a request. It has `usage` once it has ended without an error."""
 
     id: str
     object: Literal["response"]

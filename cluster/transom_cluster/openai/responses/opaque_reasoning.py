@@ -1,9 +1,9 @@
-"""The form in which a reasoning item carries its text in `encrypted_content`.
+"""Encodes a reasoning item's text for its field `encrypted_content`, and decodes it.
 
-OpenAI encrypts its models' thinking there, so that a client without stored responses can send it back with the next request.
-Clients such as Codex send back this field alone and drop the readable text. This server hides no thinking: the field holds the
-same text as the item's `content`, encoded and marked, so that the next request has it again. It is neither encrypted nor signed: a
-client can make its own, as it can write any other message of its conversation.
+OpenAI encrypts its models' reasoning in this field, so that a client without stored responses can send it back with the next
+request. Clients such as Codex send back only this field and drop the readable text. This server does not hide reasoning: the field
+holds the same text as the item's `content`, in Base64 with a mark, so that the next request has the text again. It is neither
+encrypted nor signed: a client could write its own, just as it can write any other message of its conversation.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _MARK = "transom.1."
 
 
 def write_reasoning(text: str) -> str:
-    """The text for `encrypted_content`."""
+    """Return the value of `encrypted_content` for a reasoning text."""
     return _MARK + base64.b64encode(text.encode("utf-8", "surrogatepass")).decode()
 
 
 def read_reasoning(encoded: str) -> str | None:
-    """The text of an `encrypted_content` that this server wrote; None for another server's."""
+    """Return the reasoning text of an `encrypted_content` that this server wrote; None for one of another server."""
     if not encoded.startswith(_MARK):
         return None
     try:

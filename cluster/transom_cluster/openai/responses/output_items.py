@@ -1,10 +1,10 @@
-"""`OutputItems`: the output items of one response, built from the parts of the answer, with the events that tell a stream of them.
+"""`OutputItems`: builds the output items of one response from the parts of the answer, and the stream events that describe them.
 
-One item is open at a time. A part that does not belong to it closes it and opens the next. The events of a message:
+One item is open at a time. A part that does not belong to the open item closes it and opens the next one. The events of a message:
 
     output_item.added  content_part.added  output_text.delta ...  output_text.done  content_part.done  output_item.done
 
-An item's id follows from the response's id and the item's position, so that it is the same in all events and in the final object.
+An item's id is made from the response's id and the item's position, so it is the same in all events and in the final object.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemOptions:
-    """What a request says about its output items. With `num_top_logprobs` None messages have no log-probabilities."""
+    """What a request says about its output items. With `num_top_logprobs` None, messages have no log-probabilities."""
 
     response_id: str
     names: ToolNames
@@ -48,7 +48,7 @@ class ItemOptions:
 
 
 class OutputItems:
-    """The items so far; the last one may be open."""
+    """The output items of a response that is being written; the last one may be open."""
 
     def __init__(self, options: ItemOptions) -> None:
         self._options = options
@@ -61,8 +61,8 @@ class OutputItems:
         return [item.body for item in self._items]
 
     def add(self, part: AnswerPart, logprobs: Sequence[TokenLogprobs] = ()) -> Iterator[Event]:
-        """Add the next part of the answer, and the log-probabilities of its tokens if it is text; returns the events that tell of
-        it."""
+        """Add the next part of the answer, with the log-probabilities of its tokens if it is message text; yield the stream's
+        events for it."""
         match part:
             case MessageText(text):
                 message = self._open
@@ -86,7 +86,7 @@ class OutputItems:
                 yield from self._close("completed" if is_complete else "incomplete")
 
     def end(self, status: Literal["completed", "incomplete"]) -> Iterator[Event]:
-        """The answer has ended. An answer without any part becomes an empty message."""
+        """Close the open item at the answer's end, and yield its events. An answer without any part becomes an empty message."""
         if not self._items:
             yield from self._begin(_Message(self._options, 0))
         yield from self._close(status)
@@ -105,7 +105,7 @@ class OutputItems:
 
 
 class _Item(ABC):
-    """One output item. `status` is that of the item when the response ends."""
+    """One output item. `status` is "in_progress" until the item is closed."""
 
     prefix: str
 
@@ -118,18 +118,18 @@ class _Item(ABC):
     @property
     @abstractmethod
     def body(self) -> OutputItem:
-        """The item so far."""
+        """The item's JSON object, with its content so far."""
 
     def opening(self) -> Iterator[Event]:
-        """The events that tell of the item's beginning. It has no content yet."""
+        """Yield the events for the item's beginning. The item has no content yet."""
         yield {"type": "response.output_item.added", "output_index": self.index, "item": self.body}
 
     def closing(self) -> Iterator[Event]:
-        """The events that tell of its end."""
+        """Yield the events for the item's end."""
         yield {"type": "response.output_item.done", "output_index": self.index, "item": self.body}
 
     def event(self, kind: str, **fields: Any) -> Event:
-        """An event about this item."""
+        """Return an event about this item."""
         return {"type": f"response.{kind}", "item_id": self.id, "output_index": self.index, **fields}
 
 
@@ -145,7 +145,7 @@ class _TextItem(_Item):
     @property
     @abstractmethod
     def part(self) -> Any:
-        """The content part so far."""
+        """The JSON object of the content part, with its text so far."""
 
     def opening(self) -> Iterator[Event]:
         added = self.body
@@ -154,7 +154,7 @@ class _TextItem(_Item):
         yield self.event("content_part.added", content_index=0, part=self.part)
 
     def text_event(self, kind: str, **fields: Any) -> Event:
-        """An event about the item's text."""
+        """Return an event about the item's text."""
         return self.event(f"{self.text_events}.{kind}", content_index=0, **fields)
 
     def closing(self) -> Iterator[Event]:
@@ -240,7 +240,7 @@ class _Call(_Item):
 
     @abstractmethod
     def add(self, text: str) -> Iterator[Event]:
-        """Add the next piece of the arguments' JSON."""
+        """Add the next piece of the arguments' JSON, and yield the events for it."""
 
 
 class _FunctionCall(_Call):

@@ -1,7 +1,8 @@
 """The request body of POST /v1/responses, and the fields that this server ignores or refuses there.
 
-The server is stateless: it keeps no response, so each request carries its whole conversation in `input`. Fields that name something
-stored (`previous_response_id`, `conversation`, `prompt`, `store: true`, `background: true`) are refused by name.
+The server is stateless: it keeps no response, so each request carries its whole conversation in `input`. Fields that need stored
+data (`previous_response_id`, `conversation`, `prompt`, `store: true`, `background: true`) are refused with an error that names
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from transom_core.errors import RequestError
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 _INCLUDES = (LOGPROBS, ENCRYPTED_REASONING)
-_INCLUDES_OF_HOSTED_TOOLS = (  # the server has no such tools, so there is nothing to include
+_INCLUDES_OF_HOSTED_TOOLS = (  # accepted without effect, since the server has no such tools
     "file_search_call.results",
     "web_search_call.results",
     "web_search_call.action.sources",
@@ -73,7 +74,7 @@ class ReasoningField(WireModel, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class TextFormat(WireModel, frozen=True, kw_only=True):
-    """`text.format`: what the answer's text must be."""
+    """`text.format`: the form that the answer's text must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -115,17 +116,17 @@ class ResponsesRequest(SharedFields, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """The length of the JSON that its conversion to a chat reads."""
+        """The length of the JSON that the conversion to a chat parses."""
         return sum(len(memoryview(text)) for text in (self.input, self.tools, self.tool_choice))
 
     @property
     def includes_logprobs(self) -> bool:
-        """Whether the client asks for the log-probabilities of the message's tokens."""
+        """Whether the client asks for log-probabilities of the message's tokens."""
         return LOGPROBS in (self.include or ())
 
     @property
     def includes_encrypted_reasoning(self) -> bool:
-        """Whether reasoning items have `encrypted_content`, for clients that send nothing else of them back."""
+        """Whether reasoning items have `encrypted_content`, the only field of theirs that some clients send back."""
         return ENCRYPTED_REASONING in (self.include or ())
 
     def check_stateless(self) -> None:
@@ -165,7 +166,7 @@ RESPONSES_RULES = FieldRules(
     ignored=frozenset(
         {
             "client_metadata",
-            "max_tool_calls",  # of the tools that OpenAI hosts
+            "max_tool_calls",  # limits calls of the tools that OpenAI hosts
             "prompt_cache_options",
             "prompt_cache_retention",
         }

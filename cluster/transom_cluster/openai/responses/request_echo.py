@@ -1,6 +1,6 @@
-"""The fields of a request that its response repeats.
+"""Makes the fields of a request that its response repeats.
 
-A stream carries them three times, and a client's tools may be long. So each field becomes JSON text once.
+A stream repeats them in three events, and a client's tools may be long, so each field becomes JSON text only once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transom_core.contract import SamplingParams
 
 
 def request_echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, JsonText]:
-    """The JSON text of each field. The body's tools were read before."""
+    """Return the JSON text of each field. The caller has already checked the body's tools."""
     reasoning = body.reasoning or ReasoningField()
     echo: RequestEcho = {
         "instructions": body.instructions,

@@ -1,14 +1,14 @@
-"""Reads `tools` and `tool_choice`, and writes them as a chat has them.
+"""Converts `tools` and `tool_choice` of a Responses request to the form of a chat request.
 
 Tools that OpenAI hosts (web search, code interpreter, ...) and types that the server does not know are skipped, each with a
-warning, since clients such as Codex send them along to any server. The function tools that remain work as usual.
+warning, because clients such as Codex send them to every server. Function tools work as in a chat.
 
 Custom tools and namespaces become functions in the chat:
 
 - A **custom tool** takes free text. In the chat it is a function with one argument, the string `input`.
 - A **namespace** groups tools. In the chat its tool `close` is the function `NAMESPACE__close`.
 
-`ToolNames` remembers which function is which tool, so that a call of the answer becomes the item that the client expects.
+`ToolNames` remembers which tool each function stands for, so that a call in the answer becomes the item that the client expects.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ class ToolName:
 
     @property
     def chat_name(self) -> str:
-        """The name of its function in the chat."""
+        """The name of the tool's function in the chat."""
         return self.name if self.namespace is None else f"{self.namespace}{_SEPARATOR}{self.name}"
 
 
 class ToolNames:
-    """The tools of one request by the names of their functions."""
+    """Maps the names of a chat's functions to the tools of the Responses request."""
 
     def __init__(self) -> None:
         self._tools: dict[str, ToolName] = {}
 
     def add(self, tool: ToolName) -> bool:
-        """Add a tool; False if there is one with this name in the chat."""
+        """Add a tool; return False if another tool has the same name in the chat."""
         return self._tools.setdefault(tool.chat_name, tool) is tool
 
     def of_call(self, chat_name: str) -> ToolName:
-        """The tool that the model has called; a name that the request does not have is taken for a function's."""
+        """Return the tool that the model has called. An unknown name is taken as a function's name."""
         return self._tools.get(chat_name) or ToolName(name=chat_name)
 
 
@@ -102,20 +102,21 @@ _CHOICE: msgspec.json.Decoder[str | _Choice | None] = msgspec.json.Decoder(str |
 
 
 def read_tools(text: Raw, *, names: ToolNames, warnings: list[str]) -> dict[str, dict[str, Any]]:
-    """The tools as a chat has them, by their paths in the body. Their names are added to `names`, skipped ones to `warnings`.
+    """Return the tools in the form of a chat, by their paths in the body. Adds the tools' names to `names`, and a line to
+    `warnings` for each skipped tool.
 
     Raises:
-        RequestError: a tool is malformed, or two have one name; `param` names it.
+        RequestError: a tool is malformed, or two have the same name; `param` names the tool.
     """
     given = [] if text == NULL else decode_field(_TOOLS, text, "tools")
     return _read_list(given, "tools", None, names, warnings)
 
 
 def read_tool_choice(text: Raw) -> Chosen | None:
-    """`tool_choice` as a chat has it; None if it is not given.
+    """Return `tool_choice` in the form of a chat; None if it is not given.
 
     Raises:
-        RequestError: it is malformed, or chooses a tool that the request does not have.
+        RequestError: the field is malformed, or chooses a tool of a type that OpenAI hosts.
     """
     choice = decode_field(_CHOICE, text, "tool_choice")
     if choice is None or isinstance(choice, str):

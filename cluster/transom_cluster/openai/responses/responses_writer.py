@@ -1,8 +1,8 @@
 """`ResponsesWriter`: writes the answer of /v1/responses, as one object or as a stream of events.
 
-A stream tells the whole life of the response: `response.created`, `response.in_progress`, the events of each output item
-(`output_items`), and `response.completed`, `response.incomplete` (the output has reached its greatest length) or `response.failed`.
-Each event has the next `sequence_number`. There is no `[DONE]`: the last event ends the stream.
+A stream has the events `response.created`, `response.in_progress`, those of each output item (`output_items`), and at last
+`response.completed`, `response.incomplete` (the output has reached its maximum length) or `response.failed`. The field
+`sequence_number` counts the events from 0. There is no `[DONE]`: the last event ends the stream.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Status = Literal["completed", "failed", "in_progress", "incomplete"]
 
 
 class ResponsesWriter(ResponseWriter):
-    """Writes one response, from one choice that is parsed. `echo` has the request's fields that the response repeats."""
+    """Writes one response, which has one choice. `answer` parses the choice; `echo` has the request's fields that the response
+    repeats."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class ResponsesWriter(ResponseWriter):
         self._completed_s: int | None = None
 
     def chunks(self, index: int, event: OutputEvent) -> Iterator[str]:
-        """The events that one output event brings."""
+        """Yield the server-sent events for one output event of the engine."""
         if self._num_events == 0:
             yield from self._written({"type": "response.created", "response": self._object("in_progress")})
             yield from self._written({"type": "response.in_progress", "response": self._object("in_progress")})
@@ -60,12 +61,12 @@ class ResponsesWriter(ResponseWriter):
         return self._object(self._final_status)
 
     def stream_end(self) -> Iterator[str]:
-        """`response.completed` or `response.incomplete`."""
+        """Yield `response.completed` or `response.incomplete`."""
         status = self._final_status
         yield from self._written({"type": f"response.{status}", "response": self._object(status)})
 
     def stream_error(self, error: WireError) -> Iterator[str]:
-        """`response.failed`, with what was sent so far."""
+        """Yield `response.failed`, with the items that were sent so far."""
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         message = error.body["error"]["message"]
         failed = self._object("failed", error={"code": code, "message": message})
@@ -76,7 +77,7 @@ class ResponsesWriter(ResponseWriter):
         return "incomplete" if self._finish_reason == "length" else "completed"
 
     def _read(self, event: OutputEvent) -> Iterator[Event]:
-        """Read one event of the answer, and its end with the last one."""
+        """Yield the stream events for one output event; the last output event also ends the answer."""
         parts = self._answer.read(event)
         logprobs = self._answer.message_logprobs(event)
         for part in parts:
@@ -91,7 +92,7 @@ class ResponsesWriter(ResponseWriter):
             yield from self._items.end(self._final_status)
 
     def _written(self, event: Event) -> Iterator[str]:
-        """A server-sent event, in pieces."""
+        """Yield a server-sent event in pieces, with the next sequence number."""
         numbered = {"type": event["type"], "sequence_number": self._num_events, **event}
         self._num_events += 1
         yield f"event: {event['type']}\ndata: "
