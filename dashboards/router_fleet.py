@@ -65,6 +65,16 @@ FLEET = Section(
         ),
         lines(
             About(
+                title="Workers by the model's identity",
+                shows="Workers that take requests. Several identities: one model replaces another.",
+                act="Several for longer than a redeploy: a folder changed, or workers have different files; compare hosts.",
+            ),
+            [Query(expr=seen("transom_router_worker_identities", ROUTER, "identity"), legend="{{identity}}")],
+            "short",
+            stack=True,
+        ),
+        lines(
+            About(
                 title="Workers joined, lost, drained",
                 shows="Changes within five minutes, of the router that saw the most.",
                 act="Lost: the worker's log and its host's. Joined and lost in turns: workers crash while they start.",

@@ -122,6 +122,7 @@ def router_families() -> list[Metric]:
             num_tasks=0,
             workers_by_state={"open": 1, "closed": 0, "draining": 0},
             in_flight_by_worker={"w": 0},
+            workers_by_identity={"0123": 1},
             desired_workers=1,
         )
     )

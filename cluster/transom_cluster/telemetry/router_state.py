@@ -61,7 +61,7 @@ class StateCollector(Collector):
             [((name,), count) for name, count in state.workers_by_state.items()],
         )
         yield self._own.gauges(
-            "transom_router_model_workers",
+            "transom_router_worker_identities",
             "Workers that take requests, by the identity of their model; several identities while one model replaces another.",
             ("identity",),
             [((identity,), count) for identity, count in state.workers_by_identity.items()],

@@ -168,4 +168,4 @@ async def test_models_and_metrics_say_which_models_are_there() -> None:
         assert worker["identity"] == "2" * 32
         read = api.router.metrics.registry.get_sample_value
         labels = {"model": "stub", "router": "r0", "identity": "1" * 32}
-        assert read("transom_router_model_workers", labels) == 2
+        assert read("transom_router_worker_identities", labels) == 2

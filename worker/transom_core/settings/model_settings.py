@@ -14,7 +14,9 @@ from transom_core.errors import ConfigError
 class ModelSettings(BaseModel):
     """The model, its device and its number format."""
 
-    model: str = Field(description="Folder of safetensors, a .gguf file, a Hugging Face id, or smollm2 (the demo).")
+    model: str = Field(
+        description="Folder of safetensors, a .gguf file, a Hugging Face id (org/name or org/name@revision), or smollm2 (the demo)."
+    )
     served_model_name: str | None = Field(None, description="The model's name in the API; the value of MODEL if unset.")
     dtype: Dtype = Field(
         "auto",
