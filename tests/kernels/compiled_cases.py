@@ -38,13 +38,13 @@ from transom_kernels.rms_norm.gpu import rms_norm_triton
 from transom_kernels.rotary.gpu import rotary_triton_
 from transom_kernels.route import Routing
 from transom_kernels.route.gpu import FEW_TOKENS, route_triton
-from transom_kernels.sample.gpu import sample_triton
+from transom_kernels.sample.gpu import best_of_slice_triton, sample_triton
 
 BF16, F16, F32, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int64
 FP8 = "fp8e4nv"  # from sm_89 on
 TYPES = {
     BF16: "bf16", F16: "fp16", F32: "fp32", torch.float8_e4m3fn: FP8, torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32",
-    INT64: "i64",
+    INT64: "i64", torch.float64: "fp64",
 }  # fmt: skip
 STRIDES_OF_BLOCKS = ("stride_b", "source_stride", "target_stride")  # beyond 32 bits in a real cache
 SHARED_BYTES = {10 * major + minor: num_bytes for (major, minor), num_bytes in launch.SHARED_BYTES.items()}
@@ -119,6 +119,7 @@ def calls() -> Iterator[Callable[[], Any]]:
     yield from latent_calls()
     yield from route_calls()
     yield partial(sample_triton, torch.empty(4, 128_256), params_of(4, **changes()))
+    yield partial(best_of_slice_triton, torch.empty(4, 16_032), torch.ones(4), torch.arange(4), 16_032)
     for dtype, size, width in ((BF16, 4, 4096), (BF16, 4, 7168), (F32, 4, 7168), (BF16, 3, 2880)):
         yield partial(hyper_connections, torch.empty(2, size, width, dtype=dtype))
 

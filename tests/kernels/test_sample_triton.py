@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from tests.how_many import num_examples
 from tests.kernels.sample_case import KINDS, Kernel, SampleTests, all_kinds, check_sample, params_of, some_rows
 from tests.matrices import matrix, some_daily
 from transom_kernels.sample import gpu
-from transom_kernels.sample.gpu import sample_triton
+from transom_kernels.sample.gpu import best_of_slice_triton, sample_triton
 from transom_kernels.sample.op import sample
-from transom_kernels.sample.reference import sample_reference
+from transom_kernels.sample.reference import best_of_slice_reference, sample_reference
 
 
 @pytest.fixture(autouse=True)
@@ -136,3 +137,25 @@ def test_what_does_not_fit_is_refused() -> None:
         sample(torch.zeros(3, 4), params_of(2))
     with pytest.raises(ValueError, match="2 apart"):
         sample(torch.zeros(4, 2).T, params_of(2))
+
+
+@pytest.mark.parametrize(
+    ("first_id", "num_ids"), [(0, 1), (0, 64), (37, 63), (1, 1023), (64, 1024), (100, 1025), (2000, 2500)]
+)
+def test_the_best_of_a_slice(first_id: int, num_ids: int) -> None:
+    """Slices begin and end anywhere in a block of noise; the best score of all slices is that of the sampled id."""
+    temperature = torch.tensor([0.0, 0.7, 1.0, 0.0, 1.0, 1.0])
+    params = replace(params_of(6), temperature=temperature)
+    logits = torch.randn(6, first_id + num_ids) * 3
+    logits[3:5, :] = 1.0  # equal logits: the lowest id, and noise alone
+    logits[5] = -torch.inf
+    parts = [part for part in (slice(0, first_id), slice(first_id, None)) if logits[0, part].numel()]
+    found = [best_of_slice_triton(logits[:, part], temperature, params.keys, part.start) for part in parts]
+    for part, (scores, ids) in zip(parts, found, strict=True):
+        expected_scores, expected = best_of_slice_reference(logits[:, part], temperature, params.keys, part.start)
+        assert ids.tolist() == expected.tolist()
+        torch.testing.assert_close(scores, expected_scores)
+    winner = torch.stack([scores for scores, _ in found]).max(0, keepdim=True).indices
+    best = torch.stack([ids for _, ids in found]).gather(0, winner)[0]
+    whole = sample_reference(logits.clone(), params)
+    assert best.tolist() == whole.tolist()

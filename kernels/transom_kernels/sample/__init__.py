@@ -8,7 +8,7 @@ gpu, sample_rows            GPUs: launches with the pass over all logits, and th
 gumbel_max, gumbel_noise    functions of that kernel
 """
 
-from transom_kernels.sample.op import sample
+from transom_kernels.sample.op import best_of_slice, sample
 from transom_kernels.sample.params import SampleParams
 
-__all__ = ["SampleParams", "sample"]
+__all__ = ["SampleParams", "best_of_slice", "sample"]

@@ -18,7 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from transom_kernels.sample.gumbel_noise import NOISE_BLOCK, least_exponential
+from transom_kernels.sample.gumbel_max import NO_ID
+from transom_kernels.sample.gumbel_noise import NOISE_BLOCK, gumbel, least_exponential, load_scaled
 from transom_kernels.sample.params import SampleParams
 from transom_kernels.sample.sample_rows import sample_rows
 
@@ -30,6 +31,7 @@ READ_CHUNKS = 256  # chunk sums that are read at once
 LISTED_IDS = 4096  # places in a row's list of candidate ids; at least COMPARED_IDS plus the ids of ROUND_BLOCKS
 COMPARED_IDS = 512  # ids of a top-k list that are compared with each other
 CHANGES = 256  # logit changes of a program
+SLICE_IDS = 1024  # ids of a `slice_scores` program
 # Warps of a `sample_rows` program. With 8 warps Triton 3.7.1 needs more than 128 registers a thread on sm_90, and spills 8 bytes.
 ROW_WARPS = 16
 
@@ -46,6 +48,25 @@ def sample_triton(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
     if len(logits):
         _sample_rows(logits, params, out)
     return out
+
+
+def best_of_slice_triton(
+    logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, first_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's best score [S] float64 and its id [S] int64; `logits` [S, V] are those of the ids from `first_id` on.
+
+    A score is the logit, or logit / temperature plus Gumbel noise where `temperature` is above 0 (`op.best_of_slice`).
+    Every id's noise is computed: a rank's slice is short, and float64 arithmetic is not what a step waits for.
+    """
+    num_rows, num_ids = logits.shape
+    shape = num_rows, -(-num_ids // SLICE_IDS)
+    scores, found = (torch.empty(shape, dtype=dtype, device=logits.device) for dtype in (torch.float64, torch.int64))
+    if num_rows:
+        slice_scores[shape[::-1]](
+            logits, temperature, keys, scores, found, first_id, num_ids, logits.stride(0), BLOCK_V=SLICE_IDS
+        )
+    best = scores.max(1, keepdim=True)
+    return best.values[:, 0], found.gather(1, best.indices)[:, 0]
 
 
 def _sample_rows(logits: torch.Tensor, params: SampleParams, out: torch.Tensor) -> None:
@@ -135,3 +156,32 @@ def apply_logit_changes(logits, rows, ids, factors, subtrahends, stride, num_cha
         subtrahends + c, mask=inside, other=0.0
     )
     tl.store(place, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["first_id"])
+def slice_scores(
+    logits,  # [S, V] float32
+    temperatures,  # [S] float32; 0: greedy
+    keys,  # [S] int64
+    scores,  # [S, C] float64: the best score of each chunk
+    found,  # [S, C] int64: its token id, the lowest of equal scores
+    first_id,  # the token id of the first column
+    num_ids,
+    stride,  # elements from row to row of logits
+    BLOCK_V: tl.constexpr,  # ids of a chunk
+):
+    """The best score of one chunk of one row, and its id. The grid is (chunks of a row, rows)."""
+    c, s = tl.program_id(0), tl.program_id(1)
+    row = logits + s.to(tl.int64) * stride
+    n = c * BLOCK_V + tl.arange(0, BLOCK_V)
+    token = first_id + n
+    temperature = tl.load(temperatures + s)
+    if temperature == 0.0:
+        score = tl.load(row + n, mask=n < num_ids, other=float("-inf")).to(tl.float64)
+    else:
+        score = load_scaled(row, n, n < num_ids, temperature).to(tl.float64) + gumbel(tl.load(keys + s), token)
+    best = tl.max(score, 0)
+    lowest = tl.min(tl.where((score == best) & (n < num_ids), token, NO_ID), 0)
+    at = s * tl.num_programs(0) + c
+    tl.store(scores + at, best)
+    tl.store(found + at, tl.where(lowest == NO_ID, first_id, lowest).to(tl.int64))

@@ -1,4 +1,7 @@
-"""The operator `sample`: logits to one token id per row, by penalties, temperature, top-k, top-p, min-p and seeded Gumbel noise.
+"""Sampling operators.
+
+`sample`: logits to one token id per row, by penalties, temperature, top-k, top-p, min-p and seeded Gumbel noise.
+`best_of_slice`: a tensor-parallel rank's part of it, if each rank has the logits of a slice of the vocabulary.
 
 Legend: S rows, V vocabulary, C changes to logits.
 """
@@ -9,7 +12,7 @@ import torch
 
 from transom_kernels.launch import uses_triton
 from transom_kernels.sample.params import SampleParams
-from transom_kernels.sample.reference import sample_reference
+from transom_kernels.sample.reference import best_of_slice_reference, sample_reference
 
 
 def sample(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
@@ -37,3 +40,29 @@ def sample(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
 
         return sample_triton(logits, params)
     return sample_reference(logits, params)
+
+
+def best_of_slice(
+    logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, *, first_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's best score, [S] float64, and its token id, [S] int64; of equal scores the lowest id.
+
+    `logits` [S, V] float32 are those of the ids from `first_id` on. A score is the logit where `temperature` [S] is 0, else
+    logit / temperature plus the Gumbel noise that `keys` [S] int64 and the id give: the best score of all slices is that of the id
+    which `sample` takes without filters. A row whose scores are all -inf or NaN still gets an id of the slice.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    rows = len(logits)
+    if logits.dtype != torch.float32 or logits.dim() != 2 or not logits.shape[1]:
+        raise ValueError(f"logits are {tuple(logits.shape)} {logits.dtype}; give [rows, slice] in float32.")
+    if temperature.shape != (rows,) or keys.shape != (rows,):
+        raise ValueError(
+            f"temperature is {tuple(temperature.shape)}, keys {tuple(keys.shape)}; give one for each of {rows} rows."
+        )
+    if uses_triton(logits) and logits.stride(1) == 1:
+        from transom_kernels.sample.gpu import best_of_slice_triton
+
+        return best_of_slice_triton(logits, temperature, keys, first_id)
+    return best_of_slice_reference(logits, temperature, keys, first_id)

@@ -24,6 +24,7 @@ import torch
 
 from transom_kernels.sample.params import NOISE_BLOCK, SampleParams
 
+MAX_NOISE = 1 << 22  # float64 numbers that are drawn at once
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -42,6 +43,21 @@ def sample_reference(logits: torch.Tensor, params: SampleParams) -> torch.Tensor
             scores = (scaled + noise).masked_fill_(~kept(scaled, top_k, top_p, min_p), -torch.inf)
         out[row] = scores.max(0).indices  # of equal scores the lowest id
     return out
+
+
+def best_of_slice_reference(
+    logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, first_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's best score [S] float64 and its id [S] int64; `logits` [S, V] are those of the ids from `first_id` on."""
+    greedy = logits.max(1)
+    scores, found = greedy.values.double(), greedy.indices + first_id
+    ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
+    random = temperature.nonzero()[:, 0]
+    for rows in random.split(max(1, MAX_NOISE // len(ids))):
+        scaled = logits.index_select(0, rows) / temperature[rows, None]
+        best = (scaled + gumbel(keys[rows, None], ids)).max(1)
+        scores[rows], found[rows] = best.values, best.indices + first_id
+    return scores, found
 
 
 def apply_changes(logits: torch.Tensor, params: SampleParams) -> None:

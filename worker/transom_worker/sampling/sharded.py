@@ -20,20 +20,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from transom_core.contract import LogprobTable
 from transom_kernels.launch import uses_cpu_kernels
-from transom_kernels.sample.reference import gumbel
+from transom_kernels.sample import best_of_slice
 from transom_worker.models.parallel import Parallel
 from transom_worker.sampling.adjustments import HeldRows
+from transom_worker.sampling.fused_sampling import sampling_arrays
 from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS, logprob_table
 from transom_worker.sampling.sampler import Sampler, SamplerOutput, take_rows
-from transom_worker.sampling.sequence_state import SequenceState, noise_keys
-from transom_worker.uploads import Uploads
-
-MAX_NOISE = 1 << 22  # float64 numbers that are drawn at once
+from transom_worker.sampling.sequence_state import SequenceState
 
 
 class ShardedSampler(Sampler):
@@ -114,7 +111,9 @@ class ShardedSampler(Sampler):
             score_N = torch.empty(len(states), dtype=torch.float64)
             token_ids_N = self._records.sample(logits_NV, seq_ids, states, first_id=self._first_id, scores_S=score_N)
         else:
-            score_N, token_ids_N = _best_of_slice(logits_NV, states, self._first_id, self._uploads_to(logits_NV.device))
+            arrays = sampling_arrays(states)
+            rows = self._uploads_to(logits_NV.device).tensors({name: arrays[name] for name in ("keys", "temperature")})
+            score_N, token_ids_N = best_of_slice(logits_NV, **rows, first_id=self._first_id)
         pairs_K2N = token_ids_N.new_zeros(self._parallel.size, 2, len(states))
         pairs_K2N[self._parallel.rank, 0] = score_N.view(torch.int64)
         pairs_K2N[self._parallel.rank, 1] = token_ids_N
@@ -140,27 +139,6 @@ def _needs_gathering(state: SequenceState) -> bool:
     """Whether a row needs the logits of the whole vocabulary in one place."""
     params = state.params
     return state.changes_logits or params.logprobs is not None or (state.has_filters and not params.greedy)
-
-
-def _best_of_slice(
-    logits_NV: torch.Tensor, states: Sequence[SequenceState], first_id: int, uploads: Uploads
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's best score among this rank's tokens, float64 [N], and its id, int64 [N]."""
-    greedy = logits_NV.max(1)
-    score_N, token_ids_N = greedy.values.double(), greedy.indices + first_id
-    random = [row for row, state in enumerate(states) if not state.params.greedy]
-    ids_V = torch.arange(first_id, first_id + logits_NV.shape[1], device=logits_NV.device)
-    most = max(1, MAX_NOISE // len(ids_V))
-    for rows in (random[first : first + most] for first in range(0, len(random), most)):
-        some = [states[row] for row in rows]
-        temperatures = np.array([state.params.temperature for state in some], dtype=np.float32)
-        on = uploads.tensors(
-            {"rows": np.array(rows, dtype=np.int64), "keys": noise_keys(some), "temperatures": temperatures}
-        )
-        scaled = logits_NV.index_select(0, on["rows"]) / on["temperatures"][:, None]
-        best = (scaled + gumbel(on["keys"][:, None], ids_V)).max(1)
-        score_N[on["rows"]], token_ids_N[on["rows"]] = best.values, best.indices + first_id
-    return score_N, token_ids_N
 
 
 def _fill(values: list[Any], rows: Sequence[int], found: Sequence[Any]) -> None:

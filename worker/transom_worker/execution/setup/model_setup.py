@@ -40,7 +40,8 @@ from transom_worker.planner import CachePlan, make_layout, rank_layout
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import TIER_DEVICE, TIER_HOST
 
-WARM_UP_SAMPLING = SamplingParams(repetition_penalty=1.1, logprobs=1)  # so that the kernels for these are compiled, too
+# Every kernel of sampling is compiled; several ranks gather the first row's logits on one rank, and sample the second row's apart.
+WARM_UP_SAMPLING = (SamplingParams(repetition_penalty=1.1, logprobs=1), SamplingParams())
 
 
 class ModelSetup:
@@ -202,9 +203,10 @@ class ModelSetup:
             takes_policies=not kv_policy_obstacle(self._loaded.architecture),
         )
         warm_up_id = 0  # no sequence exists yet, so every id is free
-        sampler.add(warm_up_id, token_ids=(0,), num_prompt_tokens=1, params=WARM_UP_SAMPLING, seed=0)
-        sampler.sample(logits_1V, [warm_up_id])
-        sampler.remove(warm_up_id)
+        for params in WARM_UP_SAMPLING:
+            sampler.add(warm_up_id, token_ids=(0,), num_prompt_tokens=1, params=params, seed=0)
+            sampler.sample(logits_1V, [warm_up_id])
+            sampler.remove(warm_up_id)
         replay = make_replay(
             self._config, model, builder, slab, sizes=self._decode_sizes, max_model_len=self._cache.max_model_len
         )
