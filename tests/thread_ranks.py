@@ -15,6 +15,7 @@ import torch
 from tests.cpu_threads import NUM_THREADS
 from transom_core.config import EngineConfig
 from transom_core.errors import RankLost, StepFailed
+from transom_core.model_files.content import join_parts
 from transom_core.model_files.resolve import resolve_model
 from transom_core.settings.settings import Settings
 from transom_core.text.tokenizer import Tokenizer
@@ -184,7 +185,8 @@ class ThreadRanks(Executor):
     def start(self) -> ExecutorInfo:
         setups = self.threads.on_each(lambda parallel: ModelSetup(self._config, parallel))
         pool_bytes = min(self.threads.on_each(lambda parallel: setups[parallel.rank].pool_bytes()))
-        self.runners = self.threads.on_each(lambda parallel: setups[parallel.rank].allocate(pool_bytes))
+        contents = join_parts([part for setup in setups for part in setup.contents])
+        self.runners = self.threads.on_each(lambda parallel: setups[parallel.rank].allocate(pool_bytes, contents))
         for runner in self.runners:
             kept = KeptLogits(runner._forward)
             runner._forward = kept  # type: ignore[assignment]

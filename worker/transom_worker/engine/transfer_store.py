@@ -140,7 +140,7 @@ class TransferStore:
         )
 
     def convert(self, offer: PrefixOffer, blocks: BlockRange, data: Sequence[Bytes]) -> Sequence[Bytes]:
-        """Cut and join the source's bytes to those of this worker's ranks, in its number format. Any thread may call it."""
+        """Cut and join the source's bytes to those of this worker's ranks. Any thread may call it."""
         return convert_blocks(offer.shares, self._shares, blocks.group, data)
 
     def write_import(self, import_id: str, blocks: BlockRange, data: Sequence[Bytes]) -> None:

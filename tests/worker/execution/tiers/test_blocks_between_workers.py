@@ -23,7 +23,7 @@ def computed(model: Path, size: int) -> tuple[KvShares, list[list[bytes]]]:
     engine, ranks = make_sharded_engine(str(model), size, **SETTINGS)
     run(engine, [make_request("one", PROMPT, max_tokens=1)])
     chain: list[bytes] = []
-    extend_chain(chain, chain_root(16), PROMPT, 16)
+    extend_chain(chain, chain_root(16, identity=engine.info.identity), PROMPT, 16)
     maps, shares = engine.scheduler.cache.index.groups, engine.info.shares
     found = [
         ranks.read_blocks(TIER_DEVICE, group, [maps[group][digest] for digest in chain]) for group in range(len(maps))

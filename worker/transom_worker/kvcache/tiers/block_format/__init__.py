@@ -1,1 +1,1 @@
-"""KV blocks as bytes: cuts and joins blocks between workers with another number of ranks or another number format. No torch."""
+"""KV blocks as bytes: cuts and joins blocks between workers with another number of ranks. No torch."""

@@ -1,4 +1,4 @@
-"""Cuts and joins KV blocks by heads, between workers that divide the KV heads among other numbers of ranks or keep other formats.
+"""Cuts and joins KV blocks by heads, between workers that divide the KV heads among other numbers of ranks.
 
 A *block* has the keys and values of some tokens in all layers of a KV cache group. Each rank keeps the part for its own KV heads;
 latent rows, and heads if there are more ranks than heads, are kept by several ranks in equal copies. Example, 3 KV heads:
@@ -7,7 +7,7 @@ latent rows, and heads if there are more ranks than heads, are kept by several r
     target, 3 ranks      rank 0: head 0         rank 1: head 1        rank 2: head 2
     target, 5 ranks      0: head 0     1: head 1     2: head 1     3: head 2     4: head 2
 
-Where both keep the same format, bytes are copied; else the numbers pass through float32.
+Bytes are copied: both keep the same number format, which is part of the identity that they share.
 """
 
 from __future__ import annotations
@@ -16,30 +16,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.layout import DTYPE_BYTES, GroupLayout, LayerTensors
-from transom_worker.kvcache.tiers.block_format.numbers import (
-    LARGEST,
-    PLAIN,
-    Bytes,
-    Floats,
-    decode,
-    dequantise,
-    encode,
-    quantise,
-    rotate,
-)
 
+Bytes = NDArray[np.uint8]
 Data = bytes | bytearray | memoryview | Bytes
 
 
 class _Rows(NamedTuple):
-    """Keys or values of all KV heads of a layer: `data` [blocks, heads, rows, bytes of a row], and `scales` [blocks, heads, rows]
-    if the format has them."""
+    """Keys or values of all KV heads of a layer: `data` [blocks, heads, rows, bytes of a row], and if the format has scales
+    `scales` [blocks, heads, rows, 4]."""
 
     data: Bytes
-    scales: Floats | None
+    scales: Bytes | None
 
 
 class _Part(NamedTuple):
@@ -49,7 +40,6 @@ class _Part(NamedTuple):
     offset: int
     scale_offset: int | None
     size: int  # elements of a row
-    is_key: bool
 
 
 def convert_blocks(source: KvShares, target: KvShares, group: int, data: Sequence[Data]) -> list[Bytes]:
@@ -58,7 +48,7 @@ def convert_blocks(source: KvShares, target: KvShares, group: int, data: Sequenc
     The bytes of a rank are whole blocks one after the other, `block_bytes` of its own layout each.
 
     Raises:
-        ValueError: the groups keep other layers or tokens, a format cannot be converted, or the data has the wrong length.
+        ValueError: the groups keep other layers, tokens or formats, or the data has the wrong length.
     """
     blocks = _as_blocks(source, group, data)
     if _is_equal(source, target, group):
@@ -71,7 +61,6 @@ def convert_blocks(source: KvShares, target: KvShares, group: int, data: Sequenc
         _check_rows(tensors, wanted)
         for number in range(len(_parts(tensors))):
             rows = _join(source, group, index, number, blocks)
-            rows = _converted(rows, _parts(tensors)[number], _parts(wanted)[number])
             _cut(target, group, index, number, rows, out)
     return [block.reshape(-1) for block in out]
 
@@ -112,36 +101,25 @@ def _check_specs(source: GroupLayout, target: GroupLayout) -> None:
 
 
 def _check_rows(source: LayerTensors, target: LayerTensors) -> None:
-    """Check that two layers keep the same numbers, and formats that can be converted."""
-    same = (source.layer, source.role, _widths(source)) == (target.layer, target.role, _widths(target))
-    if not same:
+    """Check that two layers keep the same numbers in one format, of which each row can be cut out."""
+
+    def kept(tensors: LayerTensors) -> tuple[object, ...]:
+        return tensors.layer, tensors.role, tensors.format, tensors.k_size, tensors.v_size
+
+    # Rows that mix formats, which only kernels can read.
+    is_mixed = source.dtype == "uint8" and source.k_scale_offset is None
+    if kept(source) != kept(target) or is_mixed:
         raise ValueError(
-            f"layer {source.layer} keeps {_widths(source)} numbers, and layer {target.layer} {_widths(target)}."
+            f"layer {source.layer} is kept in {source.format} by the source, with {source.k_size} and {source.v_size} elements, "
+            f"and in {target.format} by the target, with {target.k_size} and {target.v_size}; that cannot be converted."
         )
-    for tensors in (source, target):
-        if tensors.format not in (*PLAIN, *LARGEST) or (_is_mixed(tensors) and source.format != target.format):
-            raise ValueError(
-                f"layer {source.layer} is kept in {source.format} by the source and in {target.format} by the target, which cannot "
-                "be converted; give both the same --kv-cache-dtype."
-            )
-
-
-def _is_mixed(tensors: LayerTensors) -> bool:
-    """Whether rows mix number formats in a way that only kernels can read."""
-    return tensors.format in LARGEST and tensors.k_scale_offset is None
-
-
-def _widths(tensors: LayerTensors) -> tuple[int, int]:
-    """The numbers of a key row and of a value row."""
-    per_element = 2 if tensors.format == "int4" else 1
-    return tensors.k_size * per_element, tensors.v_size * per_element
 
 
 def _parts(tensors: LayerTensors) -> list[_Part]:
     """Return the keys and the values of a layer, or what is both."""
-    parts = [_Part(tensors, tensors.k_offset, tensors.k_scale_offset, tensors.k_size, is_key=True)]
+    parts = [_Part(tensors, tensors.k_offset, tensors.k_scale_offset, tensors.k_size)]
     if tensors.v_offset != tensors.k_offset:
-        parts.append(_Part(tensors, tensors.v_offset, tensors.v_scale_offset, tensors.v_size, is_key=False))
+        parts.append(_Part(tensors, tensors.v_offset, tensors.v_scale_offset, tensors.v_size))
     return parts
 
 
@@ -183,19 +161,7 @@ def _join(shares: KvShares, group: int, index: int, number: int, blocks: list[By
         data.append(_rows_of(blocks[rank], layout, part)[:, head - held[rank].start])
         if part.scale_offset is not None:
             scales.append(_scales_of(blocks[rank], layout, part)[:, head - held[rank].start])
-    floats = np.ascontiguousarray(np.stack(scales, axis=1)).view(np.float32)[..., 0] if scales else None
-    return _Rows(np.stack(data, axis=1), floats)
-
-
-def _converted(rows: _Rows, source: _Part, target: _Part) -> _Rows:
-    """Return rows in the target's format."""
-    before, after = source.tensors.format, target.tensors.format
-    if before == after:
-        return rows
-    numbers = decode(rows.data, before) if rows.scales is None else dequantise(rows.data, rows.scales, before)
-    if source.is_key and source.tensors.hadamard != target.tensors.hadamard:
-        numbers = rotate(numbers)
-    return _Rows(encode(numbers, after), None) if target.scale_offset is None else _Rows(*quantise(numbers, after))
+    return _Rows(np.stack(data, axis=1), np.stack(scales, axis=1) if scales else None)
 
 
 def _cut(shares: KvShares, group: int, index: int, number: int, rows: _Rows, out: list[Bytes]) -> None:
@@ -207,5 +173,4 @@ def _cut(shares: KvShares, group: int, index: int, number: int, rows: _Rows, out
         own = slice(heads.start, heads.stop)
         _rows_of(block, layout, part)[...] = rows.data[:, own]
         if rows.scales is not None:
-            scales = np.ascontiguousarray(rows.scales[:, own])[..., None]
-            _scales_of(block, layout, part)[...] = scales.view(np.uint8)
+            _scales_of(block, layout, part)[...] = rows.scales[:, own]

@@ -68,7 +68,7 @@ class KvStore(Protocol):
         """Take host blocks for what of the offer is missing here; None if the host tier has no room."""
 
     def convert(self, offer: PrefixOffer, blocks: BlockRange, data: Sequence[Bytes]) -> Sequence[Bytes]:
-        """Cut and join the source's bytes to those of this worker's ranks, in its number format. Any thread may call it."""
+        """Cut and join the source's bytes to those of this worker's ranks. Any thread may call it."""
 
     def write_import(self, import_id: str, blocks: BlockRange, data: Sequence[Bytes]) -> None:
         """Write converted blocks. Raises KeyError: the import has ended, since the cache was emptied."""
