@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.core.grammar.vocabularies import tiny, tiny_vocabulary
+from transom_core.errors import Overloaded
 from transom_core.grammar import CompiledGrammar, GrammarCompiler, compiler
 from transom_core.grammar.compile_grammar import compile_grammar as real_compile_grammar
+from transom_core.grammar.compile_queue import CompileJob, CompileQueue
 
 
 @pytest.fixture
@@ -93,3 +95,86 @@ def test_a_grammar_that_takes_too_long_ends_alone(monkeypatch: pytest.MonkeyPatc
     hang.set()
     grammars.close()
     assert not grammars.is_busy
+
+
+class Gate:
+    """Compiles when the test lets it, and notes the order of the texts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.texts: list[str] = []
+        self._entered, self._go_on = threading.Semaphore(0), threading.Semaphore(0)
+        monkeypatch.setattr(compiler, "compile_grammar", self._compile)
+
+    def _compile(self, text: str, vocabulary: object) -> object:
+        self.texts.append(text)
+        self._entered.release()
+        assert self._go_on.acquire(timeout=60)
+        return real_compile_grammar(text, vocabulary)  # type: ignore[arg-type]
+
+    def wait(self) -> None:
+        """Wait until a text is being compiled."""
+        assert self._entered.acquire(timeout=60)
+
+    def open(self, count: int) -> None:
+        """Let this many texts be compiled."""
+        self._go_on.release(count)
+
+
+def grammar(name: str) -> str:
+    return f"start: /{name}+/"
+
+
+def test_clients_take_turns_and_what_no_request_wants_is_not_compiled(
+    grammars: GrammarCompiler[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The audit's attack: many large schemas, left at once. Another client waits for the one that is being compiled, no more."""
+    gate = Gate(monkeypatch)
+    for name in "abcdef":
+        grammars.begin(f"attacker {name}", grammar(name), client="attacker")
+    gate.wait()
+    for name in "cdf":
+        grammars.cancel(f"attacker {name}")
+    grammars.begin("victim", grammar("v"), client="victim")
+    gate.open(4)
+    ready = [one.owner for one in take(grammars, 4)]
+    assert ready == ["attacker a", "victim", "attacker b", "attacker e"]
+    assert gate.texts == [grammar(name) for name in "avbe"]
+    assert not grammars.is_busy
+
+
+def test_a_text_that_many_want_is_compiled_once(
+    grammars: GrammarCompiler[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the cache holds less than what waits, and even if the first request that wants it has ended meanwhile."""
+    gate = Gate(monkeypatch)
+    texts = [grammar(name) for name in "abcdefgh"]
+    for turn in range(3):
+        for text in texts:
+            grammars.begin(f"{turn} {text}", text, client=str(turn))
+    gate.wait()
+    grammars.cancel(f"0 {texts[0]}")
+    gate.open(len(texts))
+    take(grammars, 3 * len(texts) - 1)
+    assert sorted(gate.texts) == texts
+    assert grammars.num_compiled == len(texts)
+
+
+def test_the_texts_that_wait_are_bounded_and_each_client_has_its_share() -> None:
+    queue: CompileQueue[str, int] = CompileQueue(lambda text: None, max_chars=1000)
+
+    def add(client: str, text: str) -> None:
+        queue.check_room(client, text)
+        queue.add(CompileJob(owner=f"{client} {text[:2]} {len(queue)}", text=text, client=client))
+
+    for number in range(9):
+        add("attacker", f"{number}" * 100)
+    add("attacker", "0" * 100)  # waits already
+    add("attacker", "x" * 100)
+    with pytest.raises(Overloaded, match="1,000 characters of grammars wait"):
+        add("attacker", "y" * 100)
+    add("victim", "v" * 500)
+    with pytest.raises(Overloaded):
+        add("victim", "w" * 100)
+    queue.clear()
+    add("victim", "w" * 1000)
+    assert len(queue) == 1

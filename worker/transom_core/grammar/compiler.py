@@ -1,4 +1,4 @@
-"""`GrammarCompiler`: compiles the grammars of requests on a thread of its own, and keeps the most recent ones.
+"""`GrammarCompiler`: compiles the grammars of requests on a thread of its own, by turns of clients, and keeps the most recent ones.
 
 Most grammars compile in milliseconds and the largest take a second, so neither an event loop nor a step may wait for one. A request
 waits outside of the queue (it is *held*) until its grammar is ready, and other requests run meanwhile.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from transom_core.errors import RequestError
 from transom_core.grammar.compile_grammar import compile_grammar
+from transom_core.grammar.compile_queue import CompileJob, CompileQueue
 from transom_core.grammar.matcher import GrammarMatcher
 from transom_core.grammar.vocabulary import GrammarVocabulary
 
@@ -34,13 +35,6 @@ class CompiledGrammar(NamedTuple, Generic[Owner]):
     owner: Owner
     matcher: GrammarMatcher | None
     error: RequestError | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Job(Generic[Owner]):
-    owner: Owner
-    text: str
-    resumed_output_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +66,10 @@ class GrammarCompiler(Generic[Owner]):
         self._cache_bytes, self._timeout_s, self._clock = cache_bytes, timeout_s, clock
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the most recent last
         self._changed = threading.Condition()  # guards everything below, and the entries
-        self._jobs: deque[_Job[Owner]] = deque()
-        self._running: _Job[Owner] | None = None
+        self._jobs: CompileQueue[Owner, GrammarMatcher | RequestError] = CompileQueue(self._recall)
+        self._running: CompileJob[Owner] | None = None
         self._running_since_s = 0.0
+        self._is_replaying = False  # the running job's grammar is there, and consumes what the request has resumed
         self._ready: list[CompiledGrammar[Owner]] = []
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -88,13 +83,32 @@ class GrammarCompiler(Generic[Owner]):
         """Whether a grammar is being compiled, waits for that, or is ready to be taken."""
         return bool(self._jobs or self._running or self._ready)
 
-    def begin(self, owner: Owner, text: str, resumed_output_ids: Sequence[int] = ()) -> None:
-        """Have a request's grammar compiled; `take_ready` returns the outcome."""
+    def check_room(self, client: str, text: str) -> None:
+        """Check that one more text of this client may wait; raises `Overloaded`."""
+        with self._changed:
+            self._jobs.check_room(client, text)
+
+    def begin(
+        self,
+        owner: Owner,
+        text: str,
+        resumed_output_ids: Sequence[int] = (),
+        *,
+        client: str = "",
+        weight: float = 1.0,
+    ) -> None:
+        """Have a request's grammar compiled; `take_ready` returns the outcome. Clients take turns by their weights."""
+        resumed = tuple(resumed_output_ids)
         with self._changed:
             if self._thread is None:
                 self._start()
-            self._jobs.append(_Job(owner, text, tuple(resumed_output_ids)))
+            self._jobs.add(CompileJob(owner=owner, text=text, client=client, weight=weight, resumed_output_ids=resumed))
             self._changed.notify_all()
+
+    def cancel(self, owner: Owner) -> None:
+        """Forget a request that has ended. A grammar that no other one waits for is not compiled, unless it is already."""
+        with self._changed:
+            self._jobs.cancel(owner)
 
     def wait(self, seconds: float) -> None:
         """Wait until a grammar is ready, for `seconds` at most; return at once if none is being compiled."""
@@ -123,72 +137,78 @@ class GrammarCompiler(Generic[Owner]):
         self._thread = threading.Thread(target=self._run, name="transom-grammar", daemon=True)
         self._thread.start()
 
-    def _give_up(self, job: _Job[Owner]) -> None:
+    def _give_up(self, job: CompileJob[Owner]) -> None:
         """Leave the thread alone with a grammar that it may never finish; the next ones have another thread."""
         error = RequestError(
             f"The grammar of the answer cannot be used: compiling it takes more than {self._timeout_s:g} s; send a smaller schema.",
             param="grammar",
         )
         self._keep(job.text, error)
-        self._ready.append(CompiledGrammar(job.owner, None, error))
+        self._jobs.charge(job, self._timeout_s)
+        if self._is_replaying:
+            self._ready.append(CompiledGrammar(job.owner, None, error))
+        else:
+            self._jobs.compiled(job, error)
         self._running = None
         self._start()
 
     def _run(self) -> None:
+        """Give the requests their outcomes that are known; compile a text where there are none."""
         me = threading.current_thread()
-        while (job := self._next_job(me)) is not None:
-            matcher: GrammarMatcher | None = None
-            error: RequestError | None = None
-            try:
-                matcher = self._compiled(job)
-            except RequestError as caught:
-                error = caught
-            except Exception as caught:  # any error of a text is that request's error alone
-                error = RequestError(f"The grammar of the answer cannot be used: {caught}.", param="grammar")
+        compiled_for: CompileJob[Owner] | None = None  # the last request whose text was compiled, not found
+        while self._wait_for_job(me):
+            with self._changed:
+                known = self._jobs.next_known()
+                job = self._jobs.next_job() if known is None else known[0]
+                if job is None:  # it was cancelled
+                    continue
+                self._running, self._running_since_s, self._is_replaying = job, self._clock(), known is not None
+            begin_s = time.perf_counter()
+            outcome = self._compile(job.text) if known is None else _matcher_for(job, known[1])
             with self._changed:
                 if self._thread is not me:
                     return
                 self._running = None
+                self._jobs.charge(job, time.perf_counter() - begin_s)
+                if known is None:
+                    self._jobs.compiled(job, outcome)
+                    compiled_for = job
+                    continue
+                if job is not compiled_for:
+                    self.num_cached += 1
+                if job.text in self._entries:
+                    self._entries.move_to_end(job.text)
+                matcher, error = (None, outcome) if isinstance(outcome, RequestError) else (outcome, None)
                 self._ready.append(CompiledGrammar(job.owner, matcher, error))
                 self._changed.notify_all()
 
-    def _next_job(self, me: threading.Thread) -> _Job[Owner] | None:
+    def _wait_for_job(self, me: threading.Thread) -> bool:
+        """Wait until a request waits for its grammar; False if this thread is to end."""
         with self._changed:
             while self._thread is me and not self._is_closed and not self._jobs:
                 self._changed.wait()
-            if self._thread is not me or self._is_closed:
-                return None
-            self._running, self._running_since_s = self._jobs.popleft(), self._clock()
-            return self._running
+            return self._thread is me and not self._is_closed
 
-    def _compiled(self, job: _Job[Owner]) -> GrammarMatcher:
-        """Return a matcher of the job's text, which has consumed the job's output. Raises RequestError."""
-        with self._changed:
-            entry = self._entries.get(job.text)
-            if entry is not None:
-                self._entries.move_to_end(job.text)
-                self.num_cached += 1
-        compiled = self._compile(job.text) if entry is None else entry.compiled
-        if isinstance(compiled, RequestError):
-            raise compiled
-        matcher = compiled.copy()
-        if job.resumed_output_ids:
-            matcher.replay(job.resumed_output_ids)
-        return matcher
+    def _recall(self, text: str) -> GrammarMatcher | RequestError | None:
+        entry = self._entries.get(text)
+        return None if entry is None else entry.compiled
 
     def _compile(self, text: str) -> GrammarMatcher | RequestError:
         begin_s = time.perf_counter()
         compiled: GrammarMatcher | RequestError
+        is_kept = True
         try:
             if self._vocabulary is None:
                 self._vocabulary = self._make_vocabulary()
             compiled = compile_grammar(text, self._vocabulary)
         except RequestError as error:
             compiled = error
+        except Exception as error:  # any error of a text is that of its requests alone
+            compiled, is_kept = _unusable(error), False
         with self._changed:
             self.seconds += time.perf_counter() - begin_s
             self.num_compiled += 1
-            if self._thread is threading.current_thread():
+            if is_kept and self._thread is threading.current_thread():
                 self._keep(text, compiled)
         return compiled
 
@@ -202,3 +222,22 @@ class GrammarCompiler(Generic[Owner]):
         while self.num_bytes > self._cache_bytes and len(self._entries) > 1:
             _, dropped = self._entries.popitem(last=False)
             self.num_bytes -= dropped.num_bytes
+
+
+def _matcher_for(job: CompileJob[Owner], compiled: GrammarMatcher | RequestError) -> GrammarMatcher | RequestError:
+    """Return a matcher for one request, which has consumed what it has resumed, or the error that ends the request."""
+    if isinstance(compiled, RequestError):
+        return compiled
+    try:
+        matcher = compiled.copy()
+        if job.resumed_output_ids:
+            matcher.replay(job.resumed_output_ids)
+    except RequestError as error:
+        return error
+    except Exception as error:
+        return _unusable(error)
+    return matcher
+
+
+def _unusable(error: Exception) -> RequestError:
+    return RequestError(f"The grammar of the answer cannot be used: {error}.", param="grammar")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from transom_core.contract import Request
 from transom_core.grammar import CompiledGrammar, GrammarCompiler, GrammarMasks, GrammarMatcher, GrammarVocabulary
 from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.running_request import RunningRequest
@@ -45,10 +46,18 @@ class AnswerGrammars:
         """Whether a request waits for its grammar."""
         return self.compiler.is_busy
 
+    def check_room(self, request: Request) -> None:
+        """Check that a request's grammar, if it has one, may wait to be compiled; raises `Overloaded`."""
+        if request.grammar is not None:
+            self.compiler.check_room(request.client, request.grammar)
+
     def begin(self, running: RunningRequest, grammar: str) -> None:
         """Have the grammar of a request compiled."""
         self._num_requests += 1
-        self.compiler.begin(running, grammar, running.request.resumed_output_ids)
+        request = running.request
+        self.compiler.begin(
+            running, grammar, request.resumed_output_ids, client=request.client, weight=request.client_weight
+        )
 
     def take_ready(self, *, may_wait: bool) -> list[CompiledGrammar[RunningRequest]]:
         """Return the grammars that have become ready; where `may_wait`, wait a moment for one that is being compiled."""
@@ -80,11 +89,13 @@ class AnswerGrammars:
         """Return the mask of a plan with `num_rows` sampling rows, of which `rows` (number, request id) have a grammar."""
         return self.masks.plan_mask([(row, self._matchers[request_id]) for row, request_id in rows], num_rows)
 
-    def remove(self, request_id: str) -> None:
-        """Forget a request that has ended; any other id is ignored."""
-        matcher = self._matchers.pop(request_id, None)
+    def remove(self, running: RunningRequest) -> None:
+        """Forget a request that has ended, with or without a grammar. If that is not compiled yet, it need not be."""
+        matcher = self._matchers.pop(running.request.request_id, None)
         if matcher is not None:
             self.masks.remove(matcher)
+        elif running.request.grammar is not None:
+            self.compiler.cancel(running)
 
     def stats(self) -> GrammarStats:
         """Return what grammars have cost since start."""

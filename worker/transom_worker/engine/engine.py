@@ -207,6 +207,7 @@ class Engine:
             return
         looks_on_disk = self._disk.exists and not is_held
         running.num_holds = int(is_held or looks_on_disk) + (request.grammar is not None)
+        self.grammars.check_room(request)
         self.scheduler.add(request, is_held=running.num_holds > 0)
         self.requests[request.request_id] = running
         if request.grammar is not None:
@@ -251,8 +252,9 @@ class Engine:
 
     def _remove(self, request_id: str) -> RunningRequest:
         """Forget a request that has ended."""
-        self.grammars.remove(request_id)
-        return self.requests.pop(request_id)
+        running = self.requests.pop(request_id)
+        self.grammars.remove(running)
+        return running
 
     # The step loop
 

@@ -8,10 +8,8 @@ Terms:
     share         what a client may use of something while others want it too: its weight divided by the weights of all
 
 Clients take turns at running slots: the client with the lowest level admits its next sequence. Of equal levels the one with less
-service is first (the virtual token counter of "Fairness in Serving Large Language Models", Sheng et al. 2024), so that clients
-get tokens in the ratio of their weights even where there is a single slot. A client that comes back after a pause starts with at
-least the service of the client that was admitted last, so that a pause saves up no claims; what it had beyond that stays on its
-account. Inside a client sequences have the order of `queue`, priorities included.
+service is first (`virtual_time`), so that clients get tokens in the ratio of their weights even where there is a single slot.
+Inside a client sequences have the order of `queue`, priorities included.
 
 Example with 4 slots and equal weights: A has 1,000 sequences, of which 4 run, and B's first one comes. B's level is 0 and A's is 4,
 so B has the next slot, and also the one after that, unless it has nothing more to run: then A has all slots again.
@@ -22,15 +20,13 @@ A single client is always the next one, so that nothing but the order of its own
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice
 
 from transom_core.contract import Request
+from transom_core.virtual_time import VirtualTime
 from transom_worker.scheduling.queue import OrderedQueue
 from transom_worker.scheduling.sequence import OrderKey, Sequence
-
-MAX_REMEMBERED = 1024  # clients without requests whose service is beyond that of the others
 
 
 class Client:
@@ -63,8 +59,7 @@ class Clients:
     def __init__(self) -> None:
         self._by_name: dict[str, Client] = {}
         self._turns: list[tuple[float, float, OrderKey, Client]] = []  # of clients with a queue, the next one first
-        self._remembered: OrderedDict[str, float] = OrderedDict()  # name -> service, of clients without sequences
-        self._service = 0.0  # of the client that was admitted last, before that
+        self._time = VirtualTime()
         self._total_weight = 0.0
 
     def __len__(self) -> int:
@@ -98,8 +93,7 @@ class Clients:
         request = sequence.request
         client = self._by_name.get(request.client)
         if client is None:
-            service = max(self._service, self._remembered.pop(request.client, 0.0))
-            client = self._by_name[request.client] = Client(request.client, service)
+            client = self._by_name[request.client] = Client(request.client, self._time.join(request.client))
         else:
             self._total_weight -= client.weight
         self._total_weight += request.client_weight
@@ -115,14 +109,11 @@ class Clients:
             return
         del self._by_name[client.name]
         self._total_weight = self._total_weight - client.weight if self._by_name else 0.0
-        if client.service > self._service:
-            self._remembered[client.name] = client.service
-            if len(self._remembered) > MAX_REMEMBERED:
-                self._remembered.popitem(last=False)
+        self._time.leave(client.name, client.service)
 
     def admitted(self, sequence: Sequence) -> None:
         """Note that a sequence has its client's turn."""
-        self._service = max(self._service, self.of(sequence).service)
+        self._time.take_turn(self.of(sequence).service)
 
     def served(self, sequence: Sequence) -> None:
         """Charge a client for a sequence that stops running: the tokens that were computed since it was admitted."""

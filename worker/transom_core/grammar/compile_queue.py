@@ -1,0 +1,164 @@
+"""`CompileQueue`: requests that wait for their grammars. Clients take turns, and a text that several want is compiled once.
+
+Each client has a queue of its own. The client whose grammars have taken the least time so far, for its weight, is next
+(`virtual_time`). When a text has been compiled, its outcome is *known* to all requests that wait with this text. A request leaves
+its client's queue when it is the first one and its outcome is known, so that each client gets its grammars in the order in which
+it sent them.
+
+Example: A sends the texts s, t and s, and then B sends u. The order is s, u, t, and A's third request needs no compiling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from transom_core.errors import Overloaded
+from transom_core.virtual_time import VirtualTime
+
+MAX_CHARS = 64 << 20  # of texts that wait
+
+Owner = TypeVar("Owner")
+Outcome = TypeVar("Outcome")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class CompileJob(Generic[Owner]):
+    """A request (`owner`) that waits for the grammar `text`."""
+
+    owner: Owner
+    text: str
+    client: str = ""
+    weight: float = 1.0
+    resumed_output_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Client(Generic[Owner]):
+    seconds: float  # that compiling its texts took, divided by its weight
+    jobs: dict[CompileJob[Owner], None] = field(default_factory=dict)  # the first one first
+    num_chars: int = 0  # of texts that it was the first one to wait for
+
+
+@dataclass(slots=True)
+class _Text(Generic[Outcome]):
+    """A text that `num_jobs` requests wait for, first one of `client`; its outcome once that is known."""
+
+    client: str
+    num_jobs: int = 0
+    outcome: Outcome | None = None
+
+
+class CompileQueue(Generic[Owner, Outcome]):
+    """Not thread-safe. `recall` returns the outcome of a text that was compiled before and is kept, else None."""
+
+    def __init__(self, recall: Callable[[str], Outcome | None], *, max_chars: int = MAX_CHARS) -> None:
+        self._recall, self._max_chars = recall, max_chars
+        self._clients: dict[str, _Client[Owner]] = {}
+        self._texts: dict[str, _Text[Outcome]] = {}
+        self._jobs_of: dict[Owner, list[CompileJob[Owner]]] = {}
+        self._num_jobs = 0
+        self._time = VirtualTime()
+        self._num_chars = 0  # of all texts
+
+    def __len__(self) -> int:
+        return self._num_jobs
+
+    def check_room(self, client: str, text: str) -> None:
+        """Check that one more text may wait. One client's texts may fill the queue, but others still have their share of it.
+
+        Raises:
+            Overloaded: too many characters wait already, this client's share of them among others.
+        """
+        num_chars = self._num_chars + len(text)
+        if num_chars <= self._max_chars or text in self._texts:
+            return
+        own = self._clients[client].num_chars if client in self._clients else 0
+        num_clients = len(self._clients.keys() | {client})
+        if own + len(text) > self._max_chars / num_clients:
+            raise Overloaded(
+                f"{self._num_chars:,} characters of grammars wait to be compiled, and the limit is {self._max_chars:,}; "
+                "try again later, or send smaller schemas."
+            )
+
+    def add(self, job: CompileJob[Owner]) -> None:
+        """Let a request wait."""
+        client = self._clients.get(job.client)
+        if client is None:
+            client = self._clients[job.client] = _Client(self._time.join(job.client))
+        text = self._texts.get(job.text)
+        if text is None:
+            text = self._texts[job.text] = _Text(job.client)
+            client.num_chars += len(job.text)
+            self._num_chars += len(job.text)
+        text.num_jobs += 1
+        client.jobs[job] = None
+        self._jobs_of.setdefault(job.owner, []).append(job)
+        self._num_jobs += 1
+
+    def cancel(self, owner: Owner) -> None:
+        """Forget a request that has ended, if it waits: a text that no request wants is not compiled."""
+        for job in list(self._jobs_of.get(owner, ())):
+            self._remove(job)
+
+    def next_known(self) -> tuple[CompileJob[Owner], Outcome] | None:
+        """Remove and return a request that is the first one of its client and whose outcome is known; None if there is none."""
+        found: tuple[CompileJob[Owner], Outcome] | None = None
+        least = math.inf
+        for client in self._clients.values():
+            if client.jobs and client.seconds < least:
+                job = next(iter(client.jobs))
+                outcome = self._texts[job.text].outcome
+                outcome = self._recall(job.text) if outcome is None else outcome
+                if outcome is not None:
+                    found, least = (job, outcome), client.seconds
+        if found is not None:
+            self._remove(found[0])
+        return found
+
+    def next_job(self) -> CompileJob[Owner] | None:
+        """Return the request whose text is compiled next; it stays in the queue until its outcome is known. None: none waits."""
+        if not self._num_jobs:
+            return None
+        client = min((one for one in self._clients.values() if one.jobs), key=lambda one: one.seconds)
+        self._time.take_turn(client.seconds)
+        return next(iter(client.jobs))
+
+    def compiled(self, job: CompileJob[Owner], outcome: Outcome) -> None:
+        """Note the outcome of a request's text; the request may have ended meanwhile."""
+        if (text := self._texts.get(job.text)) is not None:
+            text.outcome = outcome
+
+    def charge(self, job: CompileJob[Owner], seconds: float) -> None:
+        """Charge a request's client for the time that its grammar took."""
+        client = self._clients.get(job.client)
+        if client is not None:
+            client.seconds += seconds / job.weight
+        else:
+            self._time.leave(job.client, self._time.join(job.client) + seconds / job.weight)
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        for owner in list(self._jobs_of):
+            self.cancel(owner)
+
+    def _remove(self, job: CompileJob[Owner]) -> None:
+        del self._clients[job.client].jobs[job]
+        self._num_jobs -= 1
+        jobs = self._jobs_of[job.owner]
+        jobs.remove(job)
+        if not jobs:
+            del self._jobs_of[job.owner]
+        text = self._texts[job.text]
+        text.num_jobs -= 1
+        if not text.num_jobs:
+            del self._texts[job.text]
+            self._clients[text.client].num_chars -= len(job.text)
+            self._num_chars -= len(job.text)
+        for name in {job.client, text.client}:
+            client = self._clients[name]
+            if not (client.jobs or client.num_chars):
+                del self._clients[name]
+                self._time.leave(name, client.seconds)
