@@ -126,6 +126,7 @@ class EngineConfig:
     log_format: LogFormat = "text"
 
 
+MAX_CHOICES = 128  # by default
 RoutingPolicy = Literal["kv", "least_tokens", "round_robin", "power_of_two"]
 
 
@@ -135,8 +136,12 @@ class LimitsConfig:
 
     requests_per_minute: int | None = None  # of each client
     concurrent_requests: int | None = None  # of each client
+    concurrent_sequences: int | None = None  # of each client: prompts times choices of all its requests
+    tokens_per_minute: int | None = None  # of each client, of prompts and outputs
+    max_choices: int = MAX_CHOICES  # of one request: prompts times n
     get_requests_per_minute: int | None = 6000  # of each client, without those at paths that need no key
     concurrent_get_requests: int | None = 64  # of each client
+    costly_get_requests_per_minute: int | None = 120  # of each client, at paths for which other processes are asked
     block_map_streams: int | None = 4  # of each client
     request_timeout_s: float | None = None  # from arrival to the last token
     max_header_bytes: int = 64 * 2**10

@@ -12,12 +12,15 @@ from __future__ import annotations
 import hmac
 import logging
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
+from typing import NamedTuple
 
 from transom_core.config import ServerConfig
+from transom_core.contract.request import MAX_CLIENT_WEIGHT, MIN_CLIENT_WEIGHT
 from transom_core.errors import ConfigError
 
 logger = logging.getLogger("transom.router")
@@ -32,6 +35,7 @@ KEY_VARIABLES: dict[str, tuple[str, ...]] = {
 
 FILE_CHECK_PERIOD_S = 1.0
 _CLIENT_DIGITS = 32
+_WEIGHTED_KEY = re.compile(r"(\S+)\s+weight=(\S*)")
 _ALL_CLIENTS_PATHS = frozenset({"/metrics", "/blocks/stream", "/blocks/describe"})
 
 
@@ -59,7 +63,7 @@ class ApiKeys:
         self._clock = clock
         self._next_check_s = clock() + FILE_CHECK_PERIOD_S
         self._version = None if path is None else _version(path)
-        self._from_file = [] if path is None else [_Key(key) for key in read_key_file(path, flag=flag)]
+        self._from_file = [] if path is None else [_Key(*one) for one in read_key_file(path, flag=flag).items()]
 
     @classmethod
     def from_config(cls, config: ServerConfig) -> ApiKeys:
@@ -76,14 +80,14 @@ class ApiKeys:
         """Whether any keys are configured, so that requests need one."""
         return bool(self._fixed) or self._path is not None
 
-    def client_of(self, presented: bytes) -> str | None:
-        """Return the name of the client that has the presented key; None if no client has it."""
+    def owner_of(self, presented: bytes) -> KeyOwner | None:
+        """The client whose key was presented; None if the key is wrong."""
         self._reload_if_changed()
         digest = sha256(presented).digest()
         found = None
         for key in (*self._fixed, *self._from_file):
             if hmac.compare_digest(key.digest, digest):
-                found = key.client
+                found = key.owner
         return found
 
     def _reload_if_changed(self) -> None:
@@ -96,29 +100,38 @@ class ApiKeys:
             return
         self._version = version
         try:
-            self._from_file = [_Key(key) for key in read_key_file(self._path, flag=self._flag)]
+            self._from_file = [_Key(*one) for one in read_key_file(self._path, flag=self._flag).items()]
             logger.info("Read %d API keys from %s.", len(self._from_file), self._path)
         except ConfigError as error:
             logger.error("API keys stay as they were: %s", error)
 
 
+class KeyOwner(NamedTuple):
+    """A client by its key: its name, from which the key cannot be computed, and the weight of its share beside other clients'."""
+
+    client: str
+    weight: float
+
+
 class _Key:
     """One key's digest, and the name of its client. The digest cannot be computed from the name."""
 
-    __slots__ = ("client", "digest")
+    __slots__ = ("digest", "owner")
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, weight: float = 1.0) -> None:
         raw = key.encode()
         self.digest = sha256(raw).digest()
-        self.client = sha256(b"transom client\0" + raw).hexdigest()[:_CLIENT_DIGITS]
+        self.owner = KeyOwner(sha256(b"transom client\0" + raw).hexdigest()[:_CLIENT_DIGITS], weight)
 
 
-def read_key_file(path: str, *, flag: str = "--api-key-file") -> tuple[str, ...]:
-    """Read a file with one key per line, and return the keys. Empty lines and lines that begin with # are ignored. Errors name the
-    file by `flag`.
+def read_key_file(path: str, *, flag: str = "--api-key-file") -> dict[str, float]:
+    """Read a file's keys, one per line, with their weights. Empty lines and lines that begin with # do not count.
+
+    A line is a key, or a key and its weight: `KEY weight=2`. Errors name the file by `flag`.
 
     Raises:
-        ConfigError: the path is empty, or the file is missing, is readable by all users of the machine, is not text or has no key.
+        ConfigError: the path is empty, the file is missing, all users of the machine may read it, it is not text, or has no key;
+            or a weight is no number in the range of weights.
     """
     if not path.strip():
         raise ConfigError(f"{flag} is empty; give a file with one key per line, or leave it out to serve without keys.")
@@ -137,10 +150,26 @@ def read_key_file(path: str, *, flag: str = "--api-key-file") -> tuple[str, ...]
         lines = [line.strip() for line in content.decode().splitlines()]
     except UnicodeDecodeError:
         raise ConfigError(f"{flag} {path} is not UTF-8 text; write one key per line.") from None
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    entries = [line for line in lines if line and not line.startswith("#")]
+    keys = dict(_key_and_weight(line, at=f"{flag} {path}") for line in entries)
     if not keys:
         raise ConfigError(f"{flag} {path} has no key; write at least one, one per line.")
     return keys
+
+
+def _key_and_weight(line: str, *, at: str) -> tuple[str, float]:
+    match = _WEIGHTED_KEY.fullmatch(line)
+    if match is None:
+        return line, 1.0
+    try:
+        weight = float(match[2])
+    except ValueError:
+        weight = 0.0
+    if not MIN_CLIENT_WEIGHT <= weight <= MAX_CLIENT_WEIGHT:
+        raise ConfigError(
+            f"{at} has a key with weight={match[2][:20]}; give a number from {MIN_CLIENT_WEIGHT:g} to {MAX_CLIENT_WEIGHT:g}."
+        )
+    return match[1], weight
 
 
 def check_key_variables(environment: Mapping[str, str], given: Mapping[str, object]) -> None:
@@ -170,8 +199,13 @@ def current_keys(config: ServerConfig) -> tuple[str, ...]:
     Raises:
         ConfigError: the key file has become unreadable or malformed.
     """
-    from_file = () if config.api_key_file is None else read_key_file(config.api_key_file)
+    from_file = () if config.api_key_file is None else tuple(read_key_file(config.api_key_file))
     return config.api_keys + from_file
+
+
+def address_digest(address: str) -> str:
+    """A name for the clients at an address, where there are no keys: workers get names that tell nothing."""
+    return sha256(b"transom address\0" + address.encode()).hexdigest()[:_CLIENT_DIGITS]
 
 
 def client_cache_salt(cache_salt: str | None, client: str) -> str:

@@ -1,23 +1,38 @@
-"""Limits each client at one router: a token bucket for its request rate, and a counter of its concurrent requests.
+"""Limits of one client at one router: token buckets for what it may use in a minute, and counters of what it has at once.
 
-Three kinds of requests have separate limits: those with a body (POST), all others (GET), and streams of the block map.
+Requests have limits by kind: those with a body (POST), all others (GET), those of them that are costly, and streams of the block
+map. Since one POST may be a hundred sequences, the work of POSTs has limits as well (`WorkLimits`): sequences at once, and tokens
+of prompts and outputs in a minute.
 
-Example: with `--requests-per-minute 60` a bucket holds at most 60 tokens and gains one per second. A client that was idle for a
-minute may send 60 requests at once, and then one per second.
+Example: with `--requests-per-minute 60` a bucket holds at most 60 requests and gains one per second. A client that was idle for a
+minute may send 60 requests at once, and then one per second. With `--tokens-per-minute 60` a request starts once the bucket holds
+its prompt, or is full. Its output is taken out as it comes and may leave the bucket in debt, for which the next request waits.
 
-Each router counts only its own requests, so with N routers a client may send up to N times as much.
+Each router counts only its own requests, so with N routers a client may use up to N times as much.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from transom_core.errors import RateLimited
+from transom_core.config import LimitsConfig
+from transom_core.contract import Request
+from transom_core.errors import RateLimited, RequestError
 
 MAX_IDLE_CLIENTS = 1024  # once there are this many clients, idle ones are forgotten
 CONCURRENCY_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a client has left of a limit by the minute: all there is, what is left now, and the seconds until all is there again."""
+
+    limit: int
+    remaining: int
+    reset_s: float
 
 
 class ClientLimits:
@@ -46,30 +61,49 @@ class ClientLimits:
         return len(self._clients)
 
     @contextlib.contextmanager
-    def request(self, client: str) -> Iterator[None]:
-        """Count one request of `client` until its response has ended. A refused request does not count.
+    def request(self, client: str, *, cost: int = 1, places: int = 1) -> Iterator[None]:
+        """Take `cost` out of a client's bucket, and count `places` until the response has ended. A refused request does not count.
 
         Raises:
-            RateLimited: the client has too many concurrent requests, or sent too many per minute; `retry_after_s` is the time to
-                wait.
+            RateLimited: the client has too much at once, or has used too much in a minute; it names the time to wait.
+            RequestError: the request alone has more than the client may have at once.
         """
         state = self._state(client)
-        if self._max_concurrent is not None and state.num_concurrent >= self._max_concurrent:
+        if self._max_concurrent is not None and places > self._max_concurrent:
+            raise RequestError(
+                f"The request has {places} {self._kind}, and a client may have {self._max_concurrent} at once; send fewer "
+                "prompts, or a smaller n.",
+                param="n",
+            )
+        if self._max_concurrent is not None and state.num_concurrent + places > self._max_concurrent:
             raise RateLimited(
-                f"This client has {state.num_concurrent} concurrent {self._kind}, which is the limit; wait until one has ended.",
+                f"This client has {state.num_concurrent} concurrent {self._kind}, and may have {self._max_concurrent}: that is "
+                "the limit; wait until some have ended.",
                 retry_after_s=CONCURRENCY_RETRY_S,
             )
-        if self._rate is not None and state.tokens < 1:
+        if self._rate is not None and state.left < (needed := min(cost, self._rate)):
             raise RateLimited(
-                f"This client has sent more than {self._rate} {self._kind} a minute; wait before the next one.",
-                retry_after_s=(1 - state.tokens) * 60 / self._rate,
+                f"This client has used more than {self._rate} {self._kind} a minute; wait before the next request.",
+                retry_after_s=(needed - state.left) * 60 / self._rate,
             )
-        state.tokens -= 0 if self._rate is None else 1
-        state.num_concurrent += 1
+        state.left -= 0 if self._rate is None else cost
+        state.num_concurrent += places
         try:
             yield
         finally:
-            state.num_concurrent -= 1
+            state.num_concurrent -= places
+
+    def charge(self, client: str, cost: int) -> None:
+        """Take more out of a client's bucket, which may be in debt then."""
+        if self._rate is not None:
+            self._state(client).left -= cost
+
+    def budget(self, client: str) -> Budget | None:
+        """What a client has left in its bucket; None without a limit by the minute."""
+        if self._rate is None:
+            return None
+        left = self._state(client).left
+        return Budget(self._rate, max(0, int(left)), (self._rate - left) * 60 / self._rate)
 
     def _state(self, client: str) -> _Client:
         """Return the client's state, with its bucket refilled up to now."""
@@ -77,26 +111,46 @@ class ClientLimits:
         state = self._clients.get(client)
         if state is None:
             self._forget_idle(now_s)
-            state = self._clients[client] = _Client(tokens=most, refilled_s=now_s)
-        state.tokens = min(most, state.tokens + (now_s - state.refilled_s) * most / 60)
+            state = self._clients[client] = _Client(left=most, refilled_s=now_s)
+        state.left = min(most, state.left + (now_s - state.refilled_s) * most / 60)
         state.refilled_s = now_s
         return state
 
     def _forget_idle(self, now_s: float) -> None:
-        """Forget clients that sent no request for a minute. Their buckets are full, so a new state would be the same."""
+        """Forget clients without requests whose buckets are full, as a new client's."""
         if len(self._clients) < MAX_IDLE_CLIENTS:
             return
         for client, state in list(self._clients.items()):
-            if state.num_concurrent == 0 and now_s - state.refilled_s >= 60:
+            filled_s = 60 * (1 - state.left / self._rate) if self._rate else 60.0
+            if state.num_concurrent == 0 and now_s - state.refilled_s >= filled_s:
                 del self._clients[client]
 
 
 class _Client:
     """One client's bucket and counter."""
 
-    __slots__ = ("num_concurrent", "refilled_s", "tokens")
+    __slots__ = ("left", "num_concurrent", "refilled_s")
 
-    def __init__(self, *, tokens: float, refilled_s: float) -> None:
-        self.tokens = tokens
+    def __init__(self, *, left: float, refilled_s: float) -> None:
+        self.left = left
         self.refilled_s = refilled_s
         self.num_concurrent = 0
+
+
+class WorkLimits:
+    """The limits of the work that each client's requests make: sequences at once, and tokens in a minute."""
+
+    def __init__(self, limits: LimitsConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._sequences = ClientLimits("sequences", concurrent=limits.concurrent_sequences, clock=clock)
+        self.tokens = ClientLimits("tokens", per_minute=limits.tokens_per_minute, clock=clock)
+
+    @contextlib.contextmanager
+    def response(self, client: str, requests: Sequence[Request]) -> Iterator[None]:
+        """Count the choices of one HTTP request until its response has ended. A prompt counts once, however many choices it has.
+
+        Raises:
+            RateLimited, RequestError: see `ClientLimits.request`.
+        """
+        num_tokens = sum(request.num_prompt_tokens for request in requests if request.choice_index == 0)
+        with self._sequences.request(client, places=len(requests)), self.tokens.request(client, cost=num_tokens):
+            yield

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from transom_cluster.http.client_disconnect import run_until_disconnect
+from transom_cluster.http.client_limits import WorkLimits
 from transom_cluster.http.request_state import request_state
 from transom_cluster.openai.answer.error_responses import STREAM_CODES, WireError, wire_error
 from transom_cluster.openai.answer.json_pieces import PIECE_CHARS, joined_pieces, json_pieces
@@ -50,12 +51,15 @@ class GenerationResponse(Response):
         requests: Sequence[Request],
         writer: ResponseWriter,
         *,
+        work: WorkLimits,
         stream: bool,
         events: RequestEvents,
         headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         super().__init__()
         self._more_headers = list(headers)
+        self._work = work
+        self._client = ""
         self._events = events
         self._router = router
         self._requests = requests
@@ -65,11 +69,16 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the requests and send their output; abort them if the client disconnects first."""
+        self._client = request_state(scope).client
         await run_until_disconnect(
-            self._run(scope, receive, send), receive, on_disconnect=lambda: self._events.report(ClientLeft())
+            self._run(scope, send), receive, on_disconnect=lambda: self._events.report(ClientLeft())
         )
 
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run(self, scope: Scope, send: Send) -> None:
+        with self._work.response(self._client, self._requests):
+            await self._generate(scope, send)
+
+    async def _generate(self, scope: Scope, send: Send) -> None:
         async with self._router.generate(self._requests, self._events) as output:
             self._metrics.requests_submitted()
             try:
@@ -177,6 +186,7 @@ class GenerationResponse(Response):
     def _shown_event(self, index: int, event: OutputEvent) -> OutputEvent:
         """Return the part of an event that the client gets, and count the event in metrics and usage."""
         self._metrics.event_received(index, event)
+        self._work.tokens.charge(self._client, len(event.token_ids))
         event = self._writer.shown_event(event)
         self._metrics.event_sent(event)
         self._writer.usage.add(index, event)

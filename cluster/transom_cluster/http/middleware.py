@@ -16,8 +16,8 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from transom_cluster.http.api_keys import ApiKeys, shows_all_clients
-from transom_cluster.http.client_limits import ClientLimits
+from transom_cluster.http.api_keys import ApiKeys, KeyOwner, address_digest, shows_all_clients
+from transom_cluster.http.client_limits import Budget, ClientLimits, WorkLimits
 from transom_cluster.http.declared_statuses import OTHER
 from transom_cluster.http.request_state import request_state, routed_path
 from transom_cluster.openai.answer.error_responses import (
@@ -28,7 +28,6 @@ from transom_cluster.openai.answer.error_responses import (
     wire_error,
     wrong_api_key,
 )
-from transom_cluster.telemetry.request_timeline import ONLY_CLIENT
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.tracebacks import traceback_lines
 from transom_core.config import LimitsConfig
@@ -38,6 +37,8 @@ logger = logging.getLogger("transom.router")
 
 # These paths need no key: Kubernetes' probes of /health send none, and the block map's page itself holds no data.
 OPEN_PATHS = frozenset({"/health", "/blocks", "/blocks/demo.bin"})
+TIMELINES_PATH = "/debug/requests"
+COSTLY_PATHS = frozenset({"/metrics", "/metrics/sd", TIMELINES_PATH})  # other processes are asked for the answer
 BLOCK_STREAM_PATH = "/blocks/stream"
 OPEN_FOLDER = "/blocks/assets/"  # the block map page's own files
 MAX_LENGTH_DIGITS = 18  # `int` raises for thousands of digits, so a longer Content-Length is not converted
@@ -148,8 +149,8 @@ class ApiKeyMiddleware:
         """Pass the request on, or send status 401 or 403."""
         if scope["type"] == "http":
             given, path = _bearer_token(Headers(scope=scope).get("authorization", "")), routed_path(scope)
-            admin = self._admins.client_of(given) if given and self._admins.are_required else None
-            client = self._keys.client_of(given) if given and self._keys.are_required else None
+            admin = self._admins.owner_of(given) if given and self._admins.are_required else None
+            client = self._keys.owner_of(given) if given and self._keys.are_required else None
             needs_admin = self._admins.are_required and shows_all_clients(path)
             if needs_admin and admin is None and client is not None:
                 await send_error(admin_key_required(), send)
@@ -158,25 +159,37 @@ class ApiKeyMiddleware:
             if needs_key and admin is None and client is None:
                 await send_error(wrong_api_key(missing=not given), send)
                 return
-            request_state(scope).client = client or admin or ONLY_CLIENT
+            self._note_client(scope, client or admin)
         await self._app(scope, receive, send)
+
+    def _note_client(self, scope: Scope, owner: KeyOwner | None) -> None:
+        state = request_state(scope)
+        if owner is not None:
+            state.client = state.sharer = owner.client
+            state.weight = owner.weight
+        elif address := (scope.get("client") or ("",))[0]:
+            state.sharer = address_digest(address)
 
 
 class ClientLimitMiddleware:
     """Sends status 429 for a client's requests beyond its limits. A request counts until the last byte of its response.
 
+    Where there are limits by the minute, responses to POST requests have OpenAI's headers about them (`x-ratelimit-...`).
     Paths that need no key have no limits: the server cannot tell their clients apart, and a load balancer must always get its
     answer.
     """
 
-    def __init__(self, app: ASGIApp, limits: LimitsConfig) -> None:
+    def __init__(self, app: ASGIApp, limits: LimitsConfig, work: WorkLimits) -> None:
         self._app = app
+        self._work = work
         self._posts = ClientLimits(
             "requests", per_minute=limits.requests_per_minute, concurrent=limits.concurrent_requests
         )
         self._gets = ClientLimits(
             "GET requests", per_minute=limits.get_requests_per_minute, concurrent=limits.concurrent_get_requests
         )
+        self._has_budgets = limits.requests_per_minute is not None or limits.tokens_per_minute is not None
+        self._costly_gets = ClientLimits("costly GET requests", per_minute=limits.costly_get_requests_per_minute)
         self._streams = ClientLimits("streams of the block map", concurrent=limits.block_map_streams)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -184,20 +197,37 @@ class ClientLimitMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        client = request_state(scope).client
+        if scope["method"] == "POST" and self._has_budgets:
+            send = self._with_budgets(client, send)
         with contextlib.ExitStack() as stack:
             try:
                 for limits in self._limits_of(scope["method"], routed_path(scope)):
-                    stack.enter_context(limits.request(request_state(scope).client))
+                    stack.enter_context(limits.request(client))
             except RateLimited as error:
                 await send_error(wire_error(error), send)
                 return
             await self._app(scope, receive, send)
+
+    def _with_budgets(self, client: str, send: Send) -> Send:
+        """Add to a response what the client has left of its limits by the minute."""
+
+        async def send_with_budgets(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                budgets = {"requests": self._posts.budget(client), "tokens": self._work.tokens.budget(client)}
+                more = [pair for name, budget in budgets.items() if budget for pair in _budget_headers(name, budget)]
+                message = {**message, "headers": [*message.get("headers", ()), *more]}
+            await send(message)
+
+        return send_with_budgets
 
     def _limits_of(self, method: str, path: str) -> tuple[ClientLimits, ...]:
         if method == "POST":
             return (self._posts,)
         if path == BLOCK_STREAM_PATH:
             return (self._streams, self._gets)
+        if path in COSTLY_PATHS or path.startswith(f"{TIMELINES_PATH}/"):
+            return (self._gets, self._costly_gets)
         return () if _is_open(path) else (self._gets,)
 
 
@@ -240,6 +270,19 @@ class BodyLimitMiddleware:
 def _is_open(path: str) -> bool:
     """Return whether a path needs no key, because it shows nothing about requests or about what the server does."""
     return path in OPEN_PATHS or (path.startswith(OPEN_FOLDER) and "/" not in path.removeprefix(OPEN_FOLDER))
+
+
+def _budget_headers(name: str, budget: Budget) -> list[tuple[bytes, bytes]]:
+    values = {"limit": str(budget.limit), "remaining": str(budget.remaining), "reset": duration_text(budget.reset_s)}
+    return [(f"x-ratelimit-{which}-{name}".encode(), value.encode()) for which, value in values.items()]
+
+
+def duration_text(seconds: float) -> str:
+    """Seconds as OpenAI's headers write them: `0s`, `120ms`, `7.66s`, `6m0s`."""
+    if seconds < 1:
+        return f"{ms}ms" if (ms := round(seconds * 1000)) else "0s"
+    minutes, rest = divmod(round(seconds, 2), 60)
+    return f"{minutes:.0f}m{rest:.0f}s" if minutes else f"{rest:g}s"
 
 
 def _bearer_token(authorization: str) -> bytes:

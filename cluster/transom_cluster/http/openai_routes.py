@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from transom_cluster.http.client_limits import WorkLimits
 from transom_cluster.http.generation_response import GenerationResponse
 from transom_cluster.http.request_id_middleware import set_response_id
 from transom_cluster.http.request_preparation import RequestPreparation
@@ -44,8 +45,9 @@ _RESPONSES = BodyParser(ResponsesRequest, RESPONSES_RULES)
 class OpenAiRoutes:
     """Route handlers for one router. They parse bodies themselves, whatever the content type, so that errors can name fields."""
 
-    def __init__(self, router: Router, preparation: RequestPreparation) -> None:
+    def __init__(self, router: Router, preparation: RequestPreparation, work: WorkLimits) -> None:
         self._router = router
+        self._work = work
         self._preparation = preparation
 
     def add_routes(self, api: FastAPI) -> None:
@@ -175,7 +177,9 @@ class OpenAiRoutes:
         state.engine_request_id, state.timeline = requests[0].request_id, timeline
         events = self._router.request_events(timeline, state.trace)
         raw_headers = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
-        return GenerationResponse(self._router, requests, writer, stream=stream, events=events, headers=raw_headers)
+        return GenerationResponse(
+            self._router, requests, writer, work=self._work, stream=stream, events=events, headers=raw_headers
+        )
 
     def _echoed_prompts(
         self, given: Sequence[str] | Sequence[list[int]], prompts: Sequence[Prompt], num_choices: int

@@ -9,7 +9,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastapi import Request
 
@@ -30,7 +30,6 @@ from transom_cluster.openai.request.kv_policy_field import kv_policy_of
 from transom_cluster.openai.request.request_limits import ModelLimits
 from transom_cluster.openai.request.sampling_fields import SamplingFields
 from transom_cluster.router.router import Router
-from transom_cluster.telemetry.request_timeline import ONLY_CLIENT
 from transom_core import contract
 from transom_core.contract import KvPolicy, SamplingParams
 from transom_core.errors import RequestTimeout
@@ -63,7 +62,7 @@ class RequestPreparation:
 
     def client_threads(self, request: Request) -> ClientThreads:
         """The threads for long work, as this request's client may use them."""
-        return ClientThreads(self._threads, request_state(request.scope).client)
+        return ClientThreads(self._threads, request_state(request.scope).sharer)
 
     async def body(self, request: Request) -> bytes:
         """Wait for a request's body. Raises RequestTimeout if it does not arrive in time."""
@@ -159,7 +158,7 @@ class RequestPreparation:
             RequestError: the model cannot take the policy.
         """
         policy = kv_policy_of(body.kv_policy, self._router.kv_policy)
-        limits = self._router.limits.current
+        limits = replace(self._router.limits.current, max_choices=self._router.config.limits.max_choices)
         return policy, limits.with_kv_policy(policy, kv_quality=bool(body.kv_quality), max_tokens=params.max_tokens)
 
     async def engine_requests(
@@ -188,7 +187,8 @@ class RequestPreparation:
             prompts,
             params,
             limits,
-            client="" if state.client == ONLY_CLIENT else state.client,
+            client=state.sharer,
+            client_weight=state.weight,
             engine_seed=router.engine_seed,
             time_left_s=None if timeout_s is None else max(0.0, timeout_s - state.age_s),
             priority=body.priority or 0,
@@ -202,5 +202,5 @@ class RequestPreparation:
             logprobs_param="top_logprobs" if prompt_param == "messages" else "logprobs",
         )
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        threads = ClientThreads(self._threads, state.client)
+        threads = ClientThreads(self._threads, state.sharer)
         return await threads.run(build, num_chars=num_tokens, inline_chars=MAX_INLINE_TOKENS)

@@ -22,8 +22,9 @@ _KEY = "transom"
 class RequestState:
     """The state of one HTTP request.
 
-    Later layers set the fields that are empty at first: `ApiKeyMiddleware` sets `client`, and a route sets `response_id` at once,
-    and `engine_request_id` (of the first choice) and `timeline` after the prompt is tokenised.
+    Fields that are empty at first are set by the layer that learns them: `client`, `sharer` and `weight` by `ApiKeyMiddleware`,
+    `response_id` as soon as a route has chosen it, `engine_request_id` (of the first choice) and `timeline` once the prompt is
+    tokenised.
     """
 
     x_request_id: str  # the header that the client or Ray Serve sent; empty if there was none
@@ -32,7 +33,9 @@ class RequestState:
         default_factory=time.monotonic
     )  # when the request arrived, on this process's monotonic clock
     outcome: RequestOutcome = field(default_factory=RequestOutcome)
-    client: str = ONLY_CLIENT
+    client: str = ONLY_CLIENT  # whose limits hold, and whose timelines these are: the key's
+    sharer: str = ""  # who takes turns with others: the client, or without keys the address; empty: unknown
+    weight: float = 1.0  # of its turns
     response_id: str = ""
     engine_request_id: str = ""
     timeline: RequestTimeline | None = None

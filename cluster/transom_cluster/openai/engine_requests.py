@@ -12,7 +12,13 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
-from transom_cluster.openai.request.request_limits import ModelLimits, check_length, check_logprob_budget, check_total
+from transom_cluster.openai.request.request_limits import (
+    ModelLimits,
+    check_choices,
+    check_length,
+    check_logprob_budget,
+    check_total,
+)
 from transom_cluster.openai.request.token_id_lists import check_vocabulary
 from transom_core.contract import KvPolicy, Request, SamplingParams
 from transom_core.errors import RequestError
@@ -55,6 +61,7 @@ def build_requests(
     _check_priority(priority, max_priority)
     _check_params(params, limits)
     lengths = [len(prompt.token_ids) for prompt in prompts]
+    check_choices(len(prompts), params.n, limits, param="n")
     check_total(sum(lengths), params.n, limits, param=prompt_param)
     check_logprob_budget(lengths, params, limits, param=logprobs_param)
     requests = []

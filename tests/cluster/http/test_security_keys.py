@@ -95,9 +95,25 @@ async def test_a_key_file_opens_too(tmp_path):
             assert refused(await api.client.get("/v1/models", headers=bearer(key)))
 
 
+async def test_a_key_has_a_weight(tmp_path):
+    path = key_file(tmp_path, "light\nheavy   weight=2.5\n")
+    async with running_api(api_key_file=str(path)) as api:
+        for key in ("light", "heavy"):
+            response = await api.client.post("/v1/completions", json={"prompt": "x"}, headers=bearer(key))
+            assert response.status_code == 200
+        assert refused(await api.client.get("/v1/models", headers=bearer("heavy weight=2.5")))
+        assert [request.client_weight for request in api.worker.submitted] == [1.0, 2.5]
+
+
 @pytest.mark.parametrize(
     ("text", "mode", "said"),
-    [("key\n", 0o604, "chmod 600"), ("# none\n\n", 0o600, "has no key"), ("\udcff", 0o600, "not UTF-8")],
+    [
+        ("key\n", 0o604, "chmod 600"),
+        ("key weight=0\n", 0o600, "weight=0; give"),
+        ("key weight=two\n", 0o600, "weight=two"),
+        ("# none\n\n", 0o600, "has no key"),
+        ("\udcff", 0o600, "not UTF-8"),
+    ],
 )
 def test_wrong_key_files_are_refused(tmp_path, text, mode, said):
     path = tmp_path / "keys"
@@ -113,21 +129,21 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path)
     now_s = 0.0
     path = key_file(tmp_path, "old\n")
     keys = ApiKeys((), str(path), clock=lambda: now_s)
-    assert keys.client_of(b"old")
+    assert keys.owner_of(b"old")
     path.write_text("new\nnewer\n")
-    assert keys.client_of(b"new") is None  # the file is not checked at every request
+    assert keys.owner_of(b"new") is None  # the file is not checked at every request
     now_s += FILE_CHECK_PERIOD_S
-    assert keys.client_of(b"new")
-    assert keys.client_of(b"old") is None
+    assert keys.owner_of(b"new")
+    assert keys.owner_of(b"old") is None
     for breaking in (lambda: path.write_text(""), lambda: path.chmod(0o644), path.unlink):
         breaking()
         now_s += FILE_CHECK_PERIOD_S
-        assert keys.client_of(b"new")
-        assert keys.client_of(b"") is None
+        assert keys.owner_of(b"new")
+        assert keys.owner_of(b"") is None
     key_file(tmp_path, "back\n")
     now_s += FILE_CHECK_PERIOD_S
-    assert keys.client_of(b"back")
-    assert keys.client_of(b"new") is None
+    assert keys.owner_of(b"back")
+    assert keys.owner_of(b"new") is None
 
 
 def test_every_key_is_compared_by_a_digest_of_the_same_length(monkeypatch):
@@ -141,7 +157,7 @@ def test_every_key_is_compared_by_a_digest_of_the_same_length(monkeypatch):
     keys = ApiKeys(("a", "b" * 100, "c"))
     for presented in (b"a", b"b" * 100, b"x" * 5000):
         compared.clear()
-        keys.client_of(presented)
+        keys.owner_of(presented)
         assert len(compared) == 3
         assert {len(digest) for pair in compared for digest in pair} == {32}
 
@@ -166,7 +182,7 @@ async def test_workers_learn_which_client_sends_a_request_and_not_its_key():
         assert {len(client) for client in clients} == {32}
     async with running_api() as api:
         await salts_of(api, "")
-        assert {request.client for request in api.worker.submitted} == {""}
+        assert {len(request.client) for request in api.worker.submitted} == {32}  # a digest of the address
 
 
 async def test_with_salt_by_key_each_client_has_its_own_salt():

@@ -14,11 +14,11 @@ from tests.cluster.conftest import GIVE_UP_S, http_server, running_api
 from tests.cluster.http.test_http_errors import problem
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.http.api import build_api
-from transom_cluster.http.client_limits import MAX_IDLE_CLIENTS, ClientLimits
+from transom_cluster.http.client_limits import MAX_IDLE_CLIENTS, Budget, ClientLimits
+from transom_cluster.http.middleware import duration_text
 from transom_cluster.openai.request import request_limits
-from transom_cluster.openai.request.prompt_field import MAX_CHOICES
 from transom_cluster.openai.request.request_limits import MAX_TOKENIZE_BYTES
-from transom_core.config import LimitsConfig, PriorityConfig
+from transom_core.config import MAX_CHOICES, LimitsConfig, PriorityConfig
 from transom_core.contract import ErrorInfo, OutputEvent
 from transom_core.errors import RateLimited, RequestTimeout, StepFailed
 
@@ -328,3 +328,86 @@ async def test_prompts_are_encoded_until_they_are_too_many(api, monkeypatch):
     response = await api.complete(prompt=["x" * 300] * 100)
     assert response.status_code == 400
     assert calls == [300] * 4
+
+
+async def test_sequences_of_a_client_are_bounded_whatever_the_requests():
+    """One request of 1,024 sequences locked every other client out, within a limit of one request."""
+    async with running_api(limits=LimitsConfig(concurrent_sequences=4), api_keys=("a", "b")) as api:
+        api.client.headers["authorization"] = "Bearer a"
+        api.worker.max_events = 0  # they run for ever
+        running = asyncio.create_task(api.complete(prompt=["x"] * 3))
+        await api.worker.until(lambda: len(api.worker.submitted) == 3)
+        error = problem(await api.complete(n=2), 429)
+        assert "3 concurrent sequences" in error["message"]
+        assert problem(await api.complete(n=5), 400)["param"] == "n"
+        last = asyncio.create_task(api.complete())
+        await api.worker.until(lambda: len(api.worker.submitted) == 4)
+        running.cancel()
+        last.cancel()
+        await api.worker.until(lambda: len(api.worker.aborted) == 4)
+        api.worker.max_events = None
+        assert (await api.complete(n=4)).status_code == 200
+        api.client.headers["authorization"] = "Bearer b"
+        assert (await api.complete(n=4)).status_code == 200
+
+
+def test_tokens_come_back_by_the_minute_and_outputs_leave_a_debt():
+    counted, clock = limits(per_minute=60)
+    with counted.request("a", cost=1000):  # more than the bucket ever holds: it starts with a full one
+        counted.charge("a", 20)
+    assert counted.budget("a").remaining == 0
+    assert take(counted) == 961
+    clock.now_s = 960.0
+    for client in range(MAX_IDLE_CLIENTS + 1):
+        take(counted, f"other {client}")
+    assert take(counted) == 1  # the debt is not forgotten
+    clock.now_s = 961.0
+    assert take(counted) is None
+    clock.now_s = 991.0
+    assert counted.budget("a") == Budget(60, 30, 30.0)
+
+
+async def test_tokens_of_a_client_are_bounded_and_headers_tell_what_is_left():
+    limits = LimitsConfig(tokens_per_minute=100, requests_per_minute=60)
+    async with running_api(limits=limits, api_keys=("a", "b")) as api:
+        api.client.headers["authorization"] = "Bearer a"
+        for stream in (True, False):
+            response = await api.complete(prompt="x" * 30, n=2, max_tokens=10, stream=stream)
+            assert response.status_code == 200
+        headers = response.headers
+        assert [headers[f"x-ratelimit-limit-{name}"] for name in ("requests", "tokens")] == ["60", "100"]
+        assert headers["x-ratelimit-remaining-requests"] == "58"
+        assert headers["x-ratelimit-remaining-tokens"] == "0"  # two prompts of 30, and 40 tokens of output
+        assert headers["x-ratelimit-reset-requests"].endswith("s")
+        assert headers["x-ratelimit-reset-tokens"].endswith("s")
+        refused = await api.complete(prompt="x" * 10)
+        assert "more than 100 tokens a minute" in problem(refused, 429)["message"]
+        assert 1 <= int(refused.headers["retry-after"]) <= 6
+        assert refused.headers["x-ratelimit-limit-tokens"] == "100"
+        api.client.headers["authorization"] = "Bearer b"
+        response = await api.complete(prompt="x")
+        assert response.headers["x-ratelimit-remaining-tokens"] != "0"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (0.12, "120ms"), (7.66, "7.66s"), (360, "6m0s"), (90.4, "1m30s")]
+)
+def test_durations_are_written_as_openai_writes_them(seconds, text):
+    assert duration_text(seconds) == text
+
+
+async def test_the_choices_of_a_request_are_configurable():
+    async with running_api(limits=LimitsConfig(max_choices=3)) as api:
+        assert (await api.complete(prompt=["x"] * 3)).status_code == 200
+        for path, fields in (
+            ("/v1/completions", {"prompt": ["x"] * 2, "n": 2}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 4}),
+        ):
+            error = problem(await api.client.post(path, json=fields), 400)
+            assert "at most 3 choices a request" in error["message"]
+
+
+async def test_costly_gets_have_a_limit_of_their_own():
+    async with running_api(limits=LimitsConfig(costly_get_requests_per_minute=2)) as api:
+        paths = ("/metrics", "/debug/requests?limit=1", "/debug/requests/x", "/metrics/sd", "/v1/models")
+        assert [(await api.client.get(path)).status_code for path in paths] == [200, 200, 429, 429, 200]

@@ -11,12 +11,11 @@ import pytest
 from tests.cluster.conftest import Api, make_router, num_in_flight, running_api, timings, until
 from tests.cluster.stub_worker import StubDirectory, StubWorker
 from tests.how_many import num_examples
-from transom_cluster.openai.request.prompt_field import MAX_CHOICES
 from transom_cluster.router import request_queue
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.output_stream import OutputStream
 from transom_cluster.routing.placer import PlacementDecision, Placer
-from transom_core.config import FailoverConfig, LimitsConfig, PriorityConfig, SchedulingPolicy
+from transom_core.config import MAX_CHOICES, FailoverConfig, LimitsConfig, PriorityConfig, SchedulingPolicy
 from transom_core.contract import ErrorInfo, Request, SamplingParams, Usage
 from transom_core.errors import Overloaded, RequestTooLarge, WorkerLost
 

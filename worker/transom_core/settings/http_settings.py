@@ -67,7 +67,9 @@ class ClientSettings(BaseModel):
 
     api_key: tuple[str, ...] = Field((), description="Clients must send one of these as a bearer token.")
     api_key_file: str | None = Field(
-        None, description="A file with one such key per line; lines that begin with # are comments."
+        None,
+        description="A file with one such key per line; lines that begin with # are comments. `KEY weight=2` gives a client twice "
+        "another's share of what both want.",
     )
     admin_api_key_file: str | None = Field(
         None,
@@ -84,6 +86,20 @@ class ClientSettings(BaseModel):
     concurrent_requests: int | None = Field(
         None, ge=1, description="Requests of each API key at once; more are answered with 429."
     )
+    concurrent_sequences: int | None = Field(
+        None,
+        ge=1,
+        description="Sequences of each API key at once (a request's prompts times n); more are answered with 429.",
+    )
+    tokens_per_minute: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens of each API key per minute, of prompts and outputs; requests beyond are answered with 429. A request "
+        "starts if its prompt fits, and its output is counted as it comes.",
+    )
+    max_choices: int = Field(
+        128, ge=1, description="Sequences of one request (prompts times n); more are answered with 400."
+    )
     get_requests_per_minute: int = Field(
         6000,
         ge=1,
@@ -91,6 +107,11 @@ class ClientSettings(BaseModel):
     )
     concurrent_get_requests: int = Field(
         64, ge=1, description="GET requests of each API key at once; more are answered with 429."
+    )
+    costly_get_requests_per_minute: int = Field(
+        120,
+        ge=1,
+        description="Those of them for which other processes are asked (/metrics, /metrics/sd, /debug/requests).",
     )
     block_map_streams: int = Field(
         4,

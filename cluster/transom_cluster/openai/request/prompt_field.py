@@ -9,11 +9,9 @@ import msgspec
 from msgspec import Raw
 
 from transom_cluster.openai.request.body import decode_field
-from transom_cluster.openai.request.request_limits import ModelLimits, check_length, check_total
+from transom_cluster.openai.request.request_limits import ModelLimits, check_choices, check_length, check_total
 from transom_cluster.openai.request.token_id_lists import count_ids, read_id_lists, read_ids
 from transom_core.errors import RequestError
-
-MAX_CHOICES = 1024  # no worker could admit more together (--max-waiting), so a retry would not help
 
 _STRING, _IDS = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
 PROMPT_SCHEMA: dict[str, Any] = {
@@ -50,10 +48,10 @@ def read_prompts(field: Raw, *, num_choices: int, limits: ModelLimits) -> list[s
         raise RequestError("prompt is an empty list; send at least one prompt.", param="prompt")
     if first[1] == b'"':
         texts = decode_field(_TEXTS, text, "prompt")
-        _check_choices(len(texts), num_choices)
+        check_choices(len(texts), num_choices, limits, param="prompt")
         return texts
     if first[1] == b"[":
-        _check_choices(text.count(b"[") - 1, num_choices)
+        check_choices(text.count(b"[") - 1, num_choices, limits, param="prompt")
         check_total(count_ids(text), num_choices, limits, param="prompt")
         return read_id_lists(text, "prompt")
     check_length(count_ids(text), None, limits, param="prompt")
@@ -73,11 +71,3 @@ def read_tokens(field: Raw, limits: ModelLimits) -> list[int]:
             param="tokens",
         )
     return read_ids(text, "tokens")
-
-
-def _check_choices(num_prompts: int, num_choices: int) -> None:
-    if num_prompts * num_choices > MAX_CHOICES:
-        raise RequestError(
-            f"prompt has {num_prompts} prompts and n is {num_choices}; at most {MAX_CHOICES} choices a request.",
-            param="prompt",
-        )

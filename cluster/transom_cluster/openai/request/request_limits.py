@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from transom_core.config import MAX_CHOICES
 from transom_core.contract import KvPolicy, SamplingParams, check_kv_policy, max_prompt_len, max_stream_len
 from transom_core.errors import PromptTooLong, RequestError
 
@@ -28,7 +29,7 @@ class ModelLimits:
 
     `block_size` is that of the KV cache's blocks in tokens; `kv_policy_obstacle` says why the model's layers cannot follow a KV
     policy, and is empty if they can. `max_stream_len` is the longest stream of one request, if its policy lets it run past the
-    model's length.
+    model's length. `max_choices` is the server's own limit of the sequences of one request.
     """
 
     max_model_len: int
@@ -36,6 +37,7 @@ class ModelLimits:
     block_size: int = 16
     kv_policy_obstacle: str = ""
     max_stream_len: int | None = None
+    max_choices: int = MAX_CHOICES
 
     @property
     def longest(self) -> int:
@@ -62,6 +64,16 @@ class ModelLimits:
         )
         longest = max_stream_len(policy, kv_quality=kv_quality, max_tokens=max_tokens, max_model_len=self.max_model_len)
         return replace(self, max_stream_len=longest)
+
+
+def check_choices(num_prompts: int, num_choices: int, limits: ModelLimits, *, param: str) -> None:
+    """Check the number of sequences that a request becomes. Raises RequestError."""
+    if num_prompts * num_choices > limits.max_choices:
+        raise RequestError(
+            f"The request has {num_prompts} prompts and n is {num_choices}; at most {limits.max_choices} choices a request. Send "
+            "several requests, or ask the server's operator for a higher --max-choices.",
+            param=param,
+        )
 
 
 def check_total(num_tokens: int, num_choices: int, limits: ModelLimits, *, param: str) -> None:
