@@ -1,4 +1,4 @@
-"""`GrammarCompiler`: compiles the grammars of requests on a thread of its own, and keeps the most recent ones.
+"""`GrammarCompiler`: compiles the grammars of requests on a thread of its own, and keeps the most recent ones of each client.
 
 Most grammars compile in milliseconds and the largest take a second, so neither an event loop nor a step may wait for one. A request
 waits outside of the queue (it is *held*) until its grammar is ready, and other requests run meanwhile.
@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from transom_core.errors import RequestError
+from transom_core.fair_cache import CLIENT_SHARE, FairCache
 from transom_core.grammar.compile_grammar import compile_grammar
 from transom_core.grammar.matcher import GrammarMatcher
 from transom_core.grammar.vocabulary import GrammarVocabulary
 
 CACHE_BYTES = 256 << 20
+MAX_COMPILED_BYTES = int(CACHE_BYTES * CLIENT_SHARE)  # of one grammar, for `GrammarChecker`
 TIMEOUT_S = 30.0  # of one grammar; routers allow less (`GrammarChecker`), so that only a grammar that no router has seen takes it
-# What one compiled grammar takes, measured: 1 MB for a small schema, 110 to 380 bytes for each byte of a large one.
-_BYTES_PER_GRAMMAR = 1 << 20
+TIMEOUT_KEPT_S = 60.0  # a refusal because of that: a busy machine may have been why
+# What a compiled grammar counts for in the cache, at least, so that small ones are not too many; and where nobody has measured what
+# it takes, for each byte of its text: a schema takes 110 to 380.
+_LEAST_BYTES = 1 << 20
 _BYTES_PER_TEXT_BYTE = 400
 
 
@@ -41,21 +45,15 @@ class _Job(Generic[Owner]):
     owner: Owner
     text: str
     resumed_output_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """What compiling a text gave. An error is kept as well: a client that sends a hopeless schema again waits for nothing."""
-
-    compiled: GrammarMatcher | RequestError
     num_bytes: int
+    client: str
 
 
 class GrammarCompiler(Generic[Owner]):
     """The engine's thread calls it. The compiler's own thread starts with the first grammar, and so does the vocabulary's making.
 
     `seconds` is the time that compiling took; `num_compiled` and `num_cached` count the grammars that were compiled, and those that
-    were found.
+    were found. What compiling gave is kept, also an error: a client that sends a hopeless schema again waits for nothing.
     """
 
     def __init__(
@@ -69,8 +67,8 @@ class GrammarCompiler(Generic[Owner]):
         """`make_vocabulary` is called on the compiler's thread, once."""
         self._make_vocabulary = make_vocabulary
         self._vocabulary: GrammarVocabulary | None = None
-        self._cache_bytes, self._timeout_s, self._clock = cache_bytes, timeout_s, clock
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the most recent last
+        self._timeout_s, self._clock = timeout_s, clock
+        self._entries: FairCache[str, GrammarMatcher | RequestError] = FairCache(cache_bytes, clock=clock)  # by text
         self._changed = threading.Condition()  # guards everything below, and the entries
         self._jobs: deque[_Job[Owner]] = deque()
         self._running: _Job[Owner] | None = None
@@ -78,22 +76,34 @@ class GrammarCompiler(Generic[Owner]):
         self._ready: list[CompiledGrammar[Owner]] = []
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self.num_bytes = 0  # of all entries, estimated
         self.seconds = 0.0
         self.num_compiled = 0
         self.num_cached = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the compiled grammars that are kept, as far as it was measured."""
+        return self._entries.num_bytes
 
     @property
     def is_busy(self) -> bool:
         """Whether a grammar is being compiled, waits for that, or is ready to be taken."""
         return bool(self._jobs or self._running or self._ready)
 
-    def begin(self, owner: Owner, text: str, resumed_output_ids: Sequence[int] = ()) -> None:
-        """Have a request's grammar compiled; `take_ready` returns the outcome."""
+    def begin(
+        self,
+        owner: Owner,
+        text: str,
+        resumed_output_ids: Sequence[int] = (),
+        *,
+        num_bytes: int = 0,
+        client: str = "",
+    ) -> None:
+        """Have a request's grammar compiled, which takes `num_bytes` of memory (0: unknown); `take_ready` returns the outcome."""
         with self._changed:
             if self._thread is None:
                 self._start()
-            self._jobs.append(_Job(owner, text, tuple(resumed_output_ids)))
+            self._jobs.append(_Job(owner, text, tuple(resumed_output_ids), num_bytes, client))
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> None:
@@ -129,7 +139,7 @@ class GrammarCompiler(Generic[Owner]):
             f"The grammar of the answer cannot be used: compiling it takes more than {self._timeout_s:g} s; send a smaller schema.",
             param="grammar",
         )
-        self._keep(job.text, error)
+        self._keep(job, error, keep_s=TIMEOUT_KEPT_S)
         self._ready.append(CompiledGrammar(job.owner, None, error))
         self._running = None
         self._start()
@@ -164,11 +174,11 @@ class GrammarCompiler(Generic[Owner]):
     def _compiled(self, job: _Job[Owner]) -> GrammarMatcher:
         """Return a matcher of the job's text, which has consumed the job's output. Raises RequestError."""
         with self._changed:
-            entry = self._entries.get(job.text)
-            if entry is not None:
-                self._entries.move_to_end(job.text)
+            compiled = self._entries.get(job.text)
+            if compiled is not None:
                 self.num_cached += 1
-        compiled = self._compile(job.text) if entry is None else entry.compiled
+        if compiled is None:
+            compiled = self._compile(job)
         if isinstance(compiled, RequestError):
             raise compiled
         matcher = compiled.copy()
@@ -176,29 +186,25 @@ class GrammarCompiler(Generic[Owner]):
             matcher.replay(job.resumed_output_ids)
         return matcher
 
-    def _compile(self, text: str) -> GrammarMatcher | RequestError:
+    def _compile(self, job: _Job[Owner]) -> GrammarMatcher | RequestError:
         begin_s = time.perf_counter()
         compiled: GrammarMatcher | RequestError
         try:
             if self._vocabulary is None:
                 self._vocabulary = self._make_vocabulary()
-            compiled = compile_grammar(text, self._vocabulary)
+            compiled = compile_grammar(job.text, self._vocabulary)
         except RequestError as error:
             compiled = error
         with self._changed:
             self.seconds += time.perf_counter() - begin_s
             self.num_compiled += 1
             if self._thread is threading.current_thread():
-                self._keep(text, compiled)
+                self._keep(job, compiled)
         return compiled
 
-    def _keep(self, text: str, compiled: GrammarMatcher | RequestError) -> None:
-        """Keep what compiling a text gave, and drop the oldest entries beyond the cache's bytes."""
-        per_byte = _BYTES_PER_TEXT_BYTE if isinstance(compiled, GrammarMatcher) else 1
-        base = _BYTES_PER_GRAMMAR if isinstance(compiled, GrammarMatcher) else 0
-        num_bytes = base + per_byte * len(text)
-        self._entries[text] = _Entry(compiled, num_bytes)
-        self.num_bytes += num_bytes
-        while self.num_bytes > self._cache_bytes and len(self._entries) > 1:
-            _, dropped = self._entries.popitem(last=False)
-            self.num_bytes -= dropped.num_bytes
+    def _keep(self, job: _Job[Owner], compiled: GrammarMatcher | RequestError, *, keep_s: float = float("inf")) -> None:
+        """Keep what compiling a job's text gave for its client."""
+        num_bytes = len(job.text)
+        if isinstance(compiled, GrammarMatcher):
+            num_bytes += max(_LEAST_BYTES, job.num_bytes or _BYTES_PER_TEXT_BYTE * len(job.text))
+        self._entries.put(job.text, compiled, num_bytes=num_bytes, client=job.client, keep_s=keep_s)

@@ -48,7 +48,14 @@ class AnswerGrammars:
     def begin(self, running: RunningRequest, grammar: str) -> None:
         """Have the grammar of a request compiled."""
         self._num_requests += 1
-        self.compiler.begin(running, grammar, running.request.resumed_output_ids)
+        request = running.request
+        self.compiler.begin(
+            running,
+            grammar,
+            request.resumed_output_ids,
+            num_bytes=request.grammar_bytes,
+            client=request.client,
+        )
 
     def take_ready(self, *, may_wait: bool) -> list[CompiledGrammar[RunningRequest]]:
         """Return the grammars that have become ready; where `may_wait`, wait a moment for one that is being compiled."""
