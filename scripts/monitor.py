@@ -6,6 +6,7 @@ Both listen on loopback, with the alert rules of `deploy/monitoring/` and the da
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -42,7 +43,7 @@ Process = subprocess.Popen[bytes]
 def main() -> int:
     """Start everything, say where it is, wait, and end everything; the exit code."""
     given = arguments(sys.argv[1:])
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     running: list[Process] = []
     with tempfile.TemporaryDirectory(prefix="transom-monitor-") as temporary:
@@ -53,7 +54,8 @@ def main() -> int:
                 time.sleep(POLL_S)
             raise CannotStart("A process has ended by itself; --data FOLDER keeps its log.")
         except KeyboardInterrupt:
-            print("\nStopping.", flush=True)
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                print("\nStopping.", flush=True)
             return 0
         except CannotStart as problem:
             print(f"transom: {problem}", file=sys.stderr)

@@ -237,7 +237,7 @@ async def _stop_workers(settings: Settings) -> None:
 def keep_signal_handlers() -> Iterator[None]:
     """Restore the signal handlers after Ray's start: Ray installs a SIGTERM handler that raises SystemExit in Python, and a native
     one that dumps a stack."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     except SystemExit:

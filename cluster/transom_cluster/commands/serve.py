@@ -1,7 +1,8 @@
 """`transom serve`: starts a server on this machine, prints its address, and waits for a signal.
 
-Ctrl-C stops the server at once. SIGTERM stops it after the running requests have ended. If there is a disk tier, the workers write
-their KV caches to it before they stop. A second signal stops the server at once in both cases.
+Ctrl-C stops the server at once. SIGTERM, and SIGHUP when its terminal is closed, stop it after the running requests have ended.
+If there is a disk tier, the workers write their KV caches to it before they stop. A second signal stops the server at once in any
+case.
 """
 
 from __future__ import annotations
@@ -26,22 +27,23 @@ from transom_core.settings.settings import Settings
 START_FAILED = 1
 INTERRUPTED = 130  # 128 + SIGINT, the exit code that shells use
 READY_TIMEOUT_S = 60.0
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived: the server stops after the running requests have ended."""
+    """SIGTERM or SIGHUP arrived: the server stops after the running requests have ended."""
 
 
 def run_server(settings: Settings, given: dict[str, Any]) -> int:
-    """Serve until SIGINT or SIGTERM, and return the exit code.
+    """Serve until SIGINT, SIGTERM or SIGHUP, and return the exit code.
 
-    After SIGTERM the server waits for the running requests; a second signal stops it at once. `given` has the settings that the
-    user gave, in the form that `build_app` takes.
+    After the latter two the server waits for the running requests; a second signal stops it at once. `given` has the settings that
+    the user gave, in the form that `build_app` takes.
     """
     begin_s = time.perf_counter()
     for number in ENDING_SIGNALS:
-        signal.signal(number, _interrupt)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # `nohup` wants the server to stay
+            signal.signal(number, _interrupt)
     is_serving = False
     cluster = LocalRay(settings)
     try:
@@ -68,13 +70,14 @@ def run_server(settings: Settings, given: dict[str, Any]) -> int:
         for number in ENDING_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # another Ctrl-C must not interrupt `cluster.stop`
         if is_serving:
-            typer.echo("\nStopping.")
+            with contextlib.suppress(OSError):  # the terminal is gone
+                typer.echo("\nStopping.")
         cluster.stop()
     return START_FAILED
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
-    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
 def _wait_for_first_response(cluster: LocalRay, config: ServerConfig) -> list[dict[str, Any]]:

@@ -33,6 +33,7 @@ from transom_cluster.router.router import Router
 from transom_core import contract
 from transom_core.contract import KvPolicy, SamplingParams
 from transom_core.errors import RequestTimeout
+from transom_core.grammar import CheckedGrammar
 from transom_core.text.chat_template import Prompt
 from transom_core.text.markup.context import AnswerContext
 
@@ -127,7 +128,7 @@ class RequestPreparation:
 
     async def grammar(
         self, markup: AnswerMarkup, options: AnswerOptions, context: AnswerContext, threads: ClientThreads
-    ) -> str | None:
+    ) -> CheckedGrammar | None:
         """Write the grammar that a request's answers are held to, and check it before a worker sees it; None: nothing is demanded.
 
         Example: a chat with `tools` and `tool_choice` "required" gets a grammar that allows the model to think, and then to write
@@ -141,15 +142,10 @@ class RequestPreparation:
             markup.format.grammar, self._router.tokenizer, context, message=demand, tools=options.tools_demand
         )
         grammar = await threads.run(write, num_chars=options.num_chars, inline_chars=MAX_INLINE_CHARS)
-        if grammar is not None:
-            check = functools.partial(
-                checker.check, grammar, param=options.form.param or "tools", client=threads.client
-            )
-            if checker.is_known(grammar):
-                check()
-            else:
-                await threads.check(check)
-        return grammar
+        if grammar is None:
+            return None
+        check = functools.partial(checker.check, grammar, param=options.form.param or "tools", client=threads.client)
+        return check() if checker.is_known(grammar) else await threads.check(check)
 
     def kv_policy(self, body: SamplingFields, params: SamplingParams) -> tuple[KvPolicy | None, ModelLimits]:
         """The KV policy of a request, its own or the server's default, and its limits: a policy may allow longer streams.
@@ -171,7 +167,7 @@ class RequestPreparation:
         limits: ModelLimits,
         kv_policy: KvPolicy | None,
         *,
-        grammar: str | None,
+        grammar: CheckedGrammar | None,
         prompt_param: str,
     ) -> list[contract.Request]:
         """Build the engine requests. The server adds a seed, a deadline and, with `--salt-by-key`, the client's cache salt."""

@@ -22,6 +22,7 @@ from transom_cluster.openai.request.request_limits import (
 from transom_cluster.openai.request.token_id_lists import check_vocabulary
 from transom_core.contract import KvPolicy, Request, SamplingParams
 from transom_core.errors import RequestError
+from transom_core.grammar import CheckedGrammar
 from transom_core.text.chat_template import Prompt
 
 
@@ -41,7 +42,7 @@ def build_requests(
     prompt_cache_key: str | None = None,
     kv_policy: KvPolicy | None = None,
     kv_quality: bool = False,
-    grammar: str | None = None,
+    grammar: CheckedGrammar | None = None,
     prompt_param: str = "prompt",
     logprobs_param: str = "logprobs",
 ) -> list[Request]:
@@ -86,7 +87,8 @@ def build_requests(
                     turn_boundaries=prompt.turn_boundaries,
                     kv_policy=kv_policy,
                     kv_quality=kv_quality,
-                    grammar=grammar,
+                    grammar=None if grammar is None else grammar.text,
+                    grammar_bytes=0 if grammar is None else grammar.num_bytes,
                 )
             )
     return requests

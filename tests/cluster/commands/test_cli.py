@@ -19,6 +19,7 @@ from transom_cluster.commands import serve as serve_command
 from transom_cluster.commands.chat import ChatFailed, ChatSession, run_chat
 from transom_cluster.commands.process_tree import children_of, descendants_of, end_processes, is_running
 from transom_core import __version__
+from transom_core.errors import ConfigError
 from transom_core.settings.settings import Settings
 
 
@@ -292,3 +293,57 @@ def _read_until(stream, end: bytes) -> bytes:
         assert byte, text
         text += byte
     return text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_end_of_its_terminal_ends_a_server_as_sigterm_does(monkeypatch, number):
+    """Requests end first, and everything is stopped, even if nothing can be printed any more."""
+    calls = []
+
+    class Cluster:
+        def __init__(self, settings):
+            pass
+
+        def start(self, given, progress):
+            pass
+
+        def wait(self):
+            os.kill(os.getpid(), number)
+            raise AssertionError("the signal has no handler")
+
+        def drain(self):
+            calls.append("drain")
+
+        def write_caches(self):
+            calls.append("write_caches")
+
+        def stop(self):
+            calls.append("stop")
+
+    def echo(*_, **__):
+        raise OSError("Input/output error")
+
+    monkeypatch.setattr(serve_command, "LocalRay", Cluster)
+    for name in ("check_start", "_wait_for_first_response", "_print_welcome"):
+        monkeypatch.setattr(serve_command, name, lambda *_: [])
+    monkeypatch.setattr(serve_command.typer, "echo", echo)
+    assert serve_command.run_server(Settings.parse(model="m"), {}) == 0
+    assert calls == ["drain", "write_caches", "stop"]
+
+
+def test_a_server_under_nohup_outlives_its_terminal(monkeypatch):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    class Cluster:
+        def __init__(self, settings):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+        def stop(self):
+            pass
+
+    def refuse(_):
+        raise ConfigError("no model")
+
+    monkeypatch.setattr(serve_command, "LocalRay", Cluster)
+    monkeypatch.setattr(serve_command, "check_start", refuse)
+    assert serve_command.run_server(Settings.parse(model="m"), {}) == serve_command.START_FAILED

@@ -194,6 +194,7 @@ def test_parsed_answers_and_calls(speaking_server: HttpServer, speaking_client: 
     parsed = speaking_client.responses.parse(model="stub", input=ASKED["input"], text_format=Weather)
     assert parsed.output_parsed == Weather(city="Paris", rain_mm=2.5)
     assert last_request(speaking_server).grammar is not None
+    assert last_request(speaking_server).grammar_bytes == 1 << 20  # as the check has measured
     says(speaking_server, CALL)
     tool: Any = openai.pydantic_function_tool(AskWeather, name="weather")
     called = speaking_client.responses.parse(model="stub", input=ASKED["input"], tools=[tool])

@@ -14,6 +14,7 @@ from tests.core.grammar.vocabularies import tiny
 from tests.how_many import num_examples
 from transom_core.errors import RequestError
 from transom_core.grammar import GrammarChecker
+from transom_core.text.tokenizer import Tokenizer
 
 KEYWORDS: dict[str, Any] = {
     "type": ["string", "integer", "object", "array", ["string", "null"], "number", "nonsense"],
@@ -100,6 +101,30 @@ def test_a_refusal_by_time_is_kept_for_a_minute() -> None:
         assert made.is_known('start: "a"')
     finally:
         made.close()
+
+
+def test_what_a_grammar_takes_is_measured_and_limited(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice in one child: it does not matter what the one before has left. A text says little of what it takes."""
+    small, words = checker.check("start: /[a-c]+/"), grammar({"enum": [f"word {i}" for i in range(10_000)]})
+    first, second = (checker.check(f"start: /(a{{1000}}){{{count}}}/") for count in (999, 998))
+    assert first.text == "start: /(a{1000}){999}/"
+    for found in (first, second):
+        assert 30 << 20 < found.num_bytes < 64 << 20
+    assert small.num_bytes < 2 << 20
+    assert checker.check(words).num_bytes < 16 << 20
+    assert checker.check(first.text) == first
+    monkeypatch.setattr("transom_core.grammar.checker.MAX_COMPILED_BYTES", 16 << 20)
+    problem = problem_of(checker, "start: /(a{1000}){997}/")
+    assert "cannot be used: it takes 4" in str(problem)
+    assert "MiB of memory and 16 are allowed; send a smaller schema" in str(problem)
+
+
+def test_a_vocabulary_that_cannot_be_read_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tokenizer, "to_json", lambda _: "{}")
+    broken = GrammarChecker(tiny())
+    for _ in range(2):
+        assert "cannot be used with this model's vocabulary" in str(problem_of(broken, "start: /a/"))
+    assert not broken.pids
 
 
 def test_a_child_that_was_killed_costs_nothing(checker: GrammarChecker) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -16,7 +18,7 @@ from transom_core.grammar.compile_queue import CompileJob, CompileQueue
 
 @pytest.fixture
 def grammars() -> Iterator[GrammarCompiler[str]]:
-    made: GrammarCompiler[str] = GrammarCompiler(tiny_vocabulary, cache_bytes=3 << 20)
+    made: GrammarCompiler[str] = GrammarCompiler(tiny_vocabulary, cache_bytes=12 << 20)
     yield made
     made.close()
 
@@ -62,10 +64,54 @@ def test_the_cache_is_bounded_and_drops_what_was_used_longest_ago(grammars: Gram
         grammars.begin(name, f"start: /[{name}]+/")
     take(grammars, 5)
     assert (grammars.num_compiled, grammars.num_cached) == (3, 2)
-    assert grammars.num_bytes <= 3 << 20
+    assert grammars.num_bytes <= 3 << 20  # a client's quarter
     grammars.begin("b", "start: /[b]+/")
     take(grammars, 1)
     assert grammars.num_compiled == 4
+
+
+def test_a_grammar_counts_for_what_it_takes(grammars: GrammarCompiler[str]) -> None:
+    """As measured, whatever its text's length; a client's grammars push out its own, and one above its share is not kept."""
+    grammars.begin("other", "start: /[x]+/", client="other")
+    for number in range(5):
+        grammars.begin("a", f"start: /[0-{number}]+/", num_bytes=2 << 20, client="a")
+    take(grammars, 6)
+    assert grammars.num_bytes == (1 << 20) + (2 << 20) + len("start: /[x]+/start: /[0-4]+/")
+    grammars.begin("a", "start: /[y]+/", num_bytes=4 << 20, client="a")
+    grammars.begin("other", "start: /[x]+/", client="other")
+    take(grammars, 2)
+    assert (grammars.num_compiled, grammars.num_cached) == (7, 1)
+    assert grammars.num_bytes < 4 << 20
+
+
+MEMORY = """
+import os, resource
+from tests.core.grammar.vocabularies import tiny, tiny_vocabulary
+from transom_core.grammar import GrammarChecker, GrammarCompiler
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+checker, compiler = GrammarChecker(tiny()), GrammarCompiler(tiny_vocabulary, cache_bytes=64 << 20)
+for number in range(-1, 30):
+    grammar = checker.check("start: /(a{1000}){%d}/" % (200 + number))
+    compiler.begin("a", grammar.text, num_bytes=grammar.num_bytes)
+    while not compiler.take_ready():
+        compiler.wait(60)
+    if number < 0:
+        before = resident()
+checker.close()
+print(compiler.num_compiled, (resident() - before) >> 20)
+"""
+
+
+def test_memory_of_small_texts_stays_within_the_cache() -> None:
+    """30 texts of 25 bytes, which take 10 MiB each. In a process of its own, where nothing else changes its memory."""
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    num_compiled, grown_mib = map(int, done.stdout.split())
+    assert num_compiled == 31
+    assert grown_mib < 150  # all of them take 300; what the allocator keeps of freed ones depends on the threads' timing
 
 
 def test_a_grammar_that_takes_too_long_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:

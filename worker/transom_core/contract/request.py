@@ -55,7 +55,7 @@ class Request:
     With a `grammar` every token follows it, from the first one of the output, resumed ones included. The output ends with "stop"
     where the grammar leaves nothing that could follow, and end of text is sampled only where the grammar accepts the output.
     A grammar that cannot be used, or that becomes too complex, ends the request with an error; output is never sampled without
-    it.
+    it. `grammar_bytes` is the memory that the compiled grammar takes, as the router has measured it.
 
     The clocks of two hosts may differ by any amount, so the times are durations, as of the moment at which the router gave the
     request to the worker: `waited_s` is how long the router had had it by then, and `time_left_s` how long it may still take.
@@ -80,6 +80,7 @@ class Request:
     prefix_source: PrefixSource | None = None
     prefill_only: bool = False
     grammar: str | None = None  # of the whole output, in llguidance's dialect of Lark; None: any output
+    grammar_bytes: int = 0  # 0: unknown
     trace_parent: str | None = None  # the router's span, as a W3C traceparent header; None if the request is not traced
     version: int = CONTRACT_VERSION
 

@@ -11,7 +11,7 @@ A grammar is a text in llguidance's dialect of Lark, with JSON schemas as `%json
     checker      compiles texts from outside in a child process first, under limits of time and memory
 """
 
-from transom_core.grammar.checker import GrammarChecker
+from transom_core.grammar.checker import CheckedGrammar, GrammarChecker
 from transom_core.grammar.compile_grammar import MAX_GRAMMAR_BYTES, compile_grammar
 from transom_core.grammar.compiler import CompiledGrammar, GrammarCompiler
 from transom_core.grammar.masks import GrammarMasks
@@ -20,6 +20,7 @@ from transom_core.grammar.vocabulary import GrammarVocabulary
 
 __all__ = [
     "MAX_GRAMMAR_BYTES",
+    "CheckedGrammar",
     "CompiledGrammar",
     "GrammarChecker",
     "GrammarCompiler",

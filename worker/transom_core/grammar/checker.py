@@ -2,7 +2,9 @@
 
 Some schemas of a hundred bytes take the grammar library minutes or gigabytes, in code that nothing can interrupt (two
 `multipleOf` with a large common multiple, many `anyOf` inside `allOf`). So a router compiles each grammar in a child process
-first, where a limit ends it. What was found is kept by digest: agents send the same tools with every request.
+first, where a limit ends it. A grammar that compiles may still take more memory than it should (`MAX_COMPILED_BYTES`).
+What it takes is measured there, and goes to the worker with the request. What was found is kept by digest: agents send the
+same tools with every request.
 A refusal because of the limits is kept for a minute only, since a busy machine may be why.
 """
 
@@ -13,10 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from transom_core.errors import RequestError
 from transom_core.fair_cache import FairCache
 from transom_core.grammar.compile_grammar import MAX_GRAMMAR_BYTES
+from transom_core.grammar.compiler import MAX_COMPILED_BYTES
 from transom_core.limited_children import LimitedChildren
 from transom_core.text.tokenizer import Tokenizer
 
@@ -25,6 +29,24 @@ MEMORY_BYTES = 1 << 30  # for one grammar
 KEPT_BYTES = 8 << 20  # a client's quarter has some 6,000 results
 KEPT_ENTRY_BYTES = 300  # the digest, and an entry of the cache
 KEPT_LIMIT_S = 60.0  # a refusal because of the limits of time and memory
+_TOO_LARGE = (
+    "The grammar of the answer cannot be used: {}; send a smaller schema, with fewer alternatives, shorter repetitions and smaller "
+    "numbers."
+)
+
+
+class CheckedGrammar(NamedTuple):
+    """A grammar that can be used: its text, and the bytes of memory that it takes when it is compiled."""
+
+    text: str
+    num_bytes: int
+
+
+class Verdict(NamedTuple):
+    """What was found of a grammar: what is wrong with it, empty if nothing is, and the bytes that it takes when it is compiled."""
+
+    problem: str
+    num_bytes: int
 
 
 class GrammarChecker:
@@ -48,9 +70,7 @@ class GrammarChecker:
             first=lambda: {"tokenizer": tokenizer.to_json(), "eos_token_ids": list(tokenizer.eos_token_ids)},
         )
         self._lock = threading.Lock()
-        self.kept: FairCache[bytes, str] = FairCache(
-            KEPT_BYTES, clock=clock
-        )  # by digest: what is wrong, empty if nothing is
+        self.kept: FairCache[bytes, Verdict] = FairCache(KEPT_BYTES, clock=clock)  # by digest
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -67,45 +87,48 @@ class GrammarChecker:
         with self._lock:
             return self.kept.get(_digest(grammar)) is not None
 
-    def check(self, grammar: str, *, param: str | None = "grammar", client: str = "") -> None:
-        """Return if the grammar can be used. What is found counts for `client` in the cache.
+    def check(self, grammar: str, *, param: str | None = "grammar", client: str = "") -> CheckedGrammar:
+        """Return a grammar that can be used. What is found counts for `client` in the cache.
 
         Raises:
             RequestError: it cannot; the message says why, and `param` is the error's.
         """
         digest = _digest(grammar)
         with self._lock:
-            problem = self.kept.get(digest)
-        if problem is None:
-            problem = self._ask(grammar, digest, client)
-        if problem:
-            raise RequestError(problem, param=param)
+            verdict = self.kept.get(digest)
+        if verdict is None:
+            verdict = self._ask(grammar, digest, client)
+        if verdict.problem:
+            raise RequestError(verdict.problem, param=param)
+        return CheckedGrammar(grammar, verdict.num_bytes)
 
     def close(self) -> None:
         """End the child processes; idempotent."""
         self._children.close()
 
-    def _ask(self, grammar: str, digest: bytes, client: str) -> str:
-        """Return what is wrong with a grammar; empty if nothing is."""
+    def _ask(self, grammar: str, digest: bytes, client: str) -> Verdict:
+        """Have a child find out what is wrong with a grammar."""
         if len(grammar) > MAX_GRAMMAR_BYTES:
-            return (
+            return Verdict(
                 f"The grammar of the answer cannot be used: it has {len(grammar)} characters and {MAX_GRAMMAR_BYTES} bytes are "
-                "allowed; send a smaller schema."
+                "allowed; send a smaller schema.",
+                0,
             )
         answer = self._children.ask({"grammar": grammar})
+        if "unprepared" in answer:
+            return Verdict(f"Grammars cannot be used with this model's vocabulary: {answer['unprepared']}.", 0)
         if "killed" in answer:  # from outside, twice: that says nothing about the grammar
-            return f"The grammar of the answer could not be checked: {answer['killed']}. Try again."
-        problem, keep_s = str(answer.get("refused", "")), float("inf")
+            return Verdict(f"The grammar of the answer could not be checked: {answer['killed']}. Try again.", 0)
+        verdict, keep_s = Verdict(answer.get("refused", ""), answer.get("num_bytes", 0)), float("inf")
         if "too_large" in answer:
-            problem = (
-                f"The grammar of the answer cannot be used: {answer['too_large']}; send a smaller schema, with fewer alternatives "
-                "and smaller numbers."
-            )
-            keep_s = KEPT_LIMIT_S
-        num_bytes = KEPT_ENTRY_BYTES + sys.getsizeof(problem)
+            verdict, keep_s = Verdict(_TOO_LARGE.format(answer["too_large"]), 0), KEPT_LIMIT_S
+        elif verdict.num_bytes > MAX_COMPILED_BYTES:
+            reason = f"it takes {verdict.num_bytes >> 20} MiB of memory and {MAX_COMPILED_BYTES >> 20} are allowed"
+            verdict = Verdict(_TOO_LARGE.format(reason), 0)
+        num_bytes = KEPT_ENTRY_BYTES + sys.getsizeof(verdict.problem)
         with self._lock:
-            self.kept.put(digest, problem, num_bytes=num_bytes, client=client, keep_s=keep_s)
-        return problem
+            self.kept.put(digest, verdict, num_bytes=num_bytes, client=client, keep_s=keep_s)
+        return verdict
 
 
 def _digest(grammar: str) -> bytes:

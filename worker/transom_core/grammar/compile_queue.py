@@ -32,6 +32,7 @@ class CompileJob(Generic[Owner]):
     text: str
     client: str = ""
     weight: float = 1.0
+    num_bytes: int = 0  # of the compiled grammar, as a router measured it; 0: unknown
     resumed_output_ids: tuple[int, ...] = ()
 
 

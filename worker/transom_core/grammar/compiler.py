@@ -1,4 +1,5 @@
-"""`GrammarCompiler`: compiles the grammars of requests on a thread of its own, by turns of clients, and keeps the most recent ones.
+"""`GrammarCompiler`: compiles the grammars of requests on a thread of its own, by turns of clients, and keeps the most recent ones
+of each client.
 
 Most grammars compile in milliseconds and the largest take a second, so neither an event loop nor a step may wait for one. A request
 waits outside of the queue (it is *held*) until its grammar is ready, and other requests run meanwhile.
@@ -8,23 +9,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from transom_core.errors import RequestError
+from transom_core.fair_cache import CLIENT_SHARE, FairCache
 from transom_core.grammar.compile_grammar import compile_grammar
 from transom_core.grammar.compile_queue import CompileJob, CompileQueue
 from transom_core.grammar.matcher import GrammarMatcher
 from transom_core.grammar.vocabulary import GrammarVocabulary
 
 CACHE_BYTES = 256 << 20
+MAX_COMPILED_BYTES = int(CACHE_BYTES * CLIENT_SHARE)  # of one grammar, for `GrammarChecker`
 TIMEOUT_S = 30.0  # of one grammar; routers allow less (`GrammarChecker`), so that only a grammar that no router has seen takes it
-# What one compiled grammar takes, measured: 1 MB for a small schema, 110 to 380 bytes for each byte of a large one.
-_BYTES_PER_GRAMMAR = 1 << 20
+TIMEOUT_KEPT_S = 60.0  # a refusal because of that: a busy machine may have been why
+# What a compiled grammar counts for in the cache, at least, so that small ones are not too many; and where nobody has measured what
+# it takes, for each byte of its text: a schema takes 110 to 380.
+_LEAST_BYTES = 1 << 20
 _BYTES_PER_TEXT_BYTE = 400
-
 
 Owner = TypeVar("Owner")
 
@@ -37,19 +39,11 @@ class CompiledGrammar(NamedTuple, Generic[Owner]):
     error: RequestError | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """What compiling a text gave. An error is kept as well: a client that sends a hopeless schema again waits for nothing."""
-
-    compiled: GrammarMatcher | RequestError
-    num_bytes: int
-
-
 class GrammarCompiler(Generic[Owner]):
     """The engine's thread calls it. The compiler's own thread starts with the first grammar, and so does the vocabulary's making.
 
     `seconds` is the time that compiling took; `num_compiled` and `num_cached` count the grammars that were compiled, and those that
-    were found.
+    were found. What compiling gave is kept, also an error: a client that sends a hopeless schema again waits for nothing.
     """
 
     def __init__(
@@ -63,20 +57,24 @@ class GrammarCompiler(Generic[Owner]):
         """`make_vocabulary` is called on the compiler's thread, once."""
         self._make_vocabulary = make_vocabulary
         self._vocabulary: GrammarVocabulary | None = None
-        self._cache_bytes, self._timeout_s, self._clock = cache_bytes, timeout_s, clock
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the most recent last
+        self._timeout_s, self._clock = timeout_s, clock
+        self._entries: FairCache[str, GrammarMatcher | RequestError] = FairCache(cache_bytes, clock=clock)  # by text
         self._changed = threading.Condition()  # guards everything below, and the entries
-        self._jobs: CompileQueue[Owner, GrammarMatcher | RequestError] = CompileQueue(self._recall)
+        self._jobs: CompileQueue[Owner, GrammarMatcher | RequestError] = CompileQueue(self._entries.get)
         self._running: CompileJob[Owner] | None = None
         self._running_since_s = 0.0
         self._is_replaying = False  # the running job's grammar is there, and consumes what the request has resumed
         self._ready: list[CompiledGrammar[Owner]] = []
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self.num_bytes = 0  # of all entries, estimated
         self.seconds = 0.0
         self.num_compiled = 0
         self.num_cached = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the compiled grammars that are kept, as far as it was measured."""
+        return self._entries.num_bytes
 
     @property
     def is_busy(self) -> bool:
@@ -94,15 +92,26 @@ class GrammarCompiler(Generic[Owner]):
         text: str,
         resumed_output_ids: Sequence[int] = (),
         *,
+        num_bytes: int = 0,
         client: str = "",
         weight: float = 1.0,
     ) -> None:
-        """Have a request's grammar compiled; `take_ready` returns the outcome. Clients take turns by their weights."""
-        resumed = tuple(resumed_output_ids)
+        """Have a request's grammar compiled; `take_ready` returns the outcome. Clients take turns by their weights.
+
+        `num_bytes`: the memory that the compiled grammar takes, as it was measured; 0: unknown.
+        """
+        job = CompileJob(
+            owner=owner,
+            text=text,
+            client=client,
+            weight=weight,
+            num_bytes=num_bytes,
+            resumed_output_ids=tuple(resumed_output_ids),
+        )
         with self._changed:
             if self._thread is None:
                 self._start()
-            self._jobs.add(CompileJob(owner=owner, text=text, client=client, weight=weight, resumed_output_ids=resumed))
+            self._jobs.add(job)
             self._changed.notify_all()
 
     def cancel(self, owner: Owner) -> None:
@@ -143,7 +152,7 @@ class GrammarCompiler(Generic[Owner]):
             f"The grammar of the answer cannot be used: compiling it takes more than {self._timeout_s:g} s; send a smaller schema.",
             param="grammar",
         )
-        self._keep(job.text, error)
+        self._keep(job, error, keep_s=TIMEOUT_KEPT_S)
         self._jobs.charge(job, self._timeout_s)
         if self._is_replaying:
             self._ready.append(CompiledGrammar(job.owner, None, error))
@@ -164,7 +173,7 @@ class GrammarCompiler(Generic[Owner]):
                     continue
                 self._running, self._running_since_s, self._is_replaying = job, self._clock(), known is not None
             begin_s = time.perf_counter()
-            outcome = self._compile(job.text) if known is None else _matcher_for(job, known[1])
+            outcome = self._compile(job) if known is None else _matcher_for(job, known[1])
             with self._changed:
                 if self._thread is not me:
                     return
@@ -176,8 +185,7 @@ class GrammarCompiler(Generic[Owner]):
                     continue
                 if job is not compiled_for:
                     self.num_cached += 1
-                if job.text in self._entries:
-                    self._entries.move_to_end(job.text)
+                self._entries.get(job.text)  # it is used now
                 matcher, error = (None, outcome) if isinstance(outcome, RequestError) else (outcome, None)
                 self._ready.append(CompiledGrammar(job.owner, matcher, error))
                 self._changed.notify_all()
@@ -189,18 +197,14 @@ class GrammarCompiler(Generic[Owner]):
                 self._changed.wait()
             return self._thread is me and not self._is_closed
 
-    def _recall(self, text: str) -> GrammarMatcher | RequestError | None:
-        entry = self._entries.get(text)
-        return None if entry is None else entry.compiled
-
-    def _compile(self, text: str) -> GrammarMatcher | RequestError:
+    def _compile(self, job: CompileJob[Owner]) -> GrammarMatcher | RequestError:
         begin_s = time.perf_counter()
         compiled: GrammarMatcher | RequestError
         is_kept = True
         try:
             if self._vocabulary is None:
                 self._vocabulary = self._make_vocabulary()
-            compiled = compile_grammar(text, self._vocabulary)
+            compiled = compile_grammar(job.text, self._vocabulary)
         except RequestError as error:
             compiled = error
         except Exception as error:  # any error of a text is that of its requests alone
@@ -209,19 +213,17 @@ class GrammarCompiler(Generic[Owner]):
             self.seconds += time.perf_counter() - begin_s
             self.num_compiled += 1
             if is_kept and self._thread is threading.current_thread():
-                self._keep(text, compiled)
+                self._keep(job, compiled)
         return compiled
 
-    def _keep(self, text: str, compiled: GrammarMatcher | RequestError) -> None:
-        """Keep what compiling a text gave, and drop the oldest entries beyond the cache's bytes."""
-        per_byte = _BYTES_PER_TEXT_BYTE if isinstance(compiled, GrammarMatcher) else 1
-        base = _BYTES_PER_GRAMMAR if isinstance(compiled, GrammarMatcher) else 0
-        num_bytes = base + per_byte * len(text)
-        self._entries[text] = _Entry(compiled, num_bytes)
-        self.num_bytes += num_bytes
-        while self.num_bytes > self._cache_bytes and len(self._entries) > 1:
-            _, dropped = self._entries.popitem(last=False)
-            self.num_bytes -= dropped.num_bytes
+    def _keep(
+        self, job: CompileJob[Owner], compiled: GrammarMatcher | RequestError, *, keep_s: float = float("inf")
+    ) -> None:
+        """Keep what compiling a job's text gave for its client."""
+        num_bytes = len(job.text)
+        if isinstance(compiled, GrammarMatcher):
+            num_bytes += max(_LEAST_BYTES, job.num_bytes or _BYTES_PER_TEXT_BYTE * len(job.text))
+        self._entries.put(job.text, compiled, num_bytes=num_bytes, client=job.client, keep_s=keep_s)
 
 
 def _matcher_for(job: CompileJob[Owner], compiled: GrammarMatcher | RequestError) -> GrammarMatcher | RequestError:

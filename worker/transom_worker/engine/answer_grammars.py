@@ -56,7 +56,12 @@ class AnswerGrammars:
         self._num_requests += 1
         request = running.request
         self.compiler.begin(
-            running, grammar, request.resumed_output_ids, client=request.client, weight=request.client_weight
+            running,
+            grammar,
+            request.resumed_output_ids,
+            num_bytes=request.grammar_bytes,
+            client=request.client,
+            weight=request.client_weight,
         )
 
     def take_ready(self, *, may_wait: bool) -> list[CompiledGrammar[RunningRequest]]:

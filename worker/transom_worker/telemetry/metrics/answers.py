@@ -45,7 +45,7 @@ def grammar_families(own: OwnLabels, stats: GrammarStats) -> Iterator[Metric]:
     )
     yield own.gauge(
         "transom_grammar_cache_bytes",
-        "Bytes that the compiled grammars which are kept take, estimated from their texts.",
+        "Bytes that the compiled grammars which are kept take, as routers have measured them.",
         stats.cache_bytes,
     )
     yield own.counter(

@@ -35,6 +35,11 @@ def contents(number: int) -> bytes:
     return random.Random(number).randbytes(SIZE)
 
 
+def file_of(path: Path, number: int) -> Path:
+    name = digest(number).hex()
+    return path / "transom-kv" / MODEL.hex()[:32] / name[:2] / f"{name}-0.kv"
+
+
 def block_files(path: Path) -> list[Path]:
     return sorted(path.rglob("*.kv"))
 
@@ -45,7 +50,6 @@ def test_blocks_come_back_in_another_process_of_the_same_model(tmp_path: Path) -
         assert first.write(number % 2, digest(number), contents(number))
     second, other_model = folder(tmp_path), folder(tmp_path, b"o" * 32)
     for number in range(5):
-        assert second.has(number % 2, digest(number))
         assert second.read(number % 2, digest(number), SIZE) == contents(number)
         assert second.read(1 - number % 2, digest(number), SIZE) is None
         assert other_model.read(number % 2, digest(number), SIZE) is None
@@ -56,7 +60,9 @@ def test_blocks_come_back_in_another_process_of_the_same_model(tmp_path: Path) -
 def test_only_the_owner_can_read(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        (tmp_path / "deep" / "down" / "transom-kv").mkdir(mode=0o777, parents=True)  # it is closed to others
+        (tmp_path / "deep" / "down").mkdir(mode=0o1777, parents=True)  # sticky, as /tmp is
+        (tmp_path / "deep" / "down").chmod(0o1777)
+        (tmp_path / "deep" / "down" / "transom-kv").mkdir(mode=0o777)  # it is closed to others
         folder(tmp_path / "deep" / "down").write(0, digest(1), contents(1))
     finally:
         os.umask(before)
@@ -69,6 +75,59 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--disk-cache .* cannot be used"):
         folder(tmp_path / "file")
+
+
+@pytest.mark.parametrize(("mode", "is_refused"), [(0o777, True), (0o757, True), (0o1777, False), (0o755, False)])
+def test_a_directory_into_which_others_may_write_is_refused(tmp_path: Path, mode: int, is_refused: bool) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(mode)
+    if is_refused:
+        with pytest.raises(ConfigError, match="other users may write into it"):
+            folder(shared)
+        assert not list(shared.iterdir())
+    else:
+        assert folder(shared).write(0, digest(1), contents(1))
+    folder(shared / "below")  # which is made, and ours
+    assert stat.S_IMODE((shared / "below").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("name", ["", "transom-kv", f"transom-kv/{MODEL.hex()[:32]}"])
+def test_no_directory_is_a_link(tmp_path: Path, name: str) -> None:
+    """Nothing is changed where it leads."""
+    private = tmp_path / "public_html"
+    private.mkdir()
+    private.chmod(0o755)
+    link = tmp_path / "cache" / name
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(private)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        folder(tmp_path / "cache")
+    assert stat.S_IMODE(private.stat().st_mode) == 0o755
+    assert not list(private.iterdir())
+
+
+def test_a_directory_that_is_replaced_later_is_not_read(tmp_path: Path) -> None:
+    store, other = folder(tmp_path / "ours"), folder(tmp_path / "theirs")
+    other.write(0, digest(1), contents(2))
+    (tmp_path / "ours" / "transom-kv").rename(tmp_path / "moved")
+    (tmp_path / "theirs" / "transom-kv").rename(tmp_path / "ours" / "transom-kv")
+    assert store.read(0, digest(1), SIZE) is None
+    assert store.new_listing().look() == ([], [])
+    assert store.write(0, digest(1), contents(1))
+    assert store.read(0, digest(1), SIZE) == contents(1)
+    assert len(block_files(tmp_path / "moved")) == 1
+
+
+def test_a_directory_or_file_of_another_user_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = folder(tmp_path)
+    store.write(0, digest(1), contents(1))
+    us = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: us + 1)
+    assert store.read(0, digest(1), SIZE) is None
+    assert (store.counts.num_broken, block_files(tmp_path)) == (1, [])
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        folder(tmp_path)
 
 
 def link(path: Path) -> None:
@@ -100,7 +159,7 @@ def test_a_broken_file_is_removed_and_counted(tmp_path: Path, damage: str) -> No
     DAMAGES[damage](path)
     assert store.read(0, digest(1), SIZE) is None
     assert store.counts.num_broken == 1
-    assert not store.has(0, digest(1))
+    assert not os.path.lexists(path)
     store.write(0, digest(1), contents(1))
     assert store.read(0, digest(1), SIZE) == contents(1)
 
@@ -134,10 +193,10 @@ def test_the_least_recently_used_blocks_leave_first(tmp_path: Path) -> None:
     foreign.write_text("not ours")
     for number in range(8):
         store.write(0, digest(number), contents(number))
-        os.utime(store._file(0, digest(number)), (number, number))
+        os.utime(file_of(tmp_path, number), (number, number))
     assert store.read(0, digest(0), SIZE) is not None  # used now
     store.write(0, digest(8), contents(8))
-    kept = [number for number in range(9) if store.has(0, digest(number))]
+    kept = [number for number in range(9) if file_of(tmp_path, number).exists()]
     assert kept == [0, 2, 3, 4, 5, 6, 7, 8]
     assert store.space.num_evicted == 1
     assert store.space.used_bytes == len(block_files(tmp_path)) * FILE_BYTES <= 8 * FILE_BYTES
@@ -149,7 +208,7 @@ def test_the_least_recently_used_blocks_leave_first(tmp_path: Path) -> None:
 def test_what_a_process_left_unfinished_is_removed(tmp_path: Path) -> None:
     store = folder(tmp_path)
     store.write(0, digest(1), contents(1))
-    path = store._file(0, digest(1))
+    path = file_of(tmp_path, 1)
     left, running = (path.with_name(f".{path.stem}.{pid}-1.tmp") for pid in (1, 2))
     left.write_bytes(b"x")
     running.write_bytes(b"x")

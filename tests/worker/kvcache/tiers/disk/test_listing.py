@@ -12,12 +12,18 @@ from tests.how_many import num_examples
 from transom_worker.kvcache.tiers.disk import listing
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.kvcache.tiers.disk.listing import BlockKey, FolderListing
+from transom_worker.kvcache.tiers.disk.owned_directory import OwnedDirectory, open_directory
 
 FINGERPRINT = b"f" * 32
 
 
 def folder_in(path: Path, *, space_bytes: int = 1 << 30) -> BlockFolder:
     return BlockFolder(path, FINGERPRINT, space_bytes=space_bytes)
+
+
+def file_of(path: Path, block: BlockKey) -> Path:
+    name = block[1].hex()
+    return path / "transom-kv" / FINGERPRINT.hex()[:32] / name[:2] / f"{name}-{block[0]}.kv"
 
 
 def key(number: int, group: int = 0) -> BlockKey:
@@ -29,8 +35,8 @@ def count_names(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     plain = listing._files
 
-    def counted(path: str) -> list[str]:
-        names = plain(path)
+    def counted(folder: OwnedDirectory, name: str) -> list[str]:
+        names = plain(folder, name)
         counts.append(len(names))
         return names
 
@@ -57,7 +63,7 @@ def test_random_changes_are_found(tmp_path: Path) -> None:
             assert folder.write(*block, b"contents")
             there.add(block)
         for block in rng.sample(sorted(there), min(len(there), rng.randrange(3))):
-            folder._file(*block).unlink()
+            file_of(tmp_path, block).unlink()
             there.remove(block)
         if rng.random() < 0.05:
             gone = rng.sample(sorted(there), min(len(there), 5))
@@ -81,7 +87,7 @@ def test_a_file_of_the_same_tick_as_a_listing_is_found(tmp_path: Path) -> None:
     folder.write(*first, b"contents")
     found = folder.new_listing()
     assert found.look().added == [first]
-    parent = folder._file(*first).parent
+    parent = file_of(tmp_path, first).parent
     status = parent.stat()
     folder.write(*second, b"contents")
     os.utime(parent, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -116,7 +122,7 @@ def test_a_round_reads_a_bounded_number_of_names_and_the_next_goes_on(
 def test_other_files_folders_links_and_a_missing_folder_are_nothing(tmp_path: Path) -> None:
     folder = folder_in(tmp_path)
     folder.write(*key(1), b"contents")
-    path = folder._file(*key(1))
+    path = file_of(tmp_path, key(1))
     (path.parent / "notes.txt").write_text("mine")
     (path.parent / f".{path.stem}.1-2.tmp").write_bytes(b"")
     (path.parent.parent / "zz").write_text("no folder")
@@ -126,4 +132,6 @@ def test_other_files_folders_links_and_a_missing_folder_are_nothing(tmp_path: Pa
     assert found.look() == ([key(1)], [])
     path.parent.rename(tmp_path / "elsewhere")
     assert found.look() == ([], [key(1)])
-    assert FolderListing(tmp_path / "nowhere").look() == ([], [])
+    nowhere = open_directory(tmp_path / "nowhere")
+    (tmp_path / "nowhere").rmdir()
+    assert FolderListing(nowhere).look() == ([], [])

@@ -4,7 +4,7 @@
     DIR/transom-kv/<fingerprint>/ab/ab12...-0.kv   the block of group 0 under the digest ab12...
 
 Files appear whole: they are written under another name and then renamed. Two processes that write the same block write the same
-bytes.
+bytes. Only files of this process's user are read, below directories that were opened once (`owned_directory`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from pathlib import Path
 from transom_core.errors import ConfigError
 from transom_worker.kvcache.tiers.disk.block_file import HEADER_BYTES, BlockName, BrokenFile, pack, read_block
 from transom_worker.kvcache.tiers.disk.listing import FolderListing
+from transom_worker.kvcache.tiers.disk.owned_directory import open_directory
 from transom_worker.kvcache.tiers.disk.space import DiskSpace
 
-_OWNER_ONLY = 0o700
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 @dataclass(slots=True)
@@ -40,56 +42,50 @@ class BlockFolder:
         """Make the folder if need be.
 
         Raises:
-            ConfigError: the directory cannot be used, or belongs to another user.
+            ConfigError: the directory cannot be used, belongs to another user, or others may write into it.
         """
         self.fingerprint = fingerprint
-        root = directory / "transom-kv"
-        self._path = root / fingerprint.hex()[:32]
-        self.space = DiskSpace(root, space_bytes)
         self.counts = FileCounts()
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            for folder in (root, self._path):
-                folder.mkdir(mode=_OWNER_ONLY, exist_ok=True)
-                if folder.stat().st_uid != os.geteuid():
-                    raise ConfigError(
-                        f"--disk-cache {directory}: {folder} belongs to another user; give another directory."
-                    )
-                folder.chmod(_OWNER_ONLY)
+            root = open_directory(directory).enter("transom-kv")
+            self._folder = root.enter(fingerprint.hex()[:32])
+            self.space = DiskSpace(root, space_bytes)
             self.space.recount()
         except OSError as error:
             raise ConfigError(
-                f"--disk-cache {directory} cannot be used: {error}. Give a directory that can be written."
+                f"--disk-cache {directory} cannot be used: {error}. Give a directory, and no link, that this user alone can "
+                "write."
             ) from error
-
-    def has(self, group: int, digest: bytes) -> bool:
-        """Return whether there is a file for the block; only reading it tells whether it is whole."""
-        return os.path.exists(self._file(group, digest))
 
     def new_listing(self) -> FolderListing:
         """Return what finds out which blocks have files; it has found none yet."""
-        return FolderListing(self._path)
+        return FolderListing(self._folder)
 
     def read(self, group: int, digest: bytes, num_bytes: int) -> bytes | None:
-        """Return the contents of a block of `num_bytes`; None if there is no file, or a broken one, which is removed."""
-        path = self._file(group, digest)
+        """Return the contents of a block of `num_bytes`; None if there is no file, or a broken one, which is removed.
+
+        A file of another user counts as broken.
+        """
+        name, folder = _file(group, digest), self._folder.descriptor
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            file = os.open(name, _READ, dir_fd=folder)
         except FileNotFoundError:
             self.counts.num_missing += 1
             return None
         except OSError:
-            self._remove_broken(path)
+            self._remove_broken(name)
             return None
         try:
+            if os.fstat(file).st_uid != os.geteuid():
+                raise BrokenFile("it belongs to another user")
             contents = read_block(file, BlockName(self.fingerprint, digest, group), num_bytes)
         except (BrokenFile, OSError):
-            self._remove_broken(path)
+            self._remove_broken(name)
             return None
         finally:
             os.close(file)
         with suppress(OSError):
-            os.utime(path)
+            os.utime(name, dir_fd=folder, follow_symlinks=False)
         self.counts.num_read += 1
         return contents
 
@@ -99,42 +95,45 @@ class BlockFolder:
         Raises:
             OSError: the file cannot be written; nothing of it is left.
         """
-        path = self._file(group, digest)
+        name, folder = _file(group, digest), self._folder.descriptor
         with suppress(FileNotFoundError):
-            os.utime(path)
+            os.utime(name, dir_fd=folder, follow_symlinks=False)
             return True
         num_bytes = HEADER_BYTES + len(contents)
         if not self.space.reserve(num_bytes):
             return False
-        unfinished = path.with_name(f".{path.stem}.{os.getpid()}-{threading.get_ident()}.tmp")
+        subfolder, _, last = name.partition("/")
+        unfinished = f"{subfolder}/.{last.removesuffix('.kv')}.{os.getpid()}-{threading.get_ident()}.tmp"
         try:
-            path.parent.mkdir(mode=_OWNER_ONLY, exist_ok=True)
-            _write_file(unfinished, pack(BlockName(self.fingerprint, digest, group), contents))
-            os.rename(unfinished, path)
+            self._folder.make(subfolder)
+            _write_file(unfinished, folder, pack(BlockName(self.fingerprint, digest, group), contents))
+            os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             with suppress(OSError):
-                os.unlink(unfinished)
+                os.unlink(unfinished, dir_fd=folder)
             with suppress(OSError):
                 self.space.release(num_bytes)
             raise
         self.counts.num_written += 1
         return True
 
-    def _file(self, group: int, digest: bytes) -> Path:
-        name = digest.hex()
-        return self._path / name[:2] / f"{name}-{group}.kv"
-
-    def _remove_broken(self, path: Path) -> None:
+    def _remove_broken(self, name: str) -> None:
         """Remove a file that is not the block that it should be. It has the name of one of our files, so nothing else is lost."""
         self.counts.num_broken += 1
         with suppress(OSError):
-            num_bytes = os.lstat(path).st_size
-            os.unlink(path)
+            num_bytes = os.lstat(name, dir_fd=self._folder.descriptor).st_size
+            os.unlink(name, dir_fd=self._folder.descriptor)
             self.space.release(num_bytes)
 
 
-def _write_file(path: Path, parts: tuple[bytes, bytes | memoryview]) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def _file(group: int, digest: bytes) -> str:
+    """Return the name of a block's file, from the folder on."""
+    name = digest.hex()
+    return f"{name[:2]}/{name}-{group}.kv"
+
+
+def _write_file(name: str, folder: int, parts: tuple[bytes, bytes | memoryview]) -> None:
+    file = os.open(name, _NEW, 0o600, dir_fd=folder)
     try:
         for part in parts:
             left = memoryview(part)

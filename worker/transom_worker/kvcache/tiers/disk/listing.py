@@ -14,9 +14,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
+from transom_worker.kvcache.tiers.disk.owned_directory import OwnedDirectory
 from transom_worker.kvcache.tiers.disk.space import BLOCK_FILE
 
 MOST_FILES = 20_000  # names that a round reads, or those of one subfolder, if it has more
@@ -41,8 +41,8 @@ class _Subfolder:
 class FolderListing:
     """What was found in one folder of block files so far. Not thread-safe."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, folder: OwnedDirectory) -> None:
+        self._folder = folder
         self._subfolders: dict[str, _Subfolder] = {}
         self._next = ""  # the name of the subfolder at which the next round begins
 
@@ -50,7 +50,7 @@ class FolderListing:
         """Make a round: list the subfolders that have changed, as many as `most_files` names allow, and at least one."""
         changes = ListedChanges([], [])
         num_files = 0
-        names = sorted(self._subfolders.keys() | _list(self._path))
+        names = sorted(self._subfolders.keys() | _list(self._folder))
         for name in [*(one for one in names if one >= self._next), *(one for one in names if one < self._next)]:
             if num_files >= most_files:
                 self._next = name
@@ -74,16 +74,15 @@ class FolderListing:
     def _look_into(self, name: str, changes: ListedChanges) -> int:
         """List a subfolder if it may have changed, and return how many names it has then."""
         known = self._subfolders.setdefault(name, _Subfolder())
-        path = f"{self._path}/{name}"
         try:
-            changed_ns = os.stat(path).st_mtime_ns
+            changed_ns = os.stat(name, dir_fd=self._folder.descriptor, follow_symlinks=False).st_mtime_ns
         except OSError:
             changed_ns = -1  # it is gone, or cannot be read: nothing in it can be
         if changed_ns == known.changed_ns and known.is_settled:
             return 0
         known.is_settled = changed_ns == known.changed_ns
         known.changed_ns = changed_ns
-        files = _files(path)
+        files = _files(self._folder, name)
         blocks = {_key(file) for file in files if BLOCK_FILE.fullmatch(file)}
         changes.added.extend(blocks - known.blocks)
         changes.removed.extend(known.blocks - blocks)
@@ -91,21 +90,33 @@ class FolderListing:
         return len(files)
 
 
-def _list(path: Path | str) -> list[str]:
+def _list(folder: OwnedDirectory) -> list[str]:
     """Return the names in a folder; none if it cannot be read."""
     try:
-        return os.listdir(path)
+        descriptor = folder.reopen()
     except OSError:
         return []
-
-
-def _files(path: str) -> list[str]:
-    """Return the names of a folder's files; none if it cannot be read. Folders and links are no files of blocks."""
     try:
-        with os.scandir(path) as entries:
+        return os.listdir(descriptor)
+    except OSError:
+        return []
+    finally:
+        os.close(descriptor)
+
+
+def _files(folder: OwnedDirectory, name: str) -> list[str]:
+    """Return the names of a subfolder's files; none if it cannot be read. Folders and links are no files of blocks."""
+    try:
+        descriptor = folder.reopen(name)
+    except OSError:
+        return []
+    try:
+        with os.scandir(descriptor) as entries:
             return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
     except OSError:
         return []
+    finally:
+        os.close(descriptor)
 
 
 def _key(file: str) -> BlockKey:

@@ -13,8 +13,9 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import NamedTuple
+
+from transom_worker.kvcache.tiers.disk.owned_directory import OwnedDirectory
 
 BLOCK_FILE = re.compile(r"[0-9a-f]{64}-\d+\.kv")
 UNFINISHED_FILE = re.compile(r"\.[0-9a-f]{64}-\d+\..*\.tmp")
@@ -26,13 +27,13 @@ _COUNT_BYTES = 20
 class _File(NamedTuple):
     used_s: float
     num_bytes: int
-    path: str
+    path: str  # from the root on
 
 
 class DiskSpace:
     """The space below `root`, `limit_bytes` large. Any thread of any process may use it."""
 
-    def __init__(self, root: Path, limit_bytes: int) -> None:
+    def __init__(self, root: OwnedDirectory, limit_bytes: int) -> None:
         self._root, self._limit_bytes = root, limit_bytes
         self.num_evicted = 0  # files, by this process
 
@@ -80,7 +81,7 @@ class DiskSpace:
             if used <= most:
                 break
             with suppress(FileNotFoundError):
-                os.unlink(file.path)
+                os.unlink(file.path, dir_fd=self._root.descriptor)
                 self.num_evicted += 1
             used -= file.num_bytes
         return used
@@ -88,25 +89,29 @@ class DiskSpace:
     def _files(self) -> Iterator[_File]:
         """Yield the block files of all models and ranks; anything else below the root is left alone."""
         now_s = time.time()
-        for folder, _, names in os.walk(self._root):
+        for folder, _, names, descriptor in os.fwalk(dir_fd=self._root.descriptor):
             for name in names:
-                path = os.path.join(folder, name)
                 with suppress(FileNotFoundError):
                     if BLOCK_FILE.fullmatch(name):
-                        status = os.lstat(path)
-                        yield _File(status.st_mtime, status.st_size, path)
-                    elif UNFINISHED_FILE.fullmatch(name) and now_s - os.lstat(path).st_mtime > UNFINISHED_S:
-                        os.unlink(path)
+                        status = os.lstat(name, dir_fd=descriptor)
+                        yield _File(status.st_mtime, status.st_size, os.path.join(folder, name))
+                    elif UNFINISHED_FILE.fullmatch(name) and _age_s(name, descriptor, now_s) > UNFINISHED_S:
+                        os.unlink(name, dir_fd=descriptor)
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
         """The file of the count, locked: each opening has a lock of its own, so threads of one process exclude each other, too."""
-        file = os.open(self._root / "bytes_in_use", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        file = os.open("bytes_in_use", flags, 0o600, dir_fd=self._root.descriptor)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
         finally:
             os.close(file)
+
+
+def _age_s(name: str, descriptor: int, now_s: float) -> float:
+    return now_s - os.lstat(name, dir_fd=descriptor).st_mtime
 
 
 def _read(file: int) -> int:

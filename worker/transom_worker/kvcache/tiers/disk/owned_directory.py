@@ -1,0 +1,72 @@
+"""`OwnedDirectory`: an open directory of this process's user, below which files are named by its descriptor.
+
+A path may lead elsewhere the next time that it is used: whoever may write into a directory above can put a link or another
+directory in its place. A descriptor stays what it was when it was opened. So the directories of the disk tier are opened once, one
+after the other, and no link is followed:
+
+    DIR                 the operator's: of this user or root, and nobody else may put anything in it
+    DIR/transom-kv      ours, mode 0700
+    DIR/transom-kv/...  ours, mode 0700
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OWNER_ONLY = 0o700
+
+
+class OwnedDirectory:
+    """An open directory. It is closed when nothing refers to it any more, so that no thread uses another file's descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        with suppress(OSError):
+            os.close(self.descriptor)
+
+    def enter(self, name: str) -> OwnedDirectory:
+        """Open a directory in this one, which others cannot read, and make it if need be.
+
+        Raises:
+            PermissionError: it belongs to another user.  OSError: it is no directory, or cannot be opened.
+        """
+        self.make(name)
+        entered = OwnedDirectory(os.open(name, _FLAGS, dir_fd=self.descriptor))
+        if os.fstat(entered.descriptor).st_uid != os.geteuid():
+            raise PermissionError(f"{name} belongs to another user")
+        os.fchmod(entered.descriptor, _OWNER_ONLY)
+        return entered
+
+    def make(self, name: str) -> None:
+        """Make a directory in this one, unless there is something of that name. Raises OSError."""
+        with suppress(FileExistsError):
+            os.mkdir(name, _OWNER_ONLY, dir_fd=self.descriptor)
+
+    def reopen(self, name: str = ".") -> int:
+        """Open a directory in this one, or this one, and return a descriptor, which the caller closes. Raises OSError."""
+        return os.open(name, _FLAGS, dir_fd=self.descriptor)
+
+
+def open_directory(path: Path) -> OwnedDirectory:
+    """Open the operator's directory, and make it if need be.
+
+    Raises:
+        PermissionError: others could put something else in the place of what this process makes there.
+        OSError: it is no directory, but a link perhaps, or cannot be opened.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=_OWNER_ONLY, exist_ok=True)
+    opened = OwnedDirectory(os.open(path, _FLAGS))
+    status = os.fstat(opened.descriptor)
+    if status.st_uid not in (0, os.geteuid()):
+        raise PermissionError("it belongs to another user")
+    is_shared = status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and status.st_gid != os.getegid())
+    if is_shared and not status.st_mode & stat.S_ISVTX:  # in a sticky one, such as /tmp, nobody can move what is ours
+        raise PermissionError("other users may write into it; give a directory below it, or take that right from them")
+    return opened
