@@ -116,9 +116,8 @@ def _layer_tensors(layer: LayerAttention, name: str, heads: int) -> tuple[Tensor
     latent = Tensor(Role.KV, 1, *_latent_row(layer, name))
     if compression is None:
         return (latent,)
-    coefficient = (
-        1 + compression.overlap
-    )  # a token has one (kv, gate) row for each compressed entry that it contributes to
+    # A token has one (kv, gate) row for each compressed entry that it contributes to.
+    coefficient = 1 + compression.overlap
     tensors = [
         latent,
         latent._replace(role=Role.COMPRESSED),

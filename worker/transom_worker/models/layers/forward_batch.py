@@ -55,12 +55,10 @@ class ForwardBatch:
 
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
-    groups: tuple[
-        PagedBatch, ...
-    ]  # KV cache group -> its batch; a group of compressed entries counts entries, not tokens
-    group_of_layer: tuple[int, ...]  # layer -> KV cache group of its keys and values
-    caches: tuple[LayerCache, ...]  # layer -> its keys and values
+    groups: tuple[PagedBatch, ...]  # by KV cache group; a group of compressed entries counts entries, not tokens
+    group_of_layer: tuple[int, ...]  # by layer: the KV cache group of its keys and values
+    caches: tuple[LayerCache, ...]  # by layer: its keys and values
     logit_rows: torch.Tensor  # [R] int64, ascending: which of the T rows need logits
-    compressed: tuple[CompressedCache | None, ...] = ()  # layer -> its compressed cache; empty if no layer has one
+    compressed: tuple[CompressedCache | None, ...] = ()  # by layer; empty if no layer has one
     # [T] int64: the positions by which queries are rotated when they read sink tokens; None: `positions`.
     sink_positions: torch.Tensor | None = None

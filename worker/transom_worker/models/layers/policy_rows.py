@@ -103,7 +103,8 @@ def _attend_policies(
         seen = empty_statistics(q_PHD)
         _attention(q_PHD, sink_q_PHD, cache, meter.masked, options, seen)
         (top, total), (seen_top, seen_total) = statistics.unbind(-1), seen.unbind(-1)
-        # A row's statistics are top, its largest score, and total, the sum of 2^(score - top). The share still read is a quotient.
+        # A row's statistics are its largest score `top`, and `total`, the sum of 2^(score - top). The share of the keys that
+        # `masked` leaves is a quotient of two such sums, relative to the same top.
         meter.dropped += (1.0 - seen_total * torch.exp2(seen_top - top) / total).sum(dim=1)
     return out_PHD
 
