@@ -96,7 +96,7 @@ class PinnedUploads:
         return _views(parts, device_bytes)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Return bytes on the host which the device can read while the host goes on."""
+        """Return bytes on the host that the device can read while the host continues."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, host: torch.Tensor) -> tuple[torch.Tensor, Read]:

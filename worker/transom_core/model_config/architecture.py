@@ -130,7 +130,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     except KeyError as error:
         raise ModelError(f"config.json lacks {error.args[0]!r}, which a {family} model needs.") from None
     except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
-        raise ModelError(f"config.json has a value that is not a valid size or number: {str(error)[:200]}.") from None
+        raise ModelError(f"config.json has a value that is no size or number: {str(error)[:200]}.") from None
     _check_sizes(architecture)
     return architecture
 

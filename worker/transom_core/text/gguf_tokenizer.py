@@ -78,7 +78,7 @@ def _byte_level(header: GgufHeader, tokens: list[str]) -> Tokenizer:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     try:
         rust = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name == "llama-bpe"))
-    except Exception as error:  # the library raises bare Exception where vocabulary and merges do not fit
+    except Exception as error:  # the library raises bare Exception if vocabulary and merges do not match
         raise ModelError(f"{header.path} has a broken tokenizer: {error}.") from None
     rust.pre_tokenizer, rust.decoder = splits, decoders.ByteLevel()
     if name == "qwen2":

@@ -2,9 +2,8 @@
 
 - The last layers have no KV cache of their own: each reads the cache of an earlier layer of its type (window or full).
 - Each layer has its own embedding of every token (per-layer embedding), which is added after the layer; then the sum is scaled.
-- Layers with a window and full layers have other head widths and numbers of KV heads. Queries, keys and values are normalised by
-  head.
-- Some models have experts beside the dense MLP (`gemma4_experts.py`).
+- Layers with a window and full layers differ in head width and number of KV heads. Each query, key and value head is normalised.
+- Some models have experts besides the dense MLP (`gemma4_experts.py`).
 
 Sources: the model card of Gemma 4, transformers' `Gemma4ForCausalLM`.
 

@@ -161,7 +161,7 @@ def _group_layout(
 
 
 def _place(tensor: Tensor, layer: int, rows: int, begin: int) -> tuple[LayerTensors, int]:
-    """Return where a tensor's K, V and scales lie in the block if they start at byte `begin` or after it, and where they end."""
+    """Return where a tensor's K, V and scales lie if byte `begin` of the block is the first free one, and where they end."""
     alignment = QUANTISED_ALIGNMENT_BYTES if tensor.scaled else 1
     row_bytes = rows * tensor.heads * DTYPE_BYTES[tensor.dtype]
     scale_bytes = rows * tensor.heads * SCALE_BYTES

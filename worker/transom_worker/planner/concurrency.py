@@ -46,8 +46,8 @@ def peak_demands(retentions: Sequence[Retention], length: int, *, block_size: in
 def max_requests(layout: ArenaLayout, demands: Sequence[Sequence[int]], *, once: Sequence[int]) -> int:
     """Return the largest number of requests whose blocks fit the pages at each of the demands.
 
-    All requests are at the same demand at a time. `once[g]` blocks of group `g` are needed once besides. Example with one group,
-    4 blocks a page and 10 pages: 3 requests with a demand of 12 blocks fit, because ceil(36 / 4) = 9 pages.
+    All requests are at the same demand at a time. `once[g]` more blocks of group `g` are needed, however many requests run. Example
+    with one group, 4 blocks a page and 10 pages: 3 requests with a demand of 12 blocks fit, because ceil(36 / 4) = 9 pages.
     """
     per_page = [layout.blocks_per_page(group) for group in range(len(layout.groups))]
 

@@ -52,7 +52,7 @@ class GroupPlan:
     blocks_per_page: int
     live_blocks: int  # held when the request ends
     peak_blocks: int  # the most that the request holds at any time
-    # Blocks that the engine, not each request, needs besides while a step of `max_num_batched_tokens` prompt tokens is in flight.
+    # Further blocks that the engine, not each request, needs while a step of `max_num_batched_tokens` prompt tokens is in flight.
     in_flight_blocks: int
     waste: float
 
@@ -160,7 +160,7 @@ def plan_from_config(
 
 
 def with_rank_shares(plan: CachePlan, architecture: Architecture) -> CachePlan:
-    """Return the plan completed by what each rank holds of the model; the plan as it is for one rank."""
+    """Return the plan with what each rank holds of the model; with one rank, the plan unchanged."""
     size = plan.tensor_parallel_size
     if size == 1:
         return plan

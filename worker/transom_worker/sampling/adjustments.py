@@ -74,7 +74,7 @@ class HeldRows:
         self.rows: list[int] = np.flatnonzero((self._bits != 0xFF).any(axis=1)).tolist()
 
     def mask(self, rows: Sequence[int]) -> bytes | None:
-        """Return the mask of these rows; None if a grammar forbids no token in any of them."""
+        """Return the mask of these rows; None if no grammar forbids a token in any of them."""
         return None if set(self.rows).isdisjoint(rows) else self._bits[list(rows)].tobytes()
 
     def apply(self, logits_SV: torch.Tensor, uploads: Uploads) -> None:

@@ -7,8 +7,8 @@ There are two kinds of rows:
 - gathered row: has filters, penalties, bias, banned tokens, a grammar or log-probabilities. The ranks send its logits to rank
   0, which samples the row and broadcasts the token.
 
-Every rank keeps the sampling state of every sequence. The state determines which rows are gathered, and the noise, so ranks need
-not exchange anything about the state except sampled ids. All ranks count penalised tokens, but at the same time, so it delays none.
+Every rank keeps the sampling state of every sequence. The state determines which rows are gathered, and the noise. So ranks
+exchange nothing about the state except the sampled ids. All ranks count penalised tokens at the same time.
 
 Legend: S rows that are sampled, N some of these rows, R rows of logits, V this rank's slice of the vocabulary, W the whole
 vocabulary, K ranks.

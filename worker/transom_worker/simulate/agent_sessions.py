@@ -9,10 +9,10 @@ Terms:
     compaction a turn that replaces the history by a summary, because the history has reached its limit
     rewind     a turn that drops the end of the history and continues there with something else
 
-The figures are those that operators of agents have published: the median prompt has 195,000 tokens and the median answer 317; 96 %
-of the turns reuse at least 90 % of their prompt; the pause before a turn is 2 s at the median and 11 minutes at the 99th
-percentile. Answers, tool outputs and pauses have log-normal distributions with the given median and 99th percentile. The values are
-evenly spaced quantiles in random order, so that every seed has these figures.
+The figures come from operators of agents: the median prompt has 195,000 tokens and the median answer 317; 96 % of the turns reuse
+at least 90 % of their prompt; the pause before a turn is 2 s at the median and 11 minutes at the 99th percentile. Answers, tool
+outputs and pauses have log-normal distributions with the given median and 99th percentile. The values are evenly spaced quantiles
+in random order, so that every seed has these figures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hyper-connections: they replace the residual by several streams, which a sublayer reads from and writes to with coefficients.
+"""Hyper-connections, which replace the residual by several streams: coefficients say how a sublayer reads and writes each stream.
 
 The coefficients are projected from the streams themselves, in float32. `transom_kernels.hyper_connections.op` has the formulas.
 

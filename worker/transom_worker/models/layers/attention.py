@@ -135,7 +135,7 @@ class Attention:
         batch: PagedBatch,
         query_scale_T11: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return normalised and rotated queries [T, H, D], and a second set that reads sink tokens, if that is rotated otherwise.
+        """Return the normalised and rotated queries [T, H, D]; also those that read sink tokens, if these are rotated differently.
 
         Write keys and values to the cache if the layer has its own. One operator does all this after the projection; only a norm
         over all heads runs by itself before it.

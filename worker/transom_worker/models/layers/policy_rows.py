@@ -21,7 +21,7 @@ from transom_worker.models.layers.forward_batch import LayerCache
 
 @dataclass(slots=True, kw_only=True)
 class MassMeter:
-    """Sums, over this rank's layers and heads, of attention probability; layers add to them while they compute policy rows.
+    """Sums of attention probability over this rank's layers and heads. Layers add to them while they compute policy rows.
 
     `block_mass` sums the probability of each block of each table (`add_block_mass`). `dropped` sums, for each policy row, the
     probability of the keys that the mask of `masked` hides and the batch's own mask does not.
@@ -103,8 +103,8 @@ def _attend_policies(
         seen = empty_statistics(q_PHD)
         _attention(q_PHD, sink_q_PHD, cache, meter.masked, options, seen)
         (top, total), (seen_top, seen_total) = statistics.unbind(-1), seen.unbind(-1)
-        # A row's statistics are its largest score `top`, and `total`, the sum of 2^(score - top). The share of the keys that
-        # `masked` leaves is a quotient of two such sums, relative to the same top.
+        # A row's statistics are (top, total): its largest score, and the sum of 2^(score - top). `seen_total` is rescaled to
+        # `top`, so that its quotient with `total` is the probability of the keys that `masked` leaves.
         meter.dropped += (1.0 - seen_total * torch.exp2(seen_top - top) / total).sum(dim=1)
     return out_PHD
 

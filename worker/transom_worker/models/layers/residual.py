@@ -99,5 +99,5 @@ class Residual:
 
 
 def select_rows(x_TN: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
-    """Return these rows of `x`; `rows` must ascend, so as many rows as `x` has means all of them, which need no copy."""
+    """Return these rows of `x`, which must ascend; without a copy if they are all of its rows."""
     return x_TN if len(rows_R) == len(x_TN) else x_TN.index_select(0, rows_R)

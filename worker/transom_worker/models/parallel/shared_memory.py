@@ -2,7 +2,7 @@
 
 Every collective is one or more numbered operations. In operation `k` a rank
 
-1. waits until every rank has published operation `k - 1`, because then every rank has read operation `k - 2` from buffer `k mod 2`;
+1. waits until every rank has published operation `k - 1`: then all have read operation `k - 2`, and buffer `k mod 2` is free;
 2. writes its tensor into its own buffer `k mod 2`;
 3. sets its `ready` integer to `k`;
 4. reads another rank's buffer `k mod 2` once that rank's `ready` integer has reached `k`.

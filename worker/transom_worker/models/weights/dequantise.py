@@ -18,7 +18,9 @@ _EXPONENT_BIAS = 127
 
 
 def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, columns: slice = slice(None)) -> torch.Tensor:
-    """Return `columns` of an MXFP4 tensor [..., 32 G] in bfloat16, exactly; `blocks` [..., G, 16] and `scales` [..., G] are bytes.
+    """Return `columns` of an MXFP4 tensor [..., 32 G] in bfloat16, which is exact.
+
+    `blocks` [..., G, 16] and `scales` [..., G] are bytes.
 
     Raises:
         ValueError: the dtypes are wrong, or the shapes do not match each other.

@@ -65,7 +65,7 @@ class PerExpertNames:
         return self._stacks(stack, shape=whole, part=(slice(expert, expert + 1), *part))[0]
 
     def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredGroups | None:
-        """Read a matrix outside of the experts as it is stored; see `read_groups`. Experts are dequantised."""
+        """Return a matrix as stored (`read_groups`); None for an expert's matrix, which can only be read dequantised."""
         return None if _EXPERT.fullmatch(name) else read_groups(self._stacks, name, shape=shape, part=part)
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class FusedGateUp:
         return fused if is_bias else fused.transpose(-1, -2)
 
     def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredGroups | None:
-        """Read a matrix outside of the experts as it is stored; see `read_groups`. Experts are dequantised."""
+        """Return a matrix as stored (`read_groups`); None for experts, which can only be read dequantised."""
         return None if _FUSED_NAME.fullmatch(name) else read_groups(self._stacks, name, shape=shape, part=part)
 
     def close(self) -> None:
