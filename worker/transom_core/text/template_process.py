@@ -32,7 +32,7 @@ def _respond(task: dict[str, Any]) -> dict[str, Any]:
         )
     except RequestError as error:
         return {"refused": str(error), "param": error.param}
-    # The answer as ASCII JSON takes up to 6 bytes per character, twice while it is written; with the text itself at most 16.
+    # The answer as ASCII JSON takes up to 6 bytes per character, twice while it is written; the text itself takes up to 4.
     if len(chat.text) > memory_bytes // 16:
         return {"too_large": f"it makes a prompt of {len(chat.text)} characters; {memory_bytes // 16} are allowed"}
     return {"text": chat.text, "turn_ends": chat.turn_ends}

@@ -75,7 +75,7 @@ def long_answers(rng: random.Random) -> list[SimulatedRequest]:
 
 
 def edited_message(rng: random.Random) -> list[SimulatedRequest]:
-    """Return one conversation of six messages, then five that begin with its first 5, 4, 3, 2 and 1 messages and end differently."""
+    """Return a conversation of six messages, then five that begin with its first 5, 4, 3, 2 and 1 messages and end differently."""
     space = TokenSpace()
     messages = [space.take(3_000) for _ in range(5)] + [space.take(1_384)]
     kept = [[*messages[:count], space.take(500)] for count in (5, 4, 3, 2, 1)]

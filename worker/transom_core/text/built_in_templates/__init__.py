@@ -1,4 +1,4 @@
-"""Has chat templates for model families that publish none: DeepSeek V3.2 and V4 publish a Python script instead.
+"""Provides chat templates for model families that publish none: DeepSeek V3.2 and V4 publish a Python script instead.
 
 The templates take the usual variables (`messages`, `tools`, `add_generation_prompt`), and:
 

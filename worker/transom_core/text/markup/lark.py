@@ -82,7 +82,7 @@ class LarkText:
         return self._up_to(self.text_without(lacks) if lacks else self.free_text(), marker)
 
     def text_of(self, conditions: Sequence[str], marker: str, *, without: str = "") -> str:
-        """Return an expression for a text up to and including the first `marker` that matches all regular expressions `conditions`.
+        """Return an expression for a text that matches all regular expressions `conditions`, and for the first `marker` after it.
 
         No part of the text matches the regular expression `without`, if that is not "".
         """

@@ -32,7 +32,7 @@ class MarkupParser:
         tokenizer: MarkupTokenizer,
         markers: Iterable[str],
     ) -> None:
-        """`answer` yields when it needs more characters, and returns at the answer's end. `markers` are all of the format's."""
+        """`answer` yields when it needs more characters, and returns at the answer's end. `markers` are the format's markers."""
         self._answer = answer
         self._reader = reader
         self._writer = writer

@@ -97,7 +97,7 @@ def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def of_type(schema: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """Return `schema` narrowed to one of its JSON types, `kind`; for "number", a schema that allows only integers still does."""
+    """Return `schema` restricted to `kind`, one of its JSON types; a schema for integers stays one if `kind` is "number"."""
     named = schema.get("type")
     names = named if isinstance(named, list) else [named]
     is_integer = kind == "number" and "integer" in names and "number" not in names

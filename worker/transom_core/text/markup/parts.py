@@ -7,8 +7,8 @@ Example: the answer `<think>Rain?</think><tool_call>{"name": "get_weather", "arg
     CallArguments(0, '{"city": "Paris"}')
     CallEnd(0, is_complete=True)
 
-Text and arguments come in pieces, as the answer does. Where they are cut depends on the answer's tokens; the joined pieces of one
-kind do not.
+Text and arguments come in pieces, as the answer does. The answer's tokens decide where the pieces are cut, but not what the joined
+pieces of one kind are.
 """
 
 from __future__ import annotations

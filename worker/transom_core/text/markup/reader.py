@@ -35,7 +35,7 @@ class Markers:
     """Texts that end a free text. If two begin at the same character, the longer one counts."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        """No text may be empty; there may be no text at all."""
+        """`texts` may be empty, but must not contain an empty text."""
         self.texts = tuple(sorted(set(texts), key=len, reverse=True))
         self._pattern = re.compile("|".join(re.escape(text) for text in self.texts) or r"(?!)")
         self._first = re.compile(

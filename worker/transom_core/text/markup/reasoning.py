@@ -61,7 +61,7 @@ class ReasoningMarkup:
         return lark.rule("reasoning", f"{lark.marker(start)} {rest}") + "?"
 
     def _usual_start(self, lark: LarkText) -> str:
-        """Return the start that the model writes. Pairs are those of model generations: the one whose start is a token is used."""
+        """Return the start that the model writes: the first one, or, if starts and ends are paired, the one that is a token."""
         if not self.is_paired:
             return self.starts[0]
         return next((start for start in self.starts if lark.has_marker(start)), self.starts[-1])

@@ -27,7 +27,7 @@ class StreamPart:
 
 def stream(engine: Engine, *, trained_len: int, times: int, window: int, num_parts: int) -> list[StreamPart]:
     """Read `times * trained_len` tokens of text with a window, with sinks and without, and decode a few tokens after each part."""
-    length = times * trained_len - 32  # leaves space for the decoded tokens
+    length = times * trained_len - 32
     text = long_text(engine.tokenizer, length)
     ends = [length * (number + 1) // num_parts for number in range(num_parts)]
     rows = []
