@@ -50,7 +50,7 @@ def run_offline(
     longest = engine.info.max_model_len
     if prompt_tokens + output_tokens >= longest:
         raise RequestError(
-            f"{prompt_tokens} prompt and {output_tokens} output tokens are measured, and the engine's length is {longest}; "
+            f"{prompt_tokens} prompt and {output_tokens} output tokens do not fit the engine, whose length is {longest}; "
             "measure fewer."
         )
     bench = OfflineBench(engine, prompt_tokens=prompt_tokens)

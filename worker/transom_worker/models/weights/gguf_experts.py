@@ -114,7 +114,7 @@ class FusedGateUp:
         if along == ALL:
             return [("gate", ALL), ("up", ALL)]
         if shape is None:
-            raise ValueError("A part of gates and ups together was asked for without the shape of the whole.")
+            raise ValueError("A part of the fused gates and ups was requested without the shape of the whole tensor.")
         start, stop, _ = along.indices(shape[-1])
         if self._interleaved:
             pairs = slice(start // 2, -(-stop // 2))

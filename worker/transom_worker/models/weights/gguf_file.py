@@ -117,7 +117,7 @@ class GgufWeights:
         except (KeyError, ValueError):
             raise ModelError(f"{self._path}: tensor {tensor.name!r} has unknown type {tensor.ggml_type}.") from None
         if math.prod(tensor.shape[-1:]) % int(block):
-            raise ModelError(f"{self._path}: tensor {tensor.name!r} has rows that are no whole blocks; it is broken.")
+            raise ModelError(f"{self._path}: tensor {tensor.name!r} has rows of incomplete blocks; the file is broken.")
         return math.prod(tensor.shape) // int(block) * int(size)
 
     def _whole_heads(self, tensor: GgufTensor, num_heads: int, part: Part) -> Floats:
