@@ -1,4 +1,4 @@
-"""`LLM`: offline use in one process, with the interface that vLLM's users know. Never imports ray or fastapi."""
+"""Offers `LLM`: offline generation in one process, with vLLM's interface. This module never imports ray or fastapi."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from transom_worker.engine.startup import build_engine
 Prompt = str | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
-MAX_RESUMES = 2  # of one output after lost ranks: the output itself may be what ends them
+MAX_RESUMES = 2  # resumptions of one output after ranks were lost: that output may be what crashes the ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    kv_quality: KvQuality | None = None  # of the KV policy, where it was compared with full attention
+    kv_quality: KvQuality | None = None  # the KV policy compared with full attention, if that was measured
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class RequestOutput:
 
 
 class LLM:
-    """A model in this process.
+    """A model that runs in this process.
 
     Args:
         model: folder of safetensors, .gguf file, Hugging Face id, or "smollm2".
@@ -81,7 +81,7 @@ class LLM:
         settings: any other name of `Settings`, such as `max_model_len` or `kv_cache_memory_bytes`.
 
     Raises:
-        ConfigError, ModelError: settings or checkpoint are wrong.
+        ConfigError, ModelError: a setting or the checkpoint is wrong.
     """
 
     def __init__(self, model: str, *, dtype: str = "auto", **settings: Any) -> None:
@@ -90,8 +90,8 @@ class LLM:
         self.engine: Engine = call_on_thread(lambda: build_engine(parsed.engine_config()))
         events: SimpleQueue[tuple[OutputEvent, ...]] = SimpleQueue()
         self._thread = EngineThread(self.engine, lambda message: events.put(message.events))
-        self._events = events  # the thread must not hold this object, so that the end of the object ends the thread
-        # a program that forgets `shutdown` must leave no ranks behind
+        self._events = events  # the thread holds the queue, not this object, so dropping this object ends the thread
+        # A program that forgets `shutdown` must leave no rank processes behind.
         self._end = weakref.finalize(self, self._thread.shutdown)
         self._seed = parsed.seed
         self._kv_policy = None if parsed.kv_policy is None else kv_policy_from_json(parsed.kv_policy)
@@ -104,7 +104,7 @@ class LLM:
         self.shutdown()
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         return self.engine.tokenizer
 
     def generate(
@@ -119,14 +119,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate the outputs of one prompt or many, all in one batch; results are in the order of the prompts.
 
-        A prompt is a string or {"prompt_token_ids": [...]}. Parameters are one for all, or one per prompt. `kv_policy` says what
-        the model's full-attention layers keep: "full" everything, "default" what the setting `kv_policy` says. With `kv_quality`, a
-        sample of the tokens is compared with full attention. With a `grammar`, a text in llguidance's dialect of Lark such as
-        `start: %json {"type": "object"}`, every output follows it; docs/structured_output.md says what ends one.
+        A prompt is a string or {"prompt_token_ids": [...]}. `sampling_params` is one object for all prompts, or one per prompt.
+        `kv_policy` says which tokens the model's full-attention layers keep: "full" keeps all, "default" does what the setting
+        `kv_policy` says. `kv_quality` compares a sample of the tokens with full attention. `grammar` is a text in llguidance's
+        dialect of Lark, such as `start: %json {"type": "object"}`, which every output follows; docs/structured_output.md says when
+        such an output ends.
 
         Raises:
-            RequestError: a prompt, a parameter or the grammar is wrong; then no output is returned for any prompt.
-            EngineDead: a step failed, or took longer than `step_timeout_s`; this object is of no use any more.
+            RequestError: a prompt, a parameter or the grammar is wrong; no prompt gets an output then.
+            EngineDead: a step failed, or took longer than `step_timeout_s`; this object cannot be used any more.
         """
         batch: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         params = self._params_per_prompt(sampling_params, len(batch))
@@ -157,7 +158,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def shutdown(self) -> None:
-        """Free the model and the KV pool; idempotent. The end of the object, or of the program, has the same effect."""
+        """Free the model and the KV pool. Idempotent; happens by itself when the object is dropped or the program ends."""
         self._end()
 
     def _params_per_prompt(
@@ -217,9 +218,9 @@ class LLM:
         return secrets.randbits(63) if self._seed is None else self._seed + int(output.request_id)
 
     def _run(self, requests: list[Request], outputs: list[RequestOutput], *, use_tqdm: bool) -> None:
-        """Submit the requests as the engine's queue has space, and collect their events; a wrong request ends all of them.
+        """Submit requests whenever the engine's queue has space, and collect their events. One invalid request ends the whole call.
 
-        An interrupt aborts them all after the present step, so that the engine can be used again.
+        An interrupt (Ctrl-C) aborts all requests after the current step, so that the engine can be used again.
         """
         targets = {f"{out.request_id}-{choice.index}": (out, choice) for out in outputs for choice in out.outputs}
         waiting = deque(requests)
@@ -230,7 +231,7 @@ class LLM:
                 while waiting or running:
                     self._submit(waiting, running)
                     for event in self._events.get():
-                        if event.request_id not in running:  # of a call that was interrupted
+                        if event.request_id not in running:  # the event is of an earlier call that was interrupted
                             continue
                         out, choice = targets[event.request_id]
                         if event.finish_reason is not None:
@@ -246,9 +247,9 @@ class LLM:
             raise
 
     def _submit(self, waiting: deque[Request], running: dict[str, Request]) -> None:
-        """Move requests from `waiting` to `running`, as many as the engine's queue has space for.
+        """Move as many requests from `waiting` to `running` as the engine's queue has space for.
 
-        While ranks start again the engine takes none; a message comes when they run.
+        The engine takes none while it restarts its ranks; it sends a message when they run again.
         """
         scheduler = self.engine.config.scheduler
         num_free = scheduler.max_num_seqs + scheduler.max_waiting - len(running)
@@ -288,7 +289,7 @@ class LLM:
 
 
 def _can_resume(event: OutputEvent) -> bool:
-    """Whether the output can continue where it stopped, once all ranks run again."""
+    """Return whether the output can continue where it stopped, once all ranks run again."""
     return event.error is not None and event.error.kind == WorkerLost.__name__
 
 

@@ -1,4 +1,4 @@
-"""Compiles the kernels that a model needs on this processor, or on a GPU, so that its first start does not have to."""
+"""Compiles the kernels that a model needs, for this processor or for a GPU, so that the model's first start need not do it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from transom_worker.execution.setup.model_setup import ModelSetup
 from transom_worker.llm import LLM
 from transom_worker.models.parallel import Parallel
 
-_PROMPT_TOKENS, _OUTPUT_TOKENS = 40, 4  # a prompt and decode steps of one and of several sequences
+# The two requests (`_SAMPLING`) end after 4 and after 6 tokens, so there are decode steps of several sequences and of one.
+_PROMPT_TOKENS, _OUTPUT_TOKENS = 40, 4
 _SAMPLING = (
     SamplingParams(temperature=0.0, max_tokens=_OUTPUT_TOKENS, ignore_eos=True),
     SamplingParams(
@@ -38,14 +39,13 @@ _POLICIES: tuple[KvPolicy, ...] = (
     AdaptivePolicy(min_window=16, max_window=32, threshold=0.01),
     HeavyPolicy(budget=64),
 )
-_POLICY_SAMPLING = SamplingParams(
-    temperature=0.0, max_tokens=20, ignore_eos=True
-)  # `kv_quality` looks at every 13th token
+# 20 tokens, because `kv_quality` compares every 13th token.
+_POLICY_SAMPLING = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """How many kernels were compiled, the seconds that this took, and the directory of their code."""
+    """How many kernels were compiled, how many seconds that took, and the directory with their code."""
 
     num_kernels: int
     seconds: float
@@ -55,11 +55,12 @@ class Compiled:
 def precompile(
     model: str, *, dtype: str = "auto", quantization: str = "none", kv_cache_dtype: str = "auto"
 ) -> Compiled:
-    """Load a model on the CPU and let it answer, under KV policies as well if it can. Then every kernel that is not in the cache
-    yet is compiled.
+    """Load a model on the CPU and generate answers with it, also under KV policies if the model supports them.
+
+    This compiles every kernel that the model needs and that is not yet in the code cache.
 
     Raises:
-        ConfigError, ModelError: settings or checkpoint are wrong.
+        ConfigError, ModelError: a setting or the checkpoint is wrong.
     """
     before = (statistics.num_compiled, statistics.compile_s)
     with LLM(
@@ -79,7 +80,7 @@ def precompile(
     return Compiled(statistics.num_compiled - before[0], statistics.compile_s - before[1], cache_directory())
 
 
-_GPU_STEP_TOKENS = 8192  # as many as a step has on the largest GPUs, so that all tiles occur
+_GPU_STEP_TOKENS = 8192  # the tokens of a step on the largest GPUs, so that all tile sizes occur
 
 
 def precompile_for_gpu(
@@ -91,11 +92,12 @@ def precompile_for_gpu(
     kv_cache_dtype: str = "auto",
     tensor_parallel_size: int = 1,
 ) -> Compiled:
-    """Load a model into host memory, and compile what its warm-up launches on a GPU of a compute capability, which need not be
-    there. With several ranks, the first one's part is loaded: the others launch the same kernels.
+    """Load a model into host memory, and compile the kernels that its warm-up launches on a GPU of this compute capability.
+
+    The machine needs no such GPU. With several ranks only rank 0's part is loaded, because the others launch the same kernels.
 
     Raises:
-        ConfigError, ModelError: settings or checkpoint are wrong, or no kernels are made for `capability`.
+        ConfigError, ModelError: a setting or the checkpoint is wrong, or there are no kernels for `capability`.
     """
     from transom_kernels.absent_device import absent_gpu, compiled_directory, no_work
 

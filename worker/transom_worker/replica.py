@@ -1,8 +1,8 @@
 """One worker as a Ray Serve replica: an engine on its thread, and one message stream per router.
 
-Each engine step becomes one message per router that has events of it: the engine's thread hands the step's events over with a
-single wake-up of the event loop, which groups them by router and puts each group into that router's outbox (`router_outbox`). The
-stream also carries the changes of the worker's prefix index, of which every router keeps a mirror, and the worker's load.
+After each step, the engine's thread wakes the event loop once and hands it all of the step's events. The loop groups them by router
+and puts each group into that router's outbox (`router_outbox`), so a step costs a router at most one message. The stream also
+carries the worker's load and the changes of its prefix index; each router keeps a mirror of that index.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ logger = logging.getLogger("transom.worker")
 
 T = TypeVar("T")
 
-LAST_EVENTS_S = 1.0
-HUNG_EXIT_CODE = 70
+LAST_EVENTS_S = 1.0  # time for the event loop to send error events before a hung process exits
+HUNG_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h: an internal error
 
 
 class WorkerReplica:
     """One worker.
 
-    Routers call the public methods, which run on Serve's event loop. The constructor runs before there is a loop, and the
-    engine's thread calls `_deliver` once per step.
+    Routers call the public methods, which run on Serve's event loop. The constructor runs before that loop exists. The engine's
+    thread calls `_deliver` once per step.
     """
 
     def __init__(
@@ -60,24 +60,24 @@ class WorkerReplica:
         peers: PrefixPeers | None = None,
         ends_process: bool = False,
     ) -> None:
-        """Build the engine that `config` describes, unless it is there already, and start its thread.
+        """Build the engine that `config` describes, unless `engine` is given, and start its thread.
 
-        `peers`: the other workers, from which prefixes are fetched. `ends_process`: where the engine hangs this process
-        ends, since nothing else ends a thread that hangs.
+        `peers` are the other workers, from which this one fetches prefixes. With `ends_process`, this process exits if the
+        engine hangs, because a thread that hangs cannot be ended in any other way.
         """
         show_logs(config.log_format, f"worker/{worker}")
         begin_s, self._loaded_at_s = time.perf_counter(), time.time()
-        if config.ranks.size == 1:  # several ranks divide the cores themselves
+        if config.ranks.size == 1:  # several ranks divide the cores among themselves
             keep_to_share(config.core_share)
         self.engine = engine or call_on_thread(lambda: build_engine(config, model_name=model_name, worker=worker))
         gc.collect()
-        gc.freeze()  # the objects of loading stay for good; a collection over them would cost a step tens of milliseconds
+        gc.freeze()  # a garbage collection over the objects that loading made would cost a step tens of milliseconds
         self._start_s = time.perf_counter() - begin_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._worker = worker
         self._load = WorkerLoad(max_num_seqs=config.scheduler.max_num_seqs)
-        self._outboxes: dict[str, RouterOutbox] = {}  # of the routers whose streams are open
-        self._routers: dict[str, str] = {}  # router id by request id
+        self._outboxes: dict[str, RouterOutbox] = {}  # router id -> outbox, while the router's stream is open
+        self._routers: dict[str, str] = {}  # request id -> router id
         on_hang = _end_process if ends_process else lambda: None
         self._thread = EngineThread(self.engine, self._deliver, on_hang=on_hang, ends_process=ends_process)
         self.block_map = BlockMap(
@@ -100,14 +100,14 @@ class WorkerReplica:
 
     @property
     def num_requests(self) -> int:
-        """The number of requests that routers have at this worker."""
+        """Return the number of requests that routers have at this worker."""
         return len(self._routers)
 
     async def open_stream(self, router_id: str) -> AsyncGenerator[WorkerMessage, None]:
-        """Stream the events of this router's requests, with the changes of prefix index and load; `router_outbox` says when.
+        """Stream the events of this router's requests, the prefix index's changes and the load; `router_outbox` says when it sends.
 
-        The first message has the whole index. A newer stream of a router ends its older one. When the router closes the stream, the
-        worker aborts the router's requests.
+        The first message has the whole prefix index. If a router opens a second stream, its first one ends. When the router closes
+        the stream, the worker aborts the router's requests.
         """
         self._loop = asyncio.get_running_loop()
         outbox = RouterOutbox()
@@ -129,7 +129,7 @@ class WorkerReplica:
             self._send_index(outbox)
 
     async def submit(self, router_id: str, requests: list[Request]) -> list[ErrorInfo | None]:
-        """Admit all requests or none; returns one entry each, None where admission found nothing wrong.
+        """Admit all requests or none. Return one entry per request: its error, or None if admission found nothing wrong.
 
         The requests' events come on the router's stream, which must be open.
         """
@@ -138,7 +138,7 @@ class WorkerReplica:
                 requests
             )
         request_ids = [request.request_id for request in requests]
-        # Checked here, and not by the scheduler alone: `_routers` must not lose the router of the request with that id.
+        # The scheduler checks this too; here it keeps `_routers` from losing the router of a running request with the same id.
         if any(errors := ids_in_use(requests, self._routers)):
             return [None if error is None else ErrorInfo.of(error) for error in errors]
         for request_id in request_ids:
@@ -170,7 +170,7 @@ class WorkerReplica:
             self._thread.abort(mine)
 
     async def info(self) -> WorkerInfo:
-        """This worker's identity and limits; raises when the step loop has ended, since the worker is lost then."""
+        """Return this worker's identity and limits. Raises if the step loop has ended, because the worker is lost then."""
         self.check_health()
         info = self.engine.info
         return WorkerInfo(
@@ -197,31 +197,32 @@ class WorkerReplica:
         )
 
     async def open_export(self, query: PrefixQuery) -> PrefixOffer | str:
-        """Another worker asks for a prefix (`transfer.messages`): what this one offers, or why it offers nothing."""
+        """Return what this worker offers of the prefix that another worker asks for, or why it offers nothing."""
         return "refused" if self.transfer is None else await self.transfer.exports.open(query)
 
     async def read_export(self, export_id: str, blocks: BlockRange) -> list[Bytes]:
-        """Another worker reads blocks of an export."""
+        """Return blocks of an export, which another worker reads."""
         if self.transfer is None:
             raise KeyError(export_id)
         return await self.transfer.exports.read(export_id, blocks)
 
     async def close_export(self, export_id: str) -> None:
-        """Another worker needs an export no more."""
+        """Close an export that another worker no longer needs."""
         if self.transfer is not None:
             self.transfer.exports.close(export_id)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The worker's load for Ray Serve's autoscaler, by the fields of `WorkerLoad`; Serve calls the method by this name."""
+        """Return the load for Ray Serve's autoscaler, by the fields of `WorkerLoad`. Serve calls the method by this name."""
         return asdict(self._load)
 
     async def metrics_text(self, *, openmetrics: bool = False) -> str:
-        """This worker's metrics in Prometheus' text format, or in the OpenMetrics format, which has exemplars."""
+        """Return this worker's metrics in Prometheus' text format, or in the OpenMetrics format, which has exemplars."""
         return self.engine.metrics.text(openmetrics=openmetrics).decode()
 
     async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:
-        """The timeline events of a response's requests at this worker, as JSON values; empty if it does not know them (any
-        more)."""
+        """Return the timeline events of a response's requests at this worker, as JSON values; empty if the worker does not know
+        (or no longer knows) the requests.
+        """
         return self.engine.timelines.events_of(request_id)
 
     async def watch_blocks(self, period_s: float) -> AsyncIterator[bytes]:
@@ -231,18 +232,18 @@ class WorkerReplica:
                 yield frame
 
     async def describe_block(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
-        """Describe one block of a tier ("device" or "host") as it is now, as JSON values; only `error` is set where there is no
-        such block.
+        """Describe the present state of one block of a tier ("device" or "host") as JSON values; only `error` is set if there is
+        no such block.
         """
         return await self.block_map.describe(group, block, tier)
 
     def check_health(self) -> None:
-        """Raises when the step loop has ended, so that Serve replaces this replica."""
+        """Raise if the step loop has ended, so that Serve replaces this replica."""
         if self._thread.dead is not None:
             raise self._thread.dead
 
     async def stop(self) -> None:
-        """Do what `shutdown` does, and return when it is done: then a disk tier has what was cached, and the process may end."""
+        """Shut down, and return when that is done: a disk tier then has what was cached, and the process may end."""
         await asyncio.to_thread(self.shutdown)
 
     def shutdown(self) -> None:
@@ -266,7 +267,7 @@ class WorkerReplica:
         self._thread.send_index(lambda message: _call_on(loop, outbox.put, message))
 
     def _deliver(self, message: WorkerMessage) -> None:
-        """Hand a message to the event loop. Runs on the engine's thread; one wake-up of the loop per step."""
+        """Hand a step's message to the event loop. Runs on the engine's thread, once per step."""
         self._load = message.load or self._load
         if self._loop is not None:
             _call_on(self._loop, self._dispatch, message)
@@ -279,7 +280,7 @@ class WorkerReplica:
         for event in message.events:
             router_id = self._routers.get(event.request_id)
             if router_id is None:
-                continue  # it was aborted meanwhile
+                continue  # the request was aborted meanwhile
             events.setdefault(router_id, []).append(event)
             if event.finish_reason is not None or event.is_handover:
                 del self._routers[event.request_id]
@@ -292,12 +293,12 @@ class WorkerReplica:
 def _call_on(
     loop: asyncio.AbstractEventLoop, function: Callable[[WorkerMessage], None], message: WorkerMessage
 ) -> None:
-    """Call a function on the event loop, in order with earlier calls; does nothing where the loop is closed."""
+    """Call a function on the event loop, in order with earlier calls; do nothing if the loop is closed."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(function, message)
 
 
 def _end_process() -> None:
-    """End this process, once its event loop has had time to send the error events of its requests."""
+    """End this process after its event loop has had time to send the error events of its requests."""
     threading.Event().wait(LAST_EVENTS_S)
     os._exit(HUNG_EXIT_CODE)

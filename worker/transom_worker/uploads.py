@@ -1,11 +1,11 @@
-"""Small arrays on their way from the host to a device: all arrays of a call travel in one copy, for which the host does not wait.
+"""Brings small arrays from the host to a device: all arrays of a call travel in one copy, for which the host does not wait.
 
-A copy from ordinary memory costs the host some 10 us an array, and the driver may let the host wait for the device. So the arrays
-of a call are laid out in pinned memory, which the device reads by itself while the host goes on:
+A copy from pageable memory costs the host about 10 us per array, and the driver may make the host wait for the device. So the
+arrays of a call are laid out in pinned memory, which the device reads by itself while the host continues:
 
     pinned     token_ids | positions | block_table 0 | slots 0 | ...
                             one copy
-    device     token_ids | positions | block_table 0 | slots 0 | ...      of which the caller gets views
+    device     token_ids | positions | block_table 0 | slots 0 | ...      the caller gets views of this buffer
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-ALIGNMENT = 64  # of each array, because kernels are compiled for pointers that are multiples of 16, as torch's own are
+# Bytes. Kernels are compiled for pointers that are multiples of 16, as torch's are; a view of this buffer must meet that too.
+ALIGNMENT = 64
 
 Field = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
 Fields = Mapping[str, Field]  # name of an array -> its shape and dtype
@@ -44,7 +45,7 @@ class Uploads(Protocol):
 
 
 class SharedMemory:
-    """A CPU reads what the host has written."""
+    """Uploads to the CPU: tensors share the memory of the host's arrays."""
 
     device = torch.device("cpu")
 
@@ -57,12 +58,12 @@ class Read(Protocol):
     """Tells when the device has read a buffer, as a CUDA event does."""
 
     def synchronize(self) -> None:
-        """Wait until then."""
+        """Wait until the device has read the buffer."""
         ...
 
 
 class _Place:
-    """A pinned buffer that grows, and what tells when the device has read it."""
+    """A pinned buffer that grows, and the event that tells when the device has read it."""
 
     host: torch.Tensor | None = None
     read: Read | None = None
@@ -72,8 +73,8 @@ class PinnedUploads:
     """Uploads to a GPU. Tests replace `pinned` and `copy`."""
 
     def __init__(self, device: torch.device, *, per_step: int = 1) -> None:
-        """`per_step` is how many calls a step makes. Two steps may be in flight, so there are twice as many buffers, used in turns:
-        when the host comes back to one, the device has read it, and the host need not wait.
+        """`per_step` is how many calls of `tensors` a step makes. Two steps may be in flight, so there are `2 * per_step` buffers,
+        used in turn: when a buffer's turn comes again, the device has usually read it, and the host need not wait.
         """
         self.device = device
         self._places = cycle([_Place() for _ in range(2 * per_step)])
@@ -95,11 +96,11 @@ class PinnedUploads:
         return _views(parts, device_bytes)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Return bytes on the host which the device can read while the host goes on."""
+        """Return bytes on the host that the device can read while the host continues."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, host: torch.Tensor) -> tuple[torch.Tensor, Read]:
-        """Begin to copy bytes to the device, in order with what is launched before and after."""
+        """Start copying bytes to the device on the current stream, in order with what is launched before and after."""
         device_bytes = host.to(self.device, non_blocking=True)
         read = torch.cuda.Event()  # type: ignore[no-untyped-call]
         read.record(torch.cuda.current_stream(self.device))
@@ -107,22 +108,24 @@ class PinnedUploads:
 
 
 def uploads_to(device: torch.device, *, per_step: int = 1) -> Uploads:
-    """Return what brings arrays to a device; see `PinnedUploads` for `per_step`."""
+    """Return the `Uploads` of a device; `per_step` is how many calls of `tensors` a step makes."""
     return PinnedUploads(device, per_step=per_step) if device.type == "cuda" else SharedMemory()
 
 
 def packed_views(fields: Fields, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the arrays of a buffer of `packed_bytes(fields)` bytes or more, a multiple of `ALIGNMENT`, one after the other."""
+    """Return views of arrays that lie one after the other in a buffer. The buffer's size is a multiple of `ALIGNMENT` and at least
+    `packed_bytes(fields)`.
+    """
     return _views(_layout(fields)[0], buffer)
 
 
 def packed_bytes(fields: Fields) -> int:
-    """Return the bytes of packed arrays."""
+    """Return the bytes that packed arrays take."""
     return _layout(fields)[1]
 
 
 class _Part(NamedTuple):
-    """Where an array lies in a buffer that is read as elements of the array's dtype."""
+    """Where an array lies in a buffer: its begin and end, counted in elements of the array's dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -132,7 +135,7 @@ class _Part(NamedTuple):
 
 
 def _layout(fields: Fields) -> tuple[list[_Part], int]:
-    """Return where the arrays lie, and the bytes of all of them. Each begins at a multiple of `ALIGNMENT` bytes."""
+    """Return where each array lies, and the bytes of all arrays. Each array begins at a multiple of `ALIGNMENT` bytes."""
     parts, num_bytes = [], 0
     for name, (shape, dtype) in fields.items():
         begin, size = num_bytes // dtype.itemsize, prod(shape)

@@ -1,1 +1,1 @@
-"""A model's `config.json` as dataclasses of integers: layers, attention, heads, RoPE, and how ranks share them. No torch."""
+"""Reads a model's `config.json` into dataclasses: layers, attention, heads, RoPE, and how ranks divide them. Imports no torch."""

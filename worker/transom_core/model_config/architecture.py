@@ -1,8 +1,8 @@
 """Reads a model's architecture from its `config.json` (or from GGUF metadata under equal names). This module imports no torch.
 
-Which tokens each layer's queries read is decided here, once: by the config, or by the options `--window`, `--sinks`, `--chunk` and
-`--window-pattern`. KV cache groups, the planner's bytes and attention masks are all derived from `LayerAttention`. A *family* is
-the config's `model_type`, such as "qwen3".
+This module alone decides which tokens each layer's queries read: as the config says, or as the options `--window`, `--sinks`,
+`--chunk` and `--window-pattern` say. KV cache groups, the planner's bytes and attention masks all derive from `LayerAttention`. A
+*family* is the config's `model_type`, such as "qwen3".
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "with_windows",
 ]
 
-# `models.registry` has a class for each of these; other families can only be planned.
+# `models.registry` can build each of these; other families can only be planned.
 RUNNABLE_FAMILIES = (
     *("llama", "smollm3", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3", "cohere2"),
     "gemma4_text",
@@ -38,7 +38,7 @@ RUNNABLE_FAMILIES = (
     "deepseek_v4",
 )
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_LARGEST_SIZE = 1 << 24  # of a width or a vocabulary
+_LARGEST_SIZE = 1 << 24  # limit of a width or a vocabulary; `_LARGEST` has the limits of other fields
 _LARGEST = {"max_position_embeddings": 1 << 28, "head_dim": 1 << 16, "num_attention_heads": 1 << 16}
 _BIASED_INPUTS = ("qwen2", "qwen2_moe")  # bias in query, key and value projections only; their configs do not say so
 
@@ -67,31 +67,31 @@ class Architecture:
     readers_are_wide: bool = False  # layers that read another layer's cache have MLPs twice as wide
     norm_after_rotation: bool = False  # RMS norm of each query and key head after RoPE
     keys_are_values: bool = False  # in layers without a window the values are the keys before their norm
-    layer_embedding_size: int = 0  # width of the embeddings that each layer has of its own (Gemma 4); 0: none
-    layer_vocab_size: int = 0  # of these embeddings
+    layer_embedding_size: int = 0  # width of Gemma 4's per-layer embeddings; 0: none
+    layer_vocab_size: int = 0  # vocabulary size of the per-layer embeddings
     deepseek_v4: DeepseekV4Shape | None = None  # sizes that only this family has
 
     @property
     def num_layers(self) -> int:
-        """The number of decoder layers."""
+        """Return the number of decoder layers."""
         return len(self.layers)
 
     @property
     def gate_activation(self) -> Literal["silu", "gelu_tanh"]:
-        """The activation of gated MLPs, as the layers name it."""
+        """Return the activation of gated MLPs, as the layers name it."""
         return _ACTIVATIONS[self.activation]
 
     @property
     def served_dtype(self) -> str:
-        """The number format of `--dtype auto`: float32 for a float32 checkpoint, else bfloat16."""
+        """Return the number format of `--dtype auto`: float32 for a float32 checkpoint, otherwise bfloat16."""
         return "float32" if self.checkpoint_dtype == "float32" else "bfloat16"
 
 
 def read_architecture(config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture that a `config.json` describes; of a multimodal model, its text decoder's.
+    """Return the architecture that a `config.json` describes; for a multimodal model, that of its text decoder.
 
     Raises:
-        ModelError: the family is unknown, or a value is missing or wrong; the message names it.
+        ModelError: the family is unknown, or a value is missing or wrong. The message names it.
     """
     config = with_defaults(_text_decoder(config))
     family = str(config.get("model_type", ""))
@@ -136,7 +136,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def _check_sizes(architecture: Architecture) -> None:
-    """Raise ModelError for a size that no model has: memory for tables is reserved by them before the weights are read."""
+    """Raise ModelError for an absurd size, because memory for tables of these sizes is reserved before the weights are read."""
     sizes = {
         "hidden_size": architecture.hidden_size,
         "intermediate_size": architecture.intermediate_size,
@@ -152,7 +152,7 @@ def _check_sizes(architecture: Architecture) -> None:
 
 
 def _text_decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the text decoder's part of a multimodal config; fields that are null or missing there come from the outer config."""
+    """Return the text decoder's part of a multimodal config; fields that it lacks or has as null come from the outer config."""
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
         return config
@@ -160,17 +160,17 @@ def _text_decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _sink_layers(family: str, layers: Sequence[LayerAttention]) -> frozenset[int]:
-    """Return the layers with a learned sink logit per head: all of gpt-oss, those with a window of MiMo."""
+    """Return the layers with a learned sink logit per head: all layers of gpt-oss, and MiMo's layers with a window."""
     all_layers = family == "gpt_oss"
     window_layers = family == "mimo_v2_flash"
     return frozenset(i for i, layer in enumerate(layers) if all_layers or (window_layers and layer.window is not None))
 
 
 def runnable(architecture: Architecture) -> Architecture:
-    """Return the architecture unchanged, if there is code that computes it.
+    """Return the architecture unchanged, after a check that there is code that computes it.
 
     Raises:
-        ModelError: the model can only be planned; the message says what is supported.
+        ModelError: the model can only be planned. The message says what is supported.
     """
     if architecture.family not in RUNNABLE_FAMILIES:
         supported = ", ".join(map(repr, RUNNABLE_FAMILIES))
@@ -206,13 +206,13 @@ def choose_max_model_len(setting: int | None, architecture: Architecture) -> int
 def with_windows(
     architecture: Architecture, *, window: int | None, sinks: int = 0, pattern: str, chunk: int | None = None
 ) -> Architecture:
-    """Return the model with other attention in the layers that `pattern`, repeated over all layers, marks; as it is where neither
-    `window` nor `chunk` is set.
+    """Return the model with other attention in the layers that `pattern`, repeated over all layers, marks.
 
-    S: a sliding window and sinks, C: chunks, F: unchanged. Example: "SSF" changes layers 0, 1, 3, 4, 6 ...
+    S marks layers that get a sliding window with sinks, C layers that get chunked attention, and F layers that stay. Example: "SSF"
+    changes layers 0, 1, 3, 4, 6 ... Without `window` and `chunk` the model is returned unchanged.
 
     Raises:
-        ConfigError: the model has layers that share a cache, for which their windows would have to agree.
+        ConfigError: the model has layers that share a cache, whose windows would have to be equal.
     """
     if window is None and chunk is None:
         return architecture

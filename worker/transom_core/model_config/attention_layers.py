@@ -1,8 +1,8 @@
 """Reads the attention of every layer from a `config.json` of any family that can be planned. This module imports no torch.
 
-A *family* is the config's `model_type`. A config lists its `layer_types`, or its family has a rule for them. Example: Gemma 2 has
-no list, and its rule is a sliding window in layers 0, 2, 4 ... and full attention in the others. Sizes are the config's, except
-where single layers have their own, such as in `per_layer_config`.
+A *family* is the config's `model_type`. If a config does not list its `layer_types`, its family's rule gives them. Example: Gemma
+2's configs have no list; its rule is a sliding window in layers 0, 2, 4 ... and full attention in the others. Most sizes are equal
+in all layers; single layers may have their own, such as in `per_layer_config`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _check_sizes(layers: Sequence[LayerAttention]) -> None:
 
 
 def _sharing(layers: list[LayerAttention], types: Sequence[str], num_shared: int) -> tuple[LayerAttention, ...]:
-    """Return the layers; each of the last `num_shared` reads the KV cache of the last layer of its type before these."""
+    """Return the layers. Each of the last `num_shared` reads the KV cache of the last layer of its type before those."""
     first = len(layers) - num_shared
     last_of_type = {kind: index for index, kind in enumerate(types[: max(0, first)])}
     if missing := set(types[max(0, first) :]) - set(last_of_type):
@@ -81,7 +81,7 @@ def _sharing(layers: list[LayerAttention], types: Sequence[str], num_shared: int
 
 
 def _own_sizes(config: Config, types: Sequence[str]) -> dict[int, Config]:
-    """Return the sizes that differ from the config's, by layer index. Gemma 4's configs give them for all full layers at once."""
+    """Return layer index -> sizes that differ from the config's. Gemma 4's configs give them for all full layers together."""
     if "per_layer_config" in config:
         return {int(index): sizes for index, sizes in config["per_layer_config"].items()}
     if config.get("model_type") == "mimo_v2_flash":
@@ -110,7 +110,7 @@ def _plain_layer(config: Config, family: str) -> LayerAttention:
 
 
 def _with_own_sizes(layer: LayerAttention, sizes: Config) -> LayerAttention:
-    """Return the layer with KV heads and head size from `sizes`, where it has them."""
+    """Return the layer with KV heads and head size from `sizes`, as far as these are given."""
     return replace(
         layer,
         num_kv_heads=int(sizes.get("num_key_value_heads") or layer.num_kv_heads),
@@ -133,7 +133,7 @@ def _of_type(kind: str, layer: LayerAttention, config: Config) -> LayerAttention
 
 
 def _window(config: Config) -> int:
-    """Return the tokens that a query reads, itself included. MiMo's published configs do not count the query."""
+    """Return the number of tokens that a query reads, itself included. MiMo's published configs do not count the query."""
     before = config.get("sliding_window_size") if config.get("model_type") == "mimo_v2_flash" else None
     return int(config["sliding_window"]) if before is None else int(before) + 1
 
@@ -175,7 +175,7 @@ def _every_other(_config: Config, index: int) -> str:
 
 
 def _full_every_nth(default: int) -> Callable[[Config, int], str]:
-    """Return a rule: every n-th layer is full, where the config's pattern gives n, else `default`."""
+    """Return the rule that every n-th layer is full; n is the config's sliding_window_pattern, or `default` if it has none."""
 
     def rule(config: Config, index: int) -> str:
         pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or default
@@ -204,7 +204,7 @@ def _sliding_where_not_rotary(config: Config, index: int) -> str:
 
 
 def _by_ratio(config: Config, index: int) -> str:
-    """Return the layer type by DeepSeek's own `compress_ratios`: tokens per entry, 0 for a window alone."""
+    """Return the layer type from DeepSeek's own `compress_ratios`: tokens per entry, or 0 for a window without entries."""
     return {0: SLIDING, 4: COMPRESSED_SPARSE, 128: COMPRESSED_HEAVILY}[int(config["compress_ratios"][index])]
 
 

@@ -1,7 +1,7 @@
-"""Supplies values of `config.json` fields that published configs leave out. This module imports no torch.
+"""Adds `config.json` fields that published configs leave out. This module imports no torch.
 
-The values are the defaults of the configuration class that transformers has for the family (`model_type`). Example: a Gemma 2
-config without `sliding_window` gets 4096.
+The values are the defaults of transformers' configuration class for the family (`model_type`). Example: a Gemma 2 config without
+`sliding_window` gets 4096.
 """
 
 from __future__ import annotations
@@ -52,5 +52,5 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config, with the defaults of its family for fields that it lacks."""
+    """Return the config with its family's defaults for the fields that it lacks."""
     return {**_DEFAULTS.get(str(config.get("model_type", "")), {}), **config}

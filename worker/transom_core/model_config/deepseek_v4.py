@@ -17,15 +17,15 @@ _DEFAULT_HASH_LAYERS = 3  # first layers whose experts are looked up by token id
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekV4Shape:
-    """The sizes of DeepSeek V4 besides layers, widths and experts, which `Architecture` has."""
+    """The sizes that only DeepSeek V4 has. `Architecture` has the others: layers, widths and experts."""
 
-    query_rank: int  # of the low-rank query projection
-    output_groups: int  # groups of heads; each is projected to `output_rank`
+    query_rank: int  # rank of the low-rank query projection
+    output_groups: int  # groups of heads; each group is projected to `output_rank`
     output_rank: int
     num_index_heads: int  # query heads of an indexer, which selects the compressed entries that a query reads
-    index_top_k: int  # entries that it selects
-    num_residual_streams: int  # of hyper-connections
-    sinkhorn_rounds: int  # by which hyper-connections normalise the matrix that mixes the streams
+    index_top_k: int  # entries that an indexer selects for a query
+    num_residual_streams: int  # streams that hyper-connections have instead of one residual
+    sinkhorn_rounds: int  # rounds in which hyper-connections normalise the matrix that mixes the streams
     hyper_connection_eps: float
     expert_score: Score  # function of the router's logits
     hashed: tuple[bool, ...]  # by layer: whether experts are looked up by token id
@@ -59,7 +59,7 @@ def read_deepseek_v4(config: Mapping[str, Any]) -> DeepseekV4Shape:
 
 
 def _hashed_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Return, by layer, whether it looks its experts up by token id."""
+    """Return, by layer, whether the layer looks up its experts by token id."""
     num_layers = int(config["num_hidden_layers"])
     types = config.get("mlp_layer_types")
     if types is None:

@@ -1,4 +1,4 @@
-"""Says why a model's layers cannot follow a request's KV policy, its own rule for what full-attention layers keep."""
+"""Says why a model cannot serve requests with a KV policy: a request's own rule for which tokens full-attention layers keep."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from transom_core.model_config.architecture import Architecture
 
 
 def kv_policy_obstacle(architecture: Architecture) -> str:
-    """Return the reason, to be continued after "and"; empty if all layers have full attention and so can follow a policy.
+    """Return the reason, worded to follow "and" in a message; "" if all layers have full attention and so can follow a policy.
 
-    The model's layers decide, not the cache's groups: without a hybrid cache the groups keep every token although the layers do
-    not read them.
+    The model's layers decide, not the cache's groups: without a hybrid cache, the groups keep every token, even those that layers
+    with a window do not read.
     """
     layers = architecture.layers
     counts = {

@@ -1,6 +1,6 @@
-"""`LayerAttention`: what one layer's attention reads and what its KV cache keeps. This module imports no torch.
+"""`LayerAttention`: which tokens one layer's attention reads, and what its KV cache keeps. This module imports no torch.
 
-KV cache groups, the planner's bytes and attention masks are all derived from it.
+KV cache groups, the planner's bytes and attention masks are all derived from this dataclass.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compression:
-    """DeepSeek V4's compressed entries beside a layer's window: one entry for every `ratio` tokens.
+    """The compressed entries that a DeepSeek V4 layer keeps besides its window: one entry for every `ratio` tokens.
 
     An entry is pooled from its own `ratio` tokens and from those of the `overlap` entries before it. Example: with a ratio of 4 and
     an overlap of 1, entry 2 is made of tokens 4 to 11. `index_size` is the width of the indexer's keys, by which queries select
-    entries; 0: a query reads every entry.
+    entries; 0 means that a query reads every entry.
     """
 
     ratio: int
@@ -26,12 +26,12 @@ class Compression:
 class LayerAttention:
     """The heads of one layer, and which keys its queries read.
 
-    full attention     all tokens before the query        (window and chunk are None)
+    full attention     all tokens up to the query         (window and chunk are None)
     sliding window     the last `window` tokens, the query included, and the first `sinks` tokens
-    chunked attention  the tokens since the last multiple of `chunk`
+    chunked attention  the tokens from the last multiple of `chunk` up to the query
 
-    A `latent` layer has one row per token that is key and value of all heads, so all ranks hold it; `rope_size` of its elements are
-    rotary. A layer that `reads_cache_of` an earlier layer has no KV cache; such layers come last.
+    A `latent` layer has one row per token that is key and value of all heads, so all ranks hold that row; `rope_size` of its
+    elements are rotary. A layer that `reads_cache_of` an earlier layer has no KV cache of its own; such layers come last.
     """
 
     num_heads: int

@@ -17,11 +17,11 @@ class Mixture:
     """The experts of a model. Layers outside `layers` have a dense MLP of `dense_size`."""
 
     num_experts: int
-    num_chosen: int  # per token
-    inner_size: int  # of one expert
-    dense_size: int
+    num_chosen: int  # experts per token
+    inner_size: int  # inner width of one expert
+    dense_size: int  # inner width of a dense MLP
     layers: frozenset[int]  # the MoE layers
-    normalise: bool = True  # the routing weights of a token add up to `scale`
+    normalise: bool = True  # routing weights of a token are normalised to a sum of 1, before `scale`
     scale: float = 1.0  # factor of routing weights
     gate_gain: float = 1.0  # gpt-oss: sigmoid(gain * gate)
     clamp: float | None = None  # c: the gate projection is clamped to at most c, the up projection to [-c, c]

@@ -18,7 +18,7 @@ Span = tuple[int, int]  # [start, end)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerHeads:
-    """One rank's heads in the layers whose heads are divided equally. With a latent KV cache `kv_heads` is None."""
+    """One rank's heads in a kind of layer: the layers whose heads are divided in the same way. `kv_heads` is None for latent KV."""
 
     num_layers: int
     query_heads: Span
@@ -31,8 +31,8 @@ class LayerHeads:
 class RankShare:
     """What one rank holds of everything that is divided among ranks.
 
-    `heads` has one entry per kind of layer, `columns` the columns of feed-forward layers by name, `vocabulary` rows of the
-    embedding.
+    `heads` has one entry per kind of layer, `columns` maps a kind of feed-forward layer to inner columns, and `vocabulary` gives
+    rows of the embedding.
     """
 
     rank: int
@@ -61,7 +61,7 @@ def rank_shares(architecture: Architecture, size: int) -> tuple[RankShare, ...]:
 
 
 def replicated_parts(architecture: Architecture, size: int) -> tuple[str, ...]:
-    """Return the parts that several ranks hold in equal copies, in words: also KV heads, if there are more ranks than KV heads."""
+    """Return, in words, the parts of which several ranks hold equal copies; KV heads too, if there are more ranks than KV heads."""
     parts = ["norms"]
     layers = architecture.layers
     for num_kv in sorted({layer.num_kv_heads for layer in layers if not layer.latent and layer.num_kv_heads < size}):

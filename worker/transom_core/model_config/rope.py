@@ -1,7 +1,8 @@
 """Reads the rotary position embedding (RoPE) of each layer from a `config.json`. This module imports no torch.
 
-Configs have three forms: `rope_theta` with `rope_scaling` for all layers, `rope_parameters` for all layers, or `rope_parameters` by
-layer type. Gemma 3's first configs have `rope_local_base_freq` for the layers with a window. Layers without RoPE are NoPE layers.
+Configs have one of three forms: `rope_theta` with `rope_scaling` for all layers, `rope_parameters` for all layers, or
+`rope_parameters` by layer type. Gemma 3's first configs have `rope_local_base_freq` for the layers with a window. Layers without
+RoPE are NoPE layers.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ _SCALED_WITHOUT_WINDOW = ("gemma3_text", "olmo3")  # in these families rope_scal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """The RoPE of a layer: `size` of a head's `head_size` elements rotate, by angles of base `theta`.
+    """The RoPE of a layer: `size` of a head's `head_size` elements rotate, with frequencies of base `theta`.
 
-    `kind` is transformers' `rope_type`; it decides which of the fields from `factor` on are used, with their meaning there.
+    `kind` is transformers' `rope_type`. It decides which of the fields from `factor` on are used; they mean what they mean in
+    transformers.
     """
 
     kind: str = "default"
     theta: float = 10_000.0
     head_size: int
     size: int
-    interleaved: bool = False  # pairs are (2i, 2i + 1), not half a head apart
+    interleaved: bool = False  # True: a pair is elements (2i, 2i + 1); False: elements half a head apart
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -64,7 +66,7 @@ def read_ropes(config: Config, layers: Sequence[LayerAttention]) -> tuple[Rope |
 
 
 def _rotates(config: Config, layers: Sequence[LayerAttention]) -> list[bool]:
-    """Return, by layer, whether it has RoPE."""
+    """Return, by layer, whether the layer has RoPE."""
     match config.get("model_type"):
         case "llama4_text" | "smollm3":
             flags = config.get("no_rope_layers")  # 1: the layer has RoPE, despite the field's name
@@ -120,7 +122,7 @@ def _parameters(config: Config, layer: LayerAttention) -> Config:
 
 
 def _deepseek_v4_parameters(config: Config, *, compresses: bool) -> Config:
-    """Return DeepSeek V4's parameters: layers with compression have a base of their own, and YaRN without its attention factor."""
+    """Return DeepSeek V4's parameters. Layers with compression have their own theta, and YaRN without its attention factor."""
     found = config.get("rope_parameters") or {}
     if "main" in found and "compress" in found:
         parameters: Config = found["compress" if compresses else "main"]
@@ -132,7 +134,7 @@ def _deepseek_v4_parameters(config: Config, *, compresses: bool) -> Config:
 
 
 def _attention_factor(parameters: Config, factor: float) -> float:
-    """Return YaRN's factor of cosine and sine: the config's if it gives one, else the paper's."""
+    """Return YaRN's factor of cosine and sine: the config's if it gives one, otherwise that of the paper."""
     given, scale, all_dim = (parameters.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
     if given is not None:
         return float(given)

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionScale:
-    """Llama 4's factor of queries at position `p` in NoPE layers: `1 + factor * log(1 + floor((p + 1) / interval))`."""
+    """Llama 4's factor for queries at position `p` in NoPE layers: `1 + factor * log(1 + floor((p + 1) / interval))`."""
 
     factor: float
     interval: int
@@ -74,5 +74,5 @@ def _root_of_hidden_size(config: Mapping[str, Any]) -> float:
 
 
 def _cap(config: Mapping[str, Any], name: str) -> float | None:
-    """Return the soft cap in this field; None if the config has none."""
+    """Return the soft cap in the config's field `name`; None if the config has none."""
     return None if config.get(name) is None else float(config[name])

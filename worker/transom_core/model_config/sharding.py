@@ -1,12 +1,13 @@
-"""Computes which heads, columns and vocabulary rows each tensor-parallel rank holds. Integers only; this module imports no torch.
+"""Computes which heads, columns and vocabulary rows each tensor-parallel rank holds. This module imports no torch.
 
-A rank's *share* is the slice of something that the rank holds. A *unit* is what is never divided between ranks: a KV head with the
-query heads that read it, an output group of DeepSeek V4 (heads that are projected together), a column of a feed-forward layer, a
-row of the vocabulary. The shares of the ranks are contiguous and cover everything once, except that with more ranks than KV heads
-several ranks hold a KV head and divide its query heads. If units do not divide evenly, the first ranks hold one more.
+A rank's *share* is the slice of heads, columns or rows that the rank holds. A *unit* is never divided between ranks. Units are: a
+KV head with the query heads that read it, an output group of DeepSeek V4 (heads that are projected together), a column of a
+feed-forward layer, a row of the vocabulary. The ranks' shares are contiguous and cover everything once. There is one exception:
+with more ranks than KV heads, several ranks hold the same KV head and divide its query heads. If the units do not divide evenly,
+the first ranks hold one more.
 
-Example: 9 query heads and 3 KV heads on 2 ranks: rank 0 holds 6 and 2, rank 1 holds 3 and 1. On 4 ranks the KV heads 0, 1 and 2 are
-held by 1, 1 and 2 ranks, and the ranks hold 3, 3, 2 and 1 query heads.
+Example: 9 query heads and 3 KV heads on 2 ranks: rank 0 holds 6 and 2, rank 1 holds 3 and 1. On 4 ranks, the KV heads 0, 1 and 2
+are held by 1, 1 and 2 ranks, and the ranks hold 3, 3, 2 and 1 query heads.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.layer_attention import LayerAttention
 
 ALIGNED_WIDTH = 32  # columns: a multiple of any device's vector width and of an MXFP4 group
-# Columns are divided in aligned widths only if each rank gets at least this number of them: uneven shares then differ by at most an
-# eighth.
+# Columns are divided in aligned widths only if each rank gets at least this number of them. Shares differ by at most one aligned
+# width, which is then at most an eighth.
 MIN_ALIGNED_WIDTHS = 8
 
 
@@ -33,12 +34,12 @@ class HeadShare:
 
     @property
     def num_queries(self) -> int:
-        """The number of query heads."""
+        """Return the number of query heads."""
         return int(self.queries.stop - self.queries.start)
 
     @property
     def num_kv(self) -> int:
-        """The number of KV heads."""
+        """Return the number of KV heads."""
         return int(self.kv.stop - self.kv.start)
 
 
@@ -63,9 +64,9 @@ def width_share(total: int, rank: int, size: int) -> slice:
 def head_share(architecture: Architecture, index: int, rank: int, size: int) -> HeadShare:
     """Return a rank's heads of layer `index`.
 
-    KV heads are divided among ranks; if there are more ranks than KV heads, ranks are divided among KV heads. The query heads of
-    a KV head go with it. Which KV heads a rank holds depends on their number alone, so a layer that reads another layer's cache
-    finds the KV heads that its queries read.
+    KV heads are divided among ranks; if there are more ranks than KV heads, ranks are divided among KV heads. A rank holds the
+    query heads that read its KV heads. Which KV heads a rank holds depends only on how many there are, so a layer that reads
+    another layer's cache finds the KV heads that its queries read on the same rank.
     """
     layer = architecture.layers[index]
     if layer.latent:  # every rank holds the one latent row, which all heads read
@@ -92,7 +93,7 @@ def kv_holders(num_kv_heads: int, head: int, size: int) -> range:
 
 
 def largest_size(architecture: Architecture) -> Limit:
-    """Return the largest number of ranks: each must get a whole unit of everything that is divided."""
+    """Return the largest number of ranks for which each gets at least one unit of everything that is divided."""
     fewest = min(architecture.layers, key=lambda layer: _query_units(architecture, layer))
     what = "query heads" if architecture.deepseek_v4 is None else "output groups of heads"
     limits = [
@@ -107,7 +108,7 @@ def check_size(architecture: Architecture, size: int) -> None:
     """Check that `size` ranks can share the model.
 
     Raises:
-        ConfigError: they cannot; the message says how many can.
+        ConfigError: they cannot. The message says how many can.
     """
     limit = largest_size(architecture)
     if size > limit.size:
@@ -123,7 +124,7 @@ def inner_sizes(architecture: Architecture) -> dict[str, int]:
     if mixture is None:
         return {"inner columns": architecture.intermediate_size}
     sizes = {"inner columns of an expert": mixture.inner_size}
-    has_dense_beside_experts = architecture.family == "gemma4_text"  # in every layer; the only family that has
+    has_dense_beside_experts = architecture.family == "gemma4_text"  # a dense MLP in every MoE layer
     if len(mixture.layers) < architecture.num_layers or has_dense_beside_experts:
         sizes["inner columns of a dense layer"] = mixture.dense_size
     return sizes
@@ -135,14 +136,14 @@ def _query_units(architecture: Architecture, layer: LayerAttention) -> int:
 
 
 def _latent_units(architecture: Architecture, layer: LayerAttention) -> int:
-    """Return the number of units of a layer whose heads all read one latent row: DeepSeek V4's output groups, else its heads."""
+    """Return the number of units of a layer with one latent row for all heads: DeepSeek V4's output groups, otherwise the heads."""
     return layer.num_heads if architecture.deepseek_v4 is None else architecture.deepseek_v4.output_groups
 
 
 def _holders(num_kv_heads: int, size: int) -> Iterator[range]:
-    """Yield the ranks of each KV head, if there are more ranks than KV heads.
+    """Yield the ranks that hold each KV head; call it only with more ranks than KV heads.
 
-    The last heads get one more rank, so that the first ranks have more query heads.
+    If the ranks do not divide evenly, the last heads get one more rank, so that the first ranks have more query heads.
     """
     base, extra = divmod(size, num_kv_heads)
     start = 0

@@ -1,1 +1,1 @@
-"""Text and token ids: tokenizer, chat templates and detokenizer."""
+"""Turns text into token ids and back: tokenizer, chat templates and detokenizer; also tool calls and reasoning (`markup`)."""

@@ -1,9 +1,9 @@
-"""Renders chat messages as prompt text, with the model's Jinja chat template in a sandbox.
+"""Renders chat messages as prompt text with the model's Jinja chat template, in Jinja's sandbox.
 
-Templates find the functions and filters that transformers gives them, and so render here as they do there.
+Templates have the functions and filters that transformers gives them, so they render here as they do there.
 
-**Turn boundary**: a position of the prompt where a message ends. The prefix cache keeps states at turn boundaries, since the
-next request of a chat begins with the messages of this one.
+**Turn boundary**: a position of the prompt at which a message ends. The prefix cache keeps window checkpoints at turn boundaries,
+because the next request of a chat begins with the messages of this one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from transom_core.errors import RequestError
 
-# Boundaries per prompt: after the first message (the system prompt) and after the latest ones, where later requests branch off.
+# Boundaries per prompt: after the first message (the system prompt) and after the latest ones, because later requests branch there.
 MAX_TURN_BOUNDARIES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt as token ids. Of a chat it has the rendered text and `turn_boundaries`, the token positions where a message ends,
-    ascending."""
+    """A prompt as token ids. A chat's prompt also has the rendered `text` and the `turn_boundaries`: the ascending token positions
+    at which messages end.
+    """
 
     token_ids: tuple[int, ...]
     turn_boundaries: tuple[int, ...] = ()
@@ -39,8 +40,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedChat:
-    """A chat's text. `turn_ends` are the lengths, in characters, of those beginnings of the text that end with a message,
-    ascending, MAX_TURN_BOUNDARIES at most."""
+    """A chat's text, and the ascending positions in characters at which messages end, MAX_TURN_BOUNDARIES at most."""
 
     text: str
     turn_ends: tuple[int, ...]
@@ -48,10 +48,10 @@ class RenderedChat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """A Jinja chat template, and the special tokens that it may name.
+    """A Jinja chat template, and the special tokens that it may use.
 
-    `tool_source` is another template for chats with tools, where the model has one. `param` is the request's field that an
-    error names if the template does not parse: "chat_template" for a template that came with the request.
+    `tool_source` is another template for chats with tools, if the model has one. `param` is the request field that an error names
+    if the template does not parse: "chat_template" for a template that came with the request.
     """
 
     source: str
@@ -60,7 +60,7 @@ class ChatTemplate:
     param: str = "messages"
 
     def knows_tools(self, *, has_tools: bool) -> bool:
-        """Whether the template that renders a chat with or without tools has a place for them. One that does not parse has none."""
+        """Return whether the template for chats with (or without) tools uses the variable `tools`; False if it does not parse."""
         return _names_tools(self._chosen(has_tools=has_tools))
 
     def render_chat(
@@ -70,10 +70,10 @@ class ChatTemplate:
         add_generation_prompt: bool,
         extra: Mapping[str, Any] | None = None,
     ) -> RenderedChat:
-        """Render messages that `read_messages` has checked, in this process. A template can loop or allocate without bound:
-        `template_process` does this under limits.
+        """Render messages that `read_messages` has checked, in this process.
 
-        Where the template renders the first messages alone differently from the whole chat, there is no turn end.
+        A template can loop or allocate without bound, so servers call this through `template_process`, which has limits. A message
+        has no turn end if the messages up to it, rendered alone, are not the beginning of the whole chat's text.
 
         Raises:
             RequestError: the template refuses the messages, or does not parse.
@@ -84,7 +84,7 @@ class ChatTemplate:
         for count in (*counts[:1], *counts[1:][-(MAX_TURN_BOUNDARIES - 1) :]):
             try:
                 turns = self._render(messages[:count], add_generation_prompt=False, extra=extra)
-            except RequestError:  # for example, the template requires a user's message at the end
+            except RequestError:  # for example, because the template requires that the last message is a user's
                 continue
             if turns and text.startswith(turns):
                 ends.add(len(turns))
@@ -154,7 +154,7 @@ def _refuse(index: int, problem: str) -> NoReturn:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the parts that training learns from; a prompt has their text as it is."""
+    """The tag `{% generation %}`, which marks the parts that training learns from. In a prompt it only yields its content."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
@@ -170,7 +170,7 @@ def _compile(source: str) -> jinja2.Template:
 
 @lru_cache(maxsize=64)
 def _names_tools(source: str) -> bool:
-    """Whether a template uses the variable `tools`."""
+    """Return whether a template uses the variable `tools`."""
     try:
         return any(name.name == "tools" for name in _environment().parse(source).find_all(Name))
     except (jinja2.TemplateError, SyntaxError, RecursionError):
@@ -188,7 +188,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """The filter `tojson` of transformers; Jinja's own would escape HTML characters."""
+    """Implement transformers' filter `tojson`; Jinja's own would escape HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

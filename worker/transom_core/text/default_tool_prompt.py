@@ -1,8 +1,8 @@
-"""Puts tools into chats whose template knows none, in the form that Hermes models (and Qwen 2.5) are trained on.
+"""Puts tools into chats whose template does not support tools, in the form on which Hermes models (and Qwen 2.5) are trained.
 
-The descriptions of the tools become a section at the end of the system prompt. A call that the assistant made becomes text between
-`<tool_call>` and `</tool_call>`, and results become a user's message, each between `<tool_response>` and `</tool_response>`. All
-templates know these roles, and a message is still one message, so that turn boundaries stay where they are.
+The tools' descriptions become a section at the end of the system prompt. A call of the assistant becomes text between `<tool_call>`
+and `</tool_call>`. Results become a user message, each between `<tool_response>` and `</tool_response>`. All templates support
+these roles.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ For each function call, return a json object with function name and arguments wi
 def messages_with_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The messages with tools, calls and results as text. Messages without any come back as they are."""
+    """Return the messages with tools, calls and results as text; other messages are unchanged."""
     converted: list[dict[str, Any]] = []
     previous_role = None
     for message in messages:
         is_result = message["role"] == "tool"
         plain = _plain(message)
-        if is_result and previous_role == "tool":  # templates want turns of user and assistant
+        if is_result and previous_role == "tool":  # many templates require that user and assistant alternate
             converted[-1]["content"] += "\n" + plain["content"]
         else:
             converted.append(plain)
@@ -51,7 +51,7 @@ def messages_with_tools(
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message without calls: these, or a tool's result, are text."""
+    """Return the message with its calls as text; a tool's result as a user message."""
     content = message["content"] or ""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}

@@ -1,8 +1,8 @@
 """Turns output tokens into text, one token at a time.
 
-A token may end in the middle of a UTF-8 character: its bytes are held back until the next tokens complete the character. These
-three bytes at most are the whole state, and they depend on the token ids alone. So the replay of a migrated request's ids
-rebuilds the state, and a token costs the same at any length of the output.
+A token may end in the middle of a UTF-8 character. The character's bytes are then held back until later tokens complete it. The
+state is only these bytes, three at most, and the token ids alone determine it. So replaying the ids of a migrated request rebuilds
+the state, and the cost of a token does not grow with the output.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """The text of one output. The concatenated results of `push` and `flush` equal the output decoded as a whole.
+    """Decodes one output. The concatenated results of `push` and `flush` equal the output decoded as a whole.
 
-    With a SentencePiece vocabulary the leading space is kept, since the output continues a prompt. The prompt does not change
-    the text: the output does not complete a character that the prompt leaves unfinished.
+    With a SentencePiece vocabulary, a leading space is kept, because the output continues a prompt. The prompt does not influence
+    the text: if it ends inside a character, the output does not complete that character.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -27,11 +27,11 @@ class Detokenizer:
         self._decoder = _Utf8Decoder("replace")
 
     def push(self, token_id: int) -> str:
-        """Add a token; returns the text that it completes. An unfinished character is held back, a broken one becomes U+FFFD."""
+        """Add a token, and return the text that it completes. An unfinished character is held back; a broken one becomes U+FFFD."""
         if self._skip_special_tokens and self._tokenizer.is_special(token_id):
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 
     def flush(self) -> str:
-        """End the output; returns U+FFFD if a character is unfinished, else nothing."""
+        """End the output. Return U+FFFD if a character is unfinished, otherwise ""."""
         return self._decoder.decode(b"", final=True)

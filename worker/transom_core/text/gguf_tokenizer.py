@@ -1,8 +1,8 @@
 """Builds the tokenizer of a GGUF file from the vocabulary in its metadata.
 
-The `tokenizers` library needs byte pair encoding: a list of merges, pairs of pieces that become one. A byte-level vocabulary comes
-with its merges. A SentencePiece vocabulary has pieces and their scores, from which the merges follow: wherever a piece is two other
-pieces put together, that is a merge, and those that make pieces with higher scores come first.
+The `tokenizers` library takes byte pair encoding: a list of merges, each a pair of pieces that become one piece. A byte-level
+vocabulary comes with its merges. A SentencePiece vocabulary has pieces with scores, and the merges are derived from them: two
+pieces whose concatenation is a piece too are a merge, and merges that make pieces with higher scores come first.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transom_core.errors import ModelError
 from transom_core.model_files.gguf_header import GgufHeader, read_gguf_header
 
-_NORMAL = 1  # the token type of text; bytes, control tokens and others are never merged
+_NORMAL = 1  # the token type of ordinary text; tokens of other types (bytes, control tokens ...) are never merged
 _SPACE = "▁"
-_CONTROL, _USER_DEFINED = 3, 4  # types of added tokens: text is cut at these first
+_CONTROL, _USER_DEFINED = 3, 4  # the token types of added tokens, at which text is split before anything else
 _NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# GPT-4's regular expression for words, as Llama 3 and Qwen use it. DIGITS stands for the number of digits that stay together.
+# GPT-4's regular expression for words, as Llama 3 and Qwen use it. DIGITS stands for a quantifier: how many digits stay together.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{DIGITS}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -78,7 +78,7 @@ def _byte_level(header: GgufHeader, tokens: list[str]) -> Tokenizer:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     try:
         rust = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name == "llama-bpe"))
-    except Exception as error:  # the library raises bare Exception where vocabulary and merges do not fit
+    except Exception as error:  # the library raises bare Exception if vocabulary and merges do not match
         raise ModelError(f"{header.path} has a broken tokenizer: {error}.") from None
     rust.pre_tokenizer, rust.decoder = splits, decoders.ByteLevel()
     if name == "qwen2":
@@ -87,7 +87,7 @@ def _byte_level(header: GgufHeader, tokens: list[str]) -> Tokenizer:
 
 
 def _splits(header: GgufHeader) -> Any:
-    """The pre-tokenizer, which cuts text before merging, by llama.cpp's name for it."""
+    """Return the pre-tokenizer, which splits text before merging; the file has llama.cpp's name for it."""
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     known: dict[str, list[Any]] = {
         "smollm": [pre_tokenizers.Digits(individual_digits=True), by_bytes],
@@ -143,8 +143,7 @@ def _sentencepiece(header: GgufHeader, tokens: Sequence[str]) -> Tokenizer:
 
 
 def _merges(vocabulary: dict[str, int], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
-    """Every pair of pieces that makes another piece: the best piece first, then by the pair's lengths, as transformers orders
-    them."""
+    """Return every pair of pieces that makes another piece, in transformers' order: highest score first, then by lengths."""
     found = []
     for piece, i in vocabulary.items():
         if types[i] != _NORMAL:

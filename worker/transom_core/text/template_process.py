@@ -1,7 +1,7 @@
-"""Renders chat templates in a process of its own, under limits of CPU time and memory, as a child of a router or of `LLM`.
+"""The main program of a child process of a router or of `LLM` that renders chat templates under limits of CPU time and memory.
 
-A chat template is code from the model's author. Jinja's sandbox keeps it from files, network and Python's internals, but not
-from loops that never end or from strings of many gigabytes. So no template runs in a process that serves requests
+A chat template is code from the model's author. Jinja's sandbox keeps it away from files, network and Python's internals, but
+does not stop endless loops or strings of many gigabytes. So templates never run in a process that serves requests
 (`limited_children`). A task:
 
     {"template": {the fields of ChatTemplate}, "messages": [...], "add_generation_prompt": true, "extra": null}
@@ -32,7 +32,7 @@ def _respond(task: dict[str, Any]) -> dict[str, Any]:
         )
     except RequestError as error:
         return {"refused": str(error), "param": error.param}
-    # JSON in ASCII takes up to six bytes a character, and exists twice while it is written.
+    # The answer as ASCII JSON takes up to 6 bytes per character, twice while it is written; the text itself takes up to 4.
     if len(chat.text) > memory_bytes // 16:
         return {"too_large": f"it makes a prompt of {len(chat.text)} characters; {memory_bytes // 16} are allowed"}
     return {"text": chat.text, "turn_ends": chat.turn_ends}

@@ -1,6 +1,6 @@
-"""Renders chats in child processes (`template_process`), which end a template that loops or allocates without bound.
+"""Renders chats in child processes (`template_process`), which stop a template that loops or allocates without bound.
 
-The first chat starts a child (about 0.1 s); later ones reuse it.
+The first chat starts a child, which takes about 0.1 s; later chats reuse it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ MEMORY_BYTES = 1 << 30  # for one child
 
 
 class TemplateTooExpensive(RequestError):
-    """A template exceeded its limit of CPU time or memory for these messages."""
+    """Raised when a template exceeds its limit of CPU time or memory for a request's messages."""
 
 
 class TemplateRenderer:
-    """A few child processes; any thread may call `render`. The limits are for one chat: seconds of CPU time, and bytes."""
+    """Renders chats in a few child processes; any thread may call `render`.
+
+    `cpu_s` limits the CPU time of one chat, and `memory_bytes` the memory of one child.
+    """
 
     def __init__(self, *, cpu_s: float = CPU_S, memory_bytes: int = MEMORY_BYTES) -> None:
         self._children = LimitedChildren("transom_core.text.template_process", cpu_s=cpu_s, memory_bytes=memory_bytes)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The child processes that run."""
+        """Return the ids of the child processes that run."""
         return self._children.pids
 
     def render(
@@ -72,16 +75,16 @@ class TemplateRenderer:
         )
 
     def close(self) -> None:
-        """End the child processes; idempotent. A later chat would start another."""
+        """End the child processes. Idempotent; a later chat starts another child."""
         self._children.close()
 
 
-_RENDERERS: dict[int, TemplateRenderer] = {}  # by pid: a process that forks does not share its pipes
+_RENDERERS: dict[int, TemplateRenderer] = {}  # pid -> renderer: a forked process must not use its parent's pipes
 _LOCK = threading.Lock()
 
 
 def shared_renderer() -> TemplateRenderer:
-    """This process's renderer."""
+    """Return this process's renderer."""
     with _LOCK:
         renderer = _RENDERERS.get(os.getpid())
         if renderer is None:

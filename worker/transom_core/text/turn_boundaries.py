@@ -1,17 +1,17 @@
 """Finds turn boundaries: the positions in a chat's tokens at which messages end.
 
-A message's end in the text is a turn boundary if the tokens of the text up to there are the first tokens of the whole chat. Nearly
-every template puts a **marker** there, an added token such as `<|im_start|>`. The tokenizer cuts text at markers before anything
-else, so both sides of a marker have tokens of their own, and the n-th marker of the text is the n-th of its id among the tokens:
+A message's end in the text is a turn boundary if the text up to there, tokenised alone, gives the first tokens of the whole chat.
+Nearly every template puts a **marker** there, an added token such as `<|im_start|>`. The tokenizer splits text at markers before
+anything else, so no token crosses a marker, and the n-th occurrence of a marker in the text is the n-th occurrence of its token id:
 
     text     <|im_start|>user↵Hi<|im_end|>↵<|im_start|>assistant↵     the first message ends at the second <|im_start|>
     tokens   1           4093 198 17 2    198 1           520 198     token 6 is the second 1: the turn boundary is 6
 
-So one pass over text and tokens finds every boundary. Offsets of tokens are never needed, which would be made for every token, with
-Python's global lock held while they become objects.
+So one pass over text and tokens finds every boundary, without the tokens' offsets: the tokenizer would make Python objects of every
+token's offsets, and hold the GIL meanwhile.
 
-Where there is no marker, the text up to the message's end is tokenised by itself and compared. That costs time in proportion to the
-text for each message, so it is done for the first message and the latest ones, up to a total length.
+Without a marker, the text up to the message's end is tokenised alone and compared. Each comparison takes time in proportion to that
+text, so only the first message and the latest ones are compared, up to a total length.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-FREE_CHARS = 100_000  # compared at any length of the chat: about 25,000 tokens, 60 ms
-MAX_COMPARED_TEXTS = 4  # and else as many characters as this many times the chat has
+# Comparisons may tokenise FREE_CHARS characters (about 25,000 tokens, 60 ms), or MAX_COMPARED_TEXTS times the chat's, if more.
+FREE_CHARS = 100_000
+MAX_COMPARED_TEXTS = 4
 
 
 class Markers:
-    """The markers of a tokenizer, id by text."""
+    """The markers of a tokenizer; `ids` maps a marker's text to its token id."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self.ids = ids
         self._lengths = sorted({len(text) for text in ids}, reverse=True)
 
     def at(self, text: str, position: int) -> str | None:
-        """The longest marker that begins at this position of the text."""
+        """Return the longest marker that begins at this position of the text; None if there is none."""
         return next((found for n in self._lengths if (found := text[position : position + n]) in self.ids), None)
 
     def before(self, text: str, position: int) -> str | None:
-        """The longest marker that ends at this position of the text."""
+        """Return the longest marker that ends at this position of the text; None if there is none."""
         lengths = (n for n in self._lengths if n <= position)
         return next((found for n in lengths if (found := text[position - n : position]) in self.ids), None)
 
@@ -50,10 +51,10 @@ class ChatTokens:
         self._token_ids = token_ids
         self._markers = markers
         self._encode = encode
-        self._places: dict[str, dict[int, int]] = {}  # token by position in the text, by marker
+        self._places: dict[str, dict[int, int]] = {}  # marker -> (position in the text -> index of its token)
 
     def turn_boundaries(self, ends: Iterable[int]) -> tuple[int, ...]:
-        """The turn boundaries among `ends`, the ascending positions in the text at which messages end."""
+        """Return the turn boundaries; `ends` are the ascending positions in the text at which messages end."""
         found = {end: self._at_marker(end) for end in ends}
         unknown = [end for end, count in found.items() if count is None]
         num_chars = max(FREE_CHARS, MAX_COMPARED_TEXTS * len(self._text))
@@ -64,7 +65,7 @@ class ChatTokens:
         return tuple(sorted({count for count in found.values() if count}))
 
     def _at_marker(self, end: int) -> int | None:
-        """The number of tokens up to `end`; None if there is no marker on either side of it."""
+        """Return the number of tokens up to `end`; None if there is no marker on either side of it."""
         if end == len(self._text):
             return len(self._token_ids)
         after = self._markers.at(self._text, end)
@@ -76,8 +77,9 @@ class ChatTokens:
         return None
 
     def _tokens_of(self, marker: str) -> dict[int, int]:
-        """This marker's places in the text, and the token at each; empty if one of them is not a token of its own, such as a part
-        of a longer marker.
+        """Return position in the text -> index of the token, for this marker.
+
+        The result is empty if one of its occurrences is not a token of its own, for example because it is part of a longer marker.
         """
         places = self._places.get(marker)
         if places is None:
@@ -88,13 +90,13 @@ class ChatTokens:
         return places
 
     def _compared(self, end: int) -> int | None:
-        """The number of tokens of the text up to `end`; None if these are not the chat's first tokens."""
+        """Return the number of tokens of the text up to `end`; None if these are not the chat's first tokens."""
         token_ids = self._encode(self._text[:end])
         return len(token_ids) if token_ids == self._token_ids[: len(token_ids)] else None
 
 
 def _indexes(values: Sequence[int], value: int) -> list[int]:
-    """Where `value` is in `values`."""
+    """Return the indexes of `value` in `values`."""
     found, at = [], -1
     try:
         while True:

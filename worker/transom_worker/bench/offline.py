@@ -1,8 +1,8 @@
 """Measures the prefill and decode speed of one worker without HTTP, for `transom bench offline`.
 
-The prompts are random token ids, so that nothing hits the prefix cache. Prefill is the time from the admission of one prompt of
-`prompt_tokens` to its first token. Decode at batch size B is measured with B such prompts together, from the moment when all of
-them have their first token.
+The prompts are random token ids, so that none hits the prefix cache. Prefill is measured from the admission of one prompt of
+`prompt_tokens` tokens to its first output token. Decode at batch size B is measured with B such prompts in one batch, after all of
+them have their first output token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from transom_worker.engine.engine import Engine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeFigure:
-    """The decode speed at one batch size: tokens per second of the whole batch, and milliseconds per step."""
+    """The decode speed at one batch size: tokens per second of the whole batch, milliseconds per step, and the part of these that
+    the step spends outside the model's forward pass.
+    """
 
     batch: int
     context_tokens: int
@@ -29,7 +31,7 @@ class DecodeFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineFigures:
-    """All figures of one measurement; each is the best of its repeats."""
+    """All figures of one measurement, each the best of its repeats."""
 
     prompt_tokens: int
     output_tokens: int
@@ -37,18 +39,18 @@ class OfflineFigures:
     decode: tuple[DecodeFigure, ...]
 
     def as_json(self) -> dict[str, object]:
-        """The figures as JSON values."""
+        """Return the figures as JSON values."""
         return asdict(self)
 
 
 def run_offline(
     engine: Engine, *, batches: tuple[int, ...], prompt_tokens: int, output_tokens: int, repeats: int
 ) -> OfflineFigures:
-    """Measure an idle engine. Raises RequestError when a prompt and its output are longer than the engine's length."""
+    """Measure an idle engine. Raises RequestError if a prompt and its output do not fit the engine's length."""
     longest = engine.info.max_model_len
     if prompt_tokens + output_tokens >= longest:
         raise RequestError(
-            f"{prompt_tokens} prompt and {output_tokens} output tokens are measured, and the engine's length is {longest}; "
+            f"{prompt_tokens} prompt and {output_tokens} output tokens do not fit the engine, whose length is {longest}; "
             "measure fewer."
         )
     bench = OfflineBench(engine, prompt_tokens=prompt_tokens)
@@ -76,7 +78,7 @@ class OfflineBench:
         self._num_requests = 0
 
     def prefill(self) -> float:
-        """Seconds from admission to the first token of one prompt."""
+        """Return the seconds from the admission of one prompt to its first token."""
         begin_s = time.perf_counter()
         self._add(1)
         while self._engine.has_work:
@@ -84,7 +86,7 @@ class OfflineBench:
         return time.perf_counter() - begin_s
 
     def decode(self, batch: int, output_tokens: int) -> DecodeFigure:
-        """Run `batch` prompts together, and measure the steps after the last prompt's first token."""
+        """Run `batch` prompts in one batch, and measure the steps after the last prompt's first token."""
         for _ in range(batch):
             self._add(None)  # no limit: the first requests must not end while the last ones are in prefill
         started: set[str] = set()

@@ -1,8 +1,8 @@
-"""The decoder that most families share: embedding, layers, norm, head, assembled as the family's `Style` says.
+"""The decoder that most families share: embedding, layers, final norm and output head, assembled as the family's `Style` says.
 
-`Gemma4` subclasses it; `DeepseekV4` has a decoder of its own. A *residual* is the sum that layers add their outputs to.
+`Gemma4` is a subclass; `DeepseekV4` has a decoder of its own. The *residual* is the sum to which layers add their outputs.
 
-Legend: T tokens, R rows whose logits are wanted, N hidden width, V this rank's part of the vocabulary.
+Legend: T tokens, R rows whose logits are requested, N hidden width, V this rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _AttentionArguments = tuple[torch.Tensor, RotaryTables | None, LayerCache, Paged
 
 @dataclass(frozen=True, slots=True)
 class Rotations:
-    """The rotary tables of a step, by RoPE, and the factor of queries in layers without RoPE (NoPE)."""
+    """A step's rotary tables, one for each RoPE of the model, and the factor of queries in layers without RoPE (NoPE)."""
 
     tables: dict[Rope, RotaryTables]
     query_scale_T11: torch.Tensor | None
 
 
 class Decoder:
-    """Embedding, layers, final norm and head of a model."""
+    """Embedding, layers, final norm and output head of a model."""
 
     def __init__(self, architecture: Architecture, load: Loader, style: Style) -> None:
         """`load` reads tensors by their Hugging Face names."""
@@ -58,17 +58,17 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [R, V] in float32 over `vocab`; writes the batch's keys and values into its caches."""
+        """Return logits [R, V] in float32 of this rank's `vocab`; write the batch's keys and values into its caches."""
         return self.logits(self.hidden(batch))
 
     @torch.inference_mode()
     def logits(self, hidden_RN: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] in float32 over `vocab` of hidden states."""
+        """Return logits [R, V] in float32 of this rank's `vocab` for normalised hidden states [R, N]."""
         return self._head(hidden_RN)
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        """Normalised hidden states [R, N]; writes the batch's keys and values into its caches."""
+        """Return normalised hidden states [R, N]; write the batch's keys and values into its caches."""
         x_TN = self._embedding(batch.token_ids)
         rotations, residual = self._rotations(batch, x_TN.dtype), Residual(x_TN)
         for index in range(len(self._layers)):
@@ -76,13 +76,13 @@ class Decoder:
         return residual.read(self._norm)
 
     def _rotations(self, batch: ForwardBatch, dtype: torch.dtype) -> Rotations:
-        """The rotary tables and query factors of the tokens' positions."""
+        """Return the rotary tables and query factors of the tokens' positions."""
         tables = {rope: rotary(batch.positions, batch.sink_positions) for rope, rotary in self._rotary.items()}
         scale = self._style.query_scale
         return Rotations(tables, None if scale is None else scale(batch.positions, dtype)[:, None, None])
 
     def _layer(self, index: int, residual: Residual, rotations: Rotations, batch: ForwardBatch) -> None:
-        """Run layer `index`. After the last layer the residual has only the rows whose logits are wanted."""
+        """Run layer `index`. After the last layer the residual has only the rows whose logits are requested."""
         rope, source = self.architecture.ropes[index], self.architecture.layers[index].reads_cache_of
         cache = index if source is None else source
         self._layers[index](
@@ -96,7 +96,7 @@ class Decoder:
 
 
 class DecoderLayer:
-    """One layer: attention and feed-forward part, each added to the residual."""
+    """One layer: attention and feed-forward network, whose outputs are added to the residual."""
 
     def __init__(self, architecture: Architecture, index: int, style: Style, load: Loader) -> None:
         def norm(name: str) -> Norm | None:
@@ -125,7 +125,7 @@ class DecoderLayer:
         query_scale_T11: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> None:
-        """Add to the residual [T, N]; with `rows` keep only these rows of it after attention (no later layer reads the others)."""
+        """Add the layer's outputs to the residual [T, N]. With `rows` (last layer), keep only these rows after attention."""
         seen_TN = residual.read(self._before_attention)
         attention = (seen_TN, tables, cache, batch, query_scale_T11)
         if self._parallel_residual:
@@ -137,9 +137,10 @@ class DecoderLayer:
         residual.add_output(self._feed_forward, self._after_mlp, residual.read(self._before_mlp))
 
     def _add_both(self, residual: Residual, attention: _AttentionArguments, rows: torch.Tensor | None) -> None:
-        """Attention and feed-forward part of a parallel residual: both read one norm of the residual.
+        """Run a parallel residual: attention and feed-forward network both read the same normalised residual.
 
-        One all-reduce sums both over the ranks, and the residual with them (it is rank 0's contribution).
+        One all-reduce sums both outputs over the ranks. Before it, rank 0 adds the residual to its own outputs, so that the
+        residual counts once.
         """
         seen_TN, before_TN = attention[0], residual.read()
         attend = partial(self._attention.add_to, before_TN) if self._parallel.is_first else self._attention

@@ -1,6 +1,6 @@
-"""The dense families of the shared decoder, each as its differences from llama.
+"""The dense families of the shared decoder. Each row names a family's differences from llama:
 
-    llama, smollm3, mistral, ministral, qwen2   nothing: windows, NoPE layers and biases are in `Architecture`
+    llama, smollm3, mistral, ministral, qwen2   none here: windows, NoPE layers and biases are in `Architecture`
     qwen3          QK norm of each head
     gemma2         norms before and after attention and MLP, norm weights minus 1, soft caps (in `Architecture`)
     gemma3_text    as gemma2, and QK norm of each head
@@ -48,5 +48,5 @@ DENSE_FAMILIES = tuple(_STYLES)
 
 
 def dense(architecture: Architecture, load: Loader) -> Decoder:
-    """The decoder of a dense family."""
+    """Build the decoder of a model of one of DENSE_FAMILIES."""
     return Decoder(architecture, load, _STYLES[architecture.family])

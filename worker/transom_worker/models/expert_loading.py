@@ -1,10 +1,10 @@
-"""Loads this rank's columns of every expert into stacked tensors, from each layout of experts that checkpoints have.
+"""Loads this rank's inner columns of every expert into stacked tensors, from each of the layouts that checkpoints have.
 
     experts_by_name    one tensor per expert and matrix (Mixtral, Qwen3-MoE, MiMo, DeepSeek V4)
     experts_by_stack   two tensors of all experts, input axis first (gpt-oss, Llama 4)
     experts_by_rows    two tensors of all experts, output axis first (Gemma 4)
 
-*Packed* experts stay in MXFP4, as stored, on devices that compute with it.
+*Packed* experts stay in MXFP4 as stored, on devices that compute with MXFP4.
 
 Legend: E experts, N hidden width, I inner width.
 """
@@ -24,7 +24,10 @@ from transom_worker.models.weights import ALL, Mxfp4Tensors, Part, read_mxfp4
 
 
 def experts_by_name(load: Loader, names: Sequence[str], mixture: Mixture, hidden_size: int) -> ExpertTensors:
-    """Experts with one tensor each: `names` of gate, up and down, where {} stands for the expert's number."""
+    """Load experts stored as one tensor per expert and matrix.
+
+    `names` are those of the gate, up and down matrix, in which {} stands for the expert's number.
+    """
     gate, up, down = (load.prefix + name for name in names)
     inner, own = mixture.inner_size, load.share(mixture.inner_size)
     if _takes_packed(load):
@@ -49,9 +52,9 @@ def experts_by_name(load: Loader, names: Sequence[str], mixture: Mixture, hidden
 def experts_by_stack(
     load: Loader, mixture: Mixture, hidden_size: int, *, interleaved: bool = False, biased: bool = False
 ) -> ExpertTensors:
-    """Experts in two tensors, `gate_up_proj` [E, N, 2 I] and `down_proj` [E, I, N], and their biases if `biased`.
+    """Load experts stored as two tensors, `gate_up_proj` [E, N, 2 I] and `down_proj` [E, I, N], and their biases if `biased`.
 
-    `interleaved`: gate and up columns alternate. Experts in MXFP4 stay packed on devices that compute with MXFP4.
+    `interleaved` says that gate and up columns alternate. Experts in MXFP4 stay packed on devices that compute with MXFP4.
     """
     experts, inner, own = mixture.num_experts, mixture.inner_size, load.share(mixture.inner_size)
     halves = [slice(2 * own.start, 2 * own.stop)] if interleaved else _gates_and_ups(own, inner)
@@ -84,7 +87,7 @@ def experts_by_stack(
 
 
 def experts_by_rows(load: Loader, mixture: Mixture, hidden_size: int) -> ExpertTensors:
-    """Experts in two tensors, `gate_up_proj` [E, 2 I, N] and `down_proj` [E, N, I]."""
+    """Load experts stored as two tensors, `gate_up_proj` [E, 2 I, N] and `down_proj` [E, N, I]."""
     experts, inner, own = mixture.num_experts, mixture.inner_size, load.share(mixture.inner_size)
     shape = (experts, 2 * inner, hidden_size)
     halves = [load.tensor("gate_up_proj", shape=shape, part=(ALL, half)) for half in _gates_and_ups(own, inner)]
@@ -95,12 +98,12 @@ def experts_by_rows(load: Loader, mixture: Mixture, hidden_size: int) -> ExpertT
 
 
 def _takes_packed(load: Loader) -> bool:
-    """Whether this device and quantisation compute with packed experts."""
+    """Return whether the loader's device and quantisation compute with packed experts."""
     return runs_grouped(torch.empty(0, dtype=load.dtype, device=load.device), load.quantization)
 
 
 def _packed_pair(load: Loader, mixture: Mixture, hidden_size: int, rows: slice, own: slice) -> ExpertTensors | None:
-    """`gate_up_proj` and `down_proj` as stored, with alternating gates and ups; None where they are not in MXFP4."""
+    """Return `gate_up_proj` and `down_proj` as stored, with alternating gates and ups; None if they are not in MXFP4."""
     experts, inner = mixture.num_experts, mixture.inner_size
     gate_up = read_mxfp4(
         load.weights, f"{load.prefix}gate_up_proj", shape=(experts, hidden_size, 2 * inner), part=(ALL, ALL, rows)
@@ -112,7 +115,7 @@ def _packed_pair(load: Loader, mixture: Mixture, hidden_size: int, rows: slice, 
 
 
 def _packed_stack(load: Loader, num_experts: int, name: str, shape: tuple[int, int], part: Part) -> MxTensor | None:
-    """One matrix of every expert as stored; None where the first expert is not in MXFP4."""
+    """Return one matrix of every expert as stored; None if the first expert's is not in MXFP4."""
     found = [
         read_mxfp4(load.weights, name.format(expert), shape=shape, part=part)
         for expert in range(num_experts if read_mxfp4(load.weights, name.format(0), shape=shape, part=part) else 0)
@@ -122,26 +125,26 @@ def _packed_stack(load: Loader, num_experts: int, name: str, shape: tuple[int, i
 
 
 def _joined(gate: MxTensor, up: MxTensor, down: MxTensor) -> ExpertTensors:
-    """Gates and ups stacked to one packed tensor, and downs."""
+    """Return packed experts whose gates and ups are joined to one tensor, all gates first."""
     both = (torch.cat((gate.blocks, up.blocks), dim=1), torch.cat((gate.scales, up.scales), dim=1))
     return ExpertTensors(gate_up=MxTensor(blocks=both[0], scales=both[1]), down=down)
 
 
 def _on_device(load: Loader, packed: Mxfp4Tensors) -> MxTensor:
-    """A packed tensor on the loader's device, contiguous."""
+    """Return a packed tensor on the loader's device, contiguous."""
     blocks, scales = (half.to(load.device).contiguous() for half in packed)
     return MxTensor(blocks=blocks, scales=scales)
 
 
 def _gates_and_ups(own: slice, inner: int) -> list[slice]:
-    """The slices of a rank's gates and ups, where all gates come before all ups; one slice where the rank has all of them."""
+    """Return the slices of a rank's gates and ups in a tensor with all gates before all ups; one slice if the rank has them all."""
     if own == slice(0, inner):
         return [slice(0, 2 * inner)]
     return [own, slice(inner + own.start, inner + own.stop)]
 
 
 def _gates_first(rows: torch.Tensor) -> torch.Tensor:
-    """Alternating rows reordered: rows 0, 2, 4, ... (gates), then rows 1, 3, 5, ... (ups)."""
+    """Return alternating rows in the order 0, 2, 4, ... (gates), then 1, 3, 5, ... (ups)."""
     return torch.cat([rows[::2], rows[1::2]])
 
 
@@ -152,7 +155,7 @@ def _stacked(
     gate_up: Callable[[int], torch.Tensor],
     down: Callable[[int], torch.Tensor],
 ) -> ExpertTensors:
-    """Plain tensors of all experts."""
+    """Return unpacked tensors of all experts; `gate_up` and `down` load one expert's matrix."""
     own = load.share(mixture.inner_size)
     experts, width = mixture.num_experts, own.stop - own.start
     return ExpertTensors(
@@ -162,7 +165,7 @@ def _stacked(
 
 
 def _stack(load: Loader, one: Callable[[int], torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-    """One tensor of all experts, copied one by one, so that at most one expert is in memory twice."""
+    """Return one tensor of all experts. They are copied one by one, so that at most one expert is in memory twice."""
     stacked = torch.empty(shape, dtype=load.dtype, device=load.device)
     for expert in range(shape[0]):
         stacked[expert].copy_(one(expert))

@@ -1,6 +1,6 @@
-"""The rotation frequency of each RoPE pair, by the kind of RoPE scaling.
+"""Computes the rotation frequency of each RoPE pair, for each kind of RoPE scaling.
 
-Computed in float32, in transformers' order of operations, because positions multiply every rounding error.
+A position multiplies its frequency's rounding error. So frequencies are computed in float32, in transformers' order of operations.
 
 Legend: R rotated width, D head width.
 """
@@ -16,10 +16,10 @@ from transom_core.model_config.rope import ROPE_KINDS, Rope
 
 
 def frequencies(rope: Rope, device: torch.device) -> torch.Tensor:
-    """Radians per token of each pair, float32 [R / 2]; of a proportional RoPE [D / 2], with 0 for the pairs beyond R.
+    """Return each pair's radians per token, float32 [R / 2]; for a proportional RoPE [D / 2], with 0 for the pairs beyond R.
 
     Raises:
-        ModelError: an unknown kind of scaling.
+        ModelError: the kind of scaling is unknown.
     """
     match rope.kind:
         case "default":
@@ -50,7 +50,7 @@ def _proportional(rope: Rope, device: torch.device) -> torch.Tensor:
 
 
 def _llama3(rope: Rope, frequency: torch.Tensor) -> torch.Tensor:
-    """Llama 3's scaling: slow pairs rotate `factor` times slower, fast pairs are unchanged, pairs between are interpolated."""
+    """Apply Llama 3's scaling: slow pairs rotate `factor` times slower, fast pairs as before, those between are interpolated."""
     length, low, high = rope.original_max_position, rope.low_freq_factor, rope.high_freq_factor
     wavelength = 2 * math.pi / frequency
     slowed = torch.where(wavelength > length / low, frequency / rope.factor, frequency)
@@ -61,11 +61,12 @@ def _llama3(rope: Rope, frequency: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: Rope, device: torch.device) -> torch.Tensor:
-    """YaRN: pairs that rotate often over the original length are unchanged, slow pairs rotate `factor` times slower, a ramp
-    between.
+    """Return YaRN's frequencies: pairs that rotate often over the original length are unchanged, slow pairs rotate `factor` times
+    slower, and a linear ramp interpolates the pairs between.
     """
 
     def pair_with_rotations(rotations: float) -> float:
+        # theta ** (2 pair / size) = period: the pair, as a real number, that rotates this often over the original length.
         period = rope.original_max_position / (rotations * 2 * math.pi)
         return rope.size * math.log(period) / (2 * math.log(rope.theta))
 

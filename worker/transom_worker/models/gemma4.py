@@ -1,13 +1,13 @@
 """Gemma 4's text decoder.
 
-- The last layers have no KV cache of their own: they read the cache of an earlier layer of their type.
-- Each layer has an own embedding of every token (per-layer embedding), which is added after the layer; then the sum is scaled.
-- Head widths and KV heads differ between layers with a window and full layers; queries, keys and values are normalised by head.
-- Some models have experts beside the dense MLP (`gemma4_experts.py`).
+- The last layers have no KV cache of their own: each reads the cache of an earlier layer of its type (window or full).
+- Each layer has its own embedding of every token (per-layer embedding), which is added after the layer; then the sum is scaled.
+- Layers with a window and full layers differ in head width and number of KV heads. Each query, key and value head is normalised.
+- Some models have experts besides the dense MLP (`gemma4_experts.py`).
 
 Sources: the model card of Gemma 4, transformers' `Gemma4ForCausalLM`.
 
-Legend: T tokens, R rows whose logits are wanted, N hidden width, L layers, P width of a per-layer embedding.
+Legend: T tokens, R rows whose logits are requested, N hidden width, L layers, P width of a per-layer embedding.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ STYLE = Style(
 
 
 class Gemma4(Decoder):
-    """The decoder. After each layer the layer's own embedding is added, and the sum is scaled."""
+    """Gemma 4's decoder. After each layer it adds that layer's embedding of the tokens, and scales the sum."""
 
     def __init__(self, architecture: Architecture, load: Loader) -> None:
         """`load` reads tensors by their Hugging Face names."""
         style = STYLE
-        if architecture.mixture is not None:  # dense MLP and experts have a norm before each of them
+        if architecture.mixture is not None:  # `DenseAndExperts` has the norms before its dense MLP and its experts
             style = replace(STYLE, norm_before_mlp="", feed_forward=DenseAndExperts)
         super().__init__(architecture, load, style)
         load = load.under("model.")
@@ -55,7 +55,7 @@ class Gemma4(Decoder):
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        """Normalised hidden states [R, N]; writes the batch's keys and values into its caches."""
+        """Return normalised hidden states [R, N]; write the batch's keys and values into its caches."""
         x_TN = self._embedding(batch.token_ids)
         own_TLP = self._embeddings(batch.token_ids, x_TN) if self._embeddings else None
         rotations, residual = self._rotations(batch, x_TN.dtype), Residual(x_TN)
@@ -69,7 +69,7 @@ class Gemma4(Decoder):
 
 
 class LayerEmbeddings:
-    """The per-layer embeddings of each token: the sum of a table look-up and a projection of the token's first hidden state."""
+    """The per-layer embeddings of each token: (normalised projection of the token's embedding + table look-up) / sqrt(2)."""
 
     def __init__(self, architecture: Architecture, load: Loader) -> None:
         size, hidden = architecture.layer_embedding_size, architecture.hidden_size
@@ -79,18 +79,19 @@ class LayerEmbeddings:
         self._projection = load.linear("per_layer_model_projection", shapes=[(width, hidden)])
         self._norm = load.norm("per_layer_projection_norm", architecture.rms_norm_eps, size=size, wide=True)
         self._shape = (-1, architecture.num_layers, size)
+        # transformers multiplies the projection by hidden**-0.5 before this norm; epsilon times `hidden` has the same effect.
         self._scaled_eps = self._norm.eps * hidden
         self.weight_bytes = self._table.weight_bytes + self._projection.weight_bytes + self._norm.weight_bytes
 
     def __call__(self, token_ids_T: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
-        """The per-layer embeddings [T, L, P] of the tokens; `x` [T, N] is their embedding."""
+        """Return the per-layer embeddings [T, L, P] of the tokens; `x` [T, N] is their embedding."""
         made, own = (x.view(-1, self._shape[-1]) for x in (self._projection(x_TN), self._table(token_ids_T)))
         sums = rms_norm(made, None, self._scaled_eps, own, inner=self._norm.weight_N, factor=0.5**0.5)[1]
         return sums.view(self._shape)
 
 
 class LayerAddition:
-    """Adds a layer's own embedding, gated by the residual, to the residual."""
+    """Adds a layer's own embedding of the tokens to the residual, after a gate that the residual controls."""
 
     def __init__(self, architecture: Architecture, load: Loader) -> None:
         size, hidden = architecture.layer_embedding_size, architecture.hidden_size

@@ -1,4 +1,4 @@
-"""Gemma 4's feed-forward part with experts: a dense MLP and routed experts in parallel, each between its own norms.
+"""Gemma 4's feed-forward network with experts: a dense MLP and routed experts in parallel, each with its own norms around it.
 
 Legend: T tokens, N hidden width, E experts.
 """
@@ -46,13 +46,13 @@ class DenseAndExperts:
         self.weight_bytes = sum(part.weight_bytes for part in (self._mlp, self._experts, self._router, *norms))
 
     def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
-        """The output [T, N] of `x` [T, N]."""
+        """Return the output [T, N] of `x` [T, N]."""
         dense_TN = self._mlp(self._before_mlp(x_TN))
-        direction_TN = hc_norm(x_TN[:, None], self._eps)  # in float32, as the router computes
+        direction_TN = hc_norm(x_TN[:, None], self._eps)  # x / rms(x) in float32, the router's number format
         routed_TN = self._experts(self._before_experts(x_TN), self._router(direction_TN))
         dense_TN, routed_TN = all_reduce_both(self._comm, dense_TN, routed_TN)
         return self._after_mlp.add_to(self._after_experts(routed_TN), dense_TN)
 
     def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
-        """`residual + self(x)`, [T, N]."""
+        """Return `residual + self(x)`, [T, N]."""
         return residual_TN + self(x_TN)

@@ -1,7 +1,7 @@
 """gpt-oss (OpenAI): a sink logit for each head, a window in every other layer, experts with biases and a clamped gate.
 
-The experts' gate is `gate * sigmoid(1.702 * gate) * (up + 1)` with clamps. Published checkpoints hold the experts in MXFP4; the
-package `weights` presents them as bfloat16 tensors, or as MXFP4 where the device computes with it.
+The experts' gate is `gate * sigmoid(1.702 * gate) * (up + 1)`, with `gate` and `up` clamped first. Published checkpoints hold the
+experts in MXFP4; the package `weights` gives them as bfloat16 tensors, or as MXFP4 if the device computes with MXFP4.
 
 Sources: the model card of gpt-oss, transformers' `GptOssForCausalLM`.
 """
@@ -23,7 +23,7 @@ from transom_worker.models.style import FeedForward, Style
 
 
 def _feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedForward:
-    """The MoE layer."""
+    """Build the MoE layer."""
     mixture, hidden_size = architecture.mixture, architecture.hidden_size
     assert mixture is not None
     assert mixture.clamp is not None
@@ -42,5 +42,5 @@ _STYLE = Style(norm_wide=True, sink_logits="sinks", feed_forward=_feed_forward)
 
 
 def gpt_oss(architecture: Architecture, load: Loader) -> Decoder:
-    """The decoder of gpt-oss."""
+    """Build the decoder of gpt-oss."""
     return Decoder(architecture, load, _STYLE)

@@ -20,7 +20,7 @@ from transom_worker.models.style import Style
 
 
 def make_attention(architecture: Architecture, index: int, style: Style, load: Loader) -> Attention:
-    """The attention of layer `index` with this rank's heads; `load` reads names within `self_attn`."""
+    """Make the attention of layer `index` with this rank's heads; `load` reads names within `self_attn`."""
     layer, rope = architecture.layers[index], architecture.ropes[index]
     heads = head_share(architecture, index, load.parallel.rank, load.parallel.size)
     qkv = _projections(architecture, index, heads, load)
@@ -42,7 +42,7 @@ def make_attention(architecture: Architecture, index: int, style: Style, load: L
 
 
 def _projections(architecture: Architecture, index: int, heads: HeadShare, load: Loader) -> Linear:
-    """The fused projection of queries, keys and values; of queries alone where the layer reads another layer's cache."""
+    """Load the fused projection of queries, keys and values; of queries alone if the layer reads another layer's cache."""
     layer, rope, bias = architecture.layers[index], architecture.ropes[index], architecture.attention_bias
     queries, keys = ((n * layer.head_size, architecture.hidden_size) for n in (layer.num_heads, layer.num_kv_heads))
     own_queries, own_keys = (_rows(own, layer.head_size) for own in (heads.queries, heads.kv))
@@ -58,17 +58,17 @@ def _projections(architecture: Architecture, index: int, heads: HeadShare, load:
 
 
 def _rows(heads: slice, size: int) -> slice:
-    """The rows of a projection's weight that belong to these heads of `size` elements."""
+    """Return the rows of a projection's weight that belong to these heads of `size` elements."""
     return slice(heads.start * size, heads.stop * size)
 
 
 def _sinks(layer: LayerAttention, heads: HeadShare, style: Style, load: Loader) -> torch.Tensor:
-    """The learned sink logit of each of this rank's heads, float32 [H]."""
+    """Load the learned sink logit of each of this rank's heads, float32 [H]."""
     return load.tensor(style.sink_logits, torch.float32, shape=(layer.num_heads,), part=(heads.queries,))
 
 
 def attention_shape(layer: LayerAttention, heads: HeadShare) -> AttentionShape:
-    """The heads that this rank has of a layer, and the layer's window, sinks and attention chunk."""
+    """Return the heads that this rank has of a layer, and the layer's window, sinks and attention chunk."""
     return AttentionShape(
         num_heads=heads.num_queries,
         num_kv_heads=heads.num_kv,
@@ -82,14 +82,14 @@ def attention_shape(layer: LayerAttention, heads: HeadShare) -> AttentionShape:
 
 
 def make_norm(name: str, architecture: Architecture, style: Style, load: Loader) -> Norm:
-    """A norm over rows: LayerNorm or RMS norm, as the style says."""
+    """Load a norm over rows: LayerNorm or RMS norm, as the style says."""
     if style.norm_takes_mean:
         return LayerNorm(load.tensor(f"{name}.weight", shape=(architecture.hidden_size,)), architecture.rms_norm_eps)
     return make_rms_norm(name, architecture, style, load)
 
 
 def make_rms_norm(name: str, architecture: Architecture, style: Style, load: Loader) -> RmsNorm:
-    """An RMS norm over rows."""
+    """Load an RMS norm over rows."""
     size, eps = architecture.hidden_size, architecture.rms_norm_eps
     return load.norm(name, eps, size=size, plus_one=style.norm_plus_one, wide=style.norm_wide)
 
@@ -97,7 +97,7 @@ def make_rms_norm(name: str, architecture: Architecture, style: Style, load: Loa
 def _qk_norm(
     architecture: Architecture, layer: LayerAttention, heads: HeadShare, style: Style, load: Loader
 ) -> QkNorm | AllHeadsQkNorm | ShardedAllHeadsQkNorm | None:
-    """The QK norm of this rank's heads, if the family has one."""
+    """Load the QK norm of this rank's heads; None if the family has none."""
     if style.qk_norm == "none":
         return None
     if style.qk_norm == "all":
@@ -114,7 +114,7 @@ def _qk_norm(
 def _norm_over_all_heads(
     architecture: Architecture, layer: LayerAttention, heads: HeadShare, load: Loader
 ) -> AllHeadsQkNorm | ShardedAllHeadsQkNorm:
-    """A QK norm whose root mean square is taken over all heads of all ranks (Olmo 3)."""
+    """Load a QK norm whose root mean square is taken over all heads of all ranks (Olmo 3)."""
     size, eps, parallel = layer.head_size, architecture.rms_norm_eps, load.parallel
     widths = (layer.num_heads * size, layer.num_kv_heads * size)
     query, key = (
@@ -123,10 +123,11 @@ def _norm_over_all_heads(
     )
     if parallel.size == 1:
         return AllHeadsQkNorm(query, key, eps)
+    # Several ranks may hold the same KV head: only the first of them adds its keys to the sum of squares.
     counts_keys = kv_holders(layer.num_kv_heads, heads.kv.start, parallel.size).start == parallel.rank
     return ShardedAllHeadsQkNorm(query, key, eps, widths=widths, counts_keys=counts_keys, comm=parallel.comm)
 
 
 def make_rotary(rope: Rope, load: Loader) -> RotaryEmbedding:
-    """The rotary embedding of a RoPE. Interleaved pairs were moved half a head apart when the weights were loaded."""
+    """Make the rotary embedding of a RoPE. Loading the weights has moved interleaved pairs half a head apart."""
     return RotaryEmbedding(frequencies(rope, load.device), dtype=load.dtype, scale=rope.attention_factor)

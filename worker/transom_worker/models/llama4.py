@@ -1,8 +1,8 @@
 """Llama 4's text decoder (Scout, Maverick).
 
-- Most layers have chunked attention with RoPE: a query sees the keys of its own attention chunk (8,192 tokens), up to itself. Every
-  fourth layer has global attention without positions (NoPE), and its queries are scaled by position.
-- Layers with RoPE may normalise each query and key head after the rotation, without a weight.
+- Most layers have chunked attention with RoPE: a query reads the keys of its own attention chunk (8,192 tokens), up to its own.
+  Every fourth layer has global attention without RoPE (NoPE), and scales its queries by a factor of their position.
+- Some models normalise each query and key head after the rotation, without a weight, in layers with RoPE.
 - MoE layers have a shared expert besides the routed ones. A routing weight (a sigmoid) multiplies the expert's input.
 
 Sources: the model card of Llama 4, transformers' `Llama4ForCausalLM`.
@@ -31,7 +31,7 @@ from transom_worker.models.style import FeedForward, Style
 
 
 def _feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedForward:
-    """The MoE layer, or the dense MLP of a layer without experts."""
+    """Build the MoE layer, or the dense MLP of a layer without experts."""
     mixture, hidden_size = architecture.mixture, architecture.hidden_size
     assert mixture is not None
     if index not in mixture.layers:
@@ -53,12 +53,12 @@ def _feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedF
 
 
 def query_scale(scale: PositionScale, positions_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The factor of queries at these positions in NoPE layers, [T]."""
+    """Return the factor [T] of the queries at these positions in NoPE layers."""
     return position_scale(positions_T, factor=scale.factor, interval=scale.interval, dtype=dtype)
 
 
 def llama4(architecture: Architecture, load: Loader) -> Decoder:
-    """The decoder of Llama 4."""
+    """Build the decoder of Llama 4."""
     scale = architecture.scales.query_by_position
     style = Style(
         qk_norm_after_rotation=architecture.norm_after_rotation,

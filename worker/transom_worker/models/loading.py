@@ -27,7 +27,7 @@ from transom_worker.models.weights import ALL, WHOLE, Part, read_groups
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """Reads tensors whose names begin with `prefix`. Shapes are those of whole tensors, before they are divided among ranks."""
+    """Reads tensors whose names begin with `prefix`. A `shape` is that of the whole tensor, before its division among ranks."""
 
     weights: Weights
     dtype: torch.dtype
@@ -39,28 +39,28 @@ class Loader:
 
     @property
     def comm(self) -> Communicator:
-        """How layers sum over the ranks: by all-reduce, or not at all with one rank or where the caller sums."""
+        """Return the communicator that layers sum with; it does nothing if there is one rank or the caller sums."""
         return self.parallel.comm if self.sums_over_ranks else SINGLE_RANK
 
     def under(self, prefix: str) -> Loader:
-        """A loader for names that begin with this loader's own prefix and `prefix`."""
+        """Return a loader for names that begin with this loader's prefix followed by `prefix`."""
         return replace(self, prefix=self.prefix + prefix)
 
     def partial(self) -> Loader:
-        """A loader for layers whose partial outputs the caller sums over the ranks."""
+        """Return a loader for layers whose partial outputs the caller sums over the ranks."""
         return replace(self, sums_over_ranks=False)
 
     def share(self, total: int) -> slice:
-        """This rank's share of `total` columns or rows."""
+        """Return this rank's share of `total` columns or rows."""
         return width_share(total, self.parallel.rank, self.parallel.size)
 
     def tensor(
         self, name: str, dtype: torch.dtype | None = None, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE
     ) -> torch.Tensor:
-        """One tensor, or a part of it, in `dtype` (default: the model's).
+        """Return a tensor, or a part of it, in `dtype` (default: the model's).
 
         Raises:
-            ModelError: the tensor is missing, or not of `shape` where one is given; names file and tensor.
+            ModelError: the tensor is missing, or does not have the `shape` given. The message names file and tensor.
         """
         tensor = self.weights(self.prefix + name, shape=shape, part=part)
         return tensor.to(device=self.device, dtype=dtype or self.dtype)
@@ -68,14 +68,17 @@ class Loader:
     def norm(
         self, name: str, eps: float, *, size: int | None = None, plus_one: bool = False, wide: bool = False
     ) -> RmsNorm:
-        """An RMS norm over rows; `plus_one`: the checkpoint holds the weight minus 1, `wide`: the weight stays in float32."""
+        """Load an RMS norm over rows.
+
+        `plus_one` says that the checkpoint holds the weight minus 1, and `wide` that the weight stays in float32.
+        """
         shape = None if size is None else (size,)
         if plus_one:
             return RmsNorm(self.tensor(f"{name}.weight", torch.float32, shape=shape) + 1.0, eps)
         return RmsNorm(self.tensor(f"{name}.weight", torch.float32 if wide else None, shape=shape), eps)
 
     def embedding(self, name: str, shape: tuple[int, int], *, scale: float = 1.0) -> Embedding:
-        """This rank's rows of a token embedding."""
+        """Load this rank's rows of a token embedding."""
         rows = self.share(shape[0])
         table = self.tensor(f"{name}.weight", shape=shape, part=(rows,))
         return make_embedding(table, first_id=rows.start, comm=self.parallel.comm, scale=scale)
@@ -83,7 +86,10 @@ class Loader:
     def head(
         self, name: str, shape: tuple[int, int], *, tied_to: Embedding | None, scales: Scales = NO_SCALES
     ) -> LmHead:
-        """This rank's rows of the output head; `name` is the embedding's if the head is tied to it."""
+        """Load this rank's rows of the output head; `name` is the embedding's if the head is tied to it.
+
+        A tied head is read again if the GGUF file stores it quantised, because the embedding holds it in the model's dtype.
+        """
         part = (self.share(shape[0]),)
         stored = self._stored(f"{name}.weight", shape, part)
         rows_VN: Weight | None = stored
@@ -103,10 +109,10 @@ class Loader:
         bias: bool = False,
         pairs_of: Sequence[int | None] = (),
     ) -> Linear:
-        """Projections of one input, fused: this rank's `rows` of each, all rows if not given.
+        """Load several projections of one input as one fused projection: this rank's `rows` of each, or all rows.
 
-        `pairs_of` gives, for each projection whose rotary pairs are interleaved, the number of heads in its rows; their rows are
-        reordered so that pairs lie half a head apart.
+        `pairs_of` has an entry per projection: the number of heads in its rows if its rotary pairs are interleaved, else None.
+        Interleaved rows are reordered so that the two rows of a pair lie half a head apart.
         """
         kept = tuple(rows) or (ALL,) * len(names)
         parts = list(zip(names, shapes, kept, tuple(pairs_of) or (None,) * len(names), strict=True))
@@ -121,7 +127,7 @@ class Loader:
         return make_linear(weight, torch.cat(biases) if bias else None, quantization=self.quantization)
 
     def row_parallel(self, name: str, *, shape: tuple[int, int], columns: slice, bias: bool = False) -> Linear:
-        """A projection back to the hidden width, of which this rank has these columns."""
+        """Load this rank's `columns` of a projection back to the hidden width; its output is summed over the ranks."""
         weight = self._matrix(f"{name}.weight", shape, (ALL, columns))
         own_bias = self.first_alone(f"{name}.bias", shape=shape[:1]) if bias else None
         return make_row_parallel(weight, own_bias, quantization=self.quantization, comm=self.comm)
@@ -129,7 +135,7 @@ class Loader:
     def mlp(
         self, activation: Activation, sizes: tuple[int, int], *, bias: bool = False, prefix: str = "mlp."
     ) -> GatedMlp:
-        """A gated MLP of these (hidden, inner) sizes."""
+        """Load this rank's part of a gated MLP; `sizes` are its (hidden, inner) widths."""
         hidden, inner = sizes
         load, own = self.under(prefix), self.share(inner)
         names = ("gate_proj.weight", "up_proj.weight")
@@ -143,20 +149,20 @@ class Loader:
         return GatedMlp((*gate_up, down), biases, quantization=self.quantization, activation=activation, comm=self.comm)
 
     def first_alone(self, name: str, *, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """A bias that is added once to a sum over the ranks: rank 0's tensor, None elsewhere.
+        """Load a bias that must be added once to a sum over the ranks: the tensor on rank 0, None on the others.
 
-        All ranks read it, so that none reports it as unused.
+        All ranks read the tensor, so that none of them reports it as unused.
         """
         tensor = self.tensor(name, shape=shape)
         return tensor if self.parallel.is_first else None
 
     def _matrix(self, name: str, shape: tuple[int, int], part: Part) -> Weight:
-        """A part of a matrix: as it is stored, or in the model's dtype."""
+        """Return a part of a matrix: as stored if `_stored` gives it, otherwise in the model's dtype."""
         stored = self._stored(name, shape, part)
         return self.tensor(name, shape=shape, part=part) if stored is None else stored
 
     def _stored(self, name: str, shape: tuple[int, int], part: Part) -> QuantisedRows | None:
-        """A part of a matrix as a GGUF file stores it, if that was requested and the file stores it in groups."""
+        """Return a part of a matrix as a GGUF file stores it; None unless the quantisation is "gguf" and it is stored in groups."""
         if self.quantization != "gguf":
             return None
         check_quantization(self.quantization, self.device, self.dtype)
@@ -172,18 +178,21 @@ class Loader:
         )
 
     def _rows(self, name: str, shape: tuple[int, ...], rows: slice, num_heads: int | None) -> torch.Tensor:
-        """This rank's rows of a tensor, with rotary pairs half a head apart."""
+        """Return these rows of a tensor; with `num_heads`, reordered from interleaved rotary pairs to pairs half a head apart."""
         tensor = self.tensor(name, shape=shape, part=(rows,))
         return tensor if num_heads is None else _half_split(tensor, num_heads)
 
 
 def _alike(parts: Sequence[QuantisedRows | None]) -> list[QuantisedRows] | None:
-    """The parts, if all are stored in one format."""
+    """Return the parts if all are stored in one format, otherwise None."""
     found = [part for part in parts if part is not None]
     return found if found and len(found) == len(parts) and len({part.format for part in found}) == 1 else None
 
 
 def _half_split(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows of each head reordered from pairs (2i, 2i + 1) to pairs (i, i + D/2); attention scores do not change."""
+    """Reorder each head's rows from pairs (2i, 2i + 1) to pairs (i, i + D/2).
+
+    Attention scores do not change, because queries and keys are reordered alike.
+    """
     pairs = rows.view(num_heads, rows.shape[0] // num_heads // 2, 2, -1)
     return pairs.transpose(1, 2).reshape(rows.shape)

@@ -1,6 +1,6 @@
-"""The interface of a model, as execution uses it.
+"""The interface through which execution uses a model.
 
-Legend: R rows whose logits are wanted, N hidden width, V this rank's part of the vocabulary.
+Legend: R rows whose logits are requested, N hidden width, V this rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ class Model(Protocol):
 
     @property
     def architecture(self) -> Architecture:
-        """The sizes and layers of the model."""
+        """Return the sizes and layers of the model."""
         ...
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights in memory, packed copies included."""
+        """Return the bytes of the weights in memory, packed copies included."""
         ...
 
     @property
     def vocab(self) -> slice:
-        """The token ids whose logits this rank computes; all ids with one rank."""
+        """Return the token ids whose logits this rank computes; all ids if there is one rank."""
         ...
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [R, V] in float32 of `batch.logit_rows` over `vocab`; writes the batch's keys and values into its caches.
+        """Return logits [R, V] in float32 of `batch.logit_rows` over `vocab`; write the batch's keys and values into its caches.
 
-        It is `logits` of `hidden`. All ranks call it at the same time with equal batches, each with its own caches.
+        Equal to `logits(hidden(batch))`. All ranks call it at the same time with equal batches, each with its own caches.
         """
         ...
 
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        """Normalised hidden states [R, N] of `batch.logit_rows`, in all else as `forward`."""
+        """Return normalised hidden states [R, N] of `batch.logit_rows`; everything else is as in `forward`."""
         ...
 
     def logits(self, hidden_RN: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] in float32 over `vocab` of hidden states; contains no collective."""
+        """Return logits [R, V] in float32 over `vocab` for hidden states; runs no collective."""
         ...

@@ -37,16 +37,15 @@ def build_model(
     quantization: Quantization = "none",
     parallel: Parallel | None = None,
 ) -> Model:
-    """This rank's part of the model, with weights converted, fused, packed or quantised and on `device`.
+    """Build this rank's part of the model on `device`, with weights converted, fused, packed or quantised.
 
-    `weights` is asked for the rank's part of each tensor by its Hugging Face name; for "lm_head.weight" only if the head is not
-    tied.
+    `weights` gives the rank's part of each tensor by its Hugging Face name. "lm_head.weight" is read only if the head is not tied.
 
     The caller has checked that the family is supported (`runnable`) and that the ranks can share the model (`check_size`).
 
     Raises:
         ModelError: a tensor is missing or has another shape than the architecture's.
-        ConfigError: a quantisation that this device and dtype lack.
+        ConfigError: this device and dtype do not support the quantisation.
     """
     load = Loader(
         weights=weights,

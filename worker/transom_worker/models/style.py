@@ -1,5 +1,4 @@
-"""The options by which the families of the shared `Decoder` differ, besides sizes: which norms, which residual, which feed-forward
-part.
+"""The options in which the families of the shared `Decoder` differ, besides sizes: norms, kind of residual, feed-forward network.
 
 Sizes and attention windows are in `Architecture`, which is read from config.json; a `Style` is written in code for each family.
 
@@ -19,34 +18,34 @@ from transom_worker.models.loading import Loader
 
 
 class FeedForward(Protocol):
-    """The feed-forward part of a layer: a dense MLP or an MoE layer."""
+    """The feed-forward network of a layer: a dense MLP or an MoE layer."""
 
     weight_bytes: int
 
     @property
     def adds_in_product(self) -> bool:
-        """Whether `add_to` adds the residual in the layer's last product."""
+        """Return whether `add_to` adds the residual within the layer's last matrix product."""
         ...
 
     def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
-        """The output [T, N] of `x` [T, N]."""
+        """Return the output [T, N] for `x` [T, N]."""
         ...
 
     def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
-        """`residual + self(x)`, [T, N]."""
+        """Return `residual + self(x)`, [T, N]."""
         ...
 
 
 class MakeFeedForward(Protocol):
-    """Loads the feed-forward part of a layer; `load` reads names within the layer."""
+    """A function that loads the feed-forward network of a layer; `load` reads names within the layer."""
 
     def __call__(self, architecture: Architecture, index: int, load: Loader) -> FeedForward:
-        """The feed-forward part of layer `index`."""
+        """Return the feed-forward network of layer `index`."""
         ...
 
 
 def dense_feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedForward:
-    """A dense gated MLP of layer `index`."""
+    """Load the dense gated MLP of layer `index`."""
     mixture, reads = architecture.mixture, architecture.layers[index].reads_cache_of is not None
     inner = architecture.intermediate_size if mixture is None else mixture.dense_size
     sizes = (architecture.hidden_size, inner * (2 if reads and architecture.readers_are_wide else 1))
@@ -64,7 +63,7 @@ class Style:
     norm_after_attention: str = ""
     norm_before_mlp: str = "post_attention_layernorm"
     norm_after_mlp: str = ""
-    parallel_residual: bool = False  # attention and feed-forward part read one norm; both outputs are added at once
+    parallel_residual: bool = False  # attention and feed-forward network read the same norm and are added at once
     norm_takes_mean: bool = False  # LayerNorm instead of RMS norm
     norm_plus_one: bool = False  # the checkpoint holds norm weights minus 1; they multiply in float32
     norm_wide: bool = False  # norm weights multiply in float32
@@ -72,7 +71,7 @@ class Style:
     qk_norm: Literal["none", "each", "all"] = "none"
     qk_norm_after_rotation: bool = False  # RMS norm of each query and key head without a weight, in layers with RoPE
     value_norm: bool = False  # RMS norm of each value head without a weight
-    sink_logits: str = ""  # tensor name within attention, in the architecture's `sink_layers`; "": none
+    sink_logits: str = ""  # name of the sinks' tensor within attention, for the architecture's `sink_layers`; "": none
     feed_forward: MakeFeedForward = dense_feed_forward
-    # The factor [T] of queries by positions [T], in layers without RoPE.
+    # Maps positions [T] and a dtype to the factor [T] of queries, in layers without RoPE.
     query_scale: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None

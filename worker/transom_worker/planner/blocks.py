@@ -1,4 +1,4 @@
-"""Computes what lies inside a KV cache group's block on one rank: each layer's tensors, their widths, number formats and offsets.
+"""Computes the content of a KV cache group's block on one rank: each layer's tensors, their widths, number formats and offsets.
 
     rule               which tokens a group keeps (`layer_groups.Rule`)
     latent row         one row per token that serves as K and V of all heads (MLA, DeepSeek V4)
@@ -7,7 +7,7 @@
     scale              the float32 number by which a quantised key or value of one token and KV head is multiplied
 
 Example: a layer with 8 KV heads of 64 elements in bfloat16 and blocks of 16 tokens: K takes 16 * 8 * 64 * 2 = 16,384 bytes of a
-block, V as much after it. In int8 each takes 8,192, and after V come K's and V's scales, 16 * 8 * 4 = 512 bytes each.
+block, and V, which comes after it, as many. In int8 each takes 8,192, and K's and V's scales follow, 16 * 8 * 4 = 512 bytes each.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from transom_core.settings.kv_dtypes import AUTO, QUANTISED
 from transom_worker.planner.group_formats import group_formats
 from transom_worker.planner.layer_groups import Rule, layer_rules, make_groups
 
-RAW = "uint8"  # rows that mix number formats
+RAW = "uint8"  # the dtype of rows that mix number formats
 STATE_DTYPE = "float32"  # of compressor states
-# Torch's names of what quantised formats keep.
+# Quantised format -> torch's name of the dtype in which its values are stored (int4 packs two values into a byte).
 STORED_DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8", "int4": "uint8"}
 SCALE_BYTES = 4
 QUANTISED_ALIGNMENT_BYTES = 16  # of each tensor of a quantised layer
-FP8_SCALE_GROUP = 64  # elements of a latent row that share a scale of one byte; a row's scales are padded to 8
+FP8_SCALE_GROUP = 64  # elements of a latent row that share a scale of one byte; a row's scales are padded to 8 bytes
 INDEXER_SCALE_BYTES = 4  # of an indexer key in FP8
 
 
 class Tensor(NamedTuple):
-    """What one row of a layer's tensor has: its role, KV heads, elements of K and V per head, and their dtype.
+    """One row of a layer's tensor: its role, number of KV heads, elements of K and V per head, and their dtype.
 
-    `v_size` 0: K's tensor serves as V too. `scaled`: each row and head of K and V has a scale.
+    If `v_size` is 0, K's tensor serves as V too. If `scaled`, each row and head of K and V has a scale.
     """
 
     role: Role
@@ -66,10 +66,11 @@ def cache_groups(
     rank: int = 0,
     hybrid: bool = True,
 ) -> tuple[GroupLayout, ...]:
-    """Return every group's block: its tensors layer by layer, K before V, then their scales; without gaps unless it is quantised.
+    """Return every group's block: its tensors layer by layer, K before V, then their scales; a block has gaps only if quantised.
 
-    `dtype` is the model's, torch's name; `kv_cache_dtype` is the setting of that name. KV heads are those of `rank`; the first rank
-    has most in every group. Latent rows and compressed entries are on every rank. `hybrid=False` keeps every token in every group.
+    `dtype` is torch's name of the model's dtype; `kv_cache_dtype` is the setting of that name. The KV heads are those of `rank`;
+    rank 0 has at least as many as any other rank. Every rank holds all latent rows and compressed entries. `hybrid=False` keeps
+    every token in every group.
 
     Raises:
         ConfigError: the block size does not suit the model's compression, or a group cannot have its number format.
@@ -88,13 +89,13 @@ def cache_groups(
 
 
 def rank_layout(layout: ArenaLayout, groups: Sequence[GroupLayout]) -> ArenaLayout:
-    """Return the first rank's `layout` for another rank: equal ids, pages and strides, with that rank's `groups` inside the blocks.
+    """Return rank 0's `layout` for another rank: block ids, pages and strides are equal, and the blocks hold that rank's `groups`.
 
-    Smaller strides on a rank with smaller blocks would gain nothing: all ranks have the same ids, so the memory of the rank with
-    the largest blocks decides how many there are.
+    Smaller strides on a rank with smaller blocks would gain nothing: all ranks have the same block ids, so the rank with the
+    largest blocks decides how many blocks there are.
 
     Raises:
-        ValueError: a block does not fit, so the layout is not that of the rank with the largest blocks.
+        ValueError: a block does not fit into its stride, so `layout` is not that of the rank with the largest blocks.
     """
     for wide, own in zip(layout.groups, groups, strict=True):
         if own.block_bytes > wide.block_bytes:
@@ -115,7 +116,8 @@ def _layer_tensors(layer: LayerAttention, name: str, heads: int) -> tuple[Tensor
     latent = Tensor(Role.KV, 1, *_latent_row(layer, name))
     if compression is None:
         return (latent,)
-    coefficient = 1 + compression.overlap  # the compressor makes one (kv, gate) per entry that a token contributes to
+    # A token has one (kv, gate) row for each compressed entry that it contributes to.
+    coefficient = 1 + compression.overlap
     tensors = [
         latent,
         latent._replace(role=Role.COMPRESSED),
@@ -129,10 +131,10 @@ def _layer_tensors(layer: LayerAttention, name: str, heads: int) -> tuple[Tensor
 
 
 def _latent_row(layer: LayerAttention, name: str) -> tuple[int, int, str]:
-    """Return the widths of K and V and the dtype of a latent row, which is both.
+    """Return (K's width, V's width, dtype) of a latent row. V's width is 0, because the row serves as both.
 
-    In FP8 the elements with RoPE stay in 16 bits, and the scales of the others come after them. Example, 448 elements without and
-    64 with RoPE: 448 + 2 * 64 + 8 (7 scales, padded) = 584 bytes.
+    In FP8 the elements with RoPE stay in 16 bits, and the other elements' scales come last. Example, 448 elements without and 64
+    with RoPE: 448 + 2 * 64 + 8 (7 scales of a byte, padded to 8) = 584 bytes.
     """
     if name != "fp8":
         return layer.head_size, 0, name
@@ -144,7 +146,7 @@ def _latent_row(layer: LayerAttention, name: str) -> tuple[int, int, str]:
 def _group_layout(
     spec: GroupSpec, tensors: Mapping[int, tuple[Tensor, ...]], rules: Sequence[Mapping[Role, Rule]]
 ) -> GroupLayout:
-    """Return a group's block: the tensors with the group's rule, one after the other. `tensors` and `rules` are by layer."""
+    """Return a group's block: the tensors with the group's rule, one after the other. Layer numbers index `tensors` and `rules`."""
     rule = Rule(spec.kind, spec.window, spec.sinks, spec.chunk, spec.ratio, spec.overlap)
     group = GroupLayout(spec=spec, block_bytes=0, stride_bytes=0, layers=())
     end = 0
@@ -159,7 +161,7 @@ def _group_layout(
 
 
 def _place(tensor: Tensor, layer: int, rows: int, begin: int) -> tuple[LayerTensors, int]:
-    """Return where a tensor's K, V and scales lie if they come after byte `begin` of the block, and the byte where they end."""
+    """Return where a tensor's K, V and scales lie if byte `begin` of the block is the first free one, and where they end."""
     alignment = QUANTISED_ALIGNMENT_BYTES if tensor.scaled else 1
     row_bytes = rows * tensor.heads * DTYPE_BYTES[tensor.dtype]
     scale_bytes = rows * tensor.heads * SCALE_BYTES

@@ -1,15 +1,15 @@
 """Computes how many requests of one length fit the KV pool at the same time, without preemption and with an empty prefix cache.
 
     demand         the blocks, by group, that one request holds at one of its peaks
-    lag            tokens of a request that are in flight (computed, not answered) when the next one is planned: blocks are freed so
-                   many tokens later
+    lag            tokens of a request that are in flight (their step has not answered yet) when its next token is planned; blocks
+                   are freed that many tokens later
 
-All requests are taken to reach the length at the same time, one token a step. A request holds most blocks at the first token of a
-block, where it has just got one more block. Example, a window of 40 tokens and blocks of 16: at position 64 a request holds blocks
-1 to 4, from position 71 on only blocks 2 to 4.
+The calculation assumes that all requests reach the length at the same time, one token a step. A request holds the most blocks at
+the first token of a block, where it has just got one more block. Example, a window of 40 tokens and blocks of 16: at position 64 a
+request holds blocks 1 to 4, from position 71 on only blocks 2 to 4.
 
-What a sliding group holds repeats with a period, and what a full group holds only grows. So it is enough to look at the positions
-in the last period before the length. Different groups may have their peaks at different positions there: hence several demands.
+The number of blocks that a sliding group holds repeats with a period; that of a full group only grows. So the peaks are among the
+positions of the last period before the length. Groups may peak at different positions there, so a request can have several demands.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from transom_core.kv_cache.retention import Retention
 
 
 def num_computed(length: int) -> int:
-    """Return how many tokens of a request of `length` tokens get keys and values: all but the last, which is only sampled."""
+    """Return how many tokens of a request of `length` tokens get keys and values: all except the last, which is only sampled."""
     return max(1, length - 1)
 
 
 def peak_demands(retentions: Sequence[Retention], length: int, *, block_size: int, lag: int) -> list[tuple[int, ...]]:
-    """Return the demands of one request of `length` tokens that keeps what `retentions` (by group) say. A demand is left out if
-    another one is at least as large in every group.
+    """Return the demands of one request of `length` tokens. `retentions` says, by group, which tokens the request keeps.
 
-    `block_size` is the `--block-size` of the worker, the smallest block of all groups.
+    A demand is left out if another one is at least as large in every group. `block_size` is the worker's `--block-size`, the
+    smallest block of all groups.
     """
     period = math.lcm(block_size, *(r.period for r in retentions if not r.keeps_everything))
     last = (num_computed(length) - 1) // block_size
@@ -44,10 +44,10 @@ def peak_demands(retentions: Sequence[Retention], length: int, *, block_size: in
 
 
 def max_requests(layout: ArenaLayout, demands: Sequence[Sequence[int]], *, once: Sequence[int]) -> int:
-    """Return the most requests whose blocks fit the pages, whichever of the demands they are at.
+    """Return the largest number of requests whose blocks fit the pages at each of the demands.
 
-    `once[g]` more blocks of group `g` are taken beside them. Example with one group, 4 blocks a page and 10 pages: 3 requests with
-    a demand of 12 blocks fit, for ceil(36 / 4) = 9 pages.
+    All requests are at the same demand at a time. `once[g]` more blocks of group `g` are needed, however many requests run. Example
+    with one group, 4 blocks a page and 10 pages: 3 requests with a demand of 12 blocks fit, because ceil(36 / 4) = 9 pages.
     """
     per_page = [layout.blocks_per_page(group) for group in range(len(layout.groups))]
 
@@ -64,7 +64,7 @@ def max_requests(layout: ArenaLayout, demands: Sequence[Sequence[int]], *, once:
 def in_flight_blocks(retentions: Sequence[Retention], max_num_batched_tokens: int) -> tuple[int, ...]:
     """Return the blocks, by group, that a step of `max_num_batched_tokens` prompt tokens takes beyond the demands while in flight.
 
-    Full groups keep these blocks anyway, so the demands have them: 0.
+    A full group has 0: it keeps these blocks anyway, so the demands already count them.
     """
     return tuple(
         0 if retention.keeps_everything else -(-max_num_batched_tokens // retention.block_size)
@@ -73,5 +73,5 @@ def in_flight_blocks(retentions: Sequence[Retention], max_num_batched_tokens: in
 
 
 def _is_at_least(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return whether one demand is as large as another in every group, or larger."""
+    """Return whether one demand is at least as large as another in every group."""
     return all(a >= b for a, b in zip(one, other, strict=True))

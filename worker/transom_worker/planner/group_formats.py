@@ -1,8 +1,10 @@
-"""Resolves `--kv-cache-dtype` for a model: the number format of each KV cache group, or the reason why it cannot have that one.
+"""Resolves `--kv-cache-dtype` for a model: the number format of each KV cache group, or why a group cannot have the format given.
 
-- latent rows, compressed entries, indexer keys: what layers with compressed attention keep (`planner.blocks`). They are planned in
-  16 or 32 bits or in fp8, in which such models are published, and run in the model's own format.
-- compressor states are always float32.
+Layers with latent attention keep other tensors than keys and values (`planner.blocks` defines them):
+
+- Latent rows, compressed entries and indexer keys can be planned in 16 or 32 bits, or in fp8, as such models are published. The
+  engine runs them in the model's own format only.
+- Compressor states are always float32.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ STATE_FORMAT = "float32"
 def group_formats(
     architecture: Architecture, groups: Sequence[GroupSpec], kv_cache_dtype: str, dtype: str
 ) -> list[str]:
-    """Return each group's number format, by group; `auto` is the model's `dtype`.
+    """Return each group's number format, in the order of `groups`; `auto` means the model's `dtype`.
 
     Raises:
-        ConfigError: the setting has an unknown format, names a group that the model has not, or gives a group a format that it
-            cannot have.
+        ConfigError: the setting has an unknown format, names a group that the model does not have, or gives a group a format that
+            it cannot have.
     """
     asked = KvDtypes.parse(kv_cache_dtype)
     asked.check_groups((spec.name, str(spec.kind)) for spec in groups)
@@ -33,7 +35,7 @@ def group_formats(
 
 
 def cache_format(groups: Sequence[GroupLayout]) -> str:
-    """Return the number format of the whole cache, or each group's as `--kv-cache-dtype` takes them: full=int8,window=bfloat16."""
+    """Return the one number format of all groups, or each group's in the setting's syntax: full=int8,window_128=bfloat16."""
     formats = {group.spec.name: group.format for group in groups if group.spec.kind is not GroupKind.COMPRESSOR_STATE}
     found = set(formats.values())
     return found.pop() if len(found) == 1 else ",".join(f"{name}={value}" for name, value in formats.items())
@@ -65,10 +67,10 @@ def _group_format(architecture: Architecture, spec: GroupSpec, asked: KvDtypes, 
 
 
 def check_runs(groups: Sequence[GroupLayout], dtype: str) -> None:
-    """Check that operators can read the number formats of a model's groups beside queries in the model's `dtype`.
+    """Check that the attention operators can read each group's number format with queries in the model's `dtype`.
 
     Raises:
-        ConfigError: a group is neither quantised nor in the model's format, or its latent rows are not in the latter.
+        ConfigError: a group is neither quantised nor in the model's format, or has latent rows that are not in the model's format.
     """
     for group in groups:
         tensors = next(iter(group.layers))

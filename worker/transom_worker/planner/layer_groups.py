@@ -1,4 +1,4 @@
-"""Divides a model's layers into KV cache groups: parts of layers that keep the same tokens for the same time share a group.
+"""Divides the KV caches of a model's layers into groups: parts of layers that keep the same tokens for the same time share a group.
 
 Example: gpt-oss alternates layers with a window of 128 tokens and layers with full attention, so it has two groups, `full` and
 `window_128`. A layer of DeepSeek V4 has parts in several groups: recent rows, compressed entries and compressor state.
@@ -16,7 +16,7 @@ from transom_core.model_config.layer_attention import LayerAttention
 
 
 class Rule(NamedTuple):
-    """Which tokens a part of a layer's cache keeps (`kvcache.groups`); the sizes that its kind has no use for are 0.
+    """Which tokens a part of a layer's cache keeps (`transom_core.kv_cache.groups`). Sizes that the kind does not use are 0.
 
     Parts with equal rules share a group.
     """
@@ -26,20 +26,20 @@ class Rule(NamedTuple):
     sinks: int = 0  # first tokens that are always kept
     chunk: int = 0  # tokens of a chunk of local attention
     ratio: int = 0  # tokens per compressed entry
-    overlap: int = 0  # earlier runs of `ratio` tokens that an entry is also made of
+    overlap: int = 0  # how many preceding runs of `ratio` tokens an entry is made of besides its own
 
     @property
     def name(self) -> str:
-        """The group's name in reports and metrics, such as window_128."""
+        """Return the group's name in reports and metrics, such as window_128."""
         sizes = {"sinks": self.sinks, "window": self.window, "chunk": self.chunk}
         words = [f"{word}_{size}" for word, size in sizes.items() if size]
         return "_".join(words) or (f"{self.kind}_{self.ratio}" if self.ratio else str(self.kind))
 
 
 def layer_rules(layer: LayerAttention, *, hybrid: bool) -> dict[Role, Rule]:
-    """Return the parts of a layer's cache and the rule of each; none if the layer reads another layer's cache.
+    """Return role -> rule for the parts of a layer's cache; empty if the layer reads another layer's cache.
 
-    `hybrid=False` keeps every token, even if a window, chunk or compressor state would free it.
+    `hybrid=False` keeps every token, even if the window, chunk or compressor state no longer needs it.
     """
     if layer.reads_cache_of is not None:
         return {}
@@ -57,13 +57,12 @@ def layer_rules(layer: LayerAttention, *, hybrid: bool) -> dict[Role, Rule]:
 
 
 def make_groups(architecture: Architecture, *, block_size: int, hybrid: bool) -> tuple[GroupSpec, ...]:
-    """Return the groups: those that keep every token first, then the others (*sliding groups*), each in the order of their first
-    layer.
+    """Return the groups: first those that keep every token, then the others (*sliding groups*); both are ordered by first layer.
 
-    A block has `block_size` tokens; in groups of compressed entries it has at least one entry.
+    A block has `block_size` tokens. In groups of compressed entries it has more, if one entry stands for more tokens.
 
     Raises:
-        ConfigError: neither of the block size and the compression ratio divides the other.
+        ConfigError: neither does the block size divide the compression ratio nor the ratio the block size.
     """
     members: dict[Rule, list[int]] = {}
     for index, layer in enumerate(architecture.layers):
@@ -74,7 +73,7 @@ def make_groups(architecture: Architecture, *, block_size: int, hybrid: bool) ->
 
 
 def _kv_rule(layer: LayerAttention, everything: Rule) -> Rule:
-    """Return the rule of a layer's keys and values; `everything` if it has neither window nor chunk."""
+    """Return the rule of a layer's keys and values, which is `everything` if the layer has neither window nor chunk."""
     if layer.window is not None:
         kind = GroupKind.SINKS_WINDOW if layer.sinks else GroupKind.WINDOW
         return Rule(kind, window=layer.window, sinks=layer.sinks)
@@ -82,7 +81,7 @@ def _kv_rule(layer: LayerAttention, everything: Rule) -> Rule:
 
 
 def _group(rule: Rule, layers: tuple[int, ...], hash_block_size: int) -> GroupSpec:
-    """Return the group of these layers; `hash_block_size` is `--block-size`, the tokens that are hashed together."""
+    """Return the group of these layers; `hash_block_size` is `--block-size`, the number of tokens that are hashed together."""
     by_entry = rule.kind in (GroupKind.COMPRESSED, GroupKind.INDEXER)
     block_size = max(hash_block_size, rule.ratio) if by_entry else hash_block_size
     if by_entry and (block_size % hash_block_size or block_size % rule.ratio):

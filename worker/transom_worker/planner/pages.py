@@ -1,15 +1,15 @@
-"""Chooses how large the pages of the KV memory are, and how far apart blocks start in them, so that least memory is lost.
+"""Chooses the page size of the KV memory, and the distance between block starts, so that the least memory is lost.
 
-The *pool* is the KV memory of one rank. It is divided into pages of equal size, each leased to one KV cache group at a time, so a
-page must fit the blocks of every group.
+The *pool* is the KV memory of one rank. It is divided into pages of equal size, each leased to one KV cache group at a time. So the
+blocks of every group should fill a page well.
 
     stride   the distance in bytes between the starts of a group's blocks; *padded* if it is larger than the block
     waste    the fraction of a page's bytes that a group's blocks cannot fill
     loss     the fraction of the pool that a page size loses; the page size with the smallest loss is chosen
 
-A group has the same number of blocks in every page. Block `b` starts at byte `b * stride` of the pool, so blocks may lie across the
-end of a page, and such blocks are not used. Example, pages of 1,000 bytes and blocks of 240 bytes: with a stride of 240 a page has
-3 or 4 whole blocks, so every page counts as 3 (waste 28 %); with the stride padded to 250 every page has 4 (waste 4 %).
+A group has the same number of blocks in every page. Block `b` starts at byte `b * stride` of the pool, so a block may cross the end
+of a page; such a block is not used. Example, pages of 1,000 bytes and blocks of 240 bytes: with a stride of 240 a page has 3 or 4
+whole blocks, so every page counts as 3 (waste 28 %); with the stride padded to 250 every page has 4 (waste 4 %).
 
 The loss of a page size is the sum of
 
@@ -17,7 +17,7 @@ The loss of a page size is the sum of
     - the bytes after the last whole page, as a fraction of the pool,
     - half a page per group, as a fraction of the pool: each group's last page is half full on average.
 
-So pages are small where blocks fit them well, and as large as they must be elsewhere.
+So the chosen pages are small if all groups' blocks fill small pages well, and larger otherwise.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from dataclasses import dataclass, replace
 from transom_core.errors import ConfigError
 from transom_core.kv_cache.layout import BLOCK_ALIGNMENT_BYTES, ArenaLayout, GroupLayout, blocks_inside
 
-# More pages would lose hardly less memory and cost time: with one block a page, allocating a block takes 2.5 times as long as with
-# twenty blocks a page.
+# More pages would hardly save memory, and they cost time: allocating a block takes 2.5 times as long with one block a page as with
+# twenty.
 MAX_PAGES = 2**15
-# Page sizes are tried for this many counts of the largest block, from the smallest count that MAX_PAGES allows.
+# The page sizes tried hold `count` of the largest blocks, for this many counts from the smallest that MAX_PAGES allows.
 NUM_BLOCK_COUNTS = 64
 MAX_PADDING_FRACTION = 32  # a stride is padded by at most 1/32 of the block
 
@@ -47,7 +47,7 @@ class PageChoice:
 
 
 def make_layout(groups: Sequence[GroupLayout], pool_bytes: int) -> ArenaLayout:
-    """Return the arena of at most `pool_bytes` for these blocks, with the pages that lose least.
+    """Return the arena of at most `pool_bytes` for these blocks, with the page size that loses least memory.
 
     Raises:
         ConfigError: the pool cannot hold one page per group.
@@ -63,7 +63,7 @@ def make_layout(groups: Sequence[GroupLayout], pool_bytes: int) -> ArenaLayout:
 
 
 def make_host_layout(layout: ArenaLayout, host_bytes: int) -> ArenaLayout:
-    """Return the arena of a host tier of at most `host_bytes`, with the blocks and pages of the device's arena.
+    """Return the arena of a host tier of at most `host_bytes`, with blocks and pages of the same sizes as the device's `layout`.
 
     Raises:
         ConfigError: the memory cannot hold one page per group.
@@ -108,12 +108,12 @@ def choose_pages(block_bytes: Sequence[int], pool_bytes: int) -> PageChoice:
 
 
 def _best_page(sizes: Sequence[int], pool: int) -> int:
-    """Return the page size with the smallest loss, the smallest of equals.
+    """Return the page size with the smallest loss; of equal losses, the smallest size.
 
-    The candidates are whole numbers of strides of the largest block, unpadded and padded.
+    A candidate is a multiple of a stride of the largest block, unpadded or padded.
     """
     largest, num_groups = max(sizes), len(sizes)
-    descending = sorted(set(sizes), reverse=True)  # the largest blocks waste most, so they rule a page out soonest
+    descending = sorted(set(sizes), reverse=True)  # the largest blocks waste most, so they rule out a page size soonest
     best_loss, best_page = math.inf, largest
     min_count = max(1, -(-pool // (MAX_PAGES * largest)))
     for count in range(min_count, min_count + NUM_BLOCK_COUNTS):
@@ -141,8 +141,8 @@ def _waste(page: int, size: int) -> float:
 def _best_stride(page: int, size: int) -> tuple[int, int]:
     """Return the number of blocks in every page, and the stride that allows it.
 
-    The stride is a padded one that divides the page if that gives more blocks than the unpadded stride. Example: a page of 1,000
-    and blocks of 240 give (4, 250).
+    The stride is padded so that it divides the page, if that gives more blocks than the unpadded stride does. Example: a page of
+    1,000 and blocks of 240 give (4, 250).
     """
     num_unpadded = blocks_inside(page, size)
     count = page // size

@@ -1,10 +1,10 @@
-"""`CachePlan`: a model's KV cache in a given amount of memory, in integers. `transom plan` prints it, and the engine builds it.
+"""Computes a `CachePlan`: how a model's KV cache uses a given amount of memory. `transom plan` prints it; the engine builds it.
 
     stride         the distance in bytes between the starts of a group's blocks: the block's bytes and their padding
     waste          the fraction of a page's bytes that a group's blocks cannot fill
-    rank           one process of a tensor-parallel worker; the plan is that of the first rank, which holds most
-    in flight      computed by a step that has not answered; blocks of tokens in flight are not freed
-    lag            tokens of one request that are in flight when the next one is planned: 1 with two steps in flight
+    rank           one process of a tensor-parallel worker; the plan is that of rank 0, which holds most
+    in flight      a token is in flight while the step that computes it has not answered; its blocks are not freed
+    lag            tokens of one request that are in flight when its next token is planned: 1 with two steps in flight
     demand         the blocks, by group, that one request holds at one of its peaks (`concurrency`)
     window repair  computing tokens again so that sliding windows can be restored at a cached prefix's end
 
@@ -32,27 +32,27 @@ from transom_worker.planner.group_formats import cache_format
 from transom_worker.planner.pages import group_waste, make_host_layout, make_layout
 
 RetentionOf = Callable[[GroupSpec], Retention]
-# The lengths for which a plan says how many requests fit: 1,024, 4,096, 16,384 ... tokens, and the longest one.
+# A plan says how many requests fit for lengths of 1,024, 4,096, 16,384 ... tokens, and for `max_model_len`.
 SHORTEST_LENGTH = 1024
 LENGTH_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlan:
-    """One group's blocks, and how many of them one request of `max_model_len` tokens holds if its steps compute one token each."""
+    """One group's blocks, and how many of them a request of `max_model_len` tokens holds if each step computes one token of it."""
 
     name: str
     kind: str
     num_layers: int
-    dtype: str  # the number format of its keys and values, as --kv-cache-dtype names it
+    dtype: str  # the number format of the group's keys and values, as --kv-cache-dtype names it
     block_tokens: int
     block_bytes: int
     bytes_per_token: float  # of a block, without padding
     stride_bytes: int
     blocks_per_page: int
     live_blocks: int  # held when the request ends
-    peak_blocks: int  # most blocks held at any time
-    # More blocks, once per engine, while a step of `max_num_batched_tokens` prompt tokens is in flight.
+    peak_blocks: int  # the most that the request holds at any time
+    # Further blocks that the engine, not each request, needs while a step of `max_num_batched_tokens` prompt tokens is in flight.
     in_flight_blocks: int
     waste: float
 
@@ -61,8 +61,8 @@ class GroupPlan:
 class Concurrency:
     """How many requests of `length` tokens, prompt and answer together, run at once without preemption.
 
-    `requests` is for decoding requests alone; the scheduler then makes chunks of new prompts shorter where memory is short.
-    `requests_with_budget` leaves memory for a step of `max_num_batched_tokens` prompt tokens besides. `request_bytes` is what one
+    `requests` counts decoding requests and leaves no memory for prefill; the scheduler shortens prompt chunks when memory is short.
+    `requests_with_budget` also leaves memory for a step of `max_num_batched_tokens` prompt tokens. `request_bytes` is what one
     request holds at its peak.
     """
 
@@ -77,22 +77,22 @@ class CachePlan:
     """A model's KV cache on the rank that holds most: its pages, its groups, and how many requests fit."""
 
     memory_bytes: int
-    kv_dtype: str  # of all groups, or of each as --kv-cache-dtype takes them: full=int8,window_128=bfloat16
+    kv_dtype: str  # the format of all groups, or each group's in the setting's syntax: full=int8,window_128=bfloat16
     tensor_parallel_size: int
     block_size: int
     max_model_len: int
     max_num_batched_tokens: int
     page_bytes: int
     num_pages: int
-    waste: float  # of the group with most waste
+    waste: float  # the largest waste of any group
     groups: tuple[GroupPlan, ...]
     request_bytes: int  # of all groups' `live_blocks`
     in_flight_bytes: int  # of all groups' `in_flight_blocks`
     repair_tokens: int  # computed by a window repair at the end of a cached prefix of `max_model_len - 1` tokens
     concurrency: tuple[Concurrency, ...]
     layout: ArenaLayout
-    host_layout: ArenaLayout | None = None  # of the host tier: the same blocks and pages, another number of them
-    host_concurrency: tuple[Concurrency, ...] = ()  # requests whose KV the host tier holds at once; empty without one
+    host_layout: ArenaLayout | None = None  # of the host tier: blocks and pages as in `layout`, another number of pages
+    host_concurrency: tuple[Concurrency, ...] = ()  # requests whose KV fits the host tier; empty without a host tier
     ranks: tuple[RankShare, ...] = ()  # what each rank holds; empty with one rank, or before `with_rank_shares`
     replicated: tuple[str, ...] = ()  # what every rank holds in equal copies; empty in the same cases
 
@@ -127,14 +127,14 @@ def plan_from_config(
 ) -> CachePlan:
     """Return the plan for a `config.json`.
 
-    `hybrid=False` keeps every token in every group; `steps_in_flight` is how many steps the engine plans ahead of their answers;
-    `host_bytes` is the memory of the host tier, 0 for none; `retention_of` says what requests keep of a group, if they have a
-    KV policy.
+    `hybrid=False` keeps every token in every group. `steps_in_flight` is how many steps the engine runs at once before it has their
+    answers. `host_bytes` is the memory of the host tier, 0 for none. `retention_of` says which tokens of a group requests keep; it
+    differs from the default if requests have a KV policy.
 
     Raises:
         ModelError: the config is not understood.
-        ConfigError: the length is beyond the model's, there are more ranks than can share it, a group cannot have its number
-            format, or memory is short.
+        ConfigError: the length exceeds the model's, the model cannot be divided among that many ranks, a group cannot have its
+            number format, or there is too little memory.
     """
     architecture = read_architecture(config)
     check_size(architecture, tensor_parallel_size)
@@ -160,7 +160,7 @@ def plan_from_config(
 
 
 def with_rank_shares(plan: CachePlan, architecture: Architecture) -> CachePlan:
-    """Return the plan with what each rank holds of the model, if there are several ranks."""
+    """Return the plan with what each rank holds of the model; with one rank, the plan unchanged."""
     size = plan.tensor_parallel_size
     if size == 1:
         return plan
@@ -179,11 +179,11 @@ def plan_cache(
     host_bytes: int = 0,
     retention_of: RetentionOf = Retention,
 ) -> CachePlan:
-    """Return the plan for groups of blocks; `host_bytes` is the memory of the host tier, 0 for none. Requests keep what
-    `retention_of` says of each group.
+    """Return the plan for groups of blocks. `host_bytes` is the memory of the host tier, 0 for none; `retention_of` says which
+    tokens of a group requests keep.
 
-    With two steps in flight, a block is freed one step later than with one, since the step that may still read it has not answered:
-    the lag is `steps_in_flight - 1`.
+    The lag is `steps_in_flight - 1`: with two steps in flight, a block is freed one step later than with one, because the earlier
+    step has not answered and may still read the block.
 
     Raises:
         ConfigError: the memory, or that of the host tier, cannot hold one page per group.
@@ -257,7 +257,7 @@ def _concurrency(
     lag: int,
     in_flight: Sequence[int],
 ) -> Concurrency:
-    """Return how many requests of `length` tokens fit; `in_flight` are the blocks of a whole step's tokens by group."""
+    """Return how many requests of `length` tokens fit; `in_flight` has, by group, the blocks of a whole step's prompt tokens."""
     demands = peak_demands(retentions, length, block_size=block_size, lag=lag)
     return Concurrency(
         length=length,
@@ -270,7 +270,7 @@ def _concurrency(
 def _repair_tokens(layout: ArenaLayout, boundary: int) -> int:
     """Return how many tokens a window repair computes at the end of a cached prefix of `boundary` tokens.
 
-    The number is not rounded to blocks; the engine's repair begins up to a block earlier.
+    The number is not rounded to blocks; the engine's repair begins up to one block earlier.
     """
     specs = [replace(group.spec, block_size=1) for group in layout.groups]
     return boundary - repair_start(specs, boundary)
@@ -282,7 +282,7 @@ def _bytes_of(layout: ArenaLayout, num_blocks: Sequence[int]) -> int:
 
 
 def _reported_lengths(longest: int) -> list[int]:
-    """Return 1,024, 4,096, 16,384 ... below the longest length, and the longest length."""
+    """Return those of 1,024, 4,096, 16,384 ... that are below the longest length, and the longest length."""
     lengths = []
     length = SHORTEST_LENGTH
     while length < longest:

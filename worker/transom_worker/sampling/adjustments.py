@@ -1,6 +1,6 @@
-"""What changes logits before temperature: applies logit bias, banned tokens and a grammar's bit mask, and gathers penalties.
+"""Changes logits before temperature is applied: by logit bias, banned tokens and a grammar's bit mask; also gathers penalties.
 
-- banned token: one that would end the sequence before `min_tokens`. Its logit becomes -inf.
+- banned token: a token that would end the sequence before `min_tokens`. Its logit becomes -inf.
 - grammar mask: bits packed into bytes, ceil(V / 8) for each row, lowest bit first; bit 0 means that the token is not allowed.
 
 Legend: S rows that are sampled, R some of these rows, V vocabulary.
@@ -20,7 +20,7 @@ from transom_worker.uploads import Uploads
 
 
 class Adjustments:
-    """Keeps on the device which logits the sequences change."""
+    """Keeps, on the device, the changes that sequences make to their logits."""
 
     def __init__(self) -> None:
         self._table = TokenTable()
@@ -33,9 +33,9 @@ class Adjustments:
     def apply_bias_and_bans(
         self, logits_SV: torch.Tensor, states: Sequence[SequenceState], held: HeldRows, uploads: Uploads
     ) -> None:
-        """Change `logits_SV` in place, row s as `states[s]` and its grammar ask, by everything but penalties.
+        """Apply bias, bans and grammars to `logits_SV` in place; row s belongs to `states[s]`.
 
-        Penalties may come afterwards: a logit of -inf stays -inf.
+        Penalties are not applied here. They may come later, because a logit of -inf stays -inf.
         """
         vocab_size = logits_SV.shape[1]
         bias = self._gather([state.bias_pairs(vocab_size) for state in states], uploads)
@@ -48,9 +48,9 @@ class Adjustments:
             held.apply(logits_SV, uploads)
 
     def penalties(self, states: Sequence[SequenceState], uploads: Uploads) -> RowPairs | None:
-        """Return what penalties change in these rows; None where they change nothing.
+        """Return the penalised tokens of these rows; None if there are none.
 
-        The number of a row is its repetition penalty, that of a token what is subtracted from its logit.
+        A row's number (`row_value`) is its repetition penalty. A token's number (`value`) is subtracted from its logit.
         """
         return self._gather([state.counts for state in states], uploads, [s.params.repetition_penalty for s in states])
 
@@ -65,22 +65,22 @@ class Adjustments:
 
 
 class HeldRows:
-    """The rows of a step whose grammar does not allow every token; all ones stand for a row without a grammar."""
+    """The rows of a step in which a grammar forbids some tokens."""
 
     def __init__(self, grammar_mask: bytes | None, num_rows: int) -> None:
-        """`grammar_mask` is the mask of all rows, as in `StepPlan`."""
+        """`grammar_mask` is the mask of all rows, as in `StepPlan`; a row without a grammar has only ones."""
         self._mask = grammar_mask
         self._bits = np.frombuffer(grammar_mask or b"", dtype=np.uint8).reshape(num_rows, -1)
         self.rows: list[int] = np.flatnonzero((self._bits != 0xFF).any(axis=1)).tolist()
 
     def mask(self, rows: Sequence[int]) -> bytes | None:
-        """Return the mask of some rows; None where no row has one."""
+        """Return the mask of these rows; None if no grammar forbids a token in any of them."""
         return None if set(self.rows).isdisjoint(rows) else self._bits[list(rows)].tobytes()
 
     def apply(self, logits_SV: torch.Tensor, uploads: Uploads) -> None:
-        """Change the logits of tokens that are not allowed to -inf, in place. Raises ValueError: the mask has another length."""
+        """Change the logits of forbidden tokens to -inf, in place. Raises ValueError if the mask has the wrong length."""
         check_mask(self._mask or b"", logits_SV)
-        # The bits are unpacked on the device: an eighth of the bytes to copy.
+        # The device unpacks the bits, so that only an eighth of the bytes is copied to it.
         on = uploads.tensors({"rows": np.array(self.rows), "bits": self._bits[self.rows]})
         places = torch.arange(8, dtype=torch.uint8, device=logits_SV.device)
         allowed_RV = ((on["bits"][:, :, None] >> places) & 1).flatten(1)[:, : logits_SV.shape[1]].bool()
@@ -95,7 +95,7 @@ def check_mask(grammar_mask: bytes, logits_SV: torch.Tensor) -> None:
     """Check that a grammar's mask of these rows has the right length.
 
     Raises:
-        ValueError: it has another one.
+        ValueError: it has another length.
     """
     num_rows, vocab_size = logits_SV.shape
     if len(grammar_mask) != num_rows * -(-vocab_size // 8):
@@ -104,9 +104,9 @@ def check_mask(grammar_mask: bytes, logits_SV: torch.Tensor) -> None:
 
 @contextmanager
 def changeable(logits_SV: torch.Tensor, rows: Sequence[int], uploads: Uploads) -> Iterator[torch.Tensor]:
-    """Within this context these rows of the logits may be changed in place; afterwards the caller's logits are as before.
+    """Yield logits whose `rows` may be changed in place; when the context ends, `logits_SV` is as before.
 
-    Only these rows are copied: a few rows with a grammar must not cost a copy of everything.
+    Only these rows are copied, so that a few rows with a grammar do not cost a copy of all logits.
     """
     if len(rows) == len(logits_SV):
         yield logits_SV.clone()

@@ -1,4 +1,4 @@
-"""Samples all rows by the operator `sample`, where the CPU kernel does not: one call with the parameters of the step's rows.
+"""Samples all rows with one call of the operator `sample`, on devices without the CPU kernel of `record_sampling`.
 
 Legend: S rows that are sampled, V vocabulary.
 """
@@ -17,14 +17,15 @@ from transom_worker.sampling.sequence_state import SequenceState, noise_keys
 from transom_worker.sampling.token_table import RowPairs
 from transom_worker.uploads import Uploads
 
-MAX_TOP_K = 2**31 - 1  # larger than any vocabulary; a request may ask for an even larger number
+MAX_TOP_K = 2**31 - 1  # larger than any vocabulary, so larger requests can be cut to it
 
 
 def sample_fused(
     logits_SV: torch.Tensor, states: Sequence[SequenceState], penalties: RowPairs | None, uploads: Uploads
 ) -> torch.Tensor:
-    """Return the token of each row, int64 [S], on the device. Bias and bans must be in the logits already; `penalties` must not,
-    and are written into the logits here.
+    """Return the token of each row, int64 [S], on the device.
+
+    The logits must already contain bias and bans, but not `penalties`: this call writes those into the logits.
     """
     rows: dict[str, Any] = uploads.tensors(sampling_arrays(states))
     if penalties is None:
@@ -40,7 +41,7 @@ def sample_fused(
 
 
 def sampling_arrays(states: Sequence[SequenceState]) -> dict[str, NDArray[Any]]:
-    """Return all rows' sampling parameters, with the names of `SampleParams`."""
+    """Return the sampling parameters of all rows, by the field names of `SampleParams`."""
     params = [state.params for state in states]
     return {
         "keys": noise_keys(states),

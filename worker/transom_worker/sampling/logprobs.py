@@ -1,6 +1,8 @@
-"""Log-probabilities and ranks of chosen and likely tokens, from raw logits: before bias, penalties, temperature and filters.
+"""Computes log-probabilities and ranks of the chosen and the likeliest tokens from raw logits.
 
-Legend: L rows that ask for log-probabilities, V vocabulary, K alternatives.
+Raw logits are those before bias, penalties, temperature and filters.
+
+Legend: L rows that request log-probabilities, V vocabulary, K alternatives.
 """
 
 from __future__ import annotations
@@ -16,10 +18,8 @@ MAX_ROWS_PER_PASS = 64  # limits the memory that a long prompt's log-probabiliti
 
 
 def token_logprobs(logits_LV: torch.Tensor, chosen: list[int], num_top: list[int]) -> list[TokenLogprobs]:
-    """Return, for each row, the chosen token's natural log-probability and rank, and its `num_top` most likely tokens, best
-    first.
-
-    A rank is one plus the number of tokens with a strictly larger logit.
+    """Return, for each row, the natural log-probability and rank of the chosen token and of the row's `num_top` likeliest tokens,
+    best first. A rank is one plus the number of tokens with a strictly larger logit.
     """
     result: list[TokenLogprobs] = []
     for first in range(0, len(chosen), MAX_ROWS_PER_PASS):
@@ -29,7 +29,7 @@ def token_logprobs(logits_LV: torch.Tensor, chosen: list[int], num_top: list[int
 
 
 def logprob_table(logits_LV: torch.Tensor, chosen: list[int], num_top: int) -> LogprobTable:
-    """Return what `token_logprobs` returns for equally many likely tokens of each row, as a table."""
+    """Return the result of `token_logprobs` as a table; every row has the same `num_top`."""
     table = LogprobTable(1 + num_top)
     for first in range(0, len(chosen), MAX_ROWS_PER_PASS):
         part = slice(first, first + MAX_ROWS_PER_PASS)

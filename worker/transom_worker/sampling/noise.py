@@ -1,6 +1,6 @@
-"""The 64-bit key of a row's noise: seed, choice and output position, hashed one after the other in Python integers.
+"""Computes the 64-bit key of a row's sampling noise: a hash of seed, choice and output position, one after the other.
 
-What a key and a token id make of it is `transom_kernels.sample.reference.gumbel`: the same noise on every device and in any batch.
+`transom_kernels.sample.reference.gumbel` turns a key and a token id into noise, which is the same on every device and in any batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MASK_64 = 2**64 - 1
 
 
 def noise_key(seed: int, choice_index: int, output_position: int) -> int:
-    """Return the signed 64-bit key of one row; any Python integers are taken, modulo 2**64."""
+    """Return the signed 64-bit key of one row; arguments may be any Python integers and count modulo 2**64."""
     return signed_key(_mixed_with(choice_key(seed, choice_index), output_position))
 
 
@@ -26,7 +26,7 @@ def choice_key(seed: int, choice_index: int) -> int:
 
 
 def position_keys(choice_keys: Sequence[int], output_positions: Sequence[int]) -> NDArray[np.int64]:
-    """Return `noise_key` of many rows at once."""
+    """Return the `noise_key`s of many rows at once, from their choice keys."""
     keys = (np.array(choice_keys, dtype=np.uint64) ^ np.array(output_positions, dtype=np.uint64)) + np.uint64(GOLDEN)
     for shift, factor in ((30, MIX_1), (27, MIX_2)):
         keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
@@ -34,6 +34,7 @@ def position_keys(choice_keys: Sequence[int], output_positions: Sequence[int]) -
 
 
 def _mixed_with(key: int, value: int) -> int:
+    """Return the SplitMix64 finaliser of (key xor value) + GOLDEN; `position_keys` computes the same with numpy."""
     value = ((key ^ (value & MASK_64)) + GOLDEN) & MASK_64
     value = (value ^ (value >> 30)) * MIX_1 & MASK_64
     value = (value ^ (value >> 27)) * MIX_2 & MASK_64

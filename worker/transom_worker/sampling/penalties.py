@@ -1,4 +1,4 @@
-"""Repetition, presence and frequency penalties, from token counts that grow with a sequence."""
+"""Counts a sequence's tokens for repetition, presence and frequency penalties."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from transom_core.contract import SamplingParams
 
-SPARE = 64  # places that are kept free for new tokens
+SPARE = 64  # array elements that are kept free for new tokens
 
 
 class TokenCounts:
-    """Which tokens of a sequence (prompt and output) have penalties, and how often each is in its output.
+    """The penalised tokens of a sequence, and how often each occurs in its output. Implements `TokenPairs` for a `TokenTable`.
 
-    Presence and frequency penalties are for tokens of the output. So without a repetition penalty the prompt is not looked at. For
-    a `TokenTable` the sequence's pairs are a token and what is subtracted from its logit.
+    Only the repetition penalty applies to prompt tokens; without it the prompt is not read. A pair is a token and the number that
+    presence and frequency penalties subtract from its logit.
     """
 
     def __init__(self, token_ids: Sequence[int], num_prompt_tokens: int, params: SamplingParams) -> None:
@@ -30,7 +30,7 @@ class TokenCounts:
         for token_id, count in Counter(output).items():
             self._counts[self._slot[token_id]] = count
         self._presence, self._frequency = np.float32(params.presence_penalty), np.float32(params.frequency_penalty)
-        self._changed: list[int] | None = None  # slots; None: no table has the pairs
+        self._changed: list[int] | None = None  # slots changed since the last `take_changed`; None: never called
 
     def __len__(self) -> int:
         return len(self._slot)
@@ -48,14 +48,14 @@ class TokenCounts:
 
     @property
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-        """Each token once, how often it is in the output, and how many numbers of both arrays are in use.
+        """Return the tokens, each once, how often each occurs in the output, and how many elements of both arrays are in use.
 
-        They stay the same arrays until they are full.
+        Later calls return the same arrays, until they are full.
         """
         return self._ids, self._counts, len(self._slot)
 
     def take_changed(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-        """Slots of the tokens that were counted since the last call, the tokens, and what is subtracted from their logits."""
+        """Return the slots of the tokens counted since the last call, the tokens, and what is subtracted from their logits."""
         changed = range(len(self)) if self._changed is None else dict.fromkeys(self._changed)
         self._changed = []
         slots = np.fromiter(changed, np.int64, len(changed))

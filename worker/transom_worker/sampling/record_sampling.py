@@ -1,7 +1,7 @@
-"""Samples all rows with the CPU kernel, from records of the sequences' parameters that are written once for each sequence.
+"""Samples all rows with the CPU kernel, which reads each sequence's parameters from a record.
 
-A decode step mostly has the same sequences as the step before, so what depends on the sequences alone is kept for the next step
-(`_Batch`).
+A record is written once, when a sequence is first sampled. Most decode steps have the same sequences as the step before, so the
+list of their records is kept for the next step (`_Batch`).
 
 Legend: S rows that are sampled, V vocabulary.
 """
@@ -27,13 +27,13 @@ class _Batch:
     """The sequences of a step, and their records."""
 
     states: Sequence[SequenceState]
-    numbers: list[int]  # of their records
+    numbers: list[int]  # the records' numbers
     numbers_S: torch.Tensor
-    penalised: list[tuple[int, TokenCounts]]  # with the numbers of their records
+    penalised: list[tuple[int, TokenCounts]]  # (record's number, token counts) of the sequences with penalties
 
 
 class RecordSampler:
-    """Owns the records of sequences, by sequence id."""
+    """Owns the records of the sequences, and samples their next tokens."""
 
     def __init__(self) -> None:
         self._table = SampleTable()
@@ -57,13 +57,13 @@ class RecordSampler:
         first_id: int = 0,
         scores_S: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the token of each row, int64 [S]. The logits are not changed. `states` are the sequences' own, in a list that
-        does not change any more.
+        """Return the token of each row, int64 [S], without changing the logits.
 
-        Column v is token id `first_id` + v. `scores_S` (float64) takes the scores of the tokens.
+        `states` are the sequences' own; the sampler keeps the list, so the caller must not change it later. Column v of the logits
+        is token id `first_id` + v. The tokens' scores are written to `scores_S` (float64).
 
         Raises:
-            ValueError: the grammar's mask has a wrong length.
+            ValueError: the grammar mask has the wrong length.
         """
         batch = self._batch
         if batch is None or batch.states != states:

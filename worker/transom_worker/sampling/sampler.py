@@ -1,9 +1,9 @@
 """Samples the next token of every sequence of a step from its logits. A row's result does not depend on other rows.
 
-The CPU kernel reads records of the sequences (`record_sampling`); elsewhere the operator `sample` takes the step's parameters
-(`fused_sampling`). What a sample is: `transom_kernels.sample.reference`.
+On CPUs a kernel reads the parameters from records of the sequences (`record_sampling`); on other devices the operator `sample` gets
+them as tensors (`fused_sampling`). `transom_kernels.sample.reference` defines what both compute.
 
-Legend: S rows that are sampled, L rows that ask for log-probabilities, V vocabulary.
+Legend: S rows that are sampled, L rows that request log-probabilities, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from transom_worker.uploads import Uploads, uploads_to
 if TYPE_CHECKING:
     from transom_worker.sampling.record_sampling import RecordSampler
 
-UPLOADS_PER_STEP = (
-    7  # parameters, changed rows, bias, bans, a grammar, penalties; on several ranks also those of local rows
-)
+# Parameters, changed rows, bias, bans, grammars, penalties; with several ranks also the parameters of local rows.
+UPLOADS_PER_STEP = 7
 
 
 @dataclass(slots=True, kw_only=True)
 class SamplerOutput:
-    """One step's tokens, and log-probabilities where a row asks for them; `logprobs` is empty where no row does."""
+    """One step's tokens, and the log-probabilities of rows that request them; `logprobs` is empty if no row does."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -40,11 +39,11 @@ class SamplerOutput:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The sequences of a step. Most decode steps have those of the step before."""
+    """The sequences of a step, kept because most decode steps have the same ones as the step before."""
 
     seq_ids: Sequence[int]
     states: list[SequenceState]
-    logprob_rows: list[int]  # rows that ask for log-probabilities
+    logprob_rows: list[int]  # rows that request log-probabilities
 
 
 class Sampler:
@@ -68,7 +67,7 @@ class Sampler:
         seed: int,
         choice_index: int = 0,
     ) -> None:
-        """Add a sequence, or replace it, with its prompt and the output so far."""
+        """Add or replace a sequence; `token_ids` are its prompt and its output so far."""
         self.remove(seq_id)
         self._states[seq_id] = SequenceState(
             token_ids=token_ids,
@@ -80,11 +79,11 @@ class Sampler:
         )
 
     def append(self, seq_id: int, token_id: int | None) -> None:
-        """Add one output token to a sequence; None: one that only the device knows yet, if the sequence does not need it."""
+        """Add one output token to a sequence; None stands for a token that only the device knows, if `needs_tokens` is false."""
         self._states[seq_id].append(token_id)
 
     def needs_tokens(self, seq_id: int) -> bool:
-        """Whether the next token of a sequence depends on which tokens it has."""
+        """Return whether the sampling of a sequence's next token depends on its earlier tokens: whether it has penalties."""
         return self._states[seq_id].has_penalties
 
     def remove(self, seq_id: int) -> None:
@@ -110,7 +109,9 @@ class Sampler:
     def launch(
         self, logits_SV: torch.Tensor, seq_ids: Sequence[int], grammar_mask: bytes | None = None
     ) -> torch.Tensor | None:
-        """Return the next tokens on the device, int64 [S], without waiting for them; None where the host needs them at once."""
+        """Return the next tokens on the device, int64 [S], without waiting for them; None if a row requests log-probabilities,
+        for which the host needs the tokens.
+        """
         rows = self._rows_of(seq_ids)
         return None if rows.logprob_rows else self._token_ids(logits_SV, rows, grammar_mask)
 
@@ -158,7 +159,7 @@ def _logprobs(logits_SV: torch.Tensor, rows: _Rows, chosen: list[int]) -> list[T
 
 
 def take_rows(values_RV: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Return the rows with these ascending numbers; a view where the numbers are consecutive."""
+    """Return the rows with these ascending numbers, as a view if the numbers are consecutive."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return values_RV[rows[0] : rows[-1] + 1]
     return values_RV[torch.tensor(rows, device=values_RV.device)]

@@ -1,6 +1,6 @@
-"""What sampling remembers of one sequence.
+"""`SequenceState`: what sampling remembers of one sequence.
 
-All of it is computed from the sequence's parameters and token ids, so a sequence that continues after preemption, or on another
+The state is a function of the sequence's parameters and token ids. So a sequence that continues after preemption, or on another
 worker, samples the same tokens.
 """
 
@@ -36,28 +36,28 @@ class SequenceState:
         self.counts = TokenCounts(token_ids, num_prompt_tokens, params) if self.has_penalties else None
         eos_ids = () if params.ignore_eos else eos_token_ids
         self.end_token_ids = sorted({*eos_ids, *params.stop_token_ids}) if params.min_tokens else []
-        self._bias: FixedPairs | None = None  # until a device needs them
+        self._bias: FixedPairs | None = None  # made at the first call of `bias_pairs`; so are `_bans`
         self._bans: FixedPairs | None = None
         self.has_filters = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether earlier tokens change the logits."""
+        """Return whether earlier tokens change the logits."""
         params = self.params
         return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the next token's logits change before temperature and filters."""
+        """Return whether the next token's logits change before temperature and filters."""
         return bool(self.counts is not None or self.params.logit_bias or self.banned)
 
     @property
     def banned(self) -> list[int]:
-        """The token ids that would end the sequence, as long as its output is shorter than `min_tokens`; empty afterwards."""
+        """Return the token ids that would end the sequence while its output is shorter than `min_tokens`, and [] afterwards."""
         return self.end_token_ids if self.output_position < self.params.min_tokens else []
 
     def bias_pairs(self, vocab_size: int) -> TokenPairs | None:
-        """The tokens of the vocabulary whose logits have a bias, with the bias; None if there is no bias."""
+        """Return the tokens of the vocabulary that have a logit bias, with the bias; None if there is no bias."""
         if not self.params.logit_bias:
             return None
         if self._bias is None:
@@ -66,7 +66,7 @@ class SequenceState:
         return self._bias
 
     def banned_pairs(self, vocab_size: int) -> TokenPairs | None:
-        """The tokens of the vocabulary that are `banned` now, with zeros; None if there are none."""
+        """Return the tokens of the vocabulary that are `banned` now, each with the number 0; None if there are none."""
         if not self.banned:
             return None
         if self._bans is None:
@@ -76,11 +76,11 @@ class SequenceState:
 
     @property
     def all_pairs(self) -> list[TokenPairs]:
-        """All pairs that a device may have of this sequence."""
+        """Return all pairs of this sequence that a device may hold."""
         return [pairs for pairs in (self.counts, self._bias, self._bans) if pairs is not None]
 
     def append(self, token_id: int | None) -> None:
-        """Add one output token; None: one that the host does not know yet, which only sequences without penalties may have."""
+        """Add one output token; None stands for one that the host does not know yet, allowed only without penalties."""
         self.output_position += 1
         if self.counts is not None:
             assert token_id is not None

@@ -1,15 +1,14 @@
-"""Samples where the logits are sharded: every rank has the logits of a slice of the vocabulary.
+"""Samples from sharded logits: every rank has the logits of a slice of the vocabulary.
 
 There are two kinds of rows:
 
-- local row: greedy, or random without filters. The token with the best score wins, and a token's score needs no other token. So
-  each rank finds the best token of its slice, and the ranks exchange one (score, id) pair for each row.
+- local row: greedy, or random without filters. The token with the best score wins, and a token's score depends on no other token.
+  So each rank finds the best token of its slice, and the ranks exchange one (score, id) pair for each row.
 - gathered row: has filters, penalties, bias, banned tokens, a grammar or log-probabilities. The ranks send its logits to rank
   0, which samples the row and broadcasts the token.
 
-Every rank keeps the sampling state of every sequence. Which rows are gathered, and the noise, follow from that state, so the
-sampled ids are all that the ranks exchange about it. Counting penalised tokens costs time, but all ranks count at the same
-moment.
+Every rank keeps the sampling state of every sequence. The state determines which rows are gathered, and the noise. So ranks
+exchange nothing about the state except the sampled ids. All ranks count penalised tokens at the same time.
 
 Legend: S rows that are sampled, N some of these rows, R rows of logits, V this rank's slice of the vocabulary, W the whole
 vocabulary, K ranks.
@@ -40,9 +39,7 @@ class ShardedSampler(Sampler):
     """
 
     def __init__(self, parallel: Parallel, *, first_id: int = 0, eos_token_ids: Sequence[int] = ()) -> None:
-        """`first_id` is the token id of this rank's first column. The slices of the ranks are consecutive, and no slice is
-        empty.
-        """
+        """`first_id` is the token id of this rank's first column. The ranks' slices are consecutive, and none is empty."""
         super().__init__(eos_token_ids=eos_token_ids)
         self._parallel = parallel
         self._first_id = first_id
@@ -52,7 +49,7 @@ class ShardedSampler(Sampler):
     ) -> SamplerOutput:
         """Return the next token of each sequence, the same on every rank; only rank 0 returns log-probabilities.
 
-        `grammar_mask` covers the whole vocabulary. Raises RankLost.
+        `grammar_mask` covers the whole vocabulary. Raises RankLost if another rank was lost.
         """
         if self._parallel.size == 1 or not seq_ids:
             return super().sample(logits_SV, seq_ids, grammar_mask)
@@ -78,11 +75,11 @@ class ShardedSampler(Sampler):
     def launch(
         self, logits_SV: torch.Tensor, seq_ids: Sequence[int], grammar_mask: bytes | None = None
     ) -> torch.Tensor | None:
-        """See `Sampler.launch`; several ranks exchange tokens by way of their hosts."""
+        """See `Sampler.launch`. Returns None with several ranks, because they exchange tokens through their hosts."""
         return None if self._parallel.size > 1 else super().launch(logits_SV, seq_ids, grammar_mask)
 
     def gather_rows(self, logits_RV: torch.Tensor, rows: Sequence[int]) -> torch.Tensor | None:
-        """Return these rows with the columns of all ranks, [len(rows), W], on rank 0, and None on other ranks. Raises RankLost."""
+        """On rank 0, return these rows with the columns of all ranks, [len(rows), W]; None on other ranks. Raises RankLost."""
         part = take_rows(logits_RV, rows)
         if self._parallel.size == 1:
             return part
@@ -90,9 +87,7 @@ class ShardedSampler(Sampler):
         return None if slices is None else torch.cat(slices, -1)
 
     def logprob_table(self, logits_RV: torch.Tensor, chosen: list[int], num_top: int) -> LogprobTable:
-        """Return `logprobs.logprob_table` over the columns of all ranks, on rank 0, and nothing on other ranks. Raises
-        RankLost.
-        """
+        """On rank 0, return `logprobs.logprob_table` over all ranks' columns; an empty table on the others. Raises RankLost."""
         if self._parallel.size == 1:
             return logprob_table(logits_RV, chosen, num_top)
         table = LogprobTable(1 + num_top)
@@ -106,7 +101,7 @@ class ShardedSampler(Sampler):
     def _sample_local(
         self, logits_NV: torch.Tensor, seq_ids: Sequence[int], states: Sequence[SequenceState]
     ) -> list[int]:
-        """Return the ids with the best scores of all ranks; of equal scores the lowest id, which is on the lowest rank."""
+        """Return the ids with the best scores of all ranks; of equal scores, the id of the lowest rank, which is the lowest id."""
         if uses_cpu_kernels(logits_NV):
             score_N = torch.empty(len(states), dtype=torch.float64)
             token_ids_N = self._records.sample(logits_NV, seq_ids, states, first_id=self._first_id, scores_S=score_N)
@@ -117,7 +112,7 @@ class ShardedSampler(Sampler):
         pairs_K2N = token_ids_N.new_zeros(self._parallel.size, 2, len(states))
         pairs_K2N[self._parallel.rank, 0] = score_N.view(torch.int64)
         pairs_K2N[self._parallel.rank, 1] = token_ids_N
-        self._parallel.comm.all_reduce_(pairs_K2N)  # every other rank adds zeros
+        self._parallel.comm.all_reduce_(pairs_K2N)  # gathers the pairs, because other ranks add zeros to a rank's row
         winner_1N = pairs_K2N[:, 0].view(torch.float64).max(0, keepdim=True).indices
         best: list[int] = pairs_K2N[:, 1].gather(0, winner_1N)[0].tolist()
         return best
@@ -136,7 +131,7 @@ class ShardedSampler(Sampler):
 
 
 def _needs_gathering(state: SequenceState) -> bool:
-    """Whether a row needs the logits of the whole vocabulary in one place."""
+    """Return whether a row needs the logits of the whole vocabulary on one rank."""
     params = state.params
     return state.changes_logits or params.logprobs is not None or (state.has_filters and not params.greedy)
 

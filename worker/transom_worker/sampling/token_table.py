@@ -1,8 +1,8 @@
-"""`TokenTable`: token ids with a number each, of many sequences, in the memory of the device that samples.
+"""`TokenTable`: keeps (token id, number) pairs of many sequences in the memory of the device that samples.
 
-Penalties, bias and bans change the logits of certain token ids of a sequence, often of thousands, at every step. From one step to
-the next a sequence has one new or changed pair of id and number. So the pairs stay on the device, and a step uploads the changed
-ones and four numbers for each row. Example, of a batch whose rows 0 and 2 have penalties:
+Penalties, bias and bans change the logits of certain token ids of a sequence, often thousands of ids, at every step. But from one
+step to the next a sequence has only one new or changed pair. So the pairs stay on the device, and a step uploads only the changed
+ones and four numbers for each row. Example, a batch whose rows 0 and 2 have penalties:
 
     table      segment of row 2's sequence   segment of row 0's sequence     a segment's end is kept free for growth
     ids        17  4  230   -  -  -  -  -    5  4   -  -  -  -  -  -
@@ -27,17 +27,17 @@ from transom_worker.uploads import Uploads
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
-LEAST_CAPACITY = 64  # pairs of a segment; a larger one has a power of two
+LEAST_CAPACITY = 64  # pairs that the smallest segment holds; a larger one holds a power of two
 
 
 class TokenPairs(Protocol):
     """One sequence's pairs, on the host. A token id occurs once."""
 
     def __len__(self) -> int:
-        """The number of pairs; it never falls."""
+        """Return the number of pairs; it never falls."""
 
     def take_changed(self) -> tuple[Ints, Ints, Floats]:
-        """Places, ids and numbers of the pairs that are new or changed since the last call, each place once."""
+        """Return places, ids and numbers of the pairs that are new or changed since the last call, each place once."""
 
 
 class FixedPairs:
@@ -51,7 +51,7 @@ class FixedPairs:
         return len(self._ids)
 
     def take_changed(self) -> tuple[Ints, Ints, Floats]:
-        """All pairs at the first call, and none later."""
+        """Return all pairs at the first call, and none later."""
         length = 0 if self._is_taken else len(self._ids)
         self._is_taken = True
         return np.arange(length), self._ids[:length], self._values[:length]
@@ -74,18 +74,18 @@ class _Segment:
 
 
 class TokenTable:
-    """Segments of the table, by the pairs that they hold. All calls are for one device."""
+    """The pairs of many sequences, each sequence's in a segment of its own. All calls must be for the same device."""
 
     def __init__(self) -> None:
         self._ids = torch.empty(0, dtype=torch.int64)
         self._values = torch.empty(0)
         self._segments: dict[TokenPairs, _Segment] = {}
-        self._free: dict[int, list[int]] = {}  # starts of free segments, by capacity
-        self._end = 0  # of all segments
+        self._free: dict[int, list[int]] = {}  # capacity -> starts of free segments
+        self._end = 0  # where the last segment ends
 
     @property
     def capacity(self) -> int:
-        """The number of pairs that the table has memory for."""
+        """Return the number of pairs that the table has memory for."""
         return len(self._ids)
 
     def remove(self, pairs: TokenPairs) -> None:
@@ -97,9 +97,9 @@ class TokenTable:
     def gather(
         self, rows: Sequence[int], pairs: Sequence[TokenPairs], row_values: Sequence[float], uploads: Uploads
     ) -> RowPairs | None:
-        """Return the pairs of the rows numbered `rows`, all of them as they are now; None if there is no pair.
+        """Upload what changed, and return all pairs of the rows numbered `rows`; None if there is no pair.
 
-        The other arguments have one element for each of these rows.
+        `pairs` and `row_values` have one element for each of these rows.
         """
         lengths = np.array([len(one) for one in pairs], dtype=np.int64)
         total = int(lengths.sum())
@@ -107,7 +107,7 @@ class TokenTable:
             return None
         device = uploads.device
         starts = np.array([self._segment(one, device).start for one in pairs], dtype=np.int64)
-        shifts = starts - (lengths.cumsum() - lengths)  # from a pair's place in the result to that in the table
+        shifts = starts - (lengths.cumsum() - lengths)  # a pair's place in the table minus its place in the result
         places, ids, values = self._changed(pairs)
         on = uploads.tensors(
             {
@@ -128,13 +128,13 @@ class TokenTable:
         return RowPairs(on["row"][number_C], self._ids[place_C], self._values[place_C], on["row_value"][number_C])
 
     def _changed(self, pairs: Sequence[TokenPairs]) -> tuple[Ints, Ints, Floats]:
-        """Places in the table, ids and numbers of all pairs that are new or changed."""
+        """Return the places in the table, ids and numbers of all pairs that are new or changed."""
         places, ids, values = zip(*(one.take_changed() for one in pairs), strict=True)
         in_table = [self._segments[one].start + place for one, place in zip(pairs, places, strict=True)]
         return np.concatenate(in_table), np.concatenate(ids), np.concatenate(values)
 
     def _segment(self, pairs: TokenPairs, device: torch.device) -> _Segment:
-        """The segment of these pairs, with room for all of them."""
+        """Return the segment of these pairs, moved if it was too small for all of them."""
         segment = self._segments.get(pairs)
         if segment is None or segment.capacity < len(pairs):
             new = self._allocate(max(LEAST_CAPACITY, 1 << (len(pairs) - 1).bit_length()), device)

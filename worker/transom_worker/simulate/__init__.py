@@ -1,1 +1,1 @@
-"""Replays request traces through the real scheduler and KV cache, without a model. Integers only; no tensors."""
+"""Replays request traces through the real scheduler and KV cache, without a model and without tensors."""

@@ -1,18 +1,18 @@
-"""The workload `agents`: long sessions of coding agents, which return within seconds with almost the same prompt.
+"""The workload `agents`: long sessions of coding agents, which send almost the same prompt again after a few seconds.
 
 Terms:
 
     session    one agent at work on one task; its turns are sent one after the other
-    turn       a request: the whole history, then what the tools answered to the model's last call
+    turn       a request: the whole history, at the end of which are the tools' results for the model's last call
     tools      the system prompt with the tools' descriptions; every session of one agent shares it
     reuse      the share of a prompt that the session's last turn, or the tools alone, already had as a prefix
-    compaction a turn that replaces the history by a summary, since the history has reached its limit
+    compaction a turn that replaces the history by a summary, because the history has reached its limit
     rewind     a turn that drops the end of the history and continues there with something else
 
-What such sessions look like is known from operators of agents: the median prompt has 195,000 tokens and the median answer 317; 96 %
-of the turns reuse at least 90 % of their prompt; the pause before a turn is 2 s at the median and 11 minutes at the 99th
-percentile. Answers, tool outputs and pauses are drawn from log-normal distributions with the given median and 99th percentile. Each
-is drawn as evenly spaced quantiles in random order, so that the figures hold for every seed.
+The figures come from operators of agents: the median prompt has 195,000 tokens and the median answer 317; 96 % of the turns reuse
+at least 90 % of their prompt; the pause before a turn is 2 s at the median and 11 minutes at the 99th percentile. Answers, tool
+outputs and pauses have log-normal distributions with the given median and 99th percentile. The values are evenly spaced quantiles
+in random order, so that every seed has these figures.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, 
 
 NUM_SESSIONS = 16
 NUM_TURNS = 40
-TOOLS_TOKENS = (9_000, 14_000, 22_000)  # of each agent
-FIRST_PROMPT_TOKENS = (132_000, 228_000)  # of a session recorded in mid-work, evenly spaced
-LIMIT_TOKENS = 250_000  # of a prompt, before it is compacted
-SUMMARY_TOKENS = 150_000  # what a compaction leaves, tools included
-REWIND_CHANCE = 0.005  # of a turn
-REWIND_KEEPS = 0.7  # of the history
-REWIND_ADDS = 0.15  # of the history, in new tokens
+TOOLS_TOKENS = (9_000, 14_000, 22_000)  # the tools of each of three agents
+FIRST_PROMPT_TOKENS = (132_000, 228_000)  # sessions begin in mid-work, with first prompts evenly spaced in this range
+LIMIT_TOKENS = 250_000  # a longer history is compacted
+SUMMARY_TOKENS = 150_000  # length of a compacted history, tools included
+REWIND_CHANCE = 0.005  # that a turn is a rewind
+REWIND_KEEPS = 0.7  # share of the history that a rewind keeps
+REWIND_ADDS = 0.15  # new tokens of a rewind, as a share of the history
 
-ANSWER_TOKENS = (317, 4_000)  # median and 99th percentile
+ANSWER_TOKENS = (317, 4_000)  # here and below: median and 99th percentile
 TOOL_OUTPUT_TOKENS = (850, 5_000)
 PAUSE_S = (2.0, 660.0)
 START_WITHIN_S = 300.0  # sessions begin at random in this time
-NOMINAL_TURN_S = 3.0  # a turn's prefill and decode, to put the turns of all sessions in order
+NOMINAL_TURN_S = 3.0  # assumed duration of a turn, which only puts the turns of all sessions in order
 
 
 def agent_sessions(rng: random.Random) -> list[SimulatedRequest]:
@@ -68,7 +68,7 @@ def agent_sessions(rng: random.Random) -> list[SimulatedRequest]:
 
 
 class _History:
-    """The messages of one session: its tools, what it had read when the recording begins, then answers and tool outputs."""
+    """The messages of one session: its tools, what it has read before its first turn, then answers and tool outputs."""
 
     def __init__(self, space: TokenSpace, tools: Run, num_tokens: int) -> None:
         self._space = space
@@ -97,7 +97,7 @@ class _History:
             self._messages.append(self._space.take(round(REWIND_ADDS * num_tokens)))
 
     def _cut(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens, which are more than those of the tools."""
+        """Keep the first `num_tokens` tokens, which must be more than the tools have."""
         kept: list[Run] = []
         for message in self._messages:
             if num_tokens > 0:

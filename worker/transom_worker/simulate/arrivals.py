@@ -1,7 +1,7 @@
 """Decides when a workload's requests arrive: one at a time in its order, or at their recorded times.
 
-Times are seconds of the simulation's virtual clock. A request whose field `after` names another request, such as the next turn of a
-conversation, does not arrive before that one has been answered.
+Times are seconds of the simulation's virtual clock. A request's field `after` may name another request, such as the previous turn
+of a conversation; then it does not arrive before that one has been answered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SequentialArrivals:
         self._count = len(workload.requests)
 
     def due(self, now_s: float, *, idle: bool) -> Iterator[int]:
-        """Yield the indices of requests that arrive now. `idle`: no request is being served."""
+        """Yield the indices of requests that arrive now; `idle` says that no request is being served."""
         if idle and self._next < self._count:
             self._next += 1
             yield self._next - 1
@@ -40,11 +40,10 @@ class SequentialArrivals:
 
 
 class RecordedArrivals:
-    """Requests arrive at their recorded times, but not before the request that their field `after` names has ended, and `pause_s`
-    after it.
+    """Requests arrive at their recorded times, but not earlier than `pause_s` after the end of the request that `after` names.
 
-    Example: a turn is recorded at second 10, and its predecessor's answer ends at second 12: it arrives at second 12; with a pause
-    of 2 seconds, at second 14.
+    Example: a turn is recorded at second 10, and the previous turn's answer ends at second 12. The turn arrives at second 12, or
+    at second 14 if its pause is 2 seconds.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -63,7 +62,7 @@ class RecordedArrivals:
             yield heappop(self._ready)[1]
 
     def next_s(self) -> float | None:
-        """Return when the next request arrives; None if none is left, or all others wait for a predecessor's answer."""
+        """Return when the next request arrives; None if none is left, or all that are left wait for an answer."""
         return self._ready[0][0] if self._ready else None
 
     def next_beside_others_s(self) -> float:

@@ -1,32 +1,32 @@
-"""Computes how many prompt tokens other caches of equal size would hit for a workload, as bounds to compare the real cache with.
+"""Computes how many prompt tokens other caches would hit for a workload, as bounds to compare the real cache with.
 
-    infinite                nothing is ever evicted
-    full_alone_lru          the memory has the KV of full-attention layers alone; the least recently used tokens are evicted first
-    full_alone_clairvoyant  the memory has the KV of full-attention layers alone, with the clairvoyant policy
-    clairvoyant             the memory has the KV of all layers, sliding windows included, with the clairvoyant policy
+    infinite                a cache that never evicts
+    full_alone_lru          equal memory, which holds only the KV of full-attention layers and evicts the least recently used first
+    full_alone_clairvoyant  equal memory, which holds only the KV of full-attention layers, with the clairvoyant policy
+    clairvoyant             equal memory, which holds the KV of all layers, sliding windows included, with the clairvoyant policy
 
 Terms:
 
     clairvoyant  an eviction policy that knows all requests to come (offline, as Belady's rule)
     run          consecutive tokens that requests share as a whole, such as one message of a chat; a *node* is a run after a prefix
     path         the nodes of one request's prompt and answer, in order
-    kept         in the simulated cache; of each node the first `node.kept` tokens are kept
-    checkpoint   the window blocks that the sliding groups (groups of window layers) need where a request continues
+    kept         held by the simulated cache; it holds the first `node.kept` tokens of each node
+    checkpoint   the window blocks that the sliding groups (groups of window layers) need at the position where a request continues
     index        a request's index in the workload; it also serves as the time
 
-The clairvoyant policy keeps a node only for the next request that reads it. When memory is short, it looks at the requests to come.
-It evicts from what is kept for the one with the highest *cost*, and there from the end of the prefix:
+The clairvoyant policy keeps a node only for the next request that reads it. When memory is short, it chooses the future request
+with the highest *cost*, and evicts what is kept for that request from the end of its prefix:
 
     cost = bytes kept for the request / tokens kept for it * requests until it arrives
 
-Without windows every token has the same bytes, so this is Belady's rule: evict what is used furthest in the future. With windows
-each request to come also needs one checkpoint. Example: 100 tokens are kept for one request and 1,000 for another, both 10 requests
-ahead; a token takes 1 KiB and a checkpoint 100 KiB. The costs are (100 + 100) / 100 * 10 = 20 and (1,000 + 100) / 1,000 * 10 = 11,
-so the short prefix is evicted first.
+The cost is high if a hit token takes many bytes, and takes them for long. Without windows every token takes the same bytes, so this
+is Belady's rule: evict what is used furthest in the future. With windows each future request also needs one checkpoint. Example:
+100 tokens are kept for one request and 1,000 for another, both 10 requests ahead; a token takes 1 KiB and a checkpoint 100 KiB. The
+costs are (100 + 100) / 100 * 10 = 20 and (1,000 + 100) / 1,000 * 10 = 11, so the short prefix is evicted first.
 
-Requests are served one at a time, and hits are cut to whole hash blocks. The clairvoyant figures are approximations. They are too
-high because pages without waste, no steps in flight and checkpoints wherever they are needed are assumed; they are too low because
-evicting the highest cost first is not always the best choice.
+Requests are served one at a time, and hits are cut to whole hash blocks. The clairvoyant figures are approximations. They may be
+too high, because they assume pages without waste, no steps in flight, and checkpoints wherever they are needed. They may be too
+low, because evicting the highest cost first is not always the best choice.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from transom_worker.simulate.workload import SimulatedRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """The bytes that a cache has, and the bytes that a kept token and a checkpoint take.
+    """The memory of a cache, and the bytes that a kept token and a checkpoint take.
 
     Example: `token_bytes` of 24 KiB and checkpoints of 3 MiB; a kept prefix of 1,000 tokens with its checkpoint takes 27 MiB.
     """
 
     block_tokens: int  # tokens of a hash block
     pool_bytes: int
-    token_bytes: int  # in the full groups, which keep every token; 0 if there are none
-    # Of each sliding group: which blocks it keeps, and the bytes of a block.
+    token_bytes: int  # of a token in the full groups, which keep every token; 0 if there are none
+    # For each sliding group: which blocks it keeps, and the bytes of a block.
     sliding: tuple[tuple[Retention, int], ...] = ()
 
     @classmethod
@@ -113,7 +113,7 @@ def _least_recently_used_hits(paths: Sequence[ContentPath], footprint: Footprint
     num_kept = num_hit = 0
     for path in paths:
         num_hit += footprint.hit_tokens(path.kept_prefix(), path.num_prompt_tokens)
-        for node, num_tokens in reversed(path.steps):  # so that the end of a path is evicted before its beginning
+        for node, num_tokens in reversed(path.steps):  # the end of a path is to be evicted before its beginning
             num_kept += max(0, num_tokens - node.kept)
             node.kept = max(node.kept, num_tokens)
             by_age[node] = None
@@ -129,7 +129,7 @@ def _least_recently_used_hits(paths: Sequence[ContentPath], footprint: Footprint
 
 
 class _KeptForRequest:
-    """What is kept for one request to come: nodes of its path, the deepest last, and the checkpoint where it continues."""
+    """What is kept for one future request: nodes of its path, the deepest last, and the checkpoint at which it continues."""
 
     __slots__ = ("checkpoint_bytes", "nodes", "num_tokens")
 
@@ -145,7 +145,7 @@ class _KeptForRequest:
         self.num_tokens += node.kept
 
     def evict(self, num_tokens: int) -> int:
-        """Evict at most `num_tokens` tokens from the end of the deepest node; return how many."""
+        """Evict at most `num_tokens` tokens from the end of the deepest node, and return how many were evicted."""
         node = self.nodes[-1]
         dropped = min(node.kept, num_tokens)
         node.kept -= dropped
@@ -158,14 +158,15 @@ class _KeptForRequest:
 class Clairvoyant:
     """A cache with the clairvoyant policy, which the module's docstring describes.
 
-    `infinite_hits` are the hit tokens of each request if nothing is evicted: there the request continues.
+    `infinite_hits` has each request's hit tokens if nothing is evicted: the position at which it continues, and so needs a
+    checkpoint.
     """
 
     def __init__(self, paths: Sequence[ContentPath], footprint: Footprint, infinite_hits: Sequence[int]) -> None:
         self._paths = paths
         self._footprint = footprint
         self._infinite_hits = infinite_hits
-        self._kept_for: dict[int, _KeptForRequest] = {}  # by the index of the request to come
+        self._kept_for: dict[int, _KeptForRequest] = {}  # index of a future request -> what is kept for it
         self._kept_bytes = 0
 
     def run(self) -> int:
@@ -175,7 +176,7 @@ class Clairvoyant:
     def _serve(self, index: int, path: ContentPath) -> int:
         """Serve the request at this index, keep what later ones read, and return its hit tokens."""
         hit = self._footprint.hit_tokens(path.kept_prefix(), path.num_prompt_tokens)
-        # What was kept for this request is all that is kept of its path: of each node's readers this one is the next.
+        # All that is kept of this request's path is kept for this request, because it is each node's next reader.
         kept = self._kept_for.pop(index, None)
         if kept is not None:
             self._kept_bytes -= self._bytes(kept)
@@ -212,7 +213,7 @@ class Clairvoyant:
                 del self._kept_for[index]
 
     def _cost(self, now: int, index: int, kept: _KeptForRequest) -> float:
-        """Return the cost of what is kept for the request at this index: bytes per token, times the requests until it arrives."""
+        """Return the cost of what is kept for the request at this index: bytes per token times the requests until it arrives."""
         return self._bytes(kept) / kept.num_tokens * (index - now)
 
     def _bytes(self, kept: _KeptForRequest) -> int:

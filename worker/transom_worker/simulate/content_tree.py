@@ -1,8 +1,8 @@
 """Builds the prefix tree of a workload: which requests share which runs of tokens.
 
-A *run* is consecutive tokens that requests share as a whole, such as one message of a chat. A *node* is a run after a given
-prefix, a *path* the nodes of one request. Example: two requests with the messages A, B and A, C have paths of two nodes, and share
-node A.
+A *run* is consecutive tokens that requests share as a whole, such as one message of a chat. A *node* is a run after a given prefix.
+A *path* is the sequence of nodes of one request. Example: two requests with the messages A, B and A, C have paths of two nodes, and
+share node A.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Node:
     __slots__ = ("depth", "kept", "readers")
 
     def __init__(self, depth: int) -> None:
-        self.depth = depth  # runs before it
+        self.depth = depth  # number of runs before this one
         self.kept = 0
-        self.readers: list[int] = []  # indices of the requests that have it on their paths, ascending
+        self.readers: list[int] = []  # indices of the requests that have this node on their paths, ascending
 
     def next_reader(self, index: int) -> int | None:
         """Return the index of the next request after request `index` that reads the node; None if there is none."""
@@ -31,14 +31,14 @@ class Node:
 
 
 class PathStep(NamedTuple):
-    """One node of a request's path, and how many of the node's tokens the request has: a run may be cut short."""
+    """One node of a request's path, and how many of the node's tokens the request has, since it may have only the first ones."""
 
     node: Node
     num_tokens: int
 
 
 class ContentPath(NamedTuple):
-    """One request's nodes in the order of their tokens, prompt and answer; `num_tokens` of them get keys and values."""
+    """One request's nodes in the order of their tokens, prompt and answer; `num_tokens` of the tokens get keys and values."""
 
     steps: tuple[PathStep, ...]
     num_prompt_tokens: int
@@ -68,7 +68,7 @@ def content_paths(requests: Sequence[SimulatedRequest]) -> list[ContentPath]:
 def _path_steps(
     nodes: dict[tuple[Node | None, int], Node], request: SimulatedRequest, index: int
 ) -> Iterator[PathStep]:
-    """Yield the steps of one request's path; `nodes` has all nodes by (parent, first token of the run) and gets new ones."""
+    """Yield the steps of one request's path, and add new nodes to `nodes`: (parent, first token of the run) -> node."""
     parent: Node | None = None
     answer = request.answer.cut(request.answer.num_tokens - 1)
     for depth, (first_token, num_tokens) in enumerate((*request.prompt, answer)):

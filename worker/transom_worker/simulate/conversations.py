@@ -1,8 +1,8 @@
-"""Synthetic workloads: conversations in which each prompt repeats the conversation so far, in several orders and shapes.
+"""Makes synthetic workloads: conversations in which each prompt repeats the conversation so far, in several orders and shapes.
 
-A *session* is one conversation of 8 turns, sent by one client; a turn's request waits for the answer to the turn before.
+A *session* is one conversation of 8 turns, sent by one client; a turn's request waits for the answer to the previous turn.
 
-The sizes are those of published figures of other engines, so that hit rates can be compared.
+The sizes are those with which other engines' figures were published, so that hit rates can be compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ NUM_TURNS = 8
 FIRST_PROMPT_TOKENS = 4_000
 ANSWER_TOKENS = 400
 TURN_TOKENS = 600
-WORKING_SET_TOKENS = NUM_SESSIONS * 12_000  # "1x" of `--memory`: the tokens of all sessions at their end
+# `--memory 1x`: the tokens of all sessions at their end, 4,000 + 8 * (400 + 600) each.
+WORKING_SET_TOKENS = NUM_SESSIONS * 12_000
 MEAN_PAUSE_S = 60.0  # between one session's turns, with Poisson arrivals
 
 SHORT_ANSWER_TOKENS = 100
@@ -43,7 +44,7 @@ def round_robin(rng: random.Random) -> list[SimulatedRequest]:
 
 
 def shuffled(rng: random.Random) -> list[SimulatedRequest]:
-    """Return the sessions of `round_robin`; which one sends its next turn is drawn at random."""
+    """Return the sessions of `round_robin`, which send their turns in a random order."""
     order = list(range(NUM_SESSIONS)) * NUM_TURNS
     rng.shuffle(order)
     return _interleave(_sessions(), order)
@@ -74,7 +75,7 @@ def long_answers(rng: random.Random) -> list[SimulatedRequest]:
 
 
 def edited_message(rng: random.Random) -> list[SimulatedRequest]:
-    """Return one conversation of messages of 3,000 tokens, sent again and again with an earlier and earlier message replaced."""
+    """Return a conversation of six messages, then five that begin with its first 5, 4, 3, 2 and 1 messages and end differently."""
     space = TokenSpace()
     messages = [space.take(3_000) for _ in range(5)] + [space.take(1_384)]
     kept = [[*messages[:count], space.take(500)] for count in (5, 4, 3, 2, 1)]
@@ -113,17 +114,17 @@ def _conversation(space: TokenSpace, *, first: int, answer: int, turn: int, num_
 
 
 def _request(messages: Sequence[Run], answer: Run) -> SimulatedRequest:
-    """Return one request of a chat: each message but the last ends a turn inside the prompt."""
+    """Return one request of a chat: each message except the last ends a turn inside the prompt."""
     ends = accumulate(message.num_tokens for message in messages[:-1])
     return SimulatedRequest(prompt=tuple(messages), answer=answer, turn_boundaries=tuple(ends))
 
 
 def _one_by_one(requests: Conversation) -> list[SimulatedRequest]:
-    """Return the requests, each of which waits for the answer to the one before."""
+    """Return the requests, each of which waits for the answer to the previous one."""
     return _interleave([requests], [0] * len(requests))
 
 
 def _interleave(sessions: Sequence[Conversation], order: Iterable[int]) -> list[SimulatedRequest]:
-    """Return the sessions' requests in this order of sessions; each comes after the same session's request before it."""
+    """Return the sessions' requests in this order of sessions; each waits for the previous request of its session."""
     turns = [iter(session) for session in sessions]
     return chained((session, next(turns[session])) for session in order)

@@ -1,7 +1,7 @@
 """Reads a model's cache geometry from its folder: the KV cache layout that an engine would have in a given amount of memory.
 
-The *working set* is what the synthetic sessions (`conversations`) take in full-attention layers at their end. `--memory 2x` means
-twice its bytes.
+The *working set* is the KV memory that full-attention layers need for all synthetic sessions (`conversations`) at their end.
+`--memory 2x` means twice that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transom_worker.simulate.conversations import WORKING_SET_TOKENS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """What the simulator needs to know of a model."""
+    """What the simulator needs to know about a model."""
 
     name: str
     max_model_len: int
@@ -72,7 +72,7 @@ def _memory_bytes(text: str, config: Mapping[str, Any], block_size: int) -> int:
 
 
 def _working_set_bytes(config: Mapping[str, Any], block_size: int) -> int:
-    """Return the bytes of `1x`: the full-attention blocks of all synthetic sessions at their end."""
+    """Return the bytes of `1x`: the blocks of full-attention layers for all synthetic sessions at their end."""
     architecture = read_architecture(config)
     groups = cache_groups(architecture, block_size=block_size, dtype=architecture.served_dtype)
     full = [group for group in groups if group.spec.keeps_everything]

@@ -1,6 +1,6 @@
-"""`Report`: the figures of one simulation: hit, repaired and missed prompt tokens, evictions, and how long it took.
+"""`Report`: the figures of one simulation, such as hit, repaired and missed prompt tokens, evictions and duration.
 
-A token is *repaired* if it was cached for full-attention layers, and was computed again because its sliding windows were evicted.
+A token is *repaired* if full-attention layers had it cached, but it was computed again because its sliding windows were evicted.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ MISSED = "missed_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """One replay's raw counts; prompt tokens by outcome are in the cache's statistics."""
+    """One replay's raw counts; `cache` has the prompt tokens by outcome."""
 
     requests: int
-    refused: dict[str, int]  # by error class
+    refused: dict[str, int]  # error class -> number of requests
     output_tokens: int
-    host_tokens: int  # of the hit tokens, those that the host tier spared
+    host_tokens: int  # hit tokens that came from the host tier
     steps: int
     preemptions: int
-    fragmentation: float  # mean fraction of the leased memory that lies in free blocks
+    fragmentation: float  # mean fraction of the leased pages' memory that is in free blocks
     cache: CacheStats
     seconds: float  # of real time
     virtual_seconds: float  # on the virtual clock of the simulation
@@ -41,32 +41,32 @@ class Report:
 
     @property
     def outcome(self) -> dict[str, int]:
-        """Prompt tokens by outcome."""
+        """Return outcome -> number of prompt tokens."""
         return self.counts.cache.outcome_tokens
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens of all requests that were served."""
+        """Return the prompt tokens of all requests that were served."""
         return sum(self.outcome.values())
 
     @property
     def hit_tokens(self) -> int:
-        """Prompt tokens found in the cache."""
+        """Return the prompt tokens found in the cache."""
         return self.outcome.get(HIT, 0)
 
     @property
     def repaired_tokens(self) -> int:
-        """Prompt tokens that were computed again to restore a window."""
+        """Return the prompt tokens that were computed again to restore a window."""
         return self.outcome.get(REPAIRED, 0)
 
     @property
     def missed_tokens(self) -> dict[str, int]:
-        """Prompt tokens that were computed, by reason."""
+        """Return reason -> number of prompt tokens that were not cached and so were computed."""
         return {name.removeprefix(MISSED): n for name, n in sorted(self.outcome.items()) if name.startswith(MISSED)}
 
     @property
     def evictions(self) -> dict[str, int]:
-        """Blocks of all groups that were evicted, by reason."""
+        """Return reason -> number of evicted blocks of all groups."""
         total: Counter[str] = Counter()
         for group in self.counts.cache.groups:
             total.update(group.evicted_blocks)

@@ -1,4 +1,4 @@
-"""Skips steps in which nothing happens but that every running sequence gets its next token, so that replays take less time.
+"""Finds steps in which every running sequence gets its next token and nothing else happens; skipping them speeds up replays.
 
 Terms:
 
@@ -6,8 +6,8 @@ Terms:
                  allocated, published or freed, no answer ends and no request arrives
     known answer a simulated request's output, whose token ids are known before they are sampled (`stub_executor`)
 
-Hash blocks have 16 tokens, so of a lone sequence's decode steps about 14 of 16 are quiet. Skipping them leaves every sequence,
-every block and the virtual clock as they would be after the steps.
+Hash blocks have 16 tokens, so about 14 of 16 decode steps of a lone sequence are quiet. Skipping them leaves every sequence, every
+block and the virtual clock in the state that they would have after the steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 
 
 def num_quiet_steps(scheduler: Scheduler) -> int:
-    """Return how many of the next steps are quiet, if no request arrives before them."""
+    """Return how many of the next steps are quiet, provided that no request arrives before them."""
     admission = scheduler.admission
     cache = scheduler.cache
     if not admission.running or admission.waiting.queue or admission.moves.is_loading or scheduler.steps_in_flight:

@@ -1,7 +1,13 @@
 """`Replay`: runs a workload through the real scheduler and KV cache, with a stub executor instead of a model.
 
-It does what the engine does in a worker: it adds requests when they arrive, runs the steps that the scheduler plans, and finishes
-requests. Time is that of a virtual clock.
+It does what a worker's engine does: it adds requests when they arrive, runs the steps that the scheduler plans, and ends requests.
+Times are those of a virtual clock:
+
+    while requests will arrive or the scheduler has work:
+        add the requests that have arrived
+        plan = scheduler.schedule(); advance the clock by the plan's cost
+        scheduler.receive(stub executor's answer to plan); end the requests that are complete
+        skip quiet steps
 """
 
 from __future__ import annotations
@@ -24,9 +30,9 @@ OnProgress = Callable[[int], None]  # called with the number of requests that ha
 
 
 class Replay:
-    """Replays one workload. Each request ends at its recorded answer's length, or the scheduler refuses it when it arrives.
+    """Replays one workload. Each request ends at its recorded answer's length, unless the scheduler refuses it when it arrives.
 
-    All requests have `cache_salt`, so they share prefixes; another salt changes the digests and nothing else.
+    All requests have the same `cache_salt`, so they share prefixes; another salt changes only the blocks' digests.
     """
 
     def __init__(
@@ -97,7 +103,7 @@ class Replay:
     def _step(self, on_progress: OnProgress) -> None:
         """Run one step, if any request can compute a token, and end the requests whose answers are complete."""
         plan = self._scheduler.schedule()
-        if plan is None:  # every request left was refused, or arrives later
+        if plan is None:  # every remaining request was refused, or arrives later
             assert not self._scheduler.has_work
             return
         self._num_steps += 1
@@ -114,7 +120,7 @@ class Replay:
                 self._end(int(output.request_id), on_progress)
 
     def _skip_quiet_steps(self) -> None:
-        """Decode the running sequences up to the next step in which anything else happens."""
+        """Decode the running sequences up to the next step in which anything else can happen."""
         limit, num_running = num_quiet_steps(self._scheduler), len(self._scheduler.admission.running)
         num_steps, clock = 0, self._clock
         step_s, arrival_s = self._cost.of_tokens(num_running), self._arrivals.next_beside_others_s()

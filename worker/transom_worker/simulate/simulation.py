@@ -1,7 +1,6 @@
-"""`Simulation`: replays a workload through the scheduler and the KV cache without a model. `transom bench simulate` prints its
-report.
+"""`Simulation`: replays a workload through scheduler and KV cache without a model. `transom bench simulate` prints its report.
 
-A workload is a recorded trace or synthetic conversations. The simulation tells how many prompt tokens hit the prefix cache.
+A workload is a recorded trace or synthetic conversations. The report says how many prompt tokens hit the prefix cache.
 """
 
 from __future__ import annotations
@@ -28,16 +27,17 @@ from transom_worker.simulate.virtual_time import StepCost, VirtualClock
 from transom_worker.simulate.workload import Workload
 
 TRACE_BATCHED_TOKENS = 8_192
-SYNTHETIC_BATCHED_TOKENS = 2_048  # the setting of published figures of other engines
+SYNTHETIC_BATCHED_TOKENS = 2_048  # the setting with which other engines' figures were published
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
     """What is replayed (`trace` or `workload`), for which model, in how much memory, and how requests arrive.
 
-    `host_memory` is the size of the host tier. The first `skip` requests are left out, `limit` others replayed. `seed` draws the
-    order of the workloads that have one, and salts the digests (0: no salt), so that several seeds show how far chance moves a
-    figure. `clairvoyant` also computes the hits of other caches (`bounds`); `cost` says how long a step takes on the virtual clock.
+    `host_memory` is the size of the host tier. `limit` requests are replayed after the first `skip`. `seed` sets the order of
+    workloads with a random order, and salts the digests (0: no salt); several seeds show how much chance changes a figure.
+    `clairvoyant` says that the hits of other caches (`bounds`) are computed too; `cost` is the time that a step takes on the
+    virtual clock.
     """
 
     model: Path
@@ -58,7 +58,7 @@ class SimulationConfig:
 
     @property
     def batched_tokens(self) -> int:
-        """Most tokens computed in one step."""
+        """Return the most tokens computed in one step."""
         default = SYNTHETIC_BATCHED_TOKENS if self.trace is None else TRACE_BATCHED_TOKENS
         return self.max_num_batched_tokens or default
 
@@ -66,7 +66,7 @@ class SimulationConfig:
 class Simulation:
     """Reads the workload and builds the scheduler; `run` replays the workload once.
 
-    `policy` decides what is evicted; None is the cache's own policy.
+    `policy` decides what is evicted; None means the cache's own policy.
 
     Raises:
         ConfigError: settings contradict each other, or the trace cannot be read.

@@ -1,5 +1,4 @@
-"""`StubExecutor`: an executor without a model: where a step samples a token, it returns the next token of the request's known
-answer.
+"""`StubExecutor`: an executor without a model. If a step samples a token, it returns the next token of the request's known answer.
 
 A *row* is one sequence's part of a step's plan (`scheduling.step.StepPlan`).
 """
@@ -12,11 +11,11 @@ from transom_worker.simulate.workload import Run
 
 
 class StubExecutor:
-    """Knows each request's answer, and tracks sequences as a rank does."""
+    """Knows each request's answer, and follows the plans' new and finished sequences, as a rank does."""
 
     def __init__(self) -> None:
         self._answers: dict[str, Run] = {}
-        # By seq_id: an answer's token at a position of the sequence has the id `offset + position`, since ids are consecutive.
+        # seq_id -> offset: an answer's ids are consecutive, so its token at a position of the sequence has id offset + position.
         self._id_offset: dict[int, int] = {}
 
     def expect(self, request_id: str, answer: Run) -> None:
@@ -36,7 +35,7 @@ class StubExecutor:
         sequence.num_tokens_on_ranks = sequence.blocks.processed = sequence.scheduled
 
     def answer(self, plan: StepPlan) -> StepResult:
-        """Return a result with one token per sampling row; loads from the host tier that the plan begins are done with it."""
+        """Return a result with one token per sampling row, which reports the plan's loads from the host tier as complete."""
         id_offset = self._id_offset
         for seq_id in plan.finished:
             id_offset.pop(seq_id, None)

@@ -1,5 +1,6 @@
-"""Reads recorded traces: JSON lines of `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one id per 512 prompt
-tokens.
+"""Reads recorded traces: JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`.
+
+A hash id stands for 512 prompt tokens.
 
 Example: {"timestamp": 27482, "input_length": 700, "output_length": 52, "hash_ids": [46, 47]}: id 46 stands for the prompt's first
 512 tokens, id 47 for the other 188. Equal ids stand for equal tokens after equal prefixes. No two requests have the same answer.
@@ -19,10 +20,10 @@ MAX_TOKENS = 2**32  # distinct token ids; prefixes are hashed over ids of 32 bit
 
 
 def read_trace(path: Path, *, limit: int | None = None) -> Workload:
-    """Return the first `limit` requests of a file (all if None), in its order.
+    """Return the first `limit` requests of a file (all if None), in the file's order.
 
     Raises:
-        ConfigError: the file cannot be read or is empty, or a line is no such request; the message names line and field.
+        ConfigError: the file cannot be read or is empty, or a line is not such a request. The message names line and field.
     """
     reader = _Reader(path)
     requests: list[SimulatedRequest] = []

@@ -1,7 +1,7 @@
 """`VirtualClock` and `StepCost`: a simulation's clock advances by the time that each step would take on a real GPU.
 
-So requests of a recorded trace overlap about as they did when they were recorded. Example with the default costs: a step of 2,000
-tokens takes 0.008 + 2,000 * 0.00002 = 0.048 s.
+So a recorded trace's requests overlap about as much as they did when they were recorded. Example with the default costs: a step of
+2,000 tokens takes 0.008 + 2,000 * 0.00002 = 0.048 s.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transom_worker.scheduling.step import StepPlan
 class StepCost:
     """The duration of a step: a fixed part, and a part per computed token. The defaults suit a 20B model on one large GPU.
 
-    Loads from the host tier run beside a step, at `load_bytes_per_s`; the longer of both counts.
+    Loads from the host tier run at `load_bytes_per_s` while the step computes; the longer of the two counts.
     """
 
     step_s: float = 0.008
@@ -24,7 +24,7 @@ class StepCost:
     load_bytes_per_s: float = 16 * 2**30
 
     def of(self, plan: StepPlan, block_bytes: Sequence[int] = ()) -> float:
-        """Return the seconds that a plan takes; `block_bytes` are a block's bytes by group, for its loads."""
+        """Return the seconds that a plan takes; `block_bytes` has, by group, the bytes of a block that is loaded."""
         loads = zip(plan.copy_group, plan.copy_ticket, strict=False)
         load_bytes = sum(block_bytes[group] for group, ticket in loads if ticket > 0)
         return max(self.of_tokens(plan.num_tokens), load_bytes / self.load_bytes_per_s)

@@ -1,8 +1,8 @@
 """`Workload`: the requests of a simulation.
 
-Prompts and answers consist of *runs* of consecutive token ids, of which only the first id and the length are stored, so that
-millions of tokens take little memory. Two runs that start at the same token id have equal contents up to the length of the shorter
-one. Example: `Run(512, 100)` has the token ids 512 to 611.
+Prompts and answers consist of *runs* of consecutive token ids. Only a run's first id and length are stored, so millions of tokens
+take little memory. Two runs that start at the same token id have equal contents up to the length of the shorter one. Example:
+`Run(512, 100)` has the token ids 512 to 611.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Run(NamedTuple):
     num_tokens: int
 
     def cut(self, num_tokens: int) -> Run:
-        """Return the run's first tokens, at most `num_tokens`."""
+        """Return the first tokens of the run, at most `num_tokens`."""
         return Run(self.first_token, min(self.num_tokens, num_tokens))
 
 
 class TokenSpace:
-    """Creates runs that share no token id: each begins where the last one ended."""
+    """Creates runs that share no token id: each begins where the previous one ended."""
 
     def __init__(self) -> None:
         self.num_taken = 0
@@ -44,8 +44,8 @@ class TokenSpace:
 class SimulatedRequest:
     """One request: its prompt, its answer and its arrival.
 
-    It arrives at `arrival_s` on the workload's clock, but not before `pause_s` seconds after the answer to the request with index
-    `after`.
+    The request arrives at `arrival_s` on the workload's clock, but not earlier than `pause_s` seconds after the answer to the
+    request with index `after`, if there is one.
     """
 
     prompt: tuple[Run, ...]
@@ -57,7 +57,7 @@ class SimulatedRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Return the number of prompt tokens."""
         return sum(run.num_tokens for run in self.prompt)
 
     def prompt_token_ids(self) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ class SimulatedRequest:
         return tuple(chain.from_iterable(range(first, first + count) for first, count in self.prompt))
 
     def as_request(self, request_id: str, *, cache_salt: str | None = None) -> Request:
-        """Return the request for the scheduler. Another salt gives all blocks other digests."""
+        """Return the request for the scheduler. Another salt gives its blocks other digests."""
         return Request(
             request_id=request_id,
             prompt_token_ids=self.prompt_token_ids(),
@@ -77,7 +77,7 @@ class SimulatedRequest:
 
 
 def chained(turns: Iterable[tuple[int, SimulatedRequest]]) -> list[SimulatedRequest]:
-    """Return the requests of (session, request) pairs in their order; each comes after the same session's request before it."""
+    """Return the requests of (session, request) pairs in their order; each waits for the previous request of its session."""
     last: dict[int, int] = {}
     requests: list[SimulatedRequest] = []
     for session, request in turns:
@@ -88,16 +88,16 @@ def chained(turns: Iterable[tuple[int, SimulatedRequest]]) -> list[SimulatedRequ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests in the order in which they are served if they are served one at a time."""
+    """Requests, in the order in which sequential arrivals serve them."""
 
     name: str
     requests: tuple[SimulatedRequest, ...]
 
     def part(self, skip: int, limit: int | None) -> Workload:
-        """Return a workload of the `limit` requests after the first `skip`; of all after those if None.
+        """Return a workload without the first `skip` requests, cut to `limit` requests (None: all).
 
         Raises:
-            ConfigError: that is none.
+            ConfigError: no request is left.
         """
         end = len(self.requests) if limit is None else skip + limit
         if skip >= len(self.requests):

@@ -1,1 +1,1 @@
-"""A model's answer in its own markup: reasoning, message and tool calls, as a parser reads them and a grammar allows them."""
+"""The markup in which models write reasoning, message and tool calls: parsers that read it, and grammars that constrain it."""

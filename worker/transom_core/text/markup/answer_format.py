@@ -1,4 +1,4 @@
-"""`AnswerFormat`: a model's whole markup, which gives each answer a parser and, where something is demanded of it, a grammar."""
+"""`AnswerFormat`: a model's whole markup. It makes a parser for each answer, and a grammar if the request constrains the answer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AnswerFormat:
         self._reasoning = reasoning
 
     def parser(self, tokenizer: MarkupTokenizer, context: AnswerContext) -> MarkupParser:
-        """A parser for one answer."""
+        """Return a parser for one answer."""
         tools = self._tools if context.parses_tools else None
         reasoning = self._reasoning if context.parses_reasoning else None
         markers = (
@@ -54,10 +54,10 @@ class AnswerFormat:
         message: MessageDemand,
         tools: ToolsDemand | None = None,
     ) -> str | None:
-        """The grammar of the whole answer, in llguidance's dialect of Lark; None where there is nothing to hold.
+        """Return the grammar of the whole answer, in llguidance's dialect of Lark; None if nothing constrains the answer.
 
-        The reasoning is free text up to its end marker. After it comes what `message` demands, or calls as `tools` allows; None:
-        no calls.
+        The reasoning is free text up to its end marker. After it comes a message that `message` allows, or calls that `tools`
+        allows; without `tools` there are no calls.
         """
         if isinstance(message, FreeAnswer) and (tools is None or not _holds(context, tools)):
             return None
@@ -66,12 +66,12 @@ class AnswerFormat:
     def _held_grammar(
         self, tokenizer: MarkupTokenizer, context: AnswerContext, message: MessageDemand, tools: ToolsDemand | None
     ) -> str:
-        """The grammar of an answer that has something to hold."""
+        """Return the grammar of an answer that is constrained."""
         reasoning = self._reasoning if context.parses_reasoning else None
         lark = LarkText(
             tokenizer, inner_tokens=[text for part in (self._tools, reasoning) if part for text in part.inner_tokens]
         )
-        # Where a call may end the reasoning, the reasoning must not mention one, or a call would escape the grammar.
+        # If a call may end the reasoning, the reasoning must not contain an opener: the call after it would escape the grammar.
         without = self._tools.openers if tools and self._tools and self._tools.ends_reasoning else ()
         begin = reasoning.rule(lark, context.prompt_end, without=without) if reasoning else ""
         choices = [] if isinstance(message, FreeAnswer) else [message_expression(lark, message)]
@@ -83,14 +83,14 @@ class AnswerFormat:
 
     def _calls(self, lark: LarkText, context: AnswerContext, demand: ToolsDemand, *, in_text: bool) -> str:
         if self._tools is None:
-            raise ValueError("The model has no markup for tool calls.")  # the router refuses such a request before
+            raise ValueError("The model has no markup for tool calls.")  # the router has refused such requests
         is_after_text = in_text and demand.mode == "auto"
         calls = self._tools.calls_after_text if is_after_text else self._tools.calls
         return calls(lark, tools_to_hold(context, demand), parallel=demand.parallel)
 
 
 def _holds(context: AnswerContext, demand: ToolsDemand) -> bool:
-    """Whether a free message with these calls has to be held to a grammar."""
+    """Return whether an answer with a free message and these calls needs a grammar."""
     return (
         demand.mode == "required"
         or not demand.parallel
@@ -99,7 +99,7 @@ def _holds(context: AnswerContext, demand: ToolsDemand) -> bool:
 
 
 def tools_to_hold(context: AnswerContext, demand: ToolsDemand) -> list[ToolSpec]:
-    """The tools that may be called, each with the schema that its arguments are held to."""
+    """Return the tools that may be called, each with the schema that the grammar enforces for its arguments."""
     tools = [tool for tool in context.tools if tool.name in demand.names]
     if demand.mode == "required":
         return tools
@@ -107,7 +107,7 @@ def tools_to_hold(context: AnswerContext, demand: ToolsDemand) -> list[ToolSpec]
 
 
 def message_expression(lark: LarkText, demand: MessageDemand) -> str:
-    """A grammar's expression for a message."""
+    """Return a grammar's expression for a message that `demand` allows."""
     match demand:
         case JsonAnswer(schema):
             return lark.json({"type": "object"} if schema is None else schema)
@@ -183,7 +183,7 @@ class _Answer:
         self._after_reasoning = Markers(self._ends + self._ending_openers)
 
     def _calls_start_here(self) -> Reading[bool]:
-        """Whether a message that has no text yet goes on with a character that begins calls."""
+        """Return whether a message without text so far continues with a character that begins calls."""
         starters = self._tools.starters if self._tools else ""
         while starters and not self._writer.has_text:
             following = yield from self._reader.peek()

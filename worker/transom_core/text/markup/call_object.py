@@ -1,8 +1,8 @@
 """Reads a tool call that is one JSON object: `{"name": "get_weather", "arguments": {"city": "Paris"}}`, keys in any order.
 
-The arguments are passed on as they come once the name is known; arguments that stand before the name are held until then. Other
-keys (`type`, `id`) are read and left out. Arguments that are missing or null are `{}`; a string that holds a JSON object is that
-object, since some models write it so.
+Once the name is known, arguments are passed on as they come; arguments before the name are held until then. Other keys (`type`,
+`id`) are read and dropped. Missing or null arguments become `{}`. If the arguments are a string that contains a JSON object, as
+some models write them, they become that object.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from transom_core.text.markup.parameters import is_json
 from transom_core.text.markup.reader import MalformedMarkupError, MarkupReader, Reading
 
 ARGUMENT_KEYS = ("arguments", "parameters")
-_OTHER_KEYS = ("type", "id")  # that a call may have before its name
+_OTHER_KEYS = ("type", "id")  # keys that a call may have before its name
 
 
 def read_call_object(calls: CallReading, *, is_marked: bool = True) -> Reading[None]:
     """Read one call.
 
-    Without a marker before it (`is_marked` False), only an object with the name of one of the request's tools and with
-    arguments is a call. That it is none shows at its first other key, so that JSON answers are not held up.
+    Without a marker before it (`is_marked` False), an object is a call only if it has arguments and the name of one of the
+    request's tools. The first other key shows that an object is not a call, so that JSON answers are not held back for long.
 
     Raises:
-        MalformedMarkupError: the text is no JSON object, or has no name.
+        MalformedMarkupError: the text is not a JSON object, or has no name.
     """
     call = _CallObject(calls, is_marked=is_marked)
     reader = calls.reader
@@ -46,7 +46,7 @@ def read_call_object(calls: CallReading, *, is_marked: bool = True) -> Reading[N
 
 
 def object_rule(lark: LarkText, tools: Sequence[ToolSpec], *, arguments_key: str) -> str:
-    """A grammar's expression for one such object, with one of `tools`."""
+    """Return a grammar's expression for one such object, which calls one of `tools`."""
     return f"({' | '.join(_object_of(lark, tool, arguments_key) for tool in tools)})"
 
 
@@ -70,7 +70,7 @@ def read_call_array(calls: CallReading) -> Reading[None]:
 
 
 def array_rule(lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-    """A grammar's expression for such an array, of one call or of several."""
+    """Return a grammar's expression for such an array: of one call, or of several if `parallel`."""
     call = lark.rule("call", object_rule(lark, tools, arguments_key="arguments"))
     more = f"({lark.literal(', ')} {call})*" if parallel else ""
     return f"{lark.literal('[')} {call} {more} {lark.literal(']')}"
@@ -80,7 +80,7 @@ def read_json_arguments(calls: CallReading) -> Reading[None]:
     """Read one JSON object, with space around it, as the arguments of the open call.
 
     Raises:
-        MalformedMarkupError: it is no JSON object.
+        MalformedMarkupError: the text is not a JSON object.
     """
     yield from calls.reader.skip_space()
     if (yield from calls.reader.peek()) != "{":
@@ -90,7 +90,7 @@ def read_json_arguments(calls: CallReading) -> Reading[None]:
 
 
 class _CallObject:
-    """What is known of the call."""
+    """The state of reading one call object."""
 
     def __init__(self, calls: CallReading, *, is_marked: bool) -> None:
         self._calls = calls
@@ -122,7 +122,7 @@ class _CallObject:
             raise MalformedMarkupError
 
     def end(self) -> None:
-        """The object is closed."""
+        """Note that the object is closed: end the call."""
         if not self._has_begun:
             raise MalformedMarkupError
         if not self._has_arguments:
@@ -173,4 +173,4 @@ def _read_null(reader: MarkupReader) -> Reading[None]:
 
 
 def _leave_out(text: str) -> None:
-    """Other keys of a call are not passed on."""
+    """Drop the value of another key of a call."""

@@ -1,13 +1,14 @@
-"""`CallReading`: what a family's parser of tool calls reads from and writes to, and how markup that is wrong is given back.
+"""`CallReading`: the object through which a family's parser reads tool calls and writes them, and which handles malformed markup.
 
-The rule for markup that is not what it should be, for all families:
+Malformed markup is handled in the same way for all families:
 
-- before a call's name is complete, the markup's text, from its marker on, is `MalformedMarkup`, and goes on as ordinary text;
-- after it, the call ends incomplete (`CallEnd(is_complete=False)`), and what follows is ordinary text;
-- where the answer ends inside the markup, the same, but an unfinished call is not shown as text.
+- If it is malformed before the call's name is complete, its text from the marker on becomes `MalformedMarkup`, and then ordinary
+  text.
+- If it is malformed after the name, the call ends incomplete (`CallEnd(is_complete=False)`), and what follows is ordinary text.
+- If the answer ends inside the markup, the same happens, except that an unfinished call is not shown as text.
 
-What has no marker (families whose call is just JSON), or stands inside the reasoning, and turns out to be no call is ordinary text
-and not malformed.
+Text that turns out not to be a call is ordinary text, not malformed, if it has no marker (in families whose call is just JSON) or
+if it is inside the reasoning.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ class CallReading:
         self.reader = reader
         self.tools = {tool.name: tool for tool in tools}
         self._writer = writer
-        self._is_marked = False  # that these are calls is certain, by a marker or by a call that is complete
+        self._is_marked = False  # these certainly are calls, because of a marker or of a complete call
 
     def begin(self, name: str) -> None:
-        """A call's name is complete."""
+        """Begin a call, whose name is complete."""
         self._writer.begin_call(name)
         self.reader.keep()
 
@@ -39,22 +40,22 @@ class CallReading:
         self.reader.keep()
 
     def end(self) -> None:
-        """The call is complete."""
+        """End the call, which is complete."""
         self._writer.end_call(is_complete=True)
         self._is_marked = True
         self.reader.keep()
 
     def close(self) -> None:
-        """The markup around the calls is complete, too."""
+        """Note that the markup around the calls is complete, so that it will not be given back as text."""
         self.reader.keep()
 
     def leave_out(self, text: str) -> None:
-        """Count a text that stands between calls, where no text belongs; it is not shown."""
+        """Drop text between calls, where no text belongs, and count it as malformed."""
         if text.strip(SPACE):
             self._writer.drop_unfinished(text)
 
     def run(self, marker: str, read: Callable[[CallReading], Reading[None]]) -> Reading[None]:
-        """Read calls with `read`, after `marker`, which was read already; "" where nothing marks them as calls."""
+        """Read calls with `read`. `marker` is the marker before them, which was read already; "" if there is none."""
         self._is_marked = bool(marker)
         self.reader.keep(marker)
         self._writer.reads_call = True

@@ -1,4 +1,4 @@
-"""What a request says about its answer: the tools that may be called, and what the answer has to be."""
+"""What a request says about its answer: which tools may be called, and what the answer must be."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ class MarkupTokenizer(Protocol):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer."""
+        """Return the ids of the tokens that end an answer."""
 
     def marker_id(self, text: str) -> int | None:
-        """The id of the one token that is this marker; None where the text is ordinary tokens."""
+        """Return the id of the one token that is this marker; None if the text consists of ordinary tokens."""
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is special, so that it may have no text in an answer."""
+        """Return whether a token is special; `skip_special_tokens` leaves its text out of an answer."""
 
     def token(self, token_id: int) -> str:
-        """A token's own text."""
+        """Return a token's own text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True)
 class AnswerContext:
-    """The request as its answer's markup sees it.
+    """What the markup of an answer needs to know about the request.
 
-    `prompt_end` is the end of the rendered prompt, some 200 characters: it shows whether the prompt has opened the model's
-    reasoning already.
+    `prompt_end` is the end of the rendered prompt, about 200 characters. It shows whether the prompt has already opened the model's
+    reasoning.
     """
 
     tools: tuple[ToolSpec, ...] = ()
@@ -49,13 +49,13 @@ class AnswerContext:
 
     @property
     def is_parsed(self) -> bool:
-        """Whether an answer may have other parts than its message. Otherwise its text goes to the client as it is."""
+        """Return whether an answer may have other parts than its message. If not, its text goes to the client unchanged."""
         return self.parses_tools or self.parses_reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class FreeAnswer:
-    """Nothing is demanded of the answer."""
+    """The message is any text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class JsonAnswer:
 
 @dataclass(frozen=True, slots=True)
 class LarkAnswer:
-    """The message is a text of this grammar, in llguidance's dialect of Lark, from its rule `start`."""
+    """The message matches the rule `start` of this grammar, which is in llguidance's dialect of Lark."""
 
     text: str
 
@@ -88,12 +88,12 @@ class ChoiceAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ToolsDemand:
-    """Which tools an answer may call, and whether it has to.
+    """Which tools an answer may call, and whether it must.
 
-    - `auto`: the answer is a message, or calls; of a tool that is `strict`, the arguments are valid against the tool's schema;
-    - `required`: the answer is calls, at least one, with arguments that are valid against the tools' schemas.
+    - `auto`: the answer is a message or calls. A `strict` tool's arguments are valid against its schema.
+    - `required`: the answer is at least one call. All arguments are valid against their tools' schemas.
 
-    `names`: the tools that may be called. Without `parallel`, there is at most one call.
+    `names` are the tools that may be called. Without `parallel`, there is at most one call.
     """
 
     mode: Literal["auto", "required"]

@@ -1,4 +1,4 @@
-"""Which parsers a model needs, by its kind and its chat template, where the operator names none."""
+"""Detects which parsers a model needs, from its `model_type` and chat template, if the operator names none."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from transom_core.text.markup.context import MarkupTokenizer
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """A parser, and how a model is known that needs it."""
+    """A parser, and how to recognise a model that needs it."""
 
     parser: str
-    applies: Callable[[str, str], bool]  # to the model's type and its chat template
-    token: str | None = None  # a marker that has to be one token of the vocabulary
+    applies: Callable[[str, str], bool]  # (model_type, chat template) -> whether the model needs the parser
+    token: str | None = None  # a marker that must also be one token of the vocabulary
 
 
 def _template_has(*texts: str) -> Callable[[str, str], bool]:
@@ -25,7 +25,7 @@ def _is_type(*model_types: str) -> Callable[[str, str], bool]:
     return lambda model_type, template: model_type in model_types
 
 
-# The first rule that applies counts.
+# The first rule that applies decides.
 _TOOL_RULES = (
     _Rule("openai", _is_type("gpt_oss"), "<|channel|>"),
     _Rule("gemma4", _template_has("<|tool_call>")),
@@ -60,7 +60,7 @@ _REASONING_RULES = (
 
 
 def detect(model_type: str, chat_template: str | None, tokenizer: MarkupTokenizer) -> tuple[str | None, str | None]:
-    """The names of a model's tool call parser and reasoning parser; None where the model shows no such markup."""
+    """Return the names of a model's tool call parser and reasoning parser; None for a markup that no rule finds."""
 
     def first(rules: tuple[_Rule, ...]) -> str | None:
         for rule in rules:

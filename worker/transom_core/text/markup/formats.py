@@ -1,4 +1,4 @@
-"""The names of parsers, which are vLLM's, and what they stand for."""
+"""Maps the names of parsers, which are vLLM's, to the markups that they stand for."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _REASONING: Mapping[str, ReasoningMarkup] = {
     "granite": GRANITE,
     "mistral": MISTRAL,
 }
-# Families with one markup for reasoning and calls: the format is theirs if either name is given.
+# Families with one markup for reasoning and calls: either name, of the tool call parser or the reasoning parser, selects it.
 _WHOLE: Mapping[str, type[AnswerFormat]] = {
     "openai": HarmonyFormat,
     "openai_gptoss": HarmonyFormat,
@@ -68,10 +68,10 @@ REASONING_PARSERS: tuple[str, ...] = (*_REASONING, *(name for name in _WHOLE if 
 
 
 def answer_format(tool_parser: str | None = None, reasoning_parser: str | None = None) -> AnswerFormat:
-    """The format with these markups; None: without tools, or without reasoning, so that such markup is ordinary text.
+    """Return the format with these two markups. If one is None, the format treats such markup as ordinary text.
 
     Raises:
-        RequestError: there is no parser of this name; the message lists those that there are.
+        RequestError: there is no parser of this name. The message lists the names.
     """
     for name in (tool_parser, reasoning_parser):
         if name is not None and name in _WHOLE:

@@ -1,8 +1,8 @@
 r"""Reads JSON as it comes, checks it, and passes it on piece by piece.
 
-What models often get wrong inside strings is mended on the way: a line end or another control character is escaped, as JSON
-requires, and a backslash before a character that JSON does not escape is doubled (`"\\d"` for `"\d"`). All else that is not JSON
-raises `MalformedMarkupError` at the first character that does not fit. Nesting may be of any depth.
+Two frequent errors of models inside strings are corrected: a line end or another control character is escaped, as JSON requires,
+and a backslash before a character that JSON does not escape is doubled (`"\\d"` for `"\d"`). Anything else that is not JSON raises
+`MalformedMarkupError` at the first wrong character. Nesting may have any depth.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HEX = re.compile(r"[0-9a-fA-F]{4}")
 
 def copy_value(reader: MarkupReader, write: Write) -> Reading[None]:
     """Read one JSON value of any kind, and write its text."""
-    closers: list[str] = []  # of the objects and arrays that are open
+    closers: list[str] = []  # closing brackets of the open objects and arrays, innermost last
     while True:
         yield from _copy_space(reader, write)
         first = yield from reader.peek()
@@ -71,7 +71,7 @@ def copy_string(reader: MarkupReader, write: Write) -> Reading[None]:
 
 
 def read_string(reader: MarkupReader) -> Reading[str]:
-    """Read one JSON string, and return what it says. Half of a surrogate pair, which no encoding can carry, is malformed."""
+    """Read one JSON string, and return its value. Half of a surrogate pair, which cannot be encoded, is malformed."""
     pieces: list[str] = []
     yield from copy_string(reader, pieces.append)
     text = str(json.loads("".join(pieces)))

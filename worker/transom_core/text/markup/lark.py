@@ -13,8 +13,8 @@ from typing import Any
 
 from transom_core.text.markup.context import MarkupTokenizer, ToolSpec
 
-# Arguments are written as most chat templates write them: one space after a comma and a colon. Free whitespace would let a
-# model that is held to a schema write spaces for ever.
+# Arguments are written as most chat templates write them: one space after a comma and a colon. With free whitespace, a model that
+# the grammar constrains could write spaces for ever.
 _WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -23,10 +23,13 @@ _ASCII_CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
 
 
 class LarkText:
-    """A grammar under construction. Rules are named by `rule`; `text` puts them together."""
+    """A grammar under construction: `rule` adds a rule and names it; `text` returns the whole grammar.
+
+    Methods that neither add nor define return an expression, which is part of a rule's body.
+    """
 
     def __init__(self, tokenizer: MarkupTokenizer, *, inner_tokens: Sequence[str] = ()) -> None:
-        """`inner_tokens`: texts inside markers that may be special tokens, as `｜DSML｜` in `<｜DSML｜invoke`."""
+        """`inner_tokens` are texts inside markers that may be special tokens, such as `｜DSML｜` in `<｜DSML｜invoke`."""
         self._tokenizer = tokenizer
         self._inner_tokens = tuple(text for text in inner_tokens if tokenizer.marker_id(text) is not None)
         self._rules: list[str] = []
@@ -40,7 +43,7 @@ class LarkText:
         return name
 
     def rule_name(self, hint: str) -> str:
-        """The name of a rule that `define` adds later, so that other rules, or its own body, may refer to it."""
+        """Return the name of a rule that `define` adds later, so that other rules, or its own body, can refer to it."""
         self._num_names += 1
         return f"{hint}_{self._num_names}"
 
@@ -53,59 +56,59 @@ class LarkText:
         return self.rule(hint.upper(), body)
 
     def literal(self, text: str) -> str:
-        """Exactly this text, of ordinary tokens."""
+        """Return an expression for exactly this text, in ordinary tokens."""
         return json.dumps(text, ensure_ascii=False)
 
     def marker(self, text: str) -> str:
-        """A marker: the special token of this text, or the text, with a special token that is inside it."""
+        """Return an expression for a marker: its special token, or its text, in which an inner token may be a special token."""
         before, token, after = self._parts(text)
         return " ".join([*map(self.literal, filter(None, [before])), *token, *map(self.literal, filter(None, [after]))])
 
     def has_marker(self, text: str) -> bool:
-        """Whether a marker is one token."""
+        """Return whether a marker is one token."""
         return self._tokenizer.marker_id(text) is not None
 
     def free_text(self) -> str:
-        """Any text, or none."""
+        """Return an expression for any text, which may be empty."""
         self._has_free_text = True
         return "FREE_TEXT"
 
     def text_until(self, marker: str, *, without: Sequence[str] = ()) -> str:
-        """Any text up to and with the first `marker`, in which none of the texts `without` occurs.
+        """Return an expression for any text up to and including the first `marker`, in which none of the texts `without` occurs.
 
-        Where the marker is a token, its letters do not occur in the text either: a parser would take them for the marker.
+        If the marker is a token, the text must not spell it in letters either, because a parser would take these for the marker.
         """
         lacks = [*without, *([marker] if self._parts(marker)[1] else [])]
         return self._up_to(self.text_without(lacks) if lacks else self.free_text(), marker)
 
     def text_of(self, conditions: Sequence[str], marker: str, *, without: str = "") -> str:
-        """A text that fulfils all `conditions`, which are regular expressions, up to and with the first `marker`.
+        """Return an expression for a text that matches all regular expressions `conditions`, and for the first `marker` after it.
 
-        No part of the text matches the regular expression `without`; "": any may.
+        No part of the text matches the regular expression `without`, if that is not "".
         """
         lacks = [_lacks(escaped(marker)), *([_lacks(without)] if without else [])]
         return self._up_to(self.terminal("text", " & ".join([*conditions, *lacks])), marker)
 
     def text_without(self, texts: Sequence[str], *, begins: str = "") -> str:
-        """Any text that begins with a match of the regular expression `begins`, and in which none of `texts` occurs."""
+        """Return an expression for any text that begins with a match of the regex `begins` and contains none of `texts`."""
         return self.terminal("text", " & ".join([f"/{begins}(.|\\n)*/", *map(_lacks, map(escaped, texts))]))
 
     def json(self, schema: Mapping[str, Any] | bool, *, escapes: str | None = None) -> str:
-        """JSON text that is valid against `schema`, with one space after commas and colons.
+        """Return an expression for JSON that is valid against `schema`, with one space after commas and colons.
 
-        `escapes`: the characters that may follow a backslash in its strings; None: all that JSON has.
+        `escapes` are the characters that may follow a backslash in its strings; None allows all that JSON has.
         """
         if schema is False:
-            return "%json false"  # which the grammar library refuses, as nothing is valid
+            return "%json false"  # the grammar library refuses this, because nothing is valid
         settings = {"x-guidance": _WHITESPACE if escapes is None else {**_WHITESPACE, "json_allowed_escapes": escapes}}
         return f"%json {json.dumps({**schema, **settings} if isinstance(schema, Mapping) else settings)}"
 
     def nested(self, grammar: str) -> str:
-        """A text of another grammar, from its own rule `start`."""
+        """Return an expression for a text that matches the rule `start` of another grammar."""
         return f"%lark {{\n{grammar}\n}}"
 
     def regex(self, pattern: str) -> str:
-        r"""A text that matches a regular expression, in which `\d` and `\w` are ASCII, as in JSON schema."""
+        r"""Return an expression for a text that matches a regular expression; `\d` and `\w` are ASCII, as in JSON schema."""
         pieces: list[str] = []
         in_class = False
         for piece in _REGEX_PIECES.findall(pattern):
@@ -118,16 +121,16 @@ class LarkText:
         return f"/{''.join(pieces)}/"
 
     def _up_to(self, text: str, marker: str) -> str:
-        """The terminal `text`, and then `marker`."""
+        """Return an expression for the terminal `text`, followed by `marker`."""
         before, token, after = self._parts(marker)
         if not token:
             return self.rule("text_until", f"{text} {self.literal(marker)}", options="[lazy]")
-        if before:  # the marker's beginning would be taken for text: so it belongs to the terminal
+        if before:  # the text before the token could be part of the free text too, so it must belong to the terminal
             text = self.terminal("text", f"{text} {self.literal(before)}")
         return " ".join([text, *token, *map(self.literal, filter(None, [after]))])
 
     def _parts(self, marker: str) -> tuple[str, list[str], str]:
-        """The text before a marker's special token, the token, which may be missing, and the text after it."""
+        """Return the text before a marker's special token, the token's expression ([] if there is none), and the text after it."""
         for text in (marker, *self._inner_tokens):
             if text in marker and (token_id := self._tokenizer.marker_id(text)) is not None:
                 before, _, after = marker.partition(text)
@@ -135,21 +138,21 @@ class LarkText:
         return marker, [], ""
 
     def text(self, start: str) -> str:
-        """The whole grammar, whose rule `start` has this body."""
+        """Return the whole grammar, whose rule `start` has this body."""
         free = ["FREE_TEXT: /(.|\\n)*/"] if self._has_free_text else []
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules, *free]) + "\n"
 
 
 def arguments_schema(tool: ToolSpec) -> Mapping[str, Any]:
-    """The schema of a tool's arguments, which are an object even if the schema does not say so."""
+    """Return the schema of a tool's arguments, which are an object even if the tool's schema does not say so."""
     return tool.parameters if "type" in tool.parameters else {**tool.parameters, "type": "object"}
 
 
 def escaped(text: str) -> str:
-    """A regular expression for exactly this text."""
+    """Return a regular expression for exactly this text."""
     return re.sub(r"[^\w ]", lambda found: f"\\x{{{ord(found.group()):x}}}", text, flags=re.ASCII)
 
 
 def _lacks(pattern: str) -> str:
-    """A regular expression for texts of which no part matches `pattern`."""
+    """Return a regular expression for texts of which no part matches `pattern`."""
     return f"~/(?s:.*)({pattern})(?s:.*)/"

@@ -1,8 +1,7 @@
 """`MarkupParser`: feeds an answer's tokens to the code that reads its markup, and collects the parts.
 
-A special token may add no text to the answer, since `skip_special_tokens` leaves it out. Where it is one of the format's markers,
-or stands inside a call's arguments (a model that writes a file about chat markup writes such tokens into them), its own text
-is read instead.
+With `skip_special_tokens`, a special token adds no text to the answer. In two cases the parser reads the token's own text instead:
+if the token is one of the format's markers, or if it is inside a call's arguments, as when a model writes a file about chat markup.
 """
 
 from __future__ import annotations
@@ -16,7 +15,11 @@ from transom_core.text.markup.writer import PartsWriter
 
 
 class MarkupParser:
-    """Reads one answer, token by token, and never raises: a generator reads from `reader` and writes to `writer`."""
+    """Reads one answer, token by token. It never raises. A generator reads from `reader` and writes to `writer`:
+
+    for each token:  parts += parser.push(token_id, text)
+    at the end:      parts += parser.flush()
+    """
 
     __slots__ = ("_answer", "_has_ended", "_markers", "_reader", "_tokenizer", "_writer")
 
@@ -29,7 +32,7 @@ class MarkupParser:
         tokenizer: MarkupTokenizer,
         markers: Iterable[str],
     ) -> None:
-        """`answer` yields where it needs more characters, and returns at the answer's end. `markers`: all that the format has."""
+        """`answer` yields when it needs more characters, and returns at the answer's end. `markers` are the format's markers."""
         self._answer = answer
         self._reader = reader
         self._writer = writer
@@ -39,13 +42,13 @@ class MarkupParser:
 
     @property
     def state(self) -> AnswerState:
-        """What the answer is in after the tokens so far."""
+        """Return which part of the answer the tokens so far have reached."""
         return self._writer.state
 
     def push(self, token_id: int, text: str) -> list[AnswerPart]:
         """Read the next token and return the parts that it completes.
 
-        `text` is what the token adds to the answer's text. A special token that adds none is known by its id.
+        `text` is what the token adds to the answer's text. A special token that adds none is recognised by its id.
         """
         text = text or self._left_out(token_id)
         if not text:
@@ -55,18 +58,18 @@ class MarkupParser:
         return self._writer.take()
 
     def flush(self) -> list[AnswerPart]:
-        """Return what was held back, as the answer has ended."""
+        """End the answer, and return what was held back."""
         self._reader.end()
         self._go_on()
         return self._writer.take()
 
     def _go_on(self) -> None:
-        """Run the answer's code up to where it needs more characters."""
+        """Run the answer's generator until it needs more characters."""
         if not self._has_ended:
             self._has_ended = next(self._answer, True) is True
 
     def _left_out(self, token_id: int) -> str:
-        """The text of a special token that added none to the answer; "" where it means nothing here."""
+        """Return the text to read for a token that added none to the answer; "" if the token means nothing here."""
         if marker := self._markers.get(token_id):
             return marker
         tokenizer = self._tokenizer

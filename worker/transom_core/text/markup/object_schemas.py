@@ -1,7 +1,8 @@
-"""What a JSON schema says of objects and of choices, for grammars of markup that is not JSON.
+"""Extracts from a JSON schema what it says about objects and choices, for grammars of markup that is not JSON.
 
-Such a grammar holds an answer to types, properties, listed values, choices (`anyOf`, `oneOf`), references, and the lengths and
-patterns of strings. A schema that says more is refused by the keyword's name, so that no answer is held to less than its schema.
+Such a grammar enforces types, properties, listed values, choices (`anyOf`, `oneOf`), references, and the lengths and patterns of
+strings. A schema with other keywords is refused by an error that names the keyword, so that no answer satisfies less than its
+schema demands.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from transom_core.errors import RequestError
 from transom_core.text.markup.schema_types import resolved, schema_types
 
 _DEFINITIONS = ("$defs", "definitions")
-_ROOT = "whole-document"  # the name of its copy in the definitions
+_ROOT = "whole-document"  # the name under which `with_definitions` puts a copy of the document into the definitions
 _MAX_ALTERNATIVES = 32
-_MAX_DEPTH = 8  # of choices in choices
+_MAX_DEPTH = 8  # of choices inside choices
 _NOT_HELD = (
     "not",
     "if",
@@ -34,14 +35,14 @@ _NOT_HELD = (
 
 @dataclass(frozen=True, slots=True)
 class ObjectSchema:
-    """One kind of object: its properties, those that have to be there, and the schema of others (False: there are none)."""
+    """One kind of object: its properties, the required ones, and the schema of additional properties (False: none are allowed)."""
 
     properties: Mapping[str, Any]
     required: frozenset[str]
     additional: Any
 
     def with_names(self, pattern: re.Pattern[str]) -> ObjectSchema:
-        """The same object without the properties whose names a markup cannot write, which are those that match no `pattern`.
+        """Return the object without the properties that a markup cannot write, because their names do not match `pattern`.
 
         Raises:
             RequestError: such a property is required.
@@ -59,10 +60,10 @@ class ObjectSchema:
 
 
 def object_schemas(schema: Any, root: Mapping[str, Any]) -> list[ObjectSchema]:
-    """The kinds of objects that `schema` allows.
+    """Return the kinds of objects that `schema` allows.
 
     Raises:
-        RequestError: the schema has a keyword that a grammar of this markup does not hold, or too many alternatives.
+        RequestError: the schema has a keyword that a grammar of this markup cannot enforce, or too many alternatives.
     """
     found = []
     for parts in _alternatives(schema, root, 0):
@@ -75,7 +76,7 @@ def object_schemas(schema: Any, root: Mapping[str, Any]) -> list[ObjectSchema]:
 
 
 def value_choices(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:
-    """The schemas that `schema` is a choice between; itself where it is none."""
+    """Yield the schemas that `schema` is a choice between; `schema` itself if it is not a choice."""
     schema = resolved(schema, root)
     refuse_keywords(schema, ("not", "if", "allOf"))
     choices = _choices(schema)
@@ -88,7 +89,7 @@ def value_choices(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Itera
 
 
 def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The values that `schema` lists; None where it lists none."""
+    """Return the values that `schema` lists (`const`, `enum`); None if it lists none."""
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")
@@ -96,7 +97,7 @@ def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def of_type(schema: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """`schema` for values of one of its JSON types; an integer stays one."""
+    """Return `schema` restricted to `kind`, one of its JSON types; a schema for integers stays one if `kind` is "number"."""
     named = schema.get("type")
     names = named if isinstance(named, list) else [named]
     is_integer = kind == "number" and "integer" in names and "number" not in names
@@ -104,7 +105,7 @@ def of_type(schema: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 
 def with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema that stands alone, with what its references point into; `root` is the document that it is a part of."""
+    """Return `schema` as a document of its own, with all that its references point to; `root` is the document it is a part of."""
     if not any(_references(schema)):
         return schema
     definitions = {name: root[name] for name in _DEFINITIONS if name in root}
@@ -115,7 +116,7 @@ def with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapp
 
 
 def _points_elsewhere(reference: str) -> bool:
-    """Whether a reference points into the document, but not into its definitions."""
+    """Return whether a reference points into the document, but not into its definitions."""
     return reference.startswith("#") and not reference.startswith(tuple(f"#/{name}/" for name in _DEFINITIONS))
 
 
@@ -130,7 +131,7 @@ def _references(value: Any) -> Iterator[str]:
 
 
 def _moved(value: Any) -> Any:
-    """A part of a schema whose references to the whole document point to the copy of it in the definitions."""
+    """Return a part of a schema with its references into the document redirected to the document's copy in the definitions."""
     if isinstance(value, list):
         return [_moved(each) for each in value]
     if not isinstance(value, Mapping):
@@ -142,7 +143,7 @@ def _moved(value: Any) -> Any:
 
 
 def refuse_keywords(schema: Mapping[str, Any], keywords: tuple[str, ...] = _NOT_HELD) -> None:
-    """Raise RequestError where `schema` has one of `keywords`."""
+    """Raise RequestError if `schema` has one of `keywords`."""
     found = [keyword for keyword in keywords if keyword in schema]
     if found:
         raise RequestError(
@@ -156,7 +157,7 @@ def _choices(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def _alternatives(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[list[Mapping[str, Any]]]:
-    """For each kind of object, the schemas that it fulfils all."""
+    """Yield, for each kind of object, the schemas that such an object must all satisfy."""
     schema = resolved(schema, root)
     refuse_keywords(schema)
     own = [schema]

@@ -1,7 +1,7 @@
-"""Grammars for calls whose arguments are named texts, so that what `parameters` reads from them is valid against the schema.
+"""Makes grammars for calls whose arguments are named texts, so that what `parameters` reads from them is valid against the schema.
 
-An argument that is a string is any text up to its end marker, as far as the schema allows it; any other is JSON. Arguments come
-in the order of the schema's properties.
+A string argument is any text up to its end marker that the schema allows; any other argument is JSON. Arguments come in the order
+of the schema's properties.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _NAMES = re.compile(r"[^<>\n]*")
 class ParameterMarkup:
     """How a family writes an argument: `before_name`, its name, `before_value`, its value, `end`, `after`.
 
-    All are expressions of a grammar, but for `end`, which is the text of the marker after a value. `before_value` is made for a
-    value of a JSON type; `write_name` spells a name in the markup, which can have the `names` that match. A parser takes what
-    matches the regular expression `other_ends` for a value's end, too, so that no string may have it.
+    All are expressions of a grammar, except `end`, which is the text of the marker after a value. `before_value` returns the
+    expression for a value's JSON type. `write_name` spells a name in the markup; only names that match `names` can be written. The
+    parser also takes a match of the regular expression `other_ends` for a value's end, so no string may contain one.
     """
 
     before_name: str
@@ -46,10 +46,10 @@ class ParameterMarkup:
 
 
 def parameter_rules(lark: LarkText, schema: Mapping[str, Any], markup: ParameterMarkup) -> str:
-    """A grammar's expression for the arguments of one call.
+    """Return a grammar's expression for the arguments of one call.
 
     Raises:
-        RequestError: see `object_schemas`.
+        RequestError: as `object_schemas` does.
     """
     objects = [_object(lark, each.with_names(markup.names), schema, markup) for each in object_schemas(schema, schema)]
     return lark.rule("arguments", " | ".join(each or '""' for each in objects))
@@ -60,7 +60,7 @@ def _object(lark: LarkText, schema: ObjectSchema, root: Mapping[str, Any], marku
     for name, value in schema.properties.items():
         rule = _argument(lark, lark.literal(markup.write_name(name)), value, root, markup)
         rules.append(rule if name in schema.required else f"{rule}?")
-    if not rules and schema.additional is not False:  # one alone: of two names nothing says that they differ
+    if not rules and schema.additional is not False:  # only one, because a grammar cannot say that two names differ
         name = lark.terminal("name", "/[A-Za-z_][A-Za-z0-9_]{0,63}/")
         rules.append(_argument(lark, name, schema.additional, root, markup) + "?")
     return " ".join(rules)
@@ -72,7 +72,7 @@ def _argument(lark: LarkText, name: str, schema: Any, root: Mapping[str, Any], m
 
 
 def _values(lark: LarkText, schema: Any, root: Mapping[str, Any], markup: ParameterMarkup) -> Iterator[tuple[str, str]]:
-    """Expressions for the values that a schema allows, with the end marker, each with its JSON type."""
+    """Yield (JSON type, expression) of the values that a schema allows; an expression includes the end marker."""
     for choice in value_choices(schema, root):
         listed = listed_values(choice)
         if listed is not None:

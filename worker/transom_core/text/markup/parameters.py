@@ -1,10 +1,10 @@
-"""`ParameterWriter`: writes a call's arguments as a JSON object, where the markup has them as named texts.
+"""`ParameterWriter`: writes a call's arguments as a JSON object, for markup that has them as named texts.
 
-Example: the texts `city` = `Paris` and `days` = `3`, with a schema that says that `days` is an integer, are
+Example: the texts `city` = `Paris` and `days` = `3`, with a schema in which `days` is an integer, become
 
     {"city": "Paris", "days": 3}
 
-A text that can only be a string is passed on as it comes; another one is held until it is complete.
+A text that can only be a string is passed on as it comes; any other text is held until it is complete.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transom_core.text.markup.schema_types import JSON_TYPES, json_type, propert
 
 ReadText = Callable[[Write], Reading[object]]  # reads a text up to its end, and writes it
 
-_WORDS = {"null": ("null",), "boolean": ("true", "false")}  # by type
+_WORDS = {"null": ("null",), "boolean": ("true", "false")}  # JSON type -> its values
 _WORD_SPELLINGS = {"none": "null", "null": "null", "true": "true", "false": "false"}
 
 
@@ -27,21 +27,21 @@ class ParameterWriter:
     """Writes the arguments of one call."""
 
     def __init__(self, calls: CallReading, tool: str) -> None:
-        """`tool`: the tool's name; the request may not have it."""
+        """`tool` is the name of the tool, which need not be one of the request's."""
         self._reader = calls.reader
         self._write = calls.arguments
         self._parameters = calls.tools[tool].parameters if tool in calls.tools else {}
         self._names: set[str] = set()
 
     def begin(self, name: str) -> None:
-        """An argument follows. Raises MalformedMarkupError where the call has one of this name already."""
+        """Begin an argument. Raises MalformedMarkupError if the call already has one of this name."""
         if name in self._names:
             raise MalformedMarkupError
         self._write((", " if self._names else "{") + json.dumps(name, ensure_ascii=False) + ": ")
         self._names.add(name)
 
     def read_value(self, name: str, read: ReadText) -> Reading[None]:
-        """Read the text of the argument `name`, and write it as the schema types it."""
+        """Read the text of the argument `name`, and write it as a value of the type that the schema gives it."""
         types = property_types(self._parameters, name)
         if "string" not in types:
             yield from self.read_json(read, types)
@@ -55,12 +55,12 @@ class ParameterWriter:
         yield from self._read(_TextValue(self._write, frozenset()), read)
 
     def read_json(self, read: ReadText, types: frozenset[str] = JSON_TYPES) -> Reading[None]:
-        """Read a text that is JSON, of one of `types`. An end marker inside an object's or an array's strings is text.
+        """Read a text that is JSON of one of `types`. An end marker inside the strings of an object or array is text.
 
-        A text that is no JSON becomes a string, but where it begins as an object or an array.
+        A text that is not JSON becomes a string, unless it begins like an object or an array.
 
         Raises:
-            MalformedMarkupError: what began as an object or an array is none.
+            MalformedMarkupError: the text begins like an object or an array, but is not JSON.
         """
         yield from self._reader.skip_space()
         if (yield from self._reader.peek()) in "{[":
@@ -70,7 +70,7 @@ class ParameterWriter:
             yield from self._read(_HeldValue(self._write, types), read)
 
     def end(self) -> None:
-        """There are no more arguments."""
+        """End the arguments."""
         self._write("}" if self._names else "{}")
 
     def _read(self, value: _TextValue | _HeldValue, read: ReadText) -> Reading[None]:
@@ -83,15 +83,15 @@ class ParameterWriter:
 
 
 class _TextValue:
-    """A string that is written as it comes, once it cannot be one of the words that stand for a value of another of `types`."""
+    """A string that is held while it may be a word of another of `types` (null, true, false), and then written as it comes."""
 
     def __init__(self, write: Write, types: frozenset[str]) -> None:
         self._write = write
         self._words = [word for name in types for word in _WORDS.get(name, ())]
-        self._held: str | None = ""  # None: it is a string
+        self._held: str | None = ""  # None: the text certainly is a string
 
     def write(self, text: str) -> None:
-        """The text goes on."""
+        """Add a piece of the text."""
         if self._held is None:
             self._write(quoted(text)[1:-1])
             return
@@ -101,14 +101,14 @@ class _TextValue:
             self._held = None
 
     def end(self) -> None:
-        """The text is complete."""
+        """End the text, which is complete."""
         if self._held is None:
             self._write('"')
         else:
             self._write(self._held if self._held in self._words else quoted(self._held))
 
     def give_up(self) -> None:
-        """The answer has ended inside the text."""
+        """End the text because the answer has ended inside it."""
         self._write(self._held or "")
 
 
@@ -121,20 +121,20 @@ class _HeldValue:
         self._pieces: list[str] = []
 
     def write(self, text: str) -> None:
-        """The text goes on."""
+        """Add a piece of the text."""
         self._pieces.append(text)
 
     def end(self) -> None:
-        """The text is complete."""
+        """End the text, which is complete."""
         self._write(typed_value("".join(self._pieces), self._types))
 
     def give_up(self) -> None:
-        """The answer has ended inside the text."""
+        """End the text because the answer has ended inside it."""
         self._write("".join(self._pieces))
 
 
 def typed_value(text: str, types: frozenset[str]) -> str:
-    """The JSON for a text that stands for a value of one of `types`; a string where it can be nothing else."""
+    """Return the JSON of a text that stands for a value of one of `types`; a string if it can be nothing else."""
     if is_json(text, types):
         return text.strip()
     word = _WORD_SPELLINGS.get(text.strip().lower())
@@ -144,7 +144,7 @@ def typed_value(text: str, types: frozenset[str]) -> str:
 
 
 def is_json(text: str, types: frozenset[str]) -> bool:
-    """Whether `text` is JSON, of one of `types`."""
+    """Return whether `text` is JSON of one of `types`."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -153,7 +153,7 @@ def is_json(text: str, types: frozenset[str]) -> bool:
 
 
 def quoted(text: str) -> str:
-    """`text` as a JSON string."""
+    """Return `text` as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -163,4 +163,4 @@ def _only_space(text: str) -> None:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(constant)  # NaN and Infinity are no JSON
+    raise ValueError(constant)  # NaN and Infinity are not JSON

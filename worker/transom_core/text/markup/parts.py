@@ -1,4 +1,4 @@
-"""What an answer is made of: the parts that a parser (`MarkupParser`) finds in it, in order.
+"""The parts of an answer, which a parser (`MarkupParser`) returns in order.
 
 Example: the answer `<think>Rain?</think><tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>` is
 
@@ -7,8 +7,8 @@ Example: the answer `<think>Rain?</think><tool_call>{"name": "get_weather", "arg
     CallArguments(0, '{"city": "Paris"}')
     CallEnd(0, is_complete=True)
 
-Text and arguments come in pieces, as the answer does. What matters is the pieces of one kind joined: they are the same however
-the answer was cut into tokens.
+Text and arguments come in pieces, as the answer does. The answer's tokens decide where the pieces are cut, but not what the joined
+pieces of one kind are.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """A call has ended. `is_complete` is False where the answer ended inside it, or its markup was malformed."""
+    """A call has ended. `is_complete` is False if the answer ended inside the call, or its markup was malformed."""
 
     index: int
     is_complete: bool
@@ -61,10 +61,10 @@ class CallEnd:
 
 @dataclass(frozen=True, slots=True)
 class MalformedMarkup:
-    """Markup of a call that could not be read up to its name; metrics count it.
+    """Markup of a call that could not be read up to the call's name; metrics count it.
 
-    Where the markup was wrong, its text follows as `MessageText` (or `ReasoningText`). Where the answer just ended in the
-    middle of it, the text is here only.
+    If the markup was wrong, its text follows as `MessageText` (or `ReasoningText`). If the answer ended inside the markup, only
+    this part has the text.
     """
 
     text: str
@@ -74,7 +74,7 @@ AnswerPart = ReasoningText | MessageText | CallBegin | CallArguments | CallEnd |
 
 
 def join_parts(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
-    """The same parts with neighbours of one kind joined, which does not depend on how the answer was cut into tokens."""
+    """Return the parts with neighbours of one kind joined, which does not depend on how the answer was cut into tokens."""
     return [_join(list(group)) for _, group in groupby(parts, _kind)]
 
 
@@ -85,7 +85,7 @@ def _kind(part: AnswerPart) -> object:
 
 
 def _join(parts: list[AnswerPart]) -> AnswerPart:
-    """One part out of several of one kind."""
+    """Return several parts of one kind as one part."""
     first = parts[0]
     if len(parts) == 1 or not isinstance(first, ReasoningText | MessageText | CallArguments):
         return first

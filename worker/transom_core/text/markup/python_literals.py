@@ -2,8 +2,8 @@ r"""Reads Python literals as they come, and passes them on as JSON.
 
 Example: `{'city': 'LA', 'ok': True}` becomes `{"city": "LA", "ok": true}`.
 
-Read are strings (all escapes but `\N{...}`), numbers, `True`, `False`, `None` and JSON's words for them, lists, tuples (as arrays)
-and dicts, of any depth, with or without a comma at the end. JSON is read too, but for `\/` in strings. All else raises
+It reads strings (with all escapes except `\N{...}`), numbers, `True`, `False`, `None` and JSON's words for these, lists, tuples (as
+arrays) and dicts, of any depth, with or without a trailing comma. It also reads JSON, except `\/` in strings. Anything else raises
 `MalformedMarkupError`.
 """
 
@@ -18,7 +18,7 @@ _CLOSERS = {"{": "}", "[": "]", "(": ")"}
 _WORD = re.compile(r"[-+.\w]*", re.ASCII)
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-_LONGEST_NUMBER = 4000  # Python converts no longer ones
+_LONGEST_NUMBER = 4000  # digits; Python refuses to convert integers of more than 4,300 digits
 _PLAIN = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
 _ESCAPES = {
     "n": "\n",
@@ -39,7 +39,7 @@ _OCTAL = re.compile(r"[0-7]{1,3}")
 
 def copy_literal(reader: MarkupReader, write: Write) -> Reading[None]:
     """Read one literal of any kind, and write it as JSON."""
-    closers: list[str] = []  # of the lists, tuples and dicts that are open
+    closers: list[str] = []  # closing brackets of the open lists, tuples and dicts, innermost last
     while True:
         yield from reader.skip_space()
         first = yield from reader.peek()
@@ -128,7 +128,7 @@ def _code(digits: str, base: int) -> int:
 
 
 def _read_word(reader: MarkupReader) -> Reading[str]:
-    """A number or a word, as JSON."""
+    """Read a number or a word, and return it as JSON."""
     word = yield from reader.run(_WORD)
     return _WORDS[word] if word in _WORDS else _number(word)
 

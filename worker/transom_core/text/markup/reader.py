@@ -1,12 +1,12 @@
-"""`MarkupReader`: the characters of an answer, read by a parser that waits where the next ones have not come yet.
+"""`MarkupReader`: gives the characters of an answer to a parser, which waits when the next characters have not come yet.
 
-A markup's parser is written as ordinary code from top to bottom: skip spaces, expect `{`, copy a string. Each method that may
-have to wait is a generator, called with `yield from`; it yields (nothing) when it needs more of the answer, and goes on when
-there is more. So a parser cannot depend on how the answer was cut into tokens, and reads each character once.
+A markup's parser is written as ordinary code from top to bottom: skip spaces, expect `{`, copy a string. Each method that may have
+to wait is a generator, called with `yield from`. It yields (nothing) when it needs more of the answer, and continues when more has
+come. So a parser does not depend on how the answer was cut into tokens, and reads each character once.
 
     name = yield from reader.until(Markers(["<tool_call>"]), write)
 
-Where a method needs characters after the answer's end, it raises `AnswerEnded`.
+If a method needs characters after the answer's end, it raises `AnswerEnded`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _SPACES = re.compile(f"[{SPACE}]*")
 
 
 class AnswerEnded(Exception):
-    """The answer has ended where a parser needs more of it."""
+    """Raised when a parser needs more of an answer that has ended."""
 
 
 class MalformedMarkupError(Exception):
-    """The answer is not what its markup allows here."""
+    """Raised when the answer has text that its markup does not allow at this place."""
 
 
 class Markers:
-    """Texts that end a free text. Where two begin at the same character, the longer counts."""
+    """Texts that end a free text. If two begin at the same character, the longer one counts."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        """`texts` are not empty; there may be none of them."""
+        """`texts` may be empty, but must not contain an empty text."""
         self.texts = tuple(sorted(set(texts), key=len, reverse=True))
         self._pattern = re.compile("|".join(re.escape(text) for text in self.texts) or r"(?!)")
         self._first = re.compile(
@@ -44,9 +44,9 @@ class Markers:
         self._longest = max(map(len, self.texts), default=0)
 
     def find(self, text: str, start: int, *, ended: bool) -> tuple[int, str | None]:
-        """Where the free text in `text[start:]` ends, and the marker that follows it.
+        """Return where the free text in `text[start:]` ends, and the marker that follows it.
 
-        Without a marker, the end is where one may begin that is not complete yet, or the end of `text`.
+        If no complete marker follows, the marker is None and the end is where an incomplete one may begin, or the end of `text`.
         """
         match = self._pattern.search(text, start)
         if match is None:
@@ -67,7 +67,7 @@ class Markers:
 
 
 class MarkupReader:
-    """The characters that were pushed and not read yet."""
+    """The characters that have come and were not read yet."""
 
     __slots__ = ("_at", "_ended", "_kept", "_text")
 
@@ -84,7 +84,7 @@ class MarkupReader:
 
     @property
     def num_waiting(self) -> int:
-        """Characters that are not read yet."""
+        """Return the number of characters that have come and were not read yet."""
         return len(self._text) - self._at
 
     def end(self) -> None:
@@ -92,16 +92,16 @@ class MarkupReader:
         self._ended = True
 
     def keep(self, text: str = "") -> None:
-        """Keep what is read from here on, after `text`, until `kept`."""
+        """Start recording what is read, until `kept` is called; the record begins with `text`."""
         self._kept = [text]
 
     def kept(self) -> str:
-        """What was read since `keep`; nothing is kept from here on."""
+        """Stop recording, and return what was read since `keep`."""
         kept, self._kept = self._kept, None
         return "".join(kept or ())
 
     def take(self, count: int) -> str:
-        """Read `count` characters, which are there."""
+        """Read `count` characters, all of which must have come."""
         piece = self._text[self._at : self._at + count]
         self._at += count
         if self._kept is not None:
@@ -109,37 +109,37 @@ class MarkupReader:
         return piece
 
     def take_run(self, pattern: re.Pattern[str]) -> str:
-        """Read what `pattern` matches at this place in the characters that are there; it may match none of them."""
+        """Read what `pattern` matches at this place, among the characters that have come; it may match none."""
         match = pattern.match(self._text, self._at)
         return self.take(match.end() - self._at) if match and match.end() > self._at else ""
 
     def run(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Read characters as long as `pattern`, which is a class of characters and `*` or `+`, matches them; it may match none."""
+        """Read characters as long as they match `pattern`, a class of characters with `*` or `+`; there may be none."""
         pieces: list[str] = []
         while pattern.fullmatch((yield from self.peek())):
             pieces.append(self.take_run(pattern))
         return "".join(pieces)
 
     def need(self, count: int) -> Reading[str]:
-        """The next `count` characters, which are not read yet."""
+        """Return the next `count` characters without reading them."""
         while len(self._text) - self._at < count:
             yield from self._more()
         return self._text[self._at : self._at + count]
 
     def need_at_most(self, count: int) -> Reading[str]:
-        """The next `count` characters, or those up to the answer's end, which are not read yet."""
+        """Return the next `count` characters, or those up to the answer's end, without reading them."""
         while len(self._text) - self._at < count and not self._ended:
             yield from self._more()
         return self._text[self._at : self._at + count]
 
     def peek(self) -> Reading[str]:
-        """The next character, which is not read yet."""
+        """Return the next character without reading it."""
         while self._at == len(self._text):
             yield from self._more()
         return self._text[self._at]
 
     def next_is(self, literal: str) -> Reading[bool]:
-        """Whether `literal` follows."""
+        """Return whether `literal` follows."""
         while True:
             if self._text.startswith(literal, self._at):
                 return True
@@ -148,7 +148,7 @@ class MarkupReader:
             yield from self._more()
 
     def skip(self, literal: str) -> Reading[bool]:
-        """Read `literal` if it follows; whether it did. An answer that ends inside the literal has ended there (`AnswerEnded`)."""
+        """Read `literal` if it follows, and return whether it did. Raises AnswerEnded if the answer ends inside the literal."""
         found = yield from self.next_is(literal)
         if found:
             self.take(len(literal))
@@ -158,21 +158,21 @@ class MarkupReader:
         return found
 
     def expect(self, literal: str) -> Reading[None]:
-        """Read `literal`. Raises MalformedMarkupError where something else follows."""
+        """Read `literal`. Raises MalformedMarkupError if something else follows."""
         for character in literal:
             if (yield from self.peek()) != character:
                 raise MalformedMarkupError
             self.take(1)
 
     def skip_space(self) -> Reading[None]:
-        """Read spaces, tabs and line ends, up to another character."""
+        """Read spaces, tabs and line ends, up to the first other character."""
         while (yield from self.peek()) in SPACE:
             self.take_run(_SPACES)
 
     def until(self, markers: Markers, write: Write) -> Reading[str]:
-        """Read free text up to the first of `markers`, and the marker, which is returned.
+        """Read free text up to the first of `markers`; read that marker too, and return it.
 
-        The text goes to `write` as it comes. At the answer's end, all text has been written and `AnswerEnded` is raised.
+        The text goes to `write` as it comes. If the answer ends first, all text is written and `AnswerEnded` is raised.
         """
         while True:
             end, marker = markers.find(self._text, self._at, ended=self._ended)
@@ -184,7 +184,7 @@ class MarkupReader:
             yield from self._more()
 
     def text_until(self, markers: Markers) -> Reading[tuple[str, str]]:
-        """Read free text up to the first of `markers`, and the marker; returns both. For text that is held until it is complete."""
+        """Read free text up to the first of `markers`, and that marker; return both. For text that is held until it is complete."""
         pieces: list[str] = []
         marker = yield from self.until(markers, pieces.append)
         return "".join(pieces), marker

@@ -1,7 +1,7 @@
-"""`ReasoningMarkup`: how a family of models marks what it thinks before it answers.
+"""`ReasoningMarkup`: how a family of models marks the reasoning that comes before its message.
 
-Some chat templates open the reasoning in the prompt, so that an answer begins inside it; some close it there, to switch it off.
-Both are seen at the prompt's end.
+Some chat templates open the reasoning in the prompt, so that an answer begins inside it. Others also close it there, to switch
+reasoning off. The end of the prompt shows both.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from transom_core.text.markup.reader import SPACE
 class ReasoningMarkup:
     """The markers around the reasoning.
 
-    `inner_tokens`: parts of markers that may be special tokens.
-
-    `is_assumed`: an answer begins inside the reasoning unless the prompt has closed it, even if the prompt has not begun it.
-    `is_paired`: each of `ends` belongs to the one of `starts` at the same place; without it any of them ends the reasoning.
+    - `is_assumed`: an answer begins inside the reasoning even if the prompt has not opened it, unless the prompt has closed it.
+    - `is_paired`: a reasoning that `starts[i]` opens is closed only by `ends[i]`; otherwise by any of `ends`.
+    - `inner_tokens`: parts of markers that may be special tokens.
     """
 
     starts: tuple[str, ...]
@@ -30,27 +29,27 @@ class ReasoningMarkup:
     inner_tokens: tuple[str, ...] = ()
 
     def is_open(self, prompt_end: str) -> bool:
-        """Whether an answer to this prompt begins inside the reasoning."""
+        """Return whether an answer to this prompt begins inside the reasoning."""
         prompt_end = prompt_end.rstrip(SPACE)
         return prompt_end.endswith(self.starts) or (self.is_assumed and not prompt_end.endswith(self.ends))
 
     def is_closed(self, prompt_end: str) -> bool:
-        """Whether the prompt holds a whole reasoning already, so that an answer has none."""
+        """Return whether the prompt has closed the reasoning already, so that an answer has none."""
         return prompt_end.rstrip(SPACE).endswith(self.ends)
 
     def start_in(self, prompt_end: str) -> str:
-        """The marker with which the prompt has opened the reasoning."""
+        """Return the marker with which the prompt has opened the reasoning; the first of `starts` if it has not."""
         prompt_end = prompt_end.rstrip(SPACE)
         return next((start for start in self.starts if prompt_end.endswith(start)), self.starts[0])
 
     def ends_of(self, start: str) -> tuple[str, ...]:
-        """The markers that end a reasoning which `start` began."""
+        """Return the markers that end a reasoning which `start` has opened."""
         return (self.ends[self.starts.index(start)],) if self.is_paired else self.ends
 
     def rule(self, lark: LarkText, prompt_end: str, *, without: Sequence[str]) -> str:
-        """A grammar's expression for the reasoning at an answer's beginning: free text up to its end marker, if there is one.
+        """Return a grammar's expression for the reasoning at an answer's beginning: free text up to its end marker.
 
-        The texts `without` do not occur in it.
+        The texts `without` do not occur in it. The expression is "" if the prompt has closed the reasoning.
         """
         if self.is_closed(prompt_end):
             return ""
@@ -62,7 +61,7 @@ class ReasoningMarkup:
         return lark.rule("reasoning", f"{lark.marker(start)} {rest}") + "?"
 
     def _usual_start(self, lark: LarkText) -> str:
-        """The first start, or, of paired ones that stand for generations of models, the one that the model has a token for."""
+        """Return the start that the model writes: the first one, or, if starts and ends are paired, the one that is a token."""
         if not self.is_paired:
             return self.starts[0]
         return next((start for start in self.starts if lark.has_marker(start)), self.starts[-1])

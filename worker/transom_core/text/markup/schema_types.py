@@ -1,6 +1,6 @@
-"""Which JSON types a JSON schema allows, as far as its `type`, `enum`, `const`, references and combinations say.
+"""Tells which JSON types a JSON schema allows, from its `type`, `enum`, `const`, references and combinations.
 
-Markup that writes arguments as plain text needs this: the text `3` is a number or a string, as the tool's schema says.
+Markup that writes arguments as plain text needs this: only the tool's schema says whether the text `3` is a number or a string.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _MAX_DEPTH = 16  # of references and combinations
 
 
 def property_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
-    """The types that a tool's schema `parameters` allows for the argument `name`; all of them where it does not say."""
+    """Return the types that a tool's schema `parameters` allows for the argument `name`; all types if it does not say."""
     properties = parameters.get("properties")
     if isinstance(properties, Mapping) and name in properties:
         return schema_types(properties[name], parameters)
@@ -21,7 +21,7 @@ def property_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
 
 
 def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """The types that `schema` allows; `root` is the document that its references point into."""
+    """Return the types that `schema` allows; `root` is the document that its references point into."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return JSON_TYPES
     types = _own_types(schema)
@@ -36,7 +36,7 @@ def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozen
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema that `schema` stands for, with references replaced; {} allows anything."""
+    """Return the schema that `schema` refers to, or `schema` itself if it is not a reference; {} allows anything."""
     for _ in range(_MAX_DEPTH):
         if not isinstance(schema, Mapping):
             return {}
@@ -47,7 +47,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def json_type(value: Any) -> str:
-    """The JSON type of a value that `json.loads` made."""
+    """Return the JSON type of a value that `json.loads` made."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Grammars for a string that a markup writes as it is, without quotes or escapes, up to an end marker."""
+"""Makes grammars for a string that a markup writes without quotes or escapes, up to an end marker."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _ANYTHING = r"(.|\n)*"
 
 
 def string_expression(lark: LarkText, schema: Mapping[str, Any], *, end: str, without: str = "") -> str:
-    """A grammar's expression for a string that `schema` allows by its `minLength`, `maxLength` and `pattern`, and the marker `end`.
+    """Return a grammar's expression for a string that satisfies `schema`'s `minLength`, `maxLength` and `pattern`, and for `end`.
 
-    No part of the string matches the regular expression `without`; "": any may.
+    `end` is the marker after the string. No part of the string matches the regular expression `without`, if that is not "".
     """
     least, most, pattern = schema.get("minLength"), schema.get("maxLength"), schema.get("pattern")
     if not (least or without) and most is None and not isinstance(pattern, str):
@@ -27,9 +27,9 @@ def string_expression(lark: LarkText, schema: Mapping[str, Any], *, end: str, wi
 
 
 def _whole_text(pattern: str) -> str:
-    """A regular expression for whole texts in which `pattern` is found, as JSON schema means it."""
+    """Return a regular expression for whole texts that contain a match of `pattern`, which is what JSON schema means by it."""
     alternatives = _top_level_alternatives(pattern)
-    if len(alternatives) > 1:  # an anchor belongs to one of them
+    if len(alternatives) > 1:  # an anchor belongs to one alternative only
         return f"({'|'.join(map(_whole_text, alternatives))})"
     begin = "" if pattern.startswith("^") else _ANYTHING
     has_end = pattern.endswith("$") and not pattern.endswith("\\$")
@@ -37,7 +37,7 @@ def _whole_text(pattern: str) -> str:
 
 
 def _top_level_alternatives(pattern: str) -> list[str]:
-    """`pattern` cut at each `|` that no group or class holds."""
+    """Return `pattern` split at each `|` that is not inside a group or a class."""
     pieces, depth, in_class, start, at = [], 0, False, 0, 0
     while at < len(pattern):
         character = pattern[at]

@@ -1,8 +1,8 @@
-"""`TokenMarkers`: markers that are special tokens, told apart from the same text in ordinary tokens.
+"""`TokenMarkers`: distinguishes markers that are special tokens from the same text in ordinary tokens.
 
-A model may write the text of a marker, in a file about chat markup for example: its tokenizer spells it with ordinary tokens.
-Families whose markers may stand there read each marker token as one character that no text has (half of a surrogate pair), so
-that a marker is found by its token alone. Where the vocabulary has no such special token, the marker is its text.
+A model may write the text of a marker, for example in a file about chat markup; ordinary tokens spell it then. Parsers of such
+families read each marker token as one character that no text contains (half of a surrogate pair), so that only the token counts as
+a marker. If the vocabulary has no such special token, the text is the marker.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class TokenMarkers:
     """The markers of one family in one vocabulary."""
 
     def __init__(self, tokenizer: MarkupTokenizer, texts: Iterable[str]) -> None:
-        self.by_id: dict[int, str] = {}  # what a parser reads for a token
-        self._texts: dict[str, str] = {}  # by that
-        self._read_as: dict[str, str] = {}  # by text
+        self.by_id: dict[int, str] = {}  # token id -> the character that a parser reads for it
+        self._texts: dict[str, str] = {}  # that character -> the marker's text
+        self._read_as: dict[str, str] = {}  # the marker's text -> what a parser reads for it
         for text in texts:
             token_id = tokenizer.marker_id(text)
             character = text if token_id is None else chr(_FIRST + len(self._texts))
@@ -38,15 +38,15 @@ class TokenMarkers:
         self._markers = re.compile("|".join(map(re.escape, self._read_as)))
 
     def __getitem__(self, text: str) -> str:
-        """What a parser reads for the marker of this text."""
+        """Return what a parser reads for the marker of this text."""
         return self._read_as[text]
 
     def read_as(self, text: str) -> str:
-        """`text` with its markers as a parser reads them: for text that is known to be markup."""
+        """Return `text` with its markers as a parser reads them; call it only for text that is known to be markup."""
         return self._markers.sub(lambda match: self._read_as[match.group()], text)
 
     def spelled(self, text: str) -> str:
-        """`text` with the markers' own texts: for markup that is shown."""
+        """Return `text` with the markers' own texts, for markup that is shown."""
         return self._characters.sub(lambda match: self._texts[match.group()], text)
 
 
@@ -72,7 +72,7 @@ class TokenMarkerParser(MarkupParser):
         return self._spelled(super().push(token_id, self._token_markers.by_id.get(token_id, text)))
 
     def flush(self) -> list[AnswerPart]:
-        """Return what was held back, as the answer has ended."""
+        """End the answer, and return what was held back."""
         return self._spelled(super().flush())
 
     def _spelled(self, parts: list[AnswerPart]) -> list[AnswerPart]:

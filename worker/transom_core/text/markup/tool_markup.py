@@ -13,16 +13,15 @@ from transom_core.text.markup.reader import Reading
 
 
 class ToolMarkup(ABC):
-    """The tool calls of one family: read from an answer, and allowed by a grammar.
+    """How a family's tool calls are read from an answer, and how a grammar allows them.
 
-    - `openers`: the markers that begin a call, or a list of calls, anywhere in a message; a grammar lets the model write the
-      first of them;
-    - `starters`: characters that begin calls only as the first of a message, for families without a marker;
-    - `markers`: the other markers, any of which may be a special token that the parser has to know by its id;
-    - `inner_tokens`: parts of markers that may be special tokens;
-    - `separator`: the text between two calls; None where one opener begins all calls;
-    - `keeps_space`: whether space between a message's text and a call belongs to the text;
-    - `ends_reasoning`: whether an opener inside the reasoning ends it, where calls follow it.
+    - `openers`: the markers that begin a call, or a list of calls, anywhere in a message; a grammar allows only the first one.
+    - `starters`: characters that begin calls only at the start of a message, for families without a marker.
+    - `markers`: the other markers, any of which may be a special token that the parser must recognise by its id.
+    - `inner_tokens`: parts of markers that may be special tokens.
+    - `separator`: the text between two calls; None if one opener begins all calls.
+    - `keeps_space`: whether space between a message's text and a call belongs to the text.
+    - `ends_reasoning`: whether an opener inside the reasoning ends the reasoning if calls follow it.
     """
 
     openers: ClassVar[tuple[str, ...]] = ()
@@ -37,15 +36,17 @@ class ToolMarkup(ABC):
     def read(self, calls: CallReading, opener: str) -> Reading[None]:
         """Read the calls that follow `opener` ("" for a starter, which is not read yet) and the marker at their end.
 
-        Returns where ordinary text goes on. Raises MalformedMarkupError where the text is not calls.
+        Return when ordinary text continues. Raise MalformedMarkupError if the text is not calls.
         """
 
     @abstractmethod
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """A grammar's expression for what follows the opener, up to the end of the call (or of all, without a separator)."""
+        """Return a grammar's expression for what follows the opener, up to the end of the call (of all calls if `separator` is
+        None).
+        """
 
     def calls(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """A grammar's expression for a message that is calls: one, or several where `parallel`."""
+        """Return a grammar's expression for a message that consists of calls: one, or several if `parallel`."""
         body = self.body(lark, tools, parallel=parallel)
         call = lark.rule("call", f"{lark.marker(self.openers[0])} {body}")
         if not parallel or self.separator is None:
@@ -53,7 +54,7 @@ class ToolMarkup(ABC):
         return f"{call} ({lark.literal(self.separator)} {call})*" if self.separator else f"{call}+"
 
     def calls_after_text(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """A grammar's expression for a message of free text in which calls may stand; an opener is always followed by a call."""
+        """Return a grammar's expression for free text that may contain calls; a call follows every opener."""
         body = self.body(lark, tools, parallel=parallel)
         call = lark.rule("text_and_call", f"{lark.text_until(self.openers[0], without=self.openers[1:])} {body}")
         return f"{call}{'*' if parallel and self.separator is not None else '?'} {lark.text_without(self.openers)}"

@@ -1,8 +1,8 @@
 """`PartsWriter`: turns what a markup's parser reads into `AnswerPart`s.
 
-Markup stands on lines of its own: the space between a text and a marker belongs to the markup, not to the text
-(`Let me look.\n<tool_call>` says "Let me look."). So the writer holds the space at a text's end back until it knows whether
-more text follows. Space at the end of the answer's message is the message's.
+Markup is on lines of its own: the space between a text and a marker belongs to the markup, not to the text (the message of
+`Let me look.\n<tool_call>` is "Let me look."). So the writer holds back the space at a text's end until it knows whether more text
+follows. Space at the end of the whole answer belongs to the message.
 """
 
 from __future__ import annotations
@@ -43,34 +43,34 @@ class PartsWriter:
     )
 
     def __init__(self, *, keeps_space: bool = False) -> None:
-        """`keeps_space`: the space between a text and a call is text."""
+        """`keeps_space` says that the space between a text and a call is text."""
         self._keeps_space = keeps_space
         self.section: Section = "message"
         self.call_is_open = False
-        self.reads_call = False  # what comes is markup of calls
+        self.reads_call = False  # the parser is reading the markup of calls
         self._parts: list[AnswerPart] = []
-        self._text: list[str] = []  # of the section, not yet a part
-        self._arguments: list[str] = []  # of the open call, not yet a part
-        self._held: list[str] = []  # space after the text
-        self._drops_space = False  # space that comes now is markup
-        self._has_reasoning = False  # some text of the answer was reasoning
-        self.has_text = False  # since the last marker, more than space has come
-        self._index = -1  # of the last call
+        self._text: list[str] = []  # pieces of the section's text that are not a part yet
+        self._arguments: list[str] = []  # pieces of the open call's arguments that are not a part yet
+        self._held: list[str] = []  # space after the text, held back
+        self._drops_space = False  # space that comes now belongs to markup
+        self._has_reasoning = False  # the answer has had reasoning
+        self.has_text = False  # more than space has come since the last marker
+        self._index = -1  # index of the last call
 
     @property
     def state(self) -> AnswerState:
-        """What is being written."""
+        """Return what is being written."""
         return "tool_call" if self.reads_call else self.section
 
     def take(self) -> list[AnswerPart]:
-        """The parts since the last call of this method."""
+        """Return the parts since the last call of this method."""
         self._close_text()
         self._close_arguments()
         parts, self._parts = self._parts, []
         return parts
 
     def begin_section(self, section: Section) -> None:
-        """What follows is `section`; the space on both sides of this place is markup. A line break parts two reasonings."""
+        """Begin a section; the space before and after this place belongs to markup. A line break separates two reasonings."""
         self._close_text()
         self.section = section
         self._held = []
@@ -96,7 +96,7 @@ class PartsWriter:
             self._held.append(text[len(body) :])
 
     def begin_call(self, name: str) -> None:
-        """A call begins; the space before it is markup, but where `keeps_space`. It ends the reasoning."""
+        """Begin a call, which ends the reasoning. The space before it belongs to markup, unless `keeps_space`."""
         if self._keeps_space and self.has_text:
             self._text += self._held
         self._close_text()
@@ -119,20 +119,20 @@ class PartsWriter:
         self._parts.append(CallEnd(self._index, is_complete))
 
     def write_malformed(self, markup: str) -> None:
-        """Markup that is wrong: count it, and show it as text."""
+        """Count malformed markup, and show it as text."""
         self._close_text()
         self._parts.append(MalformedMarkup(markup))
         self.write(markup)
 
     def drop_unfinished(self, markup: str) -> None:
-        """Markup in which the answer ended: count it, and do not show it."""
+        """Count markup that is not to be shown, such as markup in which the answer has ended."""
         self._close_text()
         if not self._keeps_space:
             self._held = []
         self._parts.append(MalformedMarkup(markup))
 
     def end(self) -> None:
-        """The answer has ended: the space at its end is text, unless a marker stands before it."""
+        """End the answer. The space at its end is text, unless it follows a call."""
         if self.has_text or self._index < 0:
             self._text += self._held
         self._held = []

@@ -1,4 +1,4 @@
-"""Tasks whose answers follow from text far back: what a window has dropped, it cannot know."""
+"""Measures tasks whose answers depend on text far back, which a model with a window can no longer read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from transom_worker.engine.engine import Engine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recall:
-    """How well a policy knows an answer: the geometric mean of its tokens' probabilities, and the share of greedy tokens."""
+    """How well the model knows an answer under a policy.
+
+    `probability` is the geometric mean of the answer's token probabilities; `greedy` is the share of its tokens that are the
+    likeliest ones.
+    """
 
     task: str
     policy: str
@@ -24,13 +28,15 @@ class Recall:
 
 
 RECALL_BUDGETS = (128, 256)
-RECALL_DISTANCE = 288  # tokens: beyond the largest window; the list that is repeated is beyond the smaller one alone
+# Tokens between an answer and what it depends on: more than both budgets. The repeated list is 3/4 of that, 216, which exceeds only
+# the smaller budget.
+RECALL_DISTANCE = 288
 
 
 def recall(
     engine: Engine, *, num_filler: int = RECALL_DISTANCE, budgets: tuple[int, ...] = RECALL_BUDGETS
 ) -> list[Recall]:
-    """Return all tasks under full attention and under each policy of each budget."""
+    """Return the results of all tasks under full attention and under each policy with each budget."""
     policies: dict[str, KvPolicy | None] = {"full": None}
     for budget in budgets:
         policies |= {f"{kind} {budget}": policy_of_budget(kind, budget) for kind in ("window", "adaptive", "heavy")}

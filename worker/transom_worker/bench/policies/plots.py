@@ -1,4 +1,4 @@
-"""The figures of `transom bench policies` as PNG plots, by matplotlib (`pip install 'transom[plots]'`)."""
+"""Draws the figures of `transom bench policies` as PNG plots with matplotlib (`pip install 'transom[plots]'`)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def draw(figures: PolicyFigures, folder: Path) -> list[Path]:
 
 
 def _memory(pyplot: Any, figures: PolicyFigures) -> Any:
-    """Scenarios 1, 2 and 4."""
+    """Draw scenarios 1, 2 and 4."""
     canvas, axes = pyplot.subplots(1, 4, figsize=(13, 3.2))
     panels: list[tuple[Any, str, dict[str, Run], Value]] = [
         (axes[0], "1. peak KV (MiB)", figures.roomy, lambda run: run.peak_kv_bytes / MIB),
@@ -70,7 +70,7 @@ def _memory(pyplot: Any, figures: PolicyFigures) -> Any:
 
 
 def _quality(pyplot: Any, figures: PolicyFigures) -> Any:
-    """Scenario 3."""
+    """Draw scenario 3."""
     canvas, axes = pyplot.subplots(1, 3, figsize=(13, 3.8))
     panels: list[tuple[Any, str, Value]] = [
         (axes[0], "same likeliest token", lambda row: row.agreement),
@@ -95,7 +95,7 @@ def _quality(pyplot: Any, figures: PolicyFigures) -> Any:
 
 
 def _recall(pyplot: Any, figures: PolicyFigures) -> Any:
-    """The cases where windows lose."""
+    """Draw the cases in which windows lose."""
     tasks = list(dict.fromkeys(row.task for row in figures.recall))
     canvas, axes = pyplot.subplots(1, len(tasks), figsize=(13, 3.4), squeeze=False)
     for axis, task in zip(axes[0], tasks, strict=True):
@@ -112,7 +112,7 @@ def _recall(pyplot: Any, figures: PolicyFigures) -> Any:
 
 
 def _stream(pyplot: Any, figures: PolicyFigures) -> Any:
-    """Perplexity, time and memory along a stream."""
+    """Draw perplexity, time and memory along a stream."""
     canvas, axes = pyplot.subplots(1, 3, figsize=(13, 3.4))
     panels: list[tuple[Any, str, Value]] = [
         (axes[0], "perplexity", lambda row: row.perplexity),

@@ -1,4 +1,4 @@
-"""Runs requests on an idle engine, and notes what they take: memory, time, preemptions, log-probabilities of the prompt."""
+"""Runs requests on an idle engine, and records memory, time, preemptions and the prompts' log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,37 +16,40 @@ _request_numbers = itertools.count()
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What some requests took, which ran together."""
+    """The figures of requests that ran together."""
 
     seconds: float
-    peak_kv_bytes: int  # of blocks that sequences referenced, at one time
-    peak_running: int  # sequences that ran at one time
+    peak_kv_bytes: int  # the most bytes of blocks that sequences referenced at the same time
+    peak_running: int  # the most sequences that ran at the same time
     num_preemptions: int
-    recomputed_tokens: int  # that preemptions discarded
+    recomputed_tokens: int  # tokens that preemptions discarded
     output_ids: list[list[int]] = field(default_factory=list)  # by request
     prompt_logprobs: list[LogprobTable | None] = field(default_factory=list)  # by request
     step_cpu_s: list[float] = field(default_factory=list)  # CPU seconds of each step, all threads
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens of all requests."""
+        """Return the output tokens of all requests."""
         return sum(map(len, self.output_ids))
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens a second, prompts included in the time."""
+        """Return output tokens per second; the time includes that of the prompts."""
         return self.num_output_tokens / self.seconds
 
     @property
     def cpu_ms_per_token(self) -> float:
-        """CPU milliseconds of all threads for an output token, prompts included: steadier than time where others compute."""
+        """Return the CPU milliseconds of all threads per output token, prompts included.
+
+        Other processes on the machine change this figure less than they change elapsed time.
+        """
         return 1e3 * sum(self.step_cpu_s) / self.num_output_tokens
 
 
 def make_request(
     token_ids: Sequence[int], policy: KvPolicy | None, *, max_tokens: int, prompt_logprobs: int | None = None
 ) -> Request:
-    """Return a greedy request that runs to its length."""
+    """Return a greedy request that generates exactly `max_tokens` tokens."""
     return Request(
         request_id=f"policies-{next(_request_numbers)}",
         prompt_token_ids=tuple(token_ids),

@@ -1,4 +1,4 @@
-"""The figures of `transom bench policies`: one object, which becomes Markdown tables and JSON."""
+"""Holds all figures of `transom bench policies`, and formats them as Markdown tables and JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True)
 class PolicyFigures:
-    """All figures; what was not measured is empty. Runs are by policy."""
+    """All figures; those that were not measured are empty. `roomy` and `tight` map a policy to its run."""
 
     model: str
     setup: dict[str, Any]
@@ -28,7 +28,7 @@ class PolicyFigures:
     stream: list[StreamPart] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """The figures as JSON values, without the runs' outputs."""
+        """Return the figures as JSON values, without the runs' outputs."""
         figures = asdict(self)
         for runs in (figures["roomy"], figures["tight"]):
             for run in runs.values():
@@ -38,7 +38,7 @@ class PolicyFigures:
 
 
 def tables(figures: PolicyFigures) -> str:
-    """Return the figures as Markdown."""
+    """Return the figures as Markdown tables."""
     parts = [
         _runs("1. Memory and throughput with enough KV memory", figures.roomy),
         _runs("2 and 4. The same requests in a tight KV budget", figures.tight),

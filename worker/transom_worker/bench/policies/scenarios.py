@@ -1,4 +1,12 @@
-"""The four scenarios: memory and throughput, preemptions in a tight budget, quality by window, requests in a fixed budget."""
+"""Runs the four scenarios.
+
+1. memory and throughput with enough KV memory
+2. preemptions in a tight memory budget
+3. quality by number of tokens kept
+4. how many requests run at once in a fixed budget
+
+Scenarios 1, 2 and 4 are the same requests (`memory_and_throughput`) on engines with other memory.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +20,13 @@ from transom_worker.engine.engine import Engine
 
 WINDOWS = (8, 16, 32, 64, 128, 256, 512)
 BUDGETS = (64, 128, 256, 512)
-NUM_LIKELY = 20  # tokens of each distribution that are compared
-ADAPTIVE_THRESHOLD = 0.005  # share of the attention at the window's far edge above which it grows
+NUM_LIKELY = 20  # likeliest tokens of each distribution that are compared
+ADAPTIVE_THRESHOLD = 0.005  # the window grows if its far edge gets more than this share of the attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Requests of a scenario that run together."""
+    """The requests of a scenario, which run together."""
 
     num_requests: int
     prompt_tokens: int
@@ -27,10 +35,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """A policy beside full attention, over the same text.
+    """A policy compared with full attention over the same text.
 
-    `agreement` is the share of positions with the same most likely next token. `kl` is a lower bound of the mean KL divergence in
-    nats, from the 20 likeliest tokens of both.
+    `agreement` is the share of positions with the same likeliest next token. `kl` is a lower bound of the mean KL divergence in
+    nats, computed from the 20 likeliest tokens of both.
     """
 
     name: str
@@ -51,7 +59,7 @@ def policy_of_budget(kind: str, budget: int) -> KvPolicy:
 
 
 def memory_and_throughput(engine: Engine, load: Load, window: int) -> dict[str, Run]:
-    """Scenarios 1, 2 and 4: the same requests with full attention and with a window of `window` tokens."""
+    """Run scenarios 1, 2 and 4: the same requests with full attention and with a window of `window` tokens."""
     texts = [
         long_text(engine.tokenizer, load.prompt_tokens, skip_topics=3 + 2 * number)
         for number in range(load.num_requests)
@@ -64,7 +72,7 @@ def memory_and_throughput(engine: Engine, load: Load, window: int) -> dict[str, 
 
 
 def quality_by_window(engine: Engine, *, num_tokens: int, judged_from: int) -> list[Quality]:
-    """Scenario 3. Every policy reads the same text; positions from `judged_from` on are compared with full attention."""
+    """Run scenario 3: every policy reads the same text, and positions from `judged_from` on are compared with full attention."""
     text = long_text(engine.tokenizer, num_tokens, skip_topics=1)
     full = _prompt_logprobs(engine, text, None)
     rows = [_quality("full", "full", num_tokens, full, full, judged_from)]
@@ -107,10 +115,11 @@ def _quality(
 
 
 def _bounded_kl(q: dict[int, float], p: dict[int, float]) -> float:
-    """A lower bound of KL(q || p) from the log-probabilities of each one's likeliest tokens.
+    """Return a lower bound of KL(q || p) from the log-probabilities of the likeliest tokens of each.
 
-    It is the larger of two: with all tokens as one but those that both know; and with what `p` does not know as likely as the
-    least of what it knows.
+    The result is the larger of two bounds. `merged` treats all tokens that are not listed in both as one token, which never
+    increases the divergence. `capped` gives each token that only `q` lists the probability of the least likely token that `p`
+    lists, because it cannot be likelier under `p`; the rest is merged.
     """
     both = q.keys() & p.keys()
     known = sum(math.exp(q[token]) * (q[token] - p[token]) for token in both)

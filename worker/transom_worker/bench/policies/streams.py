@@ -1,4 +1,4 @@
-"""A stream of several times the model's trained length: memory, time per token and perplexity, with sink tokens and without."""
+"""Measures text of several times the model's trained length: memory, time per token and perplexity, with sinks and without."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transom_worker.engine.engine import Engine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPart:
-    """A part of a stream: perplexity of its tokens, and the CPU time of a decode step after it."""
+    """A part of a stream: the perplexity of its tokens, and the CPU time of a decode step after it."""
 
     policy: str
     begin: int
@@ -26,9 +26,7 @@ class StreamPart:
 
 
 def stream(engine: Engine, *, trained_len: int, times: int, window: int, num_parts: int) -> list[StreamPart]:
-    """Read `times * trained_len` tokens of text under a window with sinks and without, and decode a few tokens at the end of
-    each part.
-    """
+    """Read `times * trained_len` tokens of text with a window, with sinks and without, and decode a few tokens after each part."""
     length = times * trained_len - 32
     text = long_text(engine.tokenizer, length)
     ends = [length * (number + 1) // num_parts for number in range(num_parts)]

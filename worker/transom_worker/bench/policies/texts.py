@@ -1,6 +1,6 @@
-"""The texts of the measurements: English that every Python installation has, and tasks made of it.
+"""Makes the prompts of the measurements: English text that every Python installation has, and tasks made from it.
 
-The text is Python's own documentation of its syntax (`pydoc_data.topics`), some 100,000 tokens, so that nothing has to be
+The text is Python's own documentation of its syntax (`pydoc_data.topics`), about 100,000 tokens, so that nothing has to be
 downloaded and all machines measure the same.
 """
 
@@ -14,7 +14,7 @@ from transom_core.text.tokenizer import Tokenizer
 
 
 def long_text(tokenizer: Tokenizer, num_tokens: int, *, skip_topics: int = 0) -> list[int]:
-    """Return the first tokens of the documentation, from topic `skip_topics` on."""
+    """Return the first `num_tokens` tokens of the documentation without its first `skip_topics` topics."""
     from pydoc_data.topics import topics
 
     ids: list[int] = []
@@ -44,18 +44,18 @@ _NAMES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecallTask:
-    """A prompt whose last `num_answer` tokens follow from something that stands far before them."""
+    """A prompt whose last `num_answer` tokens are determined by text far before them."""
 
     name: str
     token_ids: list[int]
     num_answer: int
-    distance: int  # tokens between the answer and what it follows from
+    distance: int  # tokens between the answer and the text that determines it
 
 
 def recall_tasks(tokenizer: Tokenizer, *, num_filler: int) -> list[RecallTask]:
-    """Return a needle in a haystack, brackets that were opened long ago, and a repeated list.
+    """Return three tasks: a needle in a haystack, brackets that were opened long before, and a repeated list.
 
-    Needle and brackets lie `num_filler` tokens back, and the list's period is about three quarters of that.
+    Needle and opening brackets are about `num_filler` tokens back; the list's period is about three quarters of that.
     """
     filler = long_text(tokenizer, num_filler, skip_topics=20)
     return [
@@ -75,9 +75,9 @@ def _needle(tokenizer: Tokenizer, filler: list[int]) -> RecallTask:
 
 
 def _brackets(tokenizer: Tokenizer, num_filler: int) -> RecallTask:
-    """A long JSON list, in one object or in two: only its first tokens show how many braces must be closed after it.
+    """Return a task with a long JSON list inside two objects: only its first tokens show how many braces must be closed after it.
 
-    Short documents of both kinds stand before it, so that the model knows what is asked.
+    Short documents with one and with two objects come before it, so that the model knows both forms.
     """
     rng = random.Random(5)
     single, double = '{"list": [', '{"result": {"list": ['
@@ -101,7 +101,7 @@ def _item(rng: random.Random, index: int) -> str:
 
 
 def _repetition(tokenizer: Tokenizer, period: int) -> RecallTask:
-    """A list of random words, three times: each word of the last copy stands one list after the word's last occurrence."""
+    """Return a list of random words, three times: each word of the last copy comes one list after the word's last occurrence."""
     from pydoc_data.topics import topics
 
     words = sorted({word for text in topics.values() for word in re.findall(r"\b[a-z]{4,8}\b", text)})

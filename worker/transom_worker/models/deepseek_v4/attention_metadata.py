@@ -1,11 +1,11 @@
-"""The attention metadata of one forward pass of DeepSeek V4: cache slots that queries read and entries are made of.
+"""The attention metadata of one DeepSeek V4 forward pass: the cache slots that queries read and that entries are made from.
 
 A *latent row* is one vector per token that is key and value of all heads. A *compressed entry* is a latent row that stands for R
 tokens. A token *closes* an entry if it is the last of the entry's R tokens. With R = 4 a prompt chunk of the tokens 5 to 12 closes
-entry 1 (token 7) and entry 2 (token 11); entry 3 stays open. Everything here is computed by the first layer that needs it and
-reused by the others.
+entry 1 (token 7) and entry 2 (token 11); entry 3 stays open. The first layer that needs a tensor of this module computes it, and
+the other layers reuse it.
 
-A *slot* is a row's place in a cache: block * rows per block + row. -1 means: nothing to read.
+A *slot* is a row's place in a cache: block * rows per block + row. A slot of -1 means that there is nothing to read.
 
 Legend: T tokens, B sequences, W window, N entries of the longest sequence, E entries that the step closes, R tokens per entry,
 G groups of R tokens that an entry reads.
@@ -33,15 +33,15 @@ class AttentionMetadata:
         self._tables: dict[int, RotaryTables] = {}
 
     def num_entries(self, ratio: int) -> int:
-        """N: entries of the longest sequence, including those that this step closes."""
+        """Return N: the entries of the longest sequence, including those that this step closes."""
         return max(self._ends) // ratio
 
     def num_visible(self, ratio: int) -> torch.Tensor:
-        """The number of entries that each query sees, [T]; an entry that its own token closes counts."""
+        """Return the number of entries that each query may read, [T], including an entry that the query's own token closes."""
         return (self.batch.positions + 1) // ratio
 
     def window(self, group: int, size: int) -> torch.Tensor:
-        """Slots of the last `size` tokens of each query, its own token last, [T, W]."""
+        """Return the slots of the last `size` tokens of each query, [T, W]; the query's own token comes last."""
         key = ("window", group, size)
         if key not in self._slots_cache:
             positions = self.batch.positions
@@ -52,7 +52,7 @@ class AttentionMetadata:
         return self._slots_cache[key]
 
     def entries(self, group: int, ratio: int) -> torch.Tensor:
-        """Slots of each sequence's entries, [B, N]; -1 after its last entry."""
+        """Return the slots of each sequence's entries, [B, N]; -1 after a sequence's last entry."""
         key = ("entries", group)
         if key not in self._slots_cache:
             paged = self.batch.groups[group]
@@ -65,7 +65,7 @@ class AttentionMetadata:
         return self._slots_cache[key]
 
     def visible_entries(self, group: int, ratio: int) -> torch.Tensor:
-        """Slots of all entries that each query sees, [T, N]."""
+        """Return the slots of all entries that each query may read, [T, N]; -1 for the others."""
         key = ("visible", group)
         if key not in self._slots_cache:
             slots_BN = self.entries(group, ratio)
@@ -75,11 +75,11 @@ class AttentionMetadata:
         return self._slots_cache[key]
 
     def closes_entries(self, cache: CompressedCache) -> bool:
-        """Whether the step closes any entry of this cache."""
+        """Return whether the step closes any entry of this cache."""
         return sum(self.batch.groups[cache.entries.group].count_host) > 0
 
     def state(self, cache: CompressedCache, ratio: int, num_groups: int) -> torch.Tensor:
-        """Slots of the compressor's (kv, gate) rows that each closing entry reads, [E, G R]."""
+        """Return the slots of the compressor's (kv, gate) rows that each closing entry is made from, [E, G R]."""
         key = ("state", cache.state.group, ratio, num_groups)
         if key not in self._slots_cache:
             sequence_E, numbers_E = self._closing(cache)
@@ -89,14 +89,14 @@ class AttentionMetadata:
         return self._slots_cache[key]
 
     def entry_tables(self, cache: CompressedCache, ratio: int) -> RotaryTables:
-        """The rotary tables of the closing entries, each at the position of its first token, [E, 1, rotated width]."""
+        """Return the rotary tables [E, 1, rotated width] of the closing entries, each at the position of its first token."""
         assert self._entry_rotary is not None
         if ratio not in self._tables:
             self._tables[ratio] = self._entry_rotary(self._closing(cache)[1] * ratio)
         return self._tables[ratio]
 
     def _closing(self, cache: CompressedCache) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sequence and the number of each entry that this step closes, [E] each."""
+        """Return the sequence and the number of each entry that this step closes, [E] each."""
         paged = self.batch.groups[cache.entries.group]
         sequence_E = _sequence_of_row(paged)
         rows = torch.arange(len(sequence_E), device=sequence_E.device)
@@ -104,17 +104,17 @@ class AttentionMetadata:
 
 
 def _sequence_of_row(paged: PagedBatch) -> torch.Tensor:
-    """The sequence of each row of a batch."""
+    """Return the number of the sequence that each row of a batch belongs to."""
     counts = (paged.query_offset[1:] - paged.query_offset[:-1]).long()
     numbers = torch.arange(len(counts), device=counts.device)
     return numbers.repeat_interleave(counts, output_size=sum(paged.count_host))
 
 
 def _slots(paged: PagedBatch, sequence: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Slots of rows [A, C] of the sequences [A, 1]; -1 for rows below `attend_from` and below 0.
+    """Return the slots of rows [A, C] of the sequences [A, 1]; -1 for rows below 0 or below the sequence's `attend_from`.
 
     Raises:
-        IndexError: a row that is to be read has no block (found on CPUs only).
+        IndexError: a row that will be read has no block (checked on CPUs only).
     """
     is_read = (rows >= 0) & (rows >= paged.attend_from[sequence])
     column = (rows // paged.block_size - paged.first_block[sequence]).masked_fill_(~is_read, 0)

@@ -1,5 +1,4 @@
-"""DeepSeek V4's compressor, which pools the (kv, gate) rows of tokens into compressed entries, and its indexer, which selects
-entries.
+"""DeepSeek V4's compressor, which pools tokens' (kv, gate) rows into compressed entries, and its indexer, which selects entries.
 
 A *latent row* is one vector per token that is key and value of all heads. A *compressed entry* is a latent row that stands for R
 tokens. A token *closes* an entry if it is the last of the entry's R tokens. The compressor's *state* is a cache of the (kv, gate)
@@ -29,7 +28,7 @@ from transom_worker.models.loading import Loader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntrySizes:
-    """The hidden width that entries are made from, their own width, and their norm's epsilon."""
+    """The hidden width from which entries are made, the entries' own width, and their norm's epsilon."""
 
     hidden: int
     width: int
@@ -37,9 +36,10 @@ class EntrySizes:
 
 
 class Compressor:
-    """Writes every token's (kv, gate) row to the state, and pools the entries that close.
+    """Writes every token's (kv, gate) row to the state, and pools rows into the entries that a step closes.
 
-    State rows lie in the cache by position, so an entry has equal values wherever chunks, steps or prefix hits begin.
+    The cache keeps a state row at its token's position. So an entry's value does not depend on where chunks, steps or prefix hits
+    begin.
     """
 
     def __init__(self, load: Loader, compression: Compression, sizes: EntrySizes) -> None:
@@ -52,7 +52,7 @@ class Compressor:
         self.weight_bytes = self._position_bias.nbytes + sum(part.weight_bytes for part in parts)
 
     def __call__(self, x_TN: torch.Tensor, cache: CompressedCache, metadata: AttentionMetadata) -> None:
-        """Write this step's (kv, gate) rows to the state, and pool the entries that the step closes."""
+        """Write this step's (kv, gate) rows to the state, and make the entries that the step closes."""
         kv_gate = self._kv_gate(x_TN).float().view(len(x_TN), 2, 1, -1)
         state, group = cache.state.cache, metadata.batch.groups[cache.state.group]
         kv_write(kv_gate[:, 0], kv_gate[:, 1], state.k, state.v, group.slots)
@@ -90,7 +90,7 @@ class Indexer:
         metadata: AttentionMetadata,
         slots_BN: torch.Tensor,
     ) -> torch.Tensor:
-        """The slots of the entries that each query reads, [T, K], of each sequence's entries at `slots_BN`; -1 for none."""
+        """Return the slots of the entries that each query reads, [T, K], out of its sequence's entries `slots_BN`; -1 for none."""
         q_THD = self._queries(query_TQ).view(len(x_TN), self._num_heads, -1)
         rotate(q_THD, tables)
         chosen_TK = select_entries(
@@ -107,7 +107,7 @@ class Indexer:
         return slots_TK.masked_fill_(chosen_TK < 0, -1)
 
     def reads_all(self, metadata: AttentionMetadata) -> bool:
-        """Whether each query may read all entries that it sees, so that nothing needs to be selected."""
+        """Return whether no sequence has more than `top_k` entries, so that nothing needs to be selected."""
         return metadata.num_entries(self._ratio) <= self._top_k
 
 
@@ -119,9 +119,9 @@ def write_rotated(
     slots_T: torch.Tensor,
     q_THD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Normalise rows, rotate their last elements and write them to the cache, in one launch.
+    """Normalise rows, rotate their last elements and write them to the cache, in one kernel launch.
 
-    Queries, if given, are normalised without a weight, rotated and returned by the same launch.
+    The same launch normalises `q_THD`, if given, without a weight, rotates it and returns it.
     """
     preparation = Preparation(
         norm=True, k_weight=norm.weight_N[None], eps=norm.eps, interleaved=tables.interleaved, rotates_last=True

@@ -1,6 +1,6 @@
-"""Hyper-connections: load the coefficients' weights, and connect a sublayer with the residual streams.
+"""Hyper-connections, which replace the residual by several streams: coefficients say how a sublayer reads and writes each stream.
 
-`transom_kernels.hyper_connections.op` has the formulas. Coefficients are projected from the streams themselves, in float32.
+The coefficients are projected from the streams themselves, in float32. `transom_kernels.hyper_connections.op` has the formulas.
 
 Legend: T tokens, S residual streams, N hidden width, M coefficients.
 """
@@ -26,14 +26,16 @@ class HyperConnection:
         self.weight_bytes = self._projection.weight_bytes
 
     def before_sublayer(self, x_TSN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The sublayer's input [T, N], post [T, S] and the mixing matrix [T, S from, S to] (`hc_pre`)."""
+        """Return the sublayer's input [T, N], the output's weights `post` [T, S] and the streams' mixing matrix [T, S from, S to]
+        (`hc_pre`).
+        """
         projection = self._projection
         return hc_pre(x_TSN, projection(x_TSN), projection.scale, projection.base, rounds=self._rounds, eps=self._eps)
 
     def after_sublayer(
         self, y_TN: torch.Tensor, x_TSN: torch.Tensor, post_TS: torch.Tensor, mix_TSS: torch.Tensor
     ) -> torch.Tensor:
-        """The residual streams [T, S, N] after the sublayer whose output is `y` [T, N] (`hc_post`)."""
+        """Return the residual streams [T, S, N] after the sublayer with output `y` [T, N] (`hc_post`)."""
         return hc_post(y_TN, x_TSN, post_TS, mix_TSS)
 
 
@@ -48,7 +50,7 @@ class HyperConnectionHead:
         self.weight_bytes = self._projection.weight_bytes
 
     def __call__(self, x_TSN: torch.Tensor) -> torch.Tensor:
-        """The sum [T, N] of the streams [T, S, N]."""
+        """Return the weighted sum [T, N] of the streams [T, S, N]."""
         projection = self._projection
         return hc_head(x_TSN, projection(x_TSN), projection.scale, projection.base, eps=self._eps)
 
@@ -70,5 +72,5 @@ class _Projection:
         self.weight_bytes = self._weight.nbytes + self.base.nbytes + self.scale.nbytes
 
     def __call__(self, x_TSN: torch.Tensor) -> torch.Tensor:
-        """Projected coefficients [T, M], before scale and base."""
+        """Return the projected coefficients [T, M], before scale and base."""
         return hc_project(x_TSN, self._weight, self._eps)

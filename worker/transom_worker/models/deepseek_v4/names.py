@@ -1,6 +1,6 @@
-"""Tensor names of DeepSeek V4 checkpoints: accepts the names that transformers saves and those of the published files.
+"""Maps tensor names of DeepSeek V4 checkpoints, so that the names that transformers saves and the published ones both work.
 
-transformers puts most names under `model.` and calls a layer's latent norm `norm`; all other names of layers are equal.
+transformers puts most names under `model.` and calls a layer's latent norm `norm`; the other names within layers are equal.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _PUBLISHED = (
 
 
 def either_name(weights: Weights) -> Weights:
-    """The weights under transformers' names, whichever names the checkpoint has."""
+    """Return the weights under transformers' names, whichever of the two namings the checkpoint has."""
     saved = any(name.startswith("model.") for name in weights.names)
     return weights if saved else RenamedWeights(weights, published_name)
 
 
 def published_name(name: str) -> str:
-    """The published name of a tensor that transformers saves as `name`."""
+    """Return the published name of a tensor that transformers saves as `name`."""
     for saved, published in _PUBLISHED:
         name = name.replace(saved, published, 1)
     return name

@@ -25,14 +25,14 @@ from transom_worker.models.loading import Loader
 class LatentAttention:
     """Low-rank queries, one softmax over a window of latent rows and entries, and an output projection by groups of heads.
 
-    Latent rows are rotated, as keys must be. So the values that attention sums are rotated as well, and the output is rotated back
-    at the query's position.
+    A latent row is key and value at once, and keys must be rotated. So the values that attention sums are rotated as well; the
+    output is therefore rotated back by the query's position.
     """
 
     def __init__(self, load: Loader, architecture: Architecture, shape: DeepseekV4Shape, index: int) -> None:
         """Load layer `index`; `load` reads names within `attn`.
 
-        The groups of heads are shared out over the ranks; each rank has all other weights.
+        The groups of heads are divided among the ranks; every rank has all the other weights.
         """
         layer = architecture.layers[index]
         heads = head_share(architecture, index, load.parallel.rank, load.parallel.size).queries
@@ -74,7 +74,7 @@ class LatentAttention:
         compressed: CompressedCache | None,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """The output [T, N]; writes latent rows and closed entries. `group` is the KV cache group of `cache`."""
+        """Return the output [T, N]; write latent rows and the entries that the step closes. `group` is `cache`'s KV cache group."""
         down_T = self._down(x_TN)
         query_TQ = self._query_norm(down_T[:, : self._query_rank])
         q_THD = self._queries(query_TQ).view(len(x_TN), self._num_heads, -1)
@@ -101,7 +101,7 @@ class LatentAttention:
         cache: CompressedCache,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Slots of the entries that each query reads; the entries that this step closes are written first."""
+        """Write the entries that this step closes, and return the slots of the entries that each query reads."""
         assert self._compressor is not None
         assert self._layer.compression is not None
         ratio, group = self._layer.compression.ratio, cache.entries.group

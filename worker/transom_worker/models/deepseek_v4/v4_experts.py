@@ -26,7 +26,7 @@ _NAMES = ("experts.{}.w1.weight", "experts.{}.w3.weight", "experts.{}.w2.weight"
 class ExpertLayer:
     """The experts of one layer.
 
-    `load` reads the tensors below the prefix `ffn.` of the layer. With `hashed`, a table gives the experts of each token id.
+    `load` reads names below the layer's prefix `ffn.`. If `hashed`, a table gives the experts of each token id.
     """
 
     def __init__(self, load: Loader, architecture: Architecture, shape: DeepseekV4Shape, *, hashed: bool) -> None:
@@ -47,21 +47,21 @@ class ExpertLayer:
         own = load.share(inner)
         shared = load.under("shared_experts.")
         self._shared_in = shared.linear("w1", "w3", shapes=[(inner, hidden)] * 2, rows=[own] * 2)
-        # `partial`: without an all-reduce of its own, since the layer reduces routed and shared outputs together
+        # `partial`: no all-reduce within the shared expert, because this layer reduces routed and shared outputs together.
         self._shared_out = shared.partial().row_parallel("w2", shape=(hidden, inner), columns=own)
         parts = (self._router, self._experts, self._shared_in, self._shared_out)
         table_bytes = 0 if self._chosen_VK is None else self._chosen_VK.nbytes
         self.weight_bytes = table_bytes + sum(part.weight_bytes for part in parts)
 
     def __call__(self, x_TN: torch.Tensor, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """The output [T, N] of `x` [T, N]."""
+        """Return the output [T, N] for `x` [T, N]."""
         chosen_TK = None if self._chosen_VK is None else self._chosen_VK[token_ids_T]
         routed_TN = self._experts(x_TN, self._router(x_TN, chosen_TK))
         return self._comm.all_reduce_(self._shared_out.add_to(routed_TN, apply_gate(self._shared_in(x_TN), self._rule)))
 
 
 def _experts_by_token(load: Loader, shape: tuple[int, int], num_experts: int) -> torch.Tensor:
-    """The table [V, K] of the experts of each token id.
+    """Load the table [V, K] of each token id's experts.
 
     Raises:
         ModelError: the table names an expert that does not exist.

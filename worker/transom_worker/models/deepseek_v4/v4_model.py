@@ -1,12 +1,12 @@
 """The DeepSeek V4 decoder.
 
-- Attention reads a window of latent rows, and in most layers compressed entries besides (`attention.py`, `compressor.py`).
-- The residual is several streams, connected with each sublayer by hyper-connections (`hyper_connections.py`).
-- All layers are MoE; the first ones route by token id (`experts.py`).
+- Attention reads a window of latent rows, and in most layers also compressed entries (`v4_attention.py`, `compressor.py`).
+- The residual consists of several streams; hyper-connections connect them with each sublayer (`hyper_connections.py`).
+- All layers are MoE; the first ones route by token id (`v4_experts.py`).
 
 Sources: DeepSeek's model card and paper of V4, transformers' `DeepseekV4ForCausalLM`.
 
-Legend: T tokens, R rows whose logits are wanted, S residual streams, N hidden width, V this rank's part of the vocabulary.
+Legend: T tokens, R rows whose logits are requested, S residual streams, N hidden width, V this rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transom_worker.models.loading import Loader
 
 
 class DeepseekV4:
-    """Embedding, layers over several residual streams, head."""
+    """DeepSeek V4's decoder: embedding, layers over several residual streams, output head."""
 
     def __init__(self, architecture: Architecture, load: Loader) -> None:
         """`load` reads tensors by their names in the checkpoint.
@@ -65,17 +65,17 @@ class DeepseekV4:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [R, V] in float32 over `vocab`; writes the batch's latent rows and entries into its caches."""
+        """Return logits [R, V] in float32 over `vocab`; write the batch's latent rows and entries into its caches."""
         return self.logits(self.hidden(batch))
 
     @torch.inference_mode()
     def logits(self, hidden_RN: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] in float32 over `vocab` of hidden states."""
+        """Return logits [R, V] in float32 over `vocab` for hidden states."""
         return self._head(hidden_RN)
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        """Normalised hidden states [R, N]; writes the batch's latent rows and entries into its caches."""
+        """Return normalised hidden states [R, N]; write the batch's latent rows and entries into its caches."""
         metadata = AttentionMetadata(batch, None if self._entry_rope is None else self._rotary[self._entry_rope])
         tables = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
         x_TSN = self._embedding(batch.token_ids)[:, None].expand(-1, self._num_residual_streams, -1)
@@ -91,7 +91,7 @@ class DeepseekV4:
 
 
 class DeepseekV4Layer:
-    """One decoder layer: attention and experts, each between hyper-connections."""
+    """One decoder layer: attention and experts, each with a hyper-connection around it."""
 
     def __init__(self, load: Loader, architecture: Architecture, shape: DeepseekV4Shape, index: int) -> None:
         eps, hidden = architecture.rms_norm_eps, architecture.hidden_size
@@ -106,7 +106,7 @@ class DeepseekV4Layer:
         self.weight_bytes = sum(part.weight_bytes for part in (self._attention, self._experts, *norms, *mixers))
 
     def attend(self, x_TSN: torch.Tensor, tables: RotaryTables, metadata: AttentionMetadata) -> torch.Tensor:
-        """The residual streams [T, S, N] after attention."""
+        """Return the residual streams [T, S, N] after attention."""
         batch, index = metadata.batch, self._index
         x_TN, post_TS, mix_TSS = self._attention_connection.before_sublayer(x_TSN)
         y_TN = self._attention(
@@ -120,14 +120,14 @@ class DeepseekV4Layer:
         return self._attention_connection.after_sublayer(y_TN, x_TSN, post_TS, mix_TSS)
 
     def feed_forward(self, x_TSN: torch.Tensor, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """The residual streams [T, S, N] after the experts."""
+        """Return the residual streams [T, S, N] after the experts."""
         x_TN, post_TS, mix_TSS = self._expert_connection.before_sublayer(x_TSN)
         y_TN = self._experts(self._expert_norm(x_TN), token_ids_T)
         return self._expert_connection.after_sublayer(y_TN, x_TSN, post_TS, mix_TSS)
 
 
 def _checked(architecture: Architecture) -> DeepseekV4Shape:
-    """The family's sizes, after a check that the model can run."""
+    """Check that the model can run, and return the sizes that only this family has."""
     if architecture.deepseek_v4 is None or any(layer.window is None for layer in architecture.layers):
         raise ModelError("A deepseek_v4 model has a window in every layer; config.json gives some without one.")
     if any(layer.sinks or layer.chunk is not None for layer in architecture.layers):
@@ -136,12 +136,12 @@ def _checked(architecture: Architecture) -> DeepseekV4Shape:
 
 
 def _rotary(rope: Rope, load: Loader) -> RotaryEmbedding:
-    """The rotary embedding of a RoPE; pairs stay interleaved."""
+    """Make the rotary embedding of a RoPE; pairs stay interleaved."""
     frequency = frequencies(rope, load.device)
     return RotaryEmbedding(frequency, dtype=load.dtype, scale=rope.attention_factor, interleaved=True)
 
 
 def _entry_rope(architecture: Architecture) -> Rope | None:
-    """The RoPE of compressed entries, which is that of the layers that have them; None if no layer has."""
+    """Return the RoPE of compressed entries: that of the layers with entries. None if no layer has entries."""
     pairs = zip(architecture.layers, architecture.ropes, strict=True)
     return next((rope for layer, rope in pairs if layer.compression is not None), None)

@@ -1,3 +1,1 @@
-"""Layers that models share: attention, linear layers, feed-forward layers, experts, norms, rotary embedding, and the forward
-batch.
-"""
+"""Layers that models share: attention, linear and feed-forward layers, experts, norms, rotary embedding; and the forward batch."""

@@ -24,11 +24,10 @@ from transom_worker.models.layers.rotary_embedding import RotaryTables
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """The heads of one rank, and which keys a query sees.
+    """The heads of one rank, and which keys a query reads.
 
-    `window` is the number of last tokens that a query sees, `chunk` the size of the chunks of chunked attention (a query sees
-    only keys of its own chunk), and `num_sink_tokens` the number of first tokens that every query sees. None means no such
-    limit.
+    A query reads the last `window` tokens, itself included, and the first `num_sink_tokens` tokens. In chunked attention it reads
+    only keys of its own chunk of `chunk` tokens. None means that there is no such limit.
     """
 
     num_heads: int
@@ -45,13 +44,13 @@ class AttentionShape:
 class AttentionOptions:
     """What model families add to plain attention; the default adds nothing."""
 
-    scale: float | None = None  # of the scores; None: head_size ** -0.5
+    scale: float | None = None  # factor of the scores; None: head_size ** -0.5
     soft_cap: float | None = None
     sink_logits: torch.Tensor | None = None  # [H] float32, one learned sink for each of this rank's heads
     norm: QkNorm | AllHeadsQkNorm | ShardedAllHeadsQkNorm | None = None  # of queries and keys, before rotation
-    norm_after_rotation: bool = False  # of queries and keys by head, without a weight
-    value_norm: bool = False  # by head, without a weight
-    eps: float = 1e-6  # of the norms by head
+    norm_after_rotation: bool = False  # normalise each query and key head after rotation, without a weight
+    value_norm: bool = False  # normalise each value head, without a weight
+    eps: float = 1e-6  # of the norms of single heads
     value_scale: float = 1.0
 
 
@@ -70,7 +69,7 @@ class Attention:
 
     @property
     def adds_in_product(self) -> bool:
-        """Whether `add_to` adds the residual in the layer's last product."""
+        """Return whether `add_to` adds the residual within the layer's last matrix product."""
         return self._output.adds_in_product
 
     def add_to(
@@ -136,10 +135,10 @@ class Attention:
         batch: PagedBatch,
         query_scale_T11: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return queries [T, H, D], normalised and rotated, and those for sink tokens where they differ.
+        """Return the normalised and rotated queries [T, H, D]; also those that read sink tokens, if these are rotated differently.
 
-        Keys and values are written to the cache if the layer has its own. One operator does all of it after the projection, except
-        for a norm over all heads, which runs before it.
+        Write keys and values to the cache if the layer has its own. One operator does all this after the projection; only a norm
+        over all heads runs by itself before it.
         """
         heads, norm = self._shape.num_heads, self._options.norm
         kv_heads = self._shape.num_kv_heads if self._shape.has_cache else 0
@@ -181,7 +180,7 @@ class Attention:
 
 
 def _preparation(shape: AttentionShape, options: AttentionOptions) -> Preparation:
-    """Return the norms of single heads, and the factors, in the form that `prepare_qkv` takes."""
+    """Return the norms of single heads, and the value factor, in the form that `prepare_qkv` takes."""
     norm = options.norm if isinstance(options.norm, QkNorm) else None
     weight_HD = None if norm is None else norm.weight_HD
     return Preparation(

@@ -1,6 +1,6 @@
 """Token embedding and LM head; the two may share their weight.
 
-With several ranks the vocabulary is sharded: each rank has the rows of its own tokens, for looking up and for logits.
+With several ranks the vocabulary is sharded: each rank has the rows of its own tokens, for look-ups and for logits.
 
 Legend: T tokens, R rows that need logits, V vocabulary of this rank, N hidden width.
 """
@@ -18,9 +18,9 @@ from transom_worker.models.parallel import SINGLE_RANK, Communicator
 
 
 class Embedding:
-    """Looks tokens up in a table, and multiplies the rows by `scale`, which is rounded to the table's dtype.
+    """Looks up tokens in a table, and multiplies their rows by `scale`, rounded to the table's dtype.
 
-    The table is a tensor [V, N], until a tied head packs it and shares the packed weight (`LmHead`).
+    The table is a tensor [V, N]. A tied head may pack it (`LmHead`); then head and embedding share the packed weight.
     """
 
     def __init__(self, weight_VN: torch.Tensor, *, scale: float = 1.0) -> None:
@@ -45,9 +45,7 @@ class Embedding:
 
 
 class ShardedEmbedding(Embedding):
-    """The embedding of one of several ranks: a token of another rank is a row of zeros here, and an all-reduce adds up the
-    ranks' rows.
-    """
+    """The embedding on one of several ranks. Another rank's token gets a row of zeros, and an all-reduce adds the ranks' rows."""
 
     def __init__(self, weight_VN: torch.Tensor, *, first_id: int, comm: Communicator, scale: float = 1.0) -> None:
         """`first_id` is the token id of the table's first row."""
@@ -74,8 +72,8 @@ def make_embedding(weight_VN: torch.Tensor, *, first_id: int, comm: Communicator
 class LmHead:
     """Computes logits in float32 over this rank's vocabulary.
 
-    A tied head shares its weight with the embedding, even if it is packed. A quantised head has a second copy, because rows
-    cannot be looked up in it.
+    A tied head shares its weight with the embedding, even if the weight is packed. A quantised head is a second copy, because an
+    embedding cannot look up rows in it.
     """
 
     def __init__(
@@ -87,16 +85,16 @@ class LmHead:
         scale: float = 1.0,
         soft_cap: float | None = None,
     ) -> None:
-        """Logits are multiplied by `scale`; then `soft_cap` bounds them smoothly: soft_cap * tanh(logit / soft_cap).
+        """Use `weight_VN`, or the weight of the embedding `tied_to`; then `weight_VN` is None.
 
-        With `tied_to` the weight is that of the embedding, and `weight_VN` is None.
+        Logits are multiplied by `scale`; then `soft_cap` bounds them smoothly: soft_cap * tanh(logit / soft_cap).
         """
         self._scale, self._soft_cap = scale, soft_cap
         if tied_to is not None:
             assert isinstance(tied_to.table, torch.Tensor)
             weight_VN = tied_to.table
         assert weight_VN is not None
-        # with 4 bits in the other layers the head has 8: its rounding goes into the logits as it is
+        # If the other layers have 4 bits, the head has 8: the head's rounding errors reach the logits directly.
         self._linear = make_linear(weight_VN, quantization="int8" if quantization == "int4" else quantization)
         self.weight_bytes = self._linear.weight_bytes
         shared = _table_of(self._linear)
@@ -109,7 +107,7 @@ class LmHead:
 
 
 def _table_of(layer: Linear) -> torch.Tensor | PackedWeight | None:
-    """The weight of a layer as an embedding's table; None where rows cannot be looked up in it."""
+    """Return a layer's weight as an embedding's table; None if an embedding cannot look up rows in it."""
     if isinstance(layer, PlainLinear):
         return layer.weight_NK
     return layer.weight if isinstance(layer, KernelLinear) and isinstance(layer.weight, PackedWeight) else None

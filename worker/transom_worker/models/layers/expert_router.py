@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts each token goes to, and the weight of each.
+"""The router of a mixture of experts: chooses each token's experts and the weight of each.
 
 Legend: T tokens, N hidden width, E experts, K experts chosen per token.
 """
@@ -21,9 +21,7 @@ class Routes:
 
 
 class ExpertRouter:
-    """A linear layer that scores the experts, and the choice of the best. It runs in float32, since two scores may be close
-    together.
-    """
+    """Scores the experts with a linear layer and chooses the best. It runs in float32, because scores may be close together."""
 
     def __init__(
         self,
@@ -34,7 +32,7 @@ class ExpertRouter:
         correction_E: torch.Tensor | None = None,
         expert_scale_E: torch.Tensor | None = None,
     ) -> None:
-        """`correction_E` is added to the scores for the choice alone; `expert_scale_E` multiplies the weights."""
+        """`correction_E` is added to the scores only to choose experts; `expert_scale_E` multiplies the chosen experts' weights."""
         self._weight_EN, self._bias_E = router_layout(weight_EN.float()), _float(bias_E)
         self._correction_E, self._expert_scale_E = _float(correction_E), _float(expert_scale_E)
         self._routing = routing
@@ -42,9 +40,7 @@ class ExpertRouter:
         self.weight_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def __call__(self, x_TN: torch.Tensor, chosen_TK: torch.Tensor | None = None) -> Routes:
-        """Return the routes of these tokens. If `chosen_TK` is given, it fixes the experts, and the router computes only their
-        weights.
-        """
+        """Return the routes of these tokens. `chosen_TK`, if given, fixes the experts; only their weights are computed then."""
         experts_TK, weights_TK = route(
             x_TN,
             self._weight_EN,

@@ -1,7 +1,7 @@
-"""The experts of a mixture-of-experts layer: feed-forward layers, each of which runs over the tokens that are routed to it.
+"""The experts of a mixture-of-experts layer: each expert is a feed-forward layer for the tokens that are routed to it.
 
-With several ranks, each rank has a part of every expert's inner width. Its output is then a part of a sum, and the caller adds
-the parts of all ranks.
+With several ranks, each rank has a part of every expert's inner width. A rank's output is then a partial sum, and the caller adds
+the partial sums of all ranks.
 
 Legend: T tokens, N hidden width, I inner width of this rank, E experts, K experts chosen per token, P = T K pairs of token and
 expert.
@@ -38,7 +38,7 @@ def make_experts(
 ) -> Experts:
     """Return the fastest implementation for the device and dtype of these weights.
 
-    With `scales_input`, a route's weight multiplies the expert's input; otherwise it multiplies the output.
+    With `scales_input`, a route's weight multiplies the expert's input; otherwise it multiplies the expert's output.
     """
     if isinstance(weights.down, MxTensor) or runs_grouped(weights.down, quantization):
         return GroupedExperts(weights, rule, scales_input=scales_input)
@@ -46,24 +46,23 @@ def make_experts(
 
 
 def runs_grouped(like: torch.Tensor, quantization: Quantization) -> bool:
-    """Whether experts in the device and dtype of `like` run as grouped matrix products, which take MXFP4 weights as stored."""
+    """Return whether experts with the device and dtype of `like` run as grouped matrix products, which take MXFP4 as stored."""
     if quantization != "none":
         return False
     return uses_triton(like) or (like.dtype in (torch.bfloat16, torch.float32) and uses_cpu_kernels(like))
 
 
 class GroupedExperts(Experts):
-    """All experts in two grouped matrix products. The device finds each expert's rows, so the host does not wait for their
-    number.
+    """Runs all experts in two grouped matrix products. The device finds each expert's rows, so the host never waits for counts.
 
-    On CPUs weights are packed into the layout of the kernels; what was given is not kept.
+    On CPUs the weights are packed into the kernels' layout, and the original tensors are not kept.
     """
 
     def __init__(self, weights: ExpertTensors, rule: GateRule, *, scales_input: bool) -> None:
         self._rule, self._scales_input = rule, scales_input
         self._weights: ExpertTensors | PackedExperts
         parts = (weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias)
-        # Without the padding of packed weights.
+        # The padding of packed weights is not counted.
         self.weight_bytes = sum(_bytes(part) for part in parts if part is not None)
         if uses_cpu_kernels(weights.down.blocks if isinstance(weights.down, MxTensor) else weights.down):
             self._weights = pack_experts(weights)
@@ -87,8 +86,8 @@ class GroupedExperts(Experts):
 class SequentialExperts(Experts):
     """Runs one expert after the other over its tokens; the host reads how many tokens each expert has.
 
-    Weights that need no packing stay views of the stacked tensors. Beyond the rounding of a product with more rows, a token's
-    result does not depend on other tokens, because its experts are added in the order in which the token chose them.
+    Weights that need no packing stay views of the stacked tensors. A token's experts are added in the order in which the token
+    chose them. So other tokens can change its result only by how a matrix product with more rows rounds.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class SequentialExperts(Experts):
         return torch.bmm(routes.weights_TK[:, None], y_TKN).squeeze(1).to(x_TN.dtype)
 
     def _apply(self, x_PN: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Return every expert's output over its rows of `x_PN`, [P, N]; `counts` are the rows of each expert."""
+        """Return every expert's output for its rows of `x_PN`, [P, N]; `counts` has the number of rows of each expert."""
         y_PN = torch.empty_like(x_PN)
         start = 0
         for gate_up, down, count in zip(self._gate_up, self._down, counts, strict=True):
@@ -139,7 +138,7 @@ class SequentialExperts(Experts):
 
 
 def apply_gate(gate_up: torch.Tensor, rule: GateRule) -> torch.Tensor:
-    """Return the gated activation of `gate_up` [P, 2I], gates before ups, by `rule`, [P, I]."""
+    """Return the gated activation [P, I] of `gate_up` [P, 2I], in which gates come before ups; `rule` has the formula."""
     if rule.gain == 1.0 and rule.up_offset == 0.0:
         return gated_activation(gate_up, rule.activation, rule.limit)
     gate, up = gate_up.chunk(2, dim=-1)

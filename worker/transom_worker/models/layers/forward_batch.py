@@ -1,4 +1,4 @@
-"""The argument of a forward pass: a step's tokens, block tables and caches.
+"""Defines `ForwardBatch`, the one argument of a forward pass: a step's tokens, block tables and caches.
 
 Legend: T tokens, B sequences, R rows that need logits.
 """
@@ -16,8 +16,8 @@ from transom_kernels.paged_attention.batch import PagedBatch
 class LayerCache:
     """Views of one layer's K and V in the KV pool, [num_block_ids, block_size, num_kv_heads, size], strided by block.
 
-    Quantised keys and values have scales, [num_block_ids, block_size, num_kv_heads] float32. `hadamard`: keys are kept multiplied
-    by a Hadamard matrix (`transom_kernels.kv_write.Preparation`).
+    Quantised keys and values have scales, [num_block_ids, block_size, num_kv_heads] float32. If `hadamard`, the keys are stored
+    multiplied by a Hadamard matrix (`transom_kernels.kv_write.Preparation` says why).
     """
 
     k: torch.Tensor
@@ -39,9 +39,9 @@ class CachePart:
 class CompressedCache:
     """What a compressed attention layer keeps besides its keys and values.
 
-    `entries` are the compressed entries, one tensor that is K and V alike. `state` holds the compressor's (kv, gate) of each
-    token, as K and V. `index` is the same for the keys of the layer's indexer, if it has one; the indexer chooses the entries
-    that a query reads.
+    `entries` are the compressed entries, one tensor that is both K and V. `state` holds the compressor's kv of each token as K, and
+    its gate as V. `index` is such a cache for the keys of the layer's indexer, which chooses the entries that a query reads; None
+    if the layer has no indexer.
     """
 
     entries: CachePart
@@ -55,10 +55,10 @@ class ForwardBatch:
 
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
-    groups: tuple[PagedBatch, ...]  # by group; a group of compressed entries counts entries, not tokens
-    group_of_layer: tuple[int, ...]  # by layer: the group of its keys and values
+    groups: tuple[PagedBatch, ...]  # by KV cache group; a group of compressed entries counts entries, not tokens
+    group_of_layer: tuple[int, ...]  # by layer: the KV cache group of its keys and values
     caches: tuple[LayerCache, ...]  # by layer: its keys and values
     logit_rows: torch.Tensor  # [R] int64, ascending: which of the T rows need logits
-    compressed: tuple[CompressedCache | None, ...] = ()  # by layer; empty where no layer is compressed
-    # [T] int64: positions of queries that meet sink tokens; None: `positions`.
+    compressed: tuple[CompressedCache | None, ...] = ()  # by layer; empty if no layer has one
+    # [T] int64: the positions by which queries are rotated when they read sink tokens; None: `positions`.
     sink_positions: torch.Tensor | None = None

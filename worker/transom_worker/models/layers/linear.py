@@ -1,4 +1,4 @@
-"""Linear layers: torch's own, and CPU kernels over packed weights, in the model's dtype or in 8 or 4 bits.
+"""Linear layers: torch's own, and CPU kernels with packed weights in the model's dtype, 8 bits or 4 bits.
 
 Legend: M rows, K input width, N output width.
 """
@@ -21,7 +21,7 @@ class Linear(ABC):
     """`x @ weight.T + bias`, alone or added to a residual. `weight_bytes` is the size of the weight."""
 
     weight_bytes: int
-    adds_in_product = False  # whether `add_to` adds the residual in the product, without another pass over memory
+    adds_in_product = False  # whether `add_to` adds the residual within the product, without another pass over memory
 
     @abstractmethod
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ def make_linear(
 
 
 def runs_packed(weight_NK: torch.Tensor) -> bool:
-    """Whether a weight that is not quantised is packed for the CPU kernels."""
+    """Return whether a weight that is not quantised will be packed for the CPU kernels."""
     return uses_cpu_kernels(weight_NK) and can_pack(weight_NK)
 
 
@@ -74,12 +74,12 @@ class PlainLinear(Linear):
 
 
 class KernelLinear(Linear):
-    """A weight, with its bias, that CPU kernels multiply; they add the residual, scale and cap in the same pass."""
+    """A linear layer that CPU kernels compute. They add bias and residual, or scale and cap logits, in the same pass."""
 
     adds_in_product = True
 
     def __init__(self, weight: PackedWeight | PackedPanels) -> None:
-        """A packed weight in the model's dtype, or in 8 or 4 bits."""
+        """`weight` is packed, with its bias: in the model's dtype (`PackedWeight`), or in 8 or 4 bits (`PackedPanels`)."""
         self.weight = weight
         self._product: Callable[..., torch.Tensor] = linear if isinstance(weight, PackedWeight) else quantised_linear
         self.weight_bytes = weight.nbytes

@@ -19,8 +19,8 @@ from transom_worker.models.parallel import SINGLE_RANK, Communicator
 
 
 class GatedMlp:
-    """A gated feed-forward layer. One projection computes gate and up; with packed weights it applies the activation and the
-    product, too.
+    """A gated feed-forward layer. One projection computes gate and up; with packed weights, the same kernel also applies the
+    activation and multiplies the two.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class GatedMlp:
         activation: Activation = "silu",
         comm: Communicator = SINGLE_RANK,
     ) -> None:
-        """With several ranks, each has a part of the inner width. Only rank 0 passes the bias of the down projection; other
-        ranks pass None.
+        """With several ranks, each has a part of the inner width. Only rank 0 passes a bias of the down projection, since the
+        ranks' outputs are summed; the others pass None.
         """
         self._activation: Activation = activation
         gate_IN, up_IN, down_NI = weights
@@ -46,7 +46,7 @@ class GatedMlp:
 
     @property
     def adds_in_product(self) -> bool:
-        """Whether `add_to` adds the residual in the layer's last product."""
+        """Return whether `add_to` adds the residual within the layer's last matrix product."""
         return self._down.adds_in_product
 
     def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ class GatedMlp:
 def _gate_and_up(
     weights: tuple[Weight, Weight], biases: tuple[torch.Tensor | None, torch.Tensor | None], quantization: Quantization
 ) -> PackedWeight | PackedPanels | Linear:
-    """Return the two projections as one; both weights are plain, or stored in one format."""
+    """Return the two projections fused. Both weights must be plain tensors, or be stored in the same format."""
     gate_IN, up_IN = weights
     gate_bias, up_bias = biases
     both = None if gate_bias is None or up_bias is None else (gate_bias, up_bias)

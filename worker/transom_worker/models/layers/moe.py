@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer, instead of a feed-forward layer.
+"""A mixture-of-experts layer, which some models have instead of a dense feed-forward layer.
 
 Legend: T tokens, N hidden width, K experts chosen per token.
 """
@@ -14,9 +14,9 @@ from transom_worker.models.parallel import SINGLE_RANK, Communicator
 
 
 class Moe:
-    """Routed experts, and a shared expert for every token if the model has one.
+    """Routed experts, and a shared expert that every token uses, if the model has one.
 
-    With several ranks, each has a part of every expert's inner width; one all-reduce adds up the ranks' parts for all experts.
+    With several ranks, each has a part of every expert's inner width; one all-reduce sums the ranks' partial outputs.
     """
 
     adds_in_product = False
@@ -29,7 +29,7 @@ class Moe:
         *,
         comm: Communicator = SINGLE_RANK,
     ) -> None:
-        """`shared` must not all-reduce its own output, because this layer does."""
+        """`shared` must not all-reduce its own output, because this layer reduces the sum of all experts."""
         self._router, self._experts, self._shared, self._comm = router, experts, shared, comm
         parts = (router, experts) if shared is None else (router, experts, shared)
         self.weight_bytes = sum(part.weight_bytes for part in parts)

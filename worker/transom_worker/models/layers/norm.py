@@ -55,7 +55,7 @@ class LayerNorm:
 
 
 class QkNorm:
-    """The weights [H, D] of a root-mean-square normalisation of each head by itself, which `prepare_qkv` computes."""
+    """The weights [H, D], query heads first, of a root-mean-square norm of each head by itself, which `prepare_qkv` computes."""
 
     def __init__(self, weight_HD: torch.Tensor) -> None:
         self.weight_HD, self.weight_bytes = weight_HD.contiguous(), weight_HD.nbytes
@@ -75,7 +75,7 @@ class AllHeadsQkNorm:
 
 
 class ShardedAllHeadsQkNorm:
-    """`AllHeadsQkNorm` where each of several ranks has some of the heads: an all-reduce adds up the squares of all ranks."""
+    """`AllHeadsQkNorm` for several ranks, each with some of the heads: an all-reduce sums the squares over the ranks."""
 
     def __init__(
         self,
@@ -87,10 +87,9 @@ class ShardedAllHeadsQkNorm:
         counts_keys: bool,
         comm: Communicator,
     ) -> None:
-        """The weights are those of this rank's heads; `widths` are those of all query heads and of all key heads.
+        """The weights are those of this rank's heads; `widths` are the total widths of all query heads and of all key heads.
 
-        Where several ranks hold the same key heads, exactly one of them has `counts_keys`, so that their squares are counted
-        once.
+        If several ranks hold the same key heads, exactly one of them must have `counts_keys`, so that their squares count once.
         """
         self._weights, self._eps, self._comm = (query_weight, key_weight), eps, comm
         counts = (1.0 / widths[0], (1.0 / widths[1]) if counts_keys else 0.0)

@@ -1,7 +1,6 @@
-"""Row-parallel linear layers: each rank has some columns of the weight, and an all-reduce adds up the ranks' products.
+"""Row-parallel linear layers: each rank has some columns of the weight [N, K], and an all-reduce sums the ranks' products.
 
-A column-parallel layer, of which each rank has some rows of the weight, needs no class of its own: it is a linear layer with
-fewer rows.
+A column-parallel layer needs no class of its own: each rank has some rows of the weight, which is a linear layer with fewer rows.
 
 Legend: M rows, K input width of this rank, N output width.
 """
@@ -18,7 +17,8 @@ from transom_worker.models.parallel import SINGLE_RANK, Communicator
 class RowParallelLinear(Linear):
     """`x @ weight.T + bias`, summed over the ranks. Only rank 0 has a bias.
 
-    The residual is added after the sum: it may be far larger than the ranks' parts, and would round each of them.
+    The residual is added after the sum. It may be far larger than the ranks' products, so adding it to one of them would round
+    that product's low bits away.
     """
 
     def __init__(self, linear: Linear, comm: Communicator) -> None:
@@ -41,10 +41,10 @@ def make_row_parallel(
     quantization: Quantization = "none",
     comm: Communicator = SINGLE_RANK,
 ) -> Linear:
-    """Return the layer for this rank's columns of a weight. With `SINGLE_RANK` as `comm` the caller adds up the ranks' parts,
-    if any.
+    """Return the layer for this rank's columns of a weight. With `SINGLE_RANK` as `comm` it does not sum over the ranks; if there
+    are several, the caller does.
 
-    Quantised weights are cut first: a rank's groups of columns begin where its columns do.
+    A weight is divided among ranks before it is quantised, so a rank's groups of columns begin at its first column.
     """
     linear = make_linear(weight_NK, bias_N, quantization=quantization)
     return linear if comm is SINGLE_RANK else RowParallelLinear(linear, comm)

@@ -1,7 +1,10 @@
-"""Attention in a step some of whose rows have KV policies: these read compact block tables with masks of their own.
+"""Attention for a step in which some requests have KV policies.
 
-Legend: T query tokens of the step, P of policy rows, O of the other rows, B sequences with policy rows, N table columns, H query
-heads, Dv value width.
+A *policy row* is a query token of such a request. Policy rows read compact block tables with masks of their own, and the other rows
+read the step's ordinary block tables.
+
+Legend: T query tokens of the step, P policy rows, O other rows, B sequences with policy rows, N table columns, H query heads, Dv
+value width.
 """
 
 from __future__ import annotations
@@ -18,10 +21,10 @@ from transom_worker.models.layers.forward_batch import LayerCache
 
 @dataclass(slots=True, kw_only=True)
 class MassMeter:
-    """What layers add about attention while they compute policy rows; sums over this rank's heads and layers.
+    """Sums of attention probability over this rank's layers and heads. Layers add to them while they compute policy rows.
 
-    `block_mass` gets the attention probability of each block of each table (`add_block_mass`). `dropped` gets, per query token, the
-    probability of the keys that the mask of `masked` hides and the batch's own does not.
+    `block_mass` sums the probability of each block of each table (`add_block_mass`). `dropped` sums, for each policy row, the
+    probability of the keys that the mask of `masked` hides and the batch's own mask does not.
     """
 
     block_mass: torch.Tensor | None = None  # [B, N] float32
@@ -31,17 +34,19 @@ class MassMeter:
 
 @dataclass(slots=True, kw_only=True)
 class MixedBatch(PagedBatch):
-    """The metadata of a step with policy rows. The fields of `PagedBatch` are of the other rows, but `slots` of all of them."""
+    """The metadata of a step with policy rows. Its `slots` are those of all rows; the other `PagedBatch` fields describe the rows
+    without policies.
+    """
 
     policies: PolicyBatch
     policy_rows: torch.Tensor | None  # [P] int64: which of the T tokens have policies; None: all
-    other_rows: torch.Tensor | None  # [O] int64; None: none
+    other_rows: torch.Tensor | None  # [O] int64: which have none; None if all have policies
     meter: MassMeter | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOptions:
-    """How a layer makes scores of queries and keys."""
+    """How a layer computes attention scores from queries and keys."""
 
     scale: float
     soft_cap: float | None
@@ -51,7 +56,7 @@ class ScoreOptions:
 def attend_mixed(
     q_THD: torch.Tensor, sink_q_THD: torch.Tensor | None, cache: LayerCache, batch: MixedBatch, options: ScoreOptions
 ) -> torch.Tensor:
-    """Return attention [T, H, Dv] of all rows; `sink_q` are queries for sink tokens, if some row needs others than `q`."""
+    """Return attention outputs [T, H, Dv] of all rows; `sink_q`, if given, are the queries that read sink tokens instead of `q`."""
     if batch.policy_rows is None:
         return _attend_policies(q_THD, sink_q_THD, cache, batch, options)
     sink_q_PHD = None if sink_q_THD is None else sink_q_THD.index_select(0, batch.policy_rows)
@@ -98,6 +103,8 @@ def _attend_policies(
         seen = empty_statistics(q_PHD)
         _attention(q_PHD, sink_q_PHD, cache, meter.masked, options, seen)
         (top, total), (seen_top, seen_total) = statistics.unbind(-1), seen.unbind(-1)
+        # A row's statistics are (top, total): its largest score, and the sum of 2^(score - top). `seen_total` is rescaled to
+        # `top`, so that its quotient with `total` is the probability of the keys that `masked` leaves.
         meter.dropped += (1.0 - seen_total * torch.exp2(seen_top - top) / total).sum(dim=1)
     return out_PHD
 

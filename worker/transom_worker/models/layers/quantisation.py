@@ -1,7 +1,7 @@
-"""Which layers have weights in 8 or 4 bits, and in which format.
+"""Decides which layers have weights in 8 or 4 bits, and in which format.
 
-- int8, int4: weights are rounded while they are loaded, with a scale and a minimum for every 32 columns of a row.
-- gguf: matrices that a GGUF file stores in such groups (Q8_0, Q4_0, Q4_1) stay as they are stored; others are dequantised.
+- int8, int4: loading rounds weights, with a scale and a minimum for every group of 32 columns of a row.
+- gguf: matrices that a GGUF file stores in such groups (Q8_0, Q4_0, Q4_1) stay as stored; others are dequantised.
 
 Activations are rounded to 16 bits, row by row and group by group (`transom_kernels.quantised_linear`).
 
@@ -24,7 +24,7 @@ _FORMATS: dict[Quantization, Format] = {"int8": "int8_min", "int4": "int4_min"}
 
 
 def quantised_rows(weight_NK: Weight, quantization: Quantization) -> QuantisedRows | None:
-    """Return a layer's weight in 8 or 4 bits: rounded now, or as it was stored. None: the layer computes in the weight's dtype.
+    """Return a layer's weight in 8 or 4 bits, rounded now or as stored; None if the layer computes in the weight's dtype.
 
     Raises:
         ConfigError: the weight is not on a CPU in bfloat16 or float32.
@@ -39,7 +39,7 @@ def check_quantization(quantization: Quantization, device: torch.device, dtype: 
     """Check that layers on this device and in this dtype can have weights in 8 or 4 bits.
 
     Raises:
-        ConfigError: they are not on a CPU in bfloat16 or float32.
+        ConfigError: a quantisation was requested, and the layers are not on a CPU in bfloat16 or float32.
     """
     if quantization != "none" and (device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32)):
         raise ConfigError(

@@ -1,7 +1,6 @@
 """The residual stream of a decoder, which its sublayers read and add to.
 
-An addition is deferred until the next read, so that one kernel adds, normalises and writes both the sum and the normalised
-rows:
+An addition is deferred until the next read, so that one kernel adds, normalises and writes both the sum and the normalised rows:
 
     residual.add(y)               # y is kept as the pending addend
     x = residual.read(norm)       # one pass: sum += y; x = norm(sum)
@@ -26,7 +25,7 @@ class Sublayer(Protocol[P]):
 
     @property
     def adds_in_product(self) -> bool:
-        """Whether `add_to` adds the residual in the layer's last product, without another pass over memory."""
+        """Return whether `add_to` adds the residual within the layer's last matrix product, without another pass over memory."""
         ...
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
@@ -39,7 +38,7 @@ class Sublayer(Protocol[P]):
 
 
 class Residual:
-    """A sum [T, N], and its pending addend: the last one, which the next read adds."""
+    """A sum [T, N], and its pending addend: the last output added, which the next read adds to the sum."""
 
     def __init__(self, x_TN: torch.Tensor) -> None:
         """Start with `x`, which is not changed."""
@@ -66,14 +65,17 @@ class Residual:
         return out_TN if norm is None or outer is not None else norm(out_TN)
 
     def add(self, y_TN: torch.Tensor, norm: RmsNorm | None = None) -> None:
-        """Add `y`, normalised if there is a norm. Its epsilon must be that of the norm which reads the sum."""
+        """Add `y`, normalised if `norm` is given.
+
+        One kernel computes this norm and the one of the next `read`, with one epsilon, so both must have the same.
+        """
         self.read()
         self._addend_TN, self._addend_norm = y_TN, norm
 
     def add_output(self, sublayer: Sublayer[P], norm: RmsNorm | None, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Add `sublayer(...)`, normalised if there is a norm.
+        """Add `sublayer(...)`, normalised if `norm` is given.
 
-        Without a norm, the sublayer adds the sum in its own product if it can (`add_to`).
+        Without a norm, the sublayer itself adds its output to the sum if it can (`adds_in_product`).
         """
         if norm is None and sublayer.adds_in_product:
             self._sum_TN = sublayer.add_to(self.read(), *args, **kwargs)
@@ -88,7 +90,7 @@ class Residual:
             self._factor *= factor
 
     def replace(self, x_TN: torch.Tensor) -> None:
-        """Replace the sum by `x`."""
+        """Replace the sum by `x`, and drop the pending addend."""
         self._sum_TN, self._addend_TN = x_TN, None
 
     def select(self, rows_R: torch.Tensor) -> None:
@@ -97,5 +99,5 @@ class Residual:
 
 
 def select_rows(x_TN: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
-    """Return these rows, which ascend. All rows are returned without a copy."""
+    """Return these rows of `x`, which must ascend; without a copy if they are all of its rows."""
     return x_TN if len(rows_R) == len(x_TN) else x_TN.index_select(0, rows_R)

@@ -1,4 +1,4 @@
-"""Rotary embedding (RoPE): the tables of one step, which all layers with the same frequencies share.
+"""Rotary embedding (RoPE): computes the tables of one step, which all layers with the same frequencies share.
 
 Legend: T tokens, R rotated width.
 """
@@ -16,8 +16,8 @@ from transom_kernels.rotary import rotary_tables
 class RotaryTables:
     """Cosine and sine per token, [T, 1, R]; the sine is negated for the first element of each pair.
 
-    The two elements of a pair are R / 2 apart, or neighbours if `interleaved`. `for_sinks` rotate queries that meet sink tokens,
-    in steps with tokens beyond the length that the model was trained with: as if these tokens were the last ones of that length.
+    The two elements of a pair are R / 2 apart, or neighbours if `interleaved`. `for_sinks` is set in steps with tokens beyond the
+    model's trained length: when a query reads sink tokens, it is rotated as if it were at the end of that length.
     """
 
     cos: torch.Tensor
@@ -27,7 +27,7 @@ class RotaryTables:
 
 
 class RotaryEmbedding:
-    """Computes tables from frequencies in float32, then casts them, as transformers does."""
+    """Computes rotary tables from frequencies in float32, and casts them to the model's dtype, as transformers does."""
 
     def __init__(
         self, frequency: torch.Tensor, *, dtype: torch.dtype, scale: float = 1.0, interleaved: bool = False
@@ -43,7 +43,7 @@ class RotaryEmbedding:
         self._dtype, self._scale, self._interleaved = dtype, scale, interleaved
 
     def __call__(self, positions_T: torch.Tensor, sink_positions_T: torch.Tensor | None = None) -> RotaryTables:
-        """Return the tables of these positions, and of `sink_positions` for queries that meet sink tokens."""
+        """Return the tables of these positions, with those of `sink_positions`, if given, for queries that read sink tokens."""
         for_sinks = None if sink_positions_T is None else self(sink_positions_T)
         cos, signed_sin = rotary_tables(positions_T, self._frequency_R, self._sign_R, self._dtype, self._scale)
         return RotaryTables(cos, signed_sin, self._interleaved, for_sinks)

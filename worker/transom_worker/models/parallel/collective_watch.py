@@ -1,8 +1,8 @@
-"""Notices collectives that never end on a GPU.
+"""Notices nccl collectives that never end.
 
-Waiting for a collective of nccl orders the device's work after it and returns. If another rank hangs, the device waits for ever and
-the host waits for the device where it next reads a result. nccl's own watchdog would end the process without a report. So a thread
-looks at the collectives in order, and calls `on_late` for the first one that is older than the timeout.
+`work.wait()` of an nccl collective does not block the host: it orders the device's later work after the collective. If another rank
+hangs, the device waits for ever, and so does the host when it next reads a result. nccl's own watchdog would end the process
+without a report. So a thread checks the collectives in order, and calls `on_late` when the oldest one is older than the timeout.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-LOOKS = 20  # within a timeout: the device is a step behind the host at most, so looking seldom costs little
+LOOKS = 20  # checks within a timeout; a collective that does not end is noticed 1/20 of the timeout late at most
 
 
 class CollectiveWatch:
@@ -23,12 +23,12 @@ class CollectiveWatch:
         """`on_late` is called once, on the watch's own thread."""
         self._timeout_s, self._on_late = timeout_s, on_late
         self._lock = threading.Lock()
-        self._works: deque[tuple[Any, float]] = deque()  # with the time at which each was started
+        self._works: deque[tuple[Any, float]] = deque()  # (collective, time at which it was started), oldest first
         self._closed = threading.Event()
         threading.Thread(target=self._look, name="transom-collectives", daemon=True).start()
 
     def add(self, work: Any) -> None:
-        """Watch one more collective. Those that have ended are let go, since they keep their tensors."""
+        """Watch one more collective. Collectives that have ended are dropped, because they keep their tensors alive."""
         with self._lock:
             self._drop_ended()
             self._works.append((work, time.monotonic()))

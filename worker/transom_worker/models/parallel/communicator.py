@@ -1,6 +1,6 @@
 """The interface of the ranks' collectives: all-reduce, gather and broadcast.
 
-Every rank of a worker makes the same calls in the same order; a collective ends when all ranks have made the call.
+Every rank of a worker makes the same calls in the same order; a collective completes once all ranks have called it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 class Communicator(Protocol):
     """The collectives of one worker's ranks. Tensors may have any shape and any floating or integer dtype, contiguous or not.
 
-    Every method raises `RankLost` when another rank has ended or is late; the communicator cannot be used after that.
+    Every method raises `RankLost` if another rank has ended or exceeds the timeout; the communicator cannot be used after that.
     """
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
@@ -21,20 +21,20 @@ class Communicator(Protocol):
         ...
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return the tensors of all ranks, in order of rank, on the first rank, and None on the others.
+        """On rank 0, return the tensors of all ranks in order of rank; return None on the others.
 
-        The tensors may differ in the size of their last axis only.
+        The tensors may differ only in the size of their last axis.
         """
         ...
 
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
-        """Replace `x` by the first rank's `x`, and return it."""
+        """Replace `x` by rank 0's `x`, and return it."""
         ...
 
     def check(self) -> None:
-        """Raise `RankLost` if a collective that was waited for has not come to its end, so that its result is no result.
+        """Raise `RankLost` if an earlier collective was aborted before it completed, so that its result is invalid.
 
-        Waiting for a collective on a GPU orders the device's work, and returns before the other ranks have taken part.
+        On a GPU a collective's method returns before the other ranks have taken part. So call `check` after reading a result.
         """
         ...
 
@@ -44,14 +44,14 @@ class Communicator(Protocol):
 
 
 class SingleRank:
-    """The communicator of a worker with one rank: every collective returns its own tensor."""
+    """The communicator of a worker with one rank: every collective returns the tensor that it got."""
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x`."""
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return a list that holds `x` alone."""
+        """Return `[x]`."""
         return [x]
 
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:

@@ -21,5 +21,5 @@ class Parallel:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank, which samples tokens and reports results."""
+        """Return whether this is rank 0, which samples tokens and reports results."""
         return self.rank == 0

@@ -1,4 +1,4 @@
-"""Waits until another rank has reached an operation, while that rank's process lives and a deadline has not passed.
+"""Waits until another rank has reached an operation, or raises once that rank's process has ended or a deadline has passed.
 
 Each rank publishes two integers in shared memory: the number of its last operation (`ready`), and whether it has closed (`left`).
 A wait first spins, then yields the core to other processes, then sleeps.
@@ -12,19 +12,19 @@ import time
 
 from transom_core.errors import RankLost
 
-SPINS = 200  # some microseconds: a rank that computes the same layer is seldom later
-# For this long each check yields the core; on a busy machine a yield costs a scheduler turn, so not for longer.
+SPINS = 200  # a few microseconds: a rank that computes the same layer is rarely later
+# Then each check yields the core, until this long after the start. On a busy machine a yield costs a scheduler turn, so not longer.
 YIELD_S = 2e-4
-NAP_S = 2e-5  # between checks after that, for NAPS_S
+NAP_S = 2e-5  # then the time between checks, until NAPS_S after the start
 NAPS_S = 20e-3
-POLL_MS = 1  # between checks from then on
+POLL_MS = 1  # the time between checks from then on
 
 
 class Peer:
     """Another rank's process, and the indexes `ready` and `left` of its two integers in `integers`."""
 
     def __init__(self, rank: int, pid: int, integers: memoryview[int], *, ready: int, left: int) -> None:
-        """Raises RankLost if there is no process `pid`."""
+        """Raise RankLost if there is no process `pid`."""
         self.name = f"Rank {rank} (process {pid})"
         self._integers, self._ready, self._left = integers, ready, left
         try:
@@ -61,7 +61,7 @@ class Peer:
 
     def _raise_if_lost(self, target: int, waited_s: float, timeout_s: float) -> None:
         gone = self._integers[self._left] or self._death.poll(0)
-        if gone and self._integers[self._ready] < target:  # the rank may have reached it and ended since the last check
+        if gone and self._integers[self._ready] < target:  # it may have reached `target` and ended since the last check
             raise RankLost(
                 f"{self.name} {'closed' if self._integers[self._left] else 'died'} while other ranks waited for it."
             )

@@ -13,14 +13,14 @@ import torch.distributed
 from transom_core.errors import RankLost
 from transom_worker.models.parallel.collective_watch import CollectiveWatch
 
-c10d: Any = torch.distributed  # its stubs lack much of what it exports
+c10d: Any = torch.distributed  # its type stubs lack much of what it exports
 
 
 class ProcessGroup:
     """A communicator over a torch.distributed process group that belongs to this worker alone."""
 
     def __init__(self, address: str, *, rank: int, size: int, timeout_s: float, device: str = "cpu") -> None:
-        """Connect to the other ranks through the TCPStore that listens at `address`, "IP:PORT"; host names are never looked up.
+        """Connect to the other ranks through the TCPStore that listens at `address`, "IP:PORT" with a numeric IP.
 
         Raises:
             RankLost: no store listens there, or a rank did not connect within `timeout_s`.
@@ -40,7 +40,7 @@ class ProcessGroup:
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        """See `Communicator.gather`. Tensors are padded to the widest last axis on the way."""
+        """See `Communicator.gather`. For the transfer, tensors are padded to the widest last axis."""
         widths = torch.zeros(self._size, dtype=torch.int64, device=x.device)
         widths[self._rank] = x.shape[-1]
         sizes: list[int] = self.all_reduce_(widths).tolist()
@@ -83,7 +83,7 @@ class ProcessGroup:
         self._try(work.wait)
 
     def _give_up(self) -> None:
-        """Abort the collective that does not end. The thread that waits for the device goes on, and learns it from `check`."""
+        """Abort the collective that does not end. The thread that waits for the device continues then; `check` tells it why."""
         self._is_late = True
         if (group := self._group) is not None:
             group.abort()
@@ -98,10 +98,10 @@ class ProcessGroup:
 
 
 def listen(ip: str) -> Any:
-    """Open a TCPStore at a free port of `ip`, through which ranks find each other. It listens while the result is referenced.
+    """Open a TCPStore at a free port of `ip`, through which ranks find each other. It listens as long as the result is referenced.
 
     Raises:
-        RankLost: `ip` is no address of this host.
+        RankLost: `ip` is not an address of this host.
     """
     try:
         listener = socket.create_server((ip, 0), family=_family(ip))
@@ -127,7 +127,7 @@ def _nccl(ip: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _own_ip(ip: str, port: int) -> str:
-    """This host's address on the way to `ip`; without it gloo looks its own name up, which can take seconds."""
+    """Return this host's address on the route to `ip`. Without it gloo looks up its own host name, which can take seconds."""
     with socket.socket(_family(ip), socket.SOCK_DGRAM) as probe:
         probe.connect((ip, port))
         return str(probe.getsockname()[0])

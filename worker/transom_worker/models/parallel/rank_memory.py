@@ -2,8 +2,9 @@
 
     rank 0's integers | rank 1's integers | ... | buffer 0 of rank 0, rank 1, ... | buffer 1 of rank 0, rank 1, ...
 
-The memory is an anonymous file (memfd) in no folder. The process that creates it keeps a descriptor; ranks open that descriptor
-through /proc and map the file. The operating system frees the memory with the last of these processes, however they end.
+The memory is an anonymous file (memfd), which no folder lists. The process that creates it keeps a descriptor; ranks open that
+descriptor through /proc and map the file. The operating system frees the memory when the last of these processes has ended, for
+whatever reason.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 
 import torch
 
-BUFFER_BYTES = 2**22  # of each buffer; only pages that are used take memory, and larger tensors are sent in pieces
+BUFFER_BYTES = 2**22  # of each buffer; only its used pages take memory, and larger tensors are sent in pieces
 LINE = 16  # integers of 8 bytes for each rank: two cache lines, since processors fetch neighbouring lines in pairs
 MAX_VIEWS = 512  # cached tensor views, by dtype and shape
 

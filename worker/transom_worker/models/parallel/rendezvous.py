@@ -1,4 +1,4 @@
-"""How the ranks of a worker find each other.
+"""Connects the ranks of a worker with each other.
 
 One process opens a `Rendezvous` and gives its address to every rank; each rank calls `connect` with that address and gets its
 communicator. The address names the transport: `memory:PATH` for ranks that share memory on one host, `tcp:IP:PORT` for all others.
@@ -19,23 +19,23 @@ MEMORY, TCP = "memory:", "tcp:"
 
 
 def host_id() -> str:
-    """Return an id that two processes have in common exactly if they can share memory: one running system, one pid namespace."""
+    """Return an id that is equal in two processes exactly if they can share memory: same booted system, same pid namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
 
 
 class Rendezvous:
-    """The place where ranks connect. It stays open from before the first rank connects until the last rank has ended.
+    """The place where ranks connect. It must stay open from before the first rank connects until the last rank has ended.
 
-    Where all ranks are on one host, any process of that host may open it. Where they are on several hosts, a process that all
-    ranks can reach over the network opens it, such as rank 0. `address` is what every rank passes to `connect`.
+    If all ranks are on one host, any process of that host may open it. If they are on several hosts, a process that all ranks can
+    reach over the network opens it, such as rank 0. Every rank passes `address` to `connect`.
     """
 
     def __init__(self, hosts: Sequence[str], *, device: str = "cpu", ip: str = "127.0.0.1") -> None:
-        """`hosts` are the ranks' `host_id()`s; `ip` is this process's address as the ranks see it, used between hosts.
+        """`hosts` are the ranks' `host_id()`s; `ip` is the address at which ranks reach this process if they do not share memory.
 
         Raises:
-            RankLost: `ip` cannot be listened on.
+            RankLost: this process cannot listen at `ip`.
         """
         self._opened: Any
         if device == "cpu" and is_supported() and set(hosts) == {host_id()}:
@@ -49,11 +49,11 @@ class Rendezvous:
         """Close the rendezvous: no further rank can connect. Idempotent."""
         if isinstance(self._opened, MemoryFile):
             self._opened.close()
-        self._opened = None  # a store ends with its last reference
+        self._opened = None  # a TCPStore closes with its last reference
 
 
 def connect(address: str, *, rank: int, size: int, timeout_s: float, device: str = "cpu") -> Communicator:
-    """Wait until all `size` ranks have connected, and return rank `rank`'s communicator, whose operations wait `timeout_s` at most.
+    """Wait until all `size` ranks have connected, and return this rank's communicator, whose operations wait `timeout_s` at most.
 
     Raises:
         RankLost: a rank did not connect in time, or the rendezvous is closed.

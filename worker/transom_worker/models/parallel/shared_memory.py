@@ -2,13 +2,13 @@
 
 Every collective is one or more numbered operations. In operation `k` a rank
 
-1. waits until all ranks are ready with operation `k - 1`, whose readers are then done with buffer `k mod 2` of operation `k - 2`;
+1. waits until every rank has published operation `k - 1`: then all have read operation `k - 2`, and buffer `k mod 2` is free;
 2. writes its tensor into its own buffer `k mod 2`;
 3. sets its `ready` integer to `k`;
 4. reads another rank's buffer `k mod 2` once that rank's `ready` integer has reached `k`.
 
-A reader may trust the buffer because the tensor was stored before the integer. x86-64 keeps that order of stores; other machines do
-not, so `is_supported` is false there.
+A reader that sees the integer also sees the whole tensor, because the tensor was stored first and x86-64 keeps the order of stores.
+Other processors may not, so `is_supported` is false there.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from transom_core.errors import RankLost
 from transom_worker.models.parallel.peer import Peer
 from transom_worker.models.parallel.rank_memory import BUFFER_BYTES, LINE, RankMemory
 
-READY, PID, LEFT = 0, 1, 2  # indexes of a rank's integers: its last operation, its process, and 1 once it has closed
+READY, PID, LEFT = 0, 1, 2  # indexes of a rank's integers: its last operation, its process id, and 1 once it has closed
 RENDEZVOUS_NAP_S = 1e-3
-SMALL_BYTES = 2**18  # up to this size every rank adds up the whole tensor, which saves one wait
+SMALL_BYTES = 2**18  # up to this size every rank sums the whole tensor itself, which saves one wait
 
 
 def is_supported() -> bool:
@@ -35,7 +35,7 @@ def is_supported() -> bool:
 
 
 class SharedMemory:
-    """A communicator for CPU tensors. It adds in order of rank, so that every rank gets the same bits."""
+    """A communicator for CPU tensors. It sums in the order of ranks, so that every rank gets the same bits."""
 
     def __init__(self, path: str, *, rank: int, size: int, timeout_s: float) -> None:
         """Open the `MemoryFile` at `path` and wait for the other ranks.
@@ -46,7 +46,7 @@ class SharedMemory:
         self._rank, self._timeout_s = rank, timeout_s
         try:
             self._memory = RankMemory(path, size)
-        except FileNotFoundError:  # the path leads through the first rank's process
+        except FileNotFoundError:  # the path is in /proc of the process that opened the rendezvous
             raise RankLost(f"Rank 0 died while the ranks connected: its memory ({path}) is gone.") from None
         except (OSError, ValueError) as error:
             raise RankLost(f"Rank {rank} cannot open the memory that the ranks share: {error}") from error
@@ -92,7 +92,7 @@ class SharedMemory:
         return x
 
     def check(self) -> None:
-        """See `Communicator.check`: a collective on the CPU has ended when it returns."""
+        """Do nothing: a collective on the CPU has completed when it returns."""
 
     def close(self) -> None:
         """Mark this rank as closed; ranks that wait for it raise RankLost. Idempotent."""
@@ -101,7 +101,7 @@ class SharedMemory:
             self._peers.popitem()[1].close()
 
     def _reduce_by_shares(self, piece: torch.Tensor) -> None:
-        """Reduce-scatter, then all-gather: each rank adds up its share of the elements and publishes the sums."""
+        """Reduce-scatter, then all-gather: each rank sums its share of the elements and publishes the sums."""
         self._publish(piece)
         self._wait_for_all()
         size = len(self._peers) + 1
@@ -114,7 +114,7 @@ class SharedMemory:
             shares[rank].copy_(self._views(shares[rank])[rank])
 
     def _publish(self, mine: torch.Tensor | None) -> None:
-        """Begin the next operation; `mine` is the tensor that the other ranks may read, if this rank has one."""
+        """Begin the next operation and publish `mine`, the tensor that other ranks read from this rank, if there is one."""
         if self._integers[self._own + LEFT]:
             raise RankLost(f"Rank {self._rank} was closed.")
         self._wait_for_all()
@@ -140,7 +140,7 @@ class SharedMemory:
         return [int(each) for each in self._views(width)]
 
     def _gather_pieces(self, pieces: Sequence[torch.Tensor | None]) -> None:
-        """Run one operation: every rank publishes its piece, if it has one, and the first rank copies the pieces of the others."""
+        """Run one operation: every rank publishes its piece, if it has one, and rank 0 copies the pieces of the others."""
         self._publish(pieces[self._rank])
         if self._rank != 0:
             return
@@ -169,7 +169,7 @@ class SharedMemory:
 
 
 def _sum(terms: Sequence[torch.Tensor], *, out: torch.Tensor) -> None:
-    """Add `terms` in their order, into `out`."""
+    """Write the sum of `terms`, added in their order, to `out`."""
     torch.add(terms[0], terms[1], out=out)
     for term in terms[2:]:
         out.add_(term)

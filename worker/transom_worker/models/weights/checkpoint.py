@@ -1,8 +1,7 @@
-"""The interface of an open checkpoint, which every file format implements: `Weights` reads one tensor, or a part of it, by
-name.
+"""The interface of an open checkpoint, which every file format implements: `Weights` reads one tensor, or a part of it, by name.
 
 - part: a range for each of a tensor's first axes, such as `(slice(0, 8), slice(64, 128))`; WHOLE is the whole tensor.
-- groups: 32 neighbouring columns of a row, which have a scale, and in some formats a minimum (GGUF's Q8_0, Q4_0 and Q4_1).
+- group: 32 neighbouring columns of a row with a common scale and, in some formats, a minimum (GGUF's Q8_0, Q4_0 and Q4_1).
 - MXFP4: a 4-bit format with one scale, a power of two, for each group of 32 elements of a row.
 """
 
@@ -16,7 +15,7 @@ import torch
 
 from transom_core.errors import ModelError
 
-Part = tuple[slice, ...]  # of a tensor: a range of each of its first axes
+Part = tuple[slice, ...]  # a part of a tensor: a range for each of its first axes
 # MXFP4 as stored: bytes of two elements [..., N / 2], exponents [..., N / 32].
 Mxfp4Tensors = tuple[torch.Tensor, torch.Tensor]
 GROUP = 32  # columns that share a scale
@@ -26,9 +25,9 @@ WHOLE: Part = ()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredGroups:
-    """A matrix [N, K] as it is stored in groups: element = scale * (level - zero), or scale * level + minimum.
+    """A matrix [N, K] stored in groups: element = scale * (level - zero) in int8 and int4, scale * level + minimum in int4_min.
 
-    The zero is 128 in int8, and 8 in int4; int4_min has minima.
+    `zero` is 128 in int8 and 8 in int4.
     """
 
     format: Literal["int8", "int4", "int4_min"]
@@ -38,32 +37,31 @@ class StoredGroups:
 
     @property
     def nbytes(self) -> int:
-        """The size in memory."""
+        """Return the size in memory."""
         return self.levels.nbytes + self.scales.nbytes + (0 if self.minima is None else self.minima.nbytes)
 
 
 class Weights(Protocol):
-    """An open checkpoint. A tensor that was read stays valid after `close`; the caller must not write into it."""
+    """An open checkpoint. A tensor that was read stays valid after `close`; the caller must not write to it."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The Hugging Face names of the tensors that the checkpoint holds, as they are named after dequantisation."""
+        """Return the Hugging Face names of the checkpoint's tensors, as they are named after dequantisation."""
         ...
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """The names of the tensors in the files that were not read yet."""
+        """Return the names of the tensors in the files that were not read yet."""
         ...
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
-        """Read one tensor, or a part of it, on the CPU: in the checkpoint's dtype, or in float32 or bfloat16 if it was
-        quantised.
+        """Return a tensor, or a part of it, on the CPU: in the checkpoint's dtype, or in float32 or bfloat16 if it was quantised.
 
-        Nothing else is read: a tensor that is not quantised is a memory map of its file unless it was asked for in memory, and of a
-        quantised one only the blocks that hold the part are dequantised. `shape` is the shape of the whole tensor.
+        An unquantised tensor is a memory map of its file, unless the checkpoint was opened with `in_memory`. For a part of a
+        quantised tensor, only the blocks that hold the part are dequantised. `shape` is the shape of the whole tensor.
 
         Raises:
-            ModelError: the tensor is missing, cut off, of an unknown number format, or not of `shape` where one is given. The
+            ModelError: the tensor is missing, cut off, of an unknown number format, or does not have the `shape` given. The
                 message names file and tensor.
         """
         ...
@@ -74,10 +72,9 @@ class Weights(Protocol):
 
 
 def read_mxfp4(weights: Weights, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Mxfp4Tensors | None:
-    """Read a tensor or a part of it as it is stored, if that is MXFP4 and the part has whole groups; else return None.
+    """Return a tensor, or a part of it, as stored, if it is stored in MXFP4 and the part has whole groups; otherwise None.
 
-    Rows are those of a matrix product: a stack of experts [E, in, out] is returned as [E, out, in], and a matrix [out, in]
-    unchanged.
+    The result has output rows first: a stack of experts [E, in, out] is returned as [E, out, in], and a matrix [out, in] as it is.
 
     Raises:
         ModelError: as `Weights.__call__` does.
@@ -87,7 +84,7 @@ def read_mxfp4(weights: Weights, name: str, *, shape: tuple[int, ...], part: Par
 
 
 def read_groups(weights: Weights, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredGroups | None:
-    """Read a matrix or a part of it as it is stored, if that is in groups and the part has whole groups; else return None.
+    """Return a matrix, or a part of it, as stored, if it is stored in groups and the part has whole groups; otherwise None.
 
     Raises:
         ModelError: as `Weights.__call__` does.
@@ -97,10 +94,10 @@ def read_groups(weights: Weights, name: str, *, shape: tuple[int, int], part: Pa
 
 
 def check_shape(tensor: torch.Tensor, shape: tuple[int, ...] | None, *, name: str, file: object) -> torch.Tensor:
-    """Return the tensor, if it has the shape that the model's config implies.
+    """Return the tensor after a check that it has `shape`, which the model's config implies.
 
     Raises:
-        ModelError: it has another shape.
+        ModelError: the tensor has another shape.
     """
     if shape is not None and tuple(tensor.shape) != shape:
         raise ModelError(

@@ -1,8 +1,9 @@
-"""Dequantises weights that a checkpoint stores in few bits, with a scale for every block of them: MXFP4 and fp8.
+"""Dequantises weights that a checkpoint stores in few bits with a scale for each block of weights: MXFP4 and fp8.
 
-- MXFP4: each byte holds two 4-bit numbers, the even one in the low half; every 32 numbers of a row share a scale, a power of
-  two.
-- fp8: e4m3 numbers; every block of rows and columns shares a factor. The last blocks are smaller where sizes do not divide.
+- MXFP4: each byte holds two 4-bit numbers, the one with the even index in the low half; every 32 numbers of a row share a scale, a
+  power of two.
+- fp8: e4m3 numbers; each block of rows and columns shares a factor. The last blocks are smaller if the block size does not divide
+  the matrix.
 
 Legend: M rows, N columns, G groups of 32 columns.
 """
@@ -17,11 +18,12 @@ _EXPONENT_BIAS = 127
 
 
 def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, columns: slice = slice(None)) -> torch.Tensor:
-    """Return `columns` of `blocks` [..., G, 16] and `scales` [..., G], both of bytes, as bfloat16 [..., 32 G]; the result is
-    exact.
+    """Return `columns` of an MXFP4 tensor [..., 32 G] in bfloat16, which is exact.
+
+    `blocks` [..., G, 16] and `scales` [..., G] are bytes.
 
     Raises:
-        ValueError: the dtypes are wrong, or the shapes do not belong together.
+        ValueError: the dtypes are wrong, or the shapes do not match each other.
     """
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise ValueError(f"blocks are {blocks.dtype} and scales {scales.dtype}; both must be uint8")
@@ -37,13 +39,13 @@ def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, columns: slice 
 def dequantise_blockwise(
     values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], part: tuple[slice, ...] = ()
 ) -> torch.Tensor:
-    """Return `part` (rows, columns) of `values` [M, N] in float32, each times its block's factor in `scales` [M / block, N /
-    block].
+    """Return `part` (rows, columns) of `values` [M, N] in float32, each value multiplied by its block's factor.
 
-    int8 `values` are pairs of 4-bit numbers, [M, N / 2], with the scales of MXFP4.
+    `scales` [M / block rows, N / block columns] has the factors. int8 `values` are MXFP4: bytes of two numbers, [M, N / 2], with
+    the scales of MXFP4.
 
     Raises:
-        ValueError: the shapes do not belong together.
+        ValueError: the shapes do not match each other.
     """
     if values.dim() != 2:
         raise ValueError(f"values have shape {list(values.shape)}; a matrix is needed")
@@ -67,7 +69,7 @@ def dequantise_blockwise(
 
 
 def _covering(columns: slice, num_columns: int, block: int) -> tuple[slice, slice]:
-    """Return the range of blocks that hold some of `columns`, and the range of these columns within the blocks.
+    """Return the range of blocks that hold some of `columns`, and the range of these columns within those blocks.
 
     Columns 40 to 70 in blocks of 32 are in blocks [1, 3), at [8, 38).
     """
@@ -83,7 +85,7 @@ def _unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _factors(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales as numbers. Bytes are exponents of two, which bfloat16 represents exactly."""
+    """Return scales as numbers. A byte `b` stands for 2^(b - 127), which bfloat16 represents exactly."""
     if scales.dtype == torch.float8_e8m0fnu:
         scales = scales.view(torch.uint8)
     if scales.dtype != torch.uint8:
@@ -93,5 +95,5 @@ def _factors(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _look_up(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return `table[indices]`; this form is five times as fast on a CPU."""
+    """Return `table[indices]`; on a CPU, `index_select` is five times as fast as indexing."""
     return table.index_select(0, indices.flatten().int()).view(indices.shape)

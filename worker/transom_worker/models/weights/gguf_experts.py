@@ -1,6 +1,6 @@
-"""Presents the experts of a GGUF file under the names and in the shapes that Hugging Face has for the model family.
+"""Gives the experts of a GGUF file the names and shapes that Hugging Face checkpoints of the model family have.
 
-A GGUF layer has three stacks of matrices: the gates, the ups and the downs of all experts. Hugging Face has two forms:
+A GGUF layer has three stacks of matrices: the gates, the ups and the downs of all experts. Hugging Face checkpoints have two forms:
 
 - per expert: a tensor for each matrix of each expert (Mixtral, Qwen 3 MoE).
 - fused: one tensor of all gates and ups, [E, N, 2I], and one of all downs, [E, I, N] (gpt-oss, Llama 4). In gpt-oss gates and
@@ -18,12 +18,12 @@ import torch
 
 from transom_worker.models.weights.checkpoint import ALL, WHOLE, Part, StoredGroups, Weights, read_groups
 
-# By model_type: the families with a tensor for each expert's matrix; name of the matrix -> name of its stack.
+# Families with a tensor for each matrix of each expert: model_type -> (name of the matrix -> name of its stack).
 _PER_EXPERT: Mapping[str, Mapping[str, str]] = {
     "mixtral": {"w1": "gate", "w3": "up", "w2": "down"},
     "qwen3_moe": {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"},
 }
-# By model_type: the families with fused gates and ups; True: they are interleaved.
+# Families with fused gates and ups: model_type -> whether gates and ups are interleaved.
 _FUSED: Mapping[str, bool] = {"gpt_oss": True, "llama4_text": False}
 _STACK = re.compile(r"(.*\.experts)\.(gate|up|down)\.(weight|bias)")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
@@ -31,7 +31,7 @@ _FUSED_NAME = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_bias)?")
 
 
 def with_hf_experts(stacks: Weights, family: str, *, num_experts: int) -> Weights:
-    """Return the weights with Hugging Face's names; in the file, the stacks are called `experts.gate`, `experts.up` and
+    """Return the weights under Hugging Face's names. In `stacks`, a layer's experts are named `experts.gate`, `experts.up` and
     `experts.down`.
     """
     if family in _PER_EXPERT:
@@ -40,7 +40,7 @@ def with_hf_experts(stacks: Weights, family: str, *, num_experts: int) -> Weight
 
 
 class PerExpertNames:
-    """Gives each expert's matrices names of their own."""
+    """Weights in which each matrix of each expert has a name of its own."""
 
     def __init__(self, stacks: Weights, parts: Mapping[str, str], *, num_experts: int) -> None:
         self._stacks, self._parts, self._num_experts = stacks, parts, num_experts
@@ -52,7 +52,7 @@ class PerExpertNames:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """The names of the tensors in the file that were not read yet."""
+        """Return the names of the tensors in the file that were not read yet."""
         return self._stacks.unread
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
@@ -65,7 +65,7 @@ class PerExpertNames:
         return self._stacks(stack, shape=whole, part=(slice(expert, expert + 1), *part))[0]
 
     def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredGroups | None:
-        """Read a matrix outside of the experts as it is stored; see `read_groups`. Experts are dequantised."""
+        """Return a matrix as stored (`read_groups`); None for an expert's matrix, which can only be read dequantised."""
         return None if _EXPERT.fullmatch(name) else read_groups(self._stacks, name, shape=shape, part=part)
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class PerExpertNames:
 
 
 class FusedGateUp:
-    """Fuses the stacks of gates and ups into one tensor, and transposes each expert's matrices."""
+    """Weights in which the stacks of gates and ups are one tensor, and each expert's matrix is transposed."""
 
     def __init__(self, stacks: Weights, *, interleaved: bool) -> None:
         self._stacks, self._interleaved = stacks, interleaved
@@ -82,11 +82,11 @@ class FusedGateUp:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """The names of the tensors in the file that were not read yet."""
+        """Return the names of the tensors in the file that were not read yet."""
         return self._stacks.unread
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
-        """Read one tensor; see `Weights.__call__`. To read a part of gates and ups, `shape` is needed."""
+        """Read one tensor; see `Weights.__call__`. A part of the fused gates and ups can be read only if `shape` is given."""
         found = _FUSED_NAME.fullmatch(name)
         if found is None:
             return self._stacks(name, shape=shape, part=part)
@@ -102,7 +102,7 @@ class FusedGateUp:
         return fused if is_bias else fused.transpose(-1, -2)
 
     def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredGroups | None:
-        """Read a matrix outside of the experts as it is stored; see `read_groups`. Experts are dequantised."""
+        """Return a matrix as stored (`read_groups`); None for experts, which can only be read dequantised."""
         return None if _FUSED_NAME.fullmatch(name) else read_groups(self._stacks, name, shape=shape, part=part)
 
     def close(self) -> None:
@@ -110,11 +110,11 @@ class FusedGateUp:
         self._stacks.close()
 
     def _halves(self, along: slice, shape: tuple[int, ...] | None) -> list[tuple[str, slice]]:
-        """Return the rows of gates, and the rows of ups, that hold these rows of the fused tensor."""
+        """Return the rows of the gates' stack and of the ups' stack that make up these columns of the fused tensor."""
         if along == ALL:
             return [("gate", ALL), ("up", ALL)]
         if shape is None:
-            raise ValueError("A part of gates and ups together was asked for without the shape of the whole.")
+            raise ValueError("A part of the fused gates and ups was requested without the shape of the whole tensor.")
         start, stop, _ = along.indices(shape[-1])
         if self._interleaved:
             pairs = slice(start // 2, -(-stop // 2))
@@ -140,9 +140,7 @@ def _fused_name(name: str) -> str:
 
 
 def _stack_shape(shape: tuple[int, ...] | None, *, halves: int) -> tuple[int, ...] | None:
-    """Return the shape of each stack if the fused tensor has `shape`: its last axis is fused, and is the first axis of a
-    stack's matrix.
-    """
+    """Return the shape of each stack for a fused tensor of `shape`, whose last axis is fused and comes first in a stack."""
     if shape is None:
         return None
     *experts_and_width, fused = shape

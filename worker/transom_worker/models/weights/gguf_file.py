@@ -1,6 +1,4 @@
-"""Reads a GGUF file: tensors are dequantised to float32, or read as stored (`gguf_groups`), and have their Hugging Face names,
-which `gguf_names` lists by model family.
-"""
+"""Reads a GGUF file's tensors by their Hugging Face names (`gguf_names`), dequantised to float32 or as stored (`gguf_groups`)."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from transom_worker.models.weights.gguf_groups import STORED_KINDS, stored_group
 from transom_worker.models.weights.gguf_names import INTERLEAVED_ROPE, NAMES, NORMS_PLUS_ONE, NOT_WEIGHTS, PARAMETERS
 
 _REORDERED_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
-# The package dequantises 16 rows at a time; longer rows (whole quantisation blocks) make fewer, larger numpy calls.
+# The gguf package dequantises 16 rows at a time; with rows of this many bytes it makes fewer and larger numpy calls.
 _ROW_BYTES = 1 << 17
 
 logger = logging.getLogger("transom.worker")
@@ -35,7 +33,7 @@ class GgufWeights:
     """The tensors of one GGUF file, read through a memory map and dequantised on request.
 
     Raises:
-        ModelError: the file is cut off, or holds a tensor of an unknown name or type; the message names both.
+        ModelError: the file is cut off, or holds a tensor of an unknown name or type. The message names file and tensor.
     """
 
     def __init__(self, files: ModelFiles) -> None:
@@ -51,7 +49,7 @@ class GgufWeights:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Always empty: opening the file refuses a tensor that no model of the family uses, so there is none to warn about."""
+        """Return (): opening the file already refuses tensors that no model of the family uses, so none needs a warning."""
         return ()
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
@@ -66,7 +64,7 @@ class GgufWeights:
         return torch.from_numpy(values)
 
     def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredGroups | None:
-        """Read a matrix or a part of it as it is stored; None if it is not in groups, or the part cuts groups."""
+        """Return a matrix, or a part of it, as stored; None if it is not stored in groups, or the part cuts a group."""
         tensor = self._find(name, shape)
         kind = gguf.GGMLQuantizationType(tensor.ggml_type)
         if kind not in STORED_KINDS:
@@ -109,7 +107,7 @@ class GgufWeights:
         return tensor
 
     def _num_reordered(self, name: str) -> int:
-        """The number of heads whose rows llama.cpp reorders in this tensor; 0: it reorders none."""
+        """Return the number of heads whose rows llama.cpp has reordered in this tensor; 0 if it has reordered none."""
         heads = _REORDERED_HEADS.get(name.split(".")[-2])
         return int(self._config[heads]) if heads and self._family in INTERLEAVED_ROPE else 0
 
@@ -119,12 +117,13 @@ class GgufWeights:
         except (KeyError, ValueError):
             raise ModelError(f"{self._path}: tensor {tensor.name!r} has unknown type {tensor.ggml_type}.") from None
         if math.prod(tensor.shape[-1:]) % int(block):
-            raise ModelError(f"{self._path}: tensor {tensor.name!r} has rows that are no whole blocks; it is broken.")
+            raise ModelError(f"{self._path}: tensor {tensor.name!r} has rows of incomplete blocks; the file is broken.")
         return math.prod(tensor.shape) // int(block) * int(size)
 
     def _whole_heads(self, tensor: GgufTensor, num_heads: int, part: Part) -> Floats:
-        """Return a part of a tensor whose rows llama.cpp reorders in each head: reads whole heads, restores the order, and cuts
-        the part out.
+        """Return a part of a tensor whose rows llama.cpp has reordered within each head.
+
+        The method reads whole heads, restores the order of their rows, and cuts out the part.
         """
         rows, *columns = part or (ALL,)
         start, stop, _ = rows.indices(tensor.shape[0])
@@ -134,13 +133,13 @@ class GgufWeights:
         return values[start - first * width : stop - first * width]
 
     def _blocks(self, tensor: GgufTensor) -> npt.NDArray[np.uint8]:
-        """The tensor's bytes: its axes, of which the last counts quantisation blocks, and the bytes of a block."""
+        """Return the tensor's bytes, [its axes, bytes of a block]; the last of its axes counts quantisation blocks."""
         _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.ggml_type)]
         raw = self._data[tensor.offset : tensor.offset + self._num_bytes(tensor)]
         return raw.reshape(*tensor.shape[:-1], -1, num_bytes)
 
     def _dequantise(self, tensor: GgufTensor, part: Part) -> Floats:
-        """Read and dequantise only the quantisation blocks that hold the part; every row has whole blocks."""
+        """Return a part in float32. Only the quantisation blocks that hold it are read; every row consists of whole blocks."""
         kind = gguf.GGMLQuantizationType(tensor.ggml_type)
         length, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         *leading, columns = (*part, *[ALL] * (len(tensor.shape) - len(part)))
@@ -153,15 +152,13 @@ class GgufWeights:
             raise ModelError(
                 f"{self._path}: tensor {tensor.name!r} has type {kind.name}, which cannot be read."
             ) from None
-        # F32 is returned as a view of the file, so it is copied: the caller may need writable memory
+        # `gguf.dequantize` returns F32 as a view of the file, so it is copied: `__call__` may change the values in place.
         own = np.array(values, dtype=np.float32, copy=kind is gguf.GGMLQuantizationType.F32)
         return own.reshape(*chosen.shape[:-2], -1)[..., start - first * length : stop - first * length]
 
 
 def _long_rows(raw: npt.NDArray[np.uint8], block_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return the same bytes as rows of about _ROW_BYTES, each of whole blocks; fewer rows where the blocks do not divide
-    evenly.
-    """
+    """Return the bytes as rows of about _ROW_BYTES each, or longer, so that all rows have the same number of whole blocks."""
     num_blocks = raw.size // block_bytes
     num_rows = max(1, raw.size // _ROW_BYTES)
     while num_blocks % num_rows:
@@ -170,8 +167,6 @@ def _long_rows(raw: npt.NDArray[np.uint8], block_bytes: int) -> npt.NDArray[np.u
 
 
 def _half_split(weight: npt.NDArray[Number], num_heads: int) -> npt.NDArray[Number]:
-    """Undo llama.cpp's order of rows in each head: from rotary pairs as neighbours to all first elements, then all second
-    elements.
-    """
+    """Undo llama.cpp's order of rows in each head: neighbouring rotary pairs become all first elements, then all second ones."""
     pairs = weight.reshape(num_heads, weight.shape[0] // num_heads // 2, 2, -1)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)

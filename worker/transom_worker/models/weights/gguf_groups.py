@@ -1,7 +1,10 @@
-"""Takes the blocks of GGUF's Q8_0, Q4_0 and Q4_1 apart into levels, scales and minima, without changing a number.
+"""Splits the blocks of GGUF's Q8_0, Q4_0 and Q4_1 into levels, scales and minima, without changing a number.
 
-A block is 32 columns of a row, as bytes: the scale (float16), in Q4_1 the minimum (float16), then in Q8_0 32 signed integers, and
-in the others 16 bytes of two levels, of which the low halves are columns 0 to 15 and the high halves columns 16 to 31.
+A block holds 32 columns of a row, in bytes:
+
+    Q8_0   scale (float16), 32 signed integers
+    Q4_0   scale (float16), 16 bytes of two levels: the low halves are columns 0 to 15, the high halves columns 16 to 31
+    Q4_1   scale (float16), minimum (float16), 16 bytes of two levels as in Q4_0
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ STORED_KINDS = (Kind.Q8_0, Kind.Q4_0, Kind.Q4_1)
 
 
 def stored_groups(blocks: npt.NDArray[np.uint8], kind: Kind) -> StoredGroups:
-    """Take blocks [N, K / 32, bytes] of one of `STORED_KINDS` apart."""
+    """Return the levels, scales and minima of blocks [N, K / 32, bytes], whose format is one of `STORED_KINDS`."""
     num_rows, num_groups, _ = blocks.shape
     head = 4 if kind is Kind.Q4_1 else 2
     factors = torch.from_numpy(np.ascontiguousarray(blocks[:, :, :head])).view(torch.float16)
     body = torch.from_numpy(np.ascontiguousarray(blocks[:, :, head:]))
+    # Flipping the sign bit of a signed byte adds 128, the format's zero.
     levels = body ^ 0x80 if kind is Kind.Q8_0 else torch.cat((body & 15, body >> 4), dim=-1)
     return StoredGroups(
         format="int8" if kind is Kind.Q8_0 else "int4" if kind is Kind.Q4_0 else "int4_min",

@@ -1,6 +1,6 @@
-"""The tensor names of llama.cpp and of Hugging Face, by model family; `{}` is the number of the layer.
+"""Maps llama.cpp's tensor names to Hugging Face's, for each model family.
 
-llama.cpp's names are without ".weight" or ".bias".
+Names are without their ending ".weight" or ".bias"; `{}` stands for the number of the layer.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ _GEMMA = {
 
 
 def _experts(block: str, router: str) -> dict[str, str]:
-    """Names of a mixture of experts: llama.cpp has one tensor for all experts' gates, one for ups and one for downs; see
-    `gguf_experts`.
-    """
+    """Return the names of a mixture of experts; llama.cpp stacks the gates, ups and downs of all experts (`gguf_experts`)."""
     layer = f"model.layers.{{}}.{block}"
     stacks = {f"blk.{{}}.ffn_{part}_exps": f"{layer}.experts.{part}" for part in ("gate", "up", "down")}
     return {**_NORMS_AND_ATTENTION, "blk.{}.ffn_gate_inp": f"{layer}.{router}", **stacks}
@@ -47,7 +45,7 @@ def _dense(block: str, suffix: str = "") -> dict[str, str]:
     return {f"blk.{{}}.ffn_{part}{suffix}": f"model.layers.{{}}.{block}.{part}_proj" for part in ("gate", "up", "down")}
 
 
-# By config.json's model_type.
+# config.json's model_type -> (llama.cpp's name -> Hugging Face's name)
 NAMES: Mapping[str, Mapping[str, str]] = {
     "llama": _LLAMA,
     "qwen2": _LLAMA,
@@ -76,11 +74,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
 }
 PARAMETERS = ("self_attn.sinks",)  # names that Hugging Face has without ".weight"
-NOT_WEIGHTS = ("rope_freqs.weight",)  # computed from the config
+NOT_WEIGHTS = ("rope_freqs.weight",)  # ignored, because it is computed from the config
 # Families whose weights llama.cpp's converter changes; reading a tensor undoes the change.
-INTERLEAVED_ROPE = (
-    "llama",
-    "mixtral",
-    "smollm3",
-)  # rows of q and k are reordered: a rotary pair's elements are neighbours
-NORMS_PLUS_ONE = ("gemma2", "gemma3_text")  # 1 is added to the weights of norms
+# - rows of q and k are reordered, so that the two elements of a rotary pair are neighbours;
+INTERLEAVED_ROPE = ("llama", "mixtral", "smollm3")
+# - 1 is added to the weights of norms.
+NORMS_PLUS_ONE = ("gemma2", "gemma3_text")

@@ -1,4 +1,4 @@
-"""Opens a model's checkpoint, whichever its format: safetensors, quantised safetensors, or GGUF."""
+"""Opens a model's checkpoint of any format: safetensors, quantised safetensors, or GGUF."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from transom_worker.models.weights.safetensors_files import SafetensorsWeights
 
 
 def load_weights(files: ModelFiles, *, in_memory: bool = False) -> Weights:
-    """Open a model's checkpoint; its tensors are read when they are requested.
+    """Open a model's checkpoint; a tensor is read when it is requested.
 
-    With `in_memory` no tensor is a map of its file (`SafetensorsWeights`). Of a multimodal model, the result
-    has the weights of the text decoder, under the names of a text-only model.
+    With `in_memory` no tensor is a memory map of its file (`SafetensorsWeights`). For a multimodal model, the result gives the text
+    decoder's weights the names that a text-only model has.
 
     Raises:
         ModelError: a file is missing, broken (the message names it), or quantised in a way that cannot be read.

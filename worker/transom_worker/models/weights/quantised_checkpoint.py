@@ -1,4 +1,4 @@
-"""A safetensors checkpoint whose larger tensors are MXFP4 or fp8 in blocks; a model builder sees dequantised tensors.
+"""Reads a safetensors checkpoint whose larger tensors are MXFP4 or fp8 in blocks, and gives the model dequantised tensors.
 
 - MXFP4 experts are stored as `X_blocks` and `X_scales`, each expert [out, in]. They appear as `X`, [experts, in, out], which is
   how transformers stores them unquantised.
@@ -23,10 +23,10 @@ _DEFAULT_BLOCK = (128, 128)
 
 
 def open_quantised(plain: SafetensorsWeights, config: Any) -> QuantisedWeights:
-    """Return the checkpoint that a config.json's `quantization_config` describes.
+    """Return `plain` with the dequantisation that `config`, the config.json's `quantization_config`, describes.
 
     Raises:
-        ModelError: the quantisation method, or a setting of it, is not supported.
+        ModelError: the quantisation method, or one of its settings, is not supported.
     """
     method = config.get("quant_method") if isinstance(config, Mapping) else config
     if method not in _METHODS:
@@ -44,7 +44,7 @@ def open_quantised(plain: SafetensorsWeights, config: Any) -> QuantisedWeights:
 
 
 class QuantisedWeights:
-    """Dequantises the tensors that have scales, and reads all others as they are."""
+    """Weights that dequantise the tensors with scales, and give all others as stored."""
 
     def __init__(self, plain: SafetensorsWeights, block: tuple[int, int]) -> None:
         self._plain, self._block = plain, block
@@ -60,7 +60,7 @@ class QuantisedWeights:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """The names of the tensors in the files that were not read yet."""
+        """Return the names of the tensors in the files that were not read yet."""
         return self._plain.unread
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
@@ -76,7 +76,7 @@ class QuantisedWeights:
         self._plain.close()
 
     def mxfp4(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Mxfp4Tensors | None:
-        """Read one tensor as it is stored, if it is stored as MXFP4; see `read_mxfp4`."""
+        """Return one tensor as stored, if it is stored in MXFP4; see `read_mxfp4`."""
         if name in self._mxfp4_experts:
             experts, columns, rows = (*part, *[ALL] * (3 - len(part)))
             blocks, scales, _ = self._blocks_and_scales(name, shape)
@@ -100,7 +100,7 @@ class QuantisedWeights:
             raise ModelError(f"{file}: tensor {name!r} cannot be dequantised: {error}.") from None
 
     def _blocks_and_scales(self, name: str, shape: tuple[int, ...] | None) -> tuple[torch.Tensor, torch.Tensor, Path]:
-        """Read the blocks and scales of experts, [experts, in, out] together, and return them with the file of the blocks."""
+        """Return the blocks and scales of experts, and the file of the blocks; `shape` is [experts, in, out] of the experts."""
         file = self._plain.file_of(f"{name}_blocks")
         blocks, scales = self._plain.read(f"{name}_blocks"), self._plain.read(f"{name}_scales")
         if shape is not None:

@@ -1,4 +1,4 @@
-"""Reads a checkpoint whose tensors have other names than the model asks for, such as the text decoder of a multimodal model."""
+"""Reads a checkpoint in which tensors have other names than the model requests, such as a multimodal model's text decoder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from transom_worker.models.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, Weights, read_mxfp4
 
-# Name prefixes of a text-only model -> prefixes in checkpoints of multimodal models, first the older layout, then the newer one.
+# Name prefix in a text-only model -> prefix in a multimodal model's checkpoint, first in the older layout, then in the newer one.
 _DECODERS = (
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     {"model.": "model.language_model."},
@@ -17,21 +17,19 @@ _DECODERS = (
 
 
 class RenamedWeights:
-    """Reads tensor `rename(name)` of `weights` when tensor `name` is requested. `names` and `unread` are the checkpoint's own
-    names.
-    """
+    """Weights that read tensor `rename(name)` when `name` is requested. `names` and `unread` are the checkpoint's own names."""
 
     def __init__(self, weights: Weights, rename: Callable[[str], str]) -> None:
         self._weights, self._rename = weights, rename
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the checkpoint's tensors, not renamed."""
+        """Return the names of the checkpoint's tensors, not renamed."""
         return self._weights.names
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """The names of the tensors that were not read yet, not renamed."""
+        """Return the names of the tensors that were not read yet, not renamed."""
         return self._weights.unread
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
@@ -39,7 +37,7 @@ class RenamedWeights:
         return self._weights(self._rename(name), shape=shape, part=part)
 
     def mxfp4(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Mxfp4Tensors | None:
-        """Read one tensor as it is stored, if it is stored as MXFP4; see `read_mxfp4`."""
+        """Return one tensor as stored, if it is stored in MXFP4; see `read_mxfp4`."""
         return read_mxfp4(self._weights, self._rename(name), shape=shape, part=part)
 
     def close(self) -> None:

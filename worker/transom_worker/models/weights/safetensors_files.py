@@ -14,10 +14,10 @@ from transom_worker.models.weights.checkpoint import WHOLE, Part, check_shape
 
 
 class SafetensorsWeights:
-    """Tensors mapped from the files of one folder, so that the system reads their pages on first use.
+    """Weights that map tensors from the files of one folder, so that the operating system reads pages on first use.
 
-    A map shows what is later written into its file, so a model that computes on the CPU with these tensors themselves takes them
-    `in_memory`: then they are copies.
+    If something later overwrites a file, a mapped tensor changes too. So a model that computes on the CPU with these very tensors
+    opens them `in_memory`: then they are copies.
 
     Raises:
         ModelError: a file is missing, cut off or not safetensors; the message names it.
@@ -32,7 +32,7 @@ class SafetensorsWeights:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """The names of the tensors that were not read yet."""
+        """Return the names of the tensors that were not read yet."""
         return tuple(name for name in self.names if name not in self._read)
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
@@ -46,7 +46,7 @@ class SafetensorsWeights:
         return self._own(check_shape(tensor, shape, name=name, file=self.file_of(name))[part])
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor as the file has it, in any number format.
+        """Return one tensor as stored, in any number format.
 
         Raises:
             ModelError: the tensor is missing or cut off.
@@ -96,7 +96,7 @@ class SafetensorsWeights:
 
 
 def _files_by_tensor(folder: Path, reader: Any) -> dict[str, Path]:
-    """Return the file of every tensor: from the index if there is one, else from the files' own headers."""
+    """Return tensor name -> file, from the index if there is one, otherwise from the files' own headers."""
     index = folder / INDEX_FILE
     if index.exists():
         return _read_index(index)

@@ -1,1 +1,1 @@
-"""The markups of the model families, one file each: how tool calls are written, read and constrained."""
+"""The tool call markups of the model families, one file per family or notation: how calls are written, read and constrained."""

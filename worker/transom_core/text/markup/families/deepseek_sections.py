@@ -1,15 +1,15 @@
-"""`deepseek_v3` and `deepseek_v31`: the calls of an answer stand in one section, each between special tokens.
+"""`deepseek_v3` and `deepseek_v31`: an answer's calls are in one section, each call between special tokens.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
     ```json
     {"city": "Paris"}
     ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 
-DeepSeek V3.1 leaves out the type and the fence:
+DeepSeek V3.1 leaves out the type (`function`) and the code fence:
 
     <｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}<｜tool▁call▁end｜>
 
-Inside the JSON's strings, markers are text.
+Inside the JSON's strings, markers are ordinary text.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DeepSeekV31Tools(ToolMarkup):
             yield from reader.skip(self.after_arguments)
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """The calls and the marker at the section's end."""
+        """Return an expression for the calls and the marker at the section's end."""
         each = lark.rule("section_call", " | ".join(self._call(lark, tool) for tool in tools))
         return f"{each}{'+' if parallel else ''} {lark.marker(_SECTION_END)}"
 

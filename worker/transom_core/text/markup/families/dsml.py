@@ -1,4 +1,4 @@
-"""`deepseek_v32`, `deepseek_v4` and `deepseek_v41`: DSML, markup like XML whose names begin with the token `｜DSML｜`.
+"""`deepseek_v32`, `deepseek_v4` and `deepseek_v41`: DSML, an XML-like markup whose tag names begin with the token `｜DSML｜`.
 
     <｜DSML｜tool_calls>
     <｜DSML｜invoke name="get_weather">
@@ -7,8 +7,9 @@
     </｜DSML｜invoke>
     </｜DSML｜tool_calls>
 
-A parameter is a string as it is, or else JSON, as it says. It goes up to its end tag, with any other tags inside. V3.2 says
-`function_calls`; V4.1 writes a space after `｜DSML｜`, and `calls`. All forms are read, whichever a model is known for.
+A parameter with `string="true"` is a raw string, and one with `string="false"` is JSON. A parameter goes up to its end tag; other
+tags inside it are text. V3.2 calls the block `function_calls`; V4.1 calls it `calls`, and writes a space after `｜DSML｜`. Each
+parser reads all forms.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class DeepSeekV4Tools(ToolMarkup):
     """Tool calls of DeepSeek V4."""
 
     block: ClassVar[str] = "tool_calls"
-    space: ClassVar[str] = ""  # after the token
+    space: ClassVar[str] = ""  # what is written after the token `｜DSML｜`
     openers = tuple(f"<{_TOKEN}{name}>" for name in _BLOCKS)
     markers = (_TOKEN,)
     inner_tokens = (_TOKEN,)
@@ -55,7 +56,7 @@ class DeepSeekV4Tools(ToolMarkup):
             yield from reader.skip_space()
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """The calls and the end of the block."""
+        """Return an expression for the calls and the end of the block."""
         tags = _Tags(self.space)
         markup = ParameterMarkup(
             before_name=lark.marker(tags.parameter + ' name="'),
@@ -90,7 +91,7 @@ class DeepSeekV41Tools(DeepSeekV4Tools):
 
 
 class _Tags:
-    """The tags inside a block."""
+    """The tags inside a block; `space` is what its form has after `｜DSML｜`."""
 
     def __init__(self, space: str) -> None:
         self.invoke = f"<{_TOKEN}{space}invoke"
@@ -132,7 +133,7 @@ def _read_parameter(calls: CallReading, parameters: ParameterWriter, tags: _Tags
 
 
 def _read_attributes(calls: CallReading, pattern: re.Pattern[str]) -> Reading[re.Match[str]]:
-    """Read the rest of a tag."""
+    """Read the rest of a tag, and return its attributes as a match of `pattern`."""
     text, _ = yield from calls.reader.text_until(_TAG_ENDS)
     attributes = pattern.fullmatch(text)
     if attributes is None:

@@ -1,8 +1,8 @@
-"""`gemma4`: calls whose arguments are an object in the model's own notation, with bare keys and strings between `<|"|>`.
+"""`gemma4`: a call's arguments are an object in the model's own notation, with unquoted keys and strings between `<|"|>`.
 
     <|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:[1,2],at:{home:true}}<tool_call|>
 
-Strings are raw: nothing is escaped in them, and they go up to the next `<|"|>`, with any markers inside.
+Strings are raw: nothing is escaped in them. They go up to the next `<|"|>`, and other markers inside them are text.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class Gemma4Tools(ToolMarkup):
         calls.end()
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """A name, and the arguments."""
+        """Return an expression for a name and its arguments."""
         calls = [f"{lark.literal('call:' + tool.name)} {object_expression(lark, tool.parameters)}" for tool in tools]
         return f"({' | '.join(calls)}) {lark.marker(_CALL_END)}"
 
 
 def _copy_object(calls: CallReading) -> Reading[None]:
-    """Read the arguments after their `{`, with all that they hold, and write them as JSON."""
+    """Read the arguments after their `{`, nested objects and arrays included, and write them as JSON."""
     reader, write = calls.reader, calls.arguments
     write("{")
-    closers = ["}"]  # of the objects and arrays that are open
+    closers = ["}"]  # closing brackets of the open objects and arrays, innermost last
     is_first = True
     while closers:
         yield from reader.skip_space()
@@ -72,7 +72,7 @@ def _copy_object(calls: CallReading) -> Reading[None]:
         if not is_first:
             yield from reader.expect(",")
             yield from reader.skip_space()
-            if (yield from reader.peek()) == closers[-1]:  # a comma before the end
+            if (yield from reader.peek()) == closers[-1]:  # a trailing comma
                 continue
             write(", ")
         if closers[-1] == "}":
@@ -88,7 +88,7 @@ def _copy_object(calls: CallReading) -> Reading[None]:
 
 
 def _read_key(reader: MarkupReader) -> Reading[str]:
-    """Read a key and the colon after it."""
+    """Read a key and the colon after it, and return the key."""
     if (yield from reader.skip(QUOTE)):
         key, _ = yield from reader.text_until(_STRING_ENDS)
     elif (yield from reader.peek()) == '"':
@@ -101,7 +101,7 @@ def _read_key(reader: MarkupReader) -> Reading[str]:
 
 
 def _copy_value(calls: CallReading) -> Reading[None]:
-    """Read a string, or a bare text, which is JSON (a number, true, false, null) or else a string."""
+    """Read a string or an unquoted text, and write it as JSON; an unquoted text that is not JSON itself becomes a string."""
     reader, write = calls.reader, calls.arguments
     if (yield from reader.skip(QUOTE)):
         write('"')

@@ -1,6 +1,6 @@
-"""Grammars for Gemma 4's notation of a call's arguments, so that they are valid against the tool's schema.
+"""Makes grammars for Gemma 4's notation of a call's arguments, so that these are valid against the tool's schema.
 
-Properties come in the alphabet's order, upper and lower case alike, as the models' chat template writes them.
+Properties come in alphabetical order, regardless of case, as the models' chat template writes them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _NAME = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 
 
 def object_expression(lark: LarkText, schema: Mapping[str, Any]) -> str:
-    """A grammar's expression for the arguments of a call, with their braces.
+    """Return a grammar's expression for the arguments of a call, with their braces.
 
     Raises:
-        RequestError: see `object_schemas`.
+        RequestError: as `object_schemas` does.
     """
     return _Notation(lark, schema).object(schema)
 
@@ -43,15 +43,15 @@ class _Notation:
     def __init__(self, lark: LarkText, root: Mapping[str, Any]) -> None:
         self._lark = lark
         self._root = root
-        self._rules: dict[str, str] = {}  # by the schema's JSON, so that a schema may contain itself
+        self._rules: dict[str, str] = {}  # a schema's JSON -> its rule, so that a schema may contain itself
 
     def object(self, schema: Any) -> str:
-        """An object."""
+        """Return an expression for an object."""
         kinds = [self._members(kind) for kind in object_schemas(schema, self._root)]
         return "({})".format(" | ".join(f'"{{" {members} "}}"' for members in kinds))
 
     def value(self, schema: Any) -> str:
-        """A value of any kind that the schema allows."""
+        """Return a rule for a value of any kind that the schema allows."""
         key = json.dumps(schema, sort_keys=True, default=str)
         if key not in self._rules:
             self._rules[key] = self._lark.rule_name("value")
@@ -85,7 +85,7 @@ class _Notation:
         return f'"[" {items} "]"' if least else f'"[" ({items})? "]"'
 
     def _members(self, schema: ObjectSchema) -> str:
-        """What stands between an object's braces."""
+        """Return an expression for the members between an object's braces."""
         schema = schema.with_names(_NAMES)
         if not schema.properties:
             if schema.additional is False:
@@ -94,7 +94,7 @@ class _Notation:
         names = sorted(schema.properties, key=lambda name: (name.lower(), name))
         members = [f"{self._lark.literal(name + ':')} {self.value(schema.properties[name])}" for name in names]
         heads: list[str] = []
-        rest = ""  # the members after this one, each with its comma
+        rest = ""  # expression for the members after this one, each with its comma
         for name, member in reversed(list(zip(names, members, strict=True))):
             is_required = name in schema.required
             heads = [f"{member} {rest}"] + ([] if is_required else heads)
@@ -102,7 +102,7 @@ class _Notation:
         return f"({' | '.join(heads)}){'' if schema.required else '?'}"
 
     def _listed(self, value: Any) -> str:
-        """One value."""
+        """Return an expression for exactly this value."""
         if isinstance(value, str):
             text = self._lark.literal(value) if value else ""
             return f"{self._lark.marker(QUOTE)} {text} {self._lark.marker(QUOTE)}"

@@ -1,12 +1,13 @@
-"""`glm45` and `glm47`, of GLM 4.5 to 5: a call has a name, and its arguments as keys and values.
+"""`glm45` and `glm47`, of GLM 4.5 to 5: a call is a name followed by the arguments as keys and values.
 
     <tool_call>get_weather
     <arg_key>city</arg_key>
     <arg_value>Paris</arg_value>
     </tool_call>
 
-GLM 4.7 and 5 leave out the line ends. A value is a string as it is, or else JSON: the tool's schema tells which. A value goes
-up to `</arg_value>`, with any markers inside; where that is missing, a `</tool_call>` at the answer's very end counts.
+GLM 4.7 and 5 leave out the line ends. A value is a raw string or JSON; the tool's schema tells which. A value goes up to
+`</arg_value>`, and other markers inside it are text. If `</arg_value>` is missing, a `</tool_call>` at the very end of the answer
+ends the value.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Glm47Tools(ToolMarkup):
     markers = (_CALL_END, _KEY, _KEY_END, _VALUE, _VALUE_END)
     separator = ""
     ends_reasoning = True
-    between: ClassVar[str] = ""  # the space between markers that a grammar demands
+    between: ClassVar[str] = ""  # the space between markers in a grammar
 
     def read(self, calls: CallReading, opener: str) -> Reading[None]:
         """Read one call."""
@@ -53,7 +54,7 @@ class Glm47Tools(ToolMarkup):
         calls.end()
 
     def _read_argument(self, calls: CallReading, parameters: ParameterWriter) -> Reading[str]:
-        """Read the rest of a key and its value. Returns the marker after them."""
+        """Read the rest of a key, and its value. Return the marker after them."""
         reader = calls.reader
         key, _ = yield from reader.text_until(_KEY_ENDS)
         name = key.strip(SPACE)
@@ -71,7 +72,7 @@ class Glm47Tools(ToolMarkup):
         return _KEY
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """A name, and the arguments."""
+        """Return an expression for a name and its arguments."""
         space = lark.literal(self.between) if self.between else ""
         markup = ParameterMarkup(
             before_name=lark.marker(_KEY),
@@ -98,10 +99,10 @@ class _Value:
 
     def __init__(self, calls: CallReading, parameters: ParameterWriter) -> None:
         self._reader = calls.reader
-        self.ends_answer = False  # the end marker is missing, and the answer has ended after the call's
+        self.ends_answer = False  # the value had no end marker, and the call's end marker ended the answer
 
     def read(self, write: Write) -> Reading[None]:
-        """Read the text."""
+        """Read the value's text and its end marker, and write the text."""
         while (yield from self._reader.until(_VALUE_ENDS, write)) == _CALL_END:
             held = [_CALL_END]
             try:

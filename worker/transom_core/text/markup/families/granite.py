@@ -2,7 +2,7 @@
 
     <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]
 
-Granite 4 writes calls as `hermes`.
+Granite 4 writes calls in the `hermes` format.
 """
 
 from __future__ import annotations
@@ -28,5 +28,5 @@ class GraniteTools(ToolMarkup):
         yield from read_call_array(calls)
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """One array."""
+        """Return an expression for one array of calls."""
         return array_rule(lark, tools, parallel=parallel)

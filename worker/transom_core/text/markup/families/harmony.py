@@ -1,16 +1,16 @@
-"""`openai`, gpt-oss's harmony: an answer is messages, each with a header that names its channel and whom it is for.
+"""`openai`, gpt-oss's harmony: an answer consists of messages, each with a header that names its channel and its recipient.
 
     <|channel|>analysis<|message|>Rain?<|end|>
     <|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
     <|start|>assistant<|channel|>final<|message|>It rains.<|return|>
 
-(without the line ends). `analysis` is the reasoning, `final` and `commentary` are the message, and what is for `functions.NAME`
-is a call, in any channel. The prompt ends with `<|start|>assistant`, so that an answer begins inside a header. `<|call|>` and
-`<|return|>` end an answer.
+(without the line ends). Channel `analysis` is the reasoning; `final` and `commentary` are the message to the user. A message for
+`functions.NAME` is a call, in any channel. The prompt ends with `<|start|>assistant`, so an answer begins inside a header.
+`<|call|>` and `<|return|>` end an answer.
 
-Headers that the models get wrong are read as far as they say something: of two channels the last counts, and a message without
-`<|message|>` is shown as text. A message for a tool that the request does not have (gpt-oss was trained with `python` and
-`browser`) is not for the user: it is counted as `MalformedMarkup`, which has its text, and not shown.
+Wrong headers are read as far as possible: the last of two channels counts, and a message without `<|message|>` is shown as text. A
+message for a tool that the request does not have (gpt-oss was trained with `python` and `browser`) is not for the user. It is not
+shown, but counted as `MalformedMarkup`, which has its text.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class _Header:
 
     channel: str | None
     recipient: str | None
-    is_sound: bool  # all of it was understood
-    is_usual: bool  # and is as it should be
+    is_sound: bool  # the whole header could be read
+    is_usual: bool  # and has only what the format prescribes
 
 
 class HarmonyFormat(AnswerFormat):
     """Reasoning, message and calls in harmony's channels."""
 
     def parser(self, tokenizer: MarkupTokenizer, context: AnswerContext) -> MarkupParser:
-        """A parser for one answer."""
+        """Return a parser for one answer."""
         markers = TokenMarkers(tokenizer, MARKERS)
         reader, writer = MarkupReader(), PartsWriter()
         answer = _Answer(reader, writer, context, markers)
@@ -78,11 +78,11 @@ class HarmonyFormat(AnswerFormat):
     def _held_grammar(
         self, tokenizer: MarkupTokenizer, context: AnswerContext, message: MessageDemand, tools: ToolsDemand | None
     ) -> str:
-        """The grammar of an answer that has something to hold.
+        """Return the grammar of an answer that is constrained.
 
-        Before the last message there may be reasoning in the analysis channel, and with a free message also text in the commentary
-        channel. The last is what `message` demands, in the final channel, or a call as `tools` allows. Harmony has one call an
-        answer, since `<|call|>` ends it.
+        Before the last message there may be reasoning in the analysis channel, and, with a free message, text in the commentary
+        channel. The last message is in the final channel and as `message` demands, or is a call that `tools` allows. A harmony
+        answer has one call at most, because `<|call|>` ends it.
         """
         lark = LarkText(tokenizer)
         is_free = isinstance(message, FreeAnswer)
@@ -126,13 +126,13 @@ class _Answer:
             self._writer.end()
 
     def _begins_header(self) -> Reading[bool]:
-        """Whether the answer begins as a header does, with a marker or a recipient; other text is a message without one."""
+        """Return whether the answer begins like a header, with a marker or a recipient; other text is a message without one."""
         if (yield from self._reader.peek()) in self._marker_begins:
             return True
         return (yield from self._reader.next_is(" to=")) or (yield from self._reader.next_is("to="))
 
     def _read_message(self, marker: str) -> Reading[str]:
-        """Read a message from its header on, after `marker`. Returns the marker at its end."""
+        """Read a message with its header, which follows `marker`. Return the marker at the message's end."""
         header, end = yield from self._read_header(marker)
         if header is None:
             return end
@@ -145,7 +145,7 @@ class _Answer:
         return (yield from self._read_text(self._writer.write))
 
     def _tool(self, header: _Header) -> str | None:
-        """The tool that a message calls; None where it is none."""
+        """Return the name of the tool that a message calls; None if the message is not a call."""
         recipient = header.recipient
         if recipient is None or not self._parses_tools:
             return None
@@ -158,7 +158,9 @@ class _Answer:
         return recipient not in (None, "assistant") and not str(recipient).startswith(_FUNCTIONS)
 
     def _read_header(self, marker: str) -> Reading[tuple[_Header | None, str]]:
-        """Read a header up to the message's text, and the marker at its end. None: it was none, and has been shown as text."""
+        """Read a header, and return it with the marker at its end. If no message follows, return None instead of the header; text
+        in it has been shown.
+        """
         sections: list[tuple[str, list[str]]] = [(START, [])]  # the marker before a text, and the text
         if marker == self._m[CHANNEL]:
             sections.append((CHANNEL, []))
@@ -187,7 +189,7 @@ class _Answer:
         return header
 
     def _give_up_header(self, *, is_sound: bool) -> None:
-        """No message follows a header; text that is no header was meant for the user."""
+        """Drop a header without a message; if it could not be read as a header, show it, because it was meant for the user."""
         markup = self._reader.kept()
         if not is_sound:
             self._writer.begin_section("message")
@@ -196,14 +198,14 @@ class _Answer:
             self._writer.drop_unfinished(markup)
 
     def _read_text(self, write: Write) -> Reading[str]:
-        """Read a message's text, and the marker at its end. Markers that have no business there are left out."""
+        """Read a message's text, and the marker at its end, which is returned. Stray markers inside the text are left out."""
         end = self._m[MESSAGE]
         while end in self._strays:
             end = yield from self._reader.until(self._marks, write)
         return end
 
     def _read_call(self, name: str) -> Reading[str]:
-        """Read the arguments of a call, and what may stand between them and the marker at its end."""
+        """Read the arguments of a call, any text after them, and the marker at its end, which is returned."""
         self._writer.reads_call = True
         self._writer.begin_call(name)
         try:
@@ -218,7 +220,7 @@ class _Answer:
         return (yield from self._read_text(self._writer.write))
 
     def _read_unknown_call(self) -> Reading[str]:
-        """Read a message for a tool that there is not."""
+        """Read a message for a tool that the request does not have, and drop it. Return the marker at its end."""
         pieces: list[str] = []
         self._writer.reads_call = True
         try:
@@ -240,7 +242,7 @@ class _Answer:
 
 
 def _message_before(lark: LarkText, channel: str) -> str:
-    """A grammar's expression for a message in a channel, and the beginning of the next one."""
+    """Return a grammar's expression for a message in a channel, and for the beginning of the next message."""
     begin = f"{lark.marker(CHANNEL)} {lark.literal(channel)} {lark.marker(MESSAGE)}"
     return f"{begin} {lark.text_until(END)} {lark.marker(START)} {lark.literal('assistant')}"
 
@@ -253,7 +255,7 @@ def _final(lark: LarkText, message: MessageDemand) -> str:
 
 
 def _call(lark: LarkText, tool: ToolSpec) -> str:
-    """A grammar's expression for a call, with its recipient after the channel, as the models write it, or before it."""
+    """Return a grammar's expression for a call; the recipient comes after the channel or before it, since models write both."""
     recipient = f"to={_FUNCTIONS}{tool.name}"
     channel_first = f"{lark.marker(CHANNEL)} {lark.literal(f'commentary {recipient} ')}"
     role_first = f"{lark.literal(f' {recipient}')} {lark.marker(CHANNEL)} {lark.literal('commentary ')}"
@@ -283,6 +285,6 @@ def _parse(sections: Sequence[tuple[str, Sequence[str]]]) -> _Header:
 
 
 def _begun_header(prompt_end: str) -> str:
-    """What the prompt has of the answer's first header, after its role."""
+    """Return the part of the answer's first header, after its role, that is in the prompt already."""
     _, start, begun = prompt_end.rpartition(_PROMPT_END)
     return begun[: begun.rfind(MESSAGE) + len(MESSAGE)] if start and MESSAGE in begun else begun if start else ""

@@ -40,6 +40,6 @@ class HermesTools(ToolMarkup):
                 return
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """One object on a line of its own, and the marker after it."""
+        """Return an expression for one object on a line of its own, and the marker after it."""
         line_end = lark.literal("\n")
         return f"{line_end} {object_rule(lark, tools, arguments_key='arguments')} {line_end} {lark.marker(_END)}"

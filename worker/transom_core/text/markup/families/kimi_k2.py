@@ -1,9 +1,9 @@
-"""`kimi_k2`: the calls of an answer stand in one section, each between special tokens, with the tool's name in the call's id.
+"""`kimi_k2`: an answer's calls are in one section, each call between special tokens, with the tool's name in the call's id.
 
     <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Paris"}
     <|tool_call_end|><|tool_calls_section_end|>
 
-(without the line end). The number after the name counts a chat's calls. Inside the JSON's strings, markers are text.
+(without the line end). The number after the name counts a chat's calls. Inside the JSON's strings, markers are ordinary text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class KimiK2Tools(ToolMarkup):
     keeps_space = True
 
     def read(self, calls: CallReading, opener: str) -> Reading[None]:
-        """Read the calls of one section. Text between them is neither a call nor the message's, and is not shown."""
+        """Read the calls of one section. Text between calls belongs neither to a call nor to the message, and is not shown."""
         reader = calls.reader
         while (yield from _read_to_call(calls)) == _CALL:
             text, end = yield from reader.text_until(_ID_ENDS)
@@ -47,7 +47,7 @@ class KimiK2Tools(ToolMarkup):
             calls.end()
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """The calls and the marker at the section's end."""
+        """Return an expression for the calls and the marker at the section's end."""
         each = lark.rule("section_call", " | ".join(_call(lark, tool) for tool in tools))
         return f"{each}{'+' if parallel else ''} {lark.marker(_SECTION_END)}"
 
@@ -58,7 +58,7 @@ def _call(lark: LarkText, tool: ToolSpec) -> str:
 
 
 def _read_to_call(calls: CallReading) -> Reading[str]:
-    """Read up to the next call, or the section's end. Returns the marker."""
+    """Read up to the next call or the section's end, and return the marker there."""
     pieces: list[str] = []
     try:
         return (yield from calls.reader.until(_CALL_OR_END, pieces.append))

@@ -1,11 +1,11 @@
-"""`kimi_k3`: XTML, elements like XML's whose tags stand between special tokens, with the type of each argument.
+"""`kimi_k3`: XTML, XML-like elements whose tags are between special tokens; each argument has its type.
 
     Rain?<|close|>think<|sep|><|open|>response<|sep|>Let me look.<|close|>response<|sep|>
     <|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>
     <|open|>argument key="city" type="string"<|sep|>Paris<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>
     <|close|>message<|sep|>
 
-(without the line ends). The prompt opens `think` or `response`. `&` and `"` are escaped in attributes, nothing in texts.
+(without the line ends). The prompt opens `think` or `response`. In attributes `&` and `"` are escaped; in texts nothing is.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class KimiK3Format(AnswerFormat):
     """Reasoning, message and calls in XTML."""
 
     def parser(self, tokenizer: MarkupTokenizer, context: AnswerContext) -> MarkupParser:
-        """A parser for one answer."""
+        """Return a parser for one answer."""
         markers = TokenMarkers(tokenizer, MARKERS)
         reader, writer = MarkupReader(), PartsWriter(keeps_space=True)
         answer = _Answer(reader, writer, context, markers)
@@ -61,7 +61,7 @@ class KimiK3Format(AnswerFormat):
     def _held_grammar(
         self, tokenizer: MarkupTokenizer, context: AnswerContext, message: MessageDemand, tools: ToolsDemand | None
     ) -> str:
-        """The grammar of an answer that has something to hold. What `message` demands is the response's text."""
+        """Return the grammar of an answer that is constrained; `message` constrains the text of the element `response`."""
         lark = LarkText(tokenizer)
         section = _open_section(context.prompt_end)
         begin = f"{lark.text_until(CLOSE)} {_end_of_tag(lark, _THINK)}" if section == _THINK else ""
@@ -110,7 +110,7 @@ class _Answer:
             self._writer.end()
 
     def _read_tag(self, marker: str) -> Reading[None]:
-        """Read a tag between the answer's sections, and the calls after `tools`. What is no such tag is shown as text."""
+        """Read a tag between the answer's sections, and the calls after a tag `tools`. An unknown tag is shown as text."""
         self._reader.keep(marker)
         try:
             text, end = yield from self._reader.text_until(self._tag_ends)
@@ -165,7 +165,7 @@ class _Answer:
         parameters.end()
 
     def _read_attributes(self, pattern: re.Pattern[str]) -> Reading[re.Match[str]]:
-        """Read the rest of an opening tag."""
+        """Read the rest of an opening tag, and return its attributes as a match of `pattern`."""
         text, end = yield from self._reader.text_until(self._tag_ends)
         attributes = pattern.fullmatch(text)
         if attributes is None or end != self._m[SEPARATOR]:
@@ -174,7 +174,7 @@ class _Answer:
 
 
 def _open_section(prompt_end: str) -> str | None:
-    """The element that the prompt has opened last."""
+    """Return the element that is open at the prompt's end, `think` or `response`; None if neither is."""
     for section in (_THINK, _RESPONSE):
         if prompt_end.rstrip(SPACE).endswith(f"{OPEN}{section}{SEPARATOR}"):
             return section
@@ -182,7 +182,7 @@ def _open_section(prompt_end: str) -> str | None:
 
 
 def _tag(lark: LarkText, marker: str, text: str) -> str:
-    """A grammar's expression for a tag."""
+    """Return a grammar's expression for a tag."""
     return f"{lark.marker(marker)} {_end_of_tag(lark, text)}"
 
 
@@ -191,7 +191,7 @@ def _end_of_tag(lark: LarkText, text: str) -> str:
 
 
 def _calls(lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-    """A grammar's expression for the calls of an answer."""
+    """Return a grammar's expression for the calls of an answer."""
     markup = ParameterMarkup(
         before_name=f"{lark.marker(OPEN)} {lark.literal('argument key=' + chr(34))}",
         before_value=lambda kind: _end_of_tag(lark, f'" type="{kind}"'),
@@ -211,5 +211,5 @@ def _calls(lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A text as an attribute has it."""
+    """Return a text escaped for an attribute."""
     return text.replace("&", "&amp;").replace('"', "&quot;")

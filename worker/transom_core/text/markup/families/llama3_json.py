@@ -2,9 +2,8 @@
 
     {"name": "get_weather", "parameters": {"city": "Paris"}}
 
-Several calls stand one after another, with `;` between them. `<|python_tag|>` may stand before them, then also after text.
-Without it, other JSON, such as an object without a name or with a name that is no tool's, is the message. "arguments" is read
-like "parameters".
+Several calls are separated by `;`. `<|python_tag|>` may come before the calls, and then text may come before it. Without that
+marker, other JSON is the message, such as an object without a tool's name. "arguments" is read like "parameters".
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Llama3JsonTools(ToolMarkup):
     starters = "{"
 
     def read(self, calls: CallReading, opener: str) -> Reading[None]:
-        """Read objects up to text that is none."""
+        """Read objects up to the first text that is not an object."""
         reader = calls.reader
         yield from reader.skip_space()
         while True:
@@ -42,16 +41,18 @@ class Llama3JsonTools(ToolMarkup):
                 return
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """One object, or several."""
+        """Return an expression for one object, or several if `parallel`."""
         call = lark.rule("call", object_rule(lark, tools, arguments_key="parameters"))
         return f"{call} ({lark.literal('; ')} {call})*" if parallel else call
 
     def calls(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """The objects, without a marker."""
+        """Return an expression for the objects, without a marker."""
         return self.body(lark, tools, parallel=parallel)
 
     def calls_after_text(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """The objects, with or without a marker, or text that does not begin like one and has no marker."""
+        """Return an expression for objects, with or without a marker, or for text that does not begin like an object or contain a
+        marker.
+        """
         body = lark.rule("calls", self.body(lark, tools, parallel=parallel))
         text = lark.text_without(self.openers, begins=r"[^{ \t\r\n]")
         return f"{lark.marker(self.openers[0])}? {body} | {text}?"

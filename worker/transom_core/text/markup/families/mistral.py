@@ -1,10 +1,10 @@
-"""`mistral`: calls after `[TOOL_CALLS]`, in one of two forms, which the parser tells apart by what follows the marker.
+"""`mistral`: calls after `[TOOL_CALLS]`, in one of two forms, which the parser distinguishes by what follows the marker.
 
-Since tokenizer v11 (Mistral Small 3.2, Magistral, Devstral, Ministral 3), a marker for each call; the id is optional and left out:
+Since tokenizer v11 (Mistral Small 3.2, Magistral, Devstral, Ministral 3), each call has a marker; its id is optional and dropped:
 
     [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]get_time[CALL_ID]123456789[ARGS]{}
 
-Before (Mistral 7B v0.3, Nemo), one marker and a JSON array:
+Older tokenizers (Mistral 7B v0.3, Nemo) have one marker and a JSON array:
 
     [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "get_time", "arguments": {}}]
 """
@@ -46,26 +46,26 @@ class MistralTools(ToolMarkup):
             yield from _read_named(calls)
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """One call in the form since v11."""
+        """Return an expression for one call in the form since v11."""
         marker = lark.marker(_ARGUMENTS)
         choices = [f"{lark.literal(tool.name)} {marker} {lark.json(arguments_schema(tool))}" for tool in tools]
         return f"({' | '.join(choices)})"
 
     def calls(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """Calls in the form of the model's tokenizer, which shows in its having `[ARGS]`."""
+        """Return an expression for calls in the form of the model's tokenizer: since v11 it has the token `[ARGS]`."""
         if lark.has_marker(_ARGUMENTS):
             return super().calls(lark, tools, parallel=parallel)
         return _ArrayCalls().calls(lark, tools, parallel=parallel)
 
     def calls_after_text(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """Calls in the form of the model's tokenizer, after text."""
+        """Return an expression for text and calls in the form of the model's tokenizer."""
         if lark.has_marker(_ARGUMENTS):
             return super().calls_after_text(lark, tools, parallel=parallel)
         return _ArrayCalls().calls_after_text(lark, tools, parallel=parallel)
 
 
 class _ArrayCalls(ToolMarkup):
-    """The form before v11."""
+    """The form of tokenizers before v11."""
 
     openers = MistralTools.openers
 
@@ -93,7 +93,7 @@ def _read_named(calls: CallReading) -> Reading[None]:
 
 
 def _read_word(reader: MarkupReader) -> Reading[str]:
-    """A name or an id, up to space, a bracket or a brace."""
+    """Read a name or an id, up to space, a bracket or a brace."""
     word = yield from reader.run(_WORD)
     if not word:
         raise MalformedMarkupError

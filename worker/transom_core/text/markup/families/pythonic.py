@@ -1,9 +1,9 @@
-"""`pythonic` and `llama4_pythonic`: calls as a list of Python calls with named arguments.
+"""`pythonic` and `llama4_pythonic`: calls are written as a list of Python calls with named arguments.
 
     [get_weather(city='San Francisco', metric='celsius'), get_time()]
 
-Without a marker, the list is calls if it begins the message and its first name is a tool's; other lists are the message. Llama 4
-may write `<|python_start|>` before the list, then also after text, and `<|python_end|>` after it.
+Without a marker, a list is calls if it begins the message and its first name is a tool's; other lists are the message. Llama 4 may
+write `<|python_start|>` before the list and `<|python_end|>` after it; with this marker the list may come after text.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from transom_core.text.markup.tool_markup import ToolMarkup
 
 _NAME = re.compile(r"[\w.-]*")
 _ARGUMENT_NAME = re.compile(r"[\w.-]+")
-_ESCAPES = 'nrtbf"\\u'  # that mean the same in JSON and in Python
+_ESCAPES = 'nrtbf"\\u'  # characters after a backslash that mean the same in JSON and in Python
 
 
 class PythonicTools(ToolMarkup):
-    """Tool calls as Python."""
+    """Tool calls written as Python."""
 
     starters = "["
 
@@ -47,24 +47,26 @@ class PythonicTools(ToolMarkup):
         yield from self._read_end(reader)
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """The whole list."""
+        """Return an expression for the whole list."""
         call = lark.rule("call", " | ".join(_call_rule(lark, tool) for tool in tools))
         more = f"({lark.literal(', ')} {call})*" if parallel else ""
         return f"{lark.literal('[')} {call} {more} {lark.literal(']')}"
 
     def calls(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """The list, without a marker."""
+        """Return an expression for the list, without a marker."""
         return self.body(lark, tools, parallel=parallel)
 
     def calls_after_text(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """The list, with or without a marker, or text that does not begin like one and has no marker."""
+        """Return an expression for a list, with or without a marker, or for text that does not begin like a list or contain a
+        marker.
+        """
         body = lark.rule("calls", self.body(lark, tools, parallel=parallel))
         text = lark.text_without(self.openers, begins=r"[^\[ \t\r\n]")
         opener = f"{lark.marker(self.openers[0])}? " if self.openers else ""
         return f"{opener}{body} | {text}?"
 
     def _read_end(self, reader: MarkupReader) -> Reading[None]:
-        """Read the marker after a list, if there may be one."""
+        """Read the marker after a list, if the family has one."""
         return
         yield
 
@@ -119,10 +121,10 @@ def _call_rule(lark: LarkText, tool: ToolSpec) -> str:
 
 
 def _arguments_rule(lark: LarkText, schema: ObjectSchema, root: Mapping[str, Any]) -> str:
-    """A grammar's expression for the arguments in the schema's order; those that are not required may be missing."""
+    """Return a grammar's expression for the arguments in the schema's order; those that are not required may be missing."""
     schema = schema.with_names(_ARGUMENT_NAME)
-    start = '""'  # the arguments from here on, where none has been written
-    after = '""'  # the same, where one has
+    start = '""'  # expression for the arguments from here on if none has been written before
+    after = '""'  # the same if one has been written, so that a comma comes first
     for name, value in reversed(list(schema.properties.items())):
         written = lark.rule("argument", f"{lark.literal(name + '=')} {_value(lark, value, root)}")
         next_written = f"{lark.literal(', ')} {written}"
@@ -131,7 +133,7 @@ def _arguments_rule(lark: LarkText, schema: ObjectSchema, root: Mapping[str, Any
         else:
             start, after = f"{written} {after} | {start}", f"({next_written})? {after}"
         start, after = lark.rule("arguments", start), lark.rule("more_arguments", after)
-    # One alone: of two names nothing says that they differ.
+    # Only one additional argument, because a grammar cannot say that two names differ.
     if not schema.properties and schema.additional is not False:
         start = f"(/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ {lark.literal('=')} {_value(lark, schema.additional, root)})?"
     return start

@@ -1,4 +1,4 @@
-"""`qwen3_coder` (also `qwen3_xml`), of Qwen3-Coder and Qwen 3.5 and later: calls as XML-like tags, arguments as plain text.
+"""`qwen3_coder` (also `qwen3_xml`), of Qwen3-Coder and Qwen 3.5 and later: calls are XML-like tags, arguments are plain text.
 
     <tool_call>
     <function=get_weather>
@@ -8,13 +8,13 @@
     </function>
     </tool_call>
 
-One line end after `<parameter=city>` and one before `</parameter>` are markup; the rest is the argument, typed by the tool's
-schema.
+One line end after `<parameter=city>` and one before `</parameter>` are markup. The text between them is the argument; the tool's
+schema gives its type.
 
-An argument's text may itself speak of these tags. So `</parameter>` ends it only where `<parameter=`, `</function>` or
-`</tool_call>` follows. Models forget tags: an argument without its end tag ends at a line that begins with `</function>` before
-`</tool_call>`, or with `<parameter=` and the name of one of the tool's other arguments; and `<tool_call>` may be missing before a
-tool's `<function=...>`.
+An argument's text may itself contain these tags. So `</parameter>` ends the argument only if `<parameter=`, `</function>` or
+`</tool_call>` follows. Models forget tags. An argument without its end tag ends at a line that begins with `</function>` followed
+by `</tool_call>`, or with `<parameter=` and the name of one of the tool's other arguments. `<tool_call>` may be missing before
+`<function=...>` with a tool's name.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Qwen3CoderTools(ToolMarkup):
             yield from _Function(calls).read(needs_tool=True)
         else:
             yield from reader.skip_space()
-            if (yield from reader.peek()) == "{":  # some of these models fall back to the form of their predecessors
+            if (yield from reader.peek()) == "{":  # some of these models fall back to their predecessors' `hermes` form
                 yield from read_call_object(calls)
             else:
                 yield from reader.expect(_FUNCTION)
@@ -65,7 +65,7 @@ class Qwen3CoderTools(ToolMarkup):
             yield from reader.skip_space()
 
     def body(self, lark: LarkText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """One function in its block."""
+        """Return an expression for one function in its block."""
         functions = lark.rule("function", " | ".join(_function_rule(lark, tool) for tool in tools))
         return f"{lark.literal(chr(10) + _FUNCTION)} {functions} {lark.literal(_FUNCTION_END + chr(10))} {lark.marker(_CALL_END)}"
 
@@ -82,7 +82,7 @@ def _function_rule(lark: LarkText, tool: ToolSpec) -> str:
 
 
 def _other_ends(tool: ToolSpec) -> str:
-    """A regular expression for what `_Function` takes for the end of an argument of this tool, besides the usual end."""
+    """Return a regular expression for what `_Function` takes for the end of this tool's arguments besides the usual end."""
     spaces = f"[{escaped(SPACE)}]*"
     ends = [
         f"{escaped(_PARAMETER_END)}{spaces}({'|'.join(map(escaped, _AFTER_PARAMETER))})",
@@ -98,12 +98,12 @@ class _Function:
     def __init__(self, calls: CallReading) -> None:
         self._calls = calls
         self._reader = calls.reader
-        self._next_names: set[str] = set()  # of arguments that have not come yet
+        self._next_names: set[str] = set()  # names of the tool's arguments that have not come yet
         self._has_ended = False
-        self._next_name: str | None = None  # of the argument that has begun without the end of the one before
+        self._next_name: str | None = None  # name of an argument that began before the end tag of the previous one
 
     def read(self, *, needs_tool: bool) -> Reading[None]:
-        """Read the name, the arguments and `</function>`. `needs_tool`: the name has to be a tool's."""
+        """Read the name, the arguments and `</function>`. With `needs_tool`, the name must be that of a tool."""
         name = (yield from self._reader.run(_NAME)).strip(SPACE)
         if not name or (needs_tool and name not in self._calls.tools):
             raise MalformedMarkupError
@@ -136,7 +136,7 @@ class _Function:
         return name
 
     def _read_text(self, write: Write) -> Reading[None]:
-        """Read an argument's text up to where it ends."""
+        """Read an argument's text and its end."""
         while True:
             marker = yield from self._reader.until(_ENDS, write)
             if marker.endswith(_PARAMETER_END):
@@ -151,7 +151,7 @@ class _Function:
             write(marker + read)
 
     def _ends_before(self, tags: Sequence[str]) -> Reading[tuple[str, bool]]:
-        """Read space; the space, and whether one of `tags` follows it."""
+        """Read space. Return it, and whether one of `tags` follows; if one does, "" instead of the space."""
         spaces = yield from self._reader.run(_SPACES)
         for tag in tags:
             if (yield from self._reader.next_is(tag)):
@@ -159,7 +159,9 @@ class _Function:
         return spaces, False
 
     def _ends_at_next(self) -> Reading[tuple[str, bool]]:
-        """Read the name after `<parameter=`; what was read, and whether it begins another argument of the tool."""
+        """Read the name after `<parameter=`. Return it, and whether it begins another argument of the tool; if it does, "" instead
+        of the name.
+        """
         name = yield from self._reader.run(_NAME)
         if name in self._next_names and (yield from self._reader.skip(">")):
             self._next_name = name
