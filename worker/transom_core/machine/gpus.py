@@ -107,9 +107,7 @@ def _named(gpus: Sequence[Gpu], entry: str) -> Gpu | None:
     if entry.isdecimal():
         return gpus[int(entry)] if int(entry) < len(gpus) else None
     if entry.startswith("MIG-"):
-        return (
-            gpus[0] if gpus else None
-        )  # a MIG id does not say which GPU it is a part of; the host's GPUs are taken to be of one generation
+        return gpus[0] if gpus else None  # the id does not name the GPU; all are taken to be of one generation
     return next((gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)), None)
 
 

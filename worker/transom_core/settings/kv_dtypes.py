@@ -2,8 +2,10 @@
 
 Examples of the setting:
 
-    auto the model's own number format int8 every group in int8 window=bfloat16,full=int8 by a group's kind, or by its name
-    (window_128=bfloat16); groups that are not named stay auto int4,window=bfloat16 int4 for all groups that are not named
+    auto                         the model's own number format
+    int8                         every group in int8
+    window=bfloat16,full=int8    by a group's kind, or by its name (window_128=bfloat16); groups that are not named stay auto
+    int4,window=bfloat16         int4 for all groups that are not named
 
 An entry for a group's name overrides one for its kind. fp8, int8 and int4 are *quantised*: for each KV head a token has a float32
 scale for its key and one for its value, which are computed when the token is written.
