@@ -1,5 +1,4 @@
-"""Reads the JSON files of a model's folder. Since the folder may come from anywhere, only regular files of bounded size are read,
-and each must hold an object."""
+"""Reads the JSON files of a model's folder, which may come from anywhere: regular files of bounded size that hold an object."""
 
 from __future__ import annotations
 
