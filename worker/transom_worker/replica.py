@@ -1,6 +1,6 @@
 """One worker as a Ray Serve replica: an engine on its thread, and one message stream per router.
 
-An engine step becomes one message for each router that has requests in it: the engine's thread hands the step's events over with a
+Each engine step becomes one message per router that has events of it: the engine's thread hands the step's events over with a
 single wake-up of the event loop, which groups them by router and puts each group into that router's outbox (`router_outbox`). The
 stream also carries the changes of the worker's prefix index, of which every router keeps a mirror, and the worker's load.
 """
@@ -46,8 +46,8 @@ HUNG_EXIT_CODE = 70
 class WorkerReplica:
     """One worker.
 
-    Routers call the public methods, which run on Ray Serve's event loop. The constructor runs before there is a loop. The engine's
-    thread calls `_deliver` once per step.
+    Routers call the public methods, which run on Serve's event loop. The constructor runs before there is a loop, and the
+    engine's thread calls `_deliver` once per step.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class WorkerReplica:
         peers: PrefixPeers | None = None,
         ends_process: bool = False,
     ) -> None:
-        """Build the engine that `config` describes, unless `engine` is given, and start its thread.
+        """Build the engine that `config` describes, unless it is there already, and start its thread.
 
-        `peers` are the other workers, from which prefixes are fetched. With `ends_process` this process ends if the engine hangs,
-        because nothing else ends a thread that hangs.
+        `peers`: the other workers, from which prefixes are fetched. `ends_process`: where the engine hangs this process
+        ends, since nothing else ends a thread that hangs.
         """
         show_logs(config.log_format, f"worker/{worker}")
         begin_s, self._loaded_at_s = time.perf_counter(), time.time()
@@ -71,13 +71,13 @@ class WorkerReplica:
             keep_to_share(config.core_share)
         self.engine = engine or call_on_thread(lambda: build_engine(config, model_name=model_name, worker=worker))
         gc.collect()
-        gc.freeze()  # the objects of loading live forever; a collection that visits them would delay a step by tens of milliseconds
+        gc.freeze()  # the objects of loading stay for good; a collection over them would cost a step tens of milliseconds
         self._start_s = time.perf_counter() - begin_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._worker = worker
         self._load = WorkerLoad(max_num_seqs=config.scheduler.max_num_seqs)
         self._outboxes: dict[str, RouterOutbox] = {}  # of the routers whose streams are open
-        self._routers: dict[str, str] = {}  # request id -> router id
+        self._routers: dict[str, str] = {}  # router id by request id
         on_hang = _end_process if ends_process else lambda: None
         self._thread = EngineThread(self.engine, self._deliver, on_hang=on_hang, ends_process=ends_process)
         self.block_map = BlockMap(
@@ -100,12 +100,11 @@ class WorkerReplica:
 
     @property
     def num_requests(self) -> int:
-        """The number of requests of all routers at this worker."""
+        """The number of requests that routers have at this worker."""
         return len(self._routers)
 
     async def open_stream(self, router_id: str) -> AsyncGenerator[WorkerMessage, None]:
-        """Stream the events of this router's requests, and the changes of prefix index and load; `router_outbox` says when each is
-        sent.
+        """Stream the events of this router's requests, with the changes of prefix index and load; `router_outbox` says when.
 
         The first message has the whole index. A newer stream of a router ends its older one. When the router closes the stream, the
         worker aborts the router's requests.
@@ -130,7 +129,7 @@ class WorkerReplica:
             self._send_index(outbox)
 
     async def submit(self, router_id: str, requests: list[Request]) -> list[ErrorInfo | None]:
-        """Admit all requests or none. Return one entry for each: its error, or None if admission found nothing wrong.
+        """Admit all requests or none; returns one entry each, None where admission found nothing wrong.
 
         The requests' events come on the router's stream, which must be open.
         """
@@ -139,8 +138,7 @@ class WorkerReplica:
                 requests
             )
         request_ids = [request.request_id for request in requests]
-        # Checked here, not only by the scheduler: a second request with an id must not replace the first one's router in
-        # `_routers`.
+        # Checked here, and not by the scheduler alone: `_routers` must not lose the router of the request with that id.
         if any(errors := ids_in_use(requests, self._routers)):
             return [None if error is None else ErrorInfo.of(error) for error in errors]
         for request_id in request_ids:
@@ -163,7 +161,7 @@ class WorkerReplica:
         return results
 
     async def abort(self, router_id: str, request_ids: list[str]) -> None:
-        """Abort requests of this router; their blocks are freed before the next step."""
+        """Drop requests of this router, and free their blocks before the next step."""
         mine = [request_id for request_id in request_ids if self._routers.get(request_id) == router_id]
         for request_id in mine:
             del self._routers[request_id]
@@ -172,7 +170,7 @@ class WorkerReplica:
             self._thread.abort(mine)
 
     async def info(self) -> WorkerInfo:
-        """Return this worker's identity and limits. Raises if the step loop has ended, since the worker is then lost."""
+        """This worker's identity and limits; raises when the step loop has ended, since the worker is lost then."""
         self.check_health()
         info = self.engine.info
         return WorkerInfo(
@@ -199,33 +197,31 @@ class WorkerReplica:
         )
 
     async def open_export(self, query: PrefixQuery) -> PrefixOffer | str:
-        """Offer a prefix to another worker that asks for it (`contract.kv_transfer`), or return an `ExportOutcome` that says why
-        not."""
+        """Another worker asks for a prefix (`transfer.messages`): what this one offers, or why it offers nothing."""
         return "refused" if self.transfer is None else await self.transfer.exports.open(query)
 
     async def read_export(self, export_id: str, blocks: BlockRange) -> list[Bytes]:
-        """Return the bytes of blocks of an export to the worker that reads it, one array for each rank."""
+        """Another worker reads blocks of an export."""
         if self.transfer is None:
             raise KeyError(export_id)
         return await self.transfer.exports.read(export_id, blocks)
 
     async def close_export(self, export_id: str) -> None:
-        """End an export that its reader needs no more."""
+        """Another worker needs an export no more."""
         if self.transfer is not None:
             self.transfer.exports.close(export_id)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the worker's load for Ray Serve's autoscaler, by the fields of `WorkerLoad`; Serve calls the method by this
-        name."""
+        """The worker's load for Ray Serve's autoscaler, by the fields of `WorkerLoad`; Serve calls the method by this name."""
         return asdict(self._load)
 
     async def metrics_text(self, *, openmetrics: bool = False) -> str:
-        """Return this worker's metrics in Prometheus' text format, or in the OpenMetrics format, which has exemplars."""
+        """This worker's metrics in Prometheus' text format, or in the OpenMetrics format, which has exemplars."""
         return self.engine.metrics.text(openmetrics=openmetrics).decode()
 
     async def request_timeline(self, request_id: str) -> list[dict[str, Any]]:
-        """Return the timeline events of a response's requests at this worker, as JSON values; empty if the worker does not know
-        them, or not any more."""
+        """The timeline events of a response's requests at this worker, as JSON values; empty if it does not know them (any
+        more)."""
         return self.engine.timelines.events_of(request_id)
 
     async def watch_blocks(self, period_s: float) -> AsyncIterator[bytes]:
@@ -235,19 +231,18 @@ class WorkerReplica:
                 yield frame
 
     async def describe_block(self, group: int, block: int, tier: str = "device") -> dict[str, Any]:
-        """Describe the present state of one block of a tier ("device" or "host"), as JSON values; only `error` is set if there is
-        no such block.
+        """Describe one block of a tier ("device" or "host") as it is now, as JSON values; only `error` is set where there is no
+        such block.
         """
         return await self.block_map.describe(group, block, tier)
 
     def check_health(self) -> None:
-        """Raise an error if the step loop has ended, so that Serve replaces this replica."""
+        """Raises when the step loop has ended, so that Serve replaces this replica."""
         if self._thread.dead is not None:
             raise self._thread.dead
 
     async def stop(self) -> None:
-        """Do what `shutdown` does without blocking the event loop; at its end the disk tier has what was cached, and the process
-        may end."""
+        """Do what `shutdown` does, and return when it is done: then a disk tier has what was cached, and the process may end."""
         await asyncio.to_thread(self.shutdown)
 
     def shutdown(self) -> None:
@@ -259,7 +254,7 @@ class WorkerReplica:
             self.shutdown()
 
     def _on_engine(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Run a function on the engine's thread; it runs even if nobody awaits the result."""
+        """Run a function on the engine's thread; it runs whether or not the result is awaited."""
         return asyncio.wrap_future(self._thread.call(function))
 
     def _end_fetch(self, request_id: str) -> None:
@@ -284,7 +279,7 @@ class WorkerReplica:
         for event in message.events:
             router_id = self._routers.get(event.request_id)
             if router_id is None:
-                continue  # the request was aborted meanwhile
+                continue  # it was aborted meanwhile
             events.setdefault(router_id, []).append(event)
             if event.finish_reason is not None or event.is_handover:
                 del self._routers[event.request_id]
@@ -297,7 +292,7 @@ class WorkerReplica:
 def _call_on(
     loop: asyncio.AbstractEventLoop, function: Callable[[WorkerMessage], None], message: WorkerMessage
 ) -> None:
-    """Call a function on the event loop, after earlier calls; do nothing if the loop is closed."""
+    """Call a function on the event loop, in order with earlier calls; does nothing where the loop is closed."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(function, message)
 

@@ -59,7 +59,7 @@ class Timeline:
 
     def __init__(self, request_id: str, arrival_s: float, *, client: str = "") -> None:
         self.request_id = request_id
-        self.client = client  # that sent the request; empty where it is unknown
+        self.client = client  # who sent the request; empty if unknown
         self.arrival_s = arrival_s
         self.end_s = 0.0  # 0 while the request runs
         self.events: list[TimelineEvent] = []
@@ -83,8 +83,8 @@ class Timeline:
 
 
 class TimelineStore:
-    """A bounded set of timelines. A new timeline displaces the oldest ended one of the client that has most of them, or the oldest
-    running one where none has ended."""
+    """A bounded set of timelines. A new timeline displaces the oldest ended one of the client that has the most ended ones, or the
+    oldest running one if none has ended."""
 
     def __init__(self, *, max_timelines: int = MAX_TIMELINES, max_ended_events: int = MAX_ENDED_EVENTS) -> None:
         self._max_timelines = max_timelines
@@ -135,7 +135,7 @@ class TimelineStore:
         yield from reversed(list(self._ended.values()))
 
     def _displace(self) -> None:
-        """Forget the oldest ended timeline of the client that has most of them."""
+        """Forget the oldest ended timeline of the client that has the most of them."""
         client = max(self._num_ended_of, key=self._num_ended_of.__getitem__)
         self._forget_ended(next(key for key, timeline in self._ended.items() if timeline.client == client))
 
