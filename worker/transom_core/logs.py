@@ -77,7 +77,7 @@ class JsonLines(logging.Formatter):
 
 
 class _TransomHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """The handler that Transom adds, told apart from those of the program by its class."""
+    """The handler that Transom adds; its class tells it from the program's own handlers."""
 
 
 def show_logs(log_format: LogFormat = "text", process: str = "", about: Mapping[str, object] = NOTHING) -> None:

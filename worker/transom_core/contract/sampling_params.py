@@ -126,7 +126,7 @@ def _read_bias(given: Mapping[int, float] | None) -> dict[int, float]:
 
 
 def _check_range(name: str, value: float, low: float | None, high: float | None) -> None:
-    """Raises RequestError unless low <= value <= high (None: unbounded)."""
+    """Raise RequestError unless low <= value <= high (None: unbounded)."""
     if not isinstance(value, Real) or not (isinstance(value, Integral) or math.isfinite(value)):
         raise RequestError(f"{name} is {value!r}; it must be a finite number.", param=name)
     if (low is not None and value < low) or (high is not None and value > high):

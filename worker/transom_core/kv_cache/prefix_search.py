@@ -46,7 +46,7 @@ class PrefixHit:
     """
 
     num_hash_blocks: int  # the boundary, in hash blocks
-    start: int  # first token to compute
+    start: int  # the first token to compute
     full_groups_reach: int  # leading hash blocks that the full groups hold; at least `num_hash_blocks`
     limit: int  # largest boundary that the prompt's length allows
     device_start: int = 0  # where the sequence would start without the host tier; `start` if nothing is loaded
@@ -203,7 +203,7 @@ def _hit_on(
     for retention, group in sliding:
         reach = min(reach, _sink_boundary(group, digests, reach, retention.num_sink_blocks))
 
-    # The largest boundary with all live blocks, unless a repair of `reach` leaves no more to compute.
+    # The largest boundary with all live blocks, unless a repair at `reach` leaves no more tokens to compute.
     specs = [retention.spec for retention in retentions]
     repaired_from = repair_start(specs, reach * block_size) // block_size if repairable else 0
     searches = [_WindowSearch(retention, group, digests, reach) for retention, group in sliding]

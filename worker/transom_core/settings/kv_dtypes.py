@@ -70,7 +70,7 @@ class KvDtypes:
         return self.by_group.get(name, self.by_group.get(kind, self.default))
 
     def names(self, name: str, kind: str) -> bool:
-        """Whether the setting names this group, or its kind."""
+        """Return whether the setting names this group, or its kind."""
         return name in self.by_group or kind in self.by_group
 
     def check_groups(self, groups: Iterable[tuple[str, str]]) -> None:

@@ -141,7 +141,7 @@ class ModelRunner:
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         if plan.version != STEP_VERSION:
             raise StepFailed(
-                f"The plan has version {plan.version}; this rank speaks {STEP_VERSION}. Update the older side."
+                f"The plan has version {plan.version}; this rank reads version {STEP_VERSION}. Update the older side."
             )
         if self._needs_tokens(plan):
             self._take_tokens(self._last_sampled)

@@ -112,6 +112,6 @@ class CacheStats:
 
     @property
     def fragmentation(self) -> float:
-        """Fraction of the leased pages' bytes that lies in free blocks."""
+        """Fraction of the leased pages' bytes that is in free blocks."""
         leased_bytes = (self.num_pages - self.free_pages) * self.page_bytes
         return sum(group.free_blocks * group.block_bytes for group in self.groups) / max(1, leased_bytes)

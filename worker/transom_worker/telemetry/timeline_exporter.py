@@ -40,7 +40,7 @@ class TimelineExporter:
         self._thread.start()
 
     def export(self, timeline: EngineTimeline, finish_reason: str) -> None:
-        """Queue the timeline of a request that has ended; returns at once."""
+        """Queue the timeline of a request that has ended, without waiting."""
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait((timeline, finish_reason))
 

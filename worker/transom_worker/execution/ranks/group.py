@@ -115,7 +115,7 @@ class RankGroup:
             self._channel.close()
 
     def _rank_exited(self, rank: int, end: RankExit | None) -> None:
-        """Called by the launcher: note that a rank's process has ended; `end` is None if the rank has reported a reason."""
+        """Note that a rank's process has ended; `end` is None if the rank has reported a reason. The launcher calls this."""
         words = f"Rank {rank} of {self.size} ended."
         if end is not None:
             words = f"Rank {rank} of {self.size}: {end.how}"

@@ -166,8 +166,8 @@ def _dummy_step(
 
 
 def worst_case_counts(*, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> list[int]:
-    """Return the new tokens of each sequence in the step that needs the most memory: long prompts, and as many sequences as
-    possible.
+    """Return the new tokens of each sequence in the step that needs the most memory: it has as many sequences as possible, and the
+    first ones have long prompts.
 
     For example, 8 sequences and 100 batched tokens with a long context limit: [93, 1, 1, 1, 1, 1, 1, 1].
     """

@@ -100,7 +100,7 @@ class BlockMapLog(EngineEventSink):
         self.num_changes += 1
 
     def published(self, state: WorkerState) -> None:
-        """A fraction of a second has passed, or the engine becomes idle."""
+        """The engine has published its state, a few times a second and when it becomes idle: add it to the history."""
         self.num_changes += 1
         self.history.add(state.stats)
 

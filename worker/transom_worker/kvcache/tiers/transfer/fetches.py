@@ -152,7 +152,7 @@ class PrefixFetches:
             async with asyncio.timeout(self._config.timeout_s):
                 await self._peers.close_export(source, export_id)
         except Exception as error:
-            logger.info("Worker %s did not hear of the end of a transfer: %r", source, error)
+            logger.info("Worker %s could not be told that a transfer has ended: %r", source, error)
 
 
 def _report(source: str, outcome: FetchOutcome, plan: ImportPlan | None, *, seconds: float) -> FetchReport:

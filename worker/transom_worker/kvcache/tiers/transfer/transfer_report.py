@@ -10,7 +10,7 @@ FetchOutcome = Literal[
     "fetched", "present", "not_found", "no_space", "refused", "timeout", "source_lost", "cancelled", "failed"
 ]
 """fetched: the blocks are in the host tier; present: all of them were here already; not_found: the source had evicted the prefix;
-no_space: the host tier had no room; refused: the source serves no more transfers now, or its cache is of another kind; timeout: it
+no_space: the host tier had no room; refused: the source has too many open transfers, or its cache is of another kind; timeout: it
 took too long; source_lost: a call to the source failed; cancelled: the request ended before; failed: an error here."""
 
 FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
