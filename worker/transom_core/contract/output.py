@@ -16,9 +16,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class KvQuality:
     """How far a request's KV policy departs from full attention, summed over the `num_tokens` tokens that were compared.
 
-    `kl` is KL(full attention || policy) of the next-token distributions in nats, `max_kl` the largest of one token,
-    `num_agreeing` the tokens with the same most likely next token, and `dropped_mass` the share of full attention on keys that
-    the policy does not read.
+    `kl` is KL(full attention || policy) of the next-token distributions in nats, and `max_kl` the largest value of one token.
+    `num_agreeing` counts the tokens with the same most likely next token. `dropped_mass` is the share of full attention on keys
+    that the policy does not read.
     """
 
     num_tokens: int = 0

@@ -126,7 +126,7 @@ def eos_token_ids(files: ModelFiles) -> tuple[int, ...]:
     """Return the ids that end a text: from the generation config, else from the config, else from its text decoder's config.
 
     Raises:
-        ModelError: the first of these that has an `eos_token_id` has something other than ids in it.
+        ModelError: an `eos_token_id` is not a token id or a list of token ids.
     """
     inner = files.config.get("text_config")
     for config in (files.generation_config, files.config, inner if isinstance(inner, Mapping) else {}):

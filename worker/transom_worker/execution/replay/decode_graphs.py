@@ -1,8 +1,7 @@
 """Decode steps as captured CUDA graphs: the host writes a step's inputs, copies them once, and replays a graph.
 
-Every size of decode steps is captured at start-up (`decode_sizes`). A graph is used only after a replay over other inputs than
-those of its capture has given the same logits as a forward pass over them. If a capture or a check fails, all decode steps run
-eagerly.
+Every size of decode steps is captured at start-up (`decode_sizes`). A graph is used only if a replay over new inputs gives the same
+logits as a forward pass over these inputs. If a capture or a check fails, all decode steps run eagerly.
 
 Legend: B sequences of a size, V vocabulary.
 """

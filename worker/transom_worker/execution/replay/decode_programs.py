@@ -1,6 +1,6 @@
 """Decode steps on CPUs as recorded programs: each number of sequences is recorded when it first occurs, and replayed from then on.
 
-A program is used only after a replay over another step's inputs has given the same bits as a forward pass over them:
+A program is used only if a replay over another step's inputs gives the same bits as a forward pass over these inputs:
 
     first step of a size     runs the forward pass and records it
     second step              replays, runs the forward pass too, and compares the logits

@@ -1,7 +1,7 @@
 """Packs one KV block as a file: a header that identifies it, a checksum over everything, and the block's contents.
 
     bytes 0 to 8        magic number and version of the format
-    8 to 40             fingerprint of the model and the rank's layout (`fingerprint`)
+    8 to 40             fingerprint of the model and the rank's layout (`disk_fingerprint`)
     40 to 72            digest of the block's tokens and all before them, with the tenant's salt (`kvcache.hashing`)
     72 to 76            KV cache group
     76 to 84            length of the contents
