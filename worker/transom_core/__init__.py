@@ -1,4 +1,4 @@
-"""What routers and workers both speak: requests and events, settings, a model as integers, its text, grammars, cache rules, errors.
+"""What routers and workers share: requests and events, settings, a model's sizes, its text, grammars, cache rules, errors.
 
 Nothing here imports torch, Ray or numba, so that a router starts in a second and stays small.
 """

@@ -1,8 +1,8 @@
 """The clock of a process's own events: seconds since the epoch that never jump.
 
-Times of one process are subtracted from each other, for deadlines and measurements, and shown to people. The system's time of day
-serves the second purpose alone: it jumps when an operator or NTP sets it. Times of two processes are never subtracted: hosts may
-differ by any amount, so what crosses between routers and workers are durations (`contract.Request`).
+A process subtracts its times from each other (deadlines, measurements) and shows them to people (logs, timelines). The system's
+time of day is good only for showing, since it jumps when an operator or NTP sets it. Times of two processes are never subtracted:
+the clocks of their hosts may differ by any amount, so routers and workers send each other durations (`contract.Request`).
 """
 
 from __future__ import annotations
@@ -13,5 +13,6 @@ _STARTED_S = time.time() - time.monotonic()
 
 
 def steady_time_s() -> float:
-    """Return the seconds since the epoch, as the time of day was when this process started and the monotonic clock has gone on."""
+    """Return seconds since the epoch: the time of day when this process started, plus what the monotonic clock has counted
+    since."""
     return _STARTED_S + time.monotonic()

@@ -1,5 +1,5 @@
-"""The frozen configs of the parts of the system: each part receives only its own. `settings.Settings` is resolved into them
-once."""
+"""Frozen config dataclasses, one for each part of the system. `settings.Settings` is resolved into them once, at start-up, and each
+part receives only its own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 WorkerRole = Literal["prefill", "decode", "both"]
 
-NO_PARSER = "none"  # tool calls, or reasoning, are ordinary text
-DEFAULT_CPU_KV_SHARE = 0.25  # of the memory that is free after loading
+NO_PARSER = "none"  # the parser setting that leaves tool calls, or reasoning, as ordinary text
+DEFAULT_CPU_KV_SHARE = 0.25  # of the host memory that is free after the model is loaded: the KV pool on CPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,8 @@ class SchedulerConfig:
     """How the scheduler fills a step. `max_waiting` bounds its queue; it refuses more requests with `Overloaded`.
 
     Steps with prompts should take `target_step_s` seconds at most while other requests decode or wait; None: no limit.
-    `preemption_mode` says what happens to a preempted sequence's blocks where there is a host tier. Where `steps_in_flight` is
-    None, the worker chooses it when it knows its device (`engine.startup.resolve_steps_in_flight`); a scheduler alone has 1.
+    `preemption_mode` says what happens to a preempted sequence's blocks where there is a host tier. If `steps_in_flight` is None,
+    the worker chooses it once it knows its device (`settings.device_defaults`); a scheduler without a worker, as in tests, takes 1.
     """
 
     max_num_seqs: int = 64
@@ -66,9 +66,8 @@ class SchedulerConfig:
     steps_in_flight: int | None = None
     target_step_s: float | None = None
     preemption_mode: PreemptionMode = "auto"
-    by_device: frozenset[str] = (
-        frozenset()
-    )  # fields that get the worker's device's default, see `settings.device_defaults`
+    # Names of the fields that get the default of the worker's device (`settings.device_defaults`).
+    by_device: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +93,8 @@ class TracingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
-    """How a worker fetches cached prefixes from other workers, where `is_on`. A fetch that takes longer than `timeout_s` is given
-    up, and the prompt is computed; at most `max_bytes_in_flight` bytes of all fetches are on their way at once."""
+    """How a worker fetches cached prefixes from other workers, if `is_on`. It gives up a fetch that takes longer than `timeout_s`
+    and computes the prompt instead. All fetches together have at most `max_bytes_in_flight` bytes on their way at once."""
 
     is_on: bool = False
     timeout_s: float = 10.0
@@ -112,7 +111,8 @@ class CoreShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All settings of one worker. `num_threads` is the number of each rank's CPU threads; they keep to `core_share` if they can."""
+    """All settings of one worker. `num_threads` is the number of CPU threads of each rank, which stay on the cores of `core_share`
+    where the system allows it."""
 
     model: ModelConfig
     cache: CacheConfig
@@ -139,9 +139,9 @@ class LimitsConfig:
     concurrent_sequences: int | None = None  # of each client: prompts times choices of all its requests
     tokens_per_minute: int | None = None  # of each client, of prompts and outputs
     max_choices: int = MAX_CHOICES  # of one request: prompts times n
-    get_requests_per_minute: int | None = 6000  # of each client, without those at paths that need no key
+    get_requests_per_minute: int | None = 6000  # of each client; paths that need no key do not count
     concurrent_get_requests: int | None = 64  # of each client
-    costly_get_requests_per_minute: int | None = 120  # of each client, at paths for which other processes are asked
+    costly_get_requests_per_minute: int | None = 120  # of each client, at paths whose answers need other processes
     block_map_streams: int | None = 4  # of each client
     request_timeout_s: float | None = None  # from arrival to the last token
     max_header_bytes: int = 64 * 2**10
@@ -160,8 +160,8 @@ class PriorityConfig:
 class FailoverConfig:
     """What a router does with the requests of a lost worker.
 
-    A request migrates `max_resumes` times at most. A request with `max_lost_workers` strikes, each for a worker that
-    was lost with it, is stopped. It waits `wait_s` seconds for a worker that can take it.
+    A request migrates `max_resumes` times at most. A request with `max_lost_workers` strikes, each for a worker that was lost with
+    it, is stopped. A request for which there is no worker waits up to `wait_s` seconds for one.
     """
 
     max_resumes: int = 4

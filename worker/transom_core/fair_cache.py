@@ -1,12 +1,13 @@
 """`FairCache`: a cache with a bound in bytes, of which no client can take more than a quarter.
 
-A client may send any number of texts that are worth remembering once. In a plain LRU cache they would push out what others use.
-Here an entry counts for the client that brought it, and each client has an LRU order of its own:
+A client may send any number of texts that are used only once. In a plain LRU cache they would evict what other clients use. Here an
+entry is charged to the client that brought it, and each client has an LRU order of its own:
 
-    put(k, v, client=a)    a has more than a quarter of the bytes    a's own oldest entry goes
-                           all together have too many bytes          the oldest entry of the client with the most bytes goes
+    put(k, v, client=a)    a has more than a quarter of the bytes    a's own oldest entry is evicted
+                           all together have too many bytes          the oldest entry of the client with the most bytes is evicted
 
-So a client loses an entry to another one only while it has more bytes than that one. Everybody's lookups find everybody's entries.
+So a client loses an entry to another client only while it has at least as many bytes as that one. Lookups find the entries of all
+clients.
 """
 
 from __future__ import annotations
@@ -39,20 +40,19 @@ class FairCache(Generic[Key, Value]):
         self.num_bytes = 0
         self._clock = clock
         self._entries: dict[Key, _Entry[Value]] = {}
-        self._by_client: dict[
-            str, OrderedDict[Key, None]
-        ] = {}  # client -> its keys, the one that was used last at the end
+        # client -> its keys, the most recently used one last
+        self._by_client: dict[str, OrderedDict[Key, None]] = {}
         self._client_bytes: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def bytes_of(self, client: str) -> int:
-        """The bytes of a client's entries."""
+        """Return the bytes of a client's entries."""
         return self._client_bytes.get(client, 0)
 
     def get(self, key: Key) -> Value | None:
-        """Return what was put under a key, and note that it was used; None if there is nothing, or no more."""
+        """Return the value of a key, and note that it was used; None if there is none, or not any more."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -63,7 +63,7 @@ class FairCache(Generic[Key, Value]):
         return entry.value
 
     def put(self, key: Key, value: Value, *, num_bytes: int, client: str = "", keep_s: float = float("inf")) -> None:
-        """Keep a value for `keep_s` seconds at most. A value of more than a client's share is not kept."""
+        """Keep a value for at most `keep_s` seconds. A value larger than a client's share is not kept."""
         self.remove(key)
         if num_bytes > self.max_bytes * CLIENT_SHARE:
             return

@@ -1,15 +1,16 @@
 """Child processes that run what comes from outside, under limits of CPU time, time and memory.
 
 Some work of a request cannot be bounded from within: a chat template is a program, and a JSON schema can make the library that
-compiles it work for hours. So it runs in a child, which ends by a signal when one task takes too long, and its parent starts
-another. The first task starts a child; later ones reuse it. A task takes a child to itself: when all are busy and there are
-`MAX_PROCESSES`, it waits. A child that does not answer for `wall_s` (stopped, or starved of the machine) is killed, and another one
-gets the task. Children yield to the processes that serve requests: they are *niced*. They end with their parent.
+compiles it work for hours. So it runs in a child process, which a signal ends when a task takes too long; the parent then starts
+another. The first task starts a child, and later ones reuse it. A child does one task at a time: while `MAX_PROCESSES` children are
+busy, further tasks wait. A child that does not answer for `wall_s` (because it is stopped, or gets no CPU time) is killed, and
+another one gets the task. Children run at a lower priority (`nice`) than the processes that serve requests. They end with their
+parent.
 
-Both pipes carry messages: four bytes with the length (little-endian), then JSON in ASCII. A child's module runs as
-`python -m MODULE CPU_S MEMORY_BYTES`, calls `serve`, and ends with its standard input. Its answer to a task is any object;
+Both pipes carry messages: four bytes with the length (little-endian), then JSON in ASCII. A child's module runs as `python -m
+MODULE CPU_S MEMORY_BYTES`, calls `serve`, and ends when its standard input is closed. Its answer to a task is any object;
 `{"too_large": "it needs more than ..."}` says that the task has exceeded a limit, after which the child is replaced. A child that
-cannot prepare itself answers `{"unprepared": "..."}`: no child of these will do any better, so none is started again.
+cannot prepare itself answers `{"unprepared": "..."}`; since no other child could either, none is started again.
 """
 
 from __future__ import annotations
@@ -31,19 +32,14 @@ Message = dict[str, Any]
 logger = logging.getLogger("transom")
 
 MAX_PROCESSES = 2
-WALL_S = 60.0  # for one task, and the start of its child; the CPU time ends most tasks long before
-_NICENESS = 5  # a third of the share of a process that serves requests, where both want one core
+WALL_S = 60.0  # for one task with the start of its child; the limit of CPU time ends most tasks long before
+_NICENESS = 5  # a third of the CPU share of a process that serves requests, if both want one core
 _LENGTH_BYTES = 4
 _MAX_REASON = 300  # characters
-_KEPT_VARIABLES = (
-    "LD_LIBRARY_PATH",
-    "TZ",
-)  # of the environment; it may hold keys, which code from outside has no business with
-_OWN_FAULT = (
-    signal.SIGABRT,
-    signal.SIGSEGV,
-    signal.SIGBUS,
-)  # how native code ends that gets no memory, or nests too deeply
+# The variables that a child inherits: others of the environment may hold keys, which code from outside must not see.
+_KEPT_VARIABLES = ("LD_LIBRARY_PATH", "TZ")
+# The signals by which native code ends when it gets no memory, or nests too deeply.
+_OWN_FAULT = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 
 
 class LimitedChildren:
@@ -58,11 +54,11 @@ class LimitedChildren:
         wall_s: float = WALL_S,
         first: Callable[[], Message] | None = None,
     ) -> None:
-        """`first` makes the message that a new child gets before its first task, and reads without a limit of CPU time."""
+        """`first` makes the message that a new child reads before its first task, without a limit of CPU time."""
         self._module, self._first = module, first
         self._cpu_s, self._memory_bytes, self._wall_s = cpu_s, memory_bytes, wall_s
         self._free = threading.BoundedSemaphore(MAX_PROCESSES)
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._unprepared: Message | None = None  # the answer of a child that could not prepare itself
         self._idle: list[subprocess.Popen[bytes]] = []
         self._all: set[subprocess.Popen[bytes]] = set()
@@ -70,15 +66,15 @@ class LimitedChildren:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The child processes that run."""
+        """The process ids of the children that run."""
         with self._lock:
             return tuple(process.pid for process in self._all)
 
     def ask(self, task: Message) -> Message:
         """Have a child do a task, and return its answer.
 
-        The answer is `{"too_large": reason}` where the task has exceeded a limit, `{"killed": reason}` where the child was ended
-        from outside or did not answer, twice, and `{"unprepared": reason}` where no child can do any task.
+        The answer is `{"too_large": reason}` if the task has exceeded a limit, `{"killed": reason}` if the child was ended from
+        outside or did not answer, twice, and `{"unprepared": reason}` if no child can do any task.
         """
         answer: Message = {}
         for _ in range(2):  # once more if the child was killed from outside, perhaps while it was idle
@@ -109,7 +105,7 @@ class LimitedChildren:
 
     @contextlib.contextmanager
     def _process(self) -> Iterator[subprocess.Popen[bytes]]:
-        """Lend a child, and take it back if it was not ended meanwhile."""
+        """Lend a child, and take it back unless it was ended meanwhile."""
         with self._free:
             with self._lock:
                 process = self._idle.pop() if self._idle else None
@@ -124,7 +120,7 @@ class LimitedChildren:
                     self._idle.append(process)
 
     def _exchange(self, process: subprocess.Popen[bytes], task: Message) -> Message:
-        """Send a task, after the first message to a new child, and return its answer, or why there is none."""
+        """Send a task (to a new child the first message before it), and return its answer, or why there is none."""
         assert process.stdin is not None
         assert process.stdout is not None
         is_late = threading.Event()
@@ -233,7 +229,7 @@ def _send(pipe: IO[bytes], message: Message) -> None:
 
     Raises:
         OSError: the other process has ended.
-        TypeError, ValueError: a value of the message is not JSON's.
+        TypeError, ValueError: a value of the message cannot be written as JSON.
     """
     data = json.dumps(message).encode("ascii")
     pipe.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)

@@ -1,4 +1,5 @@
-"""Formats Transom's log lines as text or as JSON, and writes them to standard error unless the program has log handlers of its own.
+"""Formats Transom's log lines as text or as JSON, and writes them to standard error; text lines go to the program's own log
+handlers if it has some.
 
 A line about one request has that request's id: `about_request` sets it for all later lines of a task or thread, and
 `extra={"request_id": ...}` sets it for one line.
@@ -76,14 +77,14 @@ class JsonLines(logging.Formatter):
 
 
 class _TransomHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """The handler that Transom adds, told apart from those of the program by its class."""
+    """The handler that Transom adds; its class tells it from the program's own handlers."""
 
 
 def show_logs(log_format: LogFormat = "text", process: str = "", about: Mapping[str, object] = NOTHING) -> None:
     """Show Transom's lines from the level INFO on; idempotent. Each JSON line has the process's name and the fields of `about`.
 
-    A level that the program has set stays as it is. Where the program has handlers, text lines go through these; JSON lines
-    always go to standard error, and nowhere else.
+    A level that the program has set stays as it is. If the program has handlers, text lines go through them; JSON lines always go
+    to standard error, and nowhere else.
     """
     global _process_name
     _process_name = process
@@ -102,8 +103,8 @@ def show_logs(log_format: LogFormat = "text", process: str = "", about: Mapping[
 
 
 def show_all_logs(log_format: LogFormat, process: str, about: Mapping[str, object] = NOTHING) -> None:
-    """Show the lines of a process that runs nothing but Transom: with JSON, libraries' lines, warnings and uncaught errors as
-    well."""
+    """Show the log lines of a process that runs nothing but Transom. With JSON, these include libraries' lines, warnings and
+    uncaught errors."""
     show_logs(log_format, process, about)
     own = _transom_handler()
     if log_format != "json" or own is None:
@@ -117,13 +118,13 @@ def show_all_logs(log_format: LogFormat, process: str, about: Mapping[str, objec
 
 
 def process_name() -> str:
-    """The name of this process in its lines; empty for a program that Transom does not own."""
+    """Return the name of this process in its log lines; empty for a program that only uses Transom as a library."""
     return _process_name
 
 
 @contextlib.contextmanager
 def request_log_scope() -> Iterator[None]:
-    """A context at whose end lines are about no request again, even if `about_request` has set one inside."""
+    """A context that begins without a request, and ends the effect of every `about_request` inside it."""
     token = _request.set(("", ""))
     try:
         yield
@@ -137,7 +138,7 @@ def about_request(request_id: str, trace_id: str = "") -> None:
 
 
 def trace_id_of(trace_parent: str | None) -> str:
-    """The trace id in a W3C traceparent header; empty for None."""
+    """Return the trace id in a W3C traceparent header; empty for None."""
     return trace_parent.split("-")[1] if trace_parent else ""
 
 

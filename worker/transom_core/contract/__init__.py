@@ -2,9 +2,9 @@
 
 All messages are plain data (ints, floats, strings, tuples), and `CONTRACT_VERSION` numbers their format.
 
-Every stateful stage of a request (penalties, stop strings, detokeniser, grammar) can be rebuilt from its `Request`, so that a
-request can **migrate** to another worker. Example: a worker is lost after 40 tokens of an output. The router sends the request to
-another worker with these 40 tokens as `resumed_output_ids`, and that worker's first output event has position 40.
+All state of a running request (penalties, stop strings, detokeniser, grammar) can be rebuilt from its `Request`, so a request can
+**migrate** to another worker. Example: a worker is lost after 40 tokens of an output. The router sends the request to another
+worker with these 40 tokens as `resumed_output_ids`, and that worker's first output event has position 40.
 """
 
 from transom_core.contract.kv_policy import (

@@ -1,8 +1,8 @@
-"""The messages by which a router keeps a mirror of a worker's prefix index, so that both search it with equal results.
+"""The messages with which a worker keeps a router's mirror of its prefix index up to date, so that both find the same hits.
 
 The prefix index maps the digest of each cached block (a hash of its tokens and all tokens before them) to the block, per KV cache
-group and tier (`tiers`). Of the disk tier it has the digests of the blocks that have files (`disk.index`). Its *version* is the
-number of changes since the worker's start.
+group and tier (`tiers`). For the disk tier it has only the digests of the blocks that have files (`disk.index`). The *version* of
+the index is the number of its changes since the worker's start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class KvRun(NamedTuple):
 class KvUpdate:
     """The index's changes from version `after` to `version`, in order; if `whole`, the whole index at `version` instead.
 
-    `rates` are those that hold at `version`; None: they have not changed, or there is no host tier. A change of the rates counts as
+    `rates` are the load rates at `version`; None: they have not changed, or there is no host tier. A change of the rates counts as
     one change.
     """
 
@@ -43,8 +43,8 @@ class KvUpdate:
 class CacheShape:
     """The settings of a worker's cache that a mirror needs, besides the index, to search as the worker does.
 
-    `identity` is that of the model and of all that decides the numbers in its blocks; empty where it is not known. It is part of
-    every digest.
+    `identity` names the model and all else that decides the numbers in its blocks; empty if it is not known. Every digest depends
+    on it.
     """
 
     groups: tuple[GroupSpec, ...]

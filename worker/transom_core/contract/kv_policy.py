@@ -2,14 +2,14 @@
 
 Terms:
 
-    sinks    the first tokens of a sequence, which every policy keeps: models put much attention on them, even if they say little
+    sinks    the first tokens of a sequence, which every policy keeps, because models put much attention on them whatever they say
     window   the most recent tokens, the one that is computed included
     budget   the most tokens that a sequence keeps
 
 Example, `WindowPolicy(sinks=4, window=1024)`: token 5,000 reads tokens 0 to 3 and 3,977 to 5,000.
 
-A window follows from a token's position alone, so what it leaves is published in the prefix cache under the policy's `text`.
-The other two policies depend on the attention of the sequence itself (its *history*), and their blocks are never published.
+What a window keeps depends only on a token's position, so its blocks are published in the prefix cache under the policy's `text`.
+The other two policies depend on the attention of the sequence itself (its *history*), so their blocks are never published.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import ClassVar, Literal
 
 from transom_core.errors import ConfigError, RequestError
 
-DEFAULT_SINKS = 4  # the number that attention sinks need, by the paper that named them (StreamingLLM)
+DEFAULT_SINKS = 4  # as many as the paper that named attention sinks (StreamingLLM) found to be enough
 MAX_STREAM_TOKENS = 2**20
-"""The most tokens, prompt and output, of a request whose policy lets it run past the model's length.
+"""The most tokens, prompt and output together, of a request whose policy lets it run past the model's length.
 
-Rotation angles are float32 products of position and frequency: at this position an angle is off by 0.03 at most, and twice the
-position doubles that.
+RoPE's angles are float32 products of position and frequency: at this position an angle is off by at most 0.03, and the error grows
+in proportion to the position.
 """
 MAX_LONG_PROMPT_TOKENS = 2**17
 """The most prompt tokens of such a request, if the model's length is less.
 
-A prompt is hashed on the router's event loop and on the engine's thread: 8,192 hash blocks of 16 tokens take them 4 to 8 ms each.
+The router's event loop and the engine's thread each hash the prompt; 8,192 hash blocks of 16 tokens take either of them 4 to 8 ms.
 """
 
 
@@ -46,7 +46,7 @@ class WindowPolicy:
 
     type: ClassVar[Literal["window"]] = "window"
     depends_on_history: ClassVar[bool] = False
-    may_exceed_model_len: ClassVar[bool] = True  # no key is further from its query than the window, sinks apart
+    may_exceed_model_len: ClassVar[bool] = True  # apart from sinks, no key is further from its query than the window
     sinks: int = DEFAULT_SINKS
     window: int
 
@@ -67,9 +67,8 @@ class AdaptivePolicy:
     It grows while its oldest block gets at least the share `threshold` of the attention, and shrinks while it gets less.
 
     Raises:
-        RequestError: `sinks` is negative, a window is not positive, the least one exceeds the largest, or `threshold` is not
-        between
-            0 and 1.
+        RequestError: `sinks` is negative, a window is not positive, `min_window` exceeds `max_window`, or `threshold` is not
+            between 0 and 1.
     """
 
     type: ClassVar[Literal["adaptive"]] = "adaptive"
@@ -116,9 +115,8 @@ class HeavyPolicy:
 
     type: ClassVar[Literal["heavy"]] = "heavy"
     depends_on_history: ClassVar[bool] = True
-    may_exceed_model_len: ClassVar[bool] = (
-        False  # a block that is kept may be as far from the query as the sequence is long
-    )
+    # A kept block may be as far from the query as the sequence is long.
+    may_exceed_model_len: ClassVar[bool] = False
     sinks: int = DEFAULT_SINKS
     budget: int
 
@@ -134,19 +132,19 @@ class HeavyPolicy:
 
 KvPolicy = WindowPolicy | AdaptivePolicy | HeavyPolicy
 _EXAMPLE = 'Give one such as {"type": "window", "sinks": 4, "window": 1024}.'
-MIN_ADAPTIVE_BLOCKS = 2  # one that is kept, and one that is being filled
+MIN_ADAPTIVE_BLOCKS = 2  # one kept block, and one that is being filled
 MIN_HEAVY_BLOCKS = 3  # after the sinks: one kept for its attention, the most recent one, and one that is being filled
 
 
 def check_kv_policy(
     policy: KvPolicy | None, *, kv_quality: bool, block_size: int, max_model_len: int, obstacle: str
 ) -> None:
-    """Check a request's policy against the model and its cache; `obstacle` says why the model takes no policy, empty if it does.
+    """Check a request's policy against the model and its cache. `obstacle` says why the model takes no policy; it is empty if the
+    model does.
 
     Raises:
-        RequestError: the model takes no policy, a size exceeds the model's length or is under the blocks that the policy needs,
-        or
-            `kv_quality` is set without a policy.
+        RequestError: the model takes no policy, a size exceeds the model's length or is too small for the blocks that the policy
+            needs, or `kv_quality` is set without a policy.
     """
     if policy is None:
         if kv_quality:
@@ -186,8 +184,8 @@ def check_kv_policy(
 def max_stream_len(policy: KvPolicy | None, *, kv_quality: bool, max_tokens: int | None, max_model_len: int) -> int:
     """Return the most tokens, prompt and output, that a request with this policy may have.
 
-    More than the model's length only for a policy that allows it, and if the request says how long its output may be.
-    `kv_quality` compares with full attention, which ends at the model's length.
+    More than the model's length is allowed only if the policy may exceed it and the request bounds its output. `kv_quality`
+    compares with full attention, which ends at the model's length.
     """
     if policy is None or not policy.may_exceed_model_len or kv_quality or max_tokens is None:
         return max_model_len
@@ -225,7 +223,8 @@ def kv_policy_from_json(text: str) -> KvPolicy | None:
 
 
 def _largest(policy: KvPolicy) -> tuple[str, int]:
-    """Return the field that bounds what the policy keeps, and its value in tokens; the sinks are inside a budget."""
+    """Return the field that bounds what the policy keeps, and its value in tokens. A budget includes the sinks, a window does
+    not."""
     match policy:
         case WindowPolicy():
             return "window", policy.window
@@ -247,7 +246,7 @@ def _least(policy: KvPolicy, block_size: int) -> int:
 
 
 def _check_whole(name: str, value: object, least: int) -> None:
-    """Raises RequestError unless `value` is a whole number of at least `least`."""
+    """Raise RequestError unless `value` is a whole number of at least `least`."""
     if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < least:
         raise RequestError(
             f"kv_policy.{name} is {value!r}; it must be a whole number of at least {least}.", param=f"kv_policy.{name}"

@@ -24,9 +24,9 @@ MAX_PIECE_BYTES = 16 * 2**20
 class PrefixQuery:
     """Which prefix the target wants: the digests of its hash blocks from the first one on, and the target's cache groups.
 
-    Digests contain the model's identity and tokens, the tenant's salt and the KV policy, and not the layout; so the groups must be
-    equal, while the number of ranks may differ. A source of another `identity` refuses the query. Under a `kv_policy` the live
-    blocks are those of its window, in every group.
+    A digest depends on the model's identity, the tokens, the tenant's salt and the KV policy, but not on the memory layout. So the
+    two workers' groups must be equal too; their numbers of ranks may differ. A source of another `identity` refuses the query.
+    Under a `kv_policy` the live blocks are those of its window, in every group.
     """
 
     chain: tuple[bytes, ...]
@@ -34,7 +34,7 @@ class PrefixQuery:
     groups: tuple[GroupSpec, ...]
     block_size: int  # of a hash block, in tokens
     identity: str = ""  # of the target's model
-    kv_policy: WindowPolicy | None = None  # the request's; others are not published
+    kv_policy: WindowPolicy | None = None  # the request's; blocks under policies of other kinds are never shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

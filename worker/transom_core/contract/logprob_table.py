@@ -1,8 +1,8 @@
-"""Log-probabilities: at one position as objects, and at many positions as a `LogprobTable`, whose flat arrays take 12 bytes an
-entry, where a `Logprob` object takes about 130.
+"""Log-probabilities: of one position as objects, and of many positions as a `LogprobTable`. Its flat arrays take 12 bytes for an
+entry, while a `Logprob` object takes about 130.
 
-An *entry* is one token at one position: the chosen token first, then the most likely ones. Every position of a table has equally
-many entries. Example: a prompt of 100,000 tokens with 20 alternatives has 2.1 million entries, which take 25 MB.
+An *entry* is one token at one position: the chosen token first, then the most likely ones. All positions of a table have the same
+number of entries. Example: a prompt of 100,000 tokens with 20 alternatives has 2.1 million entries, which take 25 MB.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class TokenLogprobs:
 
 
 class LogprobTable(Sequence[TokenLogprobs]):
-    """Positions in order. A position is made into objects when it is read; a slice is a table that shares nothing with this one."""
+    """The log-probabilities of positions, in order. Reading a position makes its objects; a slice is a table with a copy of the
+    entries."""
 
     __slots__ = ("_logprobs", "_ranks", "_token_ids", "_width")
 
@@ -60,7 +61,7 @@ class LogprobTable(Sequence[TokenLogprobs]):
         self._ranks.extend(entry.rank for entry in entries)
 
     def extend(self, positions: Iterable[TokenLogprobs]) -> None:
-        """Add positions, of another table without making them into objects."""
+        """Add positions. Those of another table are copied without making objects of them."""
         if not isinstance(positions, LogprobTable):
             for position in positions:
                 self.append(position)

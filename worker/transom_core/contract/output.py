@@ -14,11 +14,11 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvQuality:
-    """A request's KV policy beside full attention, summed over the `num_tokens` tokens that were compared.
+    """How far a request's KV policy departs from full attention, summed over the `num_tokens` tokens that were compared.
 
-    `kl` is KL(full attention || policy) of the next-token distributions in nats, `max_kl` the largest of one token,
-    `num_agreeing` the tokens with the same most likely next token, and `dropped_mass` the share of full attention on keys that
-    the policy does not read.
+    `kl` is KL(full attention || policy) of the next-token distributions in nats, and `max_kl` the largest value of one token.
+    `num_agreeing` counts the tokens with the same most likely next token. `dropped_mass` is the share of full attention on keys
+    that the policy does not read.
     """
 
     num_tokens: int = 0
@@ -41,12 +41,12 @@ class KvQuality:
 class Usage:
     """Token counts of one request. `num_cached_tokens` are prompt tokens whose KV was found in the prefix cache.
 
-    Of these, `num_host_tokens` were found in the host tier, and `num_fetched_tokens` of these in turn had just come from another
-    worker (`Request.prefix_source`), or `num_disk_tokens` from the disk tier.
+    Of the cached tokens, `num_host_tokens` were found in the host tier. Of those, `num_fetched_tokens` had just come from another
+    worker (`Request.prefix_source`), and `num_disk_tokens` from the disk tier.
 
-    `index_version` is the version of the worker's prefix index when its scheduler searched it: a router's mirror of the index
-    at that version predicts `num_cached_tokens` exactly. `kv_quality` is set with the request's `kv_quality`; it has the tokens
-    that this worker has computed.
+    `index_version` is the version of the worker's prefix index when its scheduler searched it: a router's mirror of the index at
+    that version predicts `num_cached_tokens` exactly. `kv_quality` is set if the request asks for it (`Request.kv_quality`), and
+    counts the tokens that this worker has computed.
     """
 
     num_prompt_tokens: int
@@ -105,8 +105,8 @@ class OutputEvent:
 
     `position` is the output index of the first of `token_ids` (resumed tokens counted), and `text_offset` the number of characters
     before `text`; with these a router recognises the repeated events of a migrated request, and drops them. The last event has a
-    `finish_reason` and may have no token; `error` is set only with the finish reason "error". With `is_handover` the event is the
-    last one of this attempt and not of the output: another worker continues (`Request.prefill_only`).
+    `finish_reason` and may have no token; `error` is set only with the finish reason "error". With `is_handover` the event ends
+    this attempt, but not the output: another worker continues it (`Request.prefill_only`).
     """
 
     request_id: str

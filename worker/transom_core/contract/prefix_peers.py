@@ -1,4 +1,4 @@
-"""`PrefixPeers`: how a worker calls other workers for KV transfer. `transom_cluster.serve` has the one over Ray Serve."""
+"""`PrefixPeers`: how a worker calls other workers for KV transfer. `transom_cluster.serve` implements it over Ray Serve."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class PrefixPeers(Protocol):
     """The other workers, by the ids by which routers know them. Every method may raise any exception when a worker is lost."""
 
     async def open_export(self, worker: str, query: PrefixQuery) -> PrefixOffer | str:
-        """What the worker offers, or an `ExportOutcome` that says why it offers nothing."""
+        """Ask a worker for a prefix; return its offer, or an `ExportOutcome` that says why it offers nothing."""
 
     async def read_export(self, worker: str, export_id: str, blocks: BlockRange) -> list[Bytes]:
-        """The bytes of some blocks, one after the other, for each of the worker's ranks."""
+        """Return the bytes of some blocks of an export, one after the other: one array for each of the worker's ranks."""
 
     async def close_export(self, worker: str, export_id: str) -> None:
-        """Have the worker give the blocks' references back."""
+        """Have the worker release the blocks of an export."""

@@ -1,11 +1,10 @@
 """Requests: what a router sends to a worker, and their order by priority, for the queues of routers and of workers alike.
 
-*Virtual arrival*: with the scheduling policy `priority` each step of a request's priority number counts as an arrival
-`PRIORITY_AGING_S` seconds later, and the request with the earliest virtual arrival runs first. A request of priority 2 that arrives
-at second 100 is served like a request of priority 0 that arrives at second 160. So waiting improves a request's place against all
-that come after it, and no request starves. Where clients may ask for priorities from -M to M, a request of priority p is overtaken
-only by requests that arrive less than `(p + M) * PRIORITY_AGING_S` seconds after it. With the policy `fcfs` priorities count for
-nothing.
+*Virtual arrival*: with the scheduling policy `priority`, a request of priority p counts as having arrived `p * PRIORITY_AGING_S`
+seconds later than it did, and the request with the earliest virtual arrival runs first. A request of priority 2 that arrives at
+second 100 is served like a request of priority 0 that arrives at second 160. So waiting improves a request's place against all that
+come after it, and no request starves. Where clients may ask for priorities from -M to M, a request of priority p is overtaken only
+by requests that arrive less than `(p + M) * PRIORITY_AGING_S` seconds after it. With the policy `fcfs` priorities are ignored.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ class PrefixSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to continue, with all that a worker needs, from any router and at any output position.
+    """One sequence for a worker to compute, or to continue at any output position, with all that the worker needs for it.
 
-    `resumed_output_ids` are output tokens that the client has already, from a worker that was lost. `turn_boundaries` are
-    prompt positions where the turns of a chat end (ascending): the prefix cache prefers to keep states at these. A lower
-    `priority` runs first. Requests with different `cache_salt` share no cached prefix.
-    Those with one `prompt_cache_key` mostly have a prefix in common, so that the router prefers one worker for them.
+    `resumed_output_ids` are output tokens that the client has already, from a worker that was lost. `turn_boundaries` are prompt
+    positions where the turns of a chat end (ascending): the prefix cache prefers to keep states at these. A lower `priority` runs
+    first. Requests with different `cache_salt` share no cached prefix. Requests with the same `prompt_cache_key` mostly have a
+    prefix in common, so the router prefers one worker for them.
 
-    `client` names who sent the request (a digest of its API key, or of its address), and tells nothing else about it. Where several
-    clients want what is scarce, each has a share in proportion to its `client_weight`. Requests whose client is unknown ("") count
-    as those of one client.
+    `client` names who sent the request (a digest of its API key, or of its address), and tells nothing else about it. Where clients
+    compete for a scarce resource, each gets a share in proportion to its `client_weight`. Requests whose client is unknown ("")
+    count as those of one client.
 
     With a `prefix_source` the worker fetches the KV of the prefix from another worker before it admits the request. Whatever goes
     wrong with that, the request runs all the same and computes its prompt.

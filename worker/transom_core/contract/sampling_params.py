@@ -38,9 +38,9 @@ _NUMBERS = {
 class SamplingParams:
     """How the next token is sampled and when an output ends.
 
-    Filters apply in this order: logit bias, penalties, temperature, top_k, top_p, min_p. A `temperature` of 0 (or under 1e-5)
-    is greedy. `n` outputs become `n` requests before the engine sees them. With `max_tokens` None an output may reach the
-    model's length.
+    Filters apply in this order: logit bias, penalties, temperature, top_k, top_p, min_p. A `temperature` of 0 (or under 1e-5) is
+    greedy. A request with `n` outputs is split into `n` requests before the engine sees it. If `max_tokens` is None, an output may
+    grow to the model's length.
 
     Raises:
         RequestError: a value is out of range; `param` names the field.
@@ -88,7 +88,7 @@ class SamplingParams:
         return self.temperature < LEAST_TEMPERATURE
 
     def single(self) -> SamplingParams:
-        """These parameters with `n` = 1, for one choice of several."""
+        """Return these parameters with `n` = 1, for one choice of several."""
         return self if self.n == 1 else replace(self, n=1)
 
 
@@ -126,7 +126,7 @@ def _read_bias(given: Mapping[int, float] | None) -> dict[int, float]:
 
 
 def _check_range(name: str, value: float, low: float | None, high: float | None) -> None:
-    """Raises RequestError unless low <= value <= high (None: unbounded)."""
+    """Raise RequestError unless low <= value <= high (None: unbounded)."""
     if not isinstance(value, Real) or not (isinstance(value, Integral) or math.isfinite(value)):
         raise RequestError(f"{name} is {value!r}; it must be a finite number.", param=name)
     if (low is not None and value < low) or (high is not None and value > high):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from transom_core.config import WorkerRole
 from transom_core.contract.output import OutputEvent
 
-if TYPE_CHECKING:  # types alone: the messages need no cache
+if TYPE_CHECKING:  # for types only: importing the messages must not import the KV cache
     from transom_core.contract.kv_events import CacheShape, KvUpdate
 
 
@@ -45,8 +45,9 @@ class KvGroupInfo:
 class WorkerInfo:
     """What a worker is, and its limits, constant while it runs. A worker that is started again has another `worker` id.
 
-    `tokenizer` is the digest of the worker's tokenizer, empty where it is not known, and `loaded_at_s` the time (of the epoch) at
-    which it began to load its model: of two identities the newer one is that of the worker that began last.
+    `tokenizer` is the digest of the worker's tokenizer, empty if it is not known. `loaded_at_s` is the time (since the epoch) at
+    which the worker began to load its model: where workers have different identities, the newest is that of the worker that began
+    last.
     """
 
     worker: str
@@ -58,7 +59,7 @@ class WorkerInfo:
     kv_groups: tuple[KvGroupInfo, ...] = ()
     role: WorkerRole = "both"
     block_bytes: tuple[int, ...] = ()  # of one block of each group, over all ranks, at most; empty: not known
-    can_fetch: bool = False  # prefixes from other workers, and give its own to them
+    can_fetch: bool = False  # fetch prefixes from other workers, and lend them its own
     kv_policy_obstacle: str = ""  # why the model's layers cannot follow a request's KV policy; empty if they can
     device: str = ""
     num_ranks: int = 1
@@ -69,7 +70,7 @@ class WorkerInfo:
 
     @property
     def identity(self) -> str:
-        """The identity of the model and of what decides its numbers; empty where it is not known."""
+        """The identity of the model and of all else that decides its numbers; empty if it is not known."""
         return self.cache.identity
 
 
@@ -77,9 +78,9 @@ class WorkerInfo:
 class WorkerMessage:
     """One message on a router's stream: a step's events of this router's requests, and the changes that every router receives.
 
-    The first message of a stream has the whole prefix index in `kv`, and so has the first one after a `resync`. `kv` is None
-    where the index has not changed, and `load` is None where it was not measured again. `taken` are this router's requests that
-    `load` counts, if they still wait, and that no earlier load counted.
+    The first message of a stream has the whole prefix index in `kv`, and so has the first one after a `resync`. `kv` is None where
+    the index has not changed, and `load` is None where it was not measured again. `taken` has the ids of this router's requests
+    that the worker admitted before it measured `load`, and after the load before.
     """
 
     events: tuple[OutputEvent, ...] = ()

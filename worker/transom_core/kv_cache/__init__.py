@@ -1,1 +1,2 @@
-"""Rules of the KV cache that workers, routers and the planner share: groups, what they keep, block hashes, the search for a hit."""
+"""Rules of the KV cache that workers, routers and the planner share: groups, what they keep, block hashes, and the search for a
+hit."""

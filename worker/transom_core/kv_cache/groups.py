@@ -36,7 +36,7 @@ class GroupKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
-    """One group: its kind, its layers and its block size in tokens. Sizes that its kind has no use for stay 0."""
+    """One group: its kind, its layers and its block size in tokens. Sizes that its kind does not use are 0."""
 
     name: str
     kind: GroupKind
@@ -64,11 +64,11 @@ class GroupSpec:
         )
 
     def with_window(self, *, sinks: int, window: int) -> GroupSpec:
-        """Return the group as it is for a sequence that keeps the first `sinks` tokens and a window of `window` alone."""
+        """Return the group as it is for a sequence that keeps only the first `sinks` tokens and a window of `window` tokens."""
         return replace(self, kind=GroupKind.SINKS_WINDOW, sinks=sinks, window=window)
 
     def first_live_block(self, n: int) -> int:
-        """Return the first logical block of the run that has live tokens after `n` processed tokens; at least
+        """Return the first logical block of the window, the last run of live blocks, when `n` tokens are processed; at least
         `num_sink_blocks`.
         """
         ranges = self.live(n)

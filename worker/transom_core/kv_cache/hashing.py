@@ -6,11 +6,11 @@ A *hash block* is `block_size` (`--block-size`) consecutive tokens. A prompt's *
     chain[0] = BLAKE2b(root + tokens 0 ... 15), chain[1] = BLAKE2b(chain[0] + tokens 16 ... 31), ...   (block size 16)
 
 So two prompts share `chain[i]` exactly if they share their first `(i + 1) * block_size` tokens, the identity of the model
-(`CacheShape.identity`), the salt and the policy. What decides the KV of a token besides the tokens goes into the root. Digests
-have 32 bytes, token ids are 32-bit little-endian integers.
+(`CacheShape.identity`), the salt and the policy. Whatever else decides the KV of a token goes into the root. Digests have 32 bytes,
+token ids are 32-bit little-endian integers.
 
-Router and workers compute the same digests. BLAKE2b takes a parent and 16 tokens in one step of 128 bytes (SHA-256: two of 64), and
-needs no instruction of its own to be fast.
+Router and workers compute the same digests. BLAKE2b hashes a parent (32 bytes) and 16 tokens (64 bytes) in one step of 128 bytes,
+where SHA-256 needs two of 64, and it is fast on processors without instructions for hashing.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from transom_core.kv_cache.layout import GroupLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShares:
-    """What the blocks of a worker's ranks contain: `groups[rank]` are that rank's groups, and `heads[rank][layer]` the first of its
-    KV heads and one past the last, counted over the whole model."""
+    """What the blocks of a worker's ranks contain: `groups[rank]` are that rank's groups, and `heads[rank][layer]` is the range
+    (first, end) of its KV heads, counted over the whole model."""
 
     groups: tuple[tuple[GroupLayout, ...], ...]
     heads: tuple[tuple[tuple[int, int], ...], ...]

@@ -69,7 +69,8 @@ class LayerTensors:
 
     @property
     def hadamard(self) -> bool:
-        """Whether keys are kept multiplied by a Hadamard matrix, which spreads their outlier channels; so are queries then."""
+        """Whether keys are stored multiplied by a Hadamard matrix, which spreads their outlier channels; queries are then
+        multiplied by it too."""
         return self.format == "int4"
 
 
@@ -99,7 +100,7 @@ class GroupLayout:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of a block by token, scales included and padding not."""
+        """Bytes of a block per token, with scales and without padding."""
         return self.block_bytes / self.spec.block_size
 
 
@@ -137,7 +138,7 @@ class ArenaLayout:
         return self.first_block(page, group) + self.blocks_per_page(group)
 
     def blocks_per_page(self, group: int) -> int:
-        """Return how many blocks of `group` every page has: as many as fit in the page where they fit worst."""
+        """Return how many blocks of `group` every page has: the number that fits in any page, wherever its first block begins."""
         return blocks_inside(self.page_bytes, self.groups[group].stride_bytes)
 
     def num_block_ids(self, group: int) -> int:
@@ -146,7 +147,8 @@ class ArenaLayout:
 
 
 def blocks_inside(page_bytes: int, stride_bytes: int) -> int:
-    """Return how many blocks lie wholly inside any page. Blocks begin at multiples of the sizes' greatest common divisor."""
+    """Return how many blocks lie wholly inside any page. All starts are multiples of gcd(page, stride), so the first block that
+    begins in a page does so at most `stride - gcd` bytes after the page's start."""
     return max(0, page_bytes - stride_bytes + math.gcd(page_bytes, stride_bytes)) // stride_bytes
 
 

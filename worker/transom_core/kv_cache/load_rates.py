@@ -1,8 +1,8 @@
 """`LoadRates`: what computing a token, loading a block from the host tier, and reading a block from the disk tier cost, in whole
 nanoseconds.
 
-The hit search weighs them against each other (`prefix_search`). Worker and router must find the same, so the rates are integers
-that change only in steps, each of which is a numbered change of the prefix index.
+The hit search weighs them against each other (`prefix_search`). Worker and router must find the same hits, so the rates are
+integers, and each change of them is a numbered change of the prefix index.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 UNMEASURED_TOKEN_NS = 1_000_000
 UNMEASURED_BYTES_PER_S = 8 * 2**30
 UNMEASURED_READ_BYTES_PER_S = 10**9
-LEAST_READ_TOKENS = 128  # that reading from the disk must spare, since the request is held for a step or two meanwhile
+LEAST_READ_TOKENS = 128  # a hit on the disk must save this many: reading holds the request for a step or two
 
 
 class LoadRates(NamedTuple):

@@ -1,5 +1,5 @@
-"""Finds the longest cached prefix of a prompt that a sequence can start from. Workers run this code; the
-router's search of all workers (`transom_cluster.routing.fleet_index`) is tested against it.
+"""Finds the longest cached prefix of a prompt that a sequence can start from. Workers run this code; a router's search over all
+workers (`transom_cluster.routing.fleet_index`) is tested against it.
 
 Terms:
 
@@ -46,7 +46,7 @@ class PrefixHit:
     """
 
     num_hash_blocks: int  # the boundary, in hash blocks
-    start: int  # first token to compute
+    start: int  # the first token to compute
     full_groups_reach: int  # leading hash blocks that the full groups hold; at least `num_hash_blocks`
     limit: int  # largest boundary that the prompt's length allows
     device_start: int = 0  # where the sequence would start without the host tier; `start` if nothing is loaded
@@ -78,12 +78,12 @@ def find_hit(
     """Return the hit that leaves fewest tokens to compute, at a boundary of at most `limit`.
 
     `found[g]` has the digests of group `g`'s cached blocks on the device, `host[g]` those of its blocks in the host tier, and
-    `disk[g]` those in the disk tier, if there is one. Then hits compete: one on the device's blocks alone, and one on the blocks of
-    device and host. The second is taken if loading its blocks from the host takes no longer than computing the tokens that it
-    spares, by `rates`. The better one then competes in the same way with a hit on the blocks of all tiers, whose blocks are read
-    from the disk and then loaded (`LoadRates.are_worth_reading`).
+    `disk[g]` those in the disk tier. With a host tier two hits compete: one on the device's blocks alone, and one on the blocks of
+    device and host. The second is taken if, by `rates`, loading its blocks takes no longer than computing the tokens that it saves.
+    The winner then competes in the same way with a hit on the blocks of all tiers, whose missing blocks are read from the disk and
+    then loaded (`LoadRates.are_worth_reading`).
 
-    The smallest block of all groups is the hash block.
+    A hash block is as large as the smallest block of all groups.
     """
     hit = _hit_in_memory(retentions, found, digests, limit, window_repair=window_repair, host=host, rates=rates)
     block_size = min(retention.block_size for retention in retentions)
@@ -119,7 +119,7 @@ def _hit_in_memory(
     host: Sequence[Collection[bytes]] | None,
     rates: LoadRates | None,
 ) -> PrefixHit:
-    """Return the hit on the device's blocks or, if loads pay, on those of device and host."""
+    """Return the hit on the device's blocks or, if loading costs less than computing, on those of device and host."""
     present: list[Present] = [(group,) for group in found]
     hit = _hit_on(retentions, present, digests, limit, window_repair=window_repair)
     block_size = min(retention.block_size for retention in retentions)
@@ -183,9 +183,9 @@ def _hit_on(
     - the largest boundary at which every group has the blocks that it needs;
     - the largest boundary below which the full groups have all their blocks and every sink block is there, with a window repair.
 
-    The second wins if it leaves no more tokens to compute, because it shares more blocks. No other boundary can win: the repair of
-    a larger boundary never starts further back than that of a smaller one. A repair that starts at token 0 saves nothing and is not
-    taken.
+    The second wins even if both leave the same number of tokens to compute, because it shares more blocks. No other boundary can
+    win: the repair of a larger boundary never starts further back than that of a smaller one. A repair that starts at token 0 saves
+    nothing and is not taken.
     """
     block_size = min(retention.block_size for retention in retentions)
     limit = min(limit, len(digests))
@@ -203,7 +203,7 @@ def _hit_on(
     for retention, group in sliding:
         reach = min(reach, _sink_boundary(group, digests, reach, retention.num_sink_blocks))
 
-    # The largest boundary with all live blocks, unless a repair of `reach` leaves no more to compute.
+    # The largest boundary with all live blocks, unless a repair at `reach` leaves no more tokens to compute.
     specs = [retention.spec for retention in retentions]
     repaired_from = repair_start(specs, reach * block_size) // block_size if repairable else 0
     searches = [_WindowSearch(retention, group, digests, reach) for retention, group in sliding]
@@ -258,7 +258,8 @@ def _presence(group: Present, digests: Sequence[bytes]) -> bytes:
 
 
 class _WindowSearch:
-    """Searches one sliding group, from `end` down, for boundaries that have their live blocks; looks no further back than it must.
+    """Searches one sliding group, from `end` down, for boundaries that have their live blocks, and looks up no more blocks than it
+    must.
 
     The search works for every group whose live range never starts earlier for a later boundary. So a missing block `i` that
     boundary `b` needs is needed by every boundary from `i + 1` to `b`. Example: boundary 20 needs blocks 12 to 19, and block 15 is

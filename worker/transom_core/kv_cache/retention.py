@@ -16,9 +16,9 @@ Example, a window of 33 tokens (the query included), blocks of 16:
     47                  [15, 47)        0
     48                  [16, 48)        1: block 0 may be freed
 
-Everything is computed from `n` alone, and nothing is kept by boundary: a client may send a new window with each request, and with
-a prompt of a million tokens a table would have 65,536 entries. The one table is that of `peak_blocks` for chunks and compressor
-states, whose sizes are the model's own.
+Everything is computed from `n`, without a table by boundary: a client may send a new window with each request, and for a prompt of
+a million tokens each table would have 65,536 entries. Only `peak_blocks` has a table, for chunks and compressor states, whose sizes
+are fixed by the model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Retention:
         reach = spec.sinks + spec.window + (1 + spec.overlap) * spec.ratio
         self._steady_blocks = -(-(reach + self.period) // spec.block_size) + 1
         self._is_window = spec.kind in (GroupKind.WINDOW, GroupKind.SINKS_WINDOW)
-        self._peak = [1]  # by boundary, not for windows: most blocks that a sequence holds at once up to there
+        self._peak = [1]  # by boundary, except for windows: the most blocks that a sequence holds at once up to there
 
     def first_live_block(self, n: int) -> int:
         """Return the first logical block of the run that must stay after `n` processed tokens; at least `num_sink_blocks`."""
@@ -52,7 +52,7 @@ class Retention:
         boundary = (n // self.block_size + 1) * self.block_size
         if self.keeps_everything:
             return boundary
-        # The first live token is m - W + 1 in a window, where it enters a block every `block_size` tokens. In the other groups it
+        # In a window the first live token is m - W + 1, which enters a new block every `block_size` tokens. In the other groups it
         # moves at each multiple of the chunk or ratio.
         stride = self.block_size if self._is_window else self.spec.chunk or self.spec.ratio
         ahead = (self.spec.window - 1 if self._is_window else 0) - (n + 1)
@@ -63,18 +63,18 @@ class Retention:
         return boundary
 
     def largest_free_boundary(self, boundary: int) -> int:
-        """Return the largest boundary, up to `boundary`, that needs no block of the run.
+        """Return the largest boundary, up to `boundary`, at which the sequence needs no block of the run.
 
-        Boundary 0 needs none. Example: with chunked attention a sequence at the start of a chunk needs no block.
+        At boundary 0 it needs none. Example: with chunked attention, a sequence at the start of a chunk needs no block.
         """
-        if self._is_window:  # a window of one token is the computed token alone
+        if self._is_window:  # a window of one token is only the computed token
             return boundary if self.spec.window <= 1 else min(boundary, self.num_sink_blocks)
-        if self.spec.overlap:  # each compressed entry reads tokens of the one before
+        if self.spec.overlap:  # each compressed entry reads tokens of the entry before
             return 0
         return boundary - boundary % (self.period // self.block_size)  # there a chunk, or an entry, begins
 
     def allocated_blocks(self, n: int, *, lag: int = 0) -> int:
-        """Return the blocks that a sequence holds while token `n` is computed, and the last `lag` tokens before it are in
+        """Return how many blocks a sequence holds while token `n` is computed and the last `lag` tokens before it are still in
         flight.
         """
         last = n // self.block_size
@@ -86,7 +86,7 @@ class Retention:
         last = max(0, num_tokens - 1) // self.block_size
         if self.keeps_everything:
             return last + 1
-        if self._is_window:  # what it holds at a boundary never falls as the sequence grows
+        if self._is_window:  # what a sequence holds at a boundary never falls as it grows
             return self.allocated_blocks(last * self.block_size)
         last = min(last, self._steady_blocks)
         for boundary in range(len(self._peak), last + 1):

@@ -16,8 +16,8 @@ that must be exact grows by W - 1 with each window layer, from the top layer dow
     layer 3 (window)   exact keys from 800 on      because layer 5's keys at 900 need layer 3's output at 900
     layer 1 (window)   exact keys from 700 on      so the repair starts at token 700
 
-Keys that the repair computes below a layer's exact range are wrong, and no exact output reads them. Starts are rounded down to
-blocks where a group's live blocks begin.
+Keys that the repair computes below a layer's exact range are wrong, but no exact output reads them. A start is never above the
+first token of a group's first live block, since the repair must fill whole blocks.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from transom_core.kv_cache.groups import GroupKind, GroupSpec
 
 
 def repair_start(specs: Sequence[GroupSpec], n: int) -> int:
-    """Return the first token to compute again so that every sliding group's live blocks at boundary `n` are exact.
+    """Return the first token to compute again, so that every sliding group's live blocks at boundary `n` are exact.
 
-    `n` if there are no sliding groups. The larger `n`, the larger the result.
+    It is `n` if there are no sliding groups, and it never decreases as `n` grows.
     """
     specs = tuple(specs)
-    # The first token of the blocks that a repair must fill for `live(n)`, sink blocks apart.
+    # By group: the first token of the blocks that a repair must fill for `live(n)`, except sink blocks.
     own = [n if spec.keeps_everything else spec.first_live_block(n) * spec.block_size for spec in specs]
     low = n  # the layers above the current one need its output at [low, n)
     for layer in _sliding_by_layer(specs):
@@ -43,7 +43,7 @@ def repair_start(specs: Sequence[GroupSpec], n: int) -> int:
 
 
 def _lowest_read(spec: GroupSpec, query: int) -> int:
-    """Return the lowest position that queries from position `query` on read in a group, sink tokens apart."""
+    """Return the lowest position, except sink tokens, that queries from position `query` on read in a group."""
     match spec.kind:
         case GroupKind.WINDOW | GroupKind.SINKS_WINDOW:
             return max(0, query - (spec.window - 1))

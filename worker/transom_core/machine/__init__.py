@@ -1,1 +1,1 @@
-"""The host: cores for threads, waiting threads of OpenMP, memory that is left."""
+"""The host: which cores threads use, how OpenMP threads wait, which GPUs there are, and how much memory is left."""

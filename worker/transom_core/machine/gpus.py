@@ -43,7 +43,7 @@ class GpuDriver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchBuild:
-    """The torch that is installed: its version, and the CUDA that it is built for; None for a CPU build."""
+    """The installed torch: its version, and the version of CUDA that it is built for (None for a CPU build)."""
 
     version: str
     cuda: tuple[int, int] | None
@@ -53,7 +53,7 @@ NO_DRIVER = GpuDriver(version="", cuda=(0, 0), gpus=())
 
 
 def read_driver() -> GpuDriver:
-    """Ask the driver; `NO_DRIVER` where the host has none."""
+    """Ask the driver for its version and its GPUs; return `NO_DRIVER` if the host has none."""
     import pynvml
 
     try:
@@ -107,12 +107,12 @@ def _named(gpus: Sequence[Gpu], entry: str) -> Gpu | None:
     if entry.isdecimal():
         return gpus[int(entry)] if int(entry) < len(gpus) else None
     if entry.startswith("MIG-"):
-        return gpus[0] if gpus else None  # a part's name does not tell its GPU; parts are of the same generation
+        return gpus[0] if gpus else None  # the id does not name the GPU; all are taken to be of one generation
     return next((gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)), None)
 
 
 def num_visible_gpus() -> int:
-    """How many of this host's GPUs this process may use."""
+    """Return how many of this host's GPUs this process may use."""
     return len(visible_gpus(read_driver().gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
@@ -173,7 +173,8 @@ def _why_no_gpu(driver: GpuDriver, environment: Mapping[str, str]) -> str:
 
 
 def _compiler_problem(environment: Mapping[str, str], python_include: str) -> str | None:
-    """What Triton lacks to build its launcher: a C compiler (the variable CC counts first) or Python's headers."""
+    """Say what Triton lacks to build its launcher: a C compiler (the variable CC names one before COMPILERS) or Python's
+    headers."""
     path = environment.get("PATH", "")
     names = (environment["CC"],) if environment.get("CC") else COMPILERS
     if not any(shutil.which(name, path=path) for name in names):

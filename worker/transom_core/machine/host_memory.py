@@ -1,4 +1,4 @@
-"""How much of the host's memory this process could still take."""
+"""Finds out how much of the host's memory this process could still take."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ CGROUPS = (
 
 
 def available_host_bytes() -> int:
-    """Return how much memory this process could still take: what the machine has available, or what the control group's limit
-    leaves.
+    """Return how much memory this process could still take: the smaller of what the machine has available and what the control
+    group's limit leaves.
     """
     available = _meminfo_available()
     for group in CGROUPS:
@@ -47,8 +47,8 @@ def available_host_bytes() -> int:
 
 
 def _reclaimable_bytes(group: ControlGroup) -> int:
-    """File cache that counts as used memory, such as weights that were just read; the kernel frees it when a process needs
-    memory.
+    """Return the bytes of file cache that count as used memory, such as weights that were just read; the kernel frees them when a
+    process needs memory.
     """
     try:
         lines = (group.folder / "memory.stat").read_text().splitlines()

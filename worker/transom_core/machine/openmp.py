@@ -5,12 +5,12 @@ and then sleeps. Waking a sleeping thread takes 35 to 100 microseconds, as long 
 core from the router and the proxy. So the threads of a server spin for about as long as waking one takes, and sleep after that.
 
 GNU's OpenMP library (libgomp, which comes with torch) reads its variables once, when it is loaded, so they are set for a new
-process. Two facts decide whether they count:
+process. Two facts decide whether they have an effect:
 
-- Every thread that runs operators has OpenMP threads of its own until it ends. Where all of these together are more than the cores,
-  libgomp spins 100 rounds at most, even if the variables say more. `call_on_thread` loads a model on a thread that ends, so that
-  the OpenMP threads of the thread which runs the steps are the only ones.
-- `GOMP_SPINCOUNT` counts before `OMP_WAIT_POLICY`.
+- Every thread that runs operators has OpenMP threads of its own until it ends. If there are more of these than cores, libgomp spins
+  100 rounds at most, even if the variables say more. `call_on_thread` loads a model on a thread that then ends, so that only the
+  thread which runs the steps has OpenMP threads.
+- `GOMP_SPINCOUNT` takes precedence over `OMP_WAIT_POLICY`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ T = TypeVar("T")
 
 
 def wait_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that say how long waiting threads of a new process spin: those of `environment`, if it has any."""
+    """Return the variables that say how long waiting threads of a new process spin: those of `environment`, or `SPIN_ROUNDS` if it
+    has none."""
     given = {name: environment[name] for name in WAIT_VARIABLES if name in environment}
     return given or {"GOMP_SPINCOUNT": str(SPIN_ROUNDS)}
 
 
 def call_on_thread(function: Callable[[], T]) -> T:
-    """Run `function` on a thread that has ended, with its OpenMP threads, when this returns the function's result or raises its
-    error."""
+    """Run `function` on a thread of its own and return its result, or raise its error, after that thread and its OpenMP threads
+    have ended."""
     with ThreadPoolExecutor(1, thread_name_prefix="transom-load") as pool:
         return pool.submit(function).result()

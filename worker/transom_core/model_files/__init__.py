@@ -1,1 +1,1 @@
-"""From a model's name to its files, its config and its GGUF header, without torch."""
+"""Finds a model's files, its config and its GGUF header by the model's name, without torch."""

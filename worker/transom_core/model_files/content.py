@@ -1,9 +1,9 @@
-"""The digest of a model's files, by what is in them: equal digests mean equal weights, config and tokenizer.
+"""Computes a digest of the contents of a model's files: equal digests mean equal weights, config and tokenizer.
 
-Names, sizes and times do not tell two models apart: a fine-tune has the geometry of its base, copies and archives may keep times,
-and the blob of a hub's cache keeps its name when somebody writes through the link. So every byte is read, on a few threads, beside
-the loading of the weights, which needs the same pages. The files are cut into *pieces*; several ranks of one worker share them out,
-piece `i` to rank `i mod ranks`, and the digest is the same for any number of ranks:
+Names, sizes and times do not tell two models apart: a fine-tune has the shapes of its base, copies and archives may keep times, and
+a blob in the Hugging Face cache keeps its name even if somebody writes through the link. So every byte is read, on a few threads,
+while the weights are loaded, which needs the same pages of the page cache. The files are cut into *pieces*, and the ranks of a
+worker divide them: rank `i mod ranks` reads piece `i`. The digest is the same for any number of ranks:
 
     reading = ContentReading(files, rank=0, num_ranks=2)     the threads run
     ... load the weights ...
@@ -28,10 +28,8 @@ from transom_core.model_files.weight_index import weight_files
 PIECE_BYTES = 16 << 20
 MAX_THREADS = 8  # one reads about 1 GB/s
 _BUFFER_BYTES = 1 << 20
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-)  # they decide which text an id stands for, and which id ends it
+# These decide which text an id stands for, and which id ends a text.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class ContentPart:
 
 
 class ContentReading:
-    """Reads the files of a model on threads of its own; `finish` has the result."""
+    """Reads the files of a model on threads of its own from its construction on; `finish` returns the result."""
 
     def __init__(self, files: ModelFiles, *, rank: int = 0, num_ranks: int = 1) -> None:
         """Raises ModelError if a file cannot be read."""
@@ -65,10 +63,10 @@ class ContentReading:
         ]
 
     def finish(self) -> ContentPart:
-        """Wait for the digests.
+        """Wait for the digests of this rank's pieces, and return them.
 
         Raises:
-            ModelError: a file cannot be read, or has changed since: what was loaded may be of both models.
+            ModelError: a file cannot be read, or has changed meanwhile, so that the loaded weights may be of two models.
         """
         self._threads.shutdown(wait=True)
         for path, before in zip(self._paths, self._before, strict=True):
@@ -77,12 +75,12 @@ class ContentReading:
         return ContentPart(self._files, tuple(digest.result() for digest in self._digests))
 
     def cancel(self) -> None:
-        """End the threads: the model is not loaded."""
+        """Stop reading and end the threads, because the model could not be loaded."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 
 def join_parts(parts: Sequence[ContentPart]) -> bytes:
-    """Return the digest of the contents from the parts of all ranks, in order of rank: 32 bytes, none where there are no parts.
+    """Return the digest of the contents from the parts of all ranks, in order of rank: 32 bytes, or no bytes if there are no parts.
 
     Raises:
         ModelError: the ranks have different files.
@@ -98,7 +96,7 @@ def join_parts(parts: Sequence[ContentPart]) -> bytes:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """The files of a folder that decide what is computed; `ModelFiles` has the contents of the configs."""
+    """Return the files of a folder that decide what is computed, besides the configs, whose contents `ModelFiles` already has."""
     others = (folder / name for name in _TOKENIZER_FILES)
     return [*weight_files(folder), *_existing(others)]
 
@@ -108,7 +106,7 @@ def _existing(paths: Iterable[Path]) -> list[Path]:
 
 
 def _status(path: Path) -> tuple[int, int, int, int]:
-    """Size, times and inode of a file. The time of the last change of its inode cannot be set back, as that of its contents can."""
+    """Return a file's size, mtime, ctime and inode. A program can set a file's mtime back, but not its ctime."""
     try:
         status = path.stat()
     except OSError as error:
@@ -117,7 +115,7 @@ def _status(path: Path) -> tuple[int, int, int, int]:
 
 
 def _digest(path: Path, start: int) -> bytes:
-    """The digest of the piece of a file that begins at byte `start`."""
+    """Return the digest of the piece of a file that begins at byte `start`."""
     digest, buffer = sha256(), bytearray(_BUFFER_BYTES)
     try:
         with path.open("rb", buffering=0) as file:

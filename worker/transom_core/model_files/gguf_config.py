@@ -1,4 +1,4 @@
-"""Translates a GGUF file's metadata to the `config.json` that its model has on Hugging Face. Imports no torch."""
+"""Translates a GGUF file's metadata into the `config.json` that its model has on Hugging Face. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "hidden_act": "silu"},
     "olmo2": {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "hidden_act": "silu"},  # those with windows
 }
-# The families of files with an expert count, by llama.cpp's name. Fields that llama.cpp has in its code are missing in the files.
+# The same for mixture-of-experts models (files with an expert count). Fields that llama.cpp has in its code are missing in the
+# files.
 MIXTURES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_act": "silu"},
     "qwen3moe": {
@@ -81,8 +82,8 @@ _OPTIONAL = {
     "final_logit_softcapping": "final_logit_softcapping",
     "rope_local_base_freq": "rope.freq_base_swa",
 }
-# (family, layers) of models that scale scores by hidden_size / num_heads instead of the head size; llama.cpp too tells them by
-# layers.
+# (family, number of layers) of models that scale scores by hidden_size / num_heads instead of the head size; llama.cpp, too,
+# recognises them by their number of layers.
 _SCORES_BY_HIDDEN_SIZE = {("gemma2", 46), ("gemma3", 62)}
 _DTYPE_OF_GGML_TYPE = {0: "float32", 1: "float16"}  # other types (bf16, every quantisation) run in bfloat16
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -93,11 +94,11 @@ _YARN = {
     "beta_slow": ("rope.scaling.yarn_beta_slow",),
 }
 _UNSET = (None, 1.0)  # a factor of 1 changes nothing: llama.cpp multiplies YaRN's default by it
-_EXPERTS_WITHOUT_QK_NORM = 128  # Llama 4 Maverick's number of experts, by which llama.cpp tells it from Scout
+_EXPERTS_WITHOUT_QK_NORM = 128  # the experts of Llama 4 Maverick, by which llama.cpp tells it from Scout
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
-    """The `config.json` of a GGUF file's model.
+    """Return the `config.json` of a GGUF file's model.
 
     Raises:
         ModelError: the architecture is not supported, or the file lacks metadata that it needs.
@@ -122,7 +123,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         "vocab_size": _number(header, f"{name}.vocab_size", default=len(header.require("tokenizer.ggml.tokens"))),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors
-        and name != "qwen2",  # Qwen 2 has biases on q, k and v alone
+        and name != "qwen2",  # Qwen 2 has biases only on q, k and v
         "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
         "dtype": _DTYPE_OF_GGML_TYPE.get(matrix.ggml_type, "bfloat16") if matrix else "bfloat16",
     }
@@ -131,7 +132,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
 def _family(header: GgufHeader, name: str) -> dict[str, Any]:
     has_experts = bool(header.metadata.get(f"{name}.expert_count", 0))
     known = MIXTURES if has_experts else FAMILIES
-    # OLMo 2 and 3 go by one name; those without windows are OLMo 2.
+    # OLMo 2 and 3 both have the name "olmo2"; files without windows are OLMo 2.
     fits = name != "olmo2" or bool(header.metadata.get("olmo2.attention.sliding_window"))
     if name in known and fits:
         return known[name]
@@ -149,7 +150,7 @@ def _family(header: GgufHeader, name: str) -> dict[str, Any]:
 
 
 def _layer_rules(header: GgufHeader, name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The fields about layers with windows or QK norms, in families whose models differ in these."""
+    """Return the fields about layers with windows or QK norms, for families whose models differ in these."""
     match name:
         case "olmo2":
             pattern = header.require("olmo2.attention.sliding_window_pattern")
@@ -167,7 +168,7 @@ def _layer_rules(header: GgufHeader, name: str, config: dict[str, Any]) -> dict[
 
 
 def generation_config_of(header: GgufHeader) -> dict[str, Any]:
-    """The `generation_config.json` of a GGUF file's model."""
+    """Return the `generation_config.json` of a GGUF file's model."""
     ids = {name: header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
     stops = [ids[name] for name in ("eos", "eot") if ids[name] is not None]
     found = {"bos_token_id": ids["bos"], "pad_token_id": ids["padding"], "eos_token_id": list(dict.fromkeys(stops))}
@@ -184,7 +185,7 @@ def _number(header: GgufHeader, key: str, *, default: float | None = None) -> An
 
 
 def _query_scalar(header: GgufHeader, name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Gemma's `query_pre_attn_scalar`, whose root divides the scores; GGUF files do not have it."""
+    """Return Gemma's `query_pre_attn_scalar`, whose square root divides the scores; GGUF files do not have it."""
     if not name.startswith("gemma"):
         return {}
     share = config["hidden_size"] // config["num_attention_heads"]
@@ -194,7 +195,8 @@ def _query_scalar(header: GgufHeader, name: str, config: dict[str, Any]) -> dict
 
 
 def _rope_scaling(header: GgufHeader, name: str) -> dict[str, Any] | None:
-    """The `rope_scaling` of config.json. Llama 3's is stored as one factor per frequency; the last one is the whole factor."""
+    """Return the `rope_scaling` of config.json. Llama 3's is stored as one factor per frequency; the lowest frequency, the last,
+    has the whole factor."""
     if "rope_freqs.weight" in header.tensors:
         rest = _LLAMA4_ROPE if name == "llama4" else _LLAMA3_ROPE
         return {"rope_type": "llama3", "factor": _last_float(header, "rope_freqs.weight"), **rest}

@@ -1,7 +1,7 @@
 """Reads a GGUF file's header in one pass: its metadata and its table of tensors. The tensors' data is not read. Imports no torch.
 
-The reader of the package `gguf` makes several numpy views per string, which takes 1.7 s for a vocabulary of 49,000. This one
-takes a twentieth of that; both router and worker read the header at start. Dequantising is left to the package.
+Router and worker both read the header when they start. The reader of the package `gguf` makes several numpy views per string, which
+takes 1.7 s for a vocabulary of 49,000; this one takes a twentieth of that. Weights are dequantised by the package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAGIC = b"GGUF"
 _DEFAULT_ALIGNMENT = 32
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _MAX_DIMENSIONS = 4
-_MAX_ELEMENTS = 1 << 24  # of an array: eight times the largest vocabulary with its merges
+_MAX_ELEMENTS = 1 << 24  # of an array: eight times the largest known vocabulary with its merges
 # value type -> struct letter, as GGUF numbers them
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -44,7 +44,7 @@ class GgufHeader:
     tensors: dict[str, GgufTensor]
 
     def require(self, key: str) -> Any:
-        """Metadata that the model needs.
+        """Return metadata that the model needs.
 
         Raises:
             ModelError: the file does not have it.
@@ -57,7 +57,7 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Read a GGUF header (version 2 or 3, little-endian). The last header is cached while its file is unchanged.
+    """Read a GGUF header (version 2 or 3, little-endian). The header read last is cached until its file changes.
 
     Raises:
         ModelError: the file is missing, not GGUF, of another version, or cut off.

@@ -1,4 +1,4 @@
-"""Downloads from the Hugging Face hub what a process needs of a model, and nothing else.
+"""Downloads from the Hugging Face hub those files of a model that a process needs, and no others.
 
 - **text files**: the configs, the tokenizer and the chat templates; all that a router needs.
 - **weight files**: those that the index names (`weight_index`), or `model.safetensors` where there is no index. A repository's
@@ -6,9 +6,9 @@
 - **revision**: an id may end with `@` and a branch, tag or commit. Without one it is the newest commit at the time of the download.
 
 `huggingface_hub` keeps the files in its cache, which all processes of a host share: a file is downloaded once. After a broken
-connection it continues within the file; a later start keeps all whole files, and begins with those again that had come in part
-(version 2.4 gives these a name of their own in each process, so that two never write to one file). It shows progress bars on a
-terminal; elsewhere, such as in a Ray worker, `LoggedProgress` writes a line every ten seconds.
+connection it continues within the file. A later start keeps all whole files and downloads partial ones again from their beginning
+(version 2.4 gives a partial file another name in each process, so that two processes never write to one file). It shows progress
+bars on a terminal; elsewhere, such as in a Ray worker, `LoggedProgress` writes a line every ten seconds.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def download_model(hub_id: str) -> Path:
         ModelError: they could not be downloaded, and are not in the local cache; or the index is wrong.
     """
     folder = _download(hub_id, [*TEXT_FILES, INDEX_FILE])
-    commit = folder.name  # the same one for the weights, even if another is pushed meanwhile
+    commit = folder.name  # the weights must be of the same commit, even if another one is pushed meanwhile
     if (folder / INDEX_FILE).exists():
         names = sorted({glob.escape(name) for name in read_weight_index(folder / INDEX_FILE).values()})
         return _download(hub_id, names, revision=commit)
     _download(hub_id, [SINGLE_FILE], revision=commit)
-    if not (folder / SINGLE_FILE).exists():  # weights of other names, in the repository's own folder
+    if not (folder / SINGLE_FILE).exists():  # the weights have other names; only the repository's top folder counts
         _download(hub_id, ["*.safetensors"], revision=commit, ignore_patterns=["*/*", "consolidated*"])
     return folder
 
@@ -99,11 +99,11 @@ def _download(hub_id: str, patterns: list[str], **options: Any) -> Path:
 
 
 def _logged_progress(hub_id: str) -> type[Any]:
-    """Return a class of progress bars that log how many bytes of a model have come, every `LOG_PERIOD_S` seconds and at the end."""
+    """Return a progress bar class that logs how many bytes of a model have come, every `LOG_PERIOD_S` seconds and at the end."""
     from tqdm import tqdm
 
     class LoggedProgress(tqdm):  # type: ignore[type-arg]
-        """`huggingface_hub` makes several bars: of files, of bytes that come, and of bytes that are written."""
+        """A progress bar that logs. `huggingface_hub` makes several: of files, of received bytes (logged), and of written bytes."""
 
         def __init__(self, *args: Any, **options: Any) -> None:
             options |= {"file": io.StringIO(), "disable": False}

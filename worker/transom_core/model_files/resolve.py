@@ -1,4 +1,4 @@
-"""Finds a model's files and its `config.json` by the model's name, for safetensors and GGUF. Imports no torch.
+"""Finds a model's files and its `config.json` by the model's name, in safetensors or GGUF. Imports no torch.
 
 A name is a folder of safetensors, a .gguf file, `smollm2` (a small model for demonstrations, in a Python package) or a Hugging
 Face id, which may end with `@` and a revision.
@@ -54,7 +54,7 @@ def resolve_model(name: str) -> ModelFiles:
 def resolve_text_files(name: str) -> ModelFiles:
     """Find a model's config, tokenizer and chat templates by its name, for a process that computes nothing, such as a router.
 
-    Of a Hugging Face id no weights are downloaded, and a folder needs to have none.
+    For a Hugging Face id no weights are downloaded, and a folder need not have any.
 
     Raises:
         ModelError: as `resolve_model`.
@@ -63,9 +63,9 @@ def resolve_text_files(name: str) -> ModelFiles:
 
 
 def with_commit(name: str) -> str:
-    """Return the name of a model so that it means the same files later: a Hugging Face id with the commit that it means now.
+    """Return a name of the model that means the same files later: a Hugging Face id gets the commit that it stands for now.
 
-    Any other name is returned as it is: its files may change, which the workers' identities tell.
+    Any other name is returned unchanged. If its files change later, workers that load them get another identity.
 
     Raises:
         ModelError: the commit could not be found.
@@ -76,7 +76,7 @@ def with_commit(name: str) -> str:
 
 
 def check_weights(folder: Path) -> None:
-    """Check that a folder has weights at all.
+    """Check that a folder has any weights.
 
     Raises:
         ModelError: it has no .safetensors file.
@@ -107,7 +107,7 @@ def _resolve(name: str, download: Callable[[str], Path]) -> ModelFiles:
 
 
 def resolve_config(name: str) -> dict[str, Any]:
-    """The `config.json` of a model by its name, or of a folder or .json file without weights; downloads no weights.
+    """Return the `config.json` of a model by its name, or of a folder or .json file without weights; download no weights.
 
     Raises:
         ModelError: there is no such model, or its config cannot be read.
@@ -123,10 +123,10 @@ def resolve_config(name: str) -> dict[str, Any]:
 
 
 def eos_token_ids(files: ModelFiles) -> tuple[int, ...]:
-    """The ids that end a text: from the generation config, else from the config, else from its text decoder's config.
+    """Return the ids that end a text: from the generation config, else from the config, else from its text decoder's config.
 
     Raises:
-        ModelError: the first of these that has `eos_token_id` holds something else than ids.
+        ModelError: an `eos_token_id` is not a token id or a list of token ids.
     """
     inner = files.config.get("text_config")
     for config in (files.generation_config, files.config, inner if isinstance(inner, Mapping) else {}):

@@ -1,4 +1,4 @@
-"""Reads `model.safetensors.index.json`, which says which file holds which tensor of a model whose weights are in several files."""
+"""Reads `model.safetensors.index.json`, which says, for a model whose weights are in several files, which file has which tensor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_weight_index(index: Path) -> dict[str, str]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with the weights of a folder: those that its index names, or `model.safetensors`, or all .safetensors.
+    """Return a folder's weight files: those that its index names, else `model.safetensors`, else all .safetensors files.
 
     Raises:
         ModelError: the index is wrong.

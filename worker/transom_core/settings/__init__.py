@@ -1,1 +1,1 @@
-"""Settings as a user gives them: flags, YAML and `LLM(...)` arguments, checked and with their units."""
+"""The settings that a user gives as flags, in YAML or as `LLM(...)` arguments: their names, defaults, limits and checks."""

@@ -12,7 +12,7 @@ def parse_bytes(text: str, *, name: str) -> int:
     """Parse a number with an optional unit: 4096, 512MiB, 1.5GiB, 2GB (1000 ** 3). `name` is the setting, for the error message.
 
     Raises:
-        ConfigError: the text is no such size.
+        ConfigError: the text is not such a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if not match:

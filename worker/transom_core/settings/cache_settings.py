@@ -60,7 +60,7 @@ class CacheSettings(BaseModel):
     )
 
     def check_disk(self) -> None:
-        """Raise ConfigError where the disk tier has no directory, or nothing that it could keep."""
+        """Raise ConfigError if the disk tier has an empty directory name, or nothing to keep because prefix caching is off."""
         if self.disk_cache is None:
             return
         if not self.disk_cache.strip():

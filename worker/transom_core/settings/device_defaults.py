@@ -1,13 +1,13 @@
-"""The size of a worker's batch where the user gives none: it depends on the device's memory, which only the worker's host knows.
+"""Default batch sizes by device. They depend on the device's memory, which only the worker's host knows.
 
     device                       sequences   tokens of a step   steps in flight
     a GPU from 70 GiB                  256              8,192                 2
     a smaller GPU                      128              2,048                 2
     a CPU                               64              1,024                 1 (2 with several ranks)
 
-A GPU computes thousands of prompt tokens in the time in which it reads the weights once, and a CPU some tens; what a GPU with less
-memory would use for activations of longer steps is worth more as KV cache. The second step in flight hides the time in which the
-engine handles the tokens of the first; on a CPU with one rank both would run on the same cores.
+In the time that reading the weights once takes, a GPU computes thousands of prompt tokens, and a CPU some tens. On a GPU with less
+memory, the bytes that activations of longer steps would need are worth more as KV cache. The second step in flight hides the time
+in which the engine handles the tokens of the first; on a CPU with one rank both would run on the same cores.
 """
 
 from __future__ import annotations

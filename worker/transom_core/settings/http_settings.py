@@ -32,7 +32,7 @@ class AnswerSettings(BaseModel):
     )
 
     def check_parsers(self) -> None:
-        """Raise ConfigError where there is no such parser, or the two do not fit together."""
+        """Raise ConfigError if a parser is unknown, or the two do not fit together."""
         given = [None if one == NO_PARSER else one for one in (self.tool_call_parser, self.reasoning_parser)]
         if given == [None, None]:
             return
@@ -137,7 +137,7 @@ class LogSettings(BaseModel):
     )
 
     def check_endpoint(self) -> None:
-        """Raise ConfigError where the endpoint of traces is no URL."""
+        """Raise ConfigError if the endpoint of traces is not a URL."""
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not re.match(r"https?://[^/]", endpoint):
             raise ConfigError(
@@ -147,7 +147,7 @@ class LogSettings(BaseModel):
 
 
 def read_origins(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Return origins that are given as texts, or as vLLM's flag has them: as a list in JSON.
+    """Return a list of origins, each of which is given as text or, as for vLLM's flag, in a JSON list.
 
     Raises:
         ConfigError: one is neither * nor an origin.

@@ -5,10 +5,10 @@ Examples of the setting:
     auto                         the model's own number format
     int8                         every group in int8
     window=bfloat16,full=int8    by a group's kind, or by its name (window_128=bfloat16); groups that are not named stay auto
-    int4,window=bfloat16         int4 where nothing else is said
+    int4,window=bfloat16         int4 for all groups that are not named
 
-A group's name counts for more than its kind. fp8, int8 and int4 are *quantised*: each token has, for each KV head, a float32 scale
-for its key and one for its value, which are computed when it is written.
+An entry for a group's name overrides one for its kind. fp8, int8 and int4 are *quantised*: for each KV head a token has a float32
+scale for its key and one for its value, which are computed when the token is written.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class KvDtypes:
         return self.by_group.get(name, self.by_group.get(kind, self.default))
 
     def names(self, name: str, kind: str) -> bool:
-        """Whether the setting names this group, or its kind."""
+        """Return whether the setting names this group, or its kind."""
         return name in self.by_group or kind in self.by_group
 
     def check_groups(self, groups: Iterable[tuple[str, str]]) -> None:
-        """Check that every group that the setting names is one of `groups`, (name, kind) each.
+        """Check that every group that the setting names is one of `groups`, which are pairs (name, kind).
 
         Raises:
-            ConfigError: the model has no such group; the message lists those it has.
+            ConfigError: the model has no such group; the message lists the groups that it has.
         """
         found = list(groups)
         known = {word for pair in found for word in pair}

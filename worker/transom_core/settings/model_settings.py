@@ -1,4 +1,5 @@
-"""Settings of the model: its files and number formats, and the windows and chunks that make a hybrid of any model."""
+"""Settings of the model: its files and number formats, and the windows and chunks that turn any model into a hybrid-attention
+model."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class ModelSettings(BaseModel):
 
 
 class HybridSettings(BaseModel):
-    """Windows and chunks for the layers of a model that has none of its own."""
+    """Windows and chunks for layers of a model that was trained without them."""
 
     window: int | None = Field(
         None,
@@ -62,7 +63,7 @@ class HybridSettings(BaseModel):
     )
 
     def check_pattern(self) -> None:
-        """Raise ConfigError where pattern, window, sinks and chunk do not fit together."""
+        """Raise ConfigError if pattern, window, sinks and chunk do not fit together."""
         pattern = self.window_pattern
         if not re.fullmatch(r"[SCF]+", pattern):
             raise ConfigError(

@@ -1,11 +1,11 @@
-"""`Settings`: every setting that a user can give, in one flat table of names.
+"""`Settings`: every setting that a user can give, in one flat namespace.
 
-Three sources fill it, with equal names: the flags of `transom serve`, the arguments in a Ray Serve YAML file, and the keywords
-of `LLM(...)`. The names are those of `vllm serve` where it has one. `Settings.parse` checks them once; `engine_config`,
+Three sources use the same names: the flags of `transom serve`, the arguments in a Ray Serve YAML file, and the keywords of
+`LLM(...)`. A setting that `vllm serve` also has is called as it is there. `Settings.parse` checks them once; `engine_config`,
 `server_config` and `autoscaling_config` resolve them into the frozen configs that the parts of the system receive.
 
-A setting is declared once, in the class of its section. It reaches every config that has a field of its name (`_config`); these
-methods give only the fields that have another name or value.
+A setting is declared once, in the class of its section. It is copied into every config that has a field of its name (`_config`);
+the three methods set only the fields whose name or value differs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from transom_core.settings.model_settings import HybridSettings, ModelSettings
 from transom_core.settings.step_settings import BatchingSettings, RanksSettings
 from transom_core.settings.worker_settings import WorkerGroup, WorkersSettings
 
-DISK_HOST_BYTES = 1 << 30  # of the host tier, where a disk tier or a role is asked for and no host tier
+DISK_HOST_BYTES = 1 << 30  # size of the host tier if the user gives none, but a disk tier or a role needs one
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "Model": ModelSettings,
@@ -128,7 +128,7 @@ class Settings(
         self.check_endpoint()
 
     def groups(self) -> list[Settings]:
-        """The settings of the further groups of workers, each as if it were the only one.
+        """Return the settings of the further groups of workers, each as if it were the only group.
 
         Raises:
             ConfigError: a group's values do not fit.
@@ -141,7 +141,7 @@ class Settings(
         ]
 
     def engine_config(self) -> EngineConfig:
-        """The settings of one worker."""
+        """Return the settings of one worker."""
         return self._config(
             EngineConfig,
             model=self._config(ModelConfig),
@@ -160,13 +160,13 @@ class Settings(
         )
 
     def autoscaling_config(self) -> AutoscalingConfig | None:
-        """The settings of the autoscaler; None where the number of workers is fixed."""
+        """Return the settings of the autoscaler; None if the number of workers is fixed."""
         if self.max_replicas is None:
             return None
         return self._config(AutoscalingConfig, min_replicas=1 if self.min_replicas is None else self.min_replicas)
 
     def server_config(self) -> ServerConfig:
-        """The settings of a router."""
+        """Return the settings of a router."""
         return self._config(
             ServerConfig,
             served_model_name=self.served_model_name or self.model,
@@ -178,13 +178,13 @@ class Settings(
         )
 
     def _config(self, kind: type[Config], **resolved: object) -> Config:
-        """Make one config: each field has the value in `resolved`, or of the setting with its name, or else its default."""
+        """Make one config. A field's value is that in `resolved`, else that of the setting with its name, else its default."""
         names = {one.name for one in fields(kind)}  # type: ignore[arg-type]  # a dataclass
         named = {name: getattr(self, name) for name in names & SETTING_NAMES}
         return kind(**(named | resolved))
 
     def _swap_space_bytes(self) -> int:
-        """The size of the host tier. What comes from the disk or from other workers passes through it."""
+        """Return the size of the host tier in bytes. Blocks from the disk or from other workers pass through it."""
         needs_one = self.disk_cache or (self.role != "both" and self.kv_transfer)
         return int(self.swap_space * 2**30) or (DISK_HOST_BYTES if needs_one else 0)
 

@@ -1,4 +1,4 @@
-"""Settings of a worker's steps: what the scheduler puts into one, and the ranks that compute it."""
+"""Settings of a worker's steps: what the scheduler puts into a step, and the ranks that compute it."""
 
 from __future__ import annotations
 

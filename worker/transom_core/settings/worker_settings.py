@@ -1,4 +1,4 @@
-"""Settings of a cluster: how many workers and routers there are, what the workers are for, and how requests come to them."""
+"""Settings of a cluster: how many workers and routers there are, what the workers are for, and how requests reach them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from transom_core.errors import ConfigError
 
 
 class WorkerGroup(BaseModel):
-    """A further group of workers of the same model: what differs from the other workers. Its number of workers is fixed."""
+    """A further group of workers of the same model: the settings in which it differs from the other workers. Its number of workers
+    is fixed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -24,7 +25,7 @@ class WorkerGroup(BaseModel):
 
     @classmethod
     def read(cls, given: object) -> object:
-        """Return what the command line gives, such as `role=prefill,replicas=2`, by name; anything else as it is."""
+        """Return a text from the command line, such as `role=prefill,replicas=2`, as a dict; return anything else unchanged."""
         if not isinstance(given, str):
             return given
         pairs = [part.partition("=") for part in given.split(",")]
@@ -96,7 +97,7 @@ class WorkersSettings(BaseModel):
     )
 
     def check_replicas(self) -> None:
-        """Raise ConfigError where the numbers of workers contradict each other."""
+        """Raise ConfigError if the numbers of workers contradict each other."""
         least, most = self.min_replicas, self.max_replicas
         if most is None:
             if least is not None:

@@ -8,14 +8,15 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def build_versions(*packages: str) -> dict[str, str]:
-    """Versions of Transom (as `version`), Python and `packages`, by name; "" for a package that is not installed. Imports none."""
+    """Return the versions of Transom (as `version`), Python and `packages`, without importing them; "" for one that is not
+    installed."""
     found = {"version": _version("transom"), "python": platform.python_version()}
     return found | {package: _version(package) for package in packages}
 
 
 @cache
 def _version(package: str) -> str:
-    """Of an installed package; "" of one that is not. Reading it takes milliseconds."""
+    """Return a package's version; "" if it is not installed. Cached, since reading it takes milliseconds."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -12,7 +12,8 @@ Samples = Iterable[tuple[tuple[str, ...], float]]  # label values, value
 
 
 class Buckets(NamedTuple):
-    """One histogram: the number of values by bucket, those above every bound last, and the sum of all values."""
+    """One histogram: how many values fell into each bucket (the last one has the values above every bound), and the sum of all
+    values."""
 
     bounds: Sequence[float]
     counts: Sequence[int]
@@ -20,34 +21,34 @@ class Buckets(NamedTuple):
 
 
 def crossed(rows: Mapping[str, Mapping[str, float]]) -> Samples:
-    """The samples of a table: row label -> column label -> value."""
+    """Return the samples of a table: row label -> column label -> value."""
     return [((row, column), value) for row, columns in rows.items() for column, value in columns.items()]
 
 
 class OwnLabels:
-    """Makes families at a scrape. A method's `labels` are the family's labels besides the process's own."""
+    """Makes metric families at a scrape. A method's `labels` are the family's labels besides the process's own."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         self.names = tuple(labels)
         self.values = tuple(labels.values())
 
     def gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        """A gauge with one sample."""
+        """Return a gauge with one sample."""
         return self.gauges(name, text, (), [((), value)])
 
     def gauges(self, name: str, text: str, labels: tuple[str, ...], samples: Samples) -> GaugeMetricFamily:
-        """A gauge with samples by label."""
+        """Return a gauge with samples by label."""
         family = GaugeMetricFamily(name, text, labels=(*self.names, *labels))
         for values, value in samples:
             family.add_metric((*self.values, *values), value)
         return family
 
     def counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
-        """A counter with one sample; `name` is without its `_total`."""
+        """Return a counter with one sample; `name` is without its `_total`."""
         return self.counters(name, text, (), [((), value)])
 
     def counters(self, name: str, text: str, labels: tuple[str, ...], samples: Samples) -> CounterMetricFamily:
-        """A counter with samples by label; `name` is without its `_total`."""
+        """Return a counter with samples by label; `name` is without its `_total`."""
         family = CounterMetricFamily(name, text, labels=(*self.names, *labels))
         for values, value in samples:
             family.add_metric((*self.values, *values), value)
@@ -56,7 +57,7 @@ class OwnLabels:
     def histograms(
         self, name: str, text: str, labels: tuple[str, ...], samples: Iterable[tuple[tuple[str, ...], Buckets]]
     ) -> HistogramMetricFamily:
-        """A histogram with samples by label."""
+        """Return a histogram with samples by label."""
         family = HistogramMetricFamily(name, text, labels=(*self.names, *labels))
         for values, buckets in samples:
             bounds = (*map(str, map(float, buckets.bounds)), "+Inf")

@@ -1,4 +1,4 @@
-"""Metric families of the CPU time and the memory that a process uses, worker or router, read from the system at a scrape."""
+"""Metric families of the CPU time and the memory that a worker's or router's process uses, read from the system at a scrape."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 MAX_TIMELINES = 2000
-MAX_EVENTS = 200  # of one timeline; events from its middle are then merged
+MAX_EVENTS = 200  # of one timeline; above it, events from the timeline's middle are merged
 MAX_ENDED_EVENTS = 40_000  # of all ended timelines together: about 14 MB
 _NUM_FIRST = 50  # events that a long timeline keeps from its beginning
 _NUM_MERGED = 50  # events that are merged at once
@@ -29,13 +29,13 @@ _REQUEST_ID = re.compile(r"(.+)-(\d+)-(\d+)(?:\+\d+)?")
 
 
 def response_id_of(request_id: str) -> str:
-    """The id of the HTTP response that a worker's request belongs to: the id that the client sees."""
+    """Return the id of the HTTP response that a worker's request belongs to, which is the id that the client sees."""
     match = _REQUEST_ID.fullmatch(request_id)
     return match[1] if match else request_id
 
 
 def prompt_and_choice_of(request_id: str) -> tuple[int, int] | None:
-    """The indices of the prompt and of the choice that a worker's request computes; None where its id does not have them."""
+    """Return the indices of the prompt and of the choice that a worker's request computes; None if its id does not have them."""
     match = _REQUEST_ID.fullmatch(request_id)
     return (int(match[2]), int(match[3])) if match else None
 
@@ -59,13 +59,13 @@ class Timeline:
 
     def __init__(self, request_id: str, arrival_s: float, *, client: str = "") -> None:
         self.request_id = request_id
-        self.client = client  # that sent the request; empty where it is unknown
+        self.client = client  # who sent the request; empty if unknown
         self.arrival_s = arrival_s
         self.end_s = 0.0  # 0 while the request runs
         self.events: list[TimelineEvent] = []
 
     def add(self, kind: str, at_s: float | None = None, **facts: Any) -> None:
-        """Add an event, by default as of now. An event that comes after the request's end is ignored."""
+        """Add an event, at the current time by default. An event after the request's end is ignored."""
         if self.end_s:
             return
         self.events.append(TimelineEvent(time.time() if at_s is None else at_s, kind, facts))
@@ -83,8 +83,8 @@ class Timeline:
 
 
 class TimelineStore:
-    """A bounded set of timelines. A new timeline displaces the oldest ended one of the client that has most of them, or the oldest
-    running one where none has ended."""
+    """A bounded set of timelines. A new timeline displaces the oldest ended one of the client that has the most ended ones, or the
+    oldest running one if none has ended."""
 
     def __init__(self, *, max_timelines: int = MAX_TIMELINES, max_ended_events: int = MAX_ENDED_EVENTS) -> None:
         self._max_timelines = max_timelines
@@ -109,7 +109,7 @@ class TimelineStore:
                 self._running.pop(next(iter(self._running)))
 
     def end(self, timeline: Timeline, at_s: float | None = None) -> None:
-        """Mark the timeline of a request that has ended, by default now. The store keeps it until newer ones displace it."""
+        """Mark the end of a request, at the current time by default. The store keeps its timeline until newer ones displace it."""
         timeline.end_s = time.time() if at_s is None else at_s
         if self._running.get(timeline.request_id) is not timeline:
             return
@@ -121,21 +121,21 @@ class TimelineStore:
             self._displace()
 
     def running(self) -> list[Timeline]:
-        """Timelines of the requests that have not ended, the oldest first."""
+        """Return the timelines of the requests that have not ended, the oldest first."""
         return list(self._running.values())
 
     def of_response(self, response_id: str) -> list[Timeline]:
-        """Timelines of all choices and attempts of one HTTP response."""
+        """Return the timelines of all choices and attempts of one HTTP response."""
         timelines = [*list(self._running.values()), *list(self._ended.values())]
         return [timeline for timeline in timelines if response_id_of(timeline.request_id) == response_id]
 
     def newest(self) -> Iterator[Timeline]:
-        """Timelines of running requests, the newest first, then those of ended requests, the newest first."""
+        """Yield the timelines of running requests, the newest first, then those of ended requests, the newest first."""
         yield from reversed(self.running())
         yield from reversed(list(self._ended.values()))
 
     def _displace(self) -> None:
-        """Forget the oldest ended timeline of the client that has most of them."""
+        """Forget the oldest ended timeline of the client that has the most of them."""
         client = max(self._num_ended_of, key=self._num_ended_of.__getitem__)
         self._forget_ended(next(key for key, timeline in self._ended.items() if timeline.client == client))
 

@@ -1,5 +1,5 @@
-"""Makes OpenTelemetry spans in one process and sends them over OTLP in batches. Only this module imports the SDK, and only with
-tracing on.
+"""Makes OpenTelemetry spans in one process and sends them over OTLP in batches. No other module imports the SDK, and this one does
+so only if tracing is on.
 
 A slow or unreachable collector delays no request: spans wait in a bounded queue, a thread sends them, and those that find the
 queue full are dropped.
@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # optional packages, imported only with tracing on
 
 Kind = Literal["INTERNAL", "SERVER", "CLIENT"]
 
-BATCH_MS = 1000  # spans of this time are lost when a process is killed
-FLUSH_S = 5.0  # to send the queued spans when the process ends
+BATCH_MS = 1000  # between two sends; a process that is killed loses the spans of this time
+FLUSH_S = 5.0  # the longest time that sending the queued spans may delay the end of the process
 
 MISSING = (
     "--otlp-traces-endpoint is {endpoint}, and OpenTelemetry's {what} is not installed; "
@@ -64,13 +64,13 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def context_of(self, headers: Mapping[str, str]) -> Context:
-        """The parent context that the W3C headers traceparent and tracestate name; malformed headers name none."""
+        """Return the parent context that the W3C headers traceparent and tracestate name; an empty one if they are malformed."""
         from opentelemetry.context import Context
 
         return self._propagator.extract(headers, context=Context())
 
     def context_below(self, span: Span) -> Context:
-        """The parent context of a span's children."""
+        """Return the parent context for a span's children."""
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context
 
@@ -87,7 +87,7 @@ class Tracing:
         )
 
     def parent_header(self, span: Span) -> str:
-        """The W3C traceparent header that names a span as parent."""
+        """Return the W3C traceparent header that names a span as parent."""
         headers: dict[str, str] = {}
         self._propagator.inject(headers, context=self.context_below(span))
         return headers["traceparent"]
@@ -107,7 +107,7 @@ class Tracing:
 
 
 def check_tracing(config: TracingConfig) -> None:
-    """Raises ConfigError where OpenTelemetry is not installed."""
+    """Raise ConfigError if OpenTelemetry is not installed."""
     try:
         import opentelemetry.sdk.trace
     except ImportError:
@@ -119,23 +119,23 @@ def check_tracing(config: TracingConfig) -> None:
 
 
 def nanoseconds(at_s: float) -> int:
-    """Seconds since the epoch as nanoseconds, which OpenTelemetry counts in."""
+    """Convert seconds since the epoch to nanoseconds, OpenTelemetry's unit."""
     return int(at_s * 1e9)
 
 
 def is_sampled(trace_parent: str) -> bool:
-    """Whether a W3C traceparent header says that its trace is recorded."""
+    """Return whether a W3C traceparent header says that its trace is recorded."""
     return bool(int(trace_parent.rsplit("-", 1)[1], 16) & 1)
 
 
 def traces_url(endpoint: str) -> str:
-    """The URL that spans are sent to: `endpoint`, with OTLP's usual path where it has none."""
+    """Return the URL that spans are sent to: `endpoint`, with OTLP's usual path if it has none."""
     has_path = urlsplit(endpoint).path not in ("", "/")
     return endpoint if has_path else endpoint.rstrip("/") + "/v1/traces"
 
 
 def _otlp_exporter(endpoint: str) -> SpanExporter:
-    """The OTLP exporter; OpenTelemetry's environment variables (OTEL_EXPORTER_OTLP_...) set headers, timeout, compression,
+    """Return the OTLP exporter. OpenTelemetry's variables (OTEL_EXPORTER_OTLP_...) set its headers, timeout, compression and
     certificates."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 

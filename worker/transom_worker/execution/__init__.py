@@ -1,1 +1,1 @@
-"""Execution of scheduler plans: executors, the model runner of a rank, block copies, CUDA graphs, and warm-up."""
+"""Executes the scheduler's plans: executors, the model runner of a rank, block copies, CUDA graphs, and warm-up."""

@@ -1,13 +1,14 @@
-"""How sampled token ids come from the device to the host, and from one step to the next without the host.
+"""Brings sampled token ids from the device to the host, and from one step to the next without the host.
 
-A GPU runs what the host has launched while the host goes on. Where a host that has launched a step waits for its tokens before it
-launches the next step, the device idles while the host schedules, prepares and launches. So with two plans in flight:
+A GPU runs what the host has launched while the host goes on. If the host waited for a step's tokens before it launched the next
+step, the device would idle while the host schedules, prepares and launches. So two plans are in flight:
 
     host      launch n+1       wait for n's ids, handle them, schedule n+2      launch n+2       wait for n+1's ids ...
     device    computes n                                            computes n+1                                    ...
 
-Step n+1 needs the ids of step n as input before the host has them. They stay on the device: in the host's arrays the input token
-of such a row is `in_row(s)`, a negative number that names row s of the ids of step n, and `with_sampled` puts the id there.
+Step n+1 needs the ids of step n as input before the host has them. They stay on the device: in the host's arrays the input token of
+such a row is `in_row(s)`, a negative number that stands for row s of step n's ids, and `with_sampled` replaces it by the id on the
+device.
 
 Legend: S rows that are sampled, T tokens of a step.
 """
@@ -25,10 +26,10 @@ Fetch = Callable[[], list[int]]
 
 
 class DeviceQueue(Protocol):
-    """What a device has been asked to do, in order."""
+    """The work that a device has been given, in order."""
 
     runs_ahead: bool
-    """Whether the host goes on while the device computes, so that a step may be launched before the last one has ended."""
+    """Whether the host goes on while the device computes, so that it may launch a step before the last one has ended."""
 
     def fetch(self, ids_S: torch.Tensor) -> Fetch:
         """Begin to copy ids to the host, without waiting. At most two fetches are open at once."""
@@ -79,10 +80,10 @@ def device_queue(device: torch.device, *, max_rows: int) -> DeviceQueue:
 
 
 def in_row(row: int) -> int:
-    """The input token that stands for the id in this row of the last step's ids."""
+    """Return the input token that stands for the id in this row of the last step's ids."""
     return ~row  # -1 for row 0: never a token id
 
 
 def with_sampled(token_ids_T: torch.Tensor, sampled_S: torch.Tensor) -> torch.Tensor:
-    """Return the tokens with the last step's ids where `in_row` names them; the host does not wait."""
+    """Return the tokens, with those of `in_row` replaced by the last step's ids; the host does not wait."""
     return torch.where(token_ids_T < 0, sampled_S[(~token_ids_T).clamp_(min=0)], token_ids_T)

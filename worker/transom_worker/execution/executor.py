@@ -18,7 +18,7 @@ from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.planner import CachePlan
 from transom_worker.scheduling.step import StepPlan, StepResult
 
-PIECE_BYTES = 16 << 20  # of one rank that one call of `read_blocks` or `write_blocks` moves at most
+PIECE_BYTES = 16 << 20  # the most bytes of one rank that a call of `read_blocks` or `write_blocks` moves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +44,9 @@ class RankInfo:
 class DiskUsage:
     """What happened to the blocks and files of one rank's disk tier since the rank began.
 
-    `num_dropped` blocks were not written because writing did not keep up, `num_failed` writes ended with an error. `num_missing`
-    and `num_broken` files were asked for and not there, or not whole. `num_evicted` files were removed for newer ones. While
-    `is_usable` is False, nothing is written.
+    `num_dropped` blocks were not written because writing did not keep up, and `num_failed` writes ended with an error. Of the files
+    that a load asked for, `num_missing` were not there, and `num_broken` were not whole. `num_evicted` files were removed for newer
+    ones. While `is_usable` is False, nothing is written.
     """
 
     is_usable: bool = True
@@ -61,7 +61,7 @@ class DiskUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankUsage:
-    """What one rank has used since its process began.
+    """The time and memory that one rank has used since its process began.
 
     `num_eager_steps` counts the steps whose kernels the host launched one by one, and `num_eager_decodes` those of them that only
     decode. `num_graph_steps` counts the steps that were replayed from a CUDA graph or a recorded program; all of them only decode.
@@ -101,15 +101,14 @@ class ExecutorInfo:
     compile_s: float = 0.0  # seconds for which this start compiled CPU kernels
     kv_policy_obstacle: str = ""  # why the model's layers cannot follow a request's KV policy; empty if they can
     num_graphs: int = 0  # captured CUDA graphs, one for each size of decode steps
-    identity: str = (
-        ""  # of the model as these ranks compute it (`setup.model_identity`); empty of a model without files
-    )
-    disk_fingerprint: bytes = b""  # of the files of the first rank's blocks
-    shares: KvShares | None = None  # what the blocks of every rank contain; None of executors without tensors
+    # The model and all else that decides the numbers of these ranks (`setup.model_identity`); empty for a model without files.
+    identity: str = ""
+    disk_fingerprint: bytes = b""  # which files of a disk tier the first rank can read
+    shares: KvShares | None = None  # what the blocks of every rank contain; None for executors without tensors
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
-        """Bytes of one block of each group, over all ranks; if ranks have unequal heads, as if each had what the largest has."""
+        """Bytes of one block of each group, over all ranks. Where ranks have unequal heads, each counts as much as the largest."""
         return tuple(one.block_bytes * self.plan.tensor_parallel_size for one in self.layout.groups)
 
     @property
@@ -126,12 +125,12 @@ class ExecutorInfo:
 class Executor(ABC):
     """Runs plans on every rank of a worker.
 
-    `submit` hands over one plan and returns at once; `receive` waits for the result of the oldest plan in flight. If a step
-    fails, `receive` raises StepFailed, and the executor drops the plans that were submitted after it. If the step ran out of
-    memory, `receive` raises OutOfMemory, and the executor takes further plans; the sequences of the failed plan may be half
-    updated, so later plans must not go on with them. If a rank is lost, `submit` or `receive` raises RankLost, and nothing works
-    until `restart`; its cause is OutOfMemory if the rank ran out of memory in the middle of a step. Only the engine's thread calls
-    the executor, except for `lost` and `interrupt`, which any thread may call. The engine calls `shutdown` in every case.
+    `submit` hands over one plan and returns at once; `receive` waits for the result of the oldest plan in flight. If a step fails,
+    `receive` raises StepFailed, and the executor drops the plans that were submitted after it. If the step ran out of memory,
+    `receive` raises OutOfMemory, and the executor takes further plans; the sequences of the failed plan may be half updated, so
+    later plans must not continue them. If a rank is lost, `submit` or `receive` raises RankLost, and nothing works until `restart`;
+    its cause is OutOfMemory if the rank ran out of memory in the middle of a step. Only the engine's thread calls the executor,
+    except for `lost` and `interrupt`, which any thread may call. The engine calls `shutdown` in every case.
     """
 
     @abstractmethod
@@ -152,7 +151,8 @@ class Executor(ABC):
 
     @property
     def lost(self) -> bool:
-        """Whether a rank has ended by itself, which makes `check` raise; any thread may read it. Ranks in this process cannot."""
+        """Whether a rank's process has ended by itself, which makes `check` raise; any thread may read it. Never true for a rank in
+        this process."""
         return False
 
     def check(self) -> None:  # noqa: B027
@@ -163,10 +163,10 @@ class Executor(ABC):
 
     @abstractmethod
     def read_blocks(self, tier: int, group: int, blocks: Sequence[int]) -> list[bytes]:
-        """Return the contents of a group's blocks in a tier, as they are after every plan that was submitted until now.
+        """Return the contents of a group's blocks in a tier, as they are after all plans that were submitted so far.
 
         The list has the bytes of every rank, in order of rank: one block after the other, `block_bytes` each of that rank's own
-        layout. A piece is at most `PIECE_BYTES` a rank. If a plan fails meanwhile, `receive` reports it.
+        layout. A call reads at most `PIECE_BYTES` per rank. If a plan fails meanwhile, `receive` reports it.
 
         Raises:
             ValueError: there is no such tier, group or block, or the piece is too large.  StepFailed: the executor does not run.
@@ -175,7 +175,8 @@ class Executor(ABC):
 
     @abstractmethod
     def write_blocks(self, tier: int, group: int, blocks: Sequence[int], data: Sequence[bytes]) -> None:
-        """Write what `read_blocks` returns into blocks, after every plan that was submitted until now. Raises as that does."""
+        """Write contents, as `read_blocks` returns them, into blocks after all plans that were submitted so far. Raises the same
+        errors."""
 
     def rank_reports(self) -> tuple[RankReport, ...]:
         """Return the last report of each rank, in order of rank, for metrics."""
@@ -190,7 +191,7 @@ class Executor(ABC):
         raise RankLost("This executor has no ranks that could be started again.")
 
     def interrupt(self) -> None:  # noqa: B027  an executor whose start never waits for a process has nothing to interrupt
-        """Make a running step or start, and every later one, raise RankLost soon. Any thread may call this; none follows."""
+        """Make a running step or start, and every later one, raise RankLost soon. Any thread may call this; it cannot be undone."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -1,5 +1,5 @@
-"""Runs a step's forward pass: replays a decode step that was recorded (`replay`), and runs the model eagerly for all other steps,
-which means that the host launches its kernels one by one.
+"""Runs a step's forward pass: replays recorded decode steps (`replay`), and runs the model *eagerly* for all others, which means
+that the host launches the kernels one by one.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from transom_worker.scheduling.step import StepPlan
 
 
 class ForwardPass:
-    """Prepares forward passes over one slab, and counts the eager steps and those that were replayed.
+    """Prepares forward passes over one slab, and counts the eager and the replayed steps.
 
-    `policy_report` is of the last prepared step, if some of its rows have KV policies.
+    `policy_report` belongs to the step prepared last; None if none of its rows has a KV policy.
     """
 
     def __init__(self, model: Model, builder: BatchBuilder, replay: DecodeReplay | None = None) -> None:
@@ -35,7 +35,7 @@ class ForwardPass:
 
     @property
     def num_graphs(self) -> int:
-        """How many CUDA graphs were captured, one for each size of decode steps."""
+        """The number of captured CUDA graphs, one for each size of decode steps."""
         return 0 if self._replay is None else self._replay.num_graphs
 
     def prepare(
@@ -43,7 +43,7 @@ class ForwardPass:
     ) -> Callable[[], StepLogits]:
         """Copy the inputs of a step to the device, and return the function that then runs it.
 
-        `sampled_S` are the last step's ids on the device, if the input tokens of some rows are still there alone.
+        `sampled_S` are the last step's ids on the device, given if the host does not know the input tokens of some rows yet.
 
         Raises:
             ValueError: the plan contradicts what this rank knows of the sequences.
@@ -82,7 +82,7 @@ class ForwardPass:
         return partial(self._measured, report, run)
 
     def _measured(self, report: PolicyReport, run: Callable[[], StepLogits]) -> StepLogits:
-        """Run the pass that a report needs of measured rows, and then the step's own."""
+        """Run the pass that measures rows, and then the step's own pass."""
         report.measure(self._model)
         return run()
 

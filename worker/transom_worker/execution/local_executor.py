@@ -21,8 +21,8 @@ from transom_worker.scheduling.step import StepPlan, StepResult
 
 
 class LocalExecutor(Executor):
-    """Launches plans on the calling thread: on a GPU when they are submitted, on a CPU, which computes them at once, when their
-    result is received, or earlier if blocks are read or written after them."""
+    """Launches plans on the calling thread. For a GPU it does so when a plan is submitted. A CPU computes a plan at its launch, so
+    there a plan is launched when its result is received, or earlier if blocks are read or written after it."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
         """Create an executor for the model that the config names, or for `loaded` instead."""
@@ -30,8 +30,8 @@ class LocalExecutor(Executor):
         self._loaded = loaded
         self._runner: ModelRunner | None = None
         self._plans: deque[StepPlan] = deque()
-        self._launched: deque[LaunchedStep | Exception] = deque()  # plans without a result, or why one failed
-        self._has_failed = False  # the last of them failed; plans after it are dropped
+        self._launched: deque[LaunchedStep | Exception] = deque()  # launched plans, or the error of one that failed
+        self._has_failed = False  # the last of `_launched` is an error; plans after it are dropped
         self._load_reports = LoadReports(num_ranks=1)
 
     def start(self) -> ExecutorInfo:
@@ -46,7 +46,7 @@ class LocalExecutor(Executor):
         return self._runner.info
 
     def submit(self, plan: StepPlan) -> None:
-        """Launch one plan, if the device computes it while the host goes on; else queue it."""
+        """Launch one plan if the device computes while the host goes on; else queue it."""
         if self._runner is None:
             raise StepFailed("A plan was submitted to an executor that is not running.")
         self._plans.append(plan)
@@ -54,8 +54,8 @@ class LocalExecutor(Executor):
             self._launch_queued()
 
     def receive(self) -> StepResult:
-        """Wait for the result of the oldest plan. If it failed, raise StepFailed (OutOfMemory where memory was short) and drop the
-        others."""
+        """Wait for the result of the oldest plan. If it failed, raise StepFailed (OutOfMemory if memory was short) and drop the
+        later plans."""
         if not self._launched:
             self._launch_oldest()
         oldest = self._launched.popleft()
@@ -107,7 +107,7 @@ class LocalExecutor(Executor):
             self._abandon_plans()
 
     def drop_in_flight(self) -> None:
-        """Forget the plans in flight; the block copies of those in the queue are made."""
+        """Forget the plans in flight, but make the block copies of those in the queue, which later plans rely on."""
         self._launched.clear()
         self._has_failed = False
         self._abandon_plans()
@@ -136,7 +136,7 @@ class LocalExecutor(Executor):
 
 
 def _reported(plan: StepPlan, error: Exception) -> Exception:
-    """The error that the engine learns."""
+    """Return the error that the engine gets for an error of a plan."""
     if isinstance(error, OutOfMemory):
         return error
     failed = StepFailed(

@@ -1,4 +1,5 @@
-"""Finds out why a step failed or a process ended (`errors.LossCause`), for the rule that blames requests."""
+"""Finds out why a step failed or a process ended (`errors.LossCause`), by which failover decides whether a request may be to
+blame."""
 
 from __future__ import annotations
 
@@ -11,14 +12,15 @@ import torch
 from transom_core.errors import LossCause, StepFailed, WorkerLost
 from transom_worker.execution.out_of_memory import is_out_of_memory
 
-_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}  # a process that fails gets other signals
+# Signals that come from outside; a process that fails by itself ends by others.
+_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _DEVICE_WORDS = ("CUDA error", "cuBLAS error", "CUBLAS_STATUS", "NCCL error", "device-side assert")
 _CGROUP_EVENTS = Path("/sys/fs/cgroup/memory.events")
 _HOST_EVENTS = Path("/proc/vmstat")
 
 
 def cause_of_error(error: BaseException) -> LossCause:
-    """Return why a step failed that raised `error`."""
+    """Return why a step failed, by the error that it raised."""
     if isinstance(error, StepFailed | WorkerLost):
         return error.loss_cause
     if is_out_of_memory(error):
@@ -29,9 +31,9 @@ def cause_of_error(error: BaseException) -> LossCause:
 
 
 def cause_of_exit(code: int, *, num_out_of_memory: int) -> LossCause:
-    """Return why a process ended that its parent has not ended. `code` is negative for a signal, as in `subprocess`.
+    """Return why a child process ended that its parent did not end. `code` is negative for a signal, as in `subprocess`.
 
-    `num_out_of_memory` is `count_out_of_memory` from before the end: the kernel kills for want of memory with SIGKILL too.
+    `num_out_of_memory` is an earlier `count_out_of_memory()`: the kernel's OOM killer sends SIGKILL too, and raises that count.
     """
     if code >= 0 or -code not in _OUTSIDE:
         return "crash"
@@ -40,7 +42,7 @@ def cause_of_exit(code: int, *, num_out_of_memory: int) -> LossCause:
 
 
 def count_out_of_memory() -> int:
-    """Return how many processes the kernel has killed for want of memory, in this control group or else on this host."""
+    """Return how many processes the kernel's OOM killer has ended, in this control group or else on this host."""
     for path in (_CGROUP_EVENTS, _HOST_EVENTS):
         with contextlib.suppress(OSError):
             for line in path.read_text().splitlines():

@@ -28,8 +28,8 @@ def pool_bytes(
 ) -> int:
     """Return the bytes of a rank's KV pool: the configured number, else what the device has free, up to `max_useful_bytes`.
 
-    On CUDA, `run_worst_case` runs a step that needs the most memory; its peak stays free, and so do `graph_bytes` for CUDA
-    graphs. On CPUs, the `ranks_on_host` ranks of a host share its memory equally.
+    On CUDA, `run_worst_case` runs a step that needs the most memory; the pool leaves room for its peak, and for `graph_bytes` of
+    CUDA graphs. On CPUs, the `ranks_on_host` ranks of a host share its memory equally.
 
     Raises:
         ConfigError: no memory is left for a pool.
@@ -44,7 +44,7 @@ def pool_bytes(
 
 
 def max_useful_bytes(groups: Sequence[GroupLayout], scheduler: SchedulerConfig, max_model_len: int) -> int:
-    """Return the bytes that `max_num_seqs` sequences of `max_model_len` tokens take in all groups, and some pages of slack.
+    """Return the bytes that `max_num_seqs` sequences of `max_model_len` tokens take in all groups, plus some pages of slack.
 
     A larger pool would hold no more running sequences.
     """
@@ -55,7 +55,8 @@ def max_useful_bytes(groups: Sequence[GroupLayout], scheduler: SchedulerConfig, 
 
 
 def activation_bytes(architecture: Architecture, scheduler: SchedulerConfig, dtype: torch.dtype) -> int:
-    """Estimate what one step of the largest size needs beside weights and KV pool: a layer's widest tensors, and the logits."""
+    """Estimate the bytes that the largest step needs besides weights and KV pool: one layer's widest tensors, and the logits, in
+    float32 and twice, because sampling works on a copy."""
     layer = architecture.layers[0]
     attention = (2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_size
     per_token = (4 * architecture.hidden_size + attention + _feed_forward_width(architecture)) * dtype.itemsize
@@ -64,7 +65,8 @@ def activation_bytes(architecture: Architecture, scheduler: SchedulerConfig, dty
 
 
 def _feed_forward_width(architecture: Architecture) -> int:
-    """The elements that a feed-forward layer holds per token; experts also hold each chosen expert's input and output."""
+    """Return the elements that a feed-forward layer holds per token: gate, up and their product. Experts also hold each chosen
+    expert's input and output."""
     mixture = architecture.mixture
     if mixture is None:
         return 3 * architecture.intermediate_size
@@ -72,7 +74,7 @@ def _feed_forward_width(architecture: Architecture) -> int:
 
 
 def process_memory_bytes(device: torch.device) -> int:
-    """Return this process's memory: what PyTorch has reserved on a GPU, else resident memory; 0 where the system does not
+    """Return this process's memory in bytes: what torch has reserved on a GPU, else resident memory; 0 if the system does not
     report it.
     """
     if device.type == "cuda":
@@ -86,7 +88,8 @@ def process_memory_bytes(device: torch.device) -> int:
 def _cuda_free_bytes(
     utilization: float, device: torch.device, run_worst_case: Callable[[], None], graph_bytes: int
 ) -> int:
-    """The bytes of `utilization` of the device that other processes, this process's peak in a step, and CUDA graphs leave free."""
+    """Return the share `utilization` of the device's bytes, minus what other processes hold, this process's peak in a step, and
+    CUDA graphs."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     run_worst_case()

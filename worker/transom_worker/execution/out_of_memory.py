@@ -1,4 +1,4 @@
-"""Recognises errors of a step that ran out of memory, and frees the tensors that such a step has left.
+"""Recognises the errors of a step that ran out of memory, and frees the tensors that such a step leaves behind.
 
 Torch and numpy report missing memory by several classes and texts:
 
@@ -26,7 +26,7 @@ _TEXTS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, or one that it was raised from, says that memory is short."""
+    """Return whether an error, or an error that caused it, says that memory is short."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, torch.OutOfMemoryError | MemoryError):

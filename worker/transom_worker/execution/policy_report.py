@@ -1,4 +1,5 @@
-"""What a step reports of its rows with KV policies: attention mass by block, and how far the policy moves the next token.
+"""What a step reports about its rows with KV policies: attention mass by block, and how much the policy changes the next token's
+distribution.
 
     report = PolicyReport(plan, arrays, store, builder)
     report.attach(batch)          an eager pass will add up mass, or
@@ -7,11 +8,11 @@
     report.fill(logits, result)   after it
 
 A *measured* row, which samples a token, is computed twice. The first pass attends to all keys that still have their contents,
-those that the policy dropped included; the second is the step's own. Both write the row's keys and values, so the pass that
-measures comes first, and what the step's own pass writes stays.
+including those that the policy dropped; the second pass is the step's own. Both write the row's keys and values, so the measuring
+pass comes first, and what the step's own pass writes stays.
 
-Rows are counted in four ways: `b` counts the rows of the plan, `p` those with KV policies, `s` those that sample a token, and `m`
-those that are measured.
+Four indices count rows: `b` all rows of the plan, `p` those with KV policies, `s` those that sample a token, and `m` the measured
+ones.
 
 Legend: P policy rows, N table columns, M measured rows, V this rank's part of the vocabulary, W the whole vocabulary.
 """
@@ -38,7 +39,7 @@ from transom_worker.scheduling.step import PolicyQuality, StepPlan, StepResult
 
 
 class PolicyReport:
-    """Measures one step. All ranks do the same, since its passes and sums contain collectives; only rank 0 reports."""
+    """Measures one step. All ranks do the same, since its passes and sums contain collectives; only rank 0 reports the quality."""
 
     def __init__(self, plan: StepPlan, arrays: StepArrays, store: SequenceStore, builder: BatchBuilder) -> None:
         policies = arrays.groups[0].policies
@@ -67,7 +68,7 @@ class PolicyReport:
                 group.meter = MassMeter(block_mass=self._block_mass_PN)
 
     def take_mass(self, block_mass: torch.Tensor | None) -> None:
-        """Report this mass [P or more, N or more], which a replayed step adds up."""
+        """Report this mass [at least P, at least N], which a replayed step adds up."""
         self._block_mass_PN = block_mass
 
     def measure(self, model: Model) -> None:
@@ -86,13 +87,14 @@ class PolicyReport:
     ) -> None:
         """Write mass and quality into the result, after the step's own pass.
 
-        Layers add up probabilities of each head, so both are divided by the heads of all layers: 1.0 is a query's whole attention.
+        Layers add up the probabilities of each head, so both are divided by the number of heads of all layers: 1.0 is then all of a
+        query's attention.
         """
         num_heads = sum(layer.num_heads for layer in architecture.layers)
         if self._block_mass_PN is not None:
             num_rows, num_columns = self._policies.block_table.shape
             mass_PN = self._block_mass_PN[:num_rows, :num_columns].contiguous()
-            host_PN = (parallel.comm.all_reduce_(mass_PN) / num_heads).cpu().numpy()  # it waits once for all rows
+            host_PN = (parallel.comm.all_reduce_(mass_PN) / num_heads).cpu().numpy()  # one wait for all rows
             for p, b in enumerate(self._policies.batch_rows):
                 if self._plan.wants_mass[b]:
                     result.attention_mass[b] = host_PN[p, : self._policies.num_columns[p]].tolist()
@@ -108,8 +110,8 @@ class PolicyReport:
         result: StepResult,
         sampler: ShardedSampler,
     ) -> None:
-        """Compare the next token's distribution with the policy (p) and without it (q): KL(q || p), the top token, and the mass
-        that the policy dropped."""
+        """Compare the next token's distribution with the policy (p) and without it (q): KL(q || p), and whether the top tokens
+        agree. Add the mass that the policy dropped."""
         sampled = [b for b, sample in enumerate(self._plan.sample) if sample]  # s -> b
         policy_MW = sampler.gather_rows(logits.sampled_SV, [sampled.index(b) for b in self._measured])
         full_MW = sampler.gather_rows(full_MV, range(len(self._measured)))
@@ -131,7 +133,7 @@ def _measuring_batch(
     measured: list[int],
     dropped_M: torch.Tensor,
 ) -> ForwardBatch | None:
-    """The batch of the measured rows alone, which attends to everything; None without such rows.
+    """Return a batch of only the measured rows, which attend to all keys; None if there are none.
 
     Raises:
         ValueError: a measured row has no KV policy, or has several tokens.

@@ -2,8 +2,8 @@
 
     launch(plan)     update sequences and block tables -> copy blocks -> forward pass -> sample
     finish(step)     wait for the sampled ids -> report loads that have ended
-    execute(plan)    both
-    abandon(plan)    for a plan that failed or was dropped: only what later plans count on
+    execute(plan)    launch and finish
+    abandon(plan)    for a plan that failed or was dropped: do only what later plans rely on
 
 - rank: one of the processes that share a model by tensor parallelism; a worker with one rank runs it in the engine's process.
 - plan (`StepPlan`): what the scheduler wants computed in one step: which tokens of which sequences, and which cache blocks to
@@ -44,7 +44,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A plan that was launched and not finished: its result as far as it is known, and what it samples, if it has rows."""
+    """A plan that was launched and is not finished: its result as far as it is known, and the tokens that it samples, if it has
+    rows."""
 
     plan: StepPlan
     result: StepResult
@@ -55,8 +56,8 @@ class LaunchedStep:
 class ModelRunner:
     """Executes plans in order on one device.
 
-    `info` has the cache plan and the limits of the model, for the engine. `was_committed` says of the last plan that failed
-    whether it had begun what it cannot leave half done: block copies, or the forward pass, in which ranks wait for each other.
+    `info` has the cache plan and the limits of the model, for the engine. `was_committed` says whether the last plan that failed
+    had begun something that must not stay half done: block copies, or the forward pass, in which ranks wait for each other.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ModelRunner:
         self._builder, self._forward, self._sampler = builder, forward, sampler
         self._store = SequenceStore([group.spec for group in builder.layout.groups], max_num_seqs=max_num_seqs)
         self._queue = queue
-        self._last_sampled = SampledIds({}, None, [])  # by the last step with rows
+        self._last_sampled = SampledIds({}, None, [])  # of the last step with rows
         # Input tokens of the unfinished step that the host does not know yet: sequence, position, row of `_last_sampled`.
         self._awaited: list[tuple[int, int, int]] = []
         self._clocks = cycle((step_clock(self._device), step_clock(self._device)))
@@ -132,7 +133,7 @@ class ModelRunner:
             if isinstance(error, TransomError) or not is_out_of_memory(error):
                 raise
             reason = release_tensors(error)
-        # Not in the handler, which would keep the error, and with it the frames of the step.
+        # Outside the handler, which would keep the error and, with it, the frames and tensors of the step.
         free_cached_memory(self._device)
         raise OutOfMemory(f"Step {plan.step_id} ran out of memory: {reason}")
 
@@ -140,7 +141,7 @@ class ModelRunner:
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         if plan.version != STEP_VERSION:
             raise StepFailed(
-                f"The plan has version {plan.version}; this rank speaks {STEP_VERSION}. Update the older side."
+                f"The plan has version {plan.version}; this rank reads version {STEP_VERSION}. Update the older side."
             )
         if self._needs_tokens(plan):
             self._take_tokens(self._last_sampled)
@@ -149,7 +150,7 @@ class ModelRunner:
         clock.begin()
         self._apply(plan)
         clock.mark(Mark.APPLIED)
-        with self._committed():  # if copies fail, nothing says what the tiers contain
+        with self._committed():  # if copies fail, the contents of the tiers are unknown
             step.result.num_copies_done = self.tiers.run(plan)
         clock.mark(Mark.COPIED)
         if plan.seq_ids:
@@ -157,7 +158,7 @@ class ModelRunner:
         return step
 
     def _compute(self, step: LaunchedStep) -> None:
-        """Launch the forward pass of a plan with rows, and sampling."""
+        """Launch the forward pass and the sampling of a plan that has rows."""
         plan, result, clock = step.plan, step.result, step.clock
         ids_S = self._last_sampled.ids_S if self._awaited else None
         forward = self._forward.prepare(plan, self._store, ids_S)
@@ -189,7 +190,7 @@ class ModelRunner:
                 self._parallel.comm.check()
             result.timings = clock.timings()
             self._forward_s += result.timings.forward_s
-        now_s = time.perf_counter()  # steps overlap: the time that the last one has taken is counted already
+        now_s = time.perf_counter()  # steps overlap, and the time until the end of the last one is counted already
         self._busy_s += now_s - max(clock.begin_s, self._finished_s)
         self._finished_s = now_s
         with self._committed():
@@ -198,8 +199,8 @@ class ModelRunner:
         return result
 
     def _needs_tokens(self, plan: StepPlan) -> bool:
-        """Whether a step must have the last step's tokens on the host before it is launched: a row's penalties count them, or its
-        KV policy measures them.
+        """Return whether a step needs the last step's tokens on the host before it is launched: a row's penalties count them, or
+        its sequence has a KV policy.
         """
         if self._last_sampled.known is not None:
             return False
@@ -209,7 +210,7 @@ class ModelRunner:
         )
 
     def _take_tokens(self, sampled: SampledIds) -> list[int]:
-        """Wait for a step's tokens, and give them to the sequences that the next step took them for."""
+        """Wait for a step's tokens, and store them in the sequences to which the next step has appended stand-ins for them."""
         tokens = sampled.wait()
         for seq_id, position, s in self._awaited:
             sequence = self._store.find(seq_id)
@@ -220,7 +221,7 @@ class ModelRunner:
 
     @contextmanager
     def _committed(self) -> Iterator[None]:
-        """Note an error within this context as one after which this rank and the others may have done different things."""
+        """Note that an error was raised inside this context: this rank and the others may then have done different things."""
         try:
             yield
         except BaseException:
@@ -228,7 +229,8 @@ class ModelRunner:
             raise
 
     def abandon(self, plan: StepPlan) -> None:
-        """Remove the sequences that a plan declares finished, and make its copies, which later plans count on; nothing else."""
+        """Remove the sequences that a plan declares finished, and make its block copies, since later plans rely on both; do nothing
+        else."""
         for seq_id in plan.finished:
             self._remove_sequence(seq_id)
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Measures what a step's seconds went into: preparing inputs, block copies, the forward pass, and sampling.
+"""Measures the seconds that a step spends on preparing inputs, block copies, the forward pass, and sampling.
 
 A GPU lags the host: the host launches a step in less time than the GPU computes it, and may launch the next one before it reads
 the sampled ids of this one. So on a GPU, events on the device measure the copies, the forward pass and sampling. The clock reads
@@ -33,7 +33,7 @@ _ON_DEVICE = (Mark.APPLIED, Mark.COPIED, Mark.PREPARED, Mark.FORWARDED, Mark.SAM
 
 
 class StepClock:
-    """Measures one step after the other. `make_event` makes objects like `torch.cuda.Event`; without it the host's clock measures
+    """Measures one step after another. `make_event` makes objects like `torch.cuda.Event`; without it, the host's clock measures
     everything."""
 
     def __init__(
@@ -59,7 +59,7 @@ class StepClock:
 
     @property
     def begin_s(self) -> float:
-        """When the step began."""
+        """The time at which the step began, in seconds of the host's clock."""
         return self._times_s[Mark.BEGIN]
 
     @property
@@ -70,7 +70,8 @@ class StepClock:
     def timings(self) -> StepTimings:
         """Return the seconds of each part of a step that has reached its last mark, and whose ids the host has read.
 
-        Copies lie before the forward pass in a device's order; what is prepared is the host's time alone.
+        A device makes the copies before the forward pass, while the host prepares. So `prepare_s` is the host's time before the
+        forward pass without the copies.
         """
         at = self._times_s
         before_s, after_s = at[Mark.PREPARED] - at[Mark.BEGIN], self._between(Mark.PREPARED, Mark.SAMPLED)
@@ -85,7 +86,7 @@ class StepClock:
         )
 
     def _between(self, first: Mark, last: Mark) -> float:
-        # The host does not wait for a step that samples nothing, so its events may not have been reached yet.
+        # The host does not wait for a step that samples nothing, so the device may not have reached its events yet.
         if last in self._events and self._events[last].query():
             return float(self._events[first].elapsed_time(self._events[last])) / 1e3
         return self._times_s[last] - self._times_s[first]

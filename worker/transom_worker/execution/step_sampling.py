@@ -1,4 +1,4 @@
-"""Turns a step's logits into its result: samples, and computes log-probabilities of prompts.
+"""Turns a step's logits into its result: samples tokens, and computes the log-probabilities of prompt tokens.
 
 Legend: S rows that are sampled, V vocabulary.
 """
@@ -21,7 +21,8 @@ from transom_worker.scheduling.step import StepPlan, StepResult
 class SampledIds:
     """The tokens that a step samples. `rows` maps each batch row that samples to its place s among them.
 
-    `ids_S` are on the device, int64 [S]; None where `known` has them already. `known` is None until `wait` has been called.
+    `ids_S` are the tokens on the device, int64 [S]; None if the host got them at once. `known` are the tokens on the host; None
+    until `wait` has been called.
     """
 
     rows: dict[int, int]
@@ -30,7 +31,7 @@ class SampledIds:
     fetch: Fetch | None = None
 
     def wait(self) -> list[int]:
-        """Return the tokens, in order of s. Where the device computes them, this is the only place that waits for it."""
+        """Return the tokens, in order of s. This is the only place where the host waits for the device to compute them."""
         if self.known is None:
             assert self.fetch is not None
             self.known = self.fetch()
@@ -72,12 +73,12 @@ def sample_step(
 def _prompt_logprobs(
     plan: StepPlan, b: int, logits: StepLogits, row_end: int, sampler: ShardedSampler, store: SequenceStore
 ) -> LogprobTable | None:
-    """The log-probabilities of prompt tokens that batch row `b` computes; None if it computes none."""
+    """Return the log-probabilities of prompt tokens that batch row `b` computes; None if it computes none."""
     sequence = store[plan.seq_ids[b]]
     if sequence.prompt_logprobs is None:
         return None
     first, end = plan.logits_from[b], plan.start[b] + plan.count[b]
-    last = min(end, sequence.num_prompt_tokens - 1)  # the last prompt position predicts the output
+    last = min(end, sequence.num_prompt_tokens - 1)  # the last prompt position predicts the first output token
     if last <= first:
         return None
     row = row_end - (end - first)

@@ -1,10 +1,10 @@
 """The KV cache of one worker: which sequence has which block, what is cached, and what is evicted. Integers only; no tensors.
 
-    blocks/      the device's blocks: pages, pools of each group, block tables, who uses which block
+    blocks/      the device's blocks: pages, a pool per group, block tables, and which sequences use which block
     prefix/      the tree of cached prefixes, the index of digests, and its changes as routers receive them
-    eviction/    checkpoints, what the loss of a prefix would cost, and which one goes first
-    tiers/       a block's way between the device, host memory, disk and other workers
-    manager      `KvCache`: a sequence's way from its hit to its release
+    eviction/    checkpoints, what evicting a prefix would cost, and which prefix is evicted first
+    tiers/       moves blocks between the device, host memory, disk and other workers
+    manager      `KvCache`: what happens to a sequence's blocks from its hit to its release
     publishing   makes computed blocks findable, and places checkpoints
 
 The terms of all its modules (rules that routers and the planner share are in `transom_core.kv_cache`):
@@ -14,7 +14,7 @@ The terms of all its modules (rules that routers and the planner share are in `t
     sink blocks    a sequence's first blocks in a group with attention sinks; they never slide out
     page           a part of the arena (the KV memory); it is leased to one group at a time and has that group's blocks
     logical index  a block's index in its sequence: with blocks of 16 tokens, index 3 has tokens 48 to 63
-    active         said of a block that a running sequence references
+    active         a block is active while a running sequence references it
     hash block     `--block-size` tokens with a *digest*, which names them and all tokens before them; a prompt's *chain* is the
                    list of its digests
     boundary       the position after the first n hash blocks of a chain
@@ -23,7 +23,7 @@ The terms of all its modules (rules that routers and the planner share are in `t
     window repair  computing the tokens before a hit's boundary again, so that sliding groups get their blocks there
     node           a boundary in the prefix tree at which requests may continue. It pins its *segment* (the chain since its parent)
                    in the full groups, and its *windows* (the blocks that sliding groups need at its boundary)
-    checkpoint     a node with its windows: a request can continue there without computing anything again
+    checkpoint     a node with its windows: a request can continue there without computing any token again
     pin            exclude a cached block from eviction; a block that is published, but neither active nor pinned, is *evictable*
     lock           a running sequence locks the node that it started from or passed last; a locked node keeps its segment
 """

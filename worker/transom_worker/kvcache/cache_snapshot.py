@@ -1,7 +1,7 @@
 """`CacheSnapshots`: cheap copies of the cache's state for the block map, which must not stop the engine's thread for long.
 
-First it copies all blocks of each group, one group at a time, so that steps can run in between; each copy is a few calls that run
-at C speed. The snapshots after that have only the blocks that changed since the last one. Readers use the copies on other threads.
+At first all blocks are copied, one group at a time, so that steps can run in between; copying a group is a few calls that run at C
+speed. Later snapshots have only the blocks that changed since the last one. Readers use the copies on other threads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GroupCopy:
     now_s: float
     refs: list[int]  # references of running sequences
     pins: list[int]  # pins of checkpoints
-    names: dict[int, Name]  # of published blocks
+    names: dict[int, Name]  # published block -> its name
     cached_since_s: list[float]  # when the last reference was removed, 0 if never
 
 

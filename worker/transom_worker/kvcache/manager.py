@@ -9,13 +9,14 @@ The life cycle of a sequence's blocks, as the scheduler drives it (`kvcache` def
         cache.finish_load(ticket)                     when the ranks have reported the load
     cache.plan_checkpoints(blocks, boundaries)
     each step:  cache.extend(blocks, end)             allocate blocks for the tokens that the step will compute
-                cache.advance(blocks, ids, processed) when it has answered: publish full blocks, free those outside of windows
-    cache.release(blocks)                             the prefix cache keeps what was published
-    or cache.swap_out(blocks)                         move everything to the host tier; `swap_in` begins to load it again,
-                                                      `drop_swapped` gives it up
+                cache.advance(blocks, ids, processed) when its result has come: publish full blocks, free those outside of windows
+    cache.release(blocks)                             drop the references; the prefix cache keeps what was published
+    or cache.swap_out(blocks)                         move all blocks to the host tier; then `swap_in` begins to load them again,
+                                                      or `drop_swapped` gives them up
 
-Blocks are freed by processed tokens, whose step has answered, never by scheduled ones. Other callers use the cache's parts:
-`tiers` (imports, exports, loads), `changes` (what routers must know), `copies` (what the ranks must copy), `capacity`, `snapshots`.
+Blocks are freed according to processed tokens, those whose step's result has come, never according to scheduled tokens. Other
+callers use the cache's parts: `tiers` (imports, exports, loads), `changes` (what routers must know), `copies` (what the ranks must
+copy), `capacity`, `snapshots`.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ from transom_worker.kvcache.tiers.tiers import Tiers
 class KvCache:
     """All blocks of one worker. Not thread-safe.
 
-    `host_layout` is the host tier's arena (None: there is no host tier). `block_size` is that of a hash block in tokens,
-    `identity` that of the model (`CacheShape`), `policy` decides what is evicted (`ReturnTimePolicy` if None), `clock` gives
+    `host_layout` is the host tier's arena (None: there is no host tier). `block_size` is the size of a hash block in tokens,
+    `identity` the model's identity (`CacheShape`); `policy` decides what is evicted (`ReturnTimePolicy` if None), and `clock` gives
     seconds.
 
     Raises:
@@ -158,8 +159,8 @@ class KvCache:
     ) -> PrefixHit:
         """Return the longest reusable prefix of `num_tokens` known tokens; at least one token is left to compute.
 
-        `retentions` are those of a sequence with a KV policy. `with_disk`, the hit may need blocks from the disk tier, which
-        `tiers.imports` takes host blocks for.
+        `retentions` are those of a sequence with a KV policy. With `with_disk`, the hit may need blocks from the disk tier, for
+        which `tiers.imports` allocates host blocks.
         """
         return find_hit(
             retentions or self.retentions,
@@ -175,7 +176,8 @@ class KvCache:
     def load_to_share(
         self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
     ) -> tuple[Load, list[int]] | None:
-        """Return the load under way that brings most of what a hit would load, and how many blocks of each group; None: none does.
+        """Return the running load that brings most of the blocks that a hit would load, and how many of each group; None if no load
+        brings any.
 
         `retentions` are as in `find`.
         """
@@ -208,7 +210,7 @@ class KvCache:
         With `keeps_aside`, blocks that leave its tables keep their contents until the sequence is released.
 
         If the hit needs a window repair, sliding groups get only their sink blocks; the sequence computes their other blocks from
-        `hit.start` on. If it has blocks in the host tier, the sequence needs those, and its state is AWAITS_LOAD.
+        `hit.start` on. If the hit has blocks in the host tier, the sequence's state is AWAITS_LOAD.
         """
         retentions = retentions or self.retentions
         blocks = SequenceBlocks.at(hit, chain, root, retentions, block_size=self.block_size, keeps_aside=keeps_aside)
@@ -242,8 +244,8 @@ class KvCache:
         return True
 
     def finish_load(self, ticket: int) -> Load | None:
-        """Note that the ranks have done a load: its blocks are found on the device now. Returns the load; None for a ticket that is
-        not known any more.
+        """Note that the ranks have done a load, so that searches find its blocks on the device; return the load, or None for a
+        ticket that is not known any more.
         """
         load = self.tiers.loads.finish(ticket)
         if load is not None and load.blocks.base_node is not None:
@@ -255,8 +257,8 @@ class KvCache:
     ) -> None:
         """Plan checkpoints of an admitted sequence at these boundaries (hash blocks, after the hit); `advance` places them.
 
-        One more is added where the sequence's chain parts from a cached one. From a new request (`is_new`: not one that was
-        preempted) the cache learns what clients return to.
+        One more is added where the sequence's chain parts from a cached one. From a new request (`is_new`; False after a
+        preemption) the cache learns what clients return to.
         """
         if blocks.repair.is_needed:
             self.outcomes.count_repair(blocks.repair.end - blocks.repair.start)
@@ -265,8 +267,8 @@ class KvCache:
     def extend(self, blocks: SequenceBlocks, end: int, *, reserve: int = 0, compact: bool = True) -> bool:
         """Allocate blocks of every group for positions below `end`; return False, with nothing changed, if memory is short.
 
-        `reserve` more blocks per group must stay available. Cached blocks are evicted as needed. If free blocks are enough by
-        count but lie scattered over pages, active blocks are moved together, provided that `compact` allows it.
+        `reserve` more blocks per group must stay available. Cached blocks are evicted as needed. If there are enough free blocks
+        but they are scattered over pages, active blocks are moved together, provided that `compact` allows it.
         """
         needs = [
             max(0, -(-end // retention.block_size) - table.end_block)
@@ -316,7 +318,7 @@ class KvCache:
     def swap_out(self, blocks: SequenceBlocks) -> bool:
         """Move a sequence's live blocks to the host tier and release it; return False, with nothing changed, if there is no room.
 
-        No step in flight may compute it. Then `swap_in` must follow, or `drop_swapped`.
+        No step in flight may compute the sequence. `swap_in` or `drop_swapped` must follow.
         """
         saved = self.tiers.swapping.save(blocks)
         if saved is None:
@@ -349,7 +351,7 @@ class KvCache:
         return self._num_releases + self.tiers.exports.num_ended
 
     def evict_all(self) -> None:
-        """Evict every cached block of both tiers, and let none that is in use be found any more. What loads bring is not
+        """Evict every cached block of both tiers, and withdraw blocks in use from the index. What running loads bring is not
         published.
         """
         self.eviction.drop_all()
@@ -366,7 +368,7 @@ class KvCache:
 
     @property
     def shape(self) -> CacheShape:
-        """What a router's mirror of the index needs to search as `find` does."""
+        """What a router's mirror of the index needs, to search it as `find` does."""
         return CacheShape(
             groups=tuple(retention.spec for retention in self.retentions),
             block_size=self.block_size,
@@ -443,7 +445,7 @@ class KvCache:
 
 
 def _change_log(index: PrefixIndex, layout: ArenaLayout, *, has_host: bool) -> ChangeLog:
-    """Return the log of an index whose host tier routers are told of only if there is one; without one there are no load rates."""
+    """Return the log of an index. Without a host tier, routers are not told of one, and there are no load rates."""
     if not has_host:
         return ChangeLog((index.groups,))
     return ChangeLog(index.tiers, LoadRates.unmeasured([group.stride_bytes for group in layout.groups]))

@@ -1,8 +1,9 @@
-"""What sequences with a KV policy keep, as the cache needs it: `PolicyRetentions`, and `BoundedRetention` for some of them.
+"""Translates KV policies into what the cache must keep: `PolicyRetentions`, and `BoundedRetention` for policies that depend on
+attention.
 
-A *KV policy* is a request's own rule for what its full-attention layers keep. A `window` is a sliding window with sinks over
-the cache's full group. Policies that depend on a sequence's attention (`attention_history`) choose, while it runs, which blocks it
-keeps, up to a bound: the scheduler applies the policy and removes blocks (`KvCache.remove`).
+A *KV policy* is a request's own rule for what its full-attention layers keep. A `window` policy is a sliding window with sinks over
+the cache's full group. Policies that depend on a sequence's attention (`attention_history`) choose while it runs which blocks it
+keeps, up to a bound: the scheduler applies the policy and removes the other blocks (`KvCache.remove`).
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from transom_core.kv_cache.groups import GroupSpec
 from transom_core.kv_cache.retention import Retention
 from transom_core.kv_cache.retention_set import RetentionSet
 
-MAX_REMEMBERED = 64  # policies, of under 1 KB each, since clients may send any number of them
+MAX_REMEMBERED = 64  # policies, each under 1 KB; bounded because clients may send any number of different ones
 
 
 class PolicyRetentions:
-    """Makes retentions by policy, and remembers those that were used last. `plain` are those of the cache's own groups, which must
-    be full groups alone if a policy is asked for.
+    """Makes retentions by policy, and remembers those that were used last. `plain` are the retentions of the cache's own groups,
+    which must all be full groups if a policy is given.
     """
 
     def __init__(self, plain: RetentionSet, *, block_size: int) -> None:
@@ -39,8 +40,8 @@ class PolicyRetentions:
 class BoundedRetention(Retention):
     """A full group of which a sequence holds at most `max_blocks` blocks at once, the first `num_sink_blocks` always.
 
-    Nothing is freed by position alone, so to the cache the group keeps everything; the bound is what admission counts. Blocks of
-    such a sequence are never published.
+    No block is freed because of its position alone, so for the cache the group keeps everything; admission counts with the bound.
+    Blocks of such a sequence are never published.
     """
 
     def __init__(self, spec: GroupSpec, *, num_sink_blocks: int, max_blocks: int) -> None:

@@ -1,10 +1,11 @@
 """`Publishing`: makes a sequence's computed blocks findable for other requests, and places checkpoints at boundaries that it
 passes.
 
-A *twin* is another block with equal content, hence an equal digest; the index has only one of the two.
+A block's *twin* is another block with equal content and so an equal digest; the index has only one of the two.
 
-What a window repair (`sequence_blocks.Repair`) computes is exact only in blocks that are live at its end; other blocks of sliding
-groups in its range are never published. Example with one window group, live blocks 6 and 7 at the end, and the start in block 5:
+In sliding groups, a window repair (`sequence_blocks.Repair`) computes exact contents only in the blocks that are live at its end;
+the other blocks in its range are never published. Example with one window group, live blocks 6 and 7 at the end, and the start in
+block 5:
 
     block            0 ... 4    5         6      7      8 ...
     full group       (cached)   (cached)                publish
@@ -47,8 +48,8 @@ class Publishing:
         """Plan an admitted sequence's checkpoints at these boundaries (in hash blocks), and one more where its chain parts from
         another.
 
-        The other chain is one that the full groups have further than the hit reaches, or an evicted one. From a new request
-        (`is_new`: not one that was preempted) the cache learns what clients return to.
+        The other chain is either cached in the full groups beyond the hit, or evicted. From a new request (`is_new`; False after a
+        preemption) the cache learns what clients return to.
         """
         if not self._is_on or blocks.is_private:
             return
@@ -70,7 +71,7 @@ class Publishing:
         blocks.planned_checkpoints = sorted(planned.items())
 
     def plan_fork_checkpoint(self, blocks: SequenceBlocks, boundary: int) -> None:
-        """Plan one more checkpoint, at a boundary ahead, if there are sliding groups, whose blocks would be freed later."""
+        """Plan one more checkpoint, at a boundary ahead, if there are sliding groups, which would free the blocks that it needs."""
         if (
             self._is_on
             and blocks.retentions.slides
@@ -105,8 +106,8 @@ class Publishing:
             self._place(blocks, boundary, kind)
 
     def place_last(self, blocks: SequenceBlocks, kind: CheckpointKind) -> None:
-        """Place a checkpoint after the last whole hash block of a sequence that ends, if everything up to there was published,
-        and what its load has brought is known.
+        """Place a checkpoint after the last whole hash block of a sequence that ends, if everything up to there was published, and
+        the contents that its load brought are known.
         """
         boundary = blocks.processed // self._block_size
         complete = (
@@ -119,7 +120,8 @@ class Publishing:
             self._place(blocks, boundary, kind)
 
     def _publish(self, group: int, table: BlockTable, begin: int, end: int, chain: Sequence[bytes]) -> None:
-        """Publish logical blocks `[begin, end)` of a table on the device; leftovers of the host tier with equal contents go."""
+        """Publish logical blocks `[begin, end)` of a table on the device, and drop the host tier's leftovers with equal
+        contents."""
         published = self._registry.publish(group, table, begin, end, chain)
         if published:
             self._host.forget_leftovers(group, published)
@@ -136,7 +138,7 @@ class Publishing:
             end = boundary // step
             kept = end if retention.keeps_everything else min(end, retention.num_sink_blocks)  # pinned with the segment
             self._publish(group, table, owned // step, kept, chain)
-            # Below the live blocks of the repair's end, what the repair computed is inexact.
+            # What the repair computed below the blocks that are live at its end is inexact.
             first = max(kept, table.first_block, retention.first_live_block(blocks.repair.end))
             self._publish(group, table, first, end, chain)
             if not self._registry.has_all(group, chain, owned // step, kept):

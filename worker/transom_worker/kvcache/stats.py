@@ -12,8 +12,8 @@ from transom_worker.kvcache.histogram import HistogramStats
 class GroupStats:
     """One group's blocks by state, and what happened to the cached ones.
 
-    `cached_blocks` can be hit and are referenced by no sequence; checkpoints pin `pinned_blocks` of them, the others are evictable.
-    `free_blocks` have no content and lie in pages that the group has leased.
+    `cached_blocks` can be hit, and no sequence references them; checkpoints pin `pinned_blocks` of them, and the others are
+    evictable. `free_blocks` have no content, and are in pages that the group has leased.
     """
 
     name: str
@@ -38,18 +38,18 @@ class HostGroupStats:
     cached_blocks: int = 0
     other_blocks: int = 0
     free_blocks: int = 0
-    spilled_blocks: int = 0  # that the device evicted
-    loaded_blocks: int = 0  # that came back to the device, those of swapped sequences included
-    swapped_blocks: int = 0  # of preempted sequences
-    held_blocks: int = 0  # that imports hold now: being written, or kept until their requests are admitted
-    imported_blocks: int = 0  # that came from other workers or the disk
+    spilled_blocks: int = 0  # evicted from the device to the host tier
+    loaded_blocks: int = 0  # copied back to the device, including those of swapped sequences
+    swapped_blocks: int = 0  # moved to the host tier for preempted sequences
+    held_blocks: int = 0  # held by imports now: being written, or kept until their requests are admitted
+    imported_blocks: int = 0  # received from other workers or read from the disk
     evicted_blocks: dict[str, int] = field(default_factory=dict)  # by reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointStats:
     """Checkpoints by kind: `current` exist now; since start, `placed`, `evicted` with their segment, `windows_evicted` while their
-    segment stayed, and `hit` by admitted requests. Current is placed less evicted less windows evicted."""
+    segment stayed, and `hit` by admitted requests. `current` is `placed` - `evicted` - `windows_evicted`."""
 
     current: dict[str, int] = field(default_factory=dict)
     placed: dict[str, int] = field(default_factory=dict)
@@ -84,8 +84,9 @@ class CacheStats:
     """The arena's pages by state, and the groups inside it.
 
     `outcome_tokens` are prompt tokens by outcome since start: "hit", "repaired", or "missed_<reason>" (`prefix_outcome`); they add
-    up to the prompt tokens of all admitted requests. `outcome_requests` are these requests: "repaired" if any token was, else "hit"
-    if any was, else "missed". `num_repairs` and `repair_tokens` count every admission, after a preemption as well.
+    up to the prompt tokens of all admitted requests. `outcome_requests` counts these requests: "repaired" if any of their tokens
+    was, else "hit" if any was, else "missed". `num_repairs` and `repair_tokens` count at every admission, also at those after a
+    preemption.
     """
 
     num_pages: int
@@ -101,7 +102,7 @@ class CacheStats:
     host_pages: int = 0
     host_free_pages: int = 0
     host_groups: tuple[HostGroupStats, ...] = ()
-    host_tokens: int = 0  # of the prompt tokens that were hits: those that the host tier spared
+    host_tokens: int = 0  # prompt tokens that were hits only because of the host tier
     num_compacted_blocks: int = 0  # moved to let an allocation succeed, since start
 
     @property
@@ -111,6 +112,6 @@ class CacheStats:
 
     @property
     def fragmentation(self) -> float:
-        """Fraction of the leased pages' bytes that lies in free blocks."""
+        """Fraction of the leased pages' bytes that is in free blocks."""
         leased_bytes = (self.num_pages - self.free_pages) * self.page_bytes
         return sum(group.free_blocks * group.block_bytes for group in self.groups) / max(1, leased_bytes)

@@ -1,4 +1,4 @@
-"""The event stream of one engine: scheduler and engine report each thing that happens once, and several sinks consume it.
+"""The event stream of one engine: scheduler and engine report each event once, and several sinks consume it.
 
     Scheduler   queued, admitted, preempted ──┐                 ┌─> EngineMetrics     Prometheus metrics
                                               ├─> EngineEvents ─┼─> EngineTimelines   /debug/requests/{id}, spans, request log lines
@@ -10,8 +10,8 @@ The events of one request come in this order:
                  ^                                            │
                  └─────────────── preempted <─────────────────┘
 
-All methods are called on the engine's thread, several times a step, and in the middle of the scheduler's decisions: a sink must
-neither wait, nor raise, nor change what it is given.
+All methods are called on the engine's thread, several times per step and in the middle of the scheduler's decisions. So a sink must
+not wait, raise, or change its arguments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # types alone: a sink imports what it uses
+if TYPE_CHECKING:  # for types only: a sink imports what it uses
     from transom_core.config import EngineConfig
     from transom_worker.execution.executor import ExecutorInfo
     from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
@@ -43,12 +43,12 @@ class RequestTimes:
     def __init__(self, arrival_s: float, *, request_id: str = "", trace_parent: str | None = None) -> None:
         """`trace_parent` is a W3C traceparent header.
 
-        The exemplar is a label set that OpenMetrics attaches to a histogram's bucket. It leads from a slow bucket to the id and
-        the trace of one request that fell into it.
+        `exemplar` is a label set that OpenMetrics attaches to a histogram's bucket. It leads from a slow bucket to the id and the
+        trace of a request in that bucket.
         """
         self.request_id = request_id
         self.arrival_s = arrival_s
-        self.scheduled_s = 0.0  # the first plan that computes the request was sent
+        self.scheduled_s = 0.0  # when the first plan that computes the request was sent
         self.first_token_s = 0.0
         self.last_token_s = 0.0
         self.exemplar = _exemplar(request_id, trace_parent)
@@ -75,13 +75,14 @@ class EngineEventSink:
         """A request has entered the scheduler's queue, after `num_ahead` others."""
 
     def prefix_fetched(self, times: RequestTimes, report: FetchReport) -> None:
-        """The fetch of a held request's prefix from another worker has ended, well or not; the request may be admitted now."""
+        """The fetch of a held request's prefix from another worker has ended, with or without success; the request may be admitted
+        now."""
 
     def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
         """The scheduler has admitted a request, for the first time or after a preemption.
 
         `tokens` are the sequence's tokens by outcome of the prefix cache search: `hit`, `repaired`, `missed_<reason>`. The first
-        time these are the prompt's tokens alone. The ranks compute the sequence from position `sequence.scheduled` on.
+        time, these are only the prompt's tokens. The ranks compute the sequence from position `sequence.scheduled` on.
         """
 
     def preempted(self, sequence: Sequence, *, mode: str) -> None:
@@ -112,7 +113,8 @@ class EngineEventSink:
         """A step ran out of memory."""
 
     def published(self, state: WorkerState) -> None:
-        """The state of queue, cache and ranks: a few times a second, and whenever the engine becomes idle."""
+        """The engine has published the state of queue, cache and ranks: a few times a second, and whenever the engine becomes
+        idle."""
 
     def close(self) -> None:
         """The engine shuts down; no events follow. Idempotent."""
@@ -129,7 +131,8 @@ class EngineEvents(EngineEventSink):
 
 
 def _fan_out(consumers: list[Callable[..., None]]) -> Callable[..., None]:
-    """One function that calls every consumer; a single consumer is called directly, since `token` is an event of every token."""
+    """Return a function that calls every consumer; a single consumer is returned itself, since `token` is called for every
+    token."""
     if len(consumers) == 1:
         return consumers[0]
 

@@ -1,12 +1,13 @@
-"""Timelines of the requests of one engine: the source of `/debug/requests/{id}`, of a worker's spans and of its request log lines.
+"""Keeps the timelines of one engine's requests, from which `/debug/requests/{id}`, a worker's spans and its request log lines are
+made.
 
 - **timeline**: what happened to one request, in order (`request_timelines`).
-- **phase**: steps of one kind, one after the other, that compute a request. `prefill` computes the tokens that were known at
-  the first admission, `recompute` those that were known at a later one (after a preemption), and `decode` generates tokens.
+- **phase**: consecutive steps of one kind that compute a request. `prefill` computes the tokens that were known at the first
+  admission, `recompute` those that were known at a later admission (after a preemption), and `decode` generates tokens.
 
-A phase costs nothing per token. It notes where the engine's step counters stand when it begins; its figures are differences of
-those counters, and of the sequence's own length, at its end or when a client asks. Example: a prompt of 59 tokens with 16
-tokens per step becomes one `prefill` event with `tokens: 59, steps: 4`.
+A phase costs nothing per token. At its beginning it notes the engine's step counters; its figures are the differences of those
+counters, and of the sequence's length, at its end or when a client asks. Example: a prompt of 59 tokens with 16 tokens per step
+becomes one `prefill` event with `tokens: 59, steps: 4`.
 
 The methods are called on the engine's thread; `events_of` may be called on any thread.
 """
@@ -30,14 +31,13 @@ Clock = Callable[[], float]
 
 LEAST_PHASE_S = 1.0
 PHASE_SHARE = 0.25
-"""A phase that is longer than `LEAST_PHASE_S`, and than this share of the time since the request's admission, is ended and
-continued as another event: a change of pace within a request shows, and a request has dozens of events at most, however long it
-takes."""
+"""A phase that is longer than both `LEAST_PHASE_S` and this share of the time since the request's admission is ended and continued
+as another event. So a change of pace within a request shows, and even a long request has only dozens of events."""
 
 
 @dataclass(slots=True)
 class _Phase:
-    """Where the counters stood when a phase began, and the steps that are counted one by one."""
+    """The counters at the beginning of a phase, and the steps that are counted one by one."""
 
     kind: str  # prefill, recompute or decode
     begin_s: float
@@ -46,13 +46,13 @@ class _Phase:
     num_steps: int
     num_rows: int
     num_chunks: int = 0  # steps that computed tokens of a prefill
-    # Steps that were planned after a prefill's last step before its token came: they belong to the decode phase.
+    # Steps that were planned after a prefill's last step, but before its token had come: they belong to the decode phase.
     num_steps_ahead: int = 0
     num_rows_ahead: int = 0
 
 
 class EngineTimeline(Timeline):
-    """One request at this worker: its events, and the figures of its spans and its log line. A time of 0 means: not yet."""
+    """One request at this worker: its events, and the figures of its spans and its log line. A time is 0 before the event."""
 
     __slots__ = (
         "admitted_s",
@@ -86,14 +86,14 @@ class EndedTimelineConsumer(Protocol):
     """Consumes the timelines of ended requests. The engine's thread calls it."""
 
     def export(self, timeline: EngineTimeline, finish_reason: str) -> None:
-        """Take the timeline of a request that has ended; returns at once."""
+        """Take the timeline of a request that has ended, and return at once."""
 
     def close(self) -> None:
-        """Complete what was begun; no more timelines follow. Idempotent."""
+        """Finish the exports that were begun; no more timelines follow. Idempotent."""
 
 
 class EngineTimelines(EngineEventSink):
-    """The timelines of one engine's requests. The `exporter`, where there is one, receives each timeline when its request has
+    """The timelines of one engine's requests. The `exporter`, if there is one, receives each timeline when its request has
     ended."""
 
     def __init__(self, worker: str, clock: Clock = steady_time_s) -> None:
@@ -189,7 +189,7 @@ class EngineTimelines(EngineEventSink):
                 decode.num_rows -= prefill.num_rows_ahead
 
     def finished(self, times: RequestTimes, finish_reason: str, *, num_output_tokens: int) -> None:
-        """A request has ended: stop, length, abort or error."""
+        """A request has ended: stop, length, abort, error or handover."""
         timeline = self._running.pop(times.request_id, None)
         if timeline is None:
             return
@@ -212,7 +212,8 @@ class EngineTimelines(EngineEventSink):
             timeline.add("rank_lost", now_s)
 
     def published(self, state: WorkerState) -> None:
-        """A fraction of a second has passed: phases that are long by now end, and continue as another event (see `PHASE_SHARE`)."""
+        """A fraction of a second has passed: end phases that are long by now, and continue them as another event
+        (`PHASE_SHARE`)."""
         now_s = self._clock()
         for timeline in self._running.values():
             phase = timeline.phase
@@ -231,8 +232,8 @@ class EngineTimelines(EngineEventSink):
     # What a client asks
 
     def events_of(self, request_id: str) -> list[dict[str, Any]]:
-        """Every event of all choices and attempts of a response at this worker, as JSON values; a phase that runs counts until
-        now. `ago_s` is how long ago an event was, which a host with another clock can use."""
+        """Return every event of all choices and attempts of a response at this worker, as JSON values; a running phase counts up to
+        now. `ago_s` is how long ago an event was, which means the same on a host with another clock."""
         now_s = self._clock()
         found = []
         for timeline in self._store.of_response(response_id_of(request_id)):
@@ -255,7 +256,7 @@ class EngineTimelines(EngineEventSink):
         return timeline.phase
 
     def _count_prefill_step(self, phase: _Phase, timeline: EngineTimeline, num_rows: int) -> None:
-        """Count a plan that has a sequence in prefill: it computes a chunk of the prefill, or already the token after it."""
+        """Count a plan with a sequence in prefill: the plan computes a chunk of the prefill, or already the token after it."""
         sequence = timeline.sequence
         if sequence is None or sequence.scheduled <= phase.num_known:
             phase.num_chunks += 1
@@ -271,7 +272,7 @@ class EngineTimelines(EngineEventSink):
                 timeline.add(event.kind, event.at_s, **event.facts)
 
     def _phase_event(self, timeline: EngineTimeline, phase: _Phase, now_s: float) -> TimelineEvent:
-        """The event of a phase: what it has done until now."""
+        """Return the event of a phase, with what it has done so far."""
         num_steps = self._num_steps - phase.num_steps
         num_tokens = _num_tokens_now(timeline, phase)
         facts: dict[str, Any] = {
@@ -285,7 +286,7 @@ class EngineTimelines(EngineEventSink):
 
 
 def _num_tokens_now(timeline: EngineTimeline, phase: _Phase) -> int:
-    """Tokens that are generated (decode), or computed of those that were known at admission (prefill, recompute)."""
+    """Return how many tokens are generated (decode), or how many of those known at admission are computed (prefill, recompute)."""
     sequence = timeline.sequence
     if sequence is None:
         return timeline.num_output_tokens
@@ -295,7 +296,8 @@ def _num_tokens_now(timeline: EngineTimeline, phase: _Phase) -> int:
 
 
 def _kept(timeline: EngineTimeline) -> dict[str, int]:
-    """What a KV policy keeps of a request now: its blocks, the window without the sinks' blocks, and how many it dropped."""
+    """Return what a KV policy keeps of a request now: its blocks, the tokens of its window without sink blocks, and how many blocks
+    it has dropped."""
     blocks = None if timeline.sequence is None else timeline.sequence.blocks
     if timeline.sequence is None or blocks is None or timeline.sequence.request.kv_policy is None:
         return {}

@@ -1,7 +1,7 @@
 """Exports the timelines of ended requests as OpenTelemetry spans and as JSON log lines, on a thread of its own.
 
-The engine's thread only puts a timeline into a bounded queue: no step waits for a log or for a trace collector. The exporter
-drops the timelines that find the queue full.
+The engine's thread only puts a timeline into a bounded queue, so no step waits for a log or a trace collector. If the queue is
+full, the timeline is dropped.
 
 - **timeline**: what happened to one request at this worker, with its times and its token counts (`engine_timelines`).
 """
@@ -26,7 +26,7 @@ MAX_QUEUED = 4096
 CLOSE_S = 2.0
 
 ExportFormat = Callable[[EngineTimeline, str], None]
-"""Exports one timeline in one format; takes the timeline and its finish reason (stop, length, abort or error)."""
+"""Exports one timeline in one format; takes the timeline and its finish reason (stop, length, abort, error or handover)."""
 
 
 class TimelineExporter:
@@ -40,12 +40,12 @@ class TimelineExporter:
         self._thread.start()
 
     def export(self, timeline: EngineTimeline, finish_reason: str) -> None:
-        """Queue the timeline of a request that has ended; returns at once."""
+        """Queue the timeline of a request that has ended, without waiting."""
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait((timeline, finish_reason))
 
     def close(self) -> None:
-        """Export the queued timelines, for `CLOSE_S` seconds at most, and end the thread. Idempotent."""
+        """Export the queued timelines, for at most `CLOSE_S` seconds, and end the thread. Idempotent."""
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
             self._thread.join(CLOSE_S)
@@ -103,7 +103,7 @@ class RequestSpans:
 
 
 def prefix_attributes(timeline: EngineTimeline) -> dict[str, Any]:
-    """Span attributes of the prompt's tokens, by outcome of the prefix cache search."""
+    """Return span attributes with the prompt's tokens by outcome of the prefix cache search."""
     return {"transom.tokens.hit": 0, "transom.tokens.repaired": 0} | {
         f"transom.tokens.{outcome}": count for outcome, count in timeline.tokens.items()
     }
@@ -131,7 +131,7 @@ def log_request(timeline: EngineTimeline, finish_reason: str) -> None:
 
 
 def timeline_exporter(config: EngineConfig, worker: str, tracing: Tracing | None) -> TimelineExporter | None:
-    """The exporter for the formats that the settings ask for; None where they ask for none."""
+    """Return the exporter for the formats that the settings ask for; None if they ask for none."""
     formats: list[ExportFormat] = []
     if config.log_format == "json":
         formats.append(log_request)

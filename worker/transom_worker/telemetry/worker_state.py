@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # types alone: metrics depend on the metrics client and nothing else
+if TYPE_CHECKING:  # for types only: metrics must import nothing but the metrics client
     from transom_core.contract import WorkerLoad
     from transom_worker.execution.executor import RankReport
     from transom_worker.kvcache.stats import CacheStats
@@ -15,13 +15,13 @@ if TYPE_CHECKING:  # types alone: metrics depend on the metrics client and nothi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarStats:
-    """Answers that are held to grammars, and what compiling and masks have cost since start."""
+    """Counts of answers with grammars, and what compiling grammars and computing masks has cost since start."""
 
     num_requests: int = 0
     num_failed: int = 0  # ended by an error of their grammar
     num_running: int = 0
     num_compiled: int = 0
-    num_cached: int = 0  # grammars of requests that were compiled before
+    num_cached: int = 0  # grammars of requests that had been compiled for earlier requests
     compile_s: float = 0.0
     cache_bytes: int = 0
     num_masks: int = 0

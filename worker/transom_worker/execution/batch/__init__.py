@@ -1,1 +1,1 @@
-"""The inputs of one step: block tables, sequences, the slab (the memory of the KV pool), and the batch for a forward pass."""
+"""The inputs of one step: block tables, sequences, numpy arrays, and the batch of tensors for a forward pass."""

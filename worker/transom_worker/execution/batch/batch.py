@@ -25,13 +25,13 @@ from transom_worker.uploads import uploads_to
 
 Tensors = Mapping[str, torch.Tensor]
 
-# Of a `PolicyBatch`, with the names of `PolicyArrays`.
+# The tensors of a `PolicyBatch`; `PolicyArrays` has the same field names.
 _POLICY_TENSORS = ("block_table", "key_blocks", "num_columns", "window", "sinks", "start", "query_offset")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRows:
-    """One group's inputs of rows that attend to everything, to measure what their KV policies drop."""
+    """One group's inputs of a pass in which rows attend to all keys, to measure what their KV policies drop."""
 
     slots: NDArray[np.int64]
     everything: PolicyArrays  # what they attend to
@@ -46,11 +46,11 @@ class BatchBuilder:
     ) -> None:
         """`trained_len` is the longest context that the model was trained with; rows without a KV policy never exceed it."""
         self.layout, self.device = layout, device
-        self._uploads = uploads_to(
-            device
-        )  # a step that measures rows makes two, after it has waited for the one before it
+        # A step that measures rows uploads two batches, after it has waited for the step before it.
+        self._uploads = uploads_to(device)
         self._trained_len = trained_len
-        # Compiled CPU kernels give a row without a policy the same bits as a policy row, and are recorded as one program.
+        # Compiled CPU kernels give a row the same bits with the policy operator, so a decode step with any policy row is one
+        # program.
         self._joins_decodes = uses_cpu_kernels(slab)
         self.caches, self._compressed = layer_caches(layout, slab), compressed_caches(layout, slab)
         self.group_of_layer = group_of_layer(layout)
@@ -74,7 +74,7 @@ class BatchBuilder:
         return self._batch(arrays, self._uploads.tensors(self._named(arrays)))
 
     def _named(self, arrays: StepArrays) -> dict[str, NDArray[Any]]:
-        """All arrays of a batch; those of a group end in its number."""
+        """Return all arrays of a batch by name; the names of a group's arrays end in its number."""
         named: dict[str, NDArray[Any]] = {
             "token_ids": arrays.token_ids,
             "positions": arrays.rows.positions,
@@ -111,16 +111,16 @@ class BatchBuilder:
         )
 
     def sink_positions(self, arrays: StepArrays) -> NDArray[np.int64]:
-        """Return the positions of queries that meet sink tokens: none is beyond the length that the model was trained with."""
+        """Return the positions that queries take towards sink tokens: at most the last one that the model was trained with."""
         positions = arrays.rows.positions
         return positions if self._trained_len is None else np.minimum(positions, self._trained_len - 1)
 
     def passes_trained_len(self, arrays: StepArrays) -> bool:
-        """Whether a step has a token beyond the length that the model was trained with."""
+        """Return whether a step has a token beyond the length that the model was trained with."""
         return self._trained_len is not None and int(arrays.rows.positions.max(initial=0)) >= self._trained_len
 
     def _paged_batch(self, index: int, group: GroupArrays, on: Tensors) -> PagedBatch:
-        rows = f" {index}" if f"start {index}" in on else ""  # most groups have the step's own rows
+        rows = f" {index}" if f"start {index}" in on else ""  # most groups have the same rows as the step
         paged = PagedBatch(
             block_size=group.block_size,
             num_sink_blocks=group.num_sink_blocks,
@@ -149,7 +149,7 @@ class BatchBuilder:
     def measured_batch(
         self, arrays: StepArrays, tokens: list[int], groups: list[MeasuredRows], dropped: torch.Tensor
     ) -> ForwardBatch:
-        """Return a batch of some of a step's query tokens, which attend to everything.
+        """Return a batch of the query tokens `tokens` of a step, in which they attend to all keys.
 
         Layers add to `dropped` [tokens] how much attention goes to what the tokens' policies mask.
         """
@@ -186,7 +186,7 @@ class BatchBuilder:
 
 
 def _offsets_and_starts(rows: RowRanges, suffix: str) -> dict[str, NDArray[np.int32]]:
-    """`query_offset` and `start` of paged batches over these rows."""
+    """Return `query_offset` and `start` of paged batches over these rows."""
     return {
         f"query_offset{suffix}": rows.offset.astype(np.int32),
         f"start{suffix}": rows.start.astype(np.int32),
@@ -203,5 +203,5 @@ def _policy_batch(arrays: PolicyArrays, on: Tensors, prefix: str) -> PolicyBatch
 
 
 def _rows_of(positions: NDArray[np.int64]) -> RowRanges:
-    """The ranges of single tokens at these positions."""
+    """Return ranges of one token each, at these positions."""
     return row_ranges(positions.tolist(), [1] * len(positions))

@@ -1,4 +1,4 @@
-"""The block tables of one group on a rank: a matrix with a row per sequence, which plans update by deltas.
+"""The block tables of one group on a rank: a matrix with a row per sequence. Each plan updates it by deltas.
 
 A logical block is a range of `block_size` positions of a sequence: block 0 holds positions [0, block_size). The table maps
 logical blocks to block ids. A group with a window loses blocks as the window moves on, but keeps the sink blocks, which hold
@@ -108,7 +108,7 @@ class BlockTables:
         return table
 
     def columns(self, logical: Ints, first: Ints) -> Ints:
-        """Return the column of each logical block, given its row's first block; negative or too large where the row has no such
+        """Return the column of each logical block, given its row's first block; the column is out of range if the row has no such
         block.
         """
         run = logical - first + self.num_sink_blocks

@@ -1,12 +1,13 @@
-"""The block table of one sequence that has a KV policy, in one group: a policy may take blocks out of anywhere in it.
+"""The block table, in one group, of a sequence with a KV policy, which may remove blocks anywhere in the table.
 
-A *compact* table has a column for each block that is left, with its logical block, in ascending order. It begins with the
-sequence's own number of sink columns. Example with one sink column, after blocks 1 to 4 slid out and block 6 was removed:
+A *compact* table has one column for each block that is left, with the block's logical number, in ascending order. The first columns
+are the policy's sink blocks. Example with one sink column, after blocks 1 to 4 slid out and block 6 was removed:
 
     logical block     0   5   7   8
     block id         17   3  20   9
 
-Rows that are measured read what a policy dropped, too: tables of such sequences remember it in `gone`.
+Measured rows (`policy_report`) also read the blocks that a policy has dropped: the tables of their sequences remember these in
+`gone`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class CompactTable:
         self.num_sink_blocks = num_sink_blocks
         self.logical: list[int] = []  # of each column
         self.blocks: list[int] = []  # of each column
-        self.gone: dict[int, int] = {}  # logical block to block id, of what left the table
+        self.gone: dict[int, int] = {}  # logical block -> block id, of blocks that have left the table
         self._remembers_gone = remembers_gone
         self._next = 0  # the logical block after the last one that was appended
 
@@ -64,7 +65,7 @@ class CompactTable:
             self.blocks[self._column(logical)] = block
 
     def with_gone(self) -> CompactTable:
-        """A table of what is there and what has gone."""
+        """Return a table of the blocks that are there and those that have gone."""
         whole = CompactTable(num_sink_blocks=self.num_sink_blocks, remembers_gone=False)
         merged = {**self.gone, **dict(zip(self.logical, self.blocks, strict=True))}
         whole.logical = sorted(merged)
@@ -72,7 +73,7 @@ class CompactTable:
         return whole
 
     def block_of(self, logical: int) -> int | None:
-        """The block id of a logical block, or None if the table does not have it."""
+        """Return the block id of a logical block, or None if the table does not have it."""
         column = bisect_left(self.logical, logical)
         has_it = column < len(self.logical) and self.logical[column] == logical
         return self.blocks[column] if has_it else None

@@ -1,4 +1,4 @@
-"""The rows of a step whose sequences have KV policies, as numpy arrays: their compact tables and their masks.
+"""Builds the numpy arrays of the rows of a step that have KV policies: their compact tables and their masks.
 
 Legend: B sequences of these arrays, N table columns, T query tokens of these sequences.
 """
@@ -24,14 +24,14 @@ class PolicyArrays:
 
     block_size: int
     block_table: Int32s  # [B, N]
-    key_blocks: Int32s  # [B, N]
-    num_columns: Int32s  # [B]
+    key_blocks: Int32s  # [B, N] logical block of each column
+    num_columns: Int32s  # [B] columns that are used
     window: Int32s  # [B]; 0: the row has no policy
     sinks: Int32s  # [B]
     start: Int32s  # [B]
     count_host: list[int]  # [B]
-    batch_rows: list[int]  # [B]: which row of the plan each one is
-    token_rows: Ints  # [T]: which of the step's query tokens each one is
+    batch_rows: list[int]  # [B]: the plan's row of each sequence
+    token_rows: Ints  # [T]: the place of each token among the step's query tokens
 
     @property
     def query_offset(self) -> Int32s:
@@ -81,7 +81,7 @@ def policy_arrays(
 
 
 def slots_of(table: CompactTable, block_size: int, positions: Ints, write_from: int, dump_block: int) -> Ints:
-    """Return the slot of each position [T], in the dump block below `write_from`.
+    """Return the slot of each position [T]; positions below `write_from` go to the dump block.
 
     Raises:
         ValueError: the table has no block for a position that is to be written.

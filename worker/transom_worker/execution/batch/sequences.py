@@ -1,4 +1,4 @@
-"""What a rank remembers of its sequences between plans: token ids and block tables."""
+"""What a rank remembers of its sequences from plan to plan: token ids and block tables."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class SequenceStore:
                 )
                 for tables in self.tables
             )
-        self._free_rows.pop()  # only now: the line above may run out of memory
+        self._free_rows.pop()  # only now, since the lines above may run out of memory
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence. Unknown ids are ignored: the plan that named the sequence first may have been dropped."""

@@ -2,7 +2,7 @@
 
 - row: one token that the step computes, or, in a group of compressed layers, one compressed entry that the step completes.
 - slot: where a row is written in a group's cache: block id x rows per block + place in the block.
-- dump block: the block of a group that no sequence owns. A row below `write_from` is in the cache already, and goes there.
+- dump block: the block of a group that no sequence owns. Rows below `write_from`, which the cache has already, are written there.
 
 Legend: B sequences, T rows, R rows with logits, N table columns, P rows per block.
 """
@@ -55,7 +55,7 @@ class GroupArrays:
     attend_from_host: list[int]  # [B]
     slots: Ints  # [T], of all rows of the step
     rows: RowRanges
-    # Rows with KV policies; the fields above, except `slots`, are then of the other rows.
+    # Rows with KV policies. If there are any, the fields above, except `slots`, are about the other rows.
     policies: PolicyArrays | None = None
 
     @property
@@ -96,7 +96,7 @@ def step_arrays(
 ) -> StepArrays:
     """Return the numbers that the plan asks for. The sequences' new tokens and block tables must be up to date.
 
-    With `joins_decodes`, a step of decoding rows some of which have KV policies treats all of them as policy rows.
+    With `joins_decodes`, a decode step in which any row has a KV policy treats all rows as policy rows.
 
     Raises:
         ValueError: a token that is to be written has no block.
@@ -132,7 +132,8 @@ def _mixed_arrays(
     *,
     joined: bool,
 ) -> GroupArrays:
-    """The arrays of a step some of whose sequences have KV policies; `joined`: the others are computed as these are."""
+    """Return one group's arrays for a step in which some sequences have KV policies. If `joined`, the other sequences become policy
+    rows too."""
     tables, size, dump_block = store.tables[index], layout.groups[index].rows_per_block, layout.dump_block(index)
     ordinary = [b for b, sequence in enumerate(sequences) if sequence.compact is None]
     chosen = [b for b in range(len(sequences)) if joined or sequences[b].compact is not None]
@@ -175,12 +176,12 @@ def _mixed_arrays(
 
 
 def _chosen_rows(rows: RowRanges, chosen: list[int]) -> RowRanges:
-    """The ranges of some of the sequences, as of a step of their own."""
+    """Return the ranges of some of the sequences, as if they were a step of their own."""
     return row_ranges([rows.start_host[b] for b in chosen], [rows.count_host[b] for b in chosen])
 
 
 def _token_rows(rows: RowRanges, chosen: list[int]) -> Ints:
-    """Which of the T rows belong to these sequences."""
+    """Return which of the T rows belong to these sequences."""
     parts = [np.arange(rows.offset[b], rows.offset[b + 1]) for b in chosen]
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 

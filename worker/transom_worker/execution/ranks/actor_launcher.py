@@ -21,16 +21,16 @@ from transom_worker.execution.ranks.launcher import Launcher, OnRankExit, RankEx
 from transom_worker.execution.ranks.messages import RankSetup
 
 KILL_TIMEOUT_S = 10.0
-# How often the watching thread checks whether the launcher was killed; it sees an actor's end at once.
+# How often the watching thread checks whether `kill` was called; it notices an actor's end at once.
 POLL_PERIOD_S = 0.5
-NODE_DIED = "its node has died"  # in Ray's words on an actor whose host is gone
+NODE_DIED = "its node has died"  # part of Ray's message about an actor whose host is gone
 
 
 class RankActor:
     """The Ray actor in whose process one rank runs."""
 
     def run(self, setup: RankSetup) -> None:
-        """Run the rank; returns only when the rank cannot go on and has reported the reason to the executor."""
+        """Run the rank. Returns only after the rank has failed and has reported the reason to the executor."""
         from transom_worker.execution.ranks.rank_main import run_rank
 
         run_rank(setup, ip=get_node_ip_address())
@@ -83,7 +83,8 @@ class RankActors(Launcher):
 
 
 def _placement_group(num_ranks: int) -> PlacementGroup:
-    """Return the placement group that this process runs in."""
+    """Return the placement group that this process runs in. Raises ConfigError if there is none, or it has too few or too many
+    bundles."""
     group = get_current_placement_group()
     if group is None or group.bundle_count != num_ranks + 1:
         found = (

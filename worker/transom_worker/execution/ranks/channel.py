@@ -1,8 +1,8 @@
 """The connection between an executor and its ranks: one ZeroMQ socket at the executor, and one at each rank.
 
-The connection is encrypted (CURVE) with keys that are made for each start. Only a rank's setup contains the executor's public
-key, so a process without the setup can neither read messages nor connect. On one host the socket is a local socket without a
-file, so that no file remains however the processes end. Across hosts it is a TCP socket on the node's address.
+The connection is encrypted (CURVE) with keys that are made for each start. The executor's public key is only in the ranks' setups,
+so a process without a setup can neither read messages nor connect. On one host the socket is a local socket without a file, so that
+no file remains, however the processes end. Across hosts it is a TCP socket on the node's address.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import zmq
 
 from transom_worker.execution.ranks.messages import RankSetup, decode, encode
 
-LINGER_S = 1.0  # for the message in which an ending rank reports its reason
+LINGER_S = 1.0  # how long an ending rank tries to deliver its last message, which has the reason
 
 
 class ExecutorChannel:
     """The executor's end of the connection. Only one thread uses it; any thread may call `wake`."""
 
     def __init__(self, ip: str | None = None) -> None:
-        """Open the socket. `ip` is the node's own address, where ranks may be on other hosts; None where all are on this host."""
+        """Open the socket. `ip` is this node's address if ranks may be on other hosts, and None if all ranks are on this host."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
@@ -45,7 +45,7 @@ class ExecutorChannel:
         self._poller.register(self._woken, zmq.POLLIN)
 
     def send(self, rank: int, message: object) -> None:
-        """Send a message to one rank, from which a message must have arrived before; never waits."""
+        """Send a message to one rank without waiting. The rank must have sent a message before."""
         self._send(rank, zmq.Frame(encode(message)))
 
     def send_all(self, size: int, message: object) -> None:
@@ -66,8 +66,8 @@ class ExecutorChannel:
         return int(identity.split()[1]), decode(data)
 
     def wake(self) -> None:
-        """Make `receive` return at once: the current call, or the next one."""
-        # A full socket wakes `receive` anyway, and a closed one has no `receive` to wake.
+        """Make the current call of `receive`, or the next one, return at once."""
+        # If the socket is full, `receive` wakes anyway; if it is closed, no call of `receive` is left to wake.
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
 

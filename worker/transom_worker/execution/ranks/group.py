@@ -1,10 +1,10 @@
 """The ranks of one start, as their executor sees them: the processes, the connection to them, and the first reason why one was
 lost.
 
-A lost rank shows itself in up to three ways, in any order: its process exits without a report; its own last message gives the
-reason (`RankFailed` with another error than RankLost); and its peers report RankLost, because a collective with it failed. The
-group waits `FAILURE_REPORT_WINDOW_S` for all of them, and raises the most telling one: the rank's own reason, else how its
-process exited, else the report of a peer.
+The loss of a rank shows in up to three ways, in any order: its process exits without a report; its own last message gives the
+reason (`RankFailed` with an error other than RankLost); its peers report RankLost, because a collective with it failed. The group
+waits `FAILURE_REPORT_WINDOW_S` for all of them, and raises the most informative one: the rank's own reason, else how its process
+exited, else the report of a peer.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class RankGroup:
         self.size = config.ranks.size
         self._launcher, self._on_lost = launcher, on_lost
         self._ended: str | None = None  # how the first rank ended
-        self._unexplained_exit: RankExit | None = None  # how the first rank ended that reported no reason
-        self._silent_ranks: set[int] = set()  # ranks that ended without a report, so that none will come
+        self._unexplained_exit: RankExit | None = None  # how the first rank without a report ended
+        self._silent_ranks: set[int] = set()  # ranks that ended without a report, and will send none
         self._interrupted = False
         self._channel = ExecutorChannel(launcher.ip)
         channel = self._channel
@@ -72,7 +72,7 @@ class RankGroup:
         self._channel.send_all(self.size, message)
 
     def receive(self, deadline_s: float) -> tuple[int, Any]:
-        """Return the next message and its rank; the message may report a failed step. `deadline_s` is a time of the monotonic
+        """Return the next message and its rank; the message may report a failed step. `deadline_s` is a time on the monotonic
         clock.
 
         Raises:
@@ -115,7 +115,7 @@ class RankGroup:
             self._channel.close()
 
     def _rank_exited(self, rank: int, end: RankExit | None) -> None:
-        """Called by the launcher: note that a rank's process has ended; `end` is None if the rank has reported a reason."""
+        """Note that a rank's process has ended; `end` is None if the rank has reported a reason. The launcher calls this."""
         words = f"Rank {rank} of {self.size} ended."
         if end is not None:
             words = f"Rank {rank} of {self.size}: {end.how}"
@@ -126,8 +126,8 @@ class RankGroup:
         self._on_lost()
 
     def _lost_error(self, received: tuple[int, Any] | None) -> RankLost:
-        """Return the error for a lost rank: collect reports until one gives the reason, all ranks have spoken or ended, or time
-        is over.
+        """Collect reports until one gives the reason, all ranks have reported or ended, or the time is over; return the error for
+        the lost rank.
 
         `received` is the report that was received first, if there is one.
         """
@@ -140,7 +140,7 @@ class RankGroup:
                 reported_ranks.add(received[0])
                 if received[1].error.kind != RankLost.__name__:
                     break
-            is_explained = self._unexplained_exit is not None  # only a report that has come already can be more telling
+            is_explained = self._unexplained_exit is not None  # then read only the reports that have come already
             remaining_s = 0.0 if is_explained else until_s - time.monotonic()
             if remaining_s < 0 or len(reported_ranks | self._silent_ranks) == self.size:
                 break

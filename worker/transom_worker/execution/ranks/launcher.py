@@ -11,13 +11,13 @@ from transom_worker.execution.ranks.messages import RankSetup
 
 
 class RankExit(NamedTuple):
-    """How a rank's process ended, in words for people, and the cause of that."""
+    """How a rank's process ended: in words for people, and as a cause."""
 
     how: str
     cause: LossCause
 
 
-# Called with the rank and with how its process ended; None where the process ended normally, after it had reported a reason.
+# Called with the rank and with how its process ended; None if it ended normally, after it had reported a reason.
 OnRankExit = Callable[[int, RankExit | None], None]
 
 
@@ -27,7 +27,7 @@ class Launcher(ABC):
     @property
     @abstractmethod
     def ip(self) -> str | None:
-        """This process's address as the ranks reach it over the network; None where all ranks are on this host."""
+        """The address at which ranks reach this process over the network; None if all ranks are on this host."""
 
     @abstractmethod
     def launch(self, setups: Sequence[RankSetup], on_exit: OnRankExit) -> None:

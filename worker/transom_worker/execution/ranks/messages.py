@@ -20,7 +20,8 @@
     BlocksDone          ->
     RankFailed          ->                    at any time, instead of the next message
 
-Messages are plain data and pickled. Both ends are the same program, and the channel's keys keep other programs out.
+Messages are plain data, and are pickled. That is safe because both ends are the same program, and the channel's keys keep other
+programs out.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from transom_worker.scheduling.step import StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetup:
-    """All that a new rank must know. It holds a secret, so launchers pass it in memory, never on disk."""
+    """Everything that a new rank must know. It has the key of the channel, so launchers pass it in memory and never on disk."""
 
     config: EngineConfig
     rank: int
@@ -85,7 +86,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """How far loading has come: the share of the tensors that the rank has read, and the bytes that it keeps of them."""
+    """How far loading has come: the share of the tensors that the rank has read, and the bytes that it has kept of them."""
 
     share: float
     num_bytes: int
@@ -201,7 +202,7 @@ class BlocksDone:
 class RankFailed:
     """Start-up or a step raised an exception.
 
-    `step_id` is given where the step failed before the rank's first collective: the rank can then go on with later steps.
+    `step_id` is given if a step failed before the rank's first collective: the rank can then go on with later steps.
     """
 
     error: ErrorInfo
@@ -214,5 +215,5 @@ def encode(message: object) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Return the message that `encode` has turned into bytes."""
+    """Return the message that these bytes of `encode` stand for."""
     return pickle.loads(data)

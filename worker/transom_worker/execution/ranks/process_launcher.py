@@ -1,7 +1,7 @@
-"""Launches ranks as processes of this host, for offline use and tests.
+"""Launches ranks as processes on this host, for offline use and tests.
 
-A rank reads its setup from a pipe, its standard input, and ends when the pipe closes. So no rank outlives this process, however
-this process ends. A rank is a fresh interpreter: it runs no code of the caller's program and inherits none of its state.
+A rank reads its setup from a pipe, its standard input, and ends when the pipe closes. So no rank outlives this process, whatever
+ends it. A rank is a fresh interpreter: it runs no code of the caller's program and inherits none of its state.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 class RankProcesses(Launcher):
     """Launches one process for each rank, each with a thread that starts the process and waits for its end.
 
-    The thread exists as long as the process. This matters, because on Linux a rank asks the kernel to kill it when the thread
-    that started it ends.
+    The thread lives as long as the process. It must, because on Linux a rank asks the kernel to kill it when the thread that
+    started it ends.
     """
 
     def __init__(self) -> None:
@@ -42,9 +42,7 @@ class RankProcesses(Launcher):
         return None
 
     def launch(self, setups: Sequence[RankSetup], on_exit: OnRankExit) -> None:
-        """Start every rank's process. Raises RankLost where a process cannot be started, and ConfigError where devices are too
-        few.
-        """
+        """Start every rank's process. Raises RankLost if a process cannot be started, ConfigError if there are too few devices."""
         environments = [_environment(setup) for setup in setups]
         self._rank_processes = [_RankProcess(*each, on_exit) for each in zip(setups, environments, strict=True)]
         for rank_process in self._rank_processes:

@@ -53,13 +53,13 @@ logger = logging.getLogger("transom.worker")
 
 PR_SET_PDEATHSIG = 1
 USAGE_PERIOD_S = 1.0
-# Ranks that wait in a collective give up at this share of the step timeout, so that they report which rank hangs before the
-# executor's own timeout is over.
+# Ranks that wait in a collective give up after this share of the step timeout, so that they report which rank hangs before the
+# executor's own timeout ends.
 COLLECTIVE_TIMEOUT_SHARE = 0.9
 
 
 def run_rank(setup: RankSetup, *, ip: str) -> None:
-    """Run a rank on the calling thread; returns only when the rank cannot go on and has reported the reason to the executor.
+    """Run a rank on the calling thread. Returns only after the rank has failed and has reported the reason to the executor.
 
     `ip` is the address at which the other ranks reach this process.
     """
@@ -145,8 +145,8 @@ class _Rank:
     def _execute(self, step: RunStep) -> None:
         """Execute one plan, and send its result or the reason of its failure.
 
-        A step that fails before its first collective leaves the rank able to go on. After that, the other ranks wait for this
-        rank in the middle of a step, so the error ends the rank.
+        After a step that fails before its first collective, the rank can go on. If it fails later, the other ranks wait for this
+        rank in the middle of the step, so the error ends the rank.
         """
         try:
             result = self._runner.execute(step.plan)
@@ -187,9 +187,10 @@ class _Rank:
 
 
 def _on_own_cores(config: EngineConfig, load: Load) -> EngineConfig:
-    """Keep this thread and those that it starts to this rank's share of the host's cores; return the config with their number.
+    """Restrict this thread, and those that it starts, to this rank's share of the host's cores; return the config with their
+    number.
 
-    A rank does not know which cores other workers on its host have, so it keeps to a share only where its worker is the only one.
+    A rank does not know which cores other workers on its host use, so it takes a share only if its worker is the only one.
     """
     if config.core_share.count > 1 or choose_device(config.model.device).type != "cpu":
         return config

@@ -32,10 +32,10 @@ Message = TypeVar("Message")
 
 
 def start_ranks(group: RankGroup, *, timeout_s: float, pool_bytes: int | None = None) -> tuple[ExecutorInfo, int]:
-    """Bring newly launched ranks to where they take plans; return what the engine must know, and the bytes of the KV pool.
+    """Start newly launched ranks until they are ready for plans; return what the engine must know, and the bytes of the KV pool.
 
-    `timeout_s` limits the time without a message from any rank. `pool_bytes` is the pool of an earlier start, which is not
-    measured again.
+    `timeout_s` limits the time without a message from any rank. `pool_bytes` is the pool's size in an earlier start, which is then
+    not measured again.
 
     Raises:
         RankLost: a rank ended, or no rank sent a message for too long.  TransomError: a rank's own reason why it cannot start.
@@ -100,7 +100,7 @@ def _log_progress(rank: int, size: int, progress: LoadProgress) -> None:
 
 
 def _total_memory(reports: list[MemoryReport]) -> MemoryReport:
-    """The memory that all ranks hold, as one report."""
+    """Return the memory that all ranks hold, as one report."""
     return MemoryReport(
         device=f"{len(reports)} x {reports[0].device}",
         weight_bytes=sum(report.weight_bytes for report in reports),

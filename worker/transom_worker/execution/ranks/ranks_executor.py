@@ -1,7 +1,7 @@
 """The executor of several ranks, each in a process of its own: it sends every plan to all ranks, and reads the results from
 rank 0.
 
-All ranks run the same plans in the same order. With two steps in flight, the next plan waits at each rank when a step ends.
+All ranks run the same plans in the same order. With two steps in flight, the next plan is already at each rank when a step ends.
 
     start -> running -> (a rank is lost: all ranks are killed) -> restart -> running
                      -> (all ranks refuse a step: StepFailed)  -> running, in the next epoch
@@ -42,9 +42,9 @@ T = TypeVar("T")
 
 # The longest time in start-up without a message from any rank; a rank that loads reports every second.
 SILENCE_TIMEOUT_S = 120.0
-# A step that every rank refuses has been refused by all ranks within this time of the first refusal.
+# If every rank refuses a step, all refusals come within this time of the first one.
 FAILURE_TIMEOUT_S = 10.0
-# Added to the step timeout: ranks that wait for a hanging rank report which one it is, and need time to run for that.
+# Added to the step timeout: time in which ranks that wait for a hanging rank can report which one it is.
 HANG_GRACE_S = 5.0
 INTERRUPTED = "The ranks were interrupted: their worker ends."
 
@@ -68,7 +68,9 @@ class RanksExecutor(Executor):
         self.ranks: tuple[RankInfo, ...] = ()  # of the last start
         self._usages: list[RankUsage] = []  # each rank's last report
         self._on_lost: Callable[[], None] = lambda: None
-        self._refused: Exception | None = None  # why all ranks refused a step, not raised yet
+        self._refused: Exception | None = (
+            None  # the error of a step that all ranks refused, which `receive` raises next
+        )
         self._blocks: dict[int, BlocksDone] = {}  # by rank, of the present call
         self._load_reports = LoadReports(config.ranks.size)
         self._epoch = 0
@@ -127,7 +129,7 @@ class RanksExecutor(Executor):
         self._on_lost = callback
 
     def drop_in_flight(self) -> None:
-        """Forget the plans in flight: the ranks still run them, and of their results the executor keeps only the loads."""
+        """Forget the plans in flight. The ranks still run them, but the executor keeps only the ended loads of their results."""
         self._forget_plans()
         self._refused = None
 
@@ -204,7 +206,7 @@ class RanksExecutor(Executor):
             self._handle_message()
 
     def _handle_message(self) -> None:
-        """Wait for the next message of any rank, and note what it says.
+        """Wait for the next message of any rank, and handle it.
 
         Raises:
             StepFailed, OutOfMemory: every rank refused the oldest step.  RankLost: a rank died, hung, or failed alone.
@@ -261,7 +263,7 @@ class RanksExecutor(Executor):
         return [self._blocks[rank].data for rank in range(self._group.size)]
 
     def _deadline_s(self) -> float:
-        """When to stop waiting for a message.
+        """Return when to stop waiting for a message, on the monotonic clock.
 
         If some ranks have reported that the step failed, the others must report it within `FAILURE_TIMEOUT_S`. If none has, the
         oldest plan must be done within the step timeout, counted from when the rank could begin it.
@@ -311,15 +313,16 @@ class RanksExecutor(Executor):
         self._last_result_s = 0.0  # when the last result arrived
         self._epoch = 0
         self._load_reports = LoadReports(self._config.ranks.size)
-        # Steps without rows have no collectives, in which the ranks would keep in step. Their result is delivered when that
-        # number of ranks have done them, so that an engine that polls for loads does not run ahead of a slower rank.
+        # Step id -> ranks that have yet to do it, of steps without rows. These have no collectives that keep the ranks together.
+        # Their result is delivered when all ranks have done them, so that an engine that polls for loads does not run ahead of a
+        # slow rank.
         self._without_rows: dict[int, int] = {}
-        self._results: deque[StepResult] = deque()  # of the first rank, not delivered yet
+        self._results: deque[StepResult] = deque()  # results of the first rank that were not delivered yet
         self._blocks = {}
         self._refused = None
         self._num_calls = 0
         self._call_sent_s = 0.0
-        self._failures: dict[int, RankFailed] = {}  # refusals of the oldest step, by rank
+        self._failures: dict[int, RankFailed] = {}  # rank -> its refusal of the oldest step
         self._first_failure_s = 0.0
 
     def _forget_plans(self) -> None:

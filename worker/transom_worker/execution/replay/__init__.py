@@ -1,7 +1,7 @@
-"""Decode steps that run from a recording instead of the model's Python code: CUDA graphs on GPUs, programs of kernels on CPUs.
+"""Runs decode steps from recordings instead of the model's Python code: CUDA graphs on GPUs, programs of kernels on CPUs.
 
-A decode step launches the same kernels in every step; only its numbers change. So a backend records one forward pass over arrays at
-fixed addresses, and a later step writes its numbers there and replays the recording:
+Every decode step launches the same kernels; only their inputs change. So a backend records one forward pass over arrays at fixed
+addresses. A later step writes its inputs there and replays the recording:
 
     decode_replay           what `ForwardPass` asks of a backend; `check_replay` compares a replay with a forward pass
     backends                chooses the backend of a device and its settings
@@ -9,6 +9,6 @@ fixed addresses, and a later step writes its numbers there and replays the recor
     decode_graphs           CUDA: all sizes are captured and checked at start-up; steps are padded to a size (`decode_sizes`)
     decode_programs         CPUs: each number of sequences is recorded when it first occurs, and checked when it occurs again
 
-If a recording fails, or computes something else than the forward pass, the backend logs why, and decode steps run eagerly: the
-host launches their kernels one by one. `transom_decode_steps_total` counts both.
+If a recording fails, or computes something else than the forward pass, the backend logs why, and decode steps run eagerly: the host
+launches their kernels one by one. `transom_decode_steps_total` counts replayed and eager steps.
 """

@@ -1,11 +1,11 @@
 """Chooses how decode steps are replayed: CUDA graphs, recorded programs of CPU kernels, or not at all.
 
-Decode steps are always eager where a recording would be wrong or no gain:
+Decode steps always run eagerly where a recording would be wrong or would gain nothing:
 
 - `--enforce-eager`, and devices without kernels that can be recorded.
-- Latent and compressed attention layers (DeepSeek V4), on any device: the host helps to choose what a step reads.
-- CUDA graphs on several ranks: on gloo collectives go through the host, and on nccl each rank would have to capture, and give up,
-  the same sizes as the others.
+- Latent and compressed attention layers (DeepSeek V4), on any device: the host takes part in choosing what a step reads.
+- On GPUs with several ranks: gloo's collectives go through the host, which a graph cannot record, and with nccl each rank would
+  have to capture, and give up, the same sizes as the others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RECORDED_KINDS = (GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNK, GroupKind.
 def decode_sizes(
     config: EngineConfig, parallel: Parallel, groups: Sequence[GroupSpec], *, max_model_len: int, device: torch.device
 ) -> DecodeSizes | None:
-    """Return the sizes of decode steps to capture as CUDA graphs; None where none is captured."""
+    """Return the sizes of decode steps to capture as CUDA graphs; None if no graphs are captured."""
     if not _may_record(config, groups) or parallel.size > 1 or capture_device(device) is None:
         return None
     if not uses_triton(torch.empty(0, device=device)):
@@ -53,7 +53,7 @@ def make_replay(
     sizes: DecodeSizes | None,
     max_model_len: int,
 ) -> DecodeReplay | None:
-    """Return the backend for a model's decode steps; None where they run eagerly.
+    """Return the backend for a model's decode steps; None if they run eagerly.
 
     `sizes`, from `decode_sizes`, are captured now, which takes up to two minutes. Programs are recorded as steps occur.
     """
@@ -62,7 +62,7 @@ def make_replay(
         return capture_decode_graphs(model, builder, sizes, device, slab=slab)
     if not _may_record(config, [group.spec for group in builder.layout.groups]) or not uses_cpu_kernels(slab):
         return None
-    from transom_worker.execution.replay.decode_programs import DecodePrograms  # it needs the compiler for CPUs
+    from transom_worker.execution.replay.decode_programs import DecodePrograms  # late: needs the compiler for CPUs
 
     return DecodePrograms(model, builder, max_num_seqs=config.scheduler.max_num_seqs, max_model_len=max_model_len)
 

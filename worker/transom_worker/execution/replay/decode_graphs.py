@@ -1,7 +1,7 @@
 """Decode steps as captured CUDA graphs: the host writes a step's inputs, copies them once, and replays a graph.
 
-Every size of decode steps is captured at start-up (`decode_sizes`). A graph is trusted only after a replay over other inputs
-has given what the forward pass gives over these inputs. If a capture or a check fails, all decode steps run eagerly.
+Every size of decode steps is captured at start-up (`decode_sizes`). A graph is used only if a replay over new inputs gives the same
+logits as a forward pass over these inputs. If a capture or a check fails, all decode steps run eagerly.
 
 Legend: B sequences of a size, V vocabulary.
 """
@@ -30,8 +30,8 @@ from transom_worker.execution.replay.graph_inputs import (
 from transom_worker.models.model import Model
 
 # Accepted differences, as a share of the largest logit. Equal bits are expected, but cuBLAS promises them only on one stream and
-# with one workspace, and graphs are captured on a stream of their own. A graph that reads a wrong input differs by far more.
-# Quantised caches: a key at the edge of two stored numbers may fall to either side.
+# with one workspace, and graphs are captured on a stream of their own. A graph that reads a wrong input differs by far more. With a
+# quantised cache, a tiny difference may round a key to the next stored number.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 QUANTISED_TOLERANCE = 5e-2
 
@@ -63,7 +63,7 @@ class DecodeGraphs(DecodeReplay):
         self._host = device.host_buffer(num_bytes)
         self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=builder.device)
         num_columns = model.vocab.stop - model.vocab.start
-        # One tensor for all graphs, because a tensor for each of them would add up over all sizes.
+        # One tensor for all graphs: one for each size would add up to much memory.
         self._logits_BV = torch.zeros(sizes.num_seqs[-1], num_columns, dtype=torch.float32, device=builder.device)
         self._captured: dict[DecodeSize, _Captured] = {}
         self._prepared: GraphInputs | None = None
@@ -117,7 +117,8 @@ class DecodeGraphs(DecodeReplay):
         return self._logits_BV[:num_seqs]
 
     def _load(self, inputs: GraphInputs, arrays: StepArrays, work_plans: Sequence[WorkPlan]) -> None:
-        """Write a step to the host buffer once the device has read the last one, and begin to copy it to the device."""
+        """Wait until the device has read the last step from the host buffer, write this step there, and begin to copy it to the
+        device."""
         self._device.wait_uploaded()
         inputs.write(arrays, work_plans)
         self._device.upload(self._host[: inputs.num_bytes], self._inputs[: inputs.num_bytes])

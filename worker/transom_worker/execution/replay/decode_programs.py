@@ -1,6 +1,6 @@
 """Decode steps on CPUs as recorded programs: each number of sequences is recorded when it first occurs, and replayed from then on.
 
-A program is trusted only after a replay over another step's inputs has given the same bits as the forward pass over them:
+A program is used only if a replay over another step's inputs gives the same bits as a forward pass over these inputs:
 
     first step of a size     runs the forward pass and records it
     second step              replays, runs the forward pass too, and compares the logits
@@ -39,7 +39,7 @@ from transom_worker.models.model import Model
 
 logger = logging.getLogger("transom.worker")
 
-Key = tuple[int, PolicyVariant | None]  # number of sequences, and what rows with KV policies ask for
+Key = tuple[int, PolicyVariant | None]  # number of sequences, and the variant of a step with KV policies
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class DecodePrograms(DecodeReplay):
         """`builder` makes the batches of the model's slab."""
         self._model, self._builder, self._memory = model, builder, ReplayMemory()
         groups = builder.layout.groups
-        # One column more than the longest sequence fills: a window's run may begin and end inside a block.
+        # One column more than the longest sequence fills, since a window may begin and end inside a block.
         self._num_columns = [g.spec.num_sink_blocks + -(-max_model_len // g.rows_per_block) + 1 for g in groups]
         self._max_num_seqs = max_num_seqs
         fields = step_fields(builder, max_num_seqs, self._num_columns)
@@ -96,7 +96,7 @@ class DecodePrograms(DecodeReplay):
         return partial(self._run_with_mass, run) if step.policy is not None and step.policy.wants_mass else run
 
     def _fits(self, arrays: StepArrays) -> bool:
-        """Whether the fixed arrays have room for a step. A step with KV policies must have policy rows only."""
+        """Return whether the fixed arrays have room for a step. If any row of a step has a KV policy, all must be policy rows."""
         for group, num_columns in zip(arrays.groups, self._num_columns, strict=True):
             policies = group.policies
             if policies is not None and len(policies.batch_rows) != len(arrays.token_ids):
@@ -107,7 +107,7 @@ class DecodePrograms(DecodeReplay):
         return len(arrays.token_ids) <= self._max_num_seqs
 
     def _fixed_batch(self, key: Key) -> ForwardBatch:
-        """The inputs of the step that was written last."""
+        """Return the inputs of the step that was written last."""
         num_seqs, policy = key
         if policy is None:
             return self._inputs.forward_batch(num_seqs)
@@ -122,7 +122,7 @@ class DecodePrograms(DecodeReplay):
         batch = self._fixed_batch(key)
         try:
             program, logits_BV = record_program(lambda: self._model.forward(batch), self._memory)
-        except Exception as error:  # the forward pass below raises it again if the recording was not its reason
+        except Exception as error:  # if the recording was not the reason, the forward pass below raises it again
             if isinstance(error, RankLost) or is_out_of_memory(error):
                 raise
             self._refuse(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""What a backend for recorded decode steps offers, and how a replay is compared with a forward pass.
+"""The interface of a backend for recorded decode steps, and the comparison of a replay with a forward pass.
 
 Legend: B sequences of a step, V vocabulary.
 """
@@ -20,15 +20,15 @@ logger = logging.getLogger("transom.worker")
 
 @dataclass(frozen=True, slots=True)
 class PolicyVariant:
-    """What a decode step does besides, if some of its rows have KV policies."""
+    """What a decode step does in addition if some of its rows have KV policies."""
 
     wants_mass: bool  # it adds up attention mass by block
-    passes_trained_len: bool  # it rotates queries for sink tokens apart
+    passes_trained_len: bool  # it gives queries other positions (RoPE) towards sink tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeStep:
-    """A step that may be replayed. `eager_batch` makes its inputs for a forward pass that is not recorded."""
+    """A step that may be replayed. `eager_batch` makes the step's inputs for a forward pass that is not recorded."""
 
     arrays: StepArrays
     eager_batch: Callable[[], ForwardBatch]
@@ -57,7 +57,7 @@ class DecodeReplay(ABC):
 
     @property
     def block_mass(self) -> torch.Tensor | None:
-        """The attention mass [B or more, table columns or more] that the last step with KV policies has added up."""
+        """The attention mass [at least B, at least table columns] that the last step with KV policies has added up."""
         return None
 
 

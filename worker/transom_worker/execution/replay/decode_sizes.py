@@ -8,8 +8,8 @@ A step replays the graph of the smallest size that it fits into. A size has two 
 - work item: what one program of an attention kernel computes, per KV head: one sequence's query over a range of keys. A sequence
   with more than `tuning.DECODE_SPLIT_KEYS` keys is split into several work items, whose partial results are combined afterwards.
 
-Level 0 has one work item per sequence. Level n above it has work items for 4**n per sequence on average. Sequences are unequal, so
-its tables are wide enough for one that is twice as long as this average.
+Level 0 has one work item per sequence. Level n above it has 4**n work items per sequence on average. Since sequences have different
+lengths, a level's tables are wide enough for a sequence twice as long as that average.
 
 Example with DECODE_SPLIT_KEYS 1,024: level 0 reaches up to 1,024 tokens; level 1 up to 2 x 1,024 x 4 = 8,192, level 2 up to 32,768.
 """
@@ -26,7 +26,7 @@ from transom_kernels.paged_attention.triton import tuning
 # launch the kernels, so a graph would gain nothing. At this limit, partial results take up to 128 MiB, at 8 KV heads of 128.
 MAX_ITEMS = 1024
 LEVEL_FACTOR = 4  # each level has this many times the work items of the level below
-LONGEST_TO_AVERAGE = 2  # the longest sequence of a level above 0, in lengths of its average sequence
+LONGEST_TO_AVERAGE = 2  # the longest sequence of a level above 0, as a multiple of its average sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -42,8 +42,8 @@ class DecodeSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSize:
-    """What one decode step needs: sequences, the work items of the layer that has most, whether some are combined, and table
-    columns by group.
+    """What one decode step needs: its sequences, the work items of the layer that has the most, whether some of these must be
+    combined, and table columns by group.
     """
 
     num_seqs: int
@@ -60,8 +60,8 @@ class DecodeSizes:
     ) -> None:
         self._split_keys = tuning.DECODE_SPLIT_KEYS
         self._groups, self._max_model_len, self._most_new = tuple(groups), max_model_len, max_num_batched_tokens
-        # Work items of the longest sequence. One more, because splits end at multiples of `split_keys`, and keys of a window may
-        # begin between two.
+        # Work items of the longest sequence: one more than its keys need, because splits end at multiples of `split_keys`, and the
+        # keys of a window may begin between two multiples.
         self._most_splits = -(-max_model_len // self._split_keys) + 1
         self.num_seqs = _buckets(max_num_seqs)
         self.num_levels = next(level for level in range(64) if self._reaches_all(level)) + 1
@@ -108,7 +108,7 @@ class DecodeSizes:
     def num_items(self, size: DecodeSize) -> int:
         """Return the number of work items of each attention layer, per KV head.
 
-        At level 0 every sequence has one. Above, the number has room for either of two steps, within two limits:
+        At level 0 every sequence has one. Above level 0, the number has room for either of two steps, within two limits:
 
         - an even step: each sequence has the level's average, LEVEL_FACTOR**level;
         - an uneven step: one sequence is as long as the level reaches, and the others have one work item each;
@@ -125,7 +125,7 @@ class DecodeSizes:
     def num_combine_items(self, size: DecodeSize) -> int:
         """Return how many sequences may have combined work items.
 
-        Each of them has two work items or more, so they are at most half as many as the work items.
+        Each of them has at least two work items, so there are at most half as many of them as work items.
         """
         return 0 if size.level == 0 else min(size.num_seqs, self.num_items(size) // 2)
 
@@ -134,13 +134,14 @@ class DecodeSizes:
         spec = self._groups[group]
         columns = -(-self.reach_tokens(size.level) // spec.block_size)
         if not spec.keeps_everything:
-            # The tokens that are read and a step's new tokens are kept, and both ends of them may lie inside a block.
+            # The group keeps the tokens that queries read and a step's new tokens; at both ends this range may begin inside a
+            # block.
             kept = (spec.window or spec.chunk) + self._most_new
             columns = min(columns, -(-kept // spec.block_size) + 2)
         return columns + spec.num_sink_blocks
 
     def _reaches_all(self, level: int) -> bool:
-        """Whether this level is enough for every decode step that graphs are meant for."""
+        """Return whether this level is enough for every decode step that graphs are meant for."""
         if level == 0:
             return self._max_model_len <= self._split_keys
         if self.reach_tokens(level) < self._max_model_len:
@@ -149,21 +150,19 @@ class DecodeSizes:
         return all(self.num_items(size) >= min(size.num_seqs * self._most_splits, MAX_ITEMS) for size in at_level)
 
     def _adds(self, size: DecodeSize) -> bool:
-        """Whether a size has more capacity than the size with as many sequences one level below."""
+        """Return whether a size has more capacity than the size with as many sequences one level below."""
         return size.level == 0 or self._capacity(size) != self._capacity(
             DecodeSize(level=size.level - 1, num_seqs=size.num_seqs)
         )
 
     def _capacity(self, size: DecodeSize) -> tuple[int, ...]:
-        """The numbers of work items, of combined sequences, and of table columns by group."""
+        """Return the numbers of work items, of combined sequences, and of table columns by group."""
         columns = (self.num_columns(size, group) for group in range(len(self._groups)))
         return (self.num_items(size), self.num_combine_items(size), *columns)
 
 
 def _buckets(most: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, 8, 16, 24, 32, 48, 64, 96 and so on, to `most`: from 16 on, each is at most half as much again as the one
-    before.
-    """
+    """Return 1, 2, 4, 8, 16, 24, 32, 48, 64, 96 and so on, up to `most`: from 16 on, each is at most 1.5 times the one before."""
     sizes, num = [1, 2, 4, 8], 16
     while num < 2 * most:
         sizes += [num, num + num // 2]

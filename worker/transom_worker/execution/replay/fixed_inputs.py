@@ -1,7 +1,7 @@
-"""The inputs of decode steps in arrays at fixed addresses, which every replay of a recorded step reads again.
+"""Holds the inputs of decode steps in arrays at fixed addresses, which every replay of a recorded step reads again.
 
-    write(arrays, n)    the host's arrays hold the step, padded to n sequences
-    forward_batch(n)    tensors over the arrays of n sequences, for the forward pass that is recorded
+    write(arrays, n)    write a step, padded to n sequences, into the host's arrays
+    forward_batch(n)    return tensors over the arrays of n sequences, for the forward pass that is recorded
 
 Padding changes nothing: a padding sequence writes its token to the dump block, which no sequence owns, and its logits are not
 read.
@@ -57,7 +57,7 @@ class FixedArrays:
     def on_cpu(fields: Fields) -> FixedArrays:
         """Return zeroed arrays for forward passes on CPUs, which read what the host writes.
 
-        Each array has memory of its own, so that checked kernels notice where one is left. The system provides memory when a
+        Each array has memory of its own, so that checked kernels notice an access outside it. The system provides the memory when a
         step first writes to it.
         """
         host = {name: np.zeros(shape, dtype) for name, (shape, dtype) in fields.items()}
@@ -65,13 +65,14 @@ class FixedArrays:
 
     @staticmethod
     def packed(fields: Fields, host: torch.Tensor, device: torch.Tensor) -> FixedArrays:
-        """Lay the arrays out in two buffers of `packed_bytes(fields)` bytes or more, so that one copy brings all to the device."""
+        """Lay the arrays out in two buffers of at least `packed_bytes(fields)` bytes, so that one copy brings all of them to the
+        device."""
         on_host = {name: tensor.numpy() for name, tensor in packed_views(fields, host).items()}
         return FixedArrays(host=on_host, device=packed_views(fields, device))
 
 
 class FixedInputs:
-    """A decode step in fixed arrays, which have at least `step_fields`."""
+    """A decode step in fixed arrays. `arrays` has at least the arrays of `step_fields`."""
 
     def __init__(self, builder: BatchBuilder, arrays: FixedArrays) -> None:
         self._builder, self.arrays = builder, arrays
@@ -86,7 +87,7 @@ class FixedInputs:
             self._fill(f"attend_from {index}", group.attend_from_host, num_seqs)
 
     def write_tokens(self, arrays: StepArrays, num_seqs: int) -> None:
-        """Write what a step of any kind has: its tokens, and where their keys and values go."""
+        """Write what steps with and without KV policies have in common: the tokens, and the slots of their keys and values."""
         to, layout = self.arrays.host, self._builder.layout
         self._fill("token_ids", arrays.token_ids, num_seqs)
         self._fill("positions", arrays.rows.positions, num_seqs)
@@ -103,8 +104,8 @@ class FixedInputs:
     def forward_batch(self, num_seqs: int) -> ForwardBatch:
         """Return the first `num_seqs` sequences' inputs.
 
-        Each forward pass needs a new batch, because its scratch must not outlive the pass. The batch has none of the lists that
-        operators read on the host: when a recording is replayed, those would belong to another step.
+        Each forward pass needs a new batch, because the scratch memory in it must not outlive the pass. The lists that operators
+        read on the host are empty: in a replay they would belong to another step.
         """
         on, builder = self.arrays.device, self._builder
         return ForwardBatch(

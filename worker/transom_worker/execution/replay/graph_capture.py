@@ -44,8 +44,8 @@ class CudaCapture:
         self._uploaded.record(torch.cuda.current_stream(self._device))
 
     def wait_uploaded(self) -> None:
-        """Wait until the last upload has read its source, so that the host may overwrite it: hardly ever, because nearly every step
-        ends with reading the sampled ids."""
+        """Wait until the last upload has read its source, so that the host may overwrite it. It hardly ever waits, because nearly
+        every step ends with reading the sampled ids."""
         self._uploaded.synchronize()
 
     def capture(self, run: Callable[[], None]) -> Replayable:
@@ -53,16 +53,17 @@ class CudaCapture:
 
         Work of other threads of this process on the device does not disturb the capture.
         """
-        # The first run is on the capture's stream too, so that cuBLAS allocates its workspace for it outside the graphs' pool.
+        # The first run uses the capture's stream too, so that cuBLAS allocates its workspace for that stream outside the graphs'
+        # pool.
         now = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(now)
         try:
             with torch.cuda.stream(self._stream):
                 run()
-        finally:  # after an error too, because kernels that were launched before the error still run
+        finally:  # even after an error, because kernels that were launched before it still run
             now.wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # a capture cannot free cached memory when it needs some
+        torch.cuda.empty_cache()  # a capture that needs memory cannot free cached memory
         graph = torch.cuda.CUDAGraph()
         # `torch.cuda.graph` is not used: if a capture fails, ending it fails as well, which hides the first error and leaves this
         # thread on the capture's stream.
@@ -79,16 +80,16 @@ class CudaCapture:
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a failed capture, so that neither the stream nor the allocator stays in capture mode.
 
-        With torch 2.11, the allocator stays in capture mode if ending the capture fails: it then never frees cached memory
-        again, until memory runs out. The pool stays allocated, because releasing it a second time, where torch has released it,
-        would end the process.
+        With torch 2.11, the allocator stays in capture mode if ending the capture fails: it then never frees cached memory again,
+        until memory runs out. The pool is not released here: if torch has released it already, a second release would end the
+        process.
         """
         with contextlib.suppress(Exception):
             graph.capture_end()
-        with contextlib.suppress(Exception):  # a private function, which raises where the allocator is not capturing
+        with contextlib.suppress(Exception):  # a private function, which raises if the allocator is not capturing
             torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
 
 
 def capture_device(device: torch.device) -> CudaCapture | None:
-    """Return the device that captures graphs on `device`; None where graphs cannot be captured."""
+    """Return what captures graphs on `device`; None if the device cannot capture graphs."""
     return CudaCapture(device) if device.type == "cuda" else None

@@ -23,7 +23,7 @@ from transom_worker.execution.replay.fixed_inputs import INT, FixedArrays, Fixed
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.uploads import Field, packed_bytes
 
-BEFORE_ALL = -1  # the position of a padding sequence's query, which lies before every key
+BEFORE_ALL = -1  # the position of a padding sequence's query: before every key, so that it reads none
 
 GroupLaunchKey = tuple[int, LaunchKey]  # index of a group, and the key of one kind of its attention layers
 
@@ -34,7 +34,7 @@ def plan_work_by_key(arrays: StepArrays, launch_keys: Sequence[GroupLaunchKey]) 
 
 
 def size_of(arrays: StepArrays, work_plans: Sequence[WorkPlan]) -> StepSize:
-    """Return what a step needs."""
+    """Return the sequences, work items and table columns that a step needs."""
     return StepSize(
         num_seqs=len(arrays.token_ids),
         num_items=max((len(work.items) for work in work_plans), default=0),
@@ -80,7 +80,7 @@ class GraphInputs:
         return batch
 
     def _with_padding(self, work: WorkPlan, num_real: int) -> WorkPlan:
-        """The step's work items, and one work item that sees no key for each padding sequence."""
+        """Return the step's work items, and for each padding sequence one work item that sees no key."""
         padding = np.zeros((self._num_seqs - num_real, ITEM_FIELDS), dtype=np.int32)
         row, tokens, position, sequence, partial = 0, 1, 2, 3, 8  # fields of a work item, see `work_items`
         padding[:, row] = padding[:, sequence] = np.arange(num_real, self._num_seqs)

@@ -1,4 +1,4 @@
-"""Estimates the memory that captured decode steps need beside a step's peak, before the KV pool is sized."""
+"""Estimates the memory that CUDA graphs need in addition to a step's peak, before the KV pool is sized."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transom_kernels.paged_attention.triton.tuning import MIN_DOT_ROWS
 from transom_worker.execution.memory import activation_bytes
 from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
 
-# What the driver needs for one graph: some hundred launches and their arguments. An estimate, which was never measured.
+# What the driver needs for one graph: some hundred launches and their arguments. An estimate; it was never measured.
 GRAPH_BYTES = 8 * 2**20
 # cuBLAS's workspace on Hopper for the stream of captures; the measured peak of a step includes only its own stream's workspace.
 WORKSPACE_BYTES = 32 * 2**20
@@ -23,8 +23,8 @@ FLOAT_BYTES = 4
 def graph_bytes(
     sizes: DecodeSizes | None, architecture: Architecture, scheduler: SchedulerConfig, dtype_name: str
 ) -> int:
-    """Return the bytes of all graphs: one pool of activations, one tensor of logits and one input buffer for all, and the
-    graphs themselves.
+    """Return the bytes that all graphs need: one pool of activations, one tensor of logits and one input buffer that all share, and
+    the graphs themselves.
     """
     if sizes is None:
         return 0
@@ -40,9 +40,9 @@ def graph_bytes(
 
 
 def _partial_bytes(size: DecodeSize, sizes: DecodeSizes, architecture: Architecture) -> int:
-    """The partial results that the work items of one attention layer write before they are combined.
+    """Return the bytes of the partial results that the work items of one attention layer write before these are combined.
 
-    A partial result holds, for each query row, the values and two numbers more: the largest score and the sum of weights.
+    For each query row, a partial result holds the values and two more numbers: the largest score and the sum of weights.
     """
     if size.level == 0:
         return 0
@@ -54,5 +54,5 @@ def _partial_bytes(size: DecodeSize, sizes: DecodeSizes, architecture: Architect
 
 
 def _table_bytes(size: DecodeSize, sizes: DecodeSizes) -> int:
-    """The bytes of a size's block tables; its other inputs are negligible beside them."""
+    """Return the bytes of a size's block tables; its other inputs are negligible."""
     return sum(size.num_seqs * sizes.num_columns(size, group) * 4 for group in range(sizes.num_groups))

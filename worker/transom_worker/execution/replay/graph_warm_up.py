@@ -1,8 +1,8 @@
 """Captures and checks the graph of every size at start-up. If a capture fails, the worker runs without graphs.
 
-A size whose graph gives other logits than the forward pass is captured and checked once more over other steps: cuBLAS may round one
-product differently on the capture's stream, which in a mixture of experts may choose another expert. If the second graph differs,
-too, steps of this size run eagerly, and those of other sizes do not.
+If a size's graph gives other logits than the forward pass, it is captured and checked once more over other steps: cuBLAS may round
+a product differently on the capture's stream, which may change the choice of an expert in a mixture of experts. If the second graph
+differs too, steps of this size run eagerly; other sizes keep their graphs.
 
 The made-up decode steps read blocks of random numbers. Over a blank cache, a graph that reads the wrong keys would give the
 right result.
@@ -33,9 +33,9 @@ from transom_worker.execution.tiers.device_slab import block_rows
 from transom_worker.models.model import Model
 from transom_worker.scheduling.step import NewSequence, StepPlan
 
-LIMIT_S = 120.0  # sizes that have no graph by then run without one; the sizes that are used most come first
-TRIES = (1, 3)  # the seeds of the steps over which a graph is captured; each is checked over those of the next seed
-MAX_RANDOM_BLOCKS = 64  # of a group, besides the block that each sequence writes to
+LIMIT_S = 120.0  # sizes not captured within this time run without a graph; the most used sizes come first
+TRIES = (1, 3)  # a graph is captured over the step of one of these seeds, and checked over the step of seed + 1
+MAX_RANDOM_BLOCKS = 64  # per group, besides the blocks that the sequences write to
 
 logger = logging.getLogger("transom.worker")
 
@@ -43,8 +43,8 @@ logger = logging.getLogger("transom.worker")
 def capture_decode_graphs(
     model: Model, builder: BatchBuilder, sizes: DecodeSizes, device: CudaCapture, *, slab: torch.Tensor
 ) -> DecodeGraphs | None:
-    """Capture graphs of all sizes that `LIMIT_S` suffices for; return None, and log a warning, if a graph cannot be captured or
-    is wrong.
+    """Capture the graphs of as many sizes as `LIMIT_S` allows. If a capture fails, or no size has a graph, return None; a warning
+    says why.
 
     The slab is blank again afterwards. An error of a forward pass that is not captured is raised.
     """
@@ -86,7 +86,7 @@ def _capture_all(make: Callable[[], DecodeGraphs], steps: _RandomSteps) -> Decod
 
 
 def _capture(graphs: DecodeGraphs, size: DecodeSize, steps: _RandomSteps) -> None:
-    """Capture one size, in the second of `TRIES` over other steps; leave it out, with a warning, if no graph is right."""
+    """Capture one size, with one try for each seed of `TRIES`; leave the size out, with a warning, if no graph is right."""
     for seed in TRIES:
         first, second = (steps.step(graphs.builder, size, graphs.sizes, seed=one) for one in (seed, seed + 1))
         try:
@@ -127,13 +127,13 @@ class _RandomSteps:
                     stored.view(torch.uint8)[rows] = elements.view(torch.uint8)  # torch scatters no 8-bit floats
 
     def clear_blocks(self, layout: ArenaLayout, slab: torch.Tensor) -> None:
-        """Zero the blocks again, and the dump blocks, to which padding sequences write."""
+        """Zero these blocks again, and the dump blocks, to which padding sequences write."""
         for group, blocks in enumerate(self._blocks):
             rows = torch.tensor([*blocks, layout.dump_block(group)], device=slab.device)
             block_rows(layout, slab, group)[rows] = 0
 
     def step(self, builder: BatchBuilder, size: DecodeSize, sizes: DecodeSizes, *, seed: int) -> StepArrays:
-        """Make a step that fills the size's sequences: one long sequence, the others short.
+        """Make a step with all sequences of the size: a long one, and short ones.
 
         With an odd seed the long sequence is as long as the size's level allows; with an even one it is five eighths as long.
         """
@@ -162,10 +162,10 @@ class _RandomSteps:
         return builder.arrays(plan, store)
 
     def _write_from(self, group: int, starts: list[int]) -> list[int]:
-        """The position of each token if every sequence has a block of its own; else one more, so that tokens are written to the
-        dump block.
+        """Return the position of each token if every sequence has a block of its own; else one more, so that tokens go to the dump
+        block.
 
-        Two tokens in one place would be a race.
+        If two tokens had the same slot, their writes would race.
         """
         writes = len(self._blocks[group]) > len(starts)
         return [start if writes else start + 1 for start in starts]
@@ -189,7 +189,7 @@ class _RandomSteps:
 
 
 def _own_blocks(layout: ArenaLayout, group: int, max_blocks: int) -> list[int]:
-    """Blocks in pages that belong to this group alone, so that no other group's blocks overlap them."""
+    """Return blocks in pages that only this group uses here, so that no other group's blocks overlap them."""
     blocks: list[int] = []
     for page in range(group, layout.num_pages, len(layout.groups)):
         blocks += range(layout.first_block(page, group), layout.end_block(page, group))

@@ -1,7 +1,7 @@
-"""The inputs of decode steps that a CUDA graph replays and in which at least one row has a KV policy.
+"""Holds the inputs of decode steps in which at least one row has a KV policy, at fixed addresses for recorded programs on CPUs.
 
-Such a step computes all its rows as policy rows. It uses the arrays of `fixed_inputs` and adds the arrays of the policies.
-`batch.compact_tables` has made its block tables compact.
+(With CUDA graphs such steps run eagerly.) All rows of such a step are computed as policy rows, with compact block tables
+(`batch.compact_tables`). The step uses the arrays of `fixed_inputs` and adds those of the policies.
 
 Legend: B sequences of a step, each with one new token; N table columns.
 """
@@ -41,9 +41,9 @@ def policy_fields(steps: Fields) -> dict[str, Field]:
 class PolicyInputs:
     """Writes decode steps of policy rows into fixed arrays, and gives the model views of them.
 
-        inputs.clear_mass()                                # when a new sum of attention mass begins
-        inputs.write(step)                                 # into the host arrays, which are then uploaded
-        batch = inputs.forward_batch(num_seqs, variant)    # views of the device arrays
+        inputs.write(step)                                 # into the fixed arrays
+        inputs.clear_mass()                                # if the step adds up attention mass
+        batch = inputs.forward_batch(num_seqs, variant)    # views of the fixed arrays, to record or to check a program
         inputs.block_mass                                  # after the model has run
 
     `arrays` has at least the arrays of `policy_fields`.
@@ -55,11 +55,11 @@ class PolicyInputs:
 
     @property
     def block_mass(self) -> torch.Tensor:
-        """The attention mass that steps have added up in group 0 since `clear_mass`, [B or more, N or more], on the device."""
+        """The attention mass that layers of group 0 have added up since `clear_mass`, [at least B, at least N]."""
         return self._arrays.device["mass 0"]
 
     def write(self, arrays: StepArrays) -> None:
-        """Write the inputs of a step into the host arrays. All rows of the step must be policy rows."""
+        """Write the inputs of a step into the arrays. All rows of the step must be policy rows."""
         num_seqs, to = len(arrays.token_ids), self._arrays.host
         self._inputs.write_tokens(arrays, num_seqs)
         to["sink_positions"][:num_seqs] = self._builder.sink_positions(arrays)
@@ -73,7 +73,7 @@ class PolicyInputs:
             to[f"sinks {index}"][:num_seqs] = policies.sinks
 
     def clear_mass(self) -> None:
-        """Set the attention mass in the host arrays to zero, so that the next upload begins a new sum."""
+        """Set the attention mass to zero, so that the next forward pass begins a new sum."""
         for index in range(len(self._builder.layout.groups)):
             self._arrays.host[f"mass {index}"].fill(0.0)
 
@@ -86,7 +86,7 @@ class PolicyInputs:
         return batch
 
     def _mixed_batch(self, index: int, num_seqs: int, variant: PolicyVariant) -> MixedBatch:
-        """Return the attention metadata of group `index`. All rows are policy rows, so the fields of other rows are empty.
+        """Return the attention metadata of group `index`. All rows are policy rows, so the fields about other rows are empty.
 
         Only `slots` is not empty: it has the slots of all rows.
         """

@@ -1,4 +1,4 @@
-"""Collectives that recorded programs repeat: a replay calls them again on the same tensors."""
+"""Records collectives in programs, so that a replay calls them again on the same tensors."""
 
 from __future__ import annotations
 

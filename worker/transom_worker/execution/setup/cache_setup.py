@@ -1,4 +1,4 @@
-"""Plans the KV cache of one rank's model: its groups, the arena of all ranks, and what tells this rank's blocks from others'."""
+"""Plans the KV cache of one rank's model: its groups, the arena of all ranks, and the fingerprint of this rank's blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CacheSetup:
 
     @property
     def max_useful_bytes(self) -> int:
-        """The bytes of a pool that holds as many sequences as may run, each of `max_model_len` tokens."""
+        """The bytes of a pool that holds all sequences that may run at once, each with `max_model_len` tokens."""
         return memory.max_useful_bytes(self.groups, self._config.scheduler, self.max_model_len)
 
     def plan(self, pool_bytes: int) -> CachePlan:
@@ -59,11 +59,11 @@ class CacheSetup:
         )
 
     def identity(self, contents: bytes) -> str:
-        """Return the identity of the model, whose files have these contents."""
+        """Return the identity of the model; `contents` is the digest of its files."""
         return model_identity(contents, self._config.model, self._loaded, self._groups_of(0))
 
     def disk_fingerprint(self, identity: str, rank: int) -> bytes:
-        """Return the fingerprint of a rank's blocks. Blocks in files with another fingerprint mean something else."""
+        """Return the fingerprint of a rank's blocks. The rank cannot use blocks in files with another fingerprint."""
         return disk_fingerprint(identity, self._groups_of(rank), rank=rank, num_ranks=self._parallel.size)
 
     def _groups_of(self, rank: int) -> tuple[GroupLayout, ...]:

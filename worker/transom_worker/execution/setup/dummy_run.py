@@ -1,7 +1,7 @@
-"""Forward passes over made-up sequences: to warm a model up, and to measure the peak memory of the largest step.
+"""Runs forward passes over made-up sequences, to warm a model up and to measure the peak memory of the largest step.
 
-A dummy run reads and writes no block of a real sequence: its sequences read block 0, and write to the dump block alone, which
-is the block of each group that no sequence owns.
+A dummy run reads and writes no block of a real sequence: its sequences read block 0, and write only to the dump block, the block of
+each group that no sequence owns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transom_worker.models.model import Model
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import WHOLE_TABLE, NewSequence, StepPlan, StepResult
 
-# Everything that takes memory in proportion to a row's logits, its tokens or its log-probabilities.
+# Asks for everything that takes memory in proportion to a row's logits, its tokens or its log-probabilities.
 WORST_CASE_SAMPLING = SamplingParams(
     temperature=1.0,
     top_k=2**30,
@@ -35,10 +35,10 @@ WORST_CASE_SAMPLING = SamplingParams(
     prompt_logprobs=MAX_LOGPROBS,
 )
 WARM_UP_TOKENS = 16
-# The tiles of experts' kernels, and torch's choice of matrix products, depend on the number of rows.
+# Prompt lengths to compile for: the tiles of experts' kernels, and torch's choice of matrix products, depend on the number of rows.
 COMPILED_TOKENS = (64, 256, 1024, 4096)
 LONG_CONTEXT_TOKENS = 2100  # long enough that attention splits one token's keys into several work items
-# The first has a mask alone, the second wants its attention mass, too: all that kernels distinguish.
+# The first only masks keys, the second also wants attention mass; kernels distinguish nothing else.
 WARM_UP_POLICIES: tuple[KvPolicy, ...] = (WindowPolicy(sinks=4, window=2**20), HeavyPolicy(sinks=4, budget=2**20))
 
 
@@ -118,7 +118,7 @@ def worst_case_step(
     *,
     start: int,
 ) -> StepResult:
-    """Run one whole step over sequences as in `dummy_run`, in which all of them ask for everything that takes memory: filters,
+    """Run one whole step over sequences like those of `dummy_run`, each of which asks for everything that takes memory: filters,
     penalties, and log-probabilities of every position of prompt and output.
     """
     plan, store = _dummy_step(groups, counts, start, WORST_CASE_SAMPLING)
@@ -166,8 +166,8 @@ def _dummy_step(
 
 
 def worst_case_counts(*, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> list[int]:
-    """Return the new tokens of each sequence in the step that needs the most memory: long prompts, and as many sequences as
-    possible.
+    """Return the new tokens of each sequence in the step that needs the most memory: it has as many sequences as possible, and the
+    first ones have long prompts.
 
     For example, 8 sequences and 100 batched tokens with a long context limit: [93, 1, 1, 1, 1, 1, 1, 1].
     """
@@ -183,8 +183,8 @@ def worst_case_counts(*, max_num_batched_tokens: int, max_num_seqs: int, max_mod
 def worst_case_start(groups: Sequence[GroupSpec], count: int, max_model_len: int) -> int:
     """Return how many tokens precede the `count` new tokens of the longest sequence in that step.
 
-    Compressed layers need memory that grows with the whole sequence (the indexer's scores, and the lists of entries that
-    queries read), so their longest sequence fills the context. Other layers need none, so the prompt starts at 0.
+    Compressed layers need memory that grows with the whole sequence (the indexer's scores, and the lists of entries that queries
+    read), so with them the longest sequence fills the context. Other layers do not, so without them the prompt starts at 0.
     """
     return max(0, max_model_len - count) if any(group.ratio for group in groups) else 0
 

@@ -1,7 +1,7 @@
 """Reports the progress of downloading and loading a model, and of compiling its kernels.
 
-The caller passes an `OnProgress` callback. It gets the share of the tensors that were read and the bytes of them, about once a
-second: the executor takes a rank that reports nothing for two minutes for hung.
+About once a second, the caller's `OnProgress` callback gets the share of the tensors that were read, and their bytes. A rank must
+report, because the executor treats one that is silent for two minutes as hung.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def fetch_with_progress(fetch: Callable[[], T], on_progress: OnProgress, *, shar
 
 @contextmanager
 def compile_progress(on_compiled: Callable[[int], None] | None = None) -> Iterator[None]:
-    """Within this context, log how many kernels this process has compiled, and call `on_compiled` with it, each second at most.
+    """Within this context, log how many kernels this process has compiled, and call `on_compiled` with that number, at most once a
+    second.
 
     A first start on a GPU compiles some 20 to 40 kernels, 0.5 to 5 seconds each; a later one loads them from Triton's cache.
     """

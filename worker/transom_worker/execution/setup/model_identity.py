@@ -1,12 +1,12 @@
-"""The identity of a model as a worker computes it. Workers of equal identities compute the same numbers from the same tokens.
+"""Makes the identity of a model as a worker computes it. Workers of equal identities compute the same numbers from the same tokens.
 
-The identity is made of the contents of the model's files (`model_files.content`) and of all that decides numbers besides them:
-number formats, quantisation, windows, and which kernels compute. It does not have the number of ranks, nor anything about memory,
-batches or layout: workers that differ in these share results. It is part of
+The identity is a digest of the contents of the model's files (`model_files.content`) and of all else that decides numbers: number
+formats, quantisation, windows, and which kernels compute. The number of ranks, memory, batches and layout have no part in it:
+workers that differ in these share results. The identity is part of
 
-- the root of every chain of hash blocks (`kv_cache.hashing`): so no index, tier, mirror or transfer can take one model's blocks
-  for another's;
-- `CacheShape`, so that routers know it of each worker, and a stream goes on only with the identity that began it;
+- the root of every chain of hash blocks (`kv_cache.hashing`), so that no index, tier, mirror or transfer can take one model's
+  blocks for another's;
+- `CacheShape`, from which routers know it, so that an answer continues only on a worker with the identity that began it;
 - the fingerprint of the disk tier's files, which has the layout of a rank's blocks as well.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transom_core.kv_cache.layout import GroupLayout
     from transom_worker.execution.setup.model_loading import LoadedModel
 
-NUMERICS = 1  # raise this when a change of kernels or layers gives other numbers than rounding does
+NUMERICS = 1  # raise this when a change of kernels or layers changes numbers by more than rounding
 IDENTITY_BYTES = 16
 _DISK_FORMAT = "transom-disk-2"
 
@@ -40,13 +40,13 @@ def model_identity(contents: bytes, config: ModelConfig, loaded: LoadedModel, gr
 
 
 def disk_fingerprint(identity: str, groups: Sequence[GroupLayout], *, rank: int, num_ranks: int) -> bytes:
-    """Return what tells the files of a rank's blocks from those of other models and layouts; 32 bytes.
+    """Return the 32 bytes that tell the files of a rank's blocks from those of other models and layouts.
 
-    `groups` are the rank's own: they say what lies where in its blocks.
+    `groups` are the rank's own, with the layout of its blocks.
     """
     return _digest(32, _DISK_FORMAT, identity, rank, num_ranks, tuple(groups))
 
 
 def _digest(num_bytes: int, *facts: object) -> bytes:
-    """The digest of facts whose `repr` is the same in every process."""
+    """Return a digest of facts; the `repr` of each fact must be the same in every process."""
     return blake2b(repr(facts).encode(), digest_size=num_bytes).digest()

@@ -36,7 +36,7 @@ _DECODER_TENSOR = re.compile(r"(language_model\.)?(model\.)?(language_model\.)?l
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """A model on its device, and the facts about it that the engine needs. `dtype` is torch's name, such as "bfloat16"; `contents`
-    are this rank's part of the contents of its files, None of a model without files."""
+    is this rank's part of the contents of the model's files; None for a model without files."""
 
     model: Model
     architecture: Architecture
@@ -126,11 +126,11 @@ def model_architecture(files: ModelFiles, config: ModelConfig) -> Architecture:
 
 
 def choose_device(device: str) -> torch.device:
-    """Return the device for a setting; `auto` chooses CUDA where this process may use a GPU.
+    """Return the device for a setting; `auto` chooses CUDA if this process may use a GPU.
 
     Raises:
-        ConfigError: a GPU is to be used, and there is none, or torch or Triton cannot use it; the message says why. A GPU that
-            cannot be used is never replaced by the CPU without a word.
+        ConfigError: a GPU is to be used, and there is none, or torch or Triton cannot use it; the message says why. If a GPU
+            cannot be used, `auto` does not fall back to the CPU in silence.
     """
     driver, torch_finds_one = read_driver(), torch.cuda.is_available()
     has_gpu = torch_finds_one or visible_gpus(driver.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))

@@ -1,8 +1,8 @@
 """Sets up one rank: loads its part of the model, finds out how large its KV pool may be, allocates the pool, and warms up.
 
-    setup = ModelSetup(config, parallel)         the model is loaded
-    num_bytes = setup.pool_bytes()               how large a KV pool then fits into this rank's memory
-    runner = setup.allocate(num_bytes, contents) with the smallest of these numbers of all ranks, and the digest of their `contents`
+    setup = ModelSetup(config, parallel)         load the model
+    num_bytes = setup.pool_bytes()               how large a KV pool fits into the rest of this rank's memory?
+    runner = setup.allocate(num_bytes, contents) with the smallest number of all ranks, and the digest of their `setup.contents`
 
 With several ranks, each rank makes the three calls at the same time as the others, because the forward passes in them contain
 collectives.
@@ -40,7 +40,8 @@ from transom_worker.planner import CachePlan, make_layout, rank_layout
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import TIER_DEVICE, TIER_HOST
 
-# Every kernel of sampling is compiled; several ranks gather the first row's logits on one rank, and sample the second row's apart.
+# Together these compile every sampling kernel: several ranks gather the first row's logits on one rank, and sample slices of the
+# second row.
 WARM_UP_SAMPLING = (SamplingParams(repetition_penalty=1.1, logprobs=1), SamplingParams())
 
 
@@ -56,7 +57,7 @@ class ModelSetup:
         ranks_on_host: int = 1,
         on_progress: OnProgress | None = None,
     ) -> None:
-        """Load the model, or take over `loaded` instead. `ranks_on_host` ranks share this host's cores and memory.
+        """Load the model, or use `loaded` instead. `ranks_on_host` ranks share this host's cores and memory.
 
         Raises:
             ConfigError: the model cannot meet the settings.  ModelError: the model cannot be loaded.
@@ -99,7 +100,7 @@ class ModelSetup:
     def allocate(self, pool_bytes: int, contents: bytes = b"") -> ModelRunner:
         """Plan the cache for a pool that fits every rank, allocate this rank's part of it, warm up, and return the runner.
 
-        `contents` is the digest of the model's files, empty where there are none.
+        `contents` is the digest of the model's files; empty if there are none.
 
         Raises:
             ConfigError: the pool is too small for the model, or larger than the memory.
@@ -128,7 +129,7 @@ class ModelSetup:
         )
 
     def _info(self, plan: CachePlan, layout: ArenaLayout, forward: ForwardPass, identity: str) -> ExecutorInfo:
-        """What the engine must know. `plan` is of the worker, `layout` of this rank's part."""
+        """Return what the engine must know. `plan` is the whole worker's, `layout` this rank's."""
         loaded, kernels = self._loaded, kernels_on(self._loaded.device)
         dtype: torch.dtype = getattr(torch, loaded.dtype)
         return ExecutorInfo(
@@ -153,7 +154,8 @@ class ModelSetup:
         )
 
     def _allocate_tiers(self, plan: CachePlan, identity: str) -> RankTiers:
-        """Allocate the memory of the device tier and of the host tier, and open the disk's folder, as far as there are such."""
+        """Allocate the memory of the device tier, and of the host tier if there is one, and open the disk tier's folder if there is
+        one."""
         layout, device = rank_layout(plan.layout, self._cache.groups), self._loaded.device
         memories = {TIER_DEVICE: TierMemory(layout, allocate_slab(layout, device))}
         if plan.host_layout is not None:
@@ -190,7 +192,7 @@ class ModelSetup:
 
     @torch.inference_mode()
     def _warm_up(self, builder: BatchBuilder, slab: torch.Tensor, sampler: ShardedSampler) -> ForwardPass:
-        """Compile and choose kernels by made-up steps, and make the forward pass, which may capture decode steps now."""
+        """Run made-up steps, which compile and choose kernels, and return the forward pass, which may capture CUDA graphs now."""
         model, by_rows = self._loaded.model, compiles_by_rows(self._loaded.device)
         logits_1V = warm_up(
             model,

@@ -6,8 +6,8 @@
                               device -> host (spills), host -> device (swapped sequences), and into the queue for the disk
     loads (tickets above 0)   beside this step and later ones: host -> device, and disk -> host. A later result reports their end
     writes to the disk        a thread writes what is queued; it drops blocks if it does not keep up
-    read, write               between steps: the contents of blocks for other workers, and from them
+    read, write               between steps: the contents of blocks, to and from other workers
 
-`rank_tiers` is what the runner and the executors use; `device_slab` and `host_slab` allocate the memory; `load_copies` and
-`disk_blocks` have the loads and the threads; `load_reports` collects over ranks which loads have ended.
+The runner and the executors use `rank_tiers`. `device_slab` and `host_slab` allocate the memory, `load_copies` and `disk_blocks`
+make the loads and have the threads, and `load_reports` collects from all ranks which loads have ended.
 """

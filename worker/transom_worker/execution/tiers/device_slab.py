@@ -1,4 +1,4 @@
-"""The slab: the one allocation of memory that holds a rank's KV pool, and views of it as the caches of each layer.
+"""Allocates the slab, the one piece of memory that holds a rank's KV pool, and makes the views of it that are the layers' caches.
 
 - group: layers whose caches share block tables; a block id names one block in each of the group's layers.
 - dump block: the last block of a group, which no sequence owns; tokens that need not be stored are written there.
@@ -57,7 +57,7 @@ def group_of_layer(layout: ArenaLayout) -> tuple[int, ...]:
 
 
 def compressed_caches(layout: ArenaLayout, slab: torch.Tensor) -> tuple[CompressedCache | None, ...]:
-    """Return what compressed layers keep besides K and V, by layer; empty where no layer is compressed."""
+    """Return what compressed layers keep besides K and V, by layer; empty if no layer is compressed."""
     parts = _parts(layout, slab)
     caches = tuple(_compressed_cache(parts, layer) for layer in _layers(layout))
     return caches if any(caches) else ()
@@ -112,8 +112,8 @@ def _view(
 ) -> torch.Tensor:
     """Return one cache tensor of a layer as [N, P, H, D], with a stride of one block between blocks.
 
-    Inside a block, the tokens of one head lie together, because attention gathers (block, head) pieces. On a CPU at 32
-    sequences this decodes 1.4 to 1.6 times as fast as with the heads of one token together.
+    Inside a block, the tokens of one head are contiguous, because attention gathers (block, head) pieces. On a CPU with 32
+    sequences this decodes 1.4 to 1.6 times as fast as a layout in which the heads of one token are contiguous.
     """
     rows = group.rows_per_block
     return slab.view(dtype).as_strided(

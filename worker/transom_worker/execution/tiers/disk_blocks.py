@@ -1,12 +1,12 @@
 """`DiskTier`: a rank's blocks in files. A thread writes the blocks that leave the memory; loads from the disk run beside the steps.
 
-    store     takes the bytes of a block at once; a thread writes the file later. If the thread does not keep up, blocks are
-              dropped: the disk must not slow steps down
-    fetch     a thread reads the blocks of one load, under a *ticket*, into the host's arena; the load fails if a block is missing
-              or its file is broken
+    store     copy a block's bytes now; a thread writes the file later. If the thread does not keep up, blocks are dropped, because
+              the disk must not slow steps down
+    fetch     let a thread read the blocks of one load, under a *ticket*, into the host's arena; the load fails if a block is
+              missing or its file is broken
 
-A write that fails, because the disk is full or for another reason, pauses writing for `PAUSE_S`: meanwhile new blocks are dropped.
-What was written before can still be read, since each file is checked.
+If a write fails, for example because the disk is full, writing pauses for `PAUSE_S`, and new blocks are dropped meanwhile. Blocks
+that were written before can still be read, since each file is checked.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DiskTier:
         self._folder, self._board, self._now_s = folder, board, now_s
         self._writes: SimpleQueue[StoredBlock | None] = SimpleQueue()
         self._fetches: SimpleQueue[tuple[int, list[FetchedBlock]] | None] = SimpleQueue()
-        self._has_written = threading.Condition()  # guards the two numbers below; notified when the first gets smaller
+        self._has_written = threading.Condition()  # guards the two numbers below; notified when the first falls
         self._queued_bytes = 0
         self._num_dropped = 0
         self._num_failed = 0
@@ -78,8 +78,8 @@ class DiskTier:
         )
 
     def wants(self, num_bytes: int) -> bool:
-        """Return whether a block of `num_bytes` should be stored: the thread keeps up. Only the thread looks whether there is a
-        file already, since a step must not wait for the disk.
+        """Return whether a block of `num_bytes` should be stored, which depends on whether the thread keeps up. Only the thread
+        checks whether the block has a file already, since a step must not wait for the disk.
         """
         if self._paused_until_s is not None and self._now_s() < self._paused_until_s:
             return False
@@ -89,7 +89,7 @@ class DiskTier:
         return True
 
     def wait_until_written(self, timeout_s: float) -> None:
-        """Wait until all queued blocks have their files, or were given up."""
+        """Wait until each queued block has its file or could not be written, for at most `timeout_s`."""
         with self._has_written:
             self._has_written.wait_for(lambda: not self._queued_bytes, timeout_s)
 
@@ -101,14 +101,14 @@ class DiskTier:
         self._start("transom-disk-writes", self._write)
 
     def fetch(self, ticket: int, blocks: list[FetchedBlock]) -> None:
-        """Begin a load from the disk; the board learns of its end."""
+        """Begin a load from the disk, whose end is reported to the board."""
         self._board.started()
         self._fetches.put((ticket, blocks))
         self._start("transom-disk-reads", self._read)
 
     def close(self) -> None:
-        """Write the queued blocks, and end the threads; idempotent. A disk that takes longer than `CLOSE_S` is not waited for: the
-        process may end, and a file that is not finished is removed by a later one.
+        """Write the queued blocks, and end the threads; idempotent. It waits at most `CLOSE_S`: the process may then end, and a
+        later process removes files that were left unfinished.
         """
         self._is_closed = True
         self._writes.put(None)
@@ -129,7 +129,7 @@ class DiskTier:
                 self._works_again()
             except OSError as error:
                 self._pause(error)
-            except Exception as error:  # a bug must not end the thread: blocks would wait in memory for ever
+            except Exception as error:  # a bug must not end the thread, or blocks would wait in memory forever
                 logger.exception("A block could not be written to the disk cache.")
                 self._pause(error)
             finally:
@@ -138,7 +138,7 @@ class DiskTier:
                     self._has_written.notify()
 
     def _pause(self, error: Exception) -> None:
-        """Count a failed write, and write nothing for a while; the first one of an outage is logged."""
+        """Count a failed write, and write nothing for `PAUSE_S`; the first failure of an outage is logged."""
         self._num_failed += 1
         if self._paused_until_s is None:
             logger.error(
@@ -160,7 +160,9 @@ class DiskTier:
                     self._board.ended(ticket, time.perf_counter() - begin_s)
                 else:
                     self._board.failed(ticket)
-        except BaseException as error:  # the rank must learn of any error, and no request may wait for the load
+        except (
+            BaseException
+        ) as error:  # the rank must learn of any error, and no request may wait for this load forever
             self._board.broke(error)
 
     def _read_all(self, blocks: Sequence[FetchedBlock]) -> bool:

@@ -1,6 +1,7 @@
-"""The host slab: the memory of a rank's host tier, which has the groups, blocks and pages of the device's slab in another number.
+"""Allocates the host slab, the memory of a rank's host tier. It has the same groups, blocks and pages as the device's slab, but
+another number of pages.
 
-On GPUs it is pinned, so that copies run beside steps. On CPUs it takes memory as its pages are first touched.
+For a GPU it is pinned, so that copies run beside steps. For a CPU it takes memory only as its pages are first touched.
 
 torch's own pinned memory is not used: its allocator rounds up to a power of two, so that a tier of 40 GiB would take 64 GiB, and
 one thread would fill it with zeros. The system's memory is zero already, and CUDA pins it as it is (`cudaHostRegister`).
@@ -22,8 +23,8 @@ def allocate_host_slab(
 ) -> torch.Tensor:
     """Allocate zeroed bytes for all pages of the host tier of a rank that computes on `device`.
 
-    `available_bytes` is the host's free memory, which `ranks_on_host` ranks share. `pool_bytes` of it are each rank's KV pool,
-    where that lies in the host's memory and is not touched yet.
+    `available_bytes` is the host's free memory, which `ranks_on_host` ranks share. Each rank's KV pool will take `pool_bytes` of
+    it, if the pool is in the host's memory and not touched yet.
 
     Raises:
         ConfigError: the host's memory is too small.
@@ -48,7 +49,7 @@ def allocate_host_slab(
 
 
 def pinned_bytes(num_bytes: int) -> torch.Tensor:
-    """Return zeroed bytes of exactly this number that CUDA has pinned; they are unpinned once the tensor is gone.
+    """Return exactly `num_bytes` zeroed bytes that CUDA has pinned; they are unpinned once the tensor is gone.
 
     Raises:
         RuntimeError: CUDA cannot pin them.

@@ -2,8 +2,8 @@
 
     start(ticket, copies) -> the copies run -> take() returns the ticket once
 
-On CPUs a thread copies. On a GPU the copies run on a CUDA stream of their own, and an event tells when they have ended. An error of
-a copy is kept, and `take` raises it: what the load should have written is unknown then.
+On CPUs a thread copies. On a GPU the copies run on a CUDA stream of their own, and an event tells when they have ended. If a copy
+fails, `take` raises its error, since the contents of the load's target blocks are then unknown.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RowCopies(NamedTuple):
 
 @dataclass(slots=True)
 class EndedLoads:
-    """Tickets of loads that have ended, and the seconds that each took; tickets of those that failed."""
+    """Tickets of the loads that have ended and the seconds that each took, and tickets of the loads that failed."""
 
     loaded: list[int] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)
@@ -51,11 +51,11 @@ class LoadBoard:
 
     @property
     def num_in_flight(self) -> int:
-        """Loads that were started and are not taken from the board yet."""
+        """The number of loads that were started and that `take` has not returned yet."""
         return self._num_in_flight
 
     def started(self) -> None:
-        """Count a load."""
+        """Count a load that was started."""
         with self._changed:
             self._num_in_flight += 1
 
@@ -73,7 +73,7 @@ class LoadBoard:
             self._changed.notify_all()
 
     def broke(self, error: BaseException) -> None:
-        """Note an error that no load should end with; `take` raises it."""
+        """Note an error that must not happen in any load; `take` raises it."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
@@ -105,19 +105,19 @@ class Loads(ABC):
 
     @abstractmethod
     def start(self, ticket: int, copies: list[RowCopies]) -> None:
-        """Begin a load after everything that the rank has done until now."""
+        """Begin a load after everything that the rank has been told to do so far."""
 
     @abstractmethod
     def poll(self, *, wait: bool) -> None:
-        """Report the loads that have ended, if no thread does that; `wait` for the oldest one."""
+        """Report the loads that have ended, if no thread reports them; with `wait`, wait for the oldest one first."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for the running load, and drop those after it; idempotent."""
+        """Wait for the running load, and drop the loads after it; idempotent."""
 
 
 class ThreadLoads(Loads):
-    """Loads by a thread, which begins with the first load. Copying releases the interpreter's lock: steps go on beside it."""
+    """Loads by a thread that the first load starts. Steps run beside it, because numpy's copies release the GIL."""
 
     def __init__(self, board: LoadBoard) -> None:
         self._board = board
@@ -147,7 +147,7 @@ class ThreadLoads(Loads):
         try:
             while (load := self._queue.get()) is not None and not self._is_closed:
                 self._copy(*load)
-        except BaseException as error:  # the rank must learn of any error, and no step may wait for the load
+        except BaseException as error:  # the rank must learn of any error, and no step may wait for this load forever
             self._board.broke(error)
 
     def _copy(self, ticket: int, copies: list[RowCopies]) -> None:
@@ -168,7 +168,7 @@ class StreamLoads(Loads):
         self._running: deque[tuple[int, Any, Any]] = deque()  # ticket, events before and after the copies
 
     def start(self, ticket: int, copies: list[RowCopies]) -> None:
-        """Launch a load after the work that the step's stream has got until now, which may still use the targets."""
+        """Launch a load after the work that is already in the step's stream, which may still use the target blocks."""
         self._board.started()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

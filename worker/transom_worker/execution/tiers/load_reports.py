@@ -1,8 +1,8 @@
-"""`LoadReports`: collects which loads have ended on which ranks, until a result is delivered that can report them.
+"""`LoadReports`: collects which loads have ended on which ranks, until a result that reaches the engine can report them.
 
-A *load* copies KV blocks beside the steps, under a *ticket*. Each rank loads its own part, so a load has ended when every rank
-has said so, and it has failed if it has failed on any. Results may be dropped before the engine sees them; a later result reports
-their tickets.
+A *load* copies KV blocks beside the steps, under a *ticket*. Each rank loads its own part, so a load has ended when all ranks have
+reported its end, and it has failed if it failed on any rank. Results may be dropped before the engine sees them; a later result
+reports their tickets.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from transom_worker.scheduling.step import StepResult
 
 
 class LoadReports:
-    """What `num_ranks` ranks have said."""
+    """The loads that `num_ranks` ranks have reported."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._num_ended: dict[int, int] = {}  # by ticket, in ranks
-        self._load_s: dict[int, float] = {}  # by ticket, of the slowest rank so far
+        self._num_ended: dict[int, int] = {}  # ticket -> ranks that have reported its end
+        self._load_s: dict[int, float] = {}  # ticket -> seconds of the slowest rank so far
         self._failed: set[int] = set()
 
     def add(self, loaded: Sequence[int], load_s: Sequence[float], failed: Sequence[int]) -> None:
@@ -30,7 +30,8 @@ class LoadReports:
         self._failed.update(failed)
 
     def deliver(self, result: StepResult) -> StepResult:
-        """Return a result, which was added before, with the tickets that all ranks have reported and no result yet."""
+        """Return `result` with the tickets that all ranks have reported and no earlier result had. The loads of `result` itself
+        were given to `add` before."""
         ended = [ticket for ticket, count in self._num_ended.items() if count == self._num_ranks]
         result.failed = [ticket for ticket in ended if ticket in self._failed]
         result.loaded = [ticket for ticket in ended if ticket not in self._failed]

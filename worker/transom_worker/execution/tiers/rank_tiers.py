@@ -1,8 +1,8 @@
 """`RankTiers`: one rank's tiers of KV memory, and all movements of blocks between them.
 
-    tier     memory with the same groups and blocks, in another number: the device's slab or the host's; or the files on disk
-    ticket   0: a copy that is done before the plan's forward pass. Above 0: a *load*, which goes on beside this and later steps
-    piece    what one `read` or `write` moves, at most `PIECE_BYTES`, so that steps wait for it only a moment
+    tier     the device's slab, the host's slab (the same groups and blocks, but another number of them), or the files on disk
+    ticket   0: a copy that is done before the plan's forward pass. Above 0: a *load*, which runs beside this step and later ones
+    piece    the blocks that one `read` or `write` moves: at most `PIECE_BYTES`, so that steps wait only a moment
 
 A plan's copies are made once, even if the plan fails or is dropped: `run` may be called again for the same plan.
 """
@@ -69,8 +69,8 @@ class RankTiers:
         return self._memories[TIER_DEVICE]
 
     def compile_copies(self) -> None:
-        """Copy block 0 of each group onto itself, and to the host tier and back, before anything is stored: a kernel that is
-        compiled on its first launch is compiled now, and no request waits for it.
+        """Copy block 0 of each group onto itself, and to the host tier and back, before anything is stored, so that copy kernels
+        are compiled now and no request waits for that.
         """
         host = self._memories.get(TIER_HOST)
         for group in range(len(self.device.layout.groups)):
@@ -105,7 +105,7 @@ class RankTiers:
         return len(copies)
 
     def ended_loads(self, *, wait: bool = False) -> EndedLoads:
-        """Return the loads that have ended since the last call; `wait` up to `LOAD_WAIT_S` for one if any is in flight.
+        """Return the loads that have ended since the last call. With `wait`, wait up to `LOAD_WAIT_S` for one if any is in flight.
 
         Raises:
             StepFailed: a copy of a load raised an exception.
@@ -117,7 +117,7 @@ class RankTiers:
 
     @torch.inference_mode()
     def read(self, tier: int, group: int, blocks: Sequence[int]) -> bytes:
-        """Return the contents of blocks, one after the other, `block_bytes` of this rank each.
+        """Return the contents of blocks, one after the other, each with this rank's `block_bytes`.
 
         Raises:
             ValueError: there is no such tier, group or block, or the piece is too large.
@@ -128,7 +128,7 @@ class RankTiers:
 
     @torch.inference_mode()
     def write(self, tier: int, group: int, blocks: Sequence[int], data: bytes | memoryview) -> None:
-        """Write what `read` returns into blocks.
+        """Write contents, in the format of `read`, into blocks.
 
         Raises:
             ValueError: there is no such tier, group or block, the piece is too large, or the data has another length.
@@ -144,7 +144,7 @@ class RankTiers:
             rows[ids] = new.to(rows.device)
 
     def close(self) -> None:
-        """Wait for the running load, drop those after it, and write what is queued for the disk; idempotent."""
+        """Wait for the running load, drop the loads after it, and write the blocks that are queued for the disk; idempotent."""
         self._loads.close()
         if self._disk is not None:
             self._disk.close()
@@ -155,15 +155,15 @@ class RankTiers:
         return None if self._disk is None else self._disk.usage
 
     def _copy_now(self, copies: list[_Copy], digests: Sequence[bytes]) -> None:
-        # The order across groups matters: copies may empty a page, which later copies of another group then use as their target.
-        # So only neighbouring copies of one group between the same tiers are done together.
+        # The order across groups matters: copies may empty a page which is then the target of another group's copies. So only
+        # consecutive copies of one group between the same tiers are made together.
         for (group, source_tier, target_tier), run in groupby(copies, key=_ends):
             pairs = [(copy.source, copy.target) for copy in run]
             if target_tier == TIER_DISK:
                 self._store(source_tier, group, [(block, digests[index]) for block, index in pairs])
             elif source_tier == target_tier:
                 if source_tier != TIER_DEVICE:
-                    self._finish_spills()  # the host copies, and a GPU may still write what it reads
+                    self._finish_spills()  # the CPU makes this copy, and a GPU may still be writing its sources
                 block_copy(self._rows(source_tier, group), pairs)
             else:
                 block_copy_between(self._rows(source_tier, group), self._rows(target_tier, group), pairs)
@@ -233,7 +233,8 @@ class RankTiers:
 
 
 def _bytes_of(rows: torch.Tensor, tier: int, blocks: Sequence[int]) -> Iterator[bytes]:
-    """Yield the contents of blocks. Those on the device come in pieces of `PIECE_BYTES`: each copy waits for the device."""
+    """Yield the contents of blocks. From the device they are copied in pieces of `PIECE_BYTES`, since each copy waits for the
+    device."""
     if tier != TIER_DEVICE:
         yield from (rows[block].numpy().tobytes() for block in blocks)
         return

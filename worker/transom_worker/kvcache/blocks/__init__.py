@@ -1,1 +1,1 @@
-"""Blocks: the arena of pages, pools of each group, block tables, and the registry of who uses which block."""
+"""The device's blocks: the arena of pages, a pool of blocks per group, block tables, and the registry of published blocks."""

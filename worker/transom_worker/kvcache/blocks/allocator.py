@@ -5,10 +5,10 @@
     slack        the number of a group's blocks in busy pages that are not active: the group may take them, after evictions
     run          consecutive free blocks of one page
 
-A group can take its slack and the blocks of usable pages, and every page has the same number of a group's blocks. So simple
+A group can take its slack and the blocks of usable pages. Since every page has the same number of a group's blocks, simple
 arithmetic decides exactly whether an allocation fits: `pages_needed` divides the usable pages among the groups, and `allocate`
-takes at most its group's share. Example: a group needs 10 blocks, its slack is 3, and a page has 4 of its blocks. It needs
-ceil((10 - 3) / 4) = 2 usable pages.
+takes at most its group's share. Example: a group needs 10 blocks, its slack is 3, and a page has 4 of its blocks. It needs ceil((10
+- 3) / 4) = 2 usable pages.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class BlockAllocator:
         return pages if sum(pages) <= self.usable_pages else None
 
     def allocate_all(self, num_blocks: Sequence[int], near: Sequence[int | None]) -> list[list[int]]:
-        """Take `num_blocks[group]` blocks of each group, if possible after block `near[group]`, and return them. They must fit.
+        """Take `num_blocks[group]` blocks of each group, right after block `near[group]` where possible, and return them. They must
+        fit.
 
-        Each group may take the pages that it needs, and the pages that no group needs: so block ids stay consecutive.
+        Each group may take the pages that it needs, and also pages that no group needs, so that block ids stay consecutive.
         """
         pages = self.pages_needed(list(num_blocks))
         assert pages is not None
@@ -73,7 +74,7 @@ class BlockAllocator:
         return taken
 
     def allocate(self, group: int, count: int, near: int | None, max_pages: int) -> tuple[list[int], int]:
-        """Take `count` blocks with one reference each, if possible after block `near`.
+        """Take `count` blocks with one reference each, right after block `near` where possible.
 
         Returns the blocks, and how many usable pages they took: at most `max_pages`, the group's share.
         """
@@ -97,12 +98,12 @@ class BlockAllocator:
         return taken, pages
 
     def _new_pages(self, pool: GroupPool, near: int | None, count: int, max_pages: int) -> range:
-        """Lease consecutive pages for `count` blocks, as `_next` would one by one, as far as it is certain that it would.
+        """Lease consecutive pages for `count` blocks at once, as far as it is certain that `_next` would lease them one by one.
 
-        Returns the pages, at most `max_pages`; none if another free block is preferred, or if there might be one.
+        Returns the pages, at most `max_pages`; none if a free block of another page is, or might be, preferred.
         """
         num_pages = min(max_pages, -(-count // pool.blocks_per_page), self._arena.num_free)
-        if pool.slack:  # before usable pages become scarce
+        if pool.slack:  # stop before usable pages become scarce: then slack is preferred
             num_pages = min(num_pages, self.usable_pages - self._arena.num_pages // _SCARCE_FRACTION)
         if num_pages <= 1:
             return range(0)
@@ -114,7 +115,7 @@ class BlockAllocator:
         return self._arena.lease_run(pool.group, num_pages, prefer=page + 1)
 
     def _next(self, pool: GroupPool, near: int | None, count: int, *, may_take_page: bool) -> int:
-        """Return a free block, evicting cached ones if there is none. Busy pages are filled first when usable pages are scarce."""
+        """Return a free block; evict cached blocks if there is none. When usable pages are scarce, busy pages are filled first."""
         scarce = self.usable_pages * _SCARCE_FRACTION <= self._arena.num_pages
         if not may_take_page or (scarce and pool.slack):
             block = self._place(pool, near, may_take_page=False)
@@ -156,7 +157,9 @@ class BlockAllocator:
                 return None
             if not self._evict_checkpoint():
                 raise RuntimeError("blocks that were promised are not there")  # a bug: feasibility was checked
-            if (block := self._place(pool, None, may_take_page=False)) is not None:  # it went to the host tier
+            if (
+                block := self._place(pool, None, may_take_page=False)
+            ) is not None:  # the checkpoint's blocks moved to the host tier and are free
                 return block
         self._evict(pool.group, blocks, EVICTED_FOR_OWN_GROUP)
         return blocks[0]
@@ -164,8 +167,8 @@ class BlockAllocator:
     def _reclaim(self, pool: GroupPool, count: int) -> None:
         """Evict cached blocks so that a block of this group, or a whole page, becomes free.
 
-        In order of preference: up to `count` evictable blocks of the group; all blocks of pages of another group that have no
-        active or pinned block, as many pages as `count` blocks need; a checkpoint, whose blocks become evictable.
+        In order of preference: up to `count` evictable blocks of the group; as many pages as `count` blocks need, of another group,
+        without active or pinned blocks; a checkpoint, whose blocks become evictable.
         """
         if pool.evictable:
             self._evict(pool.group, list(islice(pool.evictable, count)), EVICTED_FOR_OWN_GROUP)

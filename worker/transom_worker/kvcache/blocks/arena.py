@@ -1,8 +1,8 @@
 """`Arena`: the pages of the KV memory, each free or leased to one KV cache group. Integers only; `ArenaLayout` has the bytes.
 
-A *page* is an equal part of the memory; while a group leases it, it has that group's blocks and no others. Free pages are kept as
-*runs* of consecutive pages. A lease without a preferred page gets the middle of the longest run, so that this sequence and the one
-whose pages lie before the run can both grow into consecutive pages. Example with 8 pages: the first lease takes page 0, the second
+A *page* is one of the equal parts of the memory; while a group leases it, it has only that group's blocks. Free pages are kept as
+*runs* of consecutive pages. A lease without a preferred page gets the middle of the longest run, so that both the new sequence and
+the one whose pages precede the run can grow into consecutive pages. Example with 8 pages: the first lease takes page 0, the second
 takes page 4 (the middle of 1 to 7), and each has 3 free pages after it.
 """
 
@@ -72,7 +72,7 @@ class Arena:
             self._add_run(start, end)
 
     def _page_to_grow_from(self) -> int:
-        """Return the middle of the longest free run, or page 0 if the run starts there (no leased page lies before it)."""
+        """Return the middle of the longest free run, or page 0 if the run starts there, since then no sequence grows into it."""
         length, start = self._longest[0]
         while self._run_end.get(start) != start - length:
             heappop(self._longest)

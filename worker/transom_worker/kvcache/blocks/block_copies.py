@@ -1,7 +1,7 @@
 """`BlockCopy` and `CopyQueue`: the block copies that the ranks must make, in the order in which the cache decided them.
 
-Every copy of every plan takes effect in this order. So a block may be the source of one copy and the target of a later one: what a
-page held is copied to the host before another block takes its place.
+All copies of all plans take effect in this order. So a block may be the source of one copy and the target of a later one: its old
+contents are copied to the host before new contents replace them.
 
 A *load* is an asynchronous copy from the host to the device, or from the disk to the host. All copies of one load have the same
 *ticket*, a number above 0; until the ranks have reported the ticket, no other copy and no step reads or writes the load's blocks.
@@ -16,7 +16,8 @@ from transom_core.kv_cache.tiers import DEVICE, DISK
 
 
 class BlockCopy(NamedTuple):
-    """The contents of block `source` become those of block `target` of the same group; ticket 0: before the next forward pass.
+    """Copies the contents of block `source` to block `target` of the same group. With ticket 0 it happens before the next forward
+    pass.
 
     On the disk, `digest` names the block, and `source` or `target` is 0.
     """
@@ -31,7 +32,7 @@ class BlockCopy(NamedTuple):
 
 
 class CopyQueue:
-    """Copies that no plan carries yet."""
+    """The copies that are in no plan yet."""
 
     def __init__(self) -> None:
         self.waiting: list[BlockCopy] = []

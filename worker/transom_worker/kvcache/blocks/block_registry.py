@@ -1,8 +1,8 @@
-"""`BlockRegistry`: keeps the prefix index and the groups' block pools in step, and counts what happens to published blocks.
+"""`BlockRegistry`: keeps the prefix index and the groups' block pools consistent, and counts what happens to published blocks.
 
-Every change goes through here, so that index, pools, events for routers, times and counts agree. For the block map it notes which
-blocks were *touched*, that is, changed in any way since the last snapshot (`cache_snapshot`), and which of these *moved*: the other
-tier has them instead of this one.
+Every change goes through here, so that index, pools, events for routers, times and counts agree. For the block map the registry
+notes which blocks were *touched*, that is, changed in any way since the last snapshot (`cache_snapshot`), and which of these have
+*moved* to the other tier.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transom_worker.kvcache.stats import GroupStats
 
 
 class BlockRegistry:
-    """One tier's part of the index, and its pools of all groups.
+    """One tier's part of the prefix index, with the pools of all groups.
 
     A block is published in its pool exactly while the index has it. `clock` gives seconds.
     """
@@ -58,8 +58,8 @@ class BlockRegistry:
         return all(chain[(block + 1) * step - 1] in found for block in range(begin, end))
 
     def publish(self, group: int, table: BlockTable, begin: int, end: int, chain: Sequence[bytes]) -> list[bytes]:
-        """Enter logical blocks `[begin, end)` of a table into the index, except those that slid out or whose digest it has
-        already; return the digests of the others.
+        """Enter logical blocks `[begin, end)` of a table into the index, except blocks that slid out and digests that the index has
+        already; return the digests that were entered.
         """
         if begin >= end:
             return []
@@ -75,7 +75,8 @@ class BlockRegistry:
         return [digest for digest, _ in names]
 
     def enter(self, group: int, blocks: Sequence[int], names: Sequence[tuple[bytes, int]]) -> None:
-        """Enter blocks, which are in use, into the index under these (digest, logical index), which it must not have."""
+        """Enter blocks that are in use into the index under these (digest, logical index) pairs; the index must not have the
+        digests."""
         if not blocks:
             return
         digests = [digest for digest, _ in names]
@@ -97,7 +98,7 @@ class BlockRegistry:
             self._touched[group].update(blocks)
 
     def forget(self, group: int, blocks: Iterable[int]) -> None:
-        """Free evictable blocks that the other tier has from now on. This is no eviction."""
+        """Free evictable blocks that the other tier has from now on. They are not counted as evicted."""
         blocks = list(blocks)
         if not blocks:
             return

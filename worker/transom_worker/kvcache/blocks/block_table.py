@@ -1,7 +1,7 @@
-"""Block tables: which blocks a sequence holds in one KV cache group, and what changed since the ranks were last told.
+"""Block tables: which blocks a sequence holds in one KV cache group, and what changed since the last plan told the ranks.
 
-The *run* is the logical blocks after the sink blocks; blocks that slid out of a window are gone from its front. A block's *id* says
-where it is in the arena.
+A table has the *sink blocks* and then the *run*, the logical blocks after them; blocks that slide out of a window are dropped from
+the run's front. A block's *id* says where it is in the arena.
 
 A table with 1 sink block, after 6 blocks, of which 2 slid out:
 
@@ -9,8 +9,8 @@ A table with 1 sink block, after 6 blocks, of which 2 slid out:
     id         17        (slid out)  40        41        23
                sink_blocks           run, first_block = 3           end_block = 6
 
-The run of a `GappedBlockTable` has gaps, where a KV policy removed blocks; of a sequence that is measured, blocks that left the
-table are *aside*: they keep their contents. Of logical blocks 1 to 8 it removed 1, 2, 4 and 5:
+The run of a `GappedBlockTable` has gaps where a KV policy removed blocks. If the sequence is measured, blocks that left the table
+are put *aside*: they keep their contents. Example, after 1, 2, 4 and 5 of the logical blocks 1 to 8 were removed:
 
     logical    0         3   6   7   8
     id         17        40  23  41  18
@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 HOLE = -1
-"""In a table: a logical block whose contents are in the host tier, before its load starts. In a delta: one that the same plan
-removes."""
+"""In a table, a logical block whose contents are in the host tier and whose load has not started; in a delta, a block that the same
+plan removes."""
 
 
 class TableDelta(NamedTuple):
@@ -100,7 +100,7 @@ class BlockTable:
         self._appended += blocks
 
     def live(self, end: int) -> list[int]:
-        """Return the ids of the blocks that are in the table below logical block `end`, in order, and then of those aside."""
+        """Return the ids of the table's blocks below logical block `end`, in order, and then those of the blocks aside."""
         run = [block for logical, block in zip(self.run_logicals, self.run, strict=True) if logical < end]
         return [*self.sink_blocks[:end], *run, *self.aside.values()]
 
@@ -190,7 +190,7 @@ class GappedBlockTable(BlockTable):
     """A block table whose run has gaps; `logicals` has the logical index of each of its blocks, ascending."""
 
     logicals: list[int] = field(default_factory=list)
-    end: int = 0  # one past the last logical block of the run that there ever was
+    end: int = 0  # one past the last logical block that was ever in the run
 
     @property
     def end_block(self) -> int:
@@ -262,8 +262,8 @@ class GappedBlockTable(BlockTable):
         self.run[bisect_left(self.logicals, logical)] = block
 
     def _append_all(self) -> None:
-        """Let the next delta give the ranks every logical block that there ever was, and remove those that are not in the table:
-        a gap's block id is `HOLE`, unless its block is aside.
+        """Let the next delta give the ranks every logical block that was ever in the table, and remove those that are not in it any
+        more: their id is `HOLE`, unless they are aside.
         """
         held = dict(zip(self.logicals, self.run, strict=True))
         gaps = [logical for logical in range(self.first_block, self.end) if logical not in held]

@@ -10,8 +10,8 @@ from transom_worker.kvcache.histogram import Histogram
 class BlockTimes:
     """Two histograms over blocks: `residency` from cached to evicted, `reuse_interval` from cached to hit.
 
-    A published block is cached from the moment when the last running sequence stops using it. Example: that happens at second 10,
-    and a sequence hits the block at second 13: a reuse interval of 3 s. `clock` gives seconds.
+    A published block is cached from the moment when the last running sequence stops using it. Example: if that happens at second
+    10, and a sequence hits the block at second 13, the reuse interval is 3 s. `clock` gives seconds.
     """
 
     def __init__(self, num_blocks: int, clock: Callable[[], float]) -> None:

@@ -1,4 +1,5 @@
-"""`Capacity`: how much the KV pool can hold: the pages of one sequence at its peak, the longest sequence, how many more fit now.
+"""`Capacity`: how much the KV pool can hold: the pages that one sequence needs at its peak, the longest sequence that fits, and how
+many more sequences fit now.
 
 A *page* is a part of the pool that is leased to one KV cache group at a time and has that group's blocks. A sequence's *peak*
 is the most blocks that it holds at once. Example: two groups with 4 and 8 blocks a page; a sequence that holds at most 10 and 9
@@ -17,7 +18,7 @@ from transom_worker.kvcache.blocks.arena import Arena
 class Capacity:
     """Bounds that count pages. They are exact even if blocks are scattered over pages, since the cache compacts them if it must.
 
-    `retentions` are those of sequences without a KV policy; methods take other ones for sequences with a policy.
+    `retentions` are those of sequences without a KV policy; for a sequence with a policy, methods take its own.
     """
 
     def __init__(self, retentions: RetentionSet, arena: Arena, allocator: BlockAllocator) -> None:
@@ -43,7 +44,7 @@ class Capacity:
     def num_that_fit(self, num_tokens: int) -> int:
         """Return how many more sequences of `num_tokens` tokens could run now, all at their peak at the same time.
 
-        Cached blocks count as free, since they can be evicted, and no two sequences are taken to share a block.
+        Cached blocks count as free, since they can be evicted. The sequences are assumed to share no block.
         """
         peaks = [retention.peak_blocks(max(1, num_tokens - 1)) for retention in self._retentions]
         max_blocks = (self._arena.num_pages * per_page for per_page in self._arena.blocks_per_page)

@@ -1,5 +1,5 @@
-"""`Compaction`: clears pages by moving their active blocks into other pages of the same group, because an allocation would
-fail without that.
+"""`Compaction`: clears pages by moving their active blocks into other pages of the same group, when an allocation would otherwise
+fail.
 
 A page is *busy* while it has an active block; else it is *usable*: any group may take it, after evictions. A group's *slack* is its
 blocks in busy pages that are not active.
@@ -7,9 +7,9 @@ blocks in busy pages that are not active.
 Example, pages of 4 blocks (# active, . not): group A has pages [#...] [##..], group B needs a page, none is usable. Moving A's
 block of the first page into the second makes the first page usable: [....] [###.].
 
-Clearing a page takes slack from its group: the moved blocks fill it, and the page's own blocks that were not active do not count
-any more. In return one more page is usable. So pages are chosen only while that leaves the allocation with fewer missing pages,
-those with fewest active blocks first. The ranks copy the moved blocks' contents before the next forward pass.
+Clearing a page makes one more page usable, but costs its group slack: the moved blocks fill slack in other pages, and the inactive
+blocks of the cleared page no longer count as slack. So a page is chosen only if the allocation lacks fewer pages afterwards; pages
+with the fewest active blocks come first. The ranks copy the moved blocks' contents before the next forward pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 
 
 class Compaction:
-    """Moves active blocks together, and updates the block tables of the `running` sequences (by id()).
+    """Moves active blocks together, and updates the block tables of the `running` sequences (keyed by id()).
 
     `fixed` yields (group, block) of blocks that must stay where they are.
     """
@@ -65,7 +65,7 @@ class Compaction:
 
         short = missing()
         while short > 0:
-            # Of the groups' emptiest pages, find the one with fewest blocks to move that brings the allocation closer.
+            # Of each group's emptiest page, take the one with the fewest blocks to move, if clearing it reduces the shortage.
             best: tuple[int, int, int] | None = None  # (moves, group, page)
             for group, pages in enumerate(emptiest_first):
                 if not pages:
@@ -116,6 +116,7 @@ class Compaction:
 
 
 def _emptiest_first(pool: GroupPool, slack: int, fixed: Container[tuple[int, int]]) -> list[int]:
-    """Return busy pages, those with fewest active blocks first; at most `slack`, since each page has a block to move into slack."""
+    """Return busy pages, those with the fewest active blocks first: at most `slack` pages, since each has a block that must move
+    into slack."""
     busy = [page for page, active in pool.num_active_in.items() if active and (pool.group, page) not in fixed]
     return nsmallest(min(len(busy), slack), busy, key=pool.num_active_in.__getitem__)

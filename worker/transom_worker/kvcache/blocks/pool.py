@@ -1,6 +1,6 @@
 """`GroupPool`: the blocks of one KV cache group, the state of each block, and counts of blocks by state and page.
 
-A leased page with an active block is *busy*, another one *idle*. A group's *slack* is its blocks in busy pages that are not active:
+A leased page with an active block is *busy*, and one without is *idle*. A group's *slack* is the inactive blocks in its busy pages:
 it can take them without another page, after evictions.
 
 A block in a leased page is in exactly one state, the first of these that applies:
@@ -40,8 +40,9 @@ from transom_worker.kvcache.blocks.arena import Arena
 class GroupPool:
     """States and counts of one group's blocks.
 
-    Neighbours in a list of blocks mostly lie in the same page. So methods collect the changes of the counts while the page stays
-    the same, and apply them when it changes. Example: `unref` of blocks 8, 9, 10 and 40 changes the counts of two pages, once each.
+    Neighbours in a list of blocks are mostly in the same page. So methods collect the changes of a page's counts while consecutive
+    blocks are in that page, and apply them when the page changes. Example: `unref` of blocks 8, 9, 10 and 40 changes the counts of
+    two pages, once each.
     """
 
     def __init__(self, arena: Arena, group: int) -> None:
@@ -146,7 +147,8 @@ class GroupPool:
         return range(block, end if stop < 0 else stop)
 
     def page_with_most_free(self, *, busy_only: bool) -> int | None:
-        """Return the leased page with most free blocks; None if no page has one. With `busy_only` only busy pages count."""
+        """Return the leased page with the most free blocks; None if no page has a free block. With `busy_only` only busy pages
+        count."""
         for pages in reversed(self._pages_by_num_free[1:]):
             for page in pages:
                 if not busy_only or self.num_active_in[page]:
@@ -154,7 +156,7 @@ class GroupPool:
         return None
 
     def page_with_fewest_free(self, excluded: Container[int]) -> int | None:
-        """Return the busy page with fewest free blocks, at least one, that is not in `excluded`; None if there is none."""
+        """Return the busy page outside `excluded` with the fewest free blocks, but at least one; None if there is none."""
         for pages in self._pages_by_num_free[1:]:
             for page in pages:
                 if self.num_active_in[page] and page not in excluded:
@@ -253,7 +255,8 @@ class GroupPool:
         self._add_to_page_counts(page, 0, moved, -moved, 0)
 
     def unpin(self, blocks: Iterable[int]) -> None:
-        """Remove a checkpoint's pin from each block. Cached blocks without a pin become evictable, the last to be evicted."""
+        """Remove a checkpoint's pin from each block. Cached blocks without a pin become evictable, and come last in the order of
+        eviction."""
         refs, pins, stride, page_bytes = self.refs, self.pins, self._stride, self._page_bytes
         page: int | None = None  # the page that the collected changes are for
         moved = 0  # from pinned to evictable
@@ -304,9 +307,10 @@ class GroupPool:
         return -(-page * self._page_bytes // self._stride)
 
     def _add_to_page_counts(self, page: int | None, active: int, pinned: int, evictable: int, free: int) -> None:
-        """Add these changes to a page's number of blocks in each state; return the page to the arena if all blocks are free now.
+        """Add these changes to a page's number of blocks in each state; return the page to the arena if all its blocks are free
+        now.
 
-        Page None: no change was collected yet.
+        If `page` is None, no change was collected yet.
         """
         if page is None:
             return

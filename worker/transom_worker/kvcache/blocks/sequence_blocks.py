@@ -6,7 +6,7 @@ Terms (the others are in `kvcache`):
     load        the copies of all holes of a sequence from the host tier to the device; the ranks make them while steps run
     KV policy   a request's own rule for which blocks it keeps
 
-Where the blocks of a sequence are is its `BlocksState`. `KvCache` changes it, always by `SequenceBlocks.move_to`:
+A sequence's `BlocksState` says where its blocks are. `KvCache` changes it, always by `SequenceBlocks.move_to`:
 
     begin                                                     begin, if the hit has blocks in the host tier
       |                                                            |
@@ -20,7 +20,7 @@ Where the blocks of a sequence are is its `BlocksState`. `KvCache` changes it, a
     release         READY or AWAITS_LOAD -> RELEASED
     drop_swapped    SWAPPED -> RELEASED
 
-The ranks may be restarted while a sequence is LOADING. It is READY then, with unknown contents, until it is released.
+If the ranks are restarted while a sequence is LOADING, it becomes READY with unknown contents until it is released.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BlocksState(Enum):
 
     READY = auto()  # all on the device: a step may compute the sequence
     AWAITS_LOAD = auto()  # some in the host tier, and their load has not started
-    LOADING = auto()  # the ranks copy those to the device
+    LOADING = auto()  # the ranks copy them to the device
     SWAPPED = auto()  # all in the host tier
     RELEASED = auto()  # the sequence holds none
 
@@ -59,7 +59,7 @@ TRANSITIONS: dict[BlocksState, tuple[BlocksState, ...]] = {
 
 @dataclass(slots=True)
 class Repair:
-    """A window repair: tokens `[start, end)` are computed again. Until `end` is processed nothing is published.
+    """A window repair: tokens `[start, end)` are computed again. Nothing is published before `end` is processed.
 
     Both are 0 for a sequence without a repair.
     """
@@ -81,7 +81,7 @@ class Repair:
 
 @dataclass(frozen=True, slots=True)
 class PendingLoad:
-    """What a sequence has in the host tier: for each group the host's blocks, in the order of the table's holes.
+    """What a sequence has in the host tier: for each group the host's block ids, in the order of the table's holes.
 
     `ticket` is the number of the load in plans and results; 0 before it starts.
     """
@@ -95,20 +95,22 @@ NOTHING_TO_LOAD = PendingLoad()
 
 @dataclass(slots=True)
 class SequenceBlocks:
-    """What a sequence holds in the KV cache. The fields up to `is_private` do not change but for the chain, which grows."""
+    """What a sequence holds in the KV cache. Of the fields up to `is_private`, only the chain changes: it grows."""
 
     tables: list[BlockTable]
     retentions: RetentionSet
     chain: list[bytes]
     root: bytes
-    hit: PrefixHit | None = None  # that the sequence started from
+    hit: PrefixHit | None = None  # the hit from which the sequence started
     keeps_aside: bool = False  # blocks that leave a table keep their contents, so that the KV policy can be measured
-    is_private: bool = False  # nothing is published: a KV policy chooses by the sequence's own history what it keeps
+    is_private: bool = (
+        False  # nothing is published, because a KV policy chooses by the sequence's own history what it keeps
+    )
 
     state: BlocksState = BlocksState.READY
     load: PendingLoad = NOTHING_TO_LOAD
     was_swapped: bool = False  # at least once
-    lost_contents: bool = False  # the cache was emptied during its load, so that it is unknown what the load brings
+    lost_contents: bool = False  # the cache was emptied during the sequence's load, so what the load brings is unknown
 
     processed: int = 0  # tokens whose step has answered
     num_published: int = 0  # leading hash blocks that were published
@@ -162,7 +164,8 @@ class SequenceBlocks:
         )
 
     def move_to(self, state: BlocksState, load: PendingLoad = NOTHING_TO_LOAD) -> None:
-        """Change the state, and what is to be loaded with it. Raises RuntimeError: the present state does not allow it (a bug)."""
+        """Change the state, and with it what is to be loaded. Raises RuntimeError if the present state does not allow it (a
+        bug)."""
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(f"the blocks of a sequence are {self.state.name} and cannot become {state.name}")
         self.state, self.load = state, load
@@ -182,7 +185,7 @@ class SequenceBlocks:
 
     @property
     def can_be_swapped(self) -> bool:
-        """Whether the contents are worth keeping: those of a window repair are inexact, and lost ones are unknown."""
+        """Whether the contents are worth keeping: during a window repair they are inexact, and after a loss they are unknown."""
         return not (self.repair.is_under_way or self.lost_contents)
 
     @property

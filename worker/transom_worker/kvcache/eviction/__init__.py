@@ -1,1 +1,1 @@
-"""Eviction: checkpoints, what the loss of a prefix would cost, and which one goes first."""
+"""Eviction: places checkpoints, estimates what evicting a prefix would cost, and chooses which one is evicted first."""

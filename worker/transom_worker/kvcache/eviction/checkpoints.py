@@ -1,13 +1,13 @@
 """`Checkpoints`: places checkpoints in the prefix tree, learns which ones clients return to, and evicts the least valuable ones.
 
     return   a request that continues a chain within `eviction_policy.NEAR_TOKENS` before a checkpoint's boundary
-    tail     the hash blocks before a prompt's end whose windows are kept too
+    tail     the last hash blocks of a prompt, at whose boundaries windows are kept too
 
-Example of a return with a tail. A checkpoint stands at the end of a prompt of 100 hash blocks. The client's next request
-repeats only the first 98 of them, because its chat template renders the end of a turn differently once an answer follows. The
-cache learns the offset, 2 hash blocks. From the next prompts' ends it keeps the windows of the last two boundaries too, so that
-such a request continues at hash block 98 without a window repair.
-Hash block 98 becomes a node, from which the conversation continues; the other 2 hash blocks are the first to be evicted.
+Example of a return with a tail. A checkpoint stands at the end of a prompt of 100 hash blocks. The client's next request repeats
+only the first 98 of them, because its chat template renders the end of a turn differently once an answer follows. The cache learns
+the offset, 2 hash blocks. At the ends of later prompts it also keeps the windows of the two boundaries before, so that such a
+request continues at hash block 98 without a window repair. Hash block 98 becomes a node, from which the conversation continues; the
+other 2 hash blocks are the first to be evicted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ OFFSET_QUANTILE = 0.9  # the tail is long enough for this fraction of the return
 
 
 class Continuation(NamedTuple):
-    """What a new request continues: how many returns its conversation has had, and where its chain parts from an evicted node's.
+    """What a new request continues: how many returns its conversation has had, and where its chain parts from that of an evicted
+    node.
 
     `parts_at` is a boundary that the chains share, far before the end of the evicted node; None: there is no such node.
     """
@@ -48,8 +49,8 @@ class Continuation(NamedTuple):
 class Checkpoints:
     """The prefix tree with its eviction policy.
 
-    `present(group, digest)` tells whether the device has a block, `repair` whether window repairs are allowed. Evicted nodes go to
-    the host tier by `moves` and to the disk tier by `stores`.
+    `present(group, digest)` returns whether the device has a block; `repair` says whether window repairs are allowed. Evicted nodes
+    go to the host tier by `moves`, and to the disk tier by `stores`.
     """
 
     def __init__(
@@ -101,7 +102,8 @@ class Checkpoints:
         return found
 
     def lock(self, chain: Sequence[bytes], num_hash_blocks: int) -> Node | None:
-        """Lock and return the deepest node of a hit of `num_hash_blocks` hash blocks; None if the tree has none of these.
+        """Lock and return the deepest node within a hit of `num_hash_blocks` hash blocks; None if the tree has none of these hash
+        blocks.
 
         Where the hit ends inside a segment, the segment is split there.
         """
@@ -115,7 +117,8 @@ class Checkpoints:
         return node
 
     def promote(self, node: Node) -> None:
-        """Let a node in the host tier, and those above it, pin the device's blocks as far as the device has all of them."""
+        """Let a node in the host tier, and the nodes above it, pin blocks on the device instead, as far as the device has all of
+        them."""
         for changed in self._moves.promote(node):
             self.eviction.add(changed)
             self.eviction.tidy(changed)
@@ -123,9 +126,9 @@ class Checkpoints:
     def learn_return(self, chain: Sequence[bytes], limit: int, base_node: Node | None) -> Continuation:
         """Learn which checkpoint a newly admitted request returns to, and return what it continues.
 
-        A request that brings back an evicted part that several conversations shared counts their returns. `limit` is the last
-        boundary that the request may reuse, `base_node` the node that it locks. Example: the third request of a conversation
-        returns to the end of the second: 2 returns.
+        If the request returns to an evicted node that several conversations shared (a FORK), the number of returns is that node's.
+        `limit` is the last boundary that the request may reuse, `base_node` the node that it locks. Example: the third request of a
+        conversation returns to the end of the second: 2 returns.
         """
         self._policy.admitted()
         limit = min(limit, len(chain))
@@ -168,8 +171,8 @@ class Checkpoints:
     ) -> Node:
         """Place a checkpoint at a boundary, lock its node instead of `base_node`, and return it.
 
-        The prefix index must have the blocks of the full groups up to the boundary. If it lacks some of the windows, the node
-        pins its segment alone and is no checkpoint.
+        The prefix index must have the blocks of the full groups up to the boundary. If it lacks some of the windows, the node pins
+        only its segment and is not a checkpoint.
         """
         self._promote_chain(chain, boundary)
         node, is_new = self.tree.insert(chain, boundary, kind, retentions)
@@ -242,7 +245,7 @@ class Checkpoints:
         return tuple(windows)
 
     def _continue_evicted(self, ghost: GhostHit) -> Continuation:
-        """Return what a request continues that returned to an evicted node, or parts from its chain."""
+        """Return what a request continues if it returned to an evicted node, or parts from that node's chain."""
         if ghost.kind is CheckpointKind.FORK:
             num_returns = ghost.num_returns
         else:
@@ -251,7 +254,7 @@ class Checkpoints:
         return Continuation(num_returns, ghost.parts_at if is_far else None)
 
     def _nearly_returned_to(self, chain: Sequence[bytes], reach: int) -> Node | None:
-        """Return the conversation's checkpoint to which a request returns that parts from it a little before its end.
+        """Return the conversation's checkpoint to which a request returns although it parts from its chain a little before the end.
 
         The request shares `reach` hash blocks with the tree. None: it returns to a node's end, or to no such checkpoint.
         """
@@ -261,7 +264,8 @@ class Checkpoints:
     def _continue_before_end(self, node: Node, chain: Sequence[bytes], reach: int) -> Continuation:
         """Learn that a request returns to a checkpoint but parts from it a little before its end, and return what it continues.
 
-        The conversation continues where they part, which becomes a node. What is left of the checkpoint was rendered anew.
+        The boundary where they part becomes a node, from which the conversation continues. The rest of the checkpoint is obsolete,
+        because the client's template rendered that text anew.
         """
         upper = self.tree.node_at(chain, reach)
         self._add_candidates(upper)

@@ -1,6 +1,8 @@
-"""`EvictionCosts`: what evicting a part of the prefix cache loses and frees, by which policies rank nodes (`eviction_policy`).
+"""`EvictionCosts`: the tokens that evicting a part of the prefix cache loses and the bytes that it frees; policies rank nodes by
+both (`eviction_policy`).
 
-If windows are lost and the full groups still have their blocks, a window repair computes the windows again.
+If windows are evicted while the full groups keep their blocks, a window repair can compute the windows again, so fewer tokens are
+lost.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class EvictionCosts:
         return lost, self._window_bytes(node)
 
     def _window_bytes(self, node: Node) -> int:
-        """Return the bytes of a node's windows; blocks that it shares with the checkpoint below count for the latter alone."""
+        """Return the bytes of a node's windows; blocks that it shares with the checkpoint nearer to the root count only there."""
         if node.windows is None:
             return 0
         below = node.checkpoint_below().boundary
@@ -44,7 +46,7 @@ class EvictionCosts:
         )
 
     def _repair_tokens(self, node: Node) -> int:
-        """Return how many tokens a window repair at a node's boundary computes; all of them if none is possible."""
+        """Return how many tokens a window repair at a node's boundary computes; all tokens up to it if no repair is possible."""
         n = node.boundary * self._block_size
         can_repair = self._repair and node.retentions.full_groups
         return n - repair_start(node.retentions.specs, n) if can_repair else n

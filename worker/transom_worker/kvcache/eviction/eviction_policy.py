@@ -1,11 +1,10 @@
-"""Decides which part of the prefix cache is evicted when memory is needed: the part that saves least computing per byte that it
-holds.
+"""Decides which part of the prefix cache is evicted when memory is needed: the part that saves the least computation per byte.
 
     evicting a leaf   unpins a childless node's segment and windows, and removes the node
     evicting windows  unpins the windows of a node that has children; its segment stays
-    rank              a policy's score of a node; of the nodes compared the lowest is evicted (no tensor-parallel rank)
+    rank              a policy's score of a node; of the compared nodes, the lowest is evicted (not a tensor-parallel rank)
     return            a later request that continues from a node, or from a boundary inside its segment
-    ghost             what is remembered of an evicted node, by digest, so that the policy can learn from returns to it (a miss)
+    ghost             what is remembered about an evicted node, by digest, so that the policy learns from returns to it (misses)
 
 Blocks that no node pins are evicted before any node, so this module never sees them.
 
@@ -25,9 +24,9 @@ from transom_worker.kvcache.eviction.return_times import CheckpointClass, Return
 from transom_worker.kvcache.prefix.tree import CheckpointKind, Node
 
 SAMPLE_SIZE = 64  # nodes compared to find one to evict
-NEAR_TOKENS = 1_024  # a request whose chain parts at most this far before a checkpoint has returned to it
+NEAR_TOKENS = 1_024  # a request whose chain parts at most this far before a checkpoint counts as a return to it
 GHOST_TOKENS = 256  # every hash block of an evicted segment at a multiple of this in its chain becomes a ghost
-MAX_RETURNS = 3  # classes do not tell higher numbers of returns apart
+MAX_RETURNS = 3  # classes treat higher numbers of returns alike
 
 
 def near_blocks(block_size: int) -> int:
@@ -36,10 +35,10 @@ def near_blocks(block_size: int) -> int:
 
 
 class GhostHit(NamedTuple):
-    """A return to an evicted node, whose kind and earlier returns this has.
+    """A return to an evicted node, with that node's kind and earlier returns.
 
-    The request's chain shares the node's chain up to the boundary `parts_at`, `num_blocks_before` hash blocks before the node's
-    own. What is remembered of long segments is sampled, so it may share a little more.
+    The request's chain shares the node's chain up to the boundary `parts_at`, which is `num_blocks_before` hash blocks before the
+    node's own boundary. Of long segments only samples are remembered, so the chains may share a little more.
     """
 
     kind: CheckpointKind
@@ -96,8 +95,8 @@ class ReturnTimePolicy:
     """Ranks a node by the tokens that it is expected to save per byte and request of waiting: `worth * lost_tokens / freed_bytes`.
 
     `return_times` learns the worth: expected returns per admitted request, by the node's class and age. A request that shares only
-    a part of a segment counts as that fraction of a return, whether the node is cached or evicted: else a long document that
-    many prompts begin with would look as if nothing ever returned to it.
+    a part of a segment counts as that fraction of a return, whether the node is cached or evicted. Otherwise a long document with
+    which many prompts begin would look as if nothing ever returned to it.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -108,7 +107,7 @@ class ReturnTimePolicy:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what is remembered of checkpoints, evicted ones among them; bounded by 16 MiB."""
+        """Bytes of what is remembered about checkpoints, including evicted ones; at most 16 MiB."""
         return self._times.watches.num_bytes + self._ghosts.num_bytes
 
     def admitted(self) -> None:
@@ -125,7 +124,8 @@ class ReturnTimePolicy:
         self._watch(node, built_upon=True)
 
     def returned(self, node: Node) -> None:
-        """Count the return, and watch the node for the next one; a node that was only made to split a segment from now on."""
+        """Count the return, and watch the node for the next one. A node that was only made to split a segment is watched from now
+        on."""
         state = node.policy_state
         if state is None:
             self.created(node)
@@ -141,7 +141,7 @@ class ReturnTimePolicy:
         self.built_upon(upper)
 
     def returned_inside(self, node: Node, share: float) -> None:
-        """Count the share of a return. What the request does not share keeps its age, and is not watched any more."""
+        """Count the share of a return, and end the node's watch; the node keeps its age."""
         if isinstance(node.policy_state, Watched):
             self._times.returned(node.policy_state.own.number, share)
 
@@ -182,7 +182,8 @@ class ReturnTimePolicy:
     def rank(self, node: Node, lost_tokens: int, freed_bytes: int) -> float:
         """Return the worth times the lost tokens over the freed bytes; 0 for a node that is not watched.
 
-        A node that was only made to split a segment is not watched, nor is the end of one before which its conversation went on.
+        Not watched are nodes that were only made to split a segment, and ends of segments that their conversation did not continue
+        (`continued`).
         """
         state = node.policy_state
         if not isinstance(state, Watched):
@@ -193,7 +194,7 @@ class ReturnTimePolicy:
         return worth * lost_tokens / max(1, freed_bytes)
 
     def _pop_last_ghost(self, chain: Sequence[bytes], begin: int, end: int) -> tuple[Ghost, int] | None:
-        """Return the ghost of the last of the hash blocks `[begin, end)` that has one, with its boundary, and forget it.
+        """Find the last of the hash blocks `[begin, end)` that has a ghost; return that ghost with the boundary, and forget it.
 
         Where a long segment was evicted, hash blocks at multiples of the stride have ghosts, so only these are looked at first.
         """
@@ -208,7 +209,7 @@ class ReturnTimePolicy:
         return None
 
     def _watch(self, node: Node, *, built_upon: bool) -> None:
-        """Begin to watch a node. What was evicted below it counts no more: the node has just been used."""
+        """Begin to watch a node, and forget the evicted nodes below it, since the node has just been used."""
         its_class = CheckpointClass(node.kind.value, built_upon, min(node.num_returns, MAX_RETURNS))
         node.policy_state = Watched(self._times.watch(its_class))
 
@@ -218,9 +219,9 @@ class ReturnTimePolicy:
 
 
 class Watched(NamedTuple):
-    """What the policy remembers of a node: its watch, and the watch of the evicted node below it that is worth most, if any.
+    """What the policy remembers about a node: its watch, and the watch of the most valuable evicted node below it, if any.
 
-    A client that returns to the latter continues from this node, so this node is worth no less.
+    A client that returns to that evicted node continues from this node, so this node is worth at least as much.
     """
 
     own: WatchedCheckpoint

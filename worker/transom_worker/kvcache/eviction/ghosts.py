@@ -1,16 +1,16 @@
-"""What is remembered of evicted nodes of the prefix tree, by digest, in compact arrays: 23 bytes for each ghost.
+"""Remembers evicted nodes of the prefix tree, by digest, in compact arrays of 23 bytes for each ghost.
 
 *Ghost*: a digest of an evicted node's segment, with the node's boundary and its segment's length, its watch's number and its class
-(`return_times`). The first 8 bytes of a digest stand for it: that two of so few ghosts agree in them is as good as impossible, and
-would only be counted wrongly.
+(`return_times`). The first 8 bytes of a digest stand for it: it is practically impossible that two of so few ghosts agree in them,
+and would only cause a wrong count.
 
 The ghosts are a table of sets with 8 places each, and the digest chooses the set:
 
     set 0  | place 0 | place 1 | ... | place 7 |      place: 8 bytes of digest, class + 1 (0: empty), watch, boundary, length
     set 1  | ...
 
-In a full set a new ghost takes the place of the oldest one. So the oldest ghosts are forgotten first, nearly as in one long queue,
-and nothing is allocated for a ghost that Python's garbage collector would visit.
+In a full set a new ghost takes the place of the oldest one. So the oldest ghosts are forgotten first, nearly as in one long queue.
+No ghost is a Python object that the garbage collector would have to visit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ KEY_BYTES = 8  # of a digest
 
 
 class Ghost(NamedTuple):
-    """What is remembered of one evicted node: its watch's number, its class, its boundary in hash blocks, and how many of these
-    its segment had (at most `MAX_LENGTH`)."""
+    """What is remembered about one evicted node: its watch's number, its class, its boundary in hash blocks, and the hash blocks of
+    its segment (at most `MAX_LENGTH`)."""
 
     watch: int
     class_id: int
@@ -60,7 +60,7 @@ class Ghosts:
         return flat + sum(len(one) * one.itemsize for one in (self._watches, self._boundaries, self._lengths))
 
     def remember(self, digest: bytes, ghost: Ghost) -> None:
-        """Remember a ghost, instead of one with an equal digest, or else of the oldest one if there is no room."""
+        """Remember a ghost. It replaces a ghost with an equal digest, or the oldest one if the set is full."""
         if not self._keys:
             self._allocate()
         begin = self._set_of(digest)

@@ -1,14 +1,14 @@
 """`NodeEviction`: chooses which nodes of the prefix tree leave the device or the host tier when memory is needed.
 
-    rank       the eviction policy's score of a node; of the nodes compared the lowest is evicted (`eviction_policy`)
+    rank       the eviction policy's score of a node; of the compared nodes, the lowest is evicted (`eviction_policy`)
     frontier   on the device: a node without a held child; its segment may leave the device. Without a host tier: a leaf
     demote     move to the host tier
     drop       remove from the cache; if there is a disk tier, the blocks go there
 
-Both tiers hold one cache, ordered by rank. The device demotes the lowest node of its frontier (or the windows of a node further
-up). What then does not fit into the host tier is dropped, the lowest rank first, which may be the demoted node itself. Example: the
-device must free memory, its lowest node has rank 3, the host tier is full and its lowest leaf has rank 5: the device's node is
-dropped. Had it rank 7, the host's leaf would be dropped, and the node would take its place.
+The two tiers together are one cache, ordered by rank. The device demotes the lowest node of its frontier (or the windows of a node
+further up). What then does not fit into the host tier is dropped, the lowest rank first, which may be the demoted node itself.
+Example: the device must free memory, its lowest node has rank 3, and the host tier is full; the lowest leaf there has rank 5. Then
+the device's node is dropped. If its rank were 7, the host's leaf would be dropped instead, and the node would take its place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transom_worker.kvcache.tiers.tier_moves import TierMoves
 
 
 class Part(Enum):
-    """What of a node is evicted: its windows alone, or its segment with its windows."""
+    """Which part of a node is evicted: only its windows, or its segment with its windows."""
 
     WINDOWS = auto()
     SEGMENT = auto()
@@ -84,13 +84,13 @@ class NodeEviction:
     def evict_one(self) -> bool:
         """Take the lowest-ranked node, or its windows, from the device; return False if nothing is left there.
 
-        A sample of the nodes is compared, or all nodes if nothing of the sample can be evicted. Without a host tier only pins are
-        removed: the blocks stay findable until they are allocated to another sequence.
+        A sample of the nodes is compared, or all nodes if no part of the sample can be evicted. Without a host tier only pins are
+        removed: searches still find the blocks until they are allocated to another sequence.
         """
         victim = self._lowest(DEVICE)
         if victim is None:
-            # Only locked nodes are left, which pin copies of blocks that running sequences computed themselves, and nodes above
-            # locked ones of the host tier, into whose place bytes are being imported.
+            # Two kinds of nodes are left: locked ones, which pin copies of blocks that running sequences computed themselves, and
+            # ancestors of locked nodes of the host tier, into whose blocks bytes are being imported.
             node = next((node for node in self.candidates[DEVICE].all() if not _has_child_on_device(node)), None)
             if node is None:
                 return False
@@ -104,8 +104,8 @@ class NodeEviction:
     def make_room(self, num_blocks: Callable[[], Sequence[int]], *, rank: float | None = None) -> bool:
         """Drop nodes from the host tier until `num_blocks()` more blocks of each group fit; return whether they do.
 
-        Only nodes below `rank` are dropped; None: any. The number is asked for again after each, since a node that is dropped may
-        let its sibling merge with their parent, which makes the sibling longer.
+        Only nodes whose rank is below `rank` are dropped; None: any node. `num_blocks` is called again after each, since dropping a
+        node may let its sibling merge with their parent, which makes the sibling longer.
         """
         host = self._moves.host
         while not host.has_room(num_blocks()):
@@ -116,7 +116,7 @@ class NodeEviction:
         return True
 
     def best_first(self) -> list[Node]:
-        """Return all nodes, those with the highest rank first, but each after the nodes above it."""
+        """Return all nodes, the highest ranks first, but each node after its ancestors."""
         ranked = sorted(self._tree.nodes(), key=lambda node: self._policy.rank(node, *self._costs.of_leaf(node)))
         ordered: dict[int, Node] = {}  # by id()
         for node in reversed(ranked):
@@ -133,12 +133,13 @@ class NodeEviction:
             self._remove(node)
 
     def _demote(self, victim: Victim) -> bool:
-        """Move a victim to the host tier; return False if there is none, or if the victim ranks below all that it would replace."""
+        """Move a victim to the host tier. Return False if there is no host tier, or the victim ranks below every node that it would
+        replace."""
         moves, node = self._moves, victim.node
         if not moves.host.exists:
             return False
         with_segment = victim.part is Part.SEGMENT
-        # A node above others in the host tier cannot be dropped alone.
+        # A node with children in the host tier cannot be dropped without them.
         rank = None if with_segment and node.children else victim.rank
         if not self.make_room(lambda: moves.needs(node, with_segment=with_segment), rank=rank):
             return False
@@ -153,7 +154,7 @@ class NodeEviction:
         return True
 
     def _drop(self, node: Node, part: Part) -> None:
-        """Remove a node from the cache, with what lies below it in the host tier, or only its windows."""
+        """Remove a node and its descendants, which are in the host tier, from the cache; or remove only the node's windows."""
         if part is Part.WINDOWS:
             self._stores.store(node, with_segment=False)
             self._remove_windows(node)
@@ -169,7 +170,7 @@ class NodeEviction:
     def _remove(self, node: Node) -> None:
         """Remove a leaf."""
         self._policy.removed(node)
-        if node.windows is not None:  # without them it was no checkpoint
+        if node.windows is not None:  # a node without windows was not a checkpoint
             self._counts.evicted[node.kind.value] += 1
         self._discard(node)
         self._tree.drop_leaf(node)
@@ -186,7 +187,7 @@ class NodeEviction:
             candidates.discard(node)
 
     def _lowest(self, tier: int) -> Victim | None:
-        """Return what the policy ranks lowest of all that can leave a tier; None if nothing can."""
+        """Return the part with the lowest rank among those that can leave a tier; None if nothing can."""
         candidates = self.candidates[tier]
         return self._lowest_of(candidates.sample(), tier) or self._lowest_of(candidates.all(), tier)
 
@@ -208,7 +209,7 @@ def _has_child_on_device(node: Node) -> bool:
 
 
 def _evictable_part(node: Node, tier: int) -> Part | None:
-    """Return what of a node can leave a tier; None if nothing can."""
+    """Return the part of a node that can leave a tier; None if nothing can."""
     may_leave = not (node.locks or (node.num_held_children if tier == DEVICE else node.children))
     if may_leave and node.tier == tier:
         return Part.SEGMENT

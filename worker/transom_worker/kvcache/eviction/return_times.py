@@ -1,9 +1,9 @@
-"""Learns when clients return to checkpoints, and from that what keeping a checkpoint is worth.
+"""Learns when clients return to checkpoints, and derives what keeping a checkpoint is worth.
 
     return      a later request that continues from the checkpoint
-    built upon  a checkpoint from which another, longer one has been placed, such as a turn that the next turn continued
+    built upon  said of a checkpoint that a longer one extends, such as a turn that the next turn continued
     class       checkpoints of the same kind, built upon or not, with the same number of returns so far: they share statistics
-    age         admitted requests since the checkpoint was placed or last returned to; the unit of time here
+    age         requests admitted since the checkpoint was placed or last returned to; admitted requests are the unit of time here
     bucket      a range of ages; their ends grow by 2/5: [0, 1), [1, 2), [2, 3), [3, 4), [4, 5), [5, 7), [7, 9), [9, 12), ...
     survive     reach the end of a bucket without a return in it
     life table  per class and bucket: how many checkpoints were returned to at such an age, and how many survived the bucket
@@ -16,18 +16,18 @@ The worth at age `a` is the maximum over all stopping ages `s > a` of
 
     P(return between a and s) / E(requests waited until the return or s)
 
-Example: of 100 checkpoints of a class, 50 are returned to at age 1, and the others never. Leaving prior and smoothing out, and with
-a return in the middle of its bucket [1, 2), the best stopping age is 2:
+Example: of 100 checkpoints of a class, 50 are returned to at age 1, and the others never. Without prior and smoothing, and if a
+return counts as one in the middle of its bucket [1, 2), the best stopping age is 2:
 
     age 0    waits 1 request, then 1/2 (return) or 1 (none) more: 0.5 / (1 + 0.75) = 0.29 returns per request
     age 1    waits 1/2 or 1 request:                              0.5 / 0.75       = 0.67
     age 2    no return is to come:                                0
 
-Gittins (1979) has the theory; Aggarwal et al. (SIGMETRICS 2009) use the index likewise. Where sessions take turns in a fixed order,
-old checkpoints are worth most, since their sessions are next; where requests come in bursts, young ones are. Least-recently-used
-eviction is the special case of a hazard that falls with age; so is the prior, which is equal in all buckets while buckets grow.
-Evicted checkpoints are watched as well, so that the statistics do not depend on what the cache evicted. The last `MAX_WATCHES`
-watches are held, in compact arrays (`watch_ring`); older checkpoints do not count.
+Gittins (1979) has the theory; Aggarwal et al. (SIGMETRICS 2009) use the index likewise. If sessions take turns in a fixed order,
+old checkpoints are worth most, since their sessions are next; if requests come in bursts, young ones are. Least-recently-used
+eviction is the special case of a hazard that falls with age. The prior is such a hazard, too: it is equal in all buckets, and
+buckets grow with age. Evicted checkpoints are watched as well, so that the statistics do not depend on what the cache evicted. Only
+the last `MAX_WATCHES` watches are held, in compact arrays (`watch_ring`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CheckpointClass(NamedTuple):
 
     kind: str  # `tree.CheckpointKind`, such as "prompt"
     was_built_upon: bool
-    num_returns: int  # so far; `eviction.MAX_RETURNS` stands for more as well
+    num_returns: int  # so far; `eviction_policy.MAX_RETURNS` stands for more as well
 
 
 def _bucket_edges() -> list[int]:
@@ -58,10 +58,10 @@ def _bucket_edges() -> list[int]:
 BUCKET_EDGES = _bucket_edges()  # bucket b has the ages [BUCKET_EDGES[b], BUCKET_EDGES[b + 1])
 LAST_BUCKET = len(BUCKET_EDGES) - 2
 PRIOR_HAZARD = 0.05  # of a bucket without observations
-LESS_SIMILAR_WEIGHT = 8.0  # checkpoints that the hazard of less similar classes, or the prior, counts as
-DECAY_EVERY = 1024  # requests, after which all counts are multiplied by `DECAY`
+LESS_SIMILAR_WEIGHT = 8.0  # the hazard of less similar classes, or the prior, counts like this many checkpoints
+DECAY_EVERY = 1024  # admitted requests, after which all counts are multiplied by `DECAY`
 DECAY = 0.5
-REFRESH_EVERY = 16  # requests, after which worths are computed anew; fewer at first, when every return teaches much
+REFRESH_EVERY = 16  # admitted requests, after which worths are computed anew; fewer at first: each return changes much
 
 
 class WatchedCheckpoint(NamedTuple):
@@ -72,11 +72,11 @@ class WatchedCheckpoint(NamedTuple):
     watched_from: int  # `ReturnTimes.now` when its age was 0
 
 
-_Similarity = tuple[str | bool | int, ...]  # what classes have in common whose observations count together
+_Similarity = tuple[str | bool | int, ...]  # what classes must have in common for their observations to count together
 
 
 class _Evidence(NamedTuple):
-    """What the classes of one similarity have shown, by bucket, smoothed."""
+    """The smoothed observations of all classes of one similarity, by bucket."""
 
     returned: list[float]
     exposed: list[float]  # checkpoints that could have been returned to in the bucket
@@ -96,7 +96,7 @@ class _LifeTable:
         self.inside = [0] * (LAST_BUCKET + 1)
 
     def exposed(self) -> list[float]:
-        """Return by bucket how many checkpoints a return was possible for; one that is in the bucket now counts half."""
+        """Return, by bucket, for how many checkpoints a return was possible; one that is in the bucket now counts half."""
         return [
             returned + survived + inside / 2
             for returned, survived, inside in zip(self.returned, self.survived, self.inside, strict=True)
@@ -117,7 +117,7 @@ class ReturnTimes:
         self._classes: list[CheckpointClass] = []  # by class id
         self._class_ids: dict[CheckpointClass, int] = {}
         self._tables: list[_LifeTable] = []  # by class id
-        # By bucket: the number of the first watch that has not left it yet. Ages are in order of the numbers.
+        # By bucket: the number of the first watch that has not left it yet. Watches with lower numbers are older.
         self._first_in_bucket = [0] * LAST_BUCKET
         self._refresh_at = 0
         # Until the next refresh:
@@ -174,7 +174,7 @@ class ReturnTimes:
         watches.stop(number)
 
     def forget(self, number: int) -> None:
-        """End watching a checkpoint, and count nothing: it has changed its class, or nothing more is to be learned from it."""
+        """End watching a checkpoint without counting anything: it has changed its class, or the ring needs its place."""
         self.returned(number, 0.0)
 
     def worth(self, watched: WatchedCheckpoint) -> float:
@@ -197,7 +197,7 @@ class ReturnTimes:
             table.inside[bucket + 1] += 1
 
     def _hazards(self, class_id: int) -> list[float]:
-        """Return the hazard of each bucket, from what more and more similar classes have shown.
+        """Return the hazard of each bucket, estimated from all classes, then from more and more similar ones.
 
         Example: 8 returns among 16 checkpoints of the class, and a hazard of 0.1 in similar classes together: (8 + 16 * 0.1) /
         (16 + 16) = 0.3, if the latter count as 16 checkpoints.
@@ -226,12 +226,12 @@ class ReturnTimes:
 def _worths(hazards: Sequence[float]) -> list[float]:
     """Return the worth at the start of each bucket, from the hazard in each. A return counts as one in the middle of its bucket.
 
-    From the last bucket to the first: waiting through a bucket is followed by waiting on for as long as that pays more than the
-    bucket itself. What is waited through in one piece is a stretch: its expected wait and returns, and the chance of neither
-    having returned at its end, all from its beginning on.
+    The loop goes from the last bucket to the first. A bucket is joined with the stretches after it for as long as waiting on
+    through these yields more per request than the bucket itself. A stretch is a range of ages that is waited through as a whole:
+    (expected wait, expected returns, chance of no return until its end), all seen from its beginning.
     """
     worths: list[float] = []
-    # The nearest last; each is worth less than the one after it in the list.
+    # The stretch of the lowest ages is last in the list; each is worth less than the one after it in the list.
     stretches: list[tuple[float, float, float]] = []
     for bucket in reversed(range(LAST_BUCKET + 1)):
         hazard, width = hazards[bucket], BUCKET_EDGES[bucket + 1] - BUCKET_EDGES[bucket]
@@ -249,7 +249,7 @@ def _worths(hazards: Sequence[float]) -> list[float]:
 
 
 def _similarities(of: CheckpointClass) -> tuple[_Similarity, ...]:
-    """Return what a class has in common with more and more similar ones, and at last all that makes it."""
+    """Return what a class has in common with more and more similar classes; the last entry is the class itself."""
     return (of.was_built_upon, of.num_returns > 0), of
 
 

@@ -1,4 +1,4 @@
-"""The last watches of checkpoints, in compact arrays: 10 bytes each, and nothing that Python's garbage collector visits.
+"""Holds the last watches of checkpoints in compact arrays, 10 bytes each, which Python's garbage collector does not visit.
 
 *Watch*: one checkpoint from its placement or last return on, until the next return (`return_times`). Watches are numbered in the
 order in which they began, so their ages are in order too, and a ring holds them:
@@ -7,8 +7,8 @@ order in which they began, so their ages are in order too, and a ring holds them
     age         oldest                             youngest
     slot        number % capacity
 
-Beyond the capacity the oldest watch is dropped. It counts neither as returned nor as survived from then on, so that no age looks
-better or worse than it is; only less is learned about ages that few watches reach.
+Beyond the capacity the oldest watch is dropped. From then on it counts neither as returned nor as survived, so no age looks better
+or worse than it is; only less is learned about ages that few watches reach.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Prefixes: the tree of cached prefixes, the index of block digests, and its changes as routers receive them."""
+"""Prefixes: the tree of cached prefixes, the index of block digests, and the log of its changes for routers."""

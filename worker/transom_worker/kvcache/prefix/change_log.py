@@ -28,12 +28,12 @@ class ChangeLog:
         self._tiers = list(tiers)
         self.max_unread = MAX_UNREAD_CHANGES
         self.unread_runs: list[KvRun] = []
-        self._taken = 0  # version up to which changes were taken
+        self._taken = 0  # the version up to which changes were taken
         self._num_unread = 0
         self._has_new_rates = False
 
     def add_tier(self, groups: Sequence[Collection[bytes]]) -> None:
-        """From now on the index has one more tier, which is empty."""
+        """Note that the index has one more tier from now on, which is empty."""
         self._tiers.append(groups)
 
     def add(self, action: Literal["added", "removed"], tier: int, group: int, digests: Sequence[bytes]) -> None:
@@ -67,7 +67,7 @@ class ChangeLog:
         return update
 
     def whole(self) -> KvUpdate:
-        """Return the whole index. The changes that `take` will return stay."""
+        """Return the whole index, without taking any changes."""
         runs = tuple(
             KvRun("added", group, tuple(found), tier)
             for tier, groups in enumerate(self._tiers)

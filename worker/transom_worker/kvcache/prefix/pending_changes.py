@@ -1,8 +1,8 @@
 """`PendingChanges`: joins updates of the prefix index into one update with their net effect.
 
-For example, a digest that one update adds and a later one removes is in neither run of the result: the index mirror never had
-it and need not have it. So however long a router does not read, what waits for it is bounded by the index: the digests that the
-mirror has to lose and those that it has to gain.
+For example, a digest that one update adds and a later one removes is in no run of the result, since the router's mirror never had
+it and need not have it. So even if a router does not read for long, what waits for it is bounded by the size of the index: the
+digests that its mirror must drop and those that it must add.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PendingChanges:
 
     @property
     def has_whole(self) -> bool:
-        """Whether a whole index waits."""
+        """Whether a whole index waits to be taken."""
         return self._whole is not None
 
     @property
@@ -70,6 +70,6 @@ class PendingChanges:
     def _add_run(self, run: KvRun) -> None:
         by_digest = self._by_digest.setdefault((run.tier, run.group), {})
         for digest in run.digests:
-            # The index adds only what it has not and removes only what it has, so that a second change undoes the first.
+            # The index adds only digests that it lacks and removes only those that it has, so a second change undoes the first.
             if by_digest.pop(digest, run.action) == run.action:
                 by_digest[digest] = run.action

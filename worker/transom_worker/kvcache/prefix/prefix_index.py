@@ -18,7 +18,8 @@ GroupMaps = tuple[dict[bytes, int], ...]  # per group a map from digest to block
 
 
 class PrefixIndex:
-    """Per tier and group a map of digests to blocks, which `BlockRegistry` fills. A tier has no two blocks of equal content."""
+    """Has, per tier and group, a map from digests to blocks, which `BlockRegistry` fills. A tier never has two blocks of equal
+    content."""
 
     def __init__(self, num_groups: int, *, remembered: int = REMEMBERED_EVICTIONS) -> None:
         self.tiers: tuple[GroupMaps, ...] = tuple(tuple({} for _ in range(num_groups)) for _ in (DEVICE, HOST))
@@ -35,13 +36,13 @@ class PrefixIndex:
         return any(digest in groups[group] for groups in self.tiers)
 
     def forget(self, group: int, digests: Sequence[bytes], *, tier: int = DEVICE) -> None:
-        """Remove blocks from a tier that the other tier has, or that are not worth remembering."""
+        """Remove from a tier blocks that the other tier has, or that are not worth remembering."""
         found = self.tiers[tier][group]
         for digest in digests:
             del found[digest]
 
     def remove(self, group: int, digests: Sequence[bytes], *, tier: int = DEVICE) -> None:
-        """Remove blocks from a tier; remember their digests as evicted, at most `remembered` of them, the latest ones."""
+        """Remove blocks from a tier, and remember their digests as evicted; only the last `remembered` digests are kept."""
         evicted = self._evicted
         self.forget(group, digests, tier=tier)
         evicted.update(dict.fromkeys(digests))

@@ -1,4 +1,4 @@
-"""Classifies each prompt token by why it hit or missed the prefix cache; the classes always add up to the prompt.
+"""Classifies prompt tokens by why they hit or missed the prefix cache; the classes always add up to the prompt's length.
 
 The hit search (`prefix_search`) divides a prompt into consecutive ranges. An example with hash blocks of 16 tokens, a prompt of 200
 tokens, a hit of 64 tokens of which 16 are repaired:
@@ -13,7 +13,7 @@ tokens, a hit of 64 tokens of which 16 are repaired:
     never_seen         was never cached, or is forgotten
     below_alignment    the tail, if it is shorter than a hash block
     last_token         the tail, if it is a whole hash block: the last token must be computed, so its block cannot be hit
-    policy             the whole prompt of a request that reads no cache
+    policy             the whole prompt of a request that does not read the cache (`Request.reads_prefix_cache`)
 
 All but the first two are reported as `missed_<class>`.
 """
@@ -45,7 +45,7 @@ class OutcomeCounts:
     def __init__(self, index: PrefixIndex, *, block_size: int) -> None:
         self.tokens: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
-        self.host_tokens = 0  # of the hits: prompt tokens that the host tier spared
+        self.host_tokens = 0  # prompt tokens that were hits only because of the host tier
         self.num_repairs = 0
         self.repair_tokens = 0
         self._index = index
@@ -54,8 +54,8 @@ class OutcomeCounts:
     def count(
         self, hit: PrefixHit | None, chain: Sequence[bytes], *, num_tokens: int, num_prompt_tokens: int
     ) -> dict[str, int]:
-        """Count a request's prompt tokens at its first admission, and return them by outcome. `hit` is None if it reads no
-        cache.
+        """Count a request's prompt tokens at its first admission, and return them by outcome. `hit` is None if the request does not
+        read the cache.
         """
         tokens = {POLICY: num_prompt_tokens}
         if hit is not None:

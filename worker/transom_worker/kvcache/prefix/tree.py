@@ -1,11 +1,11 @@
-"""`PrefixTree`: the prefixes that the cache keeps on purpose, as a tree, and the blocks that each node pins.
+"""`PrefixTree`: the prefixes that the cache keeps deliberately, as a tree, and the blocks that each node pins.
 
     segment      the hash blocks between a node's boundary and its parent's; the node pins their blocks in the full groups, and the
                  sink blocks of sliding groups
     windows      the blocks that sliding groups need at the node's boundary; a node pins all of them or none
     owner        the node whose segment has a hash block
     tier         where a node's blocks are: on the device or in the host tier; its segment and its windows each have one
-    held         said of a node that stays on the device or has a lock, or has a held child: what lies above it stays as well
+    held         said of a node that is on the device, has a lock or has a held child: the nodes above it must stay where they are
 
 Three requests share a system prompt of 16 hash blocks; two conversations follow it:
 
@@ -15,7 +15,7 @@ Three requests share a system prompt of 16 hash blocks; two conversations follow
 
 Segments are evicted from the leaves, so the cached hash blocks of a chain are always its first ones. They go to the host tier in
 the same order: along a chain, segments on the device come first, then those in the host tier. A node on the device may have its
-windows in the host tier, never the other way round.
+windows in the host tier, but never the other way round.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Node:
         self.num_held_children = 0
         self.locks = 0  # running sequences that started here or passed here last; a locked node is not evicted
         self.num_returns = 0  # requests of the node's conversation that continued from an earlier checkpoint
-        # By tier: the node's place in `eviction.Candidates`, if it is there.
+        # By tier: the node's place in `eviction_policy.Candidates`, if it is there.
         self.candidate_indices: list[int | None] = [None, None]
         self.policy_state: object = None  # what the eviction policy remembers of the node
 
@@ -129,14 +129,15 @@ class PrefixTree:
             stack += node.children
 
     def reach(self, chain: Sequence[bytes], limit: int) -> int:
-        """Return how many of the chain's first `limit` hash blocks have an owner. They are a leading part."""
+        """Return how many of the chain's first `limit` hash blocks have an owner; these are always the first ones."""
         owner = self.owner
         if limit and chain[limit - 1] in owner:
             return limit
         return bisect_left(chain, True, hi=limit, key=lambda digest: digest not in owner)
 
     def reach_on_device(self, chain: Sequence[bytes], limit: int) -> int:
-        """Return how many of the chain's first `limit` hash blocks have an owner on the device; these are a leading part, too."""
+        """Return how many of the chain's first `limit` hash blocks have an owner on the device; these, too, are always the first
+        ones."""
         reach = self.reach(chain, limit)
         node: Node | None = self.owner[chain[reach - 1]] if reach else self.root
         while node is not None and node.tier != DEVICE:
@@ -145,7 +146,8 @@ class PrefixTree:
         return min(reach, node.boundary)
 
     def node_at(self, chain: Sequence[bytes], boundary: int) -> Node:
-        """Return the node at a boundary whose hash blocks have owners; split the segment that contains the boundary if need be."""
+        """Return the node at a boundary; split the segment that contains it if necessary. The hash blocks before it must have
+        owners."""
         if not boundary:
             return self.root
         lower = self.owner[chain[boundary - 1]]
@@ -218,7 +220,8 @@ class PrefixTree:
         node.parent = None
 
     def merge(self, node: Node) -> bool:
-        """Merge a node into its only child if nothing needs it: it has no windows and no lock. Return whether it was merged."""
+        """Merge a node into its only child if nothing needs the node (it has no windows and no lock); return whether it was
+        merged."""
         if node.windows is not None or node.locks or len(node.children) != 1 or node.parent is None:
             return False
         (child,) = node.children
@@ -252,9 +255,9 @@ class PrefixTree:
         return upper
 
     def split_off(self, lower: Node, num_blocks: int) -> Node:
-        """Split a segment so that `lower` keeps its last `num_blocks` hash blocks, fewer than it has; return the node above.
+        """Split a segment so that `lower` keeps only its last `num_blocks` hash blocks, and return the new node above.
 
-        No chain parts there, so the eviction policy ranks both as it ranked the whole.
+        No chain parts there, so the eviction policy gives both parts the rank that the whole had.
         """
         boundary = lower.boundary - num_blocks
         upper = self._split(lower, boundary, lower.segment[-num_blocks - 1])
@@ -262,7 +265,8 @@ class PrefixTree:
         return upper
 
     def _count_held(self, node: Node | None, change: int) -> None:
-        """Change a node's number of held children, and those of the nodes above as far as that makes a difference."""
+        """Change a node's number of held children, and go on to its ancestors for as long as that changes whether a node is
+        held."""
         while node is not None:
             was_held = node.is_held
             node.num_held_children += change

@@ -1,6 +1,7 @@
-"""Tiers: which blocks move between the device, host memory, disk and other workers. Integers; `execution.tiers` moves the bytes.
+"""Decides which blocks move between the device, host memory, disk and other workers. Integers only; `execution.tiers` moves the
+bytes.
 
-A block's whole way:
+The stations of a block:
 
     device    A sequence computes it; `publishing` enters it into the index. Without references it stays cached.
       |       Memory is needed: `node_eviction` chooses a node, `tier_moves` demotes it, and copies are queued (*spill*).
@@ -14,6 +15,7 @@ A block's whole way:
     peers     `transfer` does the same over the network: the source lends the blocks of a hit (`exports`), `block_format` converts
               them, and the target imports them.
 
-Where a prefix is found is one search over all tiers (`transom_core.kv_cache.prefix_search`), and whether a load or a read pays is
-decided by measured rates (`load_rates`, `scheduling.rate_meter`). `tiers.Tiers` holds the parts; all of them are always there.
+One search over all tiers finds a prefix (`transom_core.kv_cache.prefix_search`). Measured rates decide whether a load or a read
+costs less than computing (`load_rates`, `scheduling.rate_meter`). `tiers.Tiers` has all these parts, whichever tiers are
+configured.
 """

@@ -1,8 +1,8 @@
-"""Exports: the cached blocks of a prefix are lent to another worker while it reads their bytes.
+"""Lends the cached blocks of a prefix to another worker while that worker reads their bytes (an *export*).
 
-    begin      the blocks of a hit are referenced, on the device or in the host tier
+    begin      reference the blocks of a hit, on the device or in the host tier
     (another worker reads them)
-    end        the references are given back
+    end        release the references
 
 The blocks stay where they are meanwhile: they are not evicted, and compaction does not move them.
 """
@@ -33,7 +33,7 @@ class ExportedBlock(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BlockExport:
-    """The blocks of one export. `is_void`: the cache was emptied, so that their contents are not known any more."""
+    """The blocks of one export. `is_void` is set if the cache was emptied, so that the blocks' contents are unknown."""
 
     blocks: list[ExportedBlock]
     is_void: bool = False
@@ -64,7 +64,8 @@ class Exports:
     def begin(
         self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
     ) -> BlockExport | None:
-        """Reference the blocks that a hit gives; None if some of them are still to be copied by a plan that was not made yet.
+        """Reference the blocks that a hit gives, and return the export; None if some of these blocks still wait for a copy into
+        them.
 
         `retentions` are those of a sequence with a KV policy.
         """
@@ -86,7 +87,7 @@ class Exports:
         return opened
 
     def end(self, opened: BlockExport) -> None:
-        """Give the references back."""
+        """Release the references of an export."""
         self.opened.remove(opened)
         self.num_ended += 1
         for one in opened.blocks:
@@ -108,7 +109,7 @@ class Exports:
                     yield one.group, one.block
 
     def make_void(self) -> None:
-        """Note that the cache is emptied: what the present exports would read is not what they promised."""
+        """Note that the cache was emptied: open exports would not read the contents that they promised."""
         for opened in self.opened:
             opened.is_void = True
 

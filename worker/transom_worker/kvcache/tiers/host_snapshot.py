@@ -1,8 +1,8 @@
-"""`HostSnapshots`: cheap copies of the host tier's state for the block map, as `cache_snapshot` makes them of the device's.
+"""`HostSnapshots`: makes cheap copies of the host tier's state for the block map, as `cache_snapshot` does for the device.
 
 A host tier may have a hundred times as many blocks as the device. So the first copy is made in pieces of some pages, between which
-steps can run, and of what a block holds it has two numbers. Afterwards a snapshot has only the blocks that changed. What loads,
-imports and exports hold is not copied: their lists never change, so a snapshot refers to them.
+steps can run, and has only two numbers for each block. Later snapshots have only the blocks that changed. The blocks of loads,
+imports and exports are not copied: their lists never change, so a snapshot refers to them.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class HostGroupChanges:
 
     blocks: list[int]  # ids, in the order of `needs` and `leftover`
     needs: list[int]
-    leftover: list[bool]  # in the index, and not needed
-    moved: list[int]  # those of `blocks` that the device has instead of the host since the last snapshot
+    leftover: list[bool]  # whether the block is in the index and not needed
+    moved: list[int]  # those of `blocks` that have moved to the device since the last snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSnapshot:
-    """The host tier at one moment, and what holds blocks of it besides nodes of the prefix tree and swapped sequences."""
+    """The host tier at one moment, and what holds its blocks besides nodes of the prefix tree and swapped sequences."""
 
     free_pages: int
     groups: tuple[HostGroupChanges, ...]
-    loads: list[Sequence[BlockCopy]]  # into the device, not yet reported by the ranks
+    loads: list[Sequence[BlockCopy]]  # copies to the device that the ranks have not reported yet
     imports: list[Sequence[ImportedBlock]]
     exports: list[Sequence[ExportedBlock]]
     # Blocks since start, by kind and group: spilled, loaded, swapped, imported, and dropped (evicted).

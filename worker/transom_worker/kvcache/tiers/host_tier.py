@@ -1,9 +1,10 @@
-"""`HostTier`: the arena in the host's memory, which takes in what the device evicts: its pages, its blocks and who needs them.
+"""`HostTier`: the pages and blocks of the arena in the host's memory, to which blocks go that the device evicts, and how often each
+is needed.
 
     spill      move a cached block from the device to the host
     load       copy blocks from the host to the device, for a sequence that hit them or was swapped
-    needed     said of a host block that a node of the prefix tree, a load, an import or an export needs; needs are counted
-    leftover   a host block in the index that nothing needs: it can be hit until its place is needed
+    needed     said of a host block that nodes, loads, imports, exports or swapped sequences need; each counts as one need
+    leftover   a host block in the index that nothing needs: it can be hit until its place is taken
 
 A needed block counts as *active* in its pool and a leftover as *evictable* (`pool`). So the allocator's arithmetic says exactly
 whether blocks fit without dropping anything that is needed.
@@ -41,10 +42,10 @@ class HostTier:
         self.registry = BlockRegistry(layout, self.pools, index, changes, tier=HOST, block_size=block_size, clock=clock)
         self._allocator = BlockAllocator(self.arena, self.pools, self.registry.evict, lambda: False)
         self._on_device = index.tiers[DEVICE]
-        self.blocks = index.tiers[HOST]  # by group: block by digest
+        self.blocks = index.tiers[HOST]  # by group: digest -> block
 
     def has_room(self, num_blocks: Sequence[int]) -> bool:
-        """Return whether `num_blocks[group]` more blocks of each group fit without dropping a needed one."""
+        """Return whether `num_blocks[group]` more blocks of each group fit without dropping a needed block."""
         return self._allocator.pages_needed(list(num_blocks)) is not None
 
     def take(self, num_blocks: Sequence[int]) -> list[list[int]]:
@@ -56,7 +57,7 @@ class HostTier:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a host tier. Without one its arena has no pages, so that nothing ever moves there."""
+        """Whether there is a host tier. If not, its arena has no pages, so no block ever moves there."""
         return self.arena.num_pages > 0
 
     def enter(self, group: int, blocks: Sequence[int], names: Sequence[tuple[bytes, int]]) -> None:
@@ -70,7 +71,8 @@ class HostTier:
     def release(self, group: int, blocks: Iterable[int]) -> None:
         """Count one need less of each of these blocks.
 
-        One without needs becomes a leftover if it is in the index and the device has no such block, else it is free.
+        A block without needs becomes a leftover if it is in the index and the device has no block with the same digest; else it is
+        freed.
         """
         blocks = list(blocks)
         pool, on_device = self.pools[group], self._on_device[group]
@@ -93,7 +95,7 @@ class HostTier:
         self.registry.forget(group, [block for block in blocks if block in evictable])
 
     def empty(self, reason: str) -> None:
-        """Evict all leftovers, and let no needed block be found any more. No node may need any."""
+        """Evict all leftovers, and withdraw the needed blocks from the index. No node may need any block."""
         for group, pool in enumerate(self.pools):
             self.registry.evict(group, list(pool.evictable), reason)
             self.registry.withdraw(group, list(pool.published))

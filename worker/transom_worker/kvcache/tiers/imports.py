@@ -1,13 +1,13 @@
-"""Imports: blocks from elsewhere, a disk or another worker, are written into the host tier, where a request then finds them.
+"""Imports: write blocks from a disk or another worker into the host tier, where a request then finds them.
 
-    begin      host blocks are taken for what the cache lacks of a prefix; they are not in the index
+    begin      take host blocks for what the cache lacks of a prefix; they are not in the index
     (bytes are written into them)
-    publish    they enter the index; the import still needs them, so that they are not evicted before the request that waits for
-               them is admitted
-    end        the import needs them no longer: published blocks can be evicted, others are free
+    publish    enter them into the index; the import still needs them, so that they are not evicted before the request that waits
+               for them is admitted
+    end        give them back: published blocks can be evicted from now on, others are free
 
-What the cache has of the prefix already stays meanwhile: its nodes are locked, and its blocks in the host tier are needed by the
-import, those that no node pins included. Else the room for what is missing could be made of them.
+What the cache already has of the prefix stays meanwhile: its nodes are locked, and the import needs its blocks in the host tier,
+even those that no node pins. Otherwise they could be evicted to make room for the missing blocks.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class ImportedBlock(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BlockImport:
-    """The blocks of one import, and those that it continues from in the host tier, `in_host`, as (group, block).
+    """The blocks of one import, and as `in_host` (group, block) the prefix's blocks that the host tier has already.
 
-    `is_void`: the cache was emptied, so that the blocks are not to be published. `ticket` is that of a load from the disk that
-    writes them, or 0.
+    `is_void` is set if the cache was emptied or the import was given up, so that the blocks must not be published. `ticket` is that
+    of the load from the disk that writes them, or 0.
     """
 
     blocks: list[ImportedBlock]
@@ -88,11 +88,11 @@ class Imports:
     def begin(
         self, chain: Sequence[bytes], hit: PrefixHit, retentions: RetentionSet | None = None
     ) -> BlockImport | None:
-        """Take host blocks for what a hit that was found elsewhere lacks in both tiers.
+        """Take host blocks for the blocks of a hit, found elsewhere, that neither device nor host has.
 
-        None if it lacks nothing, or if the host tier has no room. Room is made at the cost of nodes in the host tier, except those
-        of this prefix. `retentions` are those of a sequence with a KV policy. The contents must be written after the copies that
-        are queued now; then `publish` or `end` follows.
+        Return None if no block is missing, or the host tier has no room; nodes of the host tier are dropped to make room, except
+        those of this prefix. `retentions` are those of a sequence with a KV policy. The caller must write the contents after the
+        copies that are queued now, and then call `publish` or `end`.
         """
         if not self._host.exists:
             return None
@@ -134,11 +134,12 @@ class Imports:
 
     @property
     def is_fetching(self) -> bool:
-        """Whether an import waits for a load from the disk, which the ranks must be told of and asked for."""
+        """Whether an import waits for a load from the disk, so that plans must go to the ranks even if no sequence can be
+        computed."""
         return any(opened.is_fetching for opened in self.opened)
 
     def publish(self, opened: BlockImport) -> None:
-        """Enter the blocks into the index, except those that a request has published meanwhile."""
+        """Enter the blocks into the index, except those that the index has got meanwhile."""
         opened.is_published = True
         if opened.is_void:
             return
@@ -148,8 +149,8 @@ class Imports:
                 self.num_imported[one.group] += 1
 
     def give_up(self, opened: BlockImport) -> None:
-        """Wait for an import's contents no longer: they will not be published, and what the cache has of the prefix may be evicted.
-        The blocks stay taken until `end`, since something may still write into them.
+        """Give an import up: its blocks will not be published, and what the cache has of the prefix may be evicted. The blocks stay
+        taken until `end`, since their contents may still be on the way.
         """
         opened.is_void = True
         self._stop_keeping(opened.in_host, opened.locked)
@@ -170,10 +171,10 @@ class Imports:
             self._unlock(locked)
 
     def num_held(self, group: int) -> int:
-        """Return how many blocks of a group the present imports hold."""
+        """Return how many blocks of a group the imports hold now."""
         return sum(one.group == group for opened in self.opened for one in opened.blocks)
 
     def make_void(self) -> None:
-        """Publish nothing of the present imports, since the cache is emptied."""
+        """Let the imports that have begun publish nothing, because the cache is emptied."""
         for opened in self.opened:
             opened.is_void = True

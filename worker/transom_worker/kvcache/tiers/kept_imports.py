@@ -1,8 +1,8 @@
-"""`KeptImports`: imports that are complete, kept in the host tier until the requests that they were brought for are admitted.
+"""`KeptImports`: keeps complete imports in the host tier until the requests for which they were made are admitted.
 
-A published import is cached in the host tier alone, where other blocks would evict it while its request still waits in the queue.
-A kept one is not evicted. It is kept until every request that wants it is admitted or has ended, and for `MAX_KEPT_S` at most: a
-request that waits longer may have to compute its prefix, but does not keep the host tier from all others.
+A published import is cached only in the host tier, where other blocks could evict it while its request still waits in the queue. A
+kept import is not evicted until every request that wants it is admitted or has ended, or until `MAX_KEPT_S` have passed: a request
+that waits longer may have to compute its prefix, but does not block the host tier for all others.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class KeptImports:
         self._kept = kept
 
     def forget(self) -> None:
-        """End all of them, since the cache is emptied."""
+        """End all kept imports, because the cache is emptied."""
         for one in self._kept:
             self._imports.end(one.blocks)
         self._kept = []

@@ -5,10 +5,10 @@ A *hole* is a logical block of a sequence whose contents are in the host tier, a
 
     cache.begin          the sequence references its blocks on the device, and needs those in the host tier
     cache.start_load     a block on the device is allocated for each hole, and the copies are queued (`start`)
-    (the ranks copy)     nothing may move, read or write these blocks
-    cache.finish_load    the ranks have reported the ticket: the blocks are published on the device, the host's released (`finish`)
+    (the ranks copy)     nothing else may move, read or write these blocks
+    cache.finish_load    the ranks have reported the ticket: publish the blocks on the device, release those of the host (`finish`)
 
-What a load brings is known by its digests meanwhile, so that another sequence can wait for it instead of loading it again.
+Meanwhile the digests of a load's blocks are known, so that another sequence can wait for the load instead of loading them again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transom_worker.kvcache.tiers.host_tier import HostTier
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """One sequence's load. `is_void`: the cache was emptied meanwhile, so that the blocks' contents are not to be published."""
+    """One sequence's load. `is_void` is set if the cache was emptied meanwhile, so that the blocks must not be published."""
 
     blocks: SequenceBlocks
     copies: list[BlockCopy]
@@ -38,7 +38,7 @@ class Loads:
 
     def __init__(self, registry: BlockRegistry, host: HostTier, copies: CopyQueue) -> None:
         self.by_ticket: dict[int, Load] = {}
-        self.by_digest: list[dict[bytes, Load]] = [{} for _ in host.pools]  # by group: which load brings a block
+        self.by_digest: list[dict[bytes, Load]] = [{} for _ in host.pools]  # by group: digest -> load that brings it
         self.num_loaded = [0] * len(host.pools)  # blocks by group, since start
         self._registry = registry
         self._host = host
@@ -59,7 +59,8 @@ class Loads:
         self._brings(load)
 
     def bringing_most(self, lacking: Sequence[Iterable[bytes]]) -> tuple[Load, list[int]] | None:
-        """Return the load that brings most of the blocks that a sequence lacks, by group, and how many of each group it brings.
+        """Return the load that brings most of the blocks that a sequence lacks, and how many of each group it brings.
+        `lacking[group]` has their digests.
 
         None: no load brings any.
         """
@@ -88,7 +89,8 @@ class Loads:
         return load
 
     def send_again(self, tickets: Iterable[int]) -> None:
-        """Queue the copies of these loads under new tickets, since it is unknown whether the ranks got the plans with them."""
+        """Queue the copies of these loads again under new tickets, because it is unknown whether the ranks got the plans with
+        them."""
         for ticket in tickets:
             load = self.by_ticket.pop(ticket, None)
             if load is not None:
@@ -97,7 +99,7 @@ class Loads:
                 self.by_ticket[ticket] = load
 
     def make_void(self) -> None:
-        """Publish nothing of the present loads when they finish."""
+        """Let the running loads publish nothing when they finish."""
         for load in self.by_ticket.values():
             load.is_void = load.blocks.lost_contents = True
         self._forget_digests()
@@ -121,7 +123,7 @@ class Loads:
             self._host.release(group, sources)
 
     def _end(self, load: Load) -> None:
-        """Release the host's blocks of a load, whose sequence has its blocks on the device from now on."""
+        """Release the host's blocks of a load; its sequence has its blocks on the device from now on."""
         self.release(load.blocks)
         load.blocks.move_to(BlocksState.READY)
 
@@ -132,23 +134,24 @@ class Loads:
                 yield copy.group, copy.target
 
     def _digest(self, copy: BlockCopy) -> bytes | None:
-        """Return the digest of the block that a copy brings; None if it is not in the index, as that of a swapped sequence."""
+        """Return the digest of the block that a copy brings; None if the block is not in the index, like those of swapped
+        sequences."""
         name = self._host.pools[copy.group].published.get(copy.source)
         return None if name is None else name[0]
 
     def _brings(self, load: Load) -> None:
-        """Note what a load brings, as far as no earlier one brings it."""
+        """Note the blocks that a load brings, unless an earlier load brings them."""
         for copy in load.copies:
             if (digest := self._digest(copy)) is not None:
                 self.by_digest[copy.group].setdefault(digest, load)
 
     def _brings_nothing_more(self, load: Load) -> None:
-        """Forget what a load brings, which has ended."""
+        """Forget the blocks that a load brings, because it has ended."""
         for copy in load.copies:
             digest = self._digest(copy)
             if digest is not None and self.by_digest[copy.group].get(digest) is load:
                 del self.by_digest[copy.group][digest]
-        for other in self.by_ticket.values():  # another one may bring some of the same blocks
+        for other in self.by_ticket.values():  # another load may bring some of the same blocks
             if not other.is_void:
                 self._brings(other)
 

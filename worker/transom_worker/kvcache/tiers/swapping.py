@@ -1,8 +1,8 @@
 """`Swapping`: keeps the blocks of preempted sequences in the host tier, so that they need not be computed again.
 
-A sequence is swapped out with its live blocks alone: of a window group its window, of a KV policy what it keeps, and nothing
-after the tokens that have been processed. The copies belong to the sequence and are not in the index, so nothing evicts them.
-It is swapped in by a load (`loads`), into tables with a hole for each block.
+Only a sequence's live blocks are swapped out: the window in window groups, the blocks that a KV policy keeps, and none after the
+processed tokens. The copies belong to the sequence and are not in the index, so nothing evicts them. It is swapped in by a load
+(`loads`), into tables with a hole for each block.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transom_worker.kvcache.blocks.block_table import BlockTable
 from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
 from transom_worker.kvcache.tiers.host_tier import HostTier
 
-MakeRoom = Callable[[Callable[[], Sequence[int]]], bool]  # for this many blocks of each group; False: there is none
+MakeRoom = Callable[[Callable[[], Sequence[int]]], bool]  # for this many blocks of each group; False: impossible
 
 
 class Swapping:
@@ -28,8 +28,8 @@ class Swapping:
         self._make_room = make_room
 
     def save(self, blocks: SequenceBlocks) -> list[list[int]] | None:
-        """Queue copies of a sequence's live blocks to the host, and return the host's blocks by group. None, with nothing changed,
-        if there is no room, or if it has no live block: a load without copies would never be reported.
+        """Queue copies of a sequence's live blocks to the host, and return the host's blocks by group. Return None, with nothing
+        changed, if there is no room, or if the sequence has no live block: a load without copies would never be reported.
         """
         live = [table.live(end) for table, end in _ends(blocks)]
         if not any(live) or not self._make_room(lambda: [len(of_group) for of_group in live]):
@@ -48,11 +48,11 @@ def tables_with_holes(blocks: SequenceBlocks) -> list[BlockTable]:
 
 
 def num_live_blocks(blocks: SequenceBlocks) -> list[int]:
-    """Return how many blocks of each group swapping a sequence out copies."""
+    """Return how many blocks of each group are copied if a sequence is swapped out."""
     return [len(table.live(end)) for table, end in _ends(blocks)]
 
 
 def _ends(blocks: SequenceBlocks) -> Iterator[tuple[BlockTable, int]]:
-    """Yield each table of a sequence, and one past its last logical block that has processed tokens."""
+    """Yield each table of a sequence, with the end of its logical blocks that have processed tokens."""
     for retention, table in zip(blocks.retentions, blocks.tables, strict=True):
         yield table, -(-blocks.processed // retention.block_size)

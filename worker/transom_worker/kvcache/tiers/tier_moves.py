@@ -1,12 +1,12 @@
 """`TierMoves`: moves nodes of the prefix tree between the device and the host tier, with the blocks that they pin.
 
-    demote     move a node's blocks from the device to the host: copies are queued, the index follows at once
+    demote     move a node's blocks from the device to the host: copies are queued, and the index changes at once
     promote    let a node in the host tier pin the device's blocks instead of the host's; a load or a sequence brought them there
-    piece      the most hash blocks of a segment that are demoted at once; the rest becomes a node above. What a demotion frees
-               beyond what is needed stays empty for a while, so a piece is a small part of what the device holds
+    piece      the most hash blocks of a segment that are demoted at once; the rest becomes a node above. A demotion may free more
+               than is needed, and that memory stays empty for a while, so a piece is a small part of the device's memory
 
-A segment's blocks are in one tier. A window block may be in both, where checkpoints of both tiers need it. What a running sequence
-still references stays on the device until it is released, without being found there.
+All blocks of a segment are in one tier. A window block may be in both, if checkpoints of both tiers need it. Demoted blocks that a
+running sequence still references stay on the device until it is released, but searches do not find them there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transom_worker.kvcache.tiers.host_tier import HostTier
 
 MOST_IN_PIECE = 256  # hash blocks
 LEAST_IN_PIECE = 16
-PIECES_ON_DEVICE = 32  # a device whose pool has room for fewer than `MOST_IN_PIECE` times as many has smaller pieces
+PIECES_ON_DEVICE = 32  # the pool has room for at least this many pieces, so small pools have smaller pieces
 
 
 class TierMoves:
@@ -51,7 +51,8 @@ class TierMoves:
         self._copies = copies
 
     def needs(self, node: Node, *, with_segment: bool) -> list[int]:
-        """Return the most host blocks, by group, that a node's windows take, and its segment's end `with_segment`."""
+        """Return, by group, the most host blocks that a node's windows take, and with `with_segment` also the last piece of its
+        segment."""
         needs = [0] * len(self._pools)
         if with_segment:
             num_blocks = min(len(node.segment), self.piece)
@@ -66,7 +67,7 @@ class TierMoves:
         return needs
 
     def demote(self, node: Node) -> None:
-        """Move a node's segment and windows to the host, which has room. Its segment is one piece at most."""
+        """Move a node's segment, at most one piece, and its windows to the host, which must have room."""
         digests: list[list[bytes]] = [[] for _ in self._pools]
         self._tree.for_each_block(node, lambda group, some: digests[group].extend(some))
         if node.windows_tier == DEVICE:
@@ -76,15 +77,15 @@ class TierMoves:
         node.windows_tier = HOST
 
     def demote_windows(self, node: Node) -> None:
-        """Move a node's windows to the host, which has room; its segment stays on the device."""
+        """Move a node's windows to the host, which must have room; its segment stays on the device."""
         digests: list[list[bytes]] = [[] for _ in self._pools]
         self._add_windows(node, digests)
         self._spill(digests)
         node.windows_tier = HOST
 
     def promote(self, node: Node) -> list[Node]:
-        """Promote a node and those above it as far as the device has all their blocks; return those that changed."""
-        if node.parent is None:  # it was dropped
+        """Promote a node and its ancestors, as far as the device has all their blocks; return the nodes that changed."""
+        if node.parent is None:  # the node was dropped
             return []
         path = []
         above: Node | None = node
@@ -105,7 +106,7 @@ class TierMoves:
         return changed
 
     def _promote_windows(self, node: Node) -> bool:
-        """Let a node pin the device's windows, if the device has all of them; return whether that changed anything."""
+        """Let a node pin its windows on the device, if the device has all their blocks; return whether that changed anything."""
         if node.windows_tier == DEVICE:
             return False
         windows = list(zip(node.retentions.sliding_groups, node.windows or (), strict=False))
@@ -131,12 +132,12 @@ class TierMoves:
             digests[group].extend(reversed(windows))
 
     def _spill(self, digests: Sequence[list[bytes]]) -> None:
-        """Move the device's blocks under these digests, by group, which one node pins, to the host."""
+        """Move the device's blocks under these digests, which are given by group and which one node pins, to the host."""
         host = self.host
         new = []
         for group, of_group in enumerate(digests):
             found = host.blocks[group]
-            # A leftover may lie in a page that is counted as room.
+            # Drop the twins that nothing needs: a leftover may be in a page that was counted as room.
             host.forget_leftovers(group, of_group)
             host.need(group, [found[digest] for digest in of_group if digest in found])
             new.append([digest for digest in reversed(of_group) if digest not in found])
@@ -149,7 +150,7 @@ class TierMoves:
             self._leave_device(group, digests[group])
 
     def _leave_device(self, group: int, digests: Sequence[bytes]) -> None:
-        """Unpin the device's blocks under these digests; those that no other node pins are not found there any more."""
+        """Unpin the device's blocks under these digests; those that no other node pins leave the device's index."""
         pool, found = self._pools[group], self._on_device[group]
         self._registry.unpin(group, digests)
         blocks = [found[digest] for digest in digests]
@@ -158,7 +159,7 @@ class TierMoves:
 
 
 def _piece(layout: ArenaLayout) -> int:
-    """Return how many hash blocks of a segment are demoted at once, by how many the device has room for."""
+    """Return how many hash blocks of a segment are demoted at once: 1/32 of those that the device has room for, within bounds."""
     kept = [group for group in layout.groups if group.spec.keeps_everything]
     block_size = min(group.spec.block_size for group in layout.groups)
     hash_block_bytes = sum(group.stride_bytes * block_size // group.spec.block_size for group in kept)

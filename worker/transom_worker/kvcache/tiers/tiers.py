@@ -1,7 +1,7 @@
-"""`Tiers`: what a cache has besides the device: its host tier, its disk tier, and what it lends to other workers.
+"""`Tiers`: the parts of a cache besides the device: its host tier, its disk tier, and the exchange with other workers.
 
-Every part is always there. Without a host tier the host's arena has no pages (`HostTier.exists`): nothing is found in it, nothing
-fits, and no load, import or swap begins. Without a disk tier nothing is stored (`DiskStores.is_on`) or found on it.
+Every part always exists. Without a host tier the host's arena has no pages (`HostTier.exists`): no block is found there or fits,
+and no load, import or swap begins. Without a disk tier no block is stored (`DiskStores.is_on`) or found there.
 
     host       the host's arena: pages, blocks, and who needs them     swapping   saves the blocks of preempted sequences
     moves      moves nodes of the prefix tree between device and host  imports    writes blocks from the disk or other workers
@@ -33,7 +33,7 @@ from transom_worker.kvcache.tiers.tier_moves import TierMoves
 class Tiers:
     """The tiers of one cache; the module's docstring says what each part does.
 
-    `make_room` evicts nodes from the host tier; `lock` and `unlock` keep a prefix while an import continues it.
+    `make_room` evicts nodes from the host tier; `lock` and `unlock` keep the prefix to which an import adds blocks.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Tiers:
         self._changes = changes
 
     def open_disk(self, layout: ArenaLayout) -> None:
-        """From now on store the blocks of nodes that leave the memory on the disk. With a host tier, through which everything from
-        the disk comes, what `disk` names can be found from now on.
+        """From now on store the blocks of nodes that leave the memory on the disk. If there is a host tier, through which all
+        blocks from the disk come, searches find the blocks in `disk` from now on.
         """
         self.stores.is_on = True
         if self._changes.rates is not None:
@@ -76,14 +76,14 @@ class Tiers:
         yield from self.loads.targets()
 
     def lose_contents(self) -> None:
-        """Empty the host tier, and publish nothing of what loads, imports and exports bring: the cache is emptied."""
+        """Empty the host tier, and let running loads, imports and exports publish nothing, because the cache is emptied."""
         self.exports.make_void()
         self.loads.make_void()
         self.imports.make_void()
         self.host.empty("reset")
 
     def host_stats(self, names: Sequence[str]) -> tuple[HostGroupStats, ...]:
-        """Return what each group, by name, has in the host tier, and what has moved since start."""
+        """Return the blocks of each group in the host tier, and how many have moved since start; `names` are the groups'."""
         evicted = self.host.registry.num_evicted()
         return tuple(
             HostGroupStats(

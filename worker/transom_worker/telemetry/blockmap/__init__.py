@@ -1,1 +1,1 @@
-"""The live block map, the worker's part: snapshots of the cache, the frames that carry their changes, and the watchers."""
+"""The worker's part of the live block map: snapshots of the cache, frames with what changed between them, and the watchers."""

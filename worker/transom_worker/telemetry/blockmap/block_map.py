@@ -1,11 +1,11 @@
-"""The watchers of one worker's blocks, and the loop that makes frames for them.
+"""Serves the live block map of one worker: it has the watchers, and the loop that makes frames for them.
 
 - **watcher**: one client that receives this worker's frames over HTTP.
-- **frame**: one message of the block map: all blocks (a whole frame), or the changes since the frame before.
+- **frame**: one message of the block map, with all blocks (a whole frame) or the changes since the frame before.
 - **round**: the time from the first watcher's arrival until no watcher is left.
 
 A frame is made in two parts: the engine's thread copies the state (`SnapshotTaker`), and another thread finds what changed
-(`Encoder`). So a step waits for the copy at most, and while there is no watcher it waits for nothing.
+(`Encoder`). So a step waits at most for a copy, and without watchers for nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BlockMap:
         least_period_s: float = LEAST_PERIOD_S,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """Watchers get frames no more often than every `least_period_s`, and while nothing changes every `heartbeat_s`."""
+        """Watchers get frames at most once in `least_period_s`, and once in `heartbeat_s` while nothing changes."""
         self._identity = identity
         self._scheduler = scheduler
         self._log = log
@@ -60,7 +60,8 @@ class BlockMap:
         self._maker: asyncio.Task[None] | None = None
 
     async def watch(self, period_s: float) -> AsyncGenerator[bytes, None]:
-        """Stream frames every `period_s` at most, or more often if another watcher has a shorter period; the first one is whole.
+        """Stream frames, at most one in `period_s`, or more often if another watcher has a shorter period. The first frame is
+        whole.
 
         Raises:
             Overloaded: there are too many watchers already.  RequestError: the period is too short.
@@ -73,7 +74,7 @@ class BlockMap:
         self._watchers.add(watcher)
         self._came.set()
         if self._maker is None:
-            # outside the first watcher's context: Serve must not end it with that call
+            # In a context of its own: in the first watcher's, Serve would end the task with that watcher's call.
             self._maker = asyncio.create_task(self._make_frames(), context=contextvars.Context())
         number = 0
         try:
@@ -90,7 +91,7 @@ class BlockMap:
         return await self._on_engine(lambda: describe_block(self._scheduler, group, block, tier))
 
     async def _make_frames(self) -> None:
-        """Make frames while there are watchers. A watcher that comes while a round ends gets another round."""
+        """Make frames while there are watchers. A watcher that arrives while a round ends gets another round."""
         try:
             while self._watchers:
                 await self._round()
@@ -138,7 +139,7 @@ class FrameMaker:
         self._sent_s = 0.0  # time of the last frame
 
     async def begin(self, num_groups: int) -> None:
-        """Copy all blocks, a group or a piece of the host tier at a time: steps can run in between."""
+        """Copy all blocks, one group or piece of the host tier at a time, so that steps can run in between."""
         await self._on_engine(self._snapshots.begin)
         for group in range(num_groups):
             copy = await self._on_engine(functools.partial(self._snapshots.copy, group))

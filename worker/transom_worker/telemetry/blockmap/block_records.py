@@ -1,4 +1,4 @@
-"""The record of every block, updated from snapshots: an update's cost grows with the number of changed blocks, not with all.
+"""Keeps a record of every block, updated from snapshots; the cost of an update grows with the number of changed blocks only.
 
 Each array has the blocks of all groups, one group after the other. Legend:
 
@@ -36,8 +36,8 @@ Run = tuple[int, int, int]  # group, first block, count
 class BlockRecords:
     """The state, references, prefix hash and age of every block.
 
-    Call `start` with each group first. Then call `update` or `settle`, and after it `take_changed`, which has the records that
-    differ from those in earlier frames; `present` has all records that the frames up to now have.
+    Call `start` with each group first. Then call `update` or `settle`, and after each `take_changed`, which returns the records
+    that differ from those in earlier frames. `present` returns all records as the frames so far have shown them.
     """
 
     def __init__(self, layout: ArenaLayout) -> None:
@@ -51,7 +51,7 @@ class BlockRecords:
         self._held = np.zeros(total, bool)
         self._named = np.zeros(total, bool)
         self._repairs = np.zeros(total, bool)
-        self._plain = np.zeros(total, np.uint8)  # states, without "just evicted"
+        self._plain = np.zeros(total, np.uint8)  # states other than "just evicted"
         self._logical: Words = np.full(total, UNKNOWN, np.uint32)
         self._hash: Words = np.zeros(total, np.uint32)
         self._since_s = np.full(total, np.nan)
@@ -70,7 +70,7 @@ class BlockRecords:
         return self._evicted.size > 0
 
     def start(self, group: int, copy: GroupCopy, time_s: float) -> None:
-        """Take all blocks of a group, before the first `update`. Ages are known for cached blocks alone."""
+        """Take all blocks of a group, before the first `update`. Ages are known only for cached blocks."""
         begin, count = self._offsets[group], self._counts[group]
         self._refs[begin : begin + count] = _numbers(copy.refs)[:count]
         self._held[begin : begin + count] = _numbers(copy.pins)[:count] > 0
@@ -79,12 +79,12 @@ class BlockRecords:
         self._since_s[begin : begin + count] = np.where(since_s > 0, since_s + time_s - copy.now_s, np.nan)
 
     def place(self, group: int, logical: int, blocks: list[int]) -> None:
-        """A sequence has got `blocks`, for the logical indices from `logical` on. Call this before `update`."""
+        """Note that a sequence has got `blocks` for the logical indices from `logical` on. Call this before `update`."""
         self._logical[np.array(blocks) + self._offsets[group]] = np.arange(logical, logical + len(blocks))
 
     def update(self, snapshot: CacheSnapshot, time_s: float, repaired: Iterable[Run]) -> list[int]:
-        """Apply a snapshot; `repaired` are blocks whose sequences repair their windows. Returns the pages that have another
-        owner."""
+        """Apply a snapshot; `repaired` are blocks whose sequences repair their windows. Returns the pages whose owner has
+        changed."""
         pages, moved = self._lease(snapshot.owners)
         touched = [self._take_group(group, blocks) for group, blocks in enumerate(snapshot.groups)]
         in_repair = self._repair(repaired)
@@ -110,7 +110,7 @@ class BlockRecords:
         return pages
 
     def settle(self) -> None:
-        """Give blocks that are shown as just evicted their plain state; nothing else has changed."""
+        """Give blocks that are shown as just evicted their plain state; call this if nothing else has changed."""
         at, self._evicted, self._spilled = self._evicted, _indices([]), _indices([])
         self._show(at, self._plain[at])
 
@@ -127,13 +127,13 @@ class BlockRecords:
 
     @property
     def spilled(self) -> Words:
-        """Pairs (group, block), flat, of the blocks shown as just evicted whose contents the host tier has."""
+        """The blocks shown as just evicted whose contents the host tier has: flat pairs (group, block)."""
         groups = self._group[self._spilled]
         blocks = self._spilled - np.array(self._offsets, np.int64)[groups]
         return np.stack([groups, blocks.astype(np.uint32)], axis=1).reshape(-1)
 
     def present(self, time_s: float) -> Words:
-        """Records of all blocks in leased pages, as the last frames have them."""
+        """Return the records of all blocks in leased pages, as the last frames have shown them."""
         return self._records(np.flatnonzero((self._sent[0] >> _STATE_SHIFT) & 0xFF), time_s)
 
     def _records(self, at: Indices, time_s: float) -> Words:
@@ -147,7 +147,7 @@ class BlockRecords:
         return records.reshape(-1)
 
     def _states(self, at: Indices) -> NDArray[np.uint8]:
-        """The states of blocks: gone, then repaired or active, then held, loose or empty; the first that applies."""
+        """Return the states of blocks: the first that applies of gone, repaired or active, held, loose, empty."""
         active = np.where(self._repairs[at], REPAIRED, ACTIVE)
         cached = np.where(self._held[at], HELD, np.where(self._named[at], LOOSE, EMPTY))
         states = np.where(self._refs[at] > 0, active, cached)
@@ -159,7 +159,7 @@ class BlockRecords:
         self._maybe_changed = at
 
     def _lease(self, owners: list[int]) -> tuple[list[int], Indices]:
-        """Pages with another owner than before, and their blocks in the old and in the new group."""
+        """Return the pages whose owner has changed, and their blocks in the old and in the new group."""
         now = np.array(owners, np.int64)
         pages = np.flatnonzero(now != self._owners)
         moved = [_indices([])]
@@ -174,7 +174,7 @@ class BlockRecords:
         return pages.tolist(), np.concatenate(moved)
 
     def _take_group(self, group: int, snapshot: GroupSnapshot) -> Indices:
-        """Take over references, pins and names of the changed blocks; returns their indices."""
+        """Copy references, pins and names of the changed blocks; return their indices."""
         at = _indices(snapshot.blocks) + self._offsets[group]
         self._refs[at] = _numbers(snapshot.refs)
         self._held[at] = _numbers(snapshot.pins) > 0
@@ -192,7 +192,7 @@ class BlockRecords:
         self._logical[at[named]] = logical[named]
 
     def _repair(self, repaired: Iterable[Run]) -> tuple[Indices, Indices]:
-        """Mark the blocks in window repair; returns those that were before, and those that are now."""
+        """Mark the blocks in window repair; return those that were in repair before, and those that are now."""
         before = self._in_repair
         now = np.concatenate(
             [_indices([]), *(self._offsets[g] + np.arange(block, block + count) for g, block, count in repaired)]
@@ -207,7 +207,7 @@ def _indices(indices: list[int]) -> Indices:
 
 
 def _numbers(values: list[int]) -> NDArray[Any]:
-    """An array of small non-negative numbers; through bytes if they fit, which is three times as fast."""
+    """Return an array of small non-negative numbers; if they fit in bytes, through bytes, which is three times as fast."""
     try:
         return np.frombuffer(bytes(values), np.uint8)
     except ValueError:

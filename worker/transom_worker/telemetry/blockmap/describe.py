@@ -1,6 +1,6 @@
 """Describes one block in full, for the person who selects it on the block map's page. Runs on the engine's thread.
 
-It may search all sequences and checkpoints, since one person asks for one block at a time.
+It searches all sequences and checkpoints, which is fast enough, since one person asks for one block at a time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ HASH_CHARS = 16
 
 
 def describe_block(scheduler: Scheduler, group: int, block: int, tier: str = "device") -> dict[str, Any]:
-    """What a block of a tier ("device" or "host") holds, the sequences that use it, its prefix hash and its checkpoints; `error`
-    alone if there is no such block. Of the device's blocks also the state, and how long they have been cached."""
+    """Return what a block of a tier ("device" or "host") holds, the sequences that use it, its prefix hash and its checkpoints;
+    only `error` if there is no such block. A block on the device also has its state, and how long it has been cached."""
     cache, is_host = scheduler.cache, tier == "host"
     host = cache.tiers.host
     if is_host and not host.exists:
@@ -61,7 +61,7 @@ def describe_block(scheduler: Scheduler, group: int, block: int, tier: str = "de
 
 
 def _missing(layout: ArenaLayout, group: int, block: int) -> str:
-    """What is wrong with the number of a group or block; "" if there is such a block."""
+    """Say what is wrong with the number of a group or block; "" if there is such a block."""
     if not 0 <= group < len(layout.groups):
         return f"There is no group {group}; this worker has {len(layout.groups)}, from 0 on."
     if not 0 <= block < layout.dump_block(group):
@@ -70,7 +70,7 @@ def _missing(layout: ArenaLayout, group: int, block: int) -> str:
 
 
 def _host_users(scheduler: Scheduler, group: int, block: int) -> list[dict[str, Any]]:
-    """The sequences that are loaded from a block of the host tier, or swapped into it."""
+    """Return the sequences that are being loaded from a block of the host tier, or are swapped into it."""
     held = [(one, one.swapped or one.blocks) for one in scheduler.by_request.values()]
     return [
         {"id": one.seq_id, "request": one.request.request_id, "processed": blocks.processed}
@@ -91,7 +91,7 @@ def _state(scheduler: Scheduler, group: int, block: int, *, is_leased: bool, rep
 
 
 def _users(scheduler: Scheduler, group: int, block: int) -> list[dict[str, Any]]:
-    """The sequences that reference a block."""
+    """Return the sequences that reference a block."""
     users = []
     for sequence in scheduler.sequences_with_blocks():
         blocks = sequence.blocks
@@ -113,7 +113,7 @@ def _users(scheduler: Scheduler, group: int, block: int) -> list[dict[str, Any]]
 
 
 def _checkpoints(cache: KvCache, group: int, digest: bytes, tier: int) -> list[dict[str, Any]]:
-    """The checkpoints that pin a tier's block: those whose windows have it, and the one whose part of the prefix chain it is in."""
+    """Return the checkpoints that pin a block in a tier: those whose windows have it, and the one whose segment has it."""
     return [
         {
             "kind": node.kind.value,

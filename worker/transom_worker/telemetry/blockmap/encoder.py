@@ -1,4 +1,4 @@
-"""`Encoder`: makes frames out of snapshots, for all watchers of a worker together. It runs on another thread than the engine."""
+"""`Encoder`: makes frames from snapshots, for all watchers of a worker together. It does not run on the engine's thread."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Encoder:
 
     @property
     def is_settled(self) -> bool:
-        """Whether another frame of an unchanged state would be empty: no block is shown as just evicted, and none is still to be
-        told.
+        """Whether a further frame without a new snapshot would be empty: no block is shown as just evicted, and all changes were
+        sent.
         """
         return not self._records.shows_evicted and (self._host is None or self._host.records.is_settled)
 
@@ -67,7 +67,7 @@ class Encoder:
         self._host.start(copy)
 
     def update(self, snapshot: Snapshot) -> Frame:
-        """Make a frame of what changed since the snapshot before."""
+        """Make a frame of what changed since the last snapshot."""
         cache = snapshot.cache
         if self._host is not None and cache.host is not None:
             self._host.update(cache.host, snapshot.sequences)
@@ -91,7 +91,7 @@ class Encoder:
         )
 
     def again(self, time_s: float) -> Frame:
-        """Make a frame without a new snapshot: blocks that were shown as just evicted get their plain state."""
+        """Make a frame without a new snapshot, in which blocks that were shown as just evicted get their plain state."""
         self._records.settle()
         if self._host is not None:
             self._host.records.settle()
@@ -99,7 +99,7 @@ class Encoder:
         return self._frame(time_s, nothing, self._pairs([]), self._records.take_changed(time_s), whole=False)
 
     def whole(self, time_s: float) -> Frame:
-        """Make a whole frame of the state that the frames up to now have."""
+        """Make a whole frame of the state that the frames so far have shown."""
         fields = {"events": [], "dropped_events": 0, "sequences": list(self._sequences.values()), "gone": []}
         pages = self._pairs(range(len(self._owners)))
         return self._frame(time_s, fields, pages, self._records.present(time_s), whole=True)
@@ -139,7 +139,7 @@ class Encoder:
         }
 
     def _update_sequences(self, snapshots: list[SequenceSnapshot]) -> tuple[list[dict[str, Any]], list[int]]:
-        """The sequences that changed since the last frame, as header fields, and the ids of those that ended."""
+        """Return the sequences that changed since the last frame, as header fields, and the ids of those that ended."""
         changed, present = [], set()
         for snapshot in snapshots:
             seq_id = snapshot.seq_id
@@ -163,7 +163,7 @@ class Encoder:
         return changed, gone
 
     def _repaired(self, snapshots: list[SequenceSnapshot]) -> list[tuple[int, int, int]]:
-        """(group, first block, count) of sliding groups' blocks whose sequences repair their windows."""
+        """Return (group, first block, count) of the sliding groups' blocks of sequences that repair their windows."""
         sliding = [g for g, group in enumerate(self._layout.groups) if not group.spec.keeps_everything]
         return [
             (group, block, count)
@@ -174,12 +174,13 @@ class Encoder:
         ]
 
     def _pairs(self, pages: Sequence[int]) -> Words:
-        """(page, owner + 1), flat."""
+        """Return pairs (page, owner + 1), flat; 0 stands for no owner."""
         pairs = [(page, self._owners[page] + 1) for page in pages]
         return np.array(pairs, np.uint32).reshape(-1)
 
     def _events(self, snapshot: Snapshot) -> tuple[list[dict[str, Any]], int]:
-        """What happened, with the blocks that were evicted or moved between the tiers since the frame before, by group."""
+        """Return the events since the last frame, with evictions and moves between the tiers by group, and how many older events
+        were dropped."""
         evicted = [group.num_evicted for group in snapshot.cache.groups]
         events = list(snapshot.events)
         if self._has_begun:

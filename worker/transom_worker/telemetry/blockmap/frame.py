@@ -19,7 +19,7 @@ class Frame(NamedTuple):
     arrays: bytes
 
     def numbered(self, sequence: int) -> bytes:
-        """The frame's bytes with the number `sequence`."""
+        """Return the frame's bytes with the number `sequence`."""
         header = b'{"sequence":%d,' % sequence + self.header
         return b"".join((len(header).to_bytes(4, "little"), header, bytes(-len(header) % 4), self.arrays))
 

@@ -1,4 +1,4 @@
-"""The last five minutes of one worker's KV pool, one small entry per second, kept whether a watcher is connected or not."""
+"""Keeps the last five minutes of one worker's KV pool, one small entry per second, even while no watcher is connected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Entry = tuple[float, int, tuple[tuple[int, int, int, int], ...]]
 
 
 class History:
-    """One thread adds entries, any thread may read. An idle engine adds none: its last entry is valid until the next one."""
+    """One thread adds entries, and any thread may read them. An idle engine adds none: its last entry holds until the next one."""
 
     def __init__(self) -> None:
         self._entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
@@ -33,7 +33,7 @@ class History:
         entries.append((now_s, stats.free_pages, groups))
 
     def entries(self, now_s: float) -> list[list[object]]:
-        """The entries of a frame: one per second up to `now_s`, the oldest first, of the last five minutes."""
+        """Return the entries of a frame: one per second of the last five minutes up to `now_s`, the oldest first."""
         known = list(self._entries)
         if not known:
             return []

@@ -25,11 +25,12 @@ Run = tuple[int, int]  # first block, count
 
 
 class HostFrames:
-    """Call `start` with each copy first. Then `update` takes a snapshot, and the other methods say what frames have of it."""
+    """Call `start` with each copy first. Then `update` applies a snapshot, and the other methods return what a frame shows of
+    it."""
 
     def __init__(self, layout: ArenaLayout) -> None:
         self.records = HostRecords(layout)
-        # What was made of a list, by its id(), for as long as it is in use.
+        # id() of a list -> the list and what was made of it; an entry is kept for as long as its list is in use.
         self._known: dict[int, tuple[object, Any]] = {}
         self._used: dict[int, tuple[object, Any]] = {}
         self._free_pages = 0
@@ -39,13 +40,13 @@ class HostFrames:
         self.records.start(copy)
 
     def update(self, snapshot: HostSnapshot, sequences: Sequence[SequenceSnapshot]) -> None:
-        """Take over what changed since the snapshot before."""
+        """Apply what changed since the last snapshot."""
         self.records.update(snapshot, self._holders(snapshot, sequences))
         self._free_pages = snapshot.free_pages
         self._known, self._used = self._used, {}
 
     def header(self, *, whole: bool) -> dict[str, Any]:
-        """The field `host` of a frame's header."""
+        """Return the field `host` of a frame's header."""
         fields: dict[str, Any] = {"free_pages": self._free_pages, "counts": self.records.counts}
         if whole:
             layout = self.records.layout
@@ -54,7 +55,7 @@ class HostFrames:
         return fields
 
     def runs_of(self, blocks: Sequence[Sequence[int]]) -> list[list[Run]]:
-        """A sequence's blocks in the host tier, by group, as runs of consecutive ids."""
+        """Return a sequence's blocks in the host tier, by group, as runs of consecutive ids."""
         runs: list[list[Run]] = self._once(blocks, lambda: [_runs(of_group) for of_group in blocks])
         return runs
 
@@ -90,7 +91,7 @@ class HostFrames:
         return found
 
     def _once(self, source: object, make: Any) -> Any:
-        """What `make` makes of a list that never changes, made when the list is first seen."""
+        """Return the result of `make` for a list that never changes; `make` is called when the list is first seen."""
         key = id(source)  # unambiguous, since the entry keeps the list
         entry = self._used.get(key) or self._known.get(key) or (source, make())
         self._used[key] = entry

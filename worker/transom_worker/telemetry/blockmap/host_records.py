@@ -1,8 +1,8 @@
-"""The state of every block of the host tier, updated from snapshots, and its encoding as runs of blocks in equal states.
+"""Keeps the state of every block of the host tier, updated from snapshots, and encodes it as runs of blocks in equal states.
 
-A host tier may have a million blocks, so a block has a state and nothing else, neighbours in equal states are one record, and a
-frame has `MAX_RUNS` records at most: what did not fit is in the frames after it. Each array has the blocks of all groups, one group
-after the other. Legend:
+A host tier may have a million blocks. So a block has only a state, neighbours in equal states are one record, and a frame has at
+most `MAX_RUNS` records: those that do not fit are in the frames after it. Each array has the blocks of all groups, one group after
+the other. Legend:
 
     N  all blocks of all groups      A  indices into these arrays that may have changed      R  records of a frame
 
@@ -11,7 +11,7 @@ A record is two 32-bit words: the first block's id in its group, and
     bits   31 ... 16       15 ... 8     7 ... 0
            count less 1    state        group
 
-Whether a page is leased follows from its blocks: a group leases a page while one of its blocks there is in use.
+Pages need no records: a group leases a page exactly while one of its blocks there is in use.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ STATE_NAMES = {
 }  # fmt: skip
 MAX_RUNS = 2**14  # 128 KiB
 _NUM_STATES = 16
-_UNTOLD = 255  # no state: a whole frame had no place for the block
+_UNTOLD = 255  # not a state: a whole frame had no room for the block
 _MAX_COUNT = 2**16
 _STATE_SHIFT, _COUNT_SHIFT = np.uint32(8), np.uint32(16)
 
 Indices = NDArray[np.int64]  # [A]
 Blocks = tuple[NDArray[np.int64], NDArray[np.int64]]  # groups and block ids, of equal lengths
-Holders = list[tuple[int, Blocks]]  # a state and the blocks that are in it; later entries prevail
+Holders = list[tuple[int, Blocks]]  # a state and the blocks that are in it; later entries override earlier ones
 
 
 class HostRecords:
     """The state of every block of the host tier.
 
-    Call `start` with each copy first. Then call `update` or `settle`, and after it `take_changed`, which has the records that
-    differ from those in earlier frames; `present` has the records that the frames up to now have.
+    Call `start` with each copy first. Then call `update` or `settle`, and after each `take_changed`, which returns the records that
+    differ from those in earlier frames. `present` returns the records as the frames so far have shown them.
     """
 
     def __init__(self, layout: ArenaLayout) -> None:
@@ -57,23 +57,23 @@ class HostRecords:
         self._needed = np.zeros(total, bool)  # [N], as all below
         self._leftover = np.zeros(total, bool)
         self._holder = np.zeros(total, np.uint8)  # the state of a needed block that no node pins, else 0
-        self._plain = np.zeros(total, np.uint8)  # states, without "just evicted" and "just moved"
+        self._plain = np.zeros(total, np.uint8)  # states other than "just evicted" and "just moved"
         self._shown = np.zeros(total, np.uint8)
         self._sent = np.zeros(total, np.uint8)
         self._num_used = np.zeros((len(groups), layout.num_pages), np.int64)  # blocks by group and page
         self._counts = np.zeros((len(groups), _NUM_STATES), np.int64)
         self._is_first = True
         self._held_before, self._flashing, self._pending = _indices(), _indices(), _indices()
-        self._next = 0  # where the next frame begins, so that every block has its turn
+        self._next = 0  # the index at which the next frame begins, so that every block gets its turn
 
     @property
     def is_settled(self) -> bool:
-        """Whether another frame of an unchanged state would be empty."""
+        """Whether a further frame without a new snapshot would be empty."""
         return not (self._flashing.size or self._pending.size)
 
     @property
     def counts(self) -> list[dict[str, int]]:
-        """The blocks of each group by state, as they are now, whether or not frames had them."""
+        """The number of each group's blocks by their present state, whether or not a frame has shown it."""
         return [{name: int(of_group[state]) for state, name in STATE_NAMES.items()} for of_group in self._counts]
 
     def start(self, copy: HostCopy) -> None:
@@ -110,12 +110,12 @@ class HostRecords:
         self._show(at, shown)
 
     def settle(self) -> None:
-        """Give blocks that are shown as just evicted or moved their plain state; nothing else has changed."""
+        """Give blocks that are shown as just evicted or moved their plain state; call this if nothing else has changed."""
         at, self._flashing = self._flashing, _indices()
         self._show(at, self._plain[at])
 
     def take_changed(self) -> Words:
-        """Take `MAX_RUNS` records, at most, that differ from those in earlier frames; afterwards they count as sent."""
+        """Take at most `MAX_RUNS` records that differ from those in earlier frames; afterwards they count as sent."""
         at = self._pending[self._sent[self._pending] != self._shown[self._pending]]
         begin = int(np.searchsorted(at, self._next))
         records, taken = self._runs(np.concatenate([at[begin:], at[:begin]]))
@@ -125,9 +125,9 @@ class HostRecords:
         return records
 
     def present(self) -> Words:
-        """Records of all blocks in leased pages, as the last frames have them: `MAX_RUNS` at most.
+        """Return the records of all blocks in leased pages, as the last frames have shown them: at most `MAX_RUNS`.
 
-        The remaining ones count as never sent, so that the next frames have them.
+        The remaining blocks count as never sent, so that the next frames have them.
         """
         at = np.flatnonzero((self._sent != GONE) & (self._sent != _UNTOLD))
         records, taken = self._runs(at, self._sent)
@@ -179,7 +179,7 @@ class HostRecords:
             self._counts += sign * found.reshape(self._counts.shape)
 
     def _take_group(self, group: int, blocks: list[int], needs: list[int], leftover: list[bool]) -> Indices:
-        """Take over the changed blocks; returns them and the blocks of pages that the group has leased or given back."""
+        """Apply the changed blocks; return them and the blocks of pages that the group has leased or given back."""
         at = np.array(blocks, np.int64) + self._offsets[group]
         pages = self._use(group, at, np.array(needs, np.int64) > 0, np.array(leftover, bool))
         per_page = int(self._blocks_per_page[group])
@@ -189,7 +189,7 @@ class HostRecords:
     def _use(
         self, group: int, at: Indices, needed: NDArray[np.bool_], leftover: NDArray[np.bool_]
     ) -> NDArray[np.int64]:
-        """Note what blocks of a group are used for; returns the pages that the group has leased or given back."""
+        """Note which blocks of a group are needed or leftovers; return the pages that the group has leased or given back."""
         before = self._needed[at] | self._leftover[at]
         self._needed[at], self._leftover[at] = needed, leftover
         pages, _ = self._pages(group, at)
@@ -203,14 +203,14 @@ class HostRecords:
         return turned
 
     def _pages(self, group: int, at: Indices) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The page of each of these blocks of a group, and whether the block lies inside it."""
+        """Return the page in which each of these blocks of a group begins, and whether the block is wholly inside it."""
         blocks, page_bytes = at - self._offsets[group], self.layout.page_bytes
         pages = blocks * self._strides[group] // page_bytes
         firsts = -(-pages * page_bytes // self._strides[group])
         return pages, (blocks - firsts < self._blocks_per_page[group]) & (pages < self.layout.num_pages)
 
     def _hold(self, holders: Holders) -> tuple[Indices, Indices]:
-        """Note who holds blocks; returns the blocks that were held before, and those that are now."""
+        """Note what holds blocks; return the blocks that were held before, and those that are held now."""
         before = self._held_before
         self._holder[before] = 0
         now = [_indices()]

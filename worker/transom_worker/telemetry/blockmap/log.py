@@ -1,6 +1,6 @@
-"""What the live block map keeps of an engine's events: admissions, hits, window repairs, preemptions and ends.
+"""Keeps those of an engine's events that the live block map shows: admissions, hits, window repairs, preemptions and ends.
 
-While no watcher is connected, an event costs one addition.
+While no watcher is connected, an event costs at most one addition.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class MapEvent:
 
 
 class BlockMapLog(EngineEventSink):
-    """One engine's history, a counter that tells whether anything has changed since a snapshot, and, while there is a watcher, the
-    newest `MAX_EVENTS` events since they were last taken. Used on the engine's thread."""
+    """Has one engine's history, a counter that shows whether anything has changed since a snapshot, and, while there is a watcher,
+    the newest `MAX_EVENTS` events since the last `take`. Used on the engine's thread."""
 
     def __init__(self) -> None:
         self.history = History()
@@ -53,7 +53,7 @@ class BlockMapLog(EngineEventSink):
         self.take()
 
     def take(self) -> tuple[list[MapEvent], int]:
-        """The events since the last call, and the number of older ones that were dropped."""
+        """Return the events since the last call, and the number of older ones that were dropped."""
         events, num_dropped = list(self._events), self._num_added - len(self._events)
         self._events.clear()
         self._num_added = 0
@@ -100,7 +100,7 @@ class BlockMapLog(EngineEventSink):
         self.num_changes += 1
 
     def published(self, state: WorkerState) -> None:
-        """A fraction of a second has passed, or the engine becomes idle."""
+        """The engine has published its state, a few times a second and when it becomes idle: add it to the history."""
         self.num_changes += 1
         self.history.add(state.stats)
 

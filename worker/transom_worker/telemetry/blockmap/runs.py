@@ -1,4 +1,4 @@
-"""A sequence's block table as runs of consecutive block ids, updated from the blocks that were appended to it."""
+"""Keeps a sequence's block table as runs of consecutive block ids, updated from the blocks that were appended to it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TableRuns:
             self._append(logical, blocks)
 
     def sliding(self) -> list[Run]:
-        """The runs after the sink blocks."""
+        """Return the runs after the sink blocks."""
         return [run for run in self.runs if run[0] >= self.num_sink_blocks]
 
     def _trim(self, first_block: int) -> None:
@@ -56,7 +56,7 @@ class TableRuns:
             while end < len(blocks) and blocks[end] == first + end - at:
                 end += 1
             count = end - at
-            slides = logical + at == self.num_sink_blocks  # the block before it is a sink block
+            slides = logical + at == self.num_sink_blocks  # the block before this one is a sink block
             if runs and not slides and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (logical + at, first):
                 before = runs.pop()
                 first, count = before[1], before[2] + count

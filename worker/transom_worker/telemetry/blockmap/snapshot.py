@@ -1,11 +1,10 @@
-"""Snapshots for the block map, copied on the engine's thread: the cache's changes, the sequences with blocks, and the
-newest events.
+"""Takes snapshots for the block map on the engine's thread: the cache's changes, the sequences with blocks, and the newest events.
 
-A snapshot has only the blocks that were appended to a block table since the snapshot before: a table grows at its end and
-shrinks at its front. When compaction has moved blocks, which changes a table in its middle, the next snapshot has the whole
-tables. Tables with gaps, from which KV policies remove blocks anywhere, are short and always whole.
+Of a block table a snapshot has only the blocks that were appended since the last snapshot, since a table grows at its end and
+shrinks at its front. Compaction changes tables in the middle, so the snapshot after it has whole tables. Tables with gaps, from
+which KV policies remove blocks anywhere, are short and always whole.
 
-With a host tier there are also the sequences that are *swapped*: they wait for their return with all their blocks in the host tier.
+With a host tier a snapshot also has the *swapped* sequences, which wait for their return with all their blocks in the host tier.
 """
 
 from __future__ import annotations
@@ -35,16 +34,15 @@ class TablePieces(NamedTuple):
     num_sink_blocks: int  # blocks of sink tokens, from logical index 0 on, which never slide out
     first_block: int  # logical index of the first block after the sink blocks
     pieces: list[tuple[int, list[int]]]
-    aside: tuple[
-        tuple[int, int], ...
-    ] = ()  # (logical index, block) of what a KV policy dropped and is kept to be measured
+    # (logical index, block) of blocks that a KV policy dropped and that are kept so that the policy can be measured.
+    aside: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSnapshot:
-    """One sequence with blocks. `replay` is the token range that its window repair computes, while it runs.
+    """One sequence with blocks. `replay` is the token range that its window repair computes; None if none is under way.
 
-    `in_host` are the blocks of the host tier, by group, from which it is being loaded or, if it is swapped, will be; the list
+    `in_host` are the host tier's blocks, by group, from which the sequence is being loaded or, if it is swapped, will be; the list
     is never changed.
     """
 
@@ -75,7 +73,8 @@ class Snapshot:
 
 
 class SnapshotTaker:
-    """Takes snapshots of one scheduler. After `begin` and a `copy` of each group, each `take` has the changes since the last one.
+    """Takes snapshots of one scheduler. After `begin` and a `copy` of each group, each `take` returns the changes since the last
+    one.
 
     The engine's thread calls all methods.
     """
@@ -83,7 +82,7 @@ class SnapshotTaker:
     def __init__(self, scheduler: Scheduler, log: BlockMapLog) -> None:
         self._scheduler = scheduler
         self._log = log
-        # By sequence, by group: the logical index up to which snapshots have its table.
+        # Sequence id -> by group: the logical index up to which snapshots have had its table.
         self._ends: dict[int, list[int]] = {}
         self._num_compacted = 0
 
@@ -93,12 +92,12 @@ class SnapshotTaker:
         self._log.begin()
 
     def copy(self, group: int) -> GroupCopy:
-        """Copy all blocks of one group. The next `take` has what changes from now on."""
+        """Return a copy of all blocks of one group. The next `take` returns what changes from now on."""
         return self._scheduler.cache.snapshots.copy(group)
 
     @property
     def host(self) -> HostSnapshots | None:
-        """What copies the host tier, between `begin` and the first `take`; None without one."""
+        """Makes the copies of the host tier, between `begin` and the first `take`; None without a host tier."""
         return self._scheduler.cache.snapshots.host
 
     def take(self) -> Snapshot:

@@ -1,7 +1,7 @@
-"""One watcher's bounded queue of frames.
+"""`Watcher`: one client of the block map, with its bounded queue of frames.
 
-A watcher begins with a whole frame, and then receives frames of changes. When it is too slow, its queue is emptied, and it
-begins with a whole frame again.
+A watcher first receives a whole frame, and then frames of changes. If it is too slow, its queue is emptied, and it starts again
+with a whole frame.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Watcher:
 
     @property
     def needs_whole_now(self) -> bool:
-        """Whether the watcher needs a whole frame before it can use changes, and is ready to take it."""
+        """Whether the watcher needs a whole frame before it can use changes, and is waiting for a frame."""
         return self._needs_whole and self._is_waiting
 
     def offer(self, frame: Frame, *, whole: bool) -> None:

@@ -3,7 +3,7 @@
 - **group**: the layers that keep the KV of the same tokens; each group has blocks of its own size.
 - **page**: a piece of the KV pool that one group leases at a time and divides into blocks.
 - **checkpoint**: a position of a cached prefix from which a request can continue, with the blocks of every group for it.
-- **window repair**: computing the last tokens of a hit again, where its sliding-window blocks are evicted.
+- **window repair**: computing the last tokens of a hit again, because its sliding-window blocks were evicted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from transom_worker.kvcache.stats import CacheStats, CheckpointStats, GroupStats
 
 
-# Label values that are known in advance. Their series exist, at 0, before the first event: a rate needs the value before it.
+# Label values that are known in advance. Their series exist, at 0, before the first event, because a rate needs the value before
+# it.
 HIT_OUTCOMES = ("hit", "repaired", "missed")
 MISS_REASONS = ("never_seen", "full_evicted", "window_evicted", "below_alignment", "last_token", "policy")
 EVICTION_REASONS = ("own_group", "other_group", "compaction", "reset")
@@ -30,7 +31,7 @@ CHECKPOINT_KINDS = ("system", "turn", "prompt", "generation", "fork", "preempted
 
 
 def cache_families(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
-    """Every family of the KV cache."""
+    """Yield every metric family of the KV cache."""
     yield from _prefixes(own, stats)
     yield from _arena(own, stats)
     yield from _checkpoints(own, stats.checkpoints)
@@ -41,7 +42,7 @@ def cache_families(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
 
 def _prefixes(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
     fixed = ("hit", "repaired", *(f"missed_{reason}" for reason in MISS_REASONS))
-    yield own.counter(  # of the same moment as the outcomes, which must sum to it on every page
+    yield own.counter(  # read at the same moment as the outcomes, which must sum to it on every page
         "transom_prompt_tokens", "Prompt tokens of admitted requests.", sum(stats.outcome_tokens.values())
     )
     yield own.counters(
@@ -181,7 +182,7 @@ def _times(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
 
 
 def _host(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
-    """The host tier; everything is 0 without one."""
+    """Yield the families of the host tier; all values are 0 without one."""
     groups = stats.host_groups
     yield own.gauges(
         "transom_kv_host_pages",

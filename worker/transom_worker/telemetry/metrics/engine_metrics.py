@@ -1,4 +1,4 @@
-"""`EngineMetrics`: the engine's events as Prometheus metrics, and the metrics page that they become."""
+"""`EngineMetrics`: turns the engine's events into Prometheus metrics, and renders the metrics page."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class EngineMetrics:
         self._identity.start_s = start_s
 
     def text(self, *, openmetrics: bool = False) -> bytes:
-        """The page in Prometheus' text format, or in the OpenMetrics format, which has exemplars."""
+        """Return the page in Prometheus' text format, or in the OpenMetrics format, which has exemplars."""
         page: bytes = (generate_openmetrics if openmetrics else generate_latest)(self.registry)
         return page
 
 
 class _StateCollector(EngineEventSink, Collector):
-    """Metric families of the last published state; none before the first one."""
+    """Metric families of the last published state; none before the first state is published."""
 
     def __init__(self, own: OwnLabels) -> None:
         self._own = own

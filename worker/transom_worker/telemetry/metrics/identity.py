@@ -1,4 +1,4 @@
-"""Metric families of a worker's identity: versions, settings as they were resolved, and the time that its start took."""
+"""Metric families about what a worker is: versions, its resolved settings, and how long its start took."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ CONFIG_LABELS = (
 
 
 class Identity(EngineEventSink, Collector):
-    """Two families whose value is always 1, the limits of batch and queue, bytes per token, and the seconds of the start."""
+    """Two info families whose value is always 1, the limits of batch and queue, KV bytes per token, and the seconds that the start
+    took."""
 
     def __init__(self, own: OwnLabels) -> None:
         self._own = own

@@ -18,7 +18,7 @@ DISK_EVENTS = ("written", "read", "missing", "broken", "dropped", "failed", "evi
 
 
 def rank_families(own: OwnLabels, ranks: tuple[RankReport, ...]) -> Iterator[Metric]:
-    """Every family of the ranks."""
+    """Yield every metric family of the ranks."""
     named = [(str(rank), report) for rank, report in enumerate(ranks)]
     yield own.gauges(
         "transom_rank_memory_bytes",
@@ -50,7 +50,7 @@ def rank_families(own: OwnLabels, ranks: tuple[RankReport, ...]) -> Iterator[Met
 
 
 def _work(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metric]:
-    """Each rank's seconds and steps since its process began."""
+    """Yield the families of each rank's seconds and steps since its process began."""
     yield own.counters(
         "transom_rank_forward_seconds",
         "Seconds that a rank has spent in forward passes, waiting for other ranks inside them included.",
@@ -84,7 +84,7 @@ def _steps(report: RankReport, others: str, num_others: int) -> dict[str, float]
 
 
 def _disk(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metric]:
-    """What happened to each rank's blocks on the disk since its process began; zeros without a disk tier."""
+    """Yield the families of what happened to each rank's blocks on the disk since its process began; zeros without a disk tier."""
     found = [(rank, report.usage.disk or DiskUsage(is_usable=False)) for rank, report in named]
     yield own.counters(
         "transom_disk_blocks",
@@ -104,5 +104,5 @@ def _disk(own: OwnLabels, named: list[tuple[str, RankReport]]) -> Iterator[Metri
 
 
 def _host(address: str) -> str:
-    """A rank's host: its IP address, or this machine's name where the address is a loopback address."""
+    """Return a rank's host: its IP address, or this machine's name if the address is a loopback address."""
     return platform.node() if address.startswith("127.") else address

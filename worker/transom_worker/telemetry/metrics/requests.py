@@ -13,7 +13,8 @@ REQUEST_BUCKETS_S = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0),
     *(20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0),
 )
-# Label values that are known in advance. Their series exist, at 0, before the first event: a rate needs the value before it.
+# Label values that are known in advance. Their series exist, at 0, before the first event, because a rate needs the value before
+# it.
 FINISH_REASONS = ("stop", "length", "abort", "error", "handover")
 REFUSALS = ("overloaded", "worker_unavailable", "request_refused", "internal_error")
 REFUSAL_REASONS = ((Overloaded, "overloaded"), (WorkerLost, "worker_unavailable"), (RequestError, "request_refused"))
@@ -23,8 +24,8 @@ LENGTH_BUCKETS = (1, 4, 16, *(2**power for power in range(5, 21)))  # tokens
 
 
 class Requests(EngineEventSink):
-    """Counters and histograms of requests. Exemplars (of request, queue, prefill and first-token times) show in OpenMetrics
-    alone."""
+    """Counters and histograms of requests. Exemplars (of request, queue, prefill and first-token times) appear only in
+    OpenMetrics."""
 
     def __init__(self, own: OwnLabels, registry: CollectorRegistry) -> None:
         self._own, self._registry = own, registry

@@ -1,4 +1,4 @@
-"""Metrics of steps and of output tokens, updated several times a step."""
+"""Metrics of steps and of output tokens, which are updated several times per step and must be cheap."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Tally:
 
 
 class Steps(EngineEventSink, Collector):
-    """Plain numbers: the engine's thread adds to them, and a scrape reads them."""
+    """Keeps plain numbers, to which the engine's thread adds and which a scrape reads."""
 
     def __init__(self, own: OwnLabels) -> None:
         self._own = own

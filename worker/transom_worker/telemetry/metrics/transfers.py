@@ -1,4 +1,4 @@
-"""Metrics of KV transfer: prefixes that this worker fetched from other workers, and those that it gave to others."""
+"""Metrics of KV transfer: prefixes that this worker fetched from other workers, and prefixes that it lent to them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def work_families(own: OwnLabels, state: WorkerState) -> Iterator[Metric]:
-    """Every family of queue and scheduler."""
+    """Yield every metric family of queue and scheduler."""
     yield from _computed(own, state.work)
     yield own.counters(
         "transom_preemptions",

@@ -1,13 +1,13 @@
-"""Cuts and joins KV blocks by heads, between workers that divide the KV heads among other numbers of ranks.
+"""Cuts and joins KV blocks by heads, for two workers that divide the KV heads among different numbers of ranks.
 
-A *block* has the keys and values of some tokens in all layers of a KV cache group. Each rank keeps the part for its own KV heads;
-latent rows, and heads if there are more ranks than heads, are kept by several ranks in equal copies. Example, 3 KV heads:
+A *block* has the keys and values of some tokens in all layers of a KV cache group. Each rank keeps the part for its own KV heads.
+Several ranks keep equal copies of latent rows, and of heads if there are more ranks than heads. Example, 3 KV heads:
 
     source, 2 ranks      rank 0: heads 0 1      rank 1: head 2
     target, 3 ranks      rank 0: head 0         rank 1: head 1        rank 2: head 2
     target, 5 ranks      0: head 0     1: head 1     2: head 1     3: head 2     4: head 2
 
-Bytes are copied: both keep the same number format, which is part of the identity that they share.
+Bytes are only copied: both workers have the same identity, which includes the number formats.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class _Part(NamedTuple):
 
 
 def convert_blocks(source: KvShares, target: KvShares, group: int, data: Sequence[Data]) -> list[Bytes]:
-    """Return the bytes of blocks of one group for each rank of `target`, from those of each rank of `source`.
+    """Return the bytes of one group's blocks for each rank of `target`, made from those of each rank of `source`.
 
-    The bytes of a rank are whole blocks one after the other, `block_bytes` of its own layout each.
+    The bytes of a rank are whole blocks, one after the other, each with the `block_bytes` of that rank's own layout.
 
     Raises:
         ValueError: the groups keep other layers, tokens or formats, or the data has the wrong length.
@@ -101,7 +101,7 @@ def _check_specs(source: GroupLayout, target: GroupLayout) -> None:
 
 
 def _check_rows(source: LayerTensors, target: LayerTensors) -> None:
-    """Check that two layers keep the same numbers in one format, of which each row can be cut out."""
+    """Check that two layers keep the same numbers in the same format, from which rows can be cut; raise ValueError if not."""
 
     def kept(tensors: LayerTensors) -> tuple[object, ...]:
         return tensors.layer, tensors.role, tensors.format, tensors.k_size, tensors.v_size
@@ -116,7 +116,7 @@ def _check_rows(source: LayerTensors, target: LayerTensors) -> None:
 
 
 def _parts(tensors: LayerTensors) -> list[_Part]:
-    """Return the keys and the values of a layer, or what is both."""
+    """Return the keys and the values of a layer as two parts, or as one if the same rows are both."""
     parts = [_Part(tensors, tensors.k_offset, tensors.k_scale_offset, tensors.k_size)]
     if tensors.v_offset != tensors.k_offset:
         parts.append(_Part(tensors, tensors.v_offset, tensors.v_scale_offset, tensors.v_size))
@@ -147,7 +147,7 @@ def _heads_of(shares: KvShares, rank: int, tensors: LayerTensors) -> range:
 
 
 def _join(shares: KvShares, group: int, index: int, number: int, blocks: list[Bytes]) -> _Rows:
-    """Return one part of all KV heads, each from the first rank that keeps it."""
+    """Return one part (keys or values) of all KV heads, each head from the first rank that keeps it."""
     layers = [groups[group].layers[index] for groups in shares.groups]
     held = [_heads_of(shares, rank, tensors) for rank, tensors in enumerate(layers)]
     num_heads = max(heads.stop for heads in held)

@@ -1,4 +1,4 @@
-"""The disk tier's files: KV blocks under the digest of their tokens, checked when they are read, within a given space. No torch.
+"""The disk tier's files: KV blocks, named by digest and checked when they are read, within a limited space. No torch.
 
 block_file     one block in a file: header, checksum, contents
 folder         where the files of a rank's blocks lie

@@ -1,14 +1,14 @@
-"""One KV block as a file: a header that says what it is, a checksum over everything, and the block's contents.
+"""Packs one KV block as a file: a header that identifies it, a checksum over everything, and the block's contents.
 
     bytes 0 to 8        magic number and version of the format
-    8 to 40             fingerprint of the model and the rank's layout (`fingerprint`)
+    8 to 40             fingerprint of the model and the rank's layout (`disk_fingerprint`)
     40 to 72            digest of the block's tokens and all before them, with the tenant's salt (`kvcache.hashing`)
     72 to 76            KV cache group
     76 to 84            length of the contents
     84 to 116           BLAKE2b of bytes 0 to 84 and the contents
     from 116 on         the contents
 
-A file that is cut short, changed, longer, or of another block is broken: its contents are never used.
+A file that is cut short, too long, changed, or of another block counts as broken: its contents are never used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEADER_BYTES = _HEADER.size + _CHECKSUM_BYTES
 
 
 class BlockName(NamedTuple):
-    """What a file must be of: a model and layout, tokens, and a KV cache group."""
+    """What identifies the block in a file: the model and layout, the tokens, and the KV cache group."""
 
     fingerprint: bytes  # 32 bytes
     digest: bytes  # 32 bytes
@@ -38,7 +38,7 @@ class BrokenFile(Exception):
 
 
 def pack(name: BlockName, contents: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
-    """Return the two parts of the file of a block: header and contents."""
+    """Return the two parts of a block's file: header (with the checksum) and contents."""
     header = _HEADER.pack(_MAGIC, name.fingerprint, name.digest, name.group, len(contents))
     return header + _checksum(header, contents), contents
 

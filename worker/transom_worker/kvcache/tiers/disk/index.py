@@ -1,8 +1,8 @@
 """`DiskIndex`: the digests of the blocks that have files in the disk tier, as the last listing of the folder found them.
 
-Files come and go without the cache's doing: other workers of the host write and remove them, too. So the index may be late, and a
-file that it names may be gone, which costs a failed read and a recompute. What it says is part of the worker's prefix index:
-routers get its changes, and search with it as the worker does.
+Files come and go without the cache's knowledge, since other workers on the host write and remove them too. So the index may be out
+of date, and a file that it names may be gone, which costs a failed read and a recompute. The index is part of the worker's prefix
+index: routers get its changes, and search with it as the worker does.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class DiskIndex:
         return self._changes is not None
 
     def open(self, changes: ChangeLog) -> None:
-        """Record in `changes`, which has the device's tier and the host's already, what is added and removed from now on."""
+        """From now on record in `changes` what is added and removed; `changes` must have the tiers of device and host already."""
         self._changes = changes
         changes.add_tier(self.groups)
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks of all groups have files."""
+        """The number of blocks, of all groups, that have files."""
         return sum(map(len, self.groups))
 
     def add(self, group: int, digests: Iterable[bytes]) -> None:

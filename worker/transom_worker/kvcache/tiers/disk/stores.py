@@ -1,8 +1,8 @@
-"""`DiskStores`: hands the blocks of nodes that leave the cache's memory to the disk tier.
+"""`DiskStores`: sends the blocks of nodes that leave the cache's memory to the disk tier.
 
 When a node is dropped, its blocks keep their contents until other contents take their place. So a copy to the disk is queued, and
-the ranks make it before any copy that is queued later. Blocks that no node pins are never stored: they would not be found again as
-a whole.
+the ranks make it before any copy that is queued later. Blocks that no node pins are never stored, since they are rarely a whole
+prefix that could be hit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from transom_worker.kvcache.prefix.tree import Node, PrefixTree
 
 
 class DiskStores:
-    """Queues copies to the disk for nodes of `tree`, whose blocks `index` has. `block_bytes` are those of a block by group."""
+    """Queues copies to the disk for nodes of `tree`, whose blocks `index` finds. `block_bytes` has the bytes of a block by
+    group."""
 
     def __init__(self, tree: PrefixTree, index: PrefixIndex, copies: CopyQueue, *, block_bytes: Sequence[int]) -> None:
         self.is_on = False  # whether there is a disk tier
@@ -25,7 +26,7 @@ class DiskStores:
         self._block_bytes = block_bytes
 
     def store(self, node: Node, *, with_segment: bool) -> None:
-        """Store a node's windows, and its segment `with_segment`; do nothing without a disk tier."""
+        """Store a node's windows, and with `with_segment` its segment too; do nothing without a disk tier."""
         if not self.is_on:
             return
         if with_segment:

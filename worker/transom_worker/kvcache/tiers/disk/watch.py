@@ -1,8 +1,8 @@
-"""`DiskWatch`: keeps the cache's index of the disk tier (`disk.index`) near what the folder has.
+"""`DiskWatch`: keeps the cache's index of the disk tier (`disk.index`) up to date with the folder, within a second or so.
 
-Files come and go without the engine: the ranks write them while steps run, every process that shares the space removes old ones,
-and other workers of the same model write theirs. So a thread lists the folder every `PERIOD_S`, at a bounded cost
-(`disk.listing`), and the engine's thread takes over what it found. If the index is late, a read fails, or a prefix is
+Files come and go without the engine's knowledge: the ranks write them while steps run, every process that shares the space removes
+old ones, and other workers of the same model write theirs. So a thread lists the folder every `PERIOD_S`, at a bounded cost
+(`disk.listing`), and the engine's thread applies what it found. While the index is out of date, a read may fail, or a prefix may be
 computed that could have been read.
 """
 
@@ -34,14 +34,14 @@ class DiskWatch:
         self._forgotten: SimpleQueue[Sequence[BlockKey]] = SimpleQueue()
         self._ended = threading.Event()
         self._on_news: Callable[[], object] = lambda: None
-        self.always_has_news = False  # each listing is news, even if it has found nothing
+        self.always_has_news = False  # if set, each listing counts as news, even if it found no change
         self._take_over(self._listing.look_at_all())
         self._thread = threading.Thread(target=self._watch, name="transom-disk-watch", daemon=True)
         self._thread.start()
 
     @property
     def has_news(self) -> bool:
-        """Whether `take_news` has something to take over."""
+        """Whether `take_news` has changes to apply."""
         return not self._found.empty()
 
     def on_news(self, call: Callable[[], object]) -> None:
@@ -49,16 +49,17 @@ class DiskWatch:
         self._on_news = call
 
     def take_news(self) -> None:
-        """Take over what the thread has found."""
+        """Apply the changes that the thread has found."""
         while not self._found.empty():
             self._take_over(self._found.get())
 
     def look(self) -> None:
-        """List everything that has changed, instead of the thread, for `take_news`. Any thread may call it."""
+        """List everything that has changed now, without waiting for the thread, for the next `take_news`. Any thread may call
+        it."""
         self._report(all_changes=True)
 
     def forget(self, blocks: Sequence[BlockKey]) -> None:
-        """Take these blocks out of the index, since reading failed; those whose files are there come back with a later listing."""
+        """Remove these blocks from the index, because reading them failed; a later listing adds those that have files again."""
         self.take_news()
         self._take_over(ListedChanges([], list(blocks)))
         self._forgotten.put(blocks)
@@ -71,7 +72,7 @@ class DiskWatch:
         while not self._ended.wait(PERIOD_S):
             try:
                 self._report()
-            except Exception:  # the index is late from now on, which fails no request
+            except Exception:  # the index is then out of date, which makes no request fail
                 logger.exception("The disk cache's folder could not be listed.")
 
     def _report(self, *, all_changes: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""`ByteBudget`: bounds the bytes of all transfers of a worker that are on their way at once."""
+"""`ByteBudget`: bounds how many bytes of all transfers of a worker are on their way at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 
 
 class ByteBudget:
-    """Callers take bytes in the order in which they asked. One that asks for more than the limit waits until it is alone."""
+    """Callers get bytes in the order in which they asked. A caller that asks for more than the limit waits until no other holds
+    any."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes

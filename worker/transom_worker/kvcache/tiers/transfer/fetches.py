@@ -1,11 +1,11 @@
-"""`PrefixFetches`: the target's side of KV transfer: it brings a held request's prefix from another worker into the host tier.
+"""`PrefixFetches`: the target's side of KV transfer, which brings a held request's prefix from another worker into the host tier.
 
-- **held request**: the engine has it and does not admit it before its fetch has ended, however that ends.
-- **piece**: some blocks of one group that are read, converted and written together (`messages.MAX_PIECE_BYTES`).
+- **held request**: a request that the engine does not admit before its fetch has ended, with or without success.
+- **piece**: some blocks of one group that are read, converted and written together (`contract.kv_transfer.MAX_PIECE_BYTES`).
 
-Requests that want the same prefix from the same source, such as the choices of one prompt, fetch it one after the other, so that
-all but the first find it here. A fetch runs on the worker's event loop and touches the cache on the engine's thread. It ends after
-`TransferConfig.timeout_s` at the latest, and what it imports is published only when all of it is there.
+Requests that want the same prefix from the same source, such as the choices of one prompt, fetch it one after another, so that all
+but the first find it here. A fetch runs on the worker's event loop and touches the cache on the engine's thread. It ends after
+`TransferConfig.timeout_s` at the latest, and the imported blocks are published only when all have come.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OnEnd = Callable[[str, FetchReport], None]
 
 
 class _Ended(Exception):
-    """The fetch ends with this outcome, without an error of this worker."""
+    """Ends a fetch with this outcome, which is not an error of this worker."""
 
     def __init__(self, outcome: FetchOutcome) -> None:
         self.outcome = outcome
@@ -58,14 +58,14 @@ class PrefixFetches:
         self._budget = ByteBudget(config.max_bytes_in_flight)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
         self._closing: set[asyncio.Task[None]] = set()
-        # By source and prefix.
+        # (source, last digest of the prefix) -> the lock of those who fetch it
         self._turns: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = WeakValueDictionary()
 
     def __len__(self) -> int:
         return len(self._tasks)
 
     def start(self, request: Request) -> None:
-        """Fetch the prefix of a held request; `on_end` follows."""
+        """Begin to fetch the prefix of a held request; `on_end` is called at the end."""
         assert request.prefix_source is not None
         request_id, limit_s = request.request_id, self._config.timeout_s
         if request.time_left_s is not None:
@@ -75,12 +75,12 @@ class PrefixFetches:
         task.add_done_callback(lambda _: self._tasks.pop(request_id, None))
 
     def cancel(self, request_id: str) -> None:
-        """End the fetch of a request that has ended; `on_end` does not follow. Any other id is ignored."""
+        """End the fetch of a request that has ended, without calling `on_end`. Ids without a fetch are ignored."""
         if (task := self._tasks.pop(request_id, None)) is not None:
             task.cancel()
 
     async def _run(self, request_id: str, source: PrefixSource, limit_s: float) -> None:
-        """Fetch, and say how it ended. Leaving `_fetch` in any way gives everything back, on both sides."""
+        """Fetch, and report how it ended. However `_fetch` is left, both sides release their blocks."""
         begin_s = time.monotonic()
         plan: ImportPlan | None = None
         outcome: FetchOutcome = "failed"
@@ -99,7 +99,7 @@ class PrefixFetches:
         self._on_end(request_id, report)
 
     async def _fetch(self, request_id: str, source: PrefixSource) -> ImportPlan:
-        """Bring what of the prefix is missing here.
+        """Bring the blocks of the prefix that are missing here.
 
         Raises:
             _Ended: there is nothing to import, no room for it, or the source was lost.
@@ -131,7 +131,7 @@ class PrefixFetches:
             is_complete = True
             return plan
         finally:
-            if not is_complete:  # the engine ignores it if the import never began, or has ended
+            if not is_complete:  # the engine ignores this if the import never began, or has ended
                 self._on_engine(lambda: self._store.drop_import(import_id))
 
     async def _bring(self, source: str, offer: PrefixOffer, import_id: str, blocks: BlockRange, num_bytes: int) -> None:
@@ -142,7 +142,7 @@ class PrefixFetches:
             await self._on_engine(lambda: self._store.write_import(import_id, blocks, converted))
 
     def _close(self, source: str, export_id: str) -> None:
-        """Tell the source that its export has ended; its lease would end without, too."""
+        """Tell the source that its export has ended; without this the export would end with its lease."""
         task = asyncio.create_task(self._send_close(source, export_id))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -152,7 +152,7 @@ class PrefixFetches:
             async with asyncio.timeout(self._config.timeout_s):
                 await self._peers.close_export(source, export_id)
         except Exception as error:
-            logger.info("Worker %s did not hear of the end of a transfer: %r", source, error)
+            logger.info("Worker %s could not be told that a transfer has ended: %r", source, error)
 
 
 def _report(source: str, outcome: FetchOutcome, plan: ImportPlan | None, *, seconds: float) -> FetchReport:
@@ -179,7 +179,7 @@ async def _of_source(source: str, call: Awaitable[T]) -> T:
 
 
 async def _all(steps: list[Awaitable[None]]) -> None:
-    """Run all steps at once; the first error ends the others."""
+    """Run all steps concurrently; the first error cancels the others."""
     tasks = [asyncio.ensure_future(step) for step in steps]
     try:
         await asyncio.gather(*tasks)

@@ -1,7 +1,7 @@
-"""`KvStore`: what KV transfer does to a worker's own KV cache. The engine implements it (`engine.transfer_store`).
+"""`KvStore`: the interface through which KV transfer uses a worker's own KV cache; `engine.transfer_store` implements it.
 
-All methods but `convert` run on the engine's thread, between two steps, and must be short. The callers name exports and imports by
-ids of their own, so that they can end one whose beginning they never heard of: ending an unknown id does nothing.
+All methods but `convert` run on the engine's thread, between two steps, and must be short. The callers choose the ids of exports
+and imports, so that they can end one even if they never learned whether it began: ending an unknown id does nothing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ class OnEngine(Protocol):
     """Runs functions on the engine's thread, between two steps, in the order of the calls."""
 
     def __call__(self, function: Callable[[], T]) -> Awaitable[T]:
-        """Ask for a run; the result need not be awaited. A caller that is cancelled does not learn whether the function ran."""
+        """Queue the function; its result need not be awaited. A caller that is cancelled does not learn whether the function
+        ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportPlan:
-    """What of an offer is missing here, and has host blocks now: the pieces to read, each with its bytes at the source.
+    """The blocks of an offer that are missing here, for which host blocks are allocated: the pieces to read, each with its bytes at
+    the source.
 
     `num_tokens` is the length of the prefix that is a hit once all of it is written.
     """
@@ -52,23 +54,23 @@ class KvStore(Protocol):
         """Read blocks of an export, one after the other, for each rank. Raises KeyError: the export has ended."""
 
     def close_export(self, export_id: str) -> None:
-        """Give the references back."""
+        """Release the blocks of an export."""
 
     # Target
 
     def query(self, request_id: str, num_tokens: int) -> PrefixQuery | None:
-        """The query for the first tokens of a held request; None if it has ended, or has nothing to ask for."""
+        """Return the query for the first `num_tokens` tokens of a held request; None if it has ended, or has nothing to ask for."""
 
     def has(self, request_id: str, query: PrefixQuery) -> bool:
-        """Whether as many tokens as the router expects from the source are a hit here already; what was imported of them is kept
-        for this request, too.
+        """Return whether as many tokens as the router expects from the source are a hit here already; blocks that were imported for
+        them are then kept for this request, too.
         """
 
     def begin_import(self, import_id: str, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
-        """Take host blocks for what of the offer is missing here; None if the host tier has no room."""
+        """Allocate host blocks for the offered blocks that are missing here; return None if the host tier has no room."""
 
     def convert(self, offer: PrefixOffer, blocks: BlockRange, data: Sequence[Bytes]) -> Sequence[Bytes]:
-        """Cut and join the source's bytes to those of this worker's ranks. Any thread may call it."""
+        """Cut and join the source's bytes into those of this worker's ranks. Any thread may call it."""
 
     def write_import(self, import_id: str, blocks: BlockRange, data: Sequence[Bytes]) -> None:
         """Write converted blocks. Raises KeyError: the import has ended, since the cache was emptied."""

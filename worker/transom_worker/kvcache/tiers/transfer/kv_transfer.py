@@ -37,18 +37,18 @@ class KvTransfer:
         return self.fetches is not None
 
     def fetched_by(self, requests: Sequence[Request], own_id: str) -> dict[str, Request]:
-        """Those of the requests, by id, whose prefix this worker is to fetch from another one."""
+        """Return the requests, by id, whose prefix this worker is to fetch from another worker."""
         if self.fetches is None:
             return {}
         sources = ((one, one.prefix_source) for one in requests)
         return {one.request_id: one for one, source in sources if source is not None and source.worker != own_id}
 
     def start(self, request: Request) -> None:
-        """Fetch the prefix of a held request."""
+        """Begin to fetch the prefix of a held request."""
         assert self.fetches is not None
         self.fetches.start(request)
 
     def cancel(self, request_id: str) -> None:
-        """A request has ended; nothing need be fetched for it."""
+        """End the fetch of a request that has ended, if there is one."""
         if self.fetches is not None:
             self.fetches.cancel(request_id)

@@ -1,7 +1,7 @@
-"""`PrefixExports`: the source's side of KV transfer: it lends the live blocks of a prefix to other workers while they read them.
+"""`PrefixExports`: the source's side of KV transfer, which lends the live blocks of a prefix to other workers while they read them.
 
 - **export**: the referenced blocks of one prefix. They cannot be evicted before the export ends.
-- **lease**: an export ends when its target has not been heard of for `lease_s`: it died, or its connection did.
+- **lease**: an export ends if its target sends nothing for `TransferConfig.timeout_s`, because it or its connection was lost.
 
 Exports run on the worker's event loop; each touches the cache on the engine's thread, between two steps.
 """
@@ -23,7 +23,8 @@ from transom_worker.kvcache.tiers.transfer.transfer_report import TransferObserv
 logger = logging.getLogger("transom.worker")
 
 MAX_EXPORTS = 64
-"""Exports that are open at once; more are refused. Their blocks cannot be evicted, so they must not become the whole cache."""
+"""The most exports that are open at once; more are refused. Blocks of exports cannot be evicted, so they must not fill the whole
+cache."""
 
 
 class PrefixExports:
@@ -38,7 +39,7 @@ class PrefixExports:
         return len(self._leases)
 
     async def open(self, query: PrefixQuery) -> PrefixOffer | str:
-        """Reference the longest prefix of the query that is here, and offer it; else an `ExportOutcome`."""
+        """Reference the longest prefix of the query that is cached here and return an offer of it, or else an `ExportOutcome`."""
         if len(self._leases) >= MAX_EXPORTS:
             self._observer.exported("refused")
             return "refused"
@@ -61,14 +62,14 @@ class PrefixExports:
         return offer
 
     async def read(self, export_id: str, blocks: BlockRange) -> list[Bytes]:
-        """The bytes of some blocks of an open export, for each rank.
+        """Return the bytes of some blocks of an open export, for each rank.
 
         Raises:
             KeyError: the export has ended.
         """
         self._renew(export_id)
         data = await self._on_engine(lambda: self._store.read_export(export_id, blocks))
-        # Ray moves arrays without copying them into its messages.
+        # As numpy arrays, because Ray sends these without copying them into its messages.
         pieces = [np.frombuffer(part, np.uint8) for part in data]
         if export_id in self._leases:
             self._renew(export_id)
@@ -76,7 +77,7 @@ class PrefixExports:
         return pieces
 
     def close(self, export_id: str) -> None:
-        """End an export whose target has everything, or has given up; an unknown one is ignored."""
+        """End an export whose target has read everything, or has given up; unknown ids are ignored."""
         if export_id in self._leases:
             self._observer.exported("read")
             self._end(export_id)
@@ -92,7 +93,7 @@ class PrefixExports:
         self._end(export_id)
 
     def _end(self, export_id: str) -> None:
-        """Give the references back. The engine runs this after what it was asked before, whether or not that was awaited."""
+        """Release the export's blocks. The engine does this after all earlier calls, even those that nobody awaits any more."""
         lease = self._leases.pop(export_id)
         if lease is not None:
             lease.cancel()

@@ -1,4 +1,5 @@
-"""What KV transfer reports: `FetchReport`, how the fetch of a request's prefix ended, and `TransferObserver`, which hears of it."""
+"""What KV transfer reports: `FetchReport` says how the fetch of a request's prefix ended, and `TransferObserver` receives the
+reports."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ FetchOutcome = Literal[
     "fetched", "present", "not_found", "no_space", "refused", "timeout", "source_lost", "cancelled", "failed"
 ]
 """fetched: the blocks are in the host tier; present: all of them were here already; not_found: the source had evicted the prefix;
-no_space: the host tier had no room; refused: the source serves no more transfers now, or its cache is of another kind; timeout: it
+no_space: the host tier had no room; refused: the source has too many open transfers, or its cache is of another kind; timeout: it
 took too long; source_lost: a call to the source failed; cancelled: the request ended before; failed: an error here."""
 
 FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
@@ -24,8 +25,7 @@ EXPORT_OUTCOMES: tuple[ExportOutcome, ...] = get_args(ExportOutcome)
 class FetchReport:
     """One fetch: its source and outcome, the tokens of the prefix that it brought, and the bytes that came.
 
-    `full_length_bytes` is what the blocks would have if every group kept all of its tokens, as in a transfer that does not know of
-    windows.
+    `full_length_bytes` is how many bytes would have come if every group kept all of its tokens, as in a transfer without windows.
     """
 
     source: str
@@ -41,10 +41,10 @@ class TransferObserver:
     """Receives the reports of one worker, on its event loop; this one ignores every report."""
 
     def fetched(self, report: FetchReport) -> None:
-        """A fetch has ended; of requests that share one, it is reported once."""
+        """Receive the report of a fetch that has ended; requests that share a fetch have one report."""
 
     def exported(self, outcome: ExportOutcome) -> None:
-        """An export has ended, or was refused."""
+        """Note that an export has ended, or was refused."""
 
     def sent(self, num_bytes: int) -> None:
-        """Bytes of blocks were read for another worker."""
+        """Note that `num_bytes` of blocks were read for another worker."""
