@@ -1,16 +1,16 @@
-"""The router's request queue: requests that no worker has. It gives each request to the best worker that may take it.
+"""The router's request queue gives each request that no worker has to the best worker that may take it.
 
-New requests enter the queue, and so do requests whose worker was lost and that migrate (`worker_events`). A request that no worker
-may take waits in the queue.
+New requests enter the queue, and so do requests that migrate because their worker was lost (`worker_events`). A request waits in
+the queue while no worker may take it.
 
-A worker may take a request unless
+A worker may not take a request if
 
-- it is not connected, or it drains;
-- it has another model than the one that began the answer (`identities`);
-- it refused the request since the last retry (every `RouterTimings.retry_s`);
-- it is in **cooldown**: it answered a submission with `WorkerLost` less than `RouterTimings.cooldown_s` ago, and other workers are
-  connected;
-- the request or another one is a suspect (`failover`): suspects are **quarantined** (`quarantine`), one to a worker.
+- the worker is not connected, or it drains;
+- the worker has another model than the one that began the answer (`identities`);
+- the worker refused the request since the last retry (every `RouterTimings.retry_s`);
+- the worker is in **cooldown**: it answered a submission with `WorkerLost` less than `RouterTimings.cooldown_s` ago, and other
+  workers are connected;
+- the quarantine forbids it, because the request or another one is a suspect (`failover`, `quarantine`): a worker has at most one.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ TOO_MANY = "{n} requests wait for a worker already; try again later."
 
 
 class RequestQueue:
-    """Gives requests to the workers of `connections`, and again when they are lost.
+    """Gives requests to the workers of `connections`, and gives them to other workers when a worker is lost.
 
-    The queue runs on one event loop. `wake_workers` asks for a worker where all were scaled away.
+    The queue runs on one event loop. `wake_workers` asks for a worker if autoscaling has stopped all of them.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class RequestQueue:
         self._timings = timings
         self.quarantine = Quarantine(max_lost_workers=config.max_lost_workers)
         self._submissions = BackgroundTasks()
-        self._waiting: dict[InFlightRequest, None] = {}  # a set in the order of entry
-        self._refusing: set[str] = set()  # workers that refused a request which waits; emptied at each retry
-        self._placing: asyncio.Handle | None = None  # where the queue is about to place what waits
+        self._waiting: dict[InFlightRequest, None] = {}  # an ordered set, in the order of entry
+        self._refusing: set[str] = set()  # workers that refused a request which still waits; emptied at each retry
+        self._placing: asyncio.Handle | None = None  # the scheduled call of `_place_waiting`, if there is one
         self._retry: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -77,11 +77,11 @@ class RequestQueue:
 
     @property
     def num_submitting(self) -> int:
-        """Submissions to workers that run now; each carries one request or several."""
+        """The number of submissions to workers that run now; each has one request or several."""
         return len(self._submissions)
 
     def enter(self, requests: Iterable[InFlightRequest]) -> None:
-        """Give requests to workers, at once where a worker may take them."""
+        """Give requests to workers that may take them now; the others wait in the queue."""
         requests, now_s = list(requests), time.monotonic()
         for request in requests:
             request.queued_s, request.wait_until_s = now_s, now_s + self._config.wait_s
@@ -89,7 +89,8 @@ class RequestQueue:
         self._place(requests)
 
     def withdraw(self, requests: Iterable[InFlightRequest]) -> None:
-        """End those of the requests that have not ended, and abort them at their workers; returns at once."""
+        """End the requests that have not ended, and abort them at their workers. Returns at once, before the workers have
+        answered."""
         by_worker: dict[str, list[InFlightRequest]] = {}
         for request in requests:
             if request.has_ended:
@@ -105,20 +106,21 @@ class RequestQueue:
                 connection.withdraw(its_requests)
 
     async def stop(self) -> None:
-        """Cancel what the queue is doing. No request may be waiting any more."""
+        """Cancel the queue's tasks and timers. No request may be waiting any more."""
         for handle in (self._placing, self._retry):
             if handle is not None:
                 handle.cancel()
         await self._submissions.cancel()
 
     def leave_worker(self, request: InFlightRequest) -> None:
-        """Note that a request is not at its worker any more."""
+        """Note that a request is no longer at its worker."""
         self.end_quarantine(request)
         request.leave_worker()
         self._placer.ended(request.attempt.request_id)
 
     def end_quarantine(self, request: InFlightRequest) -> None:
-        """Let the request's worker take another suspect, if this request was its suspect; or one on trial, which waits for it."""
+        """Let the request's worker take another suspect if this request was its suspect. Otherwise let a request on trial try
+        again: it may have waited for this one to make progress or leave."""
         connection = None if request.worker_id is None else self._connections.get(request.worker_id)
         if connection is not None and connection.suspect is request:
             connection.suspect = None
@@ -127,21 +129,21 @@ class RequestQueue:
             self.place_soon()
 
     def give_up(self, request: InFlightRequest, outcome: FailoverOutcome, error: Exception) -> None:
-        """End a request whose worker was lost."""
+        """End a request whose worker was lost, with `error`."""
         _log_error(request, "Request %s ends (%s) after %d losses.", outcome, request.record.num_losses)
         request.fail(error, failover=outcome)
 
     def place_soon(self) -> None:
-        """Place what waits in the event loop's next turn."""
+        """Try to place the waiting requests in the event loop's next turn."""
         if self._placing is None and self._waiting:
             self._placing = asyncio.get_running_loop().call_soon(self._place_waiting)
 
     # Giving requests to workers
 
     def _place(self, requests: Iterable[InFlightRequest]) -> None:
-        """Give each request to the best worker that may take it; the others wait.
+        """Give each request to the best worker that may take it; requests that no worker may take wait.
 
-        A worker that refused a request which waits gets no request that came later: that would overtake the one that waits.
+        A worker that refused a request which still waits gets no later request, because that would overtake the waiting one.
         """
         groups: dict[str, list[tuple[InFlightRequest, Request]]] = {}
         available = self._available()
@@ -160,7 +162,7 @@ class RequestQueue:
                 self._waiting.pop(request, None)
                 try:
                     worker_id = self._assign(request, [one.worker_id for one in allowed], available)
-                except Exception as error:  # a bug: no request may wait for ever because of it
+                except Exception as error:  # a bug, because of which the request must not wait for ever
                     _log_error(request, "Request %s could not be placed.\n%s", stack_of(error))
                     request.fail(error)
                     continue
@@ -176,13 +178,16 @@ class RequestQueue:
             self._wake_workers()
 
     def _available(self) -> list[WorkerConnection]:
-        """Workers that take requests; those in cooldown only where there are no others."""
+        """Return the workers that take requests, without those in cooldown unless all are."""
         connected, now_s = [one for one in self._connections.values() if one.takes_requests], time.monotonic()
         return [one for one in connected if one.cooldown_until_s <= now_s] or connected
 
     def _assign(self, request: InFlightRequest, worker_ids: list[str], available: Iterable[WorkerConnection]) -> str:
-        """Let the routing policy choose one of the workers, which have one identity. Prefixes may come from all workers of it that
-        are `available`, but for those that a suspect may end at any moment."""
+        """Let the routing policy choose one of the workers `worker_ids`, which have one identity; return its id.
+
+        The worker may fetch cached prefixes from any `available` worker of this identity that has no suspect: a suspect may kill
+        its worker at any moment.
+        """
         attempt = request.begin_attempt()
         identity = self._connections[worker_ids[0]].identity
         sources = [one.worker_id for one in available if one.suspect is None and one.identity == identity]
@@ -195,10 +200,10 @@ class RequestQueue:
         return decision.worker_id
 
     def _wait(self, request: InFlightRequest, *, is_quarantined: bool, is_refused: bool) -> None:
-        """Have a request wait, or fail a new one where the connected workers or this queue are full.
+        """Let a request wait, or fail a new one if the connected workers or this queue are full.
 
-        `is_quarantined`: a worker would take it, were it no suspect. `is_refused`: workers are connected, and none of them takes
-        it.
+        With `is_quarantined` only the quarantine keeps the request from a worker. With `is_refused` workers are connected, but none
+        of them takes the request.
         """
         refusals = [info.error() for info in request.refusals.values()]
         full = next((error for error in refusals if isinstance(error, Overloaded)), None)
@@ -209,7 +214,7 @@ class RequestQueue:
         if not request.was_accepted and request not in self._waiting and len(self._waiting) >= MAX_WAITING:
             request.fail(Overloaded(TOO_MANY.format(n=len(self._waiting))))
             return
-        if is_quarantined:  # suspects before it make progress, so that its wait is not for a worker
+        if is_quarantined:  # it waits for suspects before it and not for a worker, so its time limit starts anew
             request.wait_until_s = time.monotonic() + self._config.wait_s
         if request not in self._waiting:
             reason: Literal["suspect", "workers full", "no worker"]
@@ -221,7 +226,7 @@ class RequestQueue:
             self._retry = asyncio.get_running_loop().call_later(self._timings.retry_s, self._on_retry)
 
     async def _submit(self, connection: WorkerConnection, group: Attempts) -> None:
-        """Submit attempts to their worker; those that it refuses are placed again, or end."""
+        """Submit attempts to their worker; those that the worker refuses are placed again, or end."""
         group = [(request, attempt) for request, attempt in group if connection.in_flight.has(attempt.request_id)]
         if not group:
             return
@@ -242,10 +247,10 @@ class RequestQueue:
         self._place(again)
 
     def _is_placed_again(self, request: InFlightRequest, connection: WorkerConnection, error: ErrorInfo | None) -> bool:
-        """Handle the refusal of a submission: whether to place the request again. If not, it ends with the error.
+        """Handle a refused submission, and return whether to place the request again. If not, it has ended with the error.
 
-        The request is placed again where another request of the submission was at fault (`error` is None), and where the worker
-        is full or lost: then at another worker.
+        The request is placed again if another request of the submission was at fault (`error` is None). If the worker is full or
+        lost, the request is placed again, but at another worker.
         """
         self.leave_worker(request)
         if error is None:
@@ -269,7 +274,7 @@ class RequestQueue:
         self._place(self._in_order())
 
     def _on_retry(self) -> None:
-        """Fail requests that have waited long enough, and ask workers again for the others."""
+        """Fail requests that have waited too long, and try to place the others, even at workers that refused them before."""
         self._retry = None
         self._refusing.clear()
         now_s = time.monotonic()
@@ -289,6 +294,6 @@ class RequestQueue:
 
 
 def _log_error(request: InFlightRequest, message: str, *args: object) -> None:
-    """Log an error about a request; `message` begins with a place for the request's id."""
+    """Log an error about a request. The first placeholder of `message` is for the request's id."""
     request_id = request.original.request_id
     logger.error(message, request_id, *args, extra={"request_id": request_id})
