@@ -23,9 +23,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 from transom_core.config import FailoverConfig
 from transom_core.errors import LossCause, PoisonRequest, WorkerLost
 
-RELEASE_TOKENS = (
-    8  # more tokens than the last steps before a loss may have computed without their events reaching the router
-)
+RELEASE_TOKENS = 8  # more than the tokens of the last steps before a loss, whose events may be lost with the worker
 # A request's first losses with weak evidence, without progress between them, give no strike. A server may lose workers twice in a
 # row by accident; a third loss is probably the request's fault.
 FREE_LOSSES = 2
@@ -241,8 +239,8 @@ def lost_too_often(record: LossRecord) -> WorkerLost:
 def may_have_run(attempts: Sequence[AnyAttempt], *, max_num_seqs: int | None) -> list[AnyAttempt]:
     """Return the attempts that a worker may have been computing when it was lost.
 
-    If `max_num_seqs` attempts had begun to stream, all slots were taken, so an attempt without a token was only queued. Otherwise,
-    and if the worker had not replied to its submission, an attempt counts as one that ran.
+    If `max_num_seqs` attempts had begun to stream, all slots were taken, so an accepted attempt without a token was only queued.
+    Every other attempt that was sent counts as one that ran, even if requests of other routers, unknown here, had the slots.
     """
     num_streaming = sum(attempt.num_new_tokens > 0 for attempt in attempts)
     had_free_slot = max_num_seqs is None or num_streaming < max_num_seqs

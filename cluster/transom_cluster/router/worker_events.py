@@ -161,9 +161,7 @@ class WorkerEvents:
             self._queue.leave_worker(request)
         elif event.is_handover:
             self._handed_over(request)
-        elif (
-            not request.record.is_suspect
-        ):  # it may have been one until its release, or until another was found to be the culprit
+        elif not request.record.is_suspect:  # perhaps since its release, or since another was found to be the culprit
             self._queue.end_quarantine(request)
 
     def _handed_over(self, request: InFlightRequest) -> None:

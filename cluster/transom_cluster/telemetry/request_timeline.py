@@ -98,9 +98,7 @@ class RequestTimeline(Timeline):
         self.answer_states: list[str] = []  # "reasoning", "message" or "tool_call", by choice, if answers are parsed
         self.num_tool_calls = 0  # calls that have begun, of all choices
         self.num_reasoning_tokens = 0  # of all choices
-        self._choices: Sequence[
-            ChoiceOutput
-        ] = ()  # only while the request runs, so that its output is freed afterwards
+        self._choices: Sequence[ChoiceOutput] = ()  # only while the request runs: their output must not stay in memory
         self._answers = answers  # only while the request runs
         self._store = store
 
