@@ -89,8 +89,8 @@ class HitSearch:
         """Yield pairs (boundary, workers): for each worker the largest boundary in (floor, reach] at which it has the live blocks
         of all sliding groups, or `floor` if there is none.
 
-        At a boundary b, a worker fails in a group if it lacks a block i in [first live block at b, b). It then also fails at every
-        boundary in (i, b], because the first live block never decreases with smaller steps of b: block i is live there, too. If it
+        At a boundary b, a worker fails in a group if it lacks a block i in [first live block at b, b). It then fails at every
+        boundary in (i, b]: a smaller boundary never has a later first live block, so block i is live there, too. If the worker
         lacks the whole run that ends with i, it also fails at the boundaries inside the run, unless one of them needs no block at
         all.
         """

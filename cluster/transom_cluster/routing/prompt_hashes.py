@@ -3,8 +3,8 @@ prompt.
 
 - **hash block**: `--block-size` tokens that are hashed together.
 - **digest**: the hash (BLAKE2b, 32 bytes) of the previous hash block's digest and this block's tokens; it identifies the block and
-  all tokens before it. The first block's previous digest is the chain's root, a hash of the model's identity, the cache salt and
-  the KV policy (`transom_core.kv_cache.hashing`).
+  all tokens before it. The first block's previous digest is the chain's root, a hash of the block size, the model's identity, the
+  cache salt and the KV policy (`transom_core.kv_cache.hashing`).
 
 Hashing the 8,192 hash blocks of a prompt of 131,072 tokens takes 4 to 8 ms. A prompt that no worker has cached is not hashed to its
 end.

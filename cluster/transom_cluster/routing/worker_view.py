@@ -87,7 +87,8 @@ class WorkerView:
         )
 
     def _queue_tokens(self) -> int:
-        """Return the number of tokens that the worker computes before those of a new request: the sum of three numbers.
+        """Return the number of tokens that the worker computes before those of a new request: the sum of three numbers. Requests
+        whose output has begun count nothing.
 
         - `recent`: this router's requests that no report has counted, each with all its tokens to compute (without its hit).
         - `settled`: this router's reported requests, with their tokens to compute, but together at most the reported waiting
