@@ -52,7 +52,7 @@ _SLOT_SHIFT = np.uint64(22)
 _LOW_32 = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
 _NONE = np.uint64(0)
-_BIT_FACTOR = np.uint64(0x03F79D71B4CB0A89)  # a de Bruijn number: its product with 2**i has different top 6 bits for every i
+_BIT_FACTOR = np.uint64(0x03F79D71B4CB0A89)  # the top 6 bits of its product with 2**i differ for every i
 _BIT_INDEX = np.zeros(64, np.int64)
 for _bit in range(64):
     _BIT_INDEX[(int(_BIT_FACTOR) << _bit & (1 << 64) - 1) >> 58] = _bit
