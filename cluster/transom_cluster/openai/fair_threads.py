@@ -1,9 +1,10 @@
 """Runs the long work of requests on a few threads, away from the event loop that carries every client's stream.
 
 Clients take turns: while a client's work waits, no other client gets two turns. So a client that sends many long bodies delays
-itself, but delays each other client by one piece of work at most. Short work has separate threads and never waits for long work.
+itself, and each other client by one piece of work at most. Short work has threads of its own, and never waits for long work.
 
-There are few threads, because they share the GIL with the event loop: with N busy threads, the loop waits for up to N turns.
+There are few threads, since Python code on threads takes turns with the event loop: with N threads at work the loop waits for N
+turns.
 
 Example: with one thread, client A sends work 1, 2 and 3, and then B sends 4. The order is 1, 2, 4, 3: when B came, 2 had A's turn.
 """
@@ -18,9 +19,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 MAX_SHORT_CHARS = 100_000
-# There are fewer threads for long work than chat template processes, so that a short chat finds a free process.
+# There are fewer long threads than chat template processes, so that a short chat finds a process free.
 NUM_SHORT_THREADS, NUM_LONG_THREADS = 2, 1
-# These threads only wait: a child process checks a grammar, and a check may take seconds.
+# Threads of checks only wait: a child process checks a grammar, and each check may take seconds.
 NUM_CHECK_THREADS = 2
 THREAD_NAME = "transom-bodies"
 
@@ -28,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class FairThreads:
-    """A few threads that serve clients in turns. All calls come from one event loop."""
+    """A few threads that take the work of clients in turns. All calls come from one event loop."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_free = num_threads
@@ -36,7 +37,7 @@ class FairThreads:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the next client first
 
     async def run(self, client: str, function: Callable[[], Result]) -> Result:
-        """Call `function` on a thread when it is the client's turn, and return its result.
+        """Call `function` on a thread, when it is the client's turn, and return what it returns.
 
         Work that is cancelled while it waits never runs. Work that has begun runs to its end.
         """
@@ -61,17 +62,17 @@ class FairThreads:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it had been given a thread already
+            if turn.done() and not turn.cancelled():  # it had the thread already
                 self._give_back()
             raise
 
     def _give_back(self) -> None:
-        """Give a thread that has become free to the next waiting client."""
+        """Give a thread that has become free to the next client that waits."""
         while self._waiting:
             client, turns = self._waiting.popitem(last=False)
             turn = turns.popleft()
             if turns:
-                self._waiting[client] = turns  # behind all other clients
+                self._waiting[client] = turns  # after all others
             if not turn.done():
                 turn.set_result(None)
                 return
@@ -79,7 +80,7 @@ class FairThreads:
 
 
 class RequestThreads:
-    """The threads of one router for its requests: some for short work, some for long work, and some for grammar checks."""
+    """The threads of one router for its requests: some for short and some for long work, and some for checks of grammars."""
 
     def __init__(self) -> None:
         self.short, self.long = FairThreads(NUM_SHORT_THREADS), FairThreads(NUM_LONG_THREADS)
@@ -87,19 +88,19 @@ class RequestThreads:
 
 
 class ClientThreads:
-    """Runs the work of one client's requests on the router's threads."""
+    """The threads as one client's requests use them."""
 
     def __init__(self, threads: RequestThreads, client: str) -> None:
         self._threads, self.client = threads, client
 
     async def run(self, function: Callable[[], Result], *, num_chars: int, inline_chars: int = 0) -> Result:
-        """Call `function` on a thread and return its result. `num_chars` says how much work it is, in characters of text. With at
-        most `inline_chars` it is called at once, on the event loop."""
+        """Call `function` on a thread. `num_chars` says how much work it is, as characters of text; up to `inline_chars` it is
+        called at once, on the event loop."""
         if num_chars <= inline_chars:
             return function()
         threads = self._threads.short if num_chars <= MAX_SHORT_CHARS else self._threads.long
         return await threads.run(self.client, function)
 
     async def check(self, function: Callable[[], Result]) -> Result:
-        """Call `function`, which waits for a grammar check, on a thread that only checks use."""
+        """Call `function`, which waits for the check of a grammar, on a thread that nothing else needs."""
         return await self._threads.checks.run(self.client, function)

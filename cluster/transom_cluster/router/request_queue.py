@@ -1,16 +1,16 @@
-"""The router's request queue gives each request that no worker has to the best worker that may take it.
+"""The router's request queue: requests that no worker has. It gives each request to the best worker that may take it.
 
-New requests enter the queue, and so do requests that migrate because their worker was lost (`worker_events`). A request waits in
-the queue while no worker may take it.
+New requests enter the queue, and so do requests whose worker was lost and that migrate (`worker_events`). A request that no worker
+may take waits in the queue.
 
-A worker may not take a request if
+A worker may take a request unless
 
-- the worker is not connected, or it drains;
-- the worker has another model than the one that began the answer (`identities`);
-- the worker refused the request since the last retry (every `RouterTimings.retry_s`);
-- the worker is in **cooldown**: it answered a submission with `WorkerLost` less than `RouterTimings.cooldown_s` ago, and other
-  workers are connected;
-- the quarantine forbids it, because the request or another one is a suspect (`failover`, `quarantine`): a worker has at most one.
+- it is not connected, or it drains;
+- it has another model than the one that began the answer (`identities`);
+- it refused the request since the last retry (every `RouterTimings.retry_s`);
+- it is in **cooldown**: it answered a submission with `WorkerLost` less than `RouterTimings.cooldown_s` ago, and other workers are
+  connected;
+- the request or another one is a suspect (`failover`): suspects are **quarantined** (`quarantine`), one to a worker.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ TOO_MANY = "{n} requests wait for a worker already; try again later."
 
 
 class RequestQueue:
-    """Gives requests to the workers of `connections`, and gives them to other workers when a worker is lost.
+    """Gives requests to the workers of `connections`, and again when they are lost.
 
-    The queue runs on one event loop. `wake_workers` asks for a worker if autoscaling has stopped all of them.
+    The queue runs on one event loop. `wake_workers` asks for a worker where all were scaled away.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class RequestQueue:
         self._timings = timings
         self.quarantine = Quarantine(max_lost_workers=config.max_lost_workers)
         self._submissions = BackgroundTasks()
-        self._waiting: dict[InFlightRequest, None] = {}  # an ordered set, in the order of entry
-        self._refusing: set[str] = set()  # workers that refused a request which still waits; emptied at each retry
-        self._placing: asyncio.Handle | None = None  # the scheduled call of `_place_waiting`, if there is one
+        self._waiting: dict[InFlightRequest, None] = {}  # a set in the order of entry
+        self._refusing: set[str] = set()  # workers that refused a request which waits; emptied at each retry
+        self._placing: asyncio.Handle | None = None  # where the queue is about to place what waits
         self._retry: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -77,11 +77,11 @@ class RequestQueue:
 
     @property
     def num_submitting(self) -> int:
-        """The number of submissions to workers that run now; each has one request or several."""
+        """Submissions to workers that run now; each carries one request or several."""
         return len(self._submissions)
 
     def enter(self, requests: Iterable[InFlightRequest]) -> None:
-        """Give requests to workers that may take them now; the others wait in the queue."""
+        """Give requests to workers, at once where a worker may take them."""
         requests, now_s = list(requests), time.monotonic()
         for request in requests:
             request.queued_s, request.wait_until_s = now_s, now_s + self._config.wait_s
@@ -89,8 +89,7 @@ class RequestQueue:
         self._place(requests)
 
     def withdraw(self, requests: Iterable[InFlightRequest]) -> None:
-        """End the requests that have not ended, and abort them at their workers. Returns at once, before the workers have
-        answered."""
+        """End those of the requests that have not ended, and abort them at their workers; returns at once."""
         by_worker: dict[str, list[InFlightRequest]] = {}
         for request in requests:
             if request.has_ended:
@@ -106,21 +105,20 @@ class RequestQueue:
                 connection.withdraw(its_requests)
 
     async def stop(self) -> None:
-        """Cancel the queue's tasks and timers. No request may be waiting any more."""
+        """Cancel what the queue is doing. No request may be waiting any more."""
         for handle in (self._placing, self._retry):
             if handle is not None:
                 handle.cancel()
         await self._submissions.cancel()
 
     def leave_worker(self, request: InFlightRequest) -> None:
-        """Note that a request is no longer at its worker."""
+        """Note that a request is not at its worker any more."""
         self.end_quarantine(request)
         request.leave_worker()
         self._placer.ended(request.attempt.request_id)
 
     def end_quarantine(self, request: InFlightRequest) -> None:
-        """Let the request's worker take another suspect if this request was its suspect. Otherwise let a request on trial try
-        again: it may have waited for this one to make progress or leave."""
+        """Let the request's worker take another suspect, if this request was its suspect; or one on trial, which waits for it."""
         connection = None if request.worker_id is None else self._connections.get(request.worker_id)
         if connection is not None and connection.suspect is request:
             connection.suspect = None
@@ -129,21 +127,21 @@ class RequestQueue:
             self.place_soon()
 
     def give_up(self, request: InFlightRequest, outcome: FailoverOutcome, error: Exception) -> None:
-        """End a request whose worker was lost, with `error`."""
+        """End a request whose worker was lost."""
         _log_error(request, "Request %s ends (%s) after %d losses.", outcome, request.record.num_losses)
         request.fail(error, failover=outcome)
 
     def place_soon(self) -> None:
-        """Try to place the waiting requests in the event loop's next turn."""
+        """Place what waits in the event loop's next turn."""
         if self._placing is None and self._waiting:
             self._placing = asyncio.get_running_loop().call_soon(self._place_waiting)
 
     # Giving requests to workers
 
     def _place(self, requests: Iterable[InFlightRequest]) -> None:
-        """Give each request to the best worker that may take it; requests that no worker may take wait.
+        """Give each request to the best worker that may take it; the others wait.
 
-        A worker that refused a request which still waits gets no later request, because that would overtake the waiting one.
+        A worker that refused a request which waits gets no request that came later: that would overtake the one that waits.
         """
         groups: dict[str, list[tuple[InFlightRequest, Request]]] = {}
         available = self._available()
@@ -162,7 +160,7 @@ class RequestQueue:
                 self._waiting.pop(request, None)
                 try:
                     worker_id = self._assign(request, [one.worker_id for one in allowed], available)
-                except Exception as error:  # a bug, because of which the request must not wait for ever
+                except Exception as error:  # a bug: no request may wait for ever because of it
                     _log_error(request, "Request %s could not be placed.\n%s", stack_of(error))
                     request.fail(error)
                     continue
@@ -178,16 +176,13 @@ class RequestQueue:
             self._wake_workers()
 
     def _available(self) -> list[WorkerConnection]:
-        """Return the workers that take requests, without those in cooldown unless all are."""
+        """Workers that take requests; those in cooldown only where there are no others."""
         connected, now_s = [one for one in self._connections.values() if one.takes_requests], time.monotonic()
         return [one for one in connected if one.cooldown_until_s <= now_s] or connected
 
     def _assign(self, request: InFlightRequest, worker_ids: list[str], available: Iterable[WorkerConnection]) -> str:
-        """Let the routing policy choose one of the workers `worker_ids`, which have one identity; return its id.
-
-        The worker may fetch cached prefixes from any `available` worker of this identity that has no suspect: a suspect may kill
-        its worker at any moment.
-        """
+        """Let the routing policy choose one of the workers, which have one identity. Prefixes may come from all workers of it that
+        are `available`, but for those that a suspect may end at any moment."""
         attempt = request.begin_attempt()
         identity = self._connections[worker_ids[0]].identity
         sources = [one.worker_id for one in available if one.suspect is None and one.identity == identity]
@@ -200,10 +195,10 @@ class RequestQueue:
         return decision.worker_id
 
     def _wait(self, request: InFlightRequest, *, is_quarantined: bool, is_refused: bool) -> None:
-        """Let a request wait, or fail a new one if the connected workers or this queue are full.
+        """Have a request wait, or fail a new one where the connected workers or this queue are full.
 
-        With `is_quarantined` only the quarantine keeps the request from a worker. With `is_refused` workers are connected, but none
-        of them takes the request.
+        `is_quarantined`: a worker would take it, were it no suspect. `is_refused`: workers are connected, and none of them takes
+        it.
         """
         refusals = [info.error() for info in request.refusals.values()]
         full = next((error for error in refusals if isinstance(error, Overloaded)), None)
@@ -214,7 +209,7 @@ class RequestQueue:
         if not request.was_accepted and request not in self._waiting and len(self._waiting) >= MAX_WAITING:
             request.fail(Overloaded(TOO_MANY.format(n=len(self._waiting))))
             return
-        if is_quarantined:  # it waits for suspects before it and not for a worker, so its time limit starts anew
+        if is_quarantined:  # suspects before it make progress, so that its wait is not for a worker
             request.wait_until_s = time.monotonic() + self._config.wait_s
         if request not in self._waiting:
             reason: Literal["suspect", "workers full", "no worker"]
@@ -226,7 +221,7 @@ class RequestQueue:
             self._retry = asyncio.get_running_loop().call_later(self._timings.retry_s, self._on_retry)
 
     async def _submit(self, connection: WorkerConnection, group: Attempts) -> None:
-        """Submit attempts to their worker; those that the worker refuses are placed again, or end."""
+        """Submit attempts to their worker; those that it refuses are placed again, or end."""
         group = [(request, attempt) for request, attempt in group if connection.in_flight.has(attempt.request_id)]
         if not group:
             return
@@ -247,10 +242,10 @@ class RequestQueue:
         self._place(again)
 
     def _is_placed_again(self, request: InFlightRequest, connection: WorkerConnection, error: ErrorInfo | None) -> bool:
-        """Handle a refused submission, and return whether to place the request again. If not, it has ended with the error.
+        """Handle the refusal of a submission: whether to place the request again. If not, it ends with the error.
 
-        The request is placed again if another request of the submission was at fault (`error` is None). If the worker is full or
-        lost, the request is placed again, but at another worker.
+        The request is placed again where another request of the submission was at fault (`error` is None), and where the worker
+        is full or lost: then at another worker.
         """
         self.leave_worker(request)
         if error is None:
@@ -274,7 +269,7 @@ class RequestQueue:
         self._place(self._in_order())
 
     def _on_retry(self) -> None:
-        """Fail requests that have waited too long, and try to place the others, even at workers that refused them before."""
+        """Fail requests that have waited long enough, and ask workers again for the others."""
         self._retry = None
         self._refusing.clear()
         now_s = time.monotonic()
@@ -294,6 +289,6 @@ class RequestQueue:
 
 
 def _log_error(request: InFlightRequest, message: str, *args: object) -> None:
-    """Log an error about a request. The first placeholder of `message` is for the request's id."""
+    """Log an error about a request; `message` begins with a place for the request's id."""
     request_id = request.original.request_id
     logger.error(message, request_id, *args, extra={"request_id": request_id})
