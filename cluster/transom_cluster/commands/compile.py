@@ -1,6 +1,6 @@
-"""`transom compile`: compiles what a model's workers and the routers need, before the first start.
+"""`transom compile`: compiles a model's kernels and the router's prefix index before the first start.
 
-The workers' kernels are compiled for this machine's processor, or for GPUs that this machine need not have.
+The kernels are compiled for this machine's processor, or for GPUs; the machine itself needs no GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def compile_kernels(
     from transom_core.errors import ConfigError, ModelError
     from transom_worker.precompile import precompile, precompile_for_gpu
 
-    FleetPrefixIndex()  # its first one compiles it
+    FleetPrefixIndex()  # a process's first index has its code compiled
     options = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     try:
         if device == "cuda":
@@ -56,10 +56,10 @@ def compile_kernels(
 
 
 def _capability(given: str | None) -> tuple[int, int]:
-    """Return the compute capability that was given, or that of this machine's first GPU.
+    """Return the given compute capability, or that of this machine's first GPU if none was given.
 
     Raises:
-        ConfigError: it is not two numbers, or none was given and this machine has no GPU.
+        ConfigError: the text is not two numbers, or none was given and this machine has no GPU.
     """
     from transom_core.errors import ConfigError
     from transom_core.machine.gpus import read_driver

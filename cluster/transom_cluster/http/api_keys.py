@@ -81,7 +81,7 @@ class ApiKeys:
         return bool(self._fixed) or self._path is not None
 
     def owner_of(self, presented: bytes) -> KeyOwner | None:
-        """The client whose key was presented; None if the key is wrong."""
+        """Return the client that has the presented key; None if no client has it."""
         self._reload_if_changed()
         digest = sha256(presented).digest()
         found = None
@@ -107,7 +107,8 @@ class ApiKeys:
 
 
 class KeyOwner(NamedTuple):
-    """A client by its key: its name, from which the key cannot be computed, and the weight of its share beside other clients'."""
+    """The client that has a key: its name, from which the key cannot be computed, and the weight of its share relative to
+    others."""
 
     client: str
     weight: float
@@ -125,13 +126,14 @@ class _Key:
 
 
 def read_key_file(path: str, *, flag: str = "--api-key-file") -> dict[str, float]:
-    """Read a file's keys, one per line, with their weights. Empty lines and lines that begin with # do not count.
+    """Read a file with one key per line, and return the weight of each key. Empty lines and lines that begin with # are ignored.
 
     A line is a key, or a key and its weight: `KEY weight=2`. Errors name the file by `flag`.
 
     Raises:
-        ConfigError: the path is empty, the file is missing, all users of the machine may read it, it is not text, or has no key;
-            or a weight is no number in the range of weights.
+        ConfigError: the path is empty; the file is missing, is readable by all users of the machine, is not text or has no key; or
+        a
+            weight is not a number in the allowed range.
     """
     if not path.strip():
         raise ConfigError(f"{flag} is empty; give a file with one key per line, or leave it out to serve without keys.")
@@ -204,7 +206,8 @@ def current_keys(config: ServerConfig) -> tuple[str, ...]:
 
 
 def address_digest(address: str) -> str:
-    """A name for the clients at an address, where there are no keys: workers get names that tell nothing."""
+    """Return a name for the clients at an address, for servers without keys. Workers get such names, which do not reveal the
+    address."""
     return sha256(b"transom address\0" + address.encode()).hexdigest()[:_CLIENT_DIGITS]
 
 

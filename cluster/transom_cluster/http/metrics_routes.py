@@ -1,9 +1,9 @@
-"""The routes of metrics: all processes on one page, one process, and the list of processes for Prometheus' HTTP service discovery.
+"""The metrics routes: all processes on one page, one process, and the list of processes for Prometheus' HTTP service discovery.
 
-A page is text or OpenMetrics, plain or compressed.
+A page has Prometheus' text format or OpenMetrics' format, plain or compressed.
 
-Each process is a scrape target with the API's own address. No process therefore needs a port that Prometheus can reach, and API
-keys hold for all targets.
+Every process is a scrape target with the API's own address. So no process needs another port that Prometheus can reach, and the API
+keys protect all targets.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from transom_cluster.telemetry.merge_metrics import merge_pages
 logger = logging.getLogger("transom.router")
 
 PROCESS_PATH = "/metrics/process"
-GZIP_LEVEL = 1  # lines resemble each other, so higher levels cost more than they save
+GZIP_LEVEL = 1  # lines resemble each other, so higher levels save little for their time
 MIN_GZIP_BYTES = 1024
-MAX_NAME_CHARS = 256  # of a process
+MAX_NAME_CHARS = 256  # of a process's name
 _HOST = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
 _PREFIX = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
 
 
 class PublicAddress(NamedTuple):
-    """The API's address from outside.
+    """The API's address as clients outside the cluster see it.
 
-    `host` includes the port unless it is the scheme's default; `prefix` is the path in front of all of the app's paths.
+    `host` includes the port unless it is the scheme's default; `prefix` comes before every path of the app.
     """
 
     host: str
@@ -50,11 +50,11 @@ class PublicAddress(NamedTuple):
 
 
 def public_address(request: Request) -> PublicAddress:
-    """The address in the request itself, unless a reverse proxy's headers give another.
+    """Return the address from a reverse proxy's headers, or from the request itself if there are none.
 
     The headers are `X-Forwarded-Host`, `X-Forwarded-Prefix` (the prefix that the proxy removed from the path) and
-    `X-Forwarded-Proto`. Of several values the first counts, which is the outermost proxy's. Values without the form of a host or a
-    path are ignored. A client that forges these headers misleads only itself.
+    `X-Forwarded-Proto`. If one has several values, the first counts, which is the outermost proxy's. Values that do not look like a
+    host or a path are ignored. A client that forges these headers misleads only itself.
     """
     host = _forwarded(request, "host", _HOST) or request.url.netloc
     removed = _forwarded(request, "prefix", _PREFIX)
@@ -129,7 +129,7 @@ def add_routes(api: FastAPI, router: Router) -> None:
 
 
 async def collect_page(router: Router, *, openmetrics: bool = False) -> str:
-    """The merged metrics of all routers and workers that answer in time. The others are left out and counted."""
+    """Return the merged metrics of all routers and workers that answer in time. The others are left out and counted."""
     query, timeout_s = MetricsQuery(openmetrics), router.timings.scrape_timeout_s
     workers, routers = await asyncio.gather(
         asyncio.gather(
@@ -145,17 +145,17 @@ async def collect_page(router: Router, *, openmetrics: bool = False) -> str:
 
 
 async def process_names(router: Router) -> Sequence[str]:
-    """The names `router/ID` and `worker/ID`: this router, the other routers that answer, and all workers."""
+    """Return the names (`router/ID` or `worker/ID`) of this router, the other routers that answer, and all workers."""
     others = await router.peers.ask_others(ProcessNameQuery(), timeout_s=router.timings.scrape_timeout_s)
     routers = [ProcessNameQuery().answer(router), *sorted(name for name in others if isinstance(name, str))]
     return [*routers, *(f"worker/{worker_id}" for worker_id in router.connections)]
 
 
 async def process_page(router: Router, name: str, *, openmetrics: bool = False) -> str:
-    """The metrics of one process alone.
+    """Return the metrics of one process.
 
     Raises:
-        HttpError: 404 if there is no such process, 504 if it does not answer.
+        HttpError: there is no such process (status 404), or it does not answer (504).
     """
     kind, _, process_id = name.partition("/")
     query, timeout_s = ProcessMetricsQuery(name, openmetrics), router.timings.scrape_timeout_s
@@ -184,14 +184,14 @@ async def _page_of(client: WorkerClient, openmetrics: bool, *, timeout_s: float)
 
 
 def wants_openmetrics(request: Request) -> bool:
-    """Whether the client prefers OpenMetrics to plain text; a client that states no preference gets text."""
+    """Return whether the client prefers OpenMetrics' format; a client that states no preference gets Prometheus' text format."""
     weights = _weights(request.headers.get("accept", ""))
     weight = weights.get("application/openmetrics-text", 0.0)
     return weight > 0 and weight >= weights.get("text/plain", 0.0)
 
 
 async def page_response(request: Request, page: str, *, openmetrics: bool) -> Response:
-    """The page, compressed if the client accepts gzip. A thread compresses it, so that no stream waits."""
+    """Return a response with the page, compressed if the client accepts gzip. A thread compresses it, so that no stream waits."""
     headers = {
         "content-type": CONTENT_TYPE_OPENMETRICS if openmetrics else CONTENT_TYPE_PLAIN_0_0_4,
         "vary": "Accept, Accept-Encoding",
@@ -204,7 +204,7 @@ async def page_response(request: Request, page: str, *, openmetrics: bool) -> Re
 
 
 def _weights(header: str) -> dict[str, float]:
-    """The weight of each name in an Accept header: the greatest `q` that it has, or 1 without one."""
+    """Return the weight of each name in an Accept header: its largest `q`, or 1 if it has none."""
     weights: dict[str, float] = {}
     for part in header.split(","):
         name, *parameters = (text.strip().lower() for text in part.split(";"))

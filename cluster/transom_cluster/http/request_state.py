@@ -22,20 +22,17 @@ _KEY = "transom"
 class RequestState:
     """The state of one HTTP request.
 
-    Fields that are empty at first are set by the layer that learns them: `client`, `sharer` and `weight` by `ApiKeyMiddleware`,
-    `response_id` as soon as a route has chosen it, `engine_request_id` (of the first choice) and `timeline` once the prompt is
-    tokenised.
+    Later layers set the fields that are empty at first: `ApiKeyMiddleware` sets `client`, `sharer` and `weight`. A route sets
+    `response_id` at once, and `engine_request_id` (of the first choice) and `timeline` after the prompt is tokenised.
     """
 
     x_request_id: str  # the header that the client or Ray Serve sent; empty if there was none
     trace: RequestTrace | None  # None: the request has no span
-    arrival_s: float = field(
-        default_factory=time.monotonic
-    )  # when the request arrived, on this process's monotonic clock
+    arrival_s: float = field(default_factory=time.monotonic)  # its first byte came, on this process's monotonic clock
     outcome: RequestOutcome = field(default_factory=RequestOutcome)
-    client: str = ONLY_CLIENT  # whose limits hold, and whose timelines these are: the key's
-    sharer: str = ""  # who takes turns with others: the client, or without keys the address; empty: unknown
-    weight: float = 1.0  # of its turns
+    client: str = ONLY_CLIENT  # the owner of the API key, whose limits hold and who may see the timelines
+    sharer: str = ""  # who takes turns with others: the client, or the address if there are no keys; empty if unknown
+    weight: float = 1.0  # of the sharer's turns
     response_id: str = ""
     engine_request_id: str = ""
     timeline: RequestTimeline | None = None

@@ -1,10 +1,10 @@
-"""`SharedPages`: pages of metrics that are collected about once a second, however many clients ask for them.
+"""`SharedPages`: collects each metrics page about once a second, however many clients ask for it.
 
-A page costs every process some milliseconds, and the router that merges them some tens. So each page has a token bucket: a
-collection takes a token, and a second brings one back. Without a token, callers get the page of the last collection, which is a
-second old at most. Callers that come while a collection runs wait for it.
+Making a page takes a few milliseconds in every process, and some tens in the router that merges them. So each page has a token
+bucket: a collection takes a token, and every second adds one. Without a token, callers get the page of the last collection, which
+is at most a second old. Callers that come while a collection runs wait for its page.
 
-Example: Prometheus asks every 15 s and always gets a new page. Of 35 requests a second, one makes a collection.
+Example: Prometheus asks every 15 s and always gets a new page. Of 35 requests in a second, one starts a collection.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 from transom_cluster.router.background_tasks import BackgroundTasks
 
 COLLECTIONS_PER_S = 1.0
-MAX_BURST = 5.0  # collections one after the other, of a page that was not asked for in the last seconds
+MAX_BURST = 5.0  # how many collections of a page may follow each other at once after an idle time
 
 
 class SharedPages:
-    """The last pages, by a key that names the processes and the format. All calls come from one event loop."""
+    """The last pages, by a key for the processes and the format. All calls come from one event loop."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -32,7 +32,8 @@ class SharedPages:
         return len(self._pages)
 
     async def get(self, key: Hashable, collect: Callable[[], Coroutine[Any, Any, str]]) -> str:
-        """Return the page, which `collect` makes if it is time for a new one. Its error is raised for all who wait."""
+        """Return the page. If it is time for a new one, `collect` makes it; an error of `collect` is raised for all waiting
+        callers."""
         now_s = self._clock()
         self._forget_full(now_s)
         page = self._pages.setdefault(key, _Page(now_s))
@@ -40,10 +41,10 @@ class SharedPages:
         if page.task is None or (page.task.done() and page.tokens >= 1):
             page.tokens -= 1
             page.task = self._tasks.spawn(collect())
-        return await asyncio.shield(page.task)  # which goes on if this caller leaves
+        return await asyncio.shield(page.task)  # the collection continues if this caller leaves
 
     def _forget_full(self, now_s: float) -> None:
-        """Forget pages whose buckets are full again: so long ago was the last collection."""
+        """Forget pages whose buckets are full again: nobody has asked for them for some seconds."""
         for key, page in list(self._pages.items()):
             page.refill(now_s)
             if page.tokens >= MAX_BURST and (page.task is None or page.task.done()):
@@ -51,7 +52,7 @@ class SharedPages:
 
 
 class _Page:
-    """One page's bucket, and its last collection or the one that runs."""
+    """One page's bucket, and the task of its running or last collection."""
 
     __slots__ = ("refilled_s", "task", "tokens")
 
@@ -61,6 +62,6 @@ class _Page:
         self.refilled_s = now_s
 
     def refill(self, now_s: float) -> None:
-        """Bring the bucket up to date."""
+        """Add the tokens for the time since the last call."""
         self.tokens = min(MAX_BURST, self.tokens + (now_s - self.refilled_s) * COLLECTIONS_PER_S)
         self.refilled_s = now_s

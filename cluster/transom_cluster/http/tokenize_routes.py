@@ -1,4 +1,4 @@
-"""The routes between text and token ids: /tokenize, /detokenize."""
+"""The routes that convert between text and token ids: /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DETOKENIZE = BodyParser(DetokenizeRequest, NO_RULES)
 
 
 class TokenizeRoutes:
-    """Route handlers for one router; no worker takes part."""
+    """Route handlers for one router. They use no worker, but the model's limits, which workers have reported."""
 
     def __init__(self, router: Router, preparation: RequestPreparation) -> None:
         self._router = router
@@ -36,14 +36,15 @@ class TokenizeRoutes:
             api.add_api_route(path, handler, methods=["POST"], response_model=None)
 
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of a text or a chat.
+        """Convert a text or a chat to token ids.
 
-        One call on a thread makes the response from the body, so that of a client's parallel requests one at a time has ids.
+        One call on a thread does all the work from the body to the response. A client's parallel requests take turns on the
+        threads, so few of them have their ids in memory at a time.
         """
         threads = self._preparation.client_threads(request)
         raw = await self._preparation.body(request)
         await self._router.prepare(None)
-        waits = b"messages" in raw  # for the process that renders chats
+        waits = b"messages" in raw  # a chat waits for the process that renders the chat template
         respond = functools.partial(self._tokens_response, raw)
         return await threads.run(respond, num_chars=len(raw), inline_chars=-1 if waits else MAX_INLINE_CHARS)
 
@@ -62,7 +63,7 @@ class TokenizeRoutes:
         return Response(msgspec.json.encode(tokens), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
-        """Text of token ids."""
+        """Convert token ids to text."""
         threads = self._preparation.client_threads(request)
         body = await self._preparation.parse(request, _DETOKENIZE, threads)
         await self._router.prepare(body.model)
@@ -79,7 +80,7 @@ class TokenizeRoutes:
         tokenizer = self._router.tokenizer
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("Send either prompt or messages.", param="prompt")
-        variables = body.template_variables()  # with a prompt they have no effect, and are checked all the same
+        variables = body.template_variables()  # a prompt does not use them, but they are checked all the same
         if body.messages is not None:
             if body.add_special_tokens:
                 raise RequestError(

@@ -1,4 +1,4 @@
-"""Tasks that outlive the call that started them, kept until they end."""
+"""`BackgroundTasks`: runs asyncio tasks that outlive the call that started them."""
 
 from __future__ import annotations
 

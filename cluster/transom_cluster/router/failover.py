@@ -1,17 +1,17 @@
 """The failover rule: which requests migrate when a worker is lost, and which request is to blame. Pure; docs/failover.md has the
 reasons.
 
-- **loss**: a worker died, or its event stream broke, while it had requests. Its cause is evidence against them, or it is not
-  (`evidence`): a step that raised an error is, a host that is gone is not.
-- **strike**: a loss that counts against a request. Progress of `RELEASE_TOKENS` tokens at another worker takes all strikes back.
-- **suspect**: a request with a strike. The router sends it to another worker, but no two suspects to one worker.
-- **on trial**: a suspect that lacks one strike to `max_lost_workers`. Its worker gets no other request meanwhile.
+- **loss**: a worker died, or its event stream broke, while it had requests. The cause of a loss may be evidence against them
+  (`evidence`): a step that raised an error is evidence, and a host that is gone is not.
+- **strike**: a loss that counts against a request. Progress of `RELEASE_TOKENS` tokens at another worker removes all strikes.
+- **suspect**: a request with a strike. The router sends it to another worker, but never two suspects to one worker.
+- **on trial**: a suspect that one more strike brings to `max_lost_workers`. Its worker gets no other request meanwhile.
 - **culprit**: a suspect with `max_lost_workers` strikes that was alone when it got the last one. It is stopped as a **poison
   request**, and all other suspects of its losses are cleared.
 
 For example, with `max_lost_workers = 3`: a step of worker 0 raises an error with the requests a, b and c, which become suspects.
-The router sends a to worker 1 and b to worker 2; c waits. Worker 1 is lost: a was the only suspect there, has two strikes, and is
-on trial. Alone on worker 3 it is lost again: a is stopped. b and c are cleared, and c need not wait any more.
+The router sends a to worker 1 and b to worker 2; c waits. Worker 1 is lost: a was the only suspect there, so it has two strikes and
+is on trial. It runs alone on worker 3, which is lost, too: a is stopped as the culprit. b and c are cleared, and c stops waiting.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from transom_core.config import FailoverConfig
 from transom_core.errors import LossCause, PoisonRequest, WorkerLost
 
 RELEASE_TOKENS = 8  # more than the tokens of the last steps before a loss, whose events may be lost with the worker
-# Losses of unknown cause, without progress between them, that count for nothing. A server may lose workers twice in a row without
-# any fault of a request; more often it is no accident.
+# A request's first losses with weak evidence, without progress between them, give no strike. A server may lose workers twice in a
+# row by accident; a third loss is probably the request's fault.
 FREE_LOSSES = 2
 
 Evidence = Literal["strong", "weak", "none"]
@@ -36,7 +36,7 @@ _EVIDENCE: dict[LossCause, Evidence] = {
     "crash": "strong",
     "hung": "strong",
     "unknown": "weak",
-    "out_of_memory": "weak",  # the worker has ended the request that asked for the most
+    "out_of_memory": "weak",  # before the loss, the worker has already ended the request that needed the most memory
     "silent": "weak",
     "killed": "none",
     "host_lost": "none",
@@ -50,8 +50,8 @@ GAVE_UP = "The worker was lost {n} times while this answer was computed, and it 
 
 
 def evidence(cause: LossCause) -> Evidence:
-    """How much a loss says against the requests that ran: a `strong` one was caused by the computation, a `weak` one may have
-    been, and one with `none` came from outside."""
+    """Return how strongly a loss speaks against the requests that ran: with `strong` the computation caused it, with `weak` it may
+    have, and with `none` the cause came from outside."""
     return _EVIDENCE[cause]
 
 
@@ -64,9 +64,10 @@ class Loss:
 
 @dataclass(slots=True, eq=False)
 class LossRecord:
-    """The losses that one request had a part in since it last made progress, and how often it migrated after a loss in all.
+    """The losses that one request may have caused since it last made progress.
 
-    `num_free` losses count for nothing (`FREE_LOSSES`), and each of `strikes` is a strike.
+    `num_free` of them gave no strike (`FREE_LOSSES`); `strikes` has the others. `num_migrations` counts all migrations after a
+    loss.
     """
 
     num_migrations: int = 0
@@ -84,11 +85,11 @@ class LossRecord:
         return bool(self.strikes)
 
     def is_on_trial(self, max_lost_workers: int) -> bool:
-        """Whether one more strike can make this suspect the culprit."""
+        """Return whether one more strike can make this suspect the culprit."""
         return self.is_suspect and len(self.strikes) >= max_lost_workers - 1
 
     def release(self) -> None:
-        """Forget all losses: the request has repeated the step at which a worker was lost, and this worker is still there."""
+        """Forget all losses, because a worker has survived the step of this request at which another worker was lost."""
         for loss in self.strikes:
             loss.suspects.remove(self)
         self.strikes.clear()
@@ -103,8 +104,8 @@ class LossRecord:
 class LossReport:
     """What the router knows about the loss of a worker.
 
-    `max_num_seqs` is the number of requests that the worker computes at once, None where it is not known. `num_lost` is the number
-    of requests that it had begun to compute, those of other routers among them, where the worker said so.
+    `max_num_seqs` is the number of requests that the worker computes at once; None if it is not known. `num_lost` is the number of
+    requests that the worker had begun to compute, including those of other routers; None if the worker did not report it.
     """
 
     cause: LossCause = "unknown"
@@ -114,7 +115,8 @@ class LossReport:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one loss means for the requests that ran: new suspects, requests that are no suspects any more, and the culprit."""
+    """What one loss means for the requests that ran: the new suspects, the requests that are no longer suspects, and the
+    culprit."""
 
     suspected: Sequence[LossRecord] = ()
     cleared: Sequence[LossRecord] = ()
@@ -125,7 +127,7 @@ def assign_blame(ran: Sequence[Attempt], report: LossReport, *, max_lost_workers
     """Give strikes to requests that may have run on a lost worker, and find the culprit.
 
     If there was a suspect among them, requests that had made progress on this worker are not blamed. Only a request that was a
-    suspect before can be the culprit, and only if no other request, of this router or of another, can have ended the worker.
+    suspect before can be the culprit, and only if no other request, of this router or another one, can have killed the worker.
     """
     strength = evidence(report.cause)
     if strength == "none":
@@ -136,7 +138,7 @@ def assign_blame(ran: Sequence[Attempt], report: LossReport, *, max_lost_workers
     loss, suspected = Loss([]), []
     for record in blamed:
         if record.is_suspect and len(suspects) > 1:
-            continue  # suspects that were lost together say nothing about each other
+            continue  # several suspects were lost together, so the loss does not show which of them caused it
         if not record.is_suspect:
             if strength == "weak" and record.num_free < FREE_LOSSES:
                 record.num_free += 1
@@ -151,7 +153,7 @@ def assign_blame(ran: Sequence[Attempt], report: LossReport, *, max_lost_workers
 
 
 def _clear_others(culprit: LossRecord) -> list[LossRecord]:
-    """Clear all other suspects of the culprit's losses, and return those that are no suspects any more."""
+    """Clear all other suspects of the culprit's losses, and return those that are no longer suspects."""
     cleared = []
     for loss in culprit.strikes:
         others = [record for record in loss.suspects if record is not culprit]
@@ -163,8 +165,8 @@ def _clear_others(culprit: LossRecord) -> list[LossRecord]:
 
 
 Cause = Literal["lost", "torn", "moved"]
-"""Why attempts cannot continue at their worker: `lost`, the worker was lost with them; `torn`, output in between is missing;
-`moved`, the worker drains and has to end."""
+"""Why attempts cannot continue at their worker: `lost`, the worker was lost; `torn`, a part of the output is missing; `moved`, the
+worker drains and has to end."""
 
 
 class Attempt(Protocol):
@@ -189,7 +191,7 @@ AnyAttempt = TypeVar("AnyAttempt", bound=Attempt)
 class FailoverDecision(Generic[AnyAttempt]):
     """What happens to the attempts of a lost worker.
 
-    `migrating` attempts go to other workers, those that have begun to stream first. `given_up` attempts were lost more than
+    `migrating` attempts go to other workers; those that have begun to stream come first. `given_up` attempts were lost more than
     `max_resumes` times. `culprits` are stopped as poison requests.
     """
 
@@ -204,7 +206,7 @@ def after_loss(
 ) -> FailoverDecision[AnyAttempt]:
     """Decide what happens to attempts that cannot continue at their worker.
 
-    A worker that drains is not a loss: it counts for no request. Neither does a loss count for a request that was never sent.
+    A drain is not a loss and counts against no request. A loss does not count against a request that was never sent.
     """
     verdict = Verdict()
     if cause == "lost":
@@ -225,20 +227,20 @@ def after_loss(
 
 
 def poison(record: LossRecord) -> PoisonRequest:
-    """The error that ends the culprit."""
+    """Return the error that ends the culprit."""
     return PoisonRequest(POISON.format(n=record.num_losses))
 
 
 def lost_too_often(record: LossRecord) -> WorkerLost:
-    """The error that ends a request that was given up."""
+    """Return the error that ends a request that is given up."""
     return WorkerLost(GAVE_UP.format(n=record.num_migrations + 1))
 
 
 def may_have_run(attempts: Sequence[AnyAttempt], *, max_num_seqs: int | None) -> list[AnyAttempt]:
-    """Those attempts that a worker may have been computing when it was lost.
+    """Return the attempts that a worker may have been computing when it was lost.
 
-    An attempt without a token was only queued if `max_num_seqs` others had begun to stream. Requests of other routers may have
-    run too, and are not known here; so where it is unclear an attempt counts as one that ran.
+    If `max_num_seqs` attempts had begun to stream, all slots were taken, so an accepted attempt without a token was only queued.
+    Every other attempt that was sent counts as one that ran, even if requests of other routers, unknown here, had the slots.
     """
     num_streaming = sum(attempt.num_new_tokens > 0 for attempt in attempts)
     had_free_slot = max_num_seqs is None or num_streaming < max_num_seqs

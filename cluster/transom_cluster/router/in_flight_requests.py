@@ -1,17 +1,15 @@
-"""Requests on their way through one or several workers: their output so far, and what is new in an event of a worker.
+"""`InFlightRequest`: one choice of an HTTP request on its way through one or several workers, with its output so far.
 
 - **in-flight request**: one choice of an HTTP request, from its submission to its last event.
-- **attempt**: one try to compute the choice at a worker. Each attempt has a request id of its own (`r`, then `r+1`, `r+2`, ...),
-  so that events of an earlier attempt cannot be taken for those of the present one.
+- **attempt**: one try to compute the choice at a worker. Each attempt has its own request id (`r`, then `r+1`, `r+2`, ...), so that
+  events of an earlier attempt are not mistaken for those of the present one.
 - **migration**: a new attempt at another worker after a loss. It resumes after the tokens that have come so far.
 
-A worker's events have positions, because a migrated request may repeat output. For example, 5 tokens have come and an event
-brings the tokens [3, 7): the tokens [5, 7) are new. An event that begins at position 6 would leave a gap, and the request is sent
+Events have positions, because a migrated request may repeat output. For example, 5 tokens have come, and an event has the tokens
+[3, 7): the tokens [5, 7) are new. If the event began at position 6, token 5 would be missing, so the request is sent to a worker
 again.
 
-`AttemptState` has the states of a request and the transitions between them.
-
-All code here runs on the router's event loop.
+`AttemptState` has the states of a request and the transitions between them. All code here runs on the router's event loop.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from transom_core.errors import WorkerLost
 
 
 class AttemptState(Enum):
-    """Where the present attempt of a request is.
+    """The state of a request's present attempt.
 
         WAITING --place--> PLACED --send--> SENT --the worker replies--> ACCEPTED
            ^                                  |                             |
@@ -54,8 +52,8 @@ class AttemptState(Enum):
     """
 
     WAITING = "waiting"  # in the request queue: no worker has it
-    PLACED = "placed"  # a worker was chosen, and the attempt is not sent yet
-    SENT = "sent"  # the worker may have the attempt, and has not replied
+    PLACED = "placed"  # a worker was chosen, but the attempt has not been sent yet
+    SENT = "sent"  # the worker may have the attempt, but has not replied
     ACCEPTED = "accepted"  # the worker has queued it
     STREAMING = "streaming"  # an event has come
     ENDED = "ended"  # no more output comes
@@ -76,10 +74,10 @@ _AT_A_WORKER = (AttemptState.SENT, AttemptState.ACCEPTED, AttemptState.STREAMING
 
 
 class InFlightRequest:
-    """One choice of an HTTP request. It passes new output on to the request's output stream and reports what happens to the choice.
+    """One choice of an HTTP request. It passes new output to the request's output stream, and reports what happens to the choice.
 
-    `original` is the choice as it was submitted, `attempt` the same as the present worker has it. `token_ids` is all output so
-    far, and `num_new_tokens` is the part of it that the present attempt brought.
+    `original` is the choice as it was submitted, and `attempt` is the request that the present worker has. `token_ids` has all
+    output tokens so far; `num_new_tokens` of them came from the present attempt.
     """
 
     def __init__(
@@ -95,17 +93,17 @@ class InFlightRequest:
         self.num_new_tokens = 0
         self.worker_id: str | None = None  # the worker that has the attempt; None in the request queue
         # Two facts that outlive an attempt.
-        self.was_accepted = False  # by a worker, once
-        self.is_migrating = False  # lost, and not yet accepted by another worker
+        self.was_accepted = False  # some worker has accepted it
+        self.is_migrating = False  # its worker was lost, and no other worker has accepted it yet
         self.record = LossRecord()
         self.refusals: dict[str, ErrorInfo] = {}  # by workers that are not asked again before the next retry
         self.submitted_s = time.monotonic()
-        self.queued_s = self.submitted_s  # it entered the request queue, last
-        self.wait_until_s = 0.0  # the request queue fails the request then
+        self.queued_s = self.submitted_s  # when it last entered the request queue
+        self.wait_until_s = 0.0  # when the request queue fails the request if it still waits
         self._deadline: asyncio.TimerHandle | None = None
         self._num_attempts = 0
         self._num_chars: int | None = None  # None until the first event: a request may be submitted with output
-        self._usage: Usage | None = None  # as the first worker reported it
+        self._usage: Usage | None = None  # the first worker's report
 
     @property
     def is_sent(self) -> bool:
@@ -123,23 +121,24 @@ class InFlightRequest:
         return self.state is AttemptState.ENDED
 
     def queue_order(self, policy: SchedulingPolicy) -> tuple[bool, float]:
-        """The sort key in the request queue: first streams that have begun, then earlier virtual arrivals (`contract.request`)."""
+        """Return the sort key in the request queue: first requests that have output, then by virtual arrival
+        (`contract.request`)."""
         has_output = bool(self.token_ids)
         return not has_output, virtual_arrival_s(self.submitted_s, self.original.priority, policy)
 
     @property
     def num_hit_tokens(self) -> int:
-        """Tokens of the prompt that the first worker found in its prefix cache; 0 for further choices of one prompt."""
+        """Prompt tokens that the first worker found in its prefix cache; 0 for all choices of a prompt but the first."""
         is_first_choice = self.original.choice_index == 0
         return self._usage.num_cached_tokens if self._usage is not None and is_first_choice else 0
 
     def watch_deadline(self, on_late: Callable[[InFlightRequest], None], *, grace_s: float) -> None:
-        """Have `on_late` called `grace_s` after the request's deadline, if it has one. The request may have ended by then."""
+        """Call `on_late` `grace_s` seconds after the request's deadline, if it has one. The request may have ended by then."""
         if self._deadline is None and (time_left_s := self._time_left_s()) is not None:
             self._deadline = asyncio.get_running_loop().call_later(time_left_s + grace_s, on_late, self)
 
     def begin_attempt(self) -> Request:
-        """Prepare what the next worker gets: the request, its output so far, and its times as of now."""
+        """Make and return the request that the next worker gets: with the output so far, and with times as of now."""
         request = self._resumed() if self._num_attempts else self.original
         self.attempt = replace(request, waited_s=self._waited_s(), time_left_s=self._time_left_s())
         self._num_attempts += 1
@@ -147,7 +146,8 @@ class InFlightRequest:
         return self.attempt
 
     def place(self, decision: PlacementDecision, *, policy: str, identity: str = "") -> None:
-        """Give the attempt to the worker of this `identity` that the routing policy chose, with what it may fetch from where."""
+        """Assign the attempt to the worker that the routing policy chose, which has the identity `identity`. The decision also says
+        which prefix the worker may fetch from another worker."""
         self._move(AttemptState.PLACED)
         self.worker_id = decision.worker_id
         self.output.placed(identity)
@@ -186,7 +186,7 @@ class InFlightRequest:
         self._admit()
 
     def leave_worker(self) -> None:
-        """Note that no worker has the request any more."""
+        """Note that the request is no longer at a worker."""
         if self.worker_id is not None:
             self.output.left_worker()
         self.worker_id = None
@@ -194,7 +194,7 @@ class InFlightRequest:
             self._move(AttemptState.WAITING)
 
     def take(self, event: OutputEvent) -> bool:
-        """Pass on what is new in an event; False if output before the event is missing, and nothing was passed on.
+        """Pass the new part of an event to the output stream. If output before the event is missing, pass nothing and return False.
 
         An error ends the request even if output is missing: another attempt would only end in the same error later.
         """
@@ -244,13 +244,13 @@ class InFlightRequest:
             self._deadline.cancel()
 
     def _move(self, state: AttemptState) -> None:
-        """Go to another state. No other method changes it."""
+        """Go to another state. No other method changes the state."""
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(f"Request {self.attempt.request_id} cannot go from {self.state.name} to {state.name}.")
         self.state = state
 
     def _accepted(self, state: AttemptState) -> None:
-        """Go to the state after the worker's reply, or after an event that came before it."""
+        """Go to a state in which the worker has accepted the attempt: it has replied, or an event came before the reply."""
         awaited_reply = self.awaits_reply
         self._move(state)
         if awaited_reply:
@@ -286,8 +286,8 @@ class InFlightRequest:
         )
 
     def _with_first_usage(self, event: OutputEvent, usage: Usage) -> OutputEvent:
-        """The event with the cached tokens that the first worker reported, since a migrated request finds its own prompt in a
-        cache."""
+        """Return the event with the number of cached tokens that the first worker reported. A later worker's number would count the
+        request's own prompt, which earlier attempts have put into caches."""
         if self._usage is None:
             self._usage = usage
         if usage.num_cached_tokens == self._usage.num_cached_tokens:
@@ -297,14 +297,14 @@ class InFlightRequest:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What happened to one output event.
+    """The outcome of handing one output event to its request.
 
-    - `taken`: its request has taken it, and may have ended;
+    - `taken`: the request has taken the event, and may have ended;
     - `torn`: output before the event is missing;
-    - `lost`: the worker itself says that it has lost the request, with the reason `error`;
-    - `failed`: taking it raised `error`, which is a bug.
+    - `lost`: the worker itself reports that it has lost the request, with the reason `error`;
+    - `failed`: taking the event raised `error`, which is a bug.
 
-    The connection expects no more events of the attempt unless it was taken and is not the last one.
+    After any outcome but `taken`, and after the last event, the connection expects no more events of the attempt.
     """
 
     request: InFlightRequest
@@ -314,7 +314,7 @@ class Delivery:
 
 
 class InFlightRequests:
-    """The attempts that one worker has, by the attempt's request id."""
+    """The attempts that are at one worker, by the attempt's request id."""
 
     def __init__(self) -> None:
         self._requests: dict[str, InFlightRequest] = {}
@@ -340,11 +340,11 @@ class InFlightRequests:
         return self._requests.values()
 
     def has(self, request_id: str) -> bool:
-        """Whether events of this attempt are expected."""
+        """Return whether events of this attempt are expected."""
         return request_id in self._requests
 
     def remove(self, request_id: str) -> InFlightRequest | None:
-        """Expect no more events of an attempt, and return its request; None where no events of it were expected."""
+        """Expect no more events of an attempt, and return its request; None if none were expected before."""
         request = self._requests.pop(request_id, None)
         if not self._requests:
             self._empty.set()
@@ -362,8 +362,8 @@ class InFlightRequests:
         await self._empty.wait()
 
     def dispatch(self, events: Iterable[OutputEvent]) -> Iterator[Delivery]:
-        """Hand one engine step's events to their requests, one with each value; events of unknown (withdrawn) attempts are
-        dropped."""
+        """Hand one engine step's events to their requests, and yield the outcome of each. Events of unknown attempts, which were
+        withdrawn, are dropped."""
         for event in events:
             request = self._requests.get(event.request_id)
             if request is None:
@@ -379,5 +379,5 @@ def _deliver(request: InFlightRequest, event: OutputEvent) -> Delivery:
         if event.error is not None and isinstance(error := event.error.error(), WorkerLost):
             return Delivery(request, event, "lost", error)
         return Delivery(request, event, "taken" if request.take(event) else "torn")
-    except Exception as bug:  # it ends this request and no other
+    except Exception as bug:  # the bug must end only this request
         return Delivery(request, event, "failed", bug)

@@ -1,4 +1,4 @@
-"""The served model's limits, which only workers know: they report them when they connect, and requests wait until then."""
+"""`ModelLimitsTracker`: keeps the served model's limits. Workers report them when they connect, and requests wait until then."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOT_READY = "The worker is not ready (starting, or being replaced); try again i
 class ModelLimitsTracker:
     """Keeps the limits of the worker with the shortest `max_model_len`, as of the last time that a worker connected.
 
-    The limits stay known while no worker is connected. `wake_workers` asks for a worker where all were scaled away.
+    The limits stay known while no worker is connected. `wake_workers` asks for a worker if autoscaling has stopped all of them.
     """
 
     def __init__(self, *, wake_workers: Callable[[], None]) -> None:
@@ -26,7 +26,7 @@ class ModelLimitsTracker:
 
     @property
     def current(self) -> ModelLimits:
-        """The limits.
+        """The limits that were reported last.
 
         Raises:
             EngineDead: no worker has connected so far.
@@ -36,13 +36,13 @@ class ModelLimitsTracker:
         return self.last_known
 
     def update(self, connected: Iterable[ModelLimits]) -> None:
-        """A worker has connected: take note of the limits of all workers that take requests now."""
+        """Update the limits when a worker has connected; `connected` has those of all workers that take requests now."""
         self.last_known = min(connected, key=lambda limits: limits.max_model_len, default=self.last_known)
         if self.last_known is not None:
             self._are_known.set()
 
     async def wait(self, wait_s: float) -> None:
-        """Wait until the limits are known; returns at once if they are.
+        """Wait until the limits are known.
 
         Raises:
             WorkerLost: no worker connected within `wait_s`.

@@ -1,4 +1,4 @@
-"""Cutting and joining of output events: a migrated request repeats output, and a slow client gets many events at once."""
+"""Cuts and joins output events: a migrated request may repeat output, and a slow client gets many events at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transom_core.contract import LogprobTable, OutputEvent
 
 
 def without_first(event: OutputEvent, num_tokens: int, num_chars: int) -> OutputEvent:
-    """The event without its first `num_tokens` tokens and the first `num_chars` characters of its text."""
+    """Return the event without its first `num_tokens` tokens and without the first `num_chars` characters of its text."""
     num_tokens = min(num_tokens, len(event.token_ids))
     num_chars = max(0, num_chars)
     return replace(
@@ -24,7 +24,7 @@ def without_first(event: OutputEvent, num_tokens: int, num_chars: int) -> Output
 
 
 def joined(events: Sequence[OutputEvent]) -> OutputEvent:
-    """Consecutive events of one choice, none of them with an error, as one event."""
+    """Join consecutive events of one choice, none of which has an error, into one event."""
     first, last = events[0], events[-1]
     usages = [event.usage for event in events if event.usage is not None]
     logprobs = LogprobTable.of(one for event in events for one in event.logprobs or ())

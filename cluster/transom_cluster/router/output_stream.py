@@ -1,6 +1,7 @@
-"""The output of one HTTP request: the events of all its choices, from several workers, for the code that writes the response.
+"""`OutputStream`: collects the output events of one HTTP request's choices for the task that writes the response.
 
-An HTTP request has one output stream for all of its prompts and choices, so that its task wakes once per engine step.
+The choices may run at several workers. All prompts and choices of a request share one stream, so that the response's task wakes
+once per engine step.
 """
 
 from __future__ import annotations
@@ -11,24 +12,24 @@ from collections.abc import Sequence
 from transom_cluster.router.output_events import joined
 from transom_core.contract import ErrorInfo, OutputEvent, Request
 
-MAX_BUFFERED = 512  # events kept for a slow client, plus one a choice, before those of each choice are joined
-# An event with this many tokens is joined with no more events: an answer is parsed event by event.
+MAX_BUFFERED = 512  # with more waiting events than this, plus one per choice, those of each choice are joined
+# An event with this many tokens is not joined with further events, because a whole event is parsed at once.
 MAX_JOINED_TOKENS = 1024
 
 
 class OutputStream:
     """The events of one HTTP request's choices, in order of arrival. One task at a time may wait in `admitted` or `next`.
 
-    `num_unfinished` counts the choices whose last event `next` has not returned yet. `identity` is that of the model that computes
-    the answer (`identities`): None until a choice is placed at a worker, and again if no worker has a choice and none has put out
-    anything.
+    `num_unfinished` counts the choices whose last event `next` has not returned yet. `identity` is the identity of the model that
+    computes the answer (`identities`). It is None until a choice is placed at a worker, and becomes None again if every choice
+    leaves its worker before there is any output.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.num_unfinished = len(requests)
         self.identity: str | None = None
-        self._num_placed = 0  # choices that a worker has
-        self._has_begun = False  # a choice has put something out
+        self._num_placed = 0  # choices that are at a worker
+        self._has_begun = False  # some choice has output
         self._num_choices = len(requests)
         self._num_unadmitted = len(requests)
         self._refusal: Exception | None = None
@@ -63,8 +64,8 @@ class OutputStream:
         self._wake()
 
     def fail(self, index: int, event: OutputEvent, error: Exception) -> None:
-        """End choice `index`: before all choices are admitted `admitted` raises `error`, from then on `next` returns the error
-        `event`."""
+        """End choice `index` with an error: until all choices are admitted, `admitted` raises `error`; afterwards `next` returns
+        `event`, which has the same error."""
         if self._num_unadmitted:
             self._refusal = self._refusal or error
             self._wake()
@@ -75,7 +76,7 @@ class OutputStream:
         """Wait until workers have accepted all choices.
 
         Raises:
-            TransomError: one choice was refused; the caller has to withdraw the others.
+            TransomError: one choice was refused or failed; the caller has to withdraw the others.
         """
         while self._num_unadmitted and self._refusal is None:
             await self._sleep()
@@ -83,7 +84,7 @@ class OutputStream:
             raise self._refusal
 
     async def next(self) -> list[tuple[int, OutputEvent]]:
-        """Wait for at least one event, and return all events since the last call with the indices of their choices."""
+        """Wait for at least one event, and return all events since the last call, each with the index of its choice."""
         while not self._events:
             await self._sleep()
         events, self._events = self._events, []
@@ -101,15 +102,16 @@ class OutputStream:
 
 
 def error_event(request_id: str, position: int, error: Exception) -> OutputEvent:
-    """The last event of a choice that an error ended."""
+    """Return the last event of a choice that an error has ended."""
     info = ErrorInfo.of(error)
     return OutputEvent(request_id=request_id, position=position, finish_reason="error", error=info)
 
 
 def _joined_by_choice(events: Sequence[tuple[int, OutputEvent]]) -> list[tuple[int, OutputEvent]]:
-    """The same output in few events: the consecutive ones of a choice are joined up to `MAX_JOINED_TOKENS`, errors come last.
+    """Return the same output in fewer events: consecutive events of a choice are joined up to `MAX_JOINED_TOKENS`. Errors come
+    last.
 
-    The memory for a client that does not read is then that of the tokens and the text themselves, and no token is copied often.
+    A client that does not read then costs little more memory than its tokens and text, and each token is copied only a few times.
     """
     runs: dict[int, list[OutputEvent]] = {}
     num_tokens: dict[int, int] = {}

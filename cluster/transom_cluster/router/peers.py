@@ -1,13 +1,13 @@
 """Queries between the routers of one application.
 
-A client reaches any one of the routers, so a page about the whole cluster needs the other routers' parts.
+A client's request reaches any one of the routers, so a page about the whole cluster needs data from the other routers.
 
 - **peer**: another router of the same application.
-- **query**: one question to a router, as plain data that can be sent to another process. Its `answer` reads the router that it is
-  given and changes nothing. For example, `ProcessNameQuery().answer(router)` is `"router/r0"` at the router with the id `r0`.
+- **query**: one question to a router, as plain data that can be sent to another process. Its method `answer` reads the router that
+  it is given and changes nothing. For example, `ProcessNameQuery().answer(router)` is `"router/r0"` at the router with the id `r0`.
 
-A router answers its own part with `query.answer(router)` and gets the others' parts from `router.peers.ask_others(query,
-timeout_s=2.0)`.
+A router makes its own part of a page with `query.answer(router)`, and gets the other routers' parts with
+`router.peers.ask_others(query, timeout_s=2.0)`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class PeerQuery(Protocol[T_co]):
 
 @dataclass(frozen=True, slots=True)
 class MetricsQuery:
-    """Asks for a router's page of metrics, in Prometheus' text format or as OpenMetrics."""
+    """Asks for a router's metrics page, in Prometheus' text format or in OpenMetrics' format."""
 
     openmetrics: bool
 
     def answer(self, router: QueriedRouter) -> str:
-        """Return the page of this router alone."""
+        """Return the page of this router only."""
         return router.metrics.text(openmetrics=self.openmetrics)
 
 
@@ -59,13 +59,13 @@ class ProcessNameQuery:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMetricsQuery:
-    """Asks for the page of metrics of the process with the name `process`."""
+    """Asks for the metrics page of the process with the name `process`."""
 
     process: str
     openmetrics: bool
 
     def answer(self, router: QueriedRouter) -> str | None:
-        """Return the router's page; None where the router has another name."""
+        """Return the router's page; None if the router has another name."""
         if self.process != ProcessNameQuery().answer(router):
             return None
         return MetricsQuery(self.openmetrics).answer(router)
@@ -73,13 +73,13 @@ class ProcessMetricsQuery:
 
 @dataclass(frozen=True, slots=True)
 class TimelineQuery:
-    """Asks for a router's part of the timeline of one of a client's requests."""
+    """Asks for a router's part of the timeline of one request of a client."""
 
     request_id: str
     client: str
 
     def answer(self, router: QueriedRouter) -> dict[str, Any] | None:
-        """Return the part as JSON values; None where the router does not know the request, or has forgotten it."""
+        """Return the part as JSON values; None if the router does not know the request, or has forgotten it."""
         return router.timelines.find(self.request_id, self.client)
 
 
@@ -92,7 +92,7 @@ class RecentRequestsQuery:
     limit: int
 
     def answer(self, router: QueriedRouter) -> list[dict[str, Any]]:
-        """Return one summary for each request, the newest first."""
+        """Return one summary per request, newest first."""
         return router.timelines.summaries(self.client, self.state, self.limit)
 
 
@@ -100,8 +100,7 @@ class RouterPeers(Protocol):
     """The other routers of the application."""
 
     async def ask_others(self, query: PeerQuery[T], *, timeout_s: float) -> list[T | BaseException]:
-        """Send a query to every other router, and return one entry for each: its answer, or an exception where it failed or was
-        late.
+        """Send a query to every other router, and return their answers, or exceptions for routers that failed or were late.
 
         Routers that are being stopped are not asked. The call never raises, and takes little longer than `timeout_s`.
         """

@@ -1,11 +1,11 @@
-"""Which workers may take which requests while there are suspects (`failover`): suspects run apart from each other.
+"""Decides which workers may take which requests while there are suspects (`failover`), so that suspects run apart from each other.
 
-- **suspect**: a request that may have ended a worker. No worker has two of them.
-- **on trial**: a suspect that lacks one strike. It runs alone: its worker gets no other request, and it gets no worker with
-  requests that have not made progress there yet (`RELEASE_TOKENS`). While it waits for such a worker, one is *reserved*: the one
-  with the fewest of these requests gets no others.
+- **suspect**: a request that may have killed a worker. A worker has at most one suspect.
+- **on trial**: a suspect that one more strike makes the culprit. It runs alone: its worker gets no other request, and it is placed
+  only at a worker whose requests have all made progress there (`RELEASE_TOKENS` tokens). While it waits for such a worker, one
+  worker is *reserved* for it: the one with the fewest requests without progress gets no new ones.
 
-A request that has made progress on a worker may stay there: it has run its steps on this worker, and the worker is still there.
+A request that has made progress on a worker may stay there, because the worker has survived the steps of this request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Quarantine:
 
     def __init__(self, *, max_lost_workers: int) -> None:
         self._max_lost_workers = max_lost_workers
-        self._trials: set[InFlightRequest] = set()  # requests on trial; those that are not any more are dropped late
+        self._trials: set[InFlightRequest] = set()  # requests on trial; `_reserved` drops those whose trial has ended
 
     @property
     def has_trials(self) -> bool:
@@ -30,11 +30,11 @@ class Quarantine:
         return bool(self._trials)
 
     def watch(self, requests: Iterable[InFlightRequest]) -> None:
-        """Note those of the requests, which were lost, that are on trial from now on."""
+        """Note which of these requests, whose worker was lost, are on trial from now on."""
         self._trials.update(request for request in requests if self._is_on_trial(request))
 
     def allowed(self, request: InFlightRequest, willing: Sequence[WorkerConnection]) -> list[WorkerConnection]:
-        """Those of the workers `willing` to take a request that may have it."""
+        """Return those of the workers `willing` to take a request that the quarantine allows to have it."""
         if self._is_on_trial(request):
             return [one for one in willing if one.suspect is None and not _num_unproven(one)]
         reserved = self._reserved(willing)
@@ -49,7 +49,7 @@ class Quarantine:
         return connection.suspect is not None and self._is_on_trial(connection.suspect)
 
     def _reserved(self, willing: Sequence[WorkerConnection]) -> WorkerConnection | None:
-        """The worker that is kept for a request on trial which waits; None where none waits."""
+        """Return the worker that is reserved for a waiting request on trial; None if no such request waits."""
         if not self._trials:
             return None
         self._trials = {one for one in self._trials if not one.has_ended and self._is_on_trial(one)}
@@ -61,5 +61,5 @@ class Quarantine:
 
 
 def _num_unproven(connection: WorkerConnection) -> int:
-    """The number of a worker's requests that have not made progress there yet."""
+    """Return the number of a worker's requests that have not made progress there yet."""
     return sum(request.num_new_tokens < RELEASE_TOKENS for request in connection.in_flight.requests)

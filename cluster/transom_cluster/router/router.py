@@ -1,6 +1,11 @@
-"""The router, without Ray and HTTP: takes tokenised requests, has workers compute them, and streams their output.
+"""`Router`: takes tokenised requests, has workers compute them, and streams their output. It depends on neither Ray nor HTTP.
 
-The router owns the parts, and the HTTP routes use the parts directly:
+    router.start()
+    async with router.generate(requests, events) as output:   # for each HTTP request
+        while output.num_unfinished: await output.next()      # events of its choices
+    await router.stop()
+
+The router owns these parts, and the HTTP routes use them directly:
 
 - `connections`: a `WorkerConnection` for each worker, kept by the `WorkerPool`;
 - `queue`: the requests that no worker has, and the rule that gives them to workers;
@@ -53,7 +58,7 @@ _STOPPING = "This router is being stopped; send the request again."
 class Router:
     """One router. `start` and `stop` run on the event loop that serves HTTP.
 
-    `config` says by default how `placer` places requests and whether `tracing` makes spans.
+    Without `placer` or `tracing`, the router makes them from `config`.
     """
 
     def __init__(
@@ -137,11 +142,11 @@ class Router:
 
     @property
     def served(self) -> dict[str, list[WorkerConnection]]:
-        """The workers that take requests, by the identity of their model, the newest first."""
+        """The workers that take requests, by the identity of their model, the newest identity first."""
         return by_identity(one for one in self.connections.values() if one.takes_requests)
 
     def state(self) -> RouterState:
-        """The numbers of requests and workers now, and the number of workers that the autoscaling policy would ask for."""
+        """Return the numbers of requests and workers now, and the number of workers that the autoscaling policy would ask for."""
         workers_by_state = {"open": 0, "closed": 0, "draining": 0}
         for connection in self.connections.values():
             workers_by_state[connection.state] += 1
@@ -158,16 +163,17 @@ class Router:
         """Check that the router serves the model `name`; None stands for the served model.
 
         Raises:
-            HttpError: 404, the model is not served here.
+            HttpError: the model is not served here (status 404).
         """
         if name is not None and name != self.config.served_model_name:
             raise unknown_model(name, self.config.served_model_name)
 
     async def prepare(self, model: str | None) -> None:
-        """Check the model's name of a request with a prompt, and wait until the model's limits are known.
+        """Check the model's name in a request that has a prompt, and wait until the model's limits are known.
 
         Raises:
-            HttpError: 404, the model is not served here.  WorkerLost: there is no worker, or the router is being stopped.
+            HttpError: the model is not served here (status 404).
+            WorkerLost: there is no worker, or the router is being stopped.
         """
         self.check_model(model)
         if self.is_draining:
@@ -201,7 +207,8 @@ class Router:
             await asyncio.to_thread(self.tracing.close)
 
     def request_events(self, timeline: RequestTimeline, trace: RequestTrace | None = None) -> RequestEvents:
-        """The event stream of one HTTP request: to its timeline, to the router's metrics and, where it is traced, to its spans."""
+        """Make the reporter of one HTTP request's events. Its sinks are the timeline, the router's metrics and, if the request is
+        traced, its spans."""
         return RequestEvents(timeline, self.metrics, spans=trace)
 
     @contextlib.asynccontextmanager
@@ -210,7 +217,7 @@ class Router:
     ) -> AsyncIterator[OutputStream]:
         """Have workers compute the choices of one HTTP request, and yield their output once workers have accepted all of them.
 
-        Leaving the context aborts what has not ended, at once.
+        Leaving the context aborts the choices that have not ended, without waiting for the workers.
 
         Raises:
             TransomError: a worker refused a request, or the router is being stopped.
@@ -240,7 +247,7 @@ class Router:
 
 
 def _num_tasks() -> int:
-    """The tasks of the event loop that runs on this thread; 0 where none does, as before a router starts."""
+    """Return the number of tasks of this thread's event loop; 0 if none runs, as before a router starts."""
     try:
         return len(asyncio.all_tasks())
     except RuntimeError:

@@ -1,6 +1,6 @@
-"""The times, in seconds, that a router waits: for workers, for other processes, and between two attempts of anything.
+"""`RouterTimings`: how long, in seconds, a router waits for workers, for other processes, and between retries.
 
-One `RouterTimings` holds all of them, so that their order of magnitude can be compared; no setting of `transom serve` changes them.
+One class holds all these times, so that they can be compared. No setting of `transom serve` changes them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterTimings:
-    """How long one router waits. All values are seconds; a pause that doubles goes from its `first_` to its `longest_` value."""
+    """How long one router waits, in seconds. A pause that doubles with each retry starts at its `first_` value and grows up to its
+    `longest_` value."""
 
     # Drain and deadlines
-    drain_s: float = (
-        30.0  # running requests may continue for this time at a worker that drains, and at a router that stops
-    )
-    last_drain_s: float = 300.0  # instead of `drain_s`, at a worker that is the last one with its model
+    drain_s: float = 30.0  # how long running requests may continue at a worker that drains, and at a router that stops
+    last_drain_s: float = 300.0  # replaces `drain_s` at the last worker that has a model
     # After a request's deadline: a worker that enforces it itself answers within this time.
     deadline_grace_s: float = 0.25
 
@@ -28,8 +27,8 @@ class RouterTimings:
     first_reconnect_pause_s: float = 0.05
     longest_reconnect_pause_s: float = 2.0
     silence_s: float = 20.0  # a worker sends a heartbeat every 5 s; after this time without a message it counts as lost
-    submit_grace_s: float = 0.5  # after a call failed, the stream mostly breaks within this time
-    last_call_timeout_s: float = 5.0  # a worker that drains answers at once; a call to a host that is gone never ends
+    submit_grace_s: float = 0.5  # if a call fails because the worker is lost, its stream mostly breaks within this time
+    last_call_timeout_s: float = 5.0  # a worker that drains answers at once; a call to a lost host never returns
 
     # The directory of workers, and metrics
     directory_retry_s: float = 0.5
@@ -38,5 +37,5 @@ class RouterTimings:
     # The stream of the live block map
     block_map_poll_s: float = 0.25  # how often the stream looks for new and lost workers, and for the router's shutdown
     block_map_keepalive_s: float = 5.0  # proxies close a stream that is silent for long
-    first_feed_pause_s: float = 0.5  # before a worker's frames, which ended, are asked for again
+    first_feed_pause_s: float = 0.5  # pause before a feed opens a worker's ended stream of frames again
     longest_feed_pause_s: float = 8.0

@@ -1,18 +1,18 @@
-"""A router's connection to one worker: the worker's event stream, kept open, and the attempts that the worker has.
+"""`WorkerConnection`: a router's connection to one worker, with the worker's event stream and the attempts that the worker has.
 
 - **event stream**: the worker's messages to this router, one per engine step: output events, changes of the prefix index, and the
   load.
 - **attempt**: one try to compute a request at this worker (`in_flight_requests`).
 
-What happens on the stream comes as values (`Opened`, `Received`, `Lost`) from `read` and `lose`. The connection calls nothing above
-it; `worker_events` keeps a connection open in this way:
+The methods `read` and `lose` return what happens on the stream as values (`Opened`, `Received`, `Lost`). The connection itself
+calls no code of its users; `worker_events` keeps a connection open in this way:
 
     until it drains:
         for each event of read(): handle it
         handle lose()                   # all attempts of the stream that has ended
         pause
 
-A connection is closed, open, or draining: `state`.
+The property `state` says whether a connection is closed, open, or draining.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DRAIN_LOOK_S = 1.0
 
 
 class ConnectionBroken(Exception):
-    """The stream broke during a call to the worker; `WorkerConnection.lose` has the attempts."""
+    """The stream broke during a call to the worker; `WorkerConnection.lose` returns the attempts."""
 
 
 class CallFailed(Exception):
@@ -51,12 +51,12 @@ class CallFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The worker takes requests from now on; `WorkerConnection.info` is new."""
+    """The stream is open, so the worker takes requests from now on; `WorkerConnection.info` is up to date."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message of the worker."""
+    """A message from the worker."""
 
     message: WorkerMessage
 
@@ -65,7 +65,7 @@ class Received:
 class Lost:
     """These requests cannot continue at the worker.
 
-    `reason` is what the worker or its stream said, if anything. With `is_closed` the stream has ended.
+    `reason` is the error of the worker or of its stream, if there is one. With `is_closed` the stream has ended.
     """
 
     requests: Sequence[InFlightRequest]
@@ -77,8 +77,8 @@ class Lost:
 class WorkerConnection:
     """Keeps one worker's event stream open, submits attempts and receives their events. Runs on one event loop.
 
-    `suspect` and `cooldown_until_s` belong to the request queue, which decides what the worker gets. `tokenizer` is the digest of
-    the router's tokenizer, empty where it does not matter.
+    The request queue, which decides what the worker gets, owns `suspect` and `cooldown_until_s`. `tokenizer` is the digest of the
+    router's tokenizer; empty if workers with any tokenizer are accepted.
     """
 
     def __init__(
@@ -94,21 +94,21 @@ class WorkerConnection:
         self.client = client
         self.in_flight = InFlightRequests()
         self.suspect: InFlightRequest | None = None  # the one suspect (`failover`) that the worker has
-        # On the monotonic clock: until then the worker gets requests only if no other one can.
+        # Until this time on the monotonic clock, the worker gets requests only if no other worker can.
         self.cooldown_until_s = 0.0
         self.info: WorkerInfo | None = None  # as of the last time that the stream was opened
         self.load: WorkerLoad | None = None  # as the worker reported it last
         self.is_open = False
         self.is_draining = False
-        self.is_closing = False  # the router itself ends the stream
+        self.is_closing = False  # the router itself is about to end the stream
         self._router_id, self._tokenizer = router_id, tokenizer
         self._timings = timings
         self._tasks = BackgroundTasks()
         self._calls: set[asyncio.Task[Any]] = set()  # cancelled when the stream breaks
         self._submitting: set[str] = set()  # request ids of attempts in a submission that runs
-        self._withdrawn: set[str] = set()  # those of them that are aborted once the submission has ended
-        self._stream_ended = asyncio.Event()  # of the present stream
-        self._orphans: list[str] = []  # request ids of attempts that were lost, which the worker may still compute
+        self._withdrawn: set[str] = set()  # attempts in `_submitting` that are aborted once the submission has ended
+        self._stream_ended = asyncio.Event()  # set when the present stream has ended
+        self._orphans: list[str] = []  # request ids of lost attempts that the worker may still compute
 
     @property
     def takes_requests(self) -> bool:
@@ -117,28 +117,29 @@ class WorkerConnection:
 
     @property
     def speaks_our_tokens(self) -> bool:
-        """Whether the worker means the same by a token id as the router; while one model replaces another it may not."""
+        """Whether the worker has the router's tokenizer. While one model replaces another, it may have a different one."""
         theirs = "" if self.info is None else self.info.tokenizer
         return not theirs or not self._tokenizer or theirs == self._tokenizer
 
     @property
     def identity(self) -> str:
-        """The identity of the worker's model; empty where it is not known."""
+        """The identity of the worker's model; empty if it is not known."""
         return "" if self.info is None else self.info.identity
 
     @property
     def loaded_at_s(self) -> float:
-        """When the worker began to load its model."""
+        """When the worker began to load its model; 0 if that is not known."""
         return 0.0 if self.info is None else self.info.loaded_at_s
 
     @property
     def max_num_seqs(self) -> int:
-        """How many requests the worker runs at once."""
+        """How many requests the worker runs at once; 1 until it has reported its load."""
         return 1 if self.load is None else self.load.max_num_seqs
 
     @property
     def num_requests(self) -> int:
-        """The requests that the worker has: of all routers by its last report, or of this router if these are more."""
+        """How many requests the worker has: those of all routers in its last load report, or those of this router if they are
+        more."""
         reported = 0 if self.load is None else self.load.num_running + self.load.num_waiting
         return max(reported, len(self.in_flight))
 
@@ -149,7 +150,7 @@ class WorkerConnection:
 
     @property
     def limits(self) -> ModelLimits | None:
-        """The limits of the worker's model; None before the first time that the stream is open."""
+        """The limits of the worker's model; None until the stream has been opened once."""
         if self.info is None:
             return None
         return ModelLimits(
@@ -160,13 +161,13 @@ class WorkerConnection:
         )
 
     async def close(self) -> None:
-        """Cancel what the connection does. Nobody reads it any more."""
+        """Cancel the connection's tasks. Nothing may read the connection any more."""
         await self._tasks.cancel()
 
     async def drain(self, *, has_another: Callable[[], bool]) -> Lost:
-        """Take no new attempts, and give running ones `drain_s` to end; the others cannot continue here.
+        """Take no new attempts, give running ones `drain_s` to end, and return the rest, which must migrate.
 
-        While `has_another` says that no other worker could continue them, they may stay up to `last_drain_s`.
+        While `has_another` returns False, no other worker could continue them, so they may stay for up to `last_drain_s`.
         """
         self.is_draining = True
         begin_s = asyncio.get_running_loop().time()
@@ -181,14 +182,14 @@ class WorkerConnection:
         return Lost(requests, "moved")
 
     async def submit(self, attempts: Attempts) -> list[ErrorInfo | None]:
-        """Submit attempts that are in `in_flight`. The worker accepts all or none; returns an entry for each as
+        """Submit attempts that are in `in_flight`. The worker accepts all or none; return one entry per attempt, as
         `WorkerClient.submit` does.
 
-        A worker must answer a call before it gets a migrated attempt. Otherwise, where two workers die together, the second loss
-        would count against a request that was sent from the first to the second.
+        A worker must answer a call before it gets a migrated attempt. Otherwise, if two workers die at the same time, the second
+        loss would count against a request that was just sent from the first worker to the second.
 
         Raises:
-            ConnectionBroken: the stream broke; `lose` has the attempts.
+            ConnectionBroken: the stream broke; `lose` returns the attempts.
         """
         request_ids = {attempt.request_id for _, attempt in attempts}
         self._submitting |= request_ids
@@ -210,14 +211,15 @@ class WorkerConnection:
                 self.abort_soon(list(withdrawn))
 
     def _further_drains_s(self) -> Iterator[float]:
-        """Seconds since the drain began at which to look again whether another worker has come."""
+        """Yield the times, in seconds since the drain began, at which to check again whether another worker has come."""
         limit_s = self._timings.drain_s
         while limit_s < self._timings.last_drain_s:
             limit_s = min(limit_s + DRAIN_LOOK_S, self._timings.last_drain_s)
             yield limit_s
 
     def withdraw(self, requests: Sequence[InFlightRequest]) -> None:
-        """Abort attempts, those of a running submission after the submission has ended; returns at once."""
+        """Abort attempts without waiting for the worker. Those of a running submission are aborted after the submission has
+        ended."""
         request_ids = [request.attempt.request_id for request in requests]
         known = {one for one in request_ids if self.in_flight.remove(one) is not None}
         self._withdrawn |= known & self._submitting
@@ -225,7 +227,7 @@ class WorkerConnection:
             self.abort_soon(now)
 
     def resync(self) -> None:
-        """Ask the worker for its whole prefix index again; returns at once."""
+        """Ask the worker for its whole prefix index again, without waiting for the answer."""
         self._tasks.spawn(self._ask_resync())
 
     async def _call(self, call: Coroutine[Any, Any, T]) -> T:
@@ -254,9 +256,9 @@ class WorkerConnection:
         raise ConnectionBroken
 
     async def read(self) -> AsyncGenerator[Opened | Received, None]:
-        """Open the stream and yield what comes until it ends.
+        """Open the stream, and yield that it is open and then its messages until it ends.
 
-        The worker may still compute attempts that were lost with the stream before; they are aborted first.
+        The worker may still compute attempts that were lost with the previous stream; they are aborted first.
 
         Raises:
             TimeoutError: the worker has sent nothing for about `silence_s`, not even a heartbeat.
@@ -267,7 +269,7 @@ class WorkerConnection:
             asyncio.timeout(None) as limit,
         ):
             async for message in stream:
-                # A new timer seldom, since messages are many.
+                # Messages are frequent, so the timer is moved only once it is off by an eighth of its time.
                 limit_s, until_s = limit.when(), loop.time() + self._timings.silence_s
                 if limit_s is None or until_s - limit_s > self._timings.silence_s / 8:
                     limit.reschedule(until_s)
@@ -279,7 +281,7 @@ class WorkerConnection:
                 yield Received(message)
 
     def lose(self, error: Exception | None) -> Lost | None:
-        """The stream has ended, with `error` if it broke: the attempts that are lost; None if it was not open."""
+        """Handle the stream's end, with `error` if it broke. Return the requests that are lost; None if the stream was not open."""
         for call in list(self._calls):
             call.cancel()
         self._stream_ended.set()
@@ -299,7 +301,7 @@ class WorkerConnection:
         self.is_open = True
 
     def abort_soon(self, request_ids: list[str]) -> None:
-        """Have the worker abort attempts, if the stream is open; returns at once."""
+        """Have the worker abort attempts if the stream is open, without waiting for the worker."""
         if self.is_open:
             self._tasks.spawn(self.abort(request_ids))
 
@@ -311,7 +313,8 @@ class WorkerConnection:
             logger.info("Worker %s did not get an abort: %r", self.worker_id, error)
 
     async def _ask_resync(self) -> None:
-        """Ask until the worker has replied or its stream ends, since the index mirror reports a gap only once."""
+        """Ask again and again until the worker has replied or its stream has ended, since the index mirror reports a gap only
+        once."""
         stream_ended, pause_s = self._stream_ended, self._timings.first_reconnect_pause_s
         while not stream_ended.is_set():
             try:

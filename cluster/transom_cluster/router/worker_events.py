@@ -1,7 +1,7 @@
-"""Handles what happens on the connections to workers: messages, output, and losses.
+"""`WorkerEvents`: handles what happens on the connections to workers: messages, output, and losses.
 
-`WorkerEvents.follow` keeps one connection open. It reads the connection's events and calls the request queue, the placer and the
-requests below it; none of these calls it. The rule in `failover` decides what happens to the requests of a lost worker.
+`WorkerEvents.follow` keeps one connection open. It reads the connection's events, and calls the request queue, the placer and the
+in-flight requests; none of these calls back. The rule in `failover` decides what happens to the requests of a lost worker.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class WorkerEvents:
         self._timings = timings
 
     async def follow(self, connection: WorkerConnection) -> None:
-        """Keep a connection open until it drains, and handle what happens on it. Cancelling this ends the stream."""
+        """Keep a connection open until it drains, and handle what happens on it. Cancelling this call ends the stream."""
         pause_s = self._timings.first_reconnect_pause_s
         while not connection.is_draining:
             error: Exception | None = None
@@ -84,7 +84,8 @@ class WorkerEvents:
             pause_s = min(2 * pause_s, self._timings.longest_reconnect_pause_s)
 
     def handle(self, connection: WorkerConnection, event: Opened | Received | Lost) -> None:
-        """Handle one event of a connection. Only a bug in `Opened` or in an update of the index raises: the stream ends then."""
+        """Handle one event of a connection. This raises only for a bug in handling `Opened` or an index update; the stream then
+        ends."""
         match event:
             case Opened():
                 self._opened(connection)
@@ -112,7 +113,7 @@ class WorkerEvents:
         try:
             self._placer.remove_worker(connection.worker_id)
             self._metrics.worker_changed("drained" if connection.is_closing else "lost")
-        except Exception as bug:  # the attempts are handed over all the same
+        except Exception as bug:  # the lost requests must migrate all the same
             logger.error("Handling the loss of worker %s failed.\n%s", connection.worker_id, stack_of(bug))
 
     def _received(self, connection: WorkerConnection, message: WorkerMessage) -> None:
@@ -140,7 +141,7 @@ class WorkerEvents:
                 connection.abort_soon([one.event.request_id])
 
     def _note(self, delivery: Delivery) -> Delivery:
-        """Note the progress of a request that has taken its event. A bug here ends this request and no other."""
+        """Note the progress of a request that has taken its event. A bug here ends only this request."""
         if delivery.outcome == "taken":
             try:
                 self._advanced(delivery.request, delivery.event)
@@ -149,10 +150,10 @@ class WorkerEvents:
         return delivery
 
     def _advanced(self, request: InFlightRequest, event: OutputEvent) -> None:
-        """A request has taken an event, which may be its last one."""
+        """Handle the progress of a request that has taken an event, which may be its last one."""
         if event.usage is not None and event.token_ids:
             self._placer.first_event(event.request_id, event.usage)
-        has_passed = request.num_new_tokens >= RELEASE_TOKENS  # the step that a worker was lost at
+        has_passed = request.num_new_tokens >= RELEASE_TOKENS  # it is beyond the step at which a worker was lost
         if (request.has_ended or has_passed) and request.record.num_losses:
             self._metrics.judged("released", int(request.record.is_suspect))
             request.record.release()
@@ -160,11 +161,11 @@ class WorkerEvents:
             self._queue.leave_worker(request)
         elif event.is_handover:
             self._handed_over(request)
-        elif not request.record.is_suspect:  # released, or another request was found to be the culprit
+        elif not request.record.is_suspect:  # perhaps since its release, or since another was found to be the culprit
             self._queue.end_quarantine(request)
 
     def _handed_over(self, request: InFlightRequest) -> None:
-        """A prefill worker has ended an attempt with the first token: a worker that may decode continues."""
+        """Queue a request again whose prefill worker has computed the first token, so that a decode worker continues it."""
         assert request.worker_id is not None
         request.events.report(
             HandedOver(choice=request.index, worker=request.worker_id, tokens_so_far=len(request.token_ids))
@@ -174,9 +175,9 @@ class WorkerEvents:
         self._queue.enter([request])
 
     def _lost(self, connection: WorkerConnection, lost: Lost) -> None:
-        """Have requests that cannot continue at their worker migrate, or end with an error.
+        """Let requests that cannot continue at their worker migrate, or end them with an error.
 
-        Should that fail, which would be a bug, they end, so that none waits for ever.
+        If this itself fails, which is a bug, all of them end, so that none waits for ever.
         """
         requests = [request for request in lost.requests if not request.has_ended]
         try:
@@ -221,7 +222,7 @@ class WorkerEvents:
         return decision
 
     def _fail(self, request: InFlightRequest, error: Exception | None) -> None:
-        """End a request whose handling raised an error, which would be a bug; other requests continue."""
+        """End a request whose handling raised an error, which is a bug; other requests continue."""
         assert error is not None
         request_id = request.original.request_id
         logger.error(

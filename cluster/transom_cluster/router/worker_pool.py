@@ -1,8 +1,9 @@
-"""The router's workers: a connection to each worker of the directory, opened when it appears and drained when it disappears.
+"""`WorkerPool`: keeps a connection to each worker of the directory. It opens one when a worker appears, and drains it when the
+worker disappears.
 
-- **directory**: the workers that exist, as Ray Serve names them (`WorkerDirectory`).
-- **drain**: a worker that the directory no longer names gets no new requests. What runs there may end within
-  `RouterTimings.drain_s`; the rest migrates. If no other worker has its model, all may end there.
+- **directory**: the list of the workers that exist, from Ray Serve (`WorkerDirectory`).
+- **drain**: a worker that the directory no longer lists gets no new requests. Its requests may end within `RouterTimings.drain_s`;
+  the rest migrates. If no other worker has its model, they may stay for up to `RouterTimings.last_drain_s`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ logger = logging.getLogger("transom.router")
 
 
 def describe_connection(connection: WorkerConnection) -> dict[str, Any]:
-    """A worker and its connection as JSON values, for the list of workers at `/`."""
+    """Describe a worker and its connection as JSON values, for the list of workers at `/`."""
     return {
         "id": connection.worker_id,
         "state": connection.state,
@@ -35,7 +36,7 @@ def describe_connection(connection: WorkerConnection) -> dict[str, Any]:
 
 
 class WorkerPool:
-    """Keeps `connections` equal to the directory."""
+    """Keeps `connections` in agreement with the directory. Runs on one event loop."""
 
     def __init__(
         self,
@@ -54,8 +55,8 @@ class WorkerPool:
         self._events = events
         self._metrics = metrics
         self._timings = timings
-        self._tokenizer = tokenizer  # the router's; workers with another one get no requests
-        self._present: Mapping[str, WorkerClient] = {}  # as the directory said last
+        self._tokenizer = tokenizer  # digest of the router's tokenizer; workers with another one get no requests
+        self._present: Mapping[str, WorkerClient] = {}  # the directory's last list
         self._tasks = BackgroundTasks()
         self._followers: dict[str, asyncio.Task[None]] = {}  # by worker id
 
@@ -91,7 +92,8 @@ class WorkerPool:
                 self._tasks.spawn(self._drain(connection))
 
     def _has_another(self, identity: str) -> bool:
-        """Whether requests of this identity need not stay where they are: a worker takes them, or there is no worker at all."""
+        """Return whether requests of this identity need not wait at a draining worker: another worker can continue them, or no
+        worker of any identity takes requests."""
         others = [one for one in self._connections.values() if one.takes_requests]
         return not others or any(one.identity == identity for one in others)
 
@@ -117,15 +119,15 @@ class WorkerPool:
         if has_drained:
             self._metrics.drained(num_moved=len(moved.requests))
         del self._connections[connection.worker_id]
-        if (client := self._present.get(connection.worker_id)) is not None:  # it was missing for a moment only
+        if (client := self._present.get(connection.worker_id)) is not None:  # the directory lists it again
             self._add(connection.worker_id, client)
 
 
 async def _answers(connection: WorkerConnection, *, timeout_s: float) -> bool:
-    """Whether a worker that the directory no longer names still answers a call. If so it drains, if not it was lost.
+    """Return whether a worker that the directory no longer lists still answers a call. If so, it drains; if not, it was lost.
 
-    A directory drops workers that died as well as those that leave, sometimes before the stream breaks. A worker that leaves
-    stays until all its routers have closed their streams, so all routers come to the same result.
+    The directory drops workers that died as well as those that leave, sometimes before the stream breaks. A worker that leaves runs
+    until all its routers have closed their streams, so all routers get the same result.
     """
     try:
         async with asyncio.timeout(timeout_s):

@@ -1,1 +1,1 @@
-"""Routing, without Ray and without I/O: the choice of a worker for each request, and how many workers the load needs."""
+"""Routing, without Ray and without I/O: chooses a worker for each request, and computes how many workers the load needs."""

@@ -1,13 +1,13 @@
-"""The autoscaling policy: how many workers the load needs, as a pure function of what the workers report.
+"""The autoscaling policy: computes from the workers' load reports how many workers the load needs. Pure functions.
 
-- **signal**: a reason for more workers: running slots, blocks of the KV pool, tokens that wait to be computed, or first-token
-  time. Each signal gives the number of workers that would carry the present load, and the largest of these numbers decides.
-- **objective**: the first-token time that requests should have (`first_token_objective_s`).
+- **signal**: a reason for more workers: running slots, blocks of the KV pool, tokens that wait to be computed, or time to first
+  token. Each signal gives the number of workers that could carry the present load, and the largest of these numbers decides.
+- **objective**: the time to first token that requests should have (`first_token_objective_s`).
 
-Fewer workers are wanted only where the load would fill at most `FIT_SHARE` of them, so that one request more or less changes
-nothing. For example, a load that fills 2.0 of 4 workers needs 2 / 0.7 = 2.9, so 3 workers stay.
+The policy asks for fewer workers only if the load would fill at most `FIT_SHARE` of them, so that one request more or less does not
+change the number. For example, a load that fills 2.0 of 4 workers needs 2 / 0.7 = 2.9 workers, so 3 stay.
 
-Ray Serve decides how long more or fewer workers must be wanted before it acts (`upscale_delay_s`, `downscale_delay_s`).
+Ray Serve acts only after the policy has asked for more or fewer workers for some time (`upscale_delay_s`, `downscale_delay_s`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ FIT_SHARE = 0.7
 def wanted_replicas(
     loads: Sequence[WorkerLoad], *, num_unplaced: int, num_target: int, config: AutoscalingConfig
 ) -> int:
-    """The number of workers that the load needs, within the config's limits.
+    """Return the number of workers that the load needs, within the config's limits.
 
-    `loads` are the reports of the workers that run. `num_unplaced` is the number of requests that wait in routers because no
+    `loads` has the load reports of the running workers. `num_unplaced` is the number of requests that wait in routers because no
     worker runs. `num_target` is the number of workers that Ray Serve aims at now; some of them may still be starting.
     """
     objective_s = config.first_token_objective_s
@@ -44,7 +44,7 @@ def wanted_replicas(
 
 
 def _carrying(loads: Sequence[WorkerLoad], objective_s: float, *, share: float) -> int:
-    """The number of workers that carry this load with at most `share` of their capacity."""
+    """Return the number of workers that carry this load with at most `share` of their capacity."""
     full = max(
         _by_sequences(loads),
         sum(load.used_share for load in loads) / FULL_BLOCKS_SHARE,
@@ -62,7 +62,10 @@ def _by_sequences(loads: Sequence[WorkerLoad]) -> float:
 
 
 def _by_backlog(loads: Sequence[WorkerLoad], objective_s: float) -> float:
-    """The number of workers that compute all waiting tokens within the objective; 0 while no worker has measured its rate."""
+    """Return the number of workers that compute all waiting tokens within the objective; 0 while no worker has measured its rate.
+
+    `sum(rates) / len(rates)` is the mean rate, so one worker computes that many tokens times `objective_s` within the objective.
+    """
     rates = [load.prefill_tokens_per_s for load in loads if load.prefill_tokens_per_s > 0]
     if not rates:
         return 0.0
@@ -70,6 +73,6 @@ def _by_backlog(loads: Sequence[WorkerLoad], objective_s: float) -> float:
 
 
 def _slowest_s(loads: Sequence[WorkerLoad]) -> float:
-    """The longest first-token time of workers that have a queue; without a queue the measured time says nothing about the
-    present."""
+    """Return the longest time to first token among workers that have a queue. A worker without a queue measured its time in the
+    past, so it says nothing about the present load."""
     return max((load.first_token_s for load in loads if load.num_waiting), default=0.0)

@@ -1,23 +1,23 @@
-"""`FleetPrefixIndex`: a router's copy of all workers' prefix indexes in one structure, searched for all workers in one walk.
+"""`FleetPrefixIndex`: a router's copy of all workers' prefix indexes in one structure, so that one walk searches all workers.
 
-- **prefix index**: which blocks of a worker's prefix cache can be found, by cache group and digest.
+- **prefix index**: the blocks of a worker's prefix cache that can be found, by cache group and digest.
 - **digest**: the hash of a hash block's tokens and of all tokens before it. So a prompt is a path in a tree of prefixes; the index
   stores each block of the tree once, with the set of workers that have it.
 - **version**: a counter that the worker increments with each change of its index. An update says after which version it applies.
 
-For example, at version 7 an update `after=7, version=9` applies and makes it version 9. An update `after=8` shows a gap: the
-router forgets that worker's blocks and asks the worker for its whole index (`resync`).
+For example, if a router's copy has version 7, an update `after=7, version=9` applies and makes it version 9. An update `after=8`
+shows a gap: the router forgets that worker's blocks and asks the worker for its whole index (`resync`).
 
-A prompt of 8,192 hash blocks among 200 workers: the search (`hit_search`) looks each block up once, and keeps the workers that have
-all blocks so far as 200 bits. It ends with the last worker. Sliding groups are searched backwards from there, again for all workers
-together. The search is Python over runs of blocks with equal holders; the table in which they are looked up is compiled code
-(`index_code`), for its memory's sake.
+For a prompt of 8,192 hash blocks and 200 workers, the search (`hit_search`) looks up each block once, and keeps the workers that
+have all blocks so far as 200 bits. It ends when no worker is left. Sliding groups are then searched backwards from each worker's
+last block, again for all workers together. The search is Python code over runs of blocks with equal holders. The table in which it
+looks up blocks is compiled code on arrays (`index_code`), because that takes a fraction of the memory of Python objects.
 
-Plainer tables were measured, which pass the same tests. *Sets*: a set of digests for each worker, searched by the worker's own
-`find_hit`. *Dict*: one dict from a block's key to its workers as the bits of one Python int. CPU milliseconds of a search without
-the hash (one full group and one window of 1,024 tokens, blocks of 16 tokens, two workers with the whole prompt, the others with its
-first 64 blocks; in brackets three of four workers with the whole prompt, for sets all of them), on two cores that other programs
-used:
+Two simpler tables that pass the same tests were measured, too. *Sets*: a set of digests for each worker, searched by the worker's
+own `find_hit`. *Dict*: one dict from a block's key to its workers as the bits of one Python int. The table shows CPU milliseconds
+of a search without the hashing, on two cores that other programs used, with one full group, one window of 1,024 tokens and blocks
+of 16 tokens. Two workers had the whole prompt and the others its first 64 blocks; in brackets, three of four workers had the whole
+prompt (for sets, all of them):
 
     tokens    workers   here           dict           sets
     10,000    16        0.05 (0.07)    0.5 (1.4)      0.6 (0.8)
@@ -25,10 +25,10 @@ used:
     131,072   16        0.9  (1.0)     19  (18)       1.2 (15.5), 100,000 tokens
               64        1.0  (1.0)     16  (19)       7.7 (64), 100,000 tokens
 
-A block of one worker takes 15 bytes here (25 of the process, with what loading leaves), 77 of the process as a dict's entry, and
-about 110 in a set. Windows with a hole at every 50th block take 0.1 to 0.8 ms at 10,000 tokens. numpy alone (arrays as here, many
+A block of one worker takes 15 bytes here (25 bytes of the process's memory, with what loading leaves), 77 as a dict's entry, and
+about 110 in a set. Windows with a hole at every 50th block take 0.1 to 0.8 ms at 10,000 tokens. Pure numpy (the same arrays, many
 keys at once) took 3 ms for 10,000 tokens, and 4 ms for an update while its arrays grew. A router places requests on one event loop,
-so each millisecond is a tenth of it at 100 requests a second.
+so at 100 requests a second each millisecond of a search takes a tenth of the loop's time.
 """
 
 from __future__ import annotations
@@ -51,17 +51,18 @@ from transom_core.kv_cache.load_rates import LoadRates
 from transom_core.kv_cache.prefix_search import hit_limit
 
 HOLDERS_PER_WORKER = 4  # for device, host and disk tier, and one that is not used
-# Cleared with each update, while blocks name workers that have left: parts of the table, and fewer where they are large.
+# While blocks still name workers that have left, each update clears up to this many parts of the table, or until it has cleared
+# this many slots.
 CLEARED_PARTS = 16
 CLEARED_SLOTS = 8_192
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """For each of some workers the first token that it must compute.
+    """The hits of several workers: `start` has for each worker the first token that it must compute.
 
-    `device_start` is where it would start with its device alone, `memory_start` without its disk tier. `load_s` are the seconds to
-    read and load what lies between `device_start` and `start`.
+    `device_start` is the first token if the worker uses only its device's blocks, and `memory_start` if it does not use its disk
+    tier. `load_s` has the seconds to read and load the blocks between `device_start` and `start`.
     """
 
     start: Integers
@@ -71,12 +72,12 @@ class Hits:
 
     @classmethod
     def of_device(cls, start: Integers) -> Hits:
-        """Hits on the workers' devices alone."""
+        """Make hits that use only the workers' devices."""
         return cls(start.copy(), start.copy(), start, np.zeros(len(start)))
 
     @classmethod
     def none(cls, num_workers: int) -> Hits:
-        """No worker has anything."""
+        """Make hits for workers that have nothing cached."""
         return cls.of_device(np.zeros(num_workers, np.int64))
 
     def put(self, positions: Integers, hits: Hits) -> None:
@@ -86,25 +87,25 @@ class Hits:
 
 
 class PrefixIndexMirror:
-    """One worker's prefix index as the router knows it, at one version; its blocks are in the `FleetPrefixIndex` that made it.
+    """A router's copy of one worker's prefix index, at one version. Its blocks are stored in the `FleetPrefixIndex` that made it.
 
-    It is empty, and at version 0, until a whole index has come.
+    The mirror is empty and has version 0 until a whole index has come.
     """
 
     def __init__(self, index: FleetPrefixIndex, rules: HitRules) -> None:
         self.shape = rules.shape
         self.version = 0
-        self.num_blocks = 0  # that can be found, in all groups
+        self.num_blocks = 0  # blocks that can be found, in all groups
         self.rules = rules
-        self.holder = index.new_holder()  # of the device; those of the other tiers are the next numbers
+        self.holder = index.new_holder()  # the device's number; the next numbers are the other tiers'
         self.rates: LoadRates | None = None
         self._index = index
         self._is_whole = False
 
     def apply(self, update: KvUpdate) -> bool:
-        """Apply an update; False where it shows a gap: the blocks are forgotten, and the worker must send its whole index.
+        """Apply an update. If it shows a gap, forget all blocks and return False: the worker must send its whole index.
 
-        Until a whole index comes, other updates are ignored and return True. So each gap is reported once.
+        Until a whole index comes, other updates are ignored and return True, so that each gap is reported once.
         """
         if update.whole:
             self._forget()
@@ -120,14 +121,14 @@ class PrefixIndexMirror:
         return True
 
     def rules_under(self, window: WindowPolicy | None) -> HitRules:
-        """The rules of this cache for requests with a KV policy `window`; None: for those without one."""
+        """Return the rules of this cache for requests with the KV policy `window`, or for those without a policy if it is None."""
         if window is None:
             return self.rules
         groups = tuple(group.with_window(sinks=window.sinks, window=window.window) for group in self.shape.groups)
         return HitRules(replace(self.shape, groups=groups))
 
     def leave(self) -> None:
-        """Forget the worker. It cannot be used any more."""
+        """Forget the worker. The mirror cannot be used any more."""
         self._index.free_holder(self.holder, is_named=self.num_blocks > 0)
 
     def _forget(self) -> None:
@@ -142,8 +143,8 @@ class PrefixIndexMirror:
 class FleetPrefixIndex:
     """The blocks of all workers. Not thread-safe.
 
-    Blocks name a worker by its *holder* number. Those of a worker that has left are cleared little by little, with each update that
-    comes; its number is not given to another worker before that is done, and no search asks for it.
+    The table names a worker by its *holder* number. When a worker has left, every further update clears a few of the entries that
+    name it. Its number is not given to another worker until all are cleared, and searches do not ask for it meanwhile.
     """
 
     def __init__(self) -> None:
@@ -152,8 +153,8 @@ class FleetPrefixIndex:
         self._rules: dict[CacheShape, HitRules] = {}
         self._num_holders = 0
         self._free_holders: list[int] = []
-        self._left: dict[int, int] = {}  # the holder of a worker that has left -> the parts that may still name it
-        self._next_part = 0  # to be cleared
+        self._left: dict[int, int] = {}  # holder of a worker that has left -> number of parts that may still name it
+        self._next_part = 0  # the part to clear next
 
     def join(self, shape: CacheShape) -> PrefixIndexMirror:
         """Add a worker with a cache of this shape; it has no blocks yet."""
@@ -169,10 +170,10 @@ class FleetPrefixIndex:
         num_tokens: int,
         window: WindowPolicy | None = None,
     ) -> Hits:
-        """Return for each worker what of `num_tokens` tokens it need not compute. The mirrors are of one shape.
+        """Return for each worker how much of a prompt of `num_tokens` tokens it need not compute. The mirrors have one shape.
 
-        `prompt` has the digests of the tokens, and `window` is the request's KV policy, if it has one. At equal versions
-        `start`, `memory_start` and `device_start` are those of the worker's own `find_hit`.
+        `prompt` has the digests of the tokens, and `window` is the request's KV policy, if it has one. If a mirror has the same
+        version as its worker's index, `start`, `memory_start` and `device_start` equal the results of the worker's own `find_hit`.
         """
         rules = mirrors[0].rules_under(window)
         limit = min(hit_limit(num_tokens, rules.shape.block_size), prompt.num_blocks)
@@ -188,12 +189,13 @@ class FleetPrefixIndex:
         return hits
 
     def apply(self, holder: int, update: KvUpdate) -> int:
-        """Apply an update's changes to a holder; return how many more blocks it has (fewer: negative)."""
+        """Apply an update's changes to a holder; return how many blocks it has gained (negative if it has lost some)."""
         self._clear_some_parts()
         return self.table.apply(holder, update.runs)
 
     def new_holder(self) -> int:
-        """The number of a worker's device, which no block names, nor the next ones, which are those of its other tiers."""
+        """Return a free number for a worker's device. The next `HOLDERS_PER_WORKER - 1` numbers are free, too, for its other
+        tiers."""
         if self._free_holders:
             return self._free_holders.pop()
         self._num_holders += HOLDERS_PER_WORKER
@@ -201,7 +203,8 @@ class FleetPrefixIndex:
         return self._num_holders - HOLDERS_PER_WORKER
 
     def free_holder(self, holder: int, *, is_named: bool) -> None:
-        """Use a worker's numbers again, as soon as no block names them any more."""
+        """Free a worker's numbers for reuse as soon as no block names them any more; `is_named` says whether some block does
+        now."""
         if is_named:
             self._left[holder] = NUM_PARTS
         else:
@@ -228,8 +231,8 @@ def _bits(mirrors: Iterable[PrefixIndexMirror]) -> int:
 def _take_if_faster(
     hits: Hits, i: int, mirror: PrefixIndexMirror, search: HitSearch, found: Found, *, tiers: int
 ) -> None:
-    """Replace worker i's hit by a longer one on its first `tiers` tiers, by the worker's own rule: if loading (and reading) takes
-    no longer than the computing that it spares."""
+    """Replace worker i's hit by a longer one on its first `tiers` tiers, if loading (and reading from disk) takes no longer than
+    the computation that it saves. Workers decide by the same rule."""
     start = found.start * mirror.shape.block_size
     spared_tokens = start - int(hits.start[i])
     rates = mirror.rates
@@ -250,7 +253,7 @@ def _take_if_faster(
 
 @cache
 def _compile() -> None:
-    """Have everything compiled or loaded, so that the first request does not wait for it."""
+    """Call every compiled function once, so that it is compiled or loaded before the first request."""
     table = PrefixTable()
     digests = PromptChain(range(4), bytes(32), 1).hashed(4)
     run = KvRun("added", 0, tuple(digest.tobytes() for digest in digests))

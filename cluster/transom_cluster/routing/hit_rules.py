@@ -1,8 +1,8 @@
-"""`HitRules`: what a prefix hit needs in a cache of one shape.
+"""`HitRules`: which blocks a prefix hit needs in a cache of one shape.
 
-The rule itself is `transom_core.kv_cache.prefix_search.find_hit`, which workers run; its docstring has the terms. In short: a hit
-needs all blocks below it in *full groups*, the first blocks of *sliding groups* with sinks, and in every sliding group the *live*
-blocks that the next token reads. Where the live blocks alone are missing, a *window repair* computes a bounded tail again.
+The rule itself is `transom_core.kv_cache.prefix_search.find_hit`, which workers run; its docstring defines the terms. In short: a
+hit needs all blocks before its end in *full groups*, the first blocks of *sliding groups* with sinks, and in every sliding group
+the *live* blocks that the next token reads. If only live blocks are missing, a *window repair* computes a bounded tail again.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _EVERY_BLOCK = 1 << 40
 
 
 class LeadingRule(NamedTuple):
-    """The blocks of one group that a hit needs from the first one on."""
+    """One group's blocks that a hit needs without a gap from the first block on."""
 
     group: int
     hash_blocks_per_block: int
-    num_blocks: int  # needed; the others are needed by their boundaries alone
+    num_blocks: int  # the hit needs these, as far as they are before its end
 
 
 class SharedRange(NamedTuple):
@@ -35,7 +35,8 @@ class SharedRange(NamedTuple):
 
 
 class HitRules:
-    """The rules of one shape. Boundaries are in hash blocks. Not thread-safe: it remembers where repairs start."""
+    """The rules of one shape. A boundary, the end of a possible hit, counts hash blocks. Not thread-safe: the object caches where
+    repairs start."""
 
     def __init__(self, shape: CacheShape) -> None:
         self.shape = shape
@@ -49,7 +50,7 @@ class HitRules:
         self._repaired_from: dict[int, int] = {}  # by boundary
 
     def shared_ranges(self, boundary: int, *, is_repaired: bool) -> Iterator[SharedRange]:
-        """The blocks that a hit shares with the cache; of sliding groups only the sink blocks if its windows are repaired."""
+        """Yield the blocks that a hit shares with the cache. If its windows are repaired, sliding groups share only sink blocks."""
         for group, step in self._full:
             yield SharedRange(group, step, 0, boundary // step)
         for group, retention in self.sliding:
@@ -59,7 +60,7 @@ class HitRules:
                 yield SharedRange(group, 1, min(first, boundary), boundary)
 
     def repaired_from(self, boundary: int) -> int:
-        """The hash block from which the window repair of a boundary starts; 0 where nothing is repaired."""
+        """Return the hash block at which the window repair for a boundary starts; 0 if the cache has no window repair."""
         if not self._repairs:
             return 0
         found = self._repaired_from.get(boundary)
@@ -69,7 +70,7 @@ class HitRules:
         return found
 
     def live_blocks(self, boundary: int) -> list[int]:
-        """For each group the number of blocks that a sequence needs to continue at a boundary."""
+        """Return for each group the number of blocks that a sequence needs to continue at a boundary."""
         counts = [0] * len(self.shape.groups)
         for group, _, begin, end in self.shared_ranges(boundary, is_repaired=False):
             counts[group] += end - begin

@@ -1,13 +1,13 @@
 """`HitSearch`: finds the prefix hits of one prompt on many workers in one walk.
 
-- **workers**: the bits of the numbers of their devices (`index_code`: holders) in one Python int. So one `&` is a step for all
-  workers.
-- **segment**: the hash blocks that are hashed and looked up at once: the first 128, those up to 256 and 512, then 512 each time. A
-  prompt that no worker has is not hashed to its end.
-- **run**: blocks one after the other that the same workers have. The walk takes a step for each run, not for each block.
+- **workers**: a set of workers as one Python int, which has the bit of each worker's device number set (`index_code`: holders). So
+  one `&` handles all workers.
+- **segment**: the hash blocks that are hashed and looked up at once: the first 128, those up to 256, those up to 512, then 512 each
+  time. A prompt that no worker has is not hashed to its end.
+- **run**: consecutive blocks that the same workers have. The walk takes one step per run, not one per block.
 
-For example, workers A and B have blocks 0 to 99 of a full group, and A alone has 100 to 149. These are two runs: at the second one
-only A is left, and B's reach is 100. Nobody has block 150, so A's reach is 150.
+For example, workers A and B have blocks 0 to 99 of a full group, and only A has 100 to 149. These are two runs: at the second one
+only A is left, and B's reach is 100. No worker has block 150, so A's reach is 150.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _SEGMENT_ENDS = [128, 256, *range(512, 1 << 21, 512)]  # more than any prompt ha
 
 
 class Found(NamedTuple):
-    """One worker's first hash block to compute, and the boundary of its hit, which is larger where windows are repaired."""
+    """The first hash block that a worker must compute, and the boundary of its hit, which is larger if windows are repaired."""
 
     start: int
     boundary: int
 
 
 class HitSearch:
-    """One prompt, for workers with caches of one shape. Boundaries are in hash blocks, up to `limit`."""
+    """The search of one prompt on workers with caches of one shape. Boundaries count hash blocks, up to `limit`."""
 
     def __init__(self, table: PrefixTable, rules: HitRules, prompt: PromptChain, limit: int) -> None:
         self._table, self._rules, self._prompt, self._limit = table, rules, prompt, limit
@@ -50,7 +50,7 @@ class HitSearch:
         return found
 
     def num_missing(self, holder: int, found: Found, *, tiers: int) -> list[int]:
-        """Return, by group, how many blocks of a hit are in none of a worker's first `tiers` tiers."""
+        """Return for each group how many blocks of a hit are in none of a worker's first `tiers` tiers."""
         counts = [0] * len(self._rules.shape.groups)
         of_worker = ((1 << tiers) - 1) << holder
         is_repaired = found.start < found.boundary
@@ -63,7 +63,7 @@ class HitSearch:
         return counts
 
     def _reaches(self, workers: int, tiers: int) -> dict[int, int]:
-        """Return the workers by their *reach*, the largest boundary whose leading blocks they have."""
+        """Return the workers by their *reach*, which is the largest boundary for which they have all leading blocks."""
         failed = []
         alive, segment, begin = workers, 0, 0
         while alive and begin < self._limit:
@@ -86,12 +86,13 @@ class HitSearch:
         return reaches
 
     def _starts(self, reach: int, floor: int, workers: int, tiers: int) -> Iterator[tuple[int, int]]:
-        """Yield the largest boundaries in (floor, reach] at which all sliding groups have their live blocks, each with its workers;
-        `floor` with those that have no such boundary.
+        """Yield pairs (boundary, workers): for each worker the largest boundary in (floor, reach] at which it has the live blocks
+        of all sliding groups, or `floor` if there is none.
 
-        At a boundary b a worker fails in a group if it lacks a block i in [first live block at b, b). Since the first live block
-        never falls, it then fails at every boundary in (i, b] too. If it lacks the whole run that ends with i, it also fails at the
-        boundaries inside the run, unless one of them needs no block at all.
+        At a boundary b, a worker fails in a group if it lacks a block i in [first live block at b, b). It then fails at every
+        boundary in (i, b]: a smaller boundary never has a later first live block, so block i is live there, too. If the worker
+        lacks the whole run that ends with i, it also fails at the boundaries inside the run, unless one of them needs no block at
+        all.
         """
         waiting = {reach: workers}  # the next boundary to try -> workers
         while waiting:
@@ -112,7 +113,8 @@ class HitSearch:
                 yield boundary, here
 
     def _backwards(self, group: int, step: int, first: int, stop: int) -> Iterator[Run]:
-        """Yield the runs that have blocks in [first, stop), the last one first; they may begin before and end after that."""
+        """Yield the runs that have blocks in [first, stop), the last run first. A run may begin before `first` or end after
+        `stop`."""
         while first < stop:
             runs = self._runs(group, step, bisect_left(_SEGMENT_ENDS, stop * step))
             for at in range(bisect_left(runs, stop, key=_begin_of) - 1, -1, -1):
@@ -137,7 +139,7 @@ def _begin_of(run: Run) -> int:
 
 
 def _devices(holders: int, tiers: int) -> int:
-    """Move the bits of each worker's first `tiers` tiers to that of its device. The other bits mean nothing then."""
+    """Set each worker's device bit if any of its first `tiers` tiers has its bit set. The other bits of the result mean nothing."""
     for tier in range(1, tiers):
         holders |= holders >> tier
     return holders

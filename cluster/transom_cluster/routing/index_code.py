@@ -1,26 +1,27 @@
-"""The compiled part of the fleet's prefix index: its hash table and its sets of holders; `hit_search` searches them.
+"""The compiled part of the fleet's prefix index: a hash table from blocks to the workers that have them; `hit_search` uses it.
 
 Terms:
 
-    key       names one block of one cache group: the first 8 bytes of its digest, changed by the group's number. Of 40 million
-              blocks two have equal keys with a chance of 1 in 20,000; a search may then promise a block that is not there, and the
-              worker, which compares whole digests, computes it
-    holder    a number for one tier of one worker's copy of its index. A worker has four: a multiple of four for its device, the
-              next one for its host tier, the next one for its disk tier, and one that is not used. A worker may have four more
-              that are being cleared
+    key       names one block of one cache group: the first 8 bytes of its digest, changed by the group's number. Among 40 million
+              blocks, two have equal keys with a probability of 1 in 20,000. A search may then promise a block that the worker does
+              not have; the worker, which compares whole digests, computes it
+    holder    a number for one tier of one worker. A worker has four: a multiple of four for its device, the next one for its host
+              tier, the next one for its disk tier, and one that is not used. It may have four more that are being cleared
     entry     a key and its value in the hash table. The value says which holders have the block:
-                   0   no entry        -h - 1   holder h alone        s > 0   the holders in set number s
-    set       two holders or more, as a row of bits. Equal sets are stored once and counted; a prompt's blocks mostly have few
+                   0   no entry        -h - 1   only holder h        s > 0   the holders in set number s
+    set       two or more holders, as a row of bits. Equal sets are stored once and reference-counted, because the blocks of one
+              prompt mostly have only a few different sets
     part      one of 1,024 small tables, chosen by the key's top bits, so that each grows in well under a millisecond
 
-A part is an array of 12 bytes per slot: all keys (64 bits), then all values (32 bits). Entries stand at the slot that the key's
-next bits give, or in the next free one. There are no marks of deleted entries: what stands after a deleted one moves back.
+A part is an array of 12 bytes per slot: all keys (64 bits), then all values (32 bits). It uses linear probing: an entry is in the
+slot that the key's next bits give, or in the next free one. Deleting leaves no tombstones: later entries move back instead.
 
-Everything is in arrays that `PrefixTable` owns. Where one is full a function returns which, and goes on when it is called again.
+All data is in arrays that `PrefixTable` owns. If one is full, a function returns which; the caller lets it grow and calls again,
+and the function continues where it stopped.
 
 numba compiles a function at its first call and keeps the code on disk for later starts. Compiling takes seconds. Assigning whole
-arrays (`a[:] = b`) or viewing one as another type would double that, since numba then compiles the texts of the errors that these
-may raise.
+arrays (`a[:] = b`), or viewing an array as another type, would double that time, because numba would also compile the code for
+their error messages.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ NUM_PARTS = 1024
 SLOT_BYTES = 12
 ADDRESS, CAPACITY, COUNT = 0, 1, 2  # columns of `parts`
 FREE, NUM_SETS = 0, 1  # entries of `counts`: the first free set; sets in use
-# Entries of `cursor`: where `apply_runs` goes on, and the blocks added less the blocks removed.
+# Entries of `cursor`: where `apply_runs` continues, and the number of blocks added minus the number removed.
 RUN, OFFSET, DIGEST, NET = 0, 1, 2, 3
-DONE, SETS_FULL = -1, -2  # results; a number from 0 on is a part that is full
+DONE, SETS_FULL = -1, -2  # results; a result of 0 or more is the number of a part that is full
 
 _GROUP_STEP = np.uint64(0x9E3779B97F4A7C15)
 _PART_SHIFT = np.uint64(54)
@@ -51,7 +52,7 @@ _SLOT_SHIFT = np.uint64(22)
 _LOW_32 = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
 _NONE = np.uint64(0)
-_BIT_FACTOR = np.uint64(0x03F79D71B4CB0A89)  # times 2**i has other top bits for every i
+_BIT_FACTOR = np.uint64(0x03F79D71B4CB0A89)  # the top 6 bits of its product with 2**i differ for every i
 _BIT_INDEX = np.zeros(64, np.int64)
 for _bit in range(64):
     _BIT_INDEX[(int(_BIT_FACTOR) << _bit & (1 << 64) - 1) >> 58] = _bit
@@ -61,9 +62,9 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def compiled(function: Function) -> Function:
-    """Return the function, compiled; kept in `NUMBA_CACHE_DIR`, beside the source, or in the user's cache directory.
+    """Compile a function. The code is cached in `NUMBA_CACHE_DIR`, beside the source, or in the user's cache directory.
 
-    Where none of these can be written, every process compiles anew.
+    If none of these can be written, every process compiles the function again.
     """
     try:
         made: Function = njit(cache=True)(function)
@@ -73,7 +74,7 @@ def compiled(function: Function) -> Function:
 
 
 def inner(function: Function) -> Function:
-    """Return the function, compiled for compiled callers alone."""
+    """Compile a function that only compiled functions call."""
     made: Function = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
     return made
 
@@ -143,7 +144,8 @@ def _bucket(bits, num_buckets):
 
 @compiled
 def link_sets(sets: Words, uses: Numbers, links: Numbers, buckets: Numbers, counts: Integers) -> None:
-    """Fill the buckets of equal hashes with the sets in use, and the list of free sets with the others; after arrays grew."""
+    """Rebuild the index of sets after the arrays have grown: sets in use go into the hash buckets, the others into the free
+    list."""
     for bucket in range(len(buckets)):
         buckets[bucket] = 0
     counts[FREE] = 0
@@ -159,7 +161,7 @@ def link_sets(sets: Words, uses: Numbers, links: Numbers, buckets: Numbers, coun
 
 @inner
 def _use_set(bits, sets, uses, links, buckets, counts):
-    """Return the number of the set with these bits, used once more. There must be a free set."""
+    """Return the number of the set with these bits, and count one more use of it. There must be a free set."""
     bucket = _bucket(bits, len(buckets))
     number = buckets[bucket]
     while number:
@@ -183,7 +185,7 @@ def _use_set(bits, sets, uses, links, buckets, counts):
 
 @inner
 def _release_set(number, sets, uses, links, buckets, counts):
-    """Use a set once less; a set without use is free."""
+    """Count one use less of a set; a set without uses becomes free."""
     uses[number] -= 1
     if uses[number]:
         return
@@ -220,7 +222,7 @@ def _home_slot(key, capacity):
 
 @inner
 def _slot(keys, values, capacity, key):
-    """The slot of a key, or the free slot where it would stand."""
+    """Return the slot of a key, or the free slot where the key would be inserted."""
     at = _home_slot(key, capacity)
     while values[at] != 0 and keys[at] != key:
         at += 1
@@ -231,7 +233,7 @@ def _slot(keys, values, capacity, key):
 
 @inner
 def _delete(keys, values, capacity, at):
-    """Empty a slot; entries after it that do not stand at home move back."""
+    """Empty a slot, and move later entries back, so that each stays reachable from its home slot without a gap."""
     after = at
     while True:
         after += 1
@@ -240,7 +242,7 @@ def _delete(keys, values, capacity, at):
         if values[after] == 0:
             break
         home = _home_slot(keys[after], capacity)
-        # The entry may move to `at` unless its home lies after `at`, cyclically in (at, after].
+        # The entry must not move to `at` if its home slot is after `at`: cyclically in (at, after].
         if (at < home <= after) if at < after else (home <= after or home > at):
             continue
         keys[at] = keys[after]
@@ -251,7 +253,7 @@ def _delete(keys, values, capacity, at):
 
 @inner
 def _is_full(part):
-    """Whether a part has too few free slots for another entry: more than 85 % are in use."""
+    """Return whether a part has too few free slots for another entry, which would fill more than 85 % of them."""
     return (part[COUNT] + 1) * 20 > part[CAPACITY] * 17
 
 
@@ -298,10 +300,11 @@ def apply_runs(
     runs: Integers,
     cursor: Integers,
 ) -> int:
-    """Add blocks to a holder or remove them, from `cursor` on: DONE, SETS_FULL, or the part that must grow first.
+    """Add blocks to a holder or remove them, from `cursor` on. Return DONE, SETS_FULL, or the part that must grow first.
 
-    `holder` is the worker's device. `digests` are 64-bit words, four for each block; `runs` [runs, 4] says for consecutive ones:
-    group, 1 (added) or 0 (removed), number of blocks, tier. What a holder has already, or does not have, is left as it is.
+    `holder` is the worker's device. `digests` has four 64-bit words per block. A row of `runs` [runs, 4] is about the next blocks:
+    group, 1 (added) or 0 (removed), number of blocks, tier. Adding a block that the holder has, or removing one that it does not
+    have, changes nothing.
     """
     bits = np.empty(sets.shape[1], np.uint64)
     while cursor[RUN] < len(runs):
@@ -352,7 +355,7 @@ def apply_runs(
 
 @inner
 def _reduced(bits, value, sets, uses, links, buckets, counts):
-    """The value of an entry whose set `value` shrinks to `bits`, which are not empty."""
+    """Return the new value of an entry whose set `value` shrinks to `bits`, which are not empty."""
     only = _only_holder(bits)
     new = np.int32(-only - 1) if only >= 0 else _use_set(bits, sets, uses, links, buckets, counts)
     _release_set(value, sets, uses, links, buckets, counts)
@@ -370,7 +373,8 @@ def clear_holders(
     holders: Words,
     at: int,
 ) -> int:
-    """Remove holders (bits) from a part's entries, from slot `at` on: DONE, or the slot to go on at when there are free sets."""
+    """Remove holders (bits) from a part's entries, from slot `at` on. Return DONE, or, if no set is free, the slot to continue
+    at."""
     bits = np.empty(sets.shape[1], np.uint64)
     keys, values = _keys_at(part[ADDRESS]), _values_at(part[ADDRESS] + 8 * part[CAPACITY])
     while at < part[CAPACITY]:
@@ -393,7 +397,7 @@ def clear_holders(
                 else:
                     values[at] = _reduced(bits, value, sets, uses, links, buckets, counts)
         if is_empty:
-            _delete(keys, values, part[CAPACITY], at)  # the entry that moved here, if any, is next
+            _delete(keys, values, part[CAPACITY], at)  # then look at this slot again: an entry may have moved here
             part[COUNT] -= 1
         else:
             at += 1
@@ -407,10 +411,10 @@ def clear_holders(
 def find_runs(
     parts: Integers, digests: Words, group: int, step: int, begin: int, end: int, ends: Integers, values: Numbers
 ) -> int:
-    """Look up the blocks [begin, end) of one group; return how many runs of equal values they are.
+    """Look up the blocks [begin, end) of one group, and return the number of runs of blocks with equal values.
 
-    Block `i` has the digest of its last hash block, `(i + 1) * step - 1`. `ends` and `values` [end - begin] get the runs' ends and
-    values.
+    A block spans `step` hash blocks, so block `i` has the digest of its last one, `(i + 1) * step - 1`. The runs' ends and values
+    are written to `ends` and `values` [end - begin].
     """
     count = 0
     for block in range(begin, end):

@@ -1,15 +1,14 @@
-"""Chooses a worker for each request, by what every worker has cached and has to do, and checks what it predicted.
+"""`Placer`: chooses a worker for each request by what every worker has cached and has to do, and checks its predictions.
 
 - **hit**: the longest prefix of a prompt that a worker has in its prefix cache.
-- **home**: the worker that a prompt's first uncached tokens hash to. Among workers that are nearly as good the policy `kv` takes
+- **home**: the worker that a prompt's first uncached tokens hash to. Among workers that are nearly as good, the policy `kv` takes
   the home, so that all routers send the same prefix to the same worker.
-- **key**: a request's `prompt_cache_key`; requests with one key prefer the worker that took the last one (`cache_keys`).
-- **prediction**: the hit that the router's prefix index promises. The worker's first output has the actual hit; the difference is
-  measured.
-- **source**: another worker, from which the chosen one fetches the prefix where that is cheaper than computing it
-  (`prefix_fetches`).
-- **role**: workers of the role `prefill` compute prompts and first tokens, those of the role `decode` the rest, where there
-  are both (`prefill_decode`).
+- **key**: a request's `prompt_cache_key`. Requests with the same key prefer the worker that took the last one (`cache_keys`).
+- **prediction**: the hit that the router's copy of a prefix index promises. The worker's first output has the actual hit, and the
+  placer reports the difference.
+- **source**: another worker, from which the chosen one fetches the prefix if that is faster than computing it (`prefix_fetches`).
+- **role**: if there are workers of both roles, `prefill` workers compute prompts and first tokens, and `decode` workers the rest
+  (`prefill_decode`).
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from transom_core.contract import PrefixSource, Request, Usage, WorkerInfo, Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementDecision:
-    """The worker for a request, the reason for it, and the predicted hit at this version of the worker's prefix index.
+    """The worker for a request, the reason for the choice, and the predicted hit at this version of the worker's prefix index.
 
-    The hit counts what the worker fetches from `source`. With `is_prefill_only` another worker continues after the first token.
+    The hit includes what the worker fetches from `source`. With `is_prefill_only` another worker continues after the first token.
     """
 
     worker_id: str
@@ -55,16 +54,16 @@ class PlacementDecision:
 
 
 class PlacementObserver:
-    """Receives the reports of one placer. Every method of this class does nothing; subclasses count what they need.
+    """Receives the reports of one placer. The methods of this class do nothing; subclasses override those they need.
 
-    The placer itself imports no metrics library, so that benchmarks and simulations can run it alone.
+    The placer itself imports no metrics library, so that benchmarks and simulations can run it without one.
     """
 
     def joined(self, policy: RoutingPolicy, worker: str) -> None:
-        """A worker takes requests from now on; its counts begin, or continue where it was connected before."""
+        """A worker takes requests from now on. It may have been connected before."""
 
     def placed(self, policy: RoutingPolicy, worker: str, reason: Reason, *, cost_s: float) -> None:
-        """The policy chose a worker for a request; the choice took the router `cost_s`."""
+        """The policy chose a worker for a request, which took the router `cost_s` seconds."""
 
     def hit_measured(self, *, predicted: HitTokens, actual: HitTokens) -> None:
         """The first output of a request has come, with the prompt tokens that the worker found in its prefix cache."""
@@ -76,7 +75,7 @@ class PlacementObserver:
         """A mirror missed an update; the router asks the worker for its whole index."""
 
     def forget(self, policy: RoutingPolicy, worker: str) -> None:
-        """A worker has left or was lost: the metric series with its label end."""
+        """A worker has left or was lost, so metric series with its label should end."""
 
 
 class Placer:
@@ -90,7 +89,7 @@ class Placer:
         self._hashes = PromptHashes()
         self.index = FleetPrefixIndex()
         self._table = WorkerTable()
-        self._requests: dict[str, PlacedRequest] = {}  # at all workers, by request id
+        self._requests: dict[str, PlacedRequest] = {}  # by request id, of all workers
         self._keys = CacheKeys()
 
     @property
@@ -99,7 +98,7 @@ class Placer:
         return self._table.workers
 
     def add_worker(self, worker_id: str, info: WorkerInfo) -> None:
-        """Begin with a worker whose stream was opened; forget what was known of it before."""
+        """Add a worker whose stream was opened, and forget what was known about it before."""
         self._drop(worker_id)
         self._table.add(WorkerView(worker_id, info, self.index))
         self._observer.joined(self.policy, worker_id)
@@ -110,7 +109,7 @@ class Placer:
             self._observer.forget(self.policy, worker_id)
 
     def update(self, worker_id: str, message: WorkerMessage) -> bool:
-        """Take in the index updates and the load of a worker's message; False where that worker has to send its whole index
+        """Apply the index updates and the load report of a worker's message; return False if the worker must send its whole index
         again."""
         worker = self.workers.get(worker_id)
         if worker is None:
@@ -131,7 +130,7 @@ class Placer:
     ) -> PlacementDecision:
         """Choose one of the workers `among` (not empty, all added) for a request, and note that the request is there.
 
-        `sources` are the workers that may be asked for its prefix; if None, those of `among`.
+        `sources` are the workers from which its prefix may be fetched; None means those of `among`.
         """
         begin_s = time.perf_counter()
         self.ended(request.request_id)
@@ -195,7 +194,7 @@ class Placer:
     def first_event(self, request_id: str, usage: Usage) -> int | None:
         """Compare the prediction with the actual hit when a request's first output has come.
 
-        Returns predicted minus actual tokens, once for each placement; None where there is nothing to compare.
+        Returns predicted minus actual tokens, once for each placement; None if there is nothing to compare.
         """
         placed = self._requests.get(request_id)
         if placed is None or placed.has_begun:
@@ -220,7 +219,7 @@ class Placer:
             self._table.changed(worker)
 
     def _hits(self, request: Request, num_tokens: int, selection: Selection) -> Hits:
-        """For each worker the tokens that it need not compute. Workers whose caches have one shape are searched together."""
+        """Return the hits of all workers of a selection. Workers whose caches have the same shape are searched together."""
         hits = Hits.none(len(selection.workers))
         for equal in selection.by_cache:
             shape = equal.mirrors[0].shape
@@ -230,14 +229,15 @@ class Placer:
         return hits
 
     def _home(self, request: Request, hit_tokens: int, worker: WorkerView) -> bytes:
-        """The digest of the first hash block after the best hit, or of the last hash block; empty where the prompt has none."""
+        """Return the digest of the first hash block after the best hit, or of the last hash block if all are hit; empty if the
+        prompt has no whole hash block or does not use the prefix cache."""
         if not (worker.mirror.shape.enable_prefix_caching and request.reads_prefix_cache):
             return b""
         prompt = self._hashes.of(request, worker.mirror.shape)
         return prompt.digest(min(hit_tokens // prompt.block_size, prompt.num_blocks - 1)) if prompt.num_blocks else b""
 
     def _key_position(self, key: bytes, selection: Selection, positions: npt.NDArray[np.int64]) -> int | None:
-        """The place of the key's worker among those at these positions of the selection; None if it is not there."""
+        """Return the index in `positions` of the key's worker; None if it is not among them."""
         worker_id = self._keys.worker_of(key) if key else None
         if worker_id is None or worker_id not in selection.positions:
             return None

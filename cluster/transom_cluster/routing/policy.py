@@ -1,17 +1,18 @@
-"""The routing policies: which of several workers takes a request. Pure functions; the random numbers are passed in.
+"""The routing policies: each chooses the worker that takes a request. Pure functions; the caller passes in the random numbers.
 
-- **candidate**: one worker with what matters for this request: tokens to compute, queue, running slots, KV pool, and measured
-  rates. The policies see all candidates together, a column (array) for each fact, since there may be hundreds.
-- **cost** (of the policy `kv`): expected seconds until the first token, plus the part of an answer's time that the request may
-  have to wait for blocks or a running slot.
+- **candidate**: one worker with the facts that matter for this request: tokens to compute, queue, running slots, KV pool, and
+  measured rates. The policies get all candidates together, as one array for each fact, since there may be hundreds.
+- **cost** (of the policy `kv`): the expected seconds until the first token, plus the expected wait for blocks or a running slot as
+a
+  part of the time that an answer takes.
 - **home**: the worker that the prompt's first uncached tokens hash to (rendezvous hashing): equal prompts have equal homes at all
   routers.
-- **key**: the client's `prompt_cache_key`, a hint that requests with one key have a prefix in common. The **key's worker** is the
-  one that took the last request with it.
+- **key**: the client's `prompt_cache_key`, a hint that requests with the same key have a prefix in common. The **key's worker** is
+  the one that took the last request with the key.
 
 An example of `kv` with 5,000 prefill tokens per second and idle workers: a prompt has 3,000 tokens, worker a has 2,000 of them
 cached, worker b has none. The costs are (1,000 + 0) / 5,000 = 0.2 s and 0.6 s, so a takes the request, with the reason
-`longest_hit`. Were a to compute 2,500 queued tokens first, its cost would be 0.7 s, and b would take it, with the reason
+`longest_hit`. If a had to compute 2,500 queued tokens first, its cost would be 0.7 s, and b would take the request, with the reason
 `least_loaded`.
 """
 
@@ -28,9 +29,9 @@ import numpy.typing as npt
 
 from transom_core.config import RoutingPolicy
 
-# What a running request costs its worker beyond its prompt, in prompt tokens: it takes part in every step until it ends, and its
-# blocks displace cached ones. The value is small enough that sessions stay where their prefix is, and large enough that not all
-# sessions begin at the worker that has the system prompt.
+# What a running request costs its worker besides its prompt, in prompt tokens: it takes part in every step until it ends, and its
+# blocks displace cached ones. The value is so small that sessions stay where their prefix is, and so large that not all sessions
+# begin at the worker that has the system prompt.
 REQUEST_TOKENS = 200
 # The decode steps that a request is expected to run; the router cannot know the length of an answer.
 ANSWER_STEPS = 256
@@ -39,11 +40,12 @@ EQUAL_RATES = 2.0
 # Used while no worker has measured its rate.
 DEFAULT_PREFILL_TOKENS_PER_S = 5_000.0
 DEFAULT_DECODE_STEP_S = 0.02
-# Costs up to this share above the least cost count as equal.
+# Costs of up to this share above the least cost count as equal.
 NEARLY = 0.1
-# How many tokens a request waits longer to be at its key's worker: about two other requests there. So a key gathers no crowd.
+# The longer wait that a request accepts to be at its key's worker, in prompt tokens: about two other requests. With more requests
+# there, the next ones with the key go elsewhere.
 KEY_TOKENS = 512
-# The width of the bend in the pressure for running slots, as a share of `max_num_seqs`: from nothing to a straight line.
+# How gradually the pressure for running slots (`pressure`) bends from zero to a straight line, as a share of `max_num_seqs`.
 BEND = 0.1
 # More tokens than any request has.
 MOST = 1 << 62
@@ -51,11 +53,11 @@ MOST = 1 << 62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One worker, with what matters for one request."""
+    """One worker, with the facts that matter for one request."""
 
     worker_id: str
     num_to_compute: int  # tokens of the request, without the hit and with the window repair
-    queue_tokens: int = 0  # tokens that the worker computes before them
+    queue_tokens: int = 0  # tokens that the worker computes before those of the request
     num_requests: int = 0  # running and waiting
     max_num_seqs: int = 1
     used_share: float = 0.0  # of the KV pool, by running sequences
@@ -65,7 +67,7 @@ class Candidate:
 
     @property
     def facts(self) -> tuple[float, ...]:
-        """What the policies see of the worker, the same for all requests: a value for each of `FACTS`."""
+        """The facts about the worker that are the same for all requests: a value for each of `FACTS`."""
         return (
             self.queue_tokens,
             self.num_requests,
@@ -93,7 +95,7 @@ class Candidates:
         return len(self.num_to_compute)
 
     def at(self, positions: npt.NDArray[np.int64]) -> Candidates:
-        """Some of the candidates."""
+        """Return the candidates at these positions."""
         return Candidates(
             num_to_compute=self.num_to_compute[positions],
             extra_s=self.extra_s[positions],
@@ -103,23 +105,24 @@ class Candidates:
 
     @property
     def computing_s(self) -> npt.NDArray[np.float64]:
-        """For each worker the seconds to compute the request's tokens, its queue apart."""
+        """For each worker, the seconds to compute the request's tokens, without the worker's queue."""
         times_s: npt.NDArray[np.float64] = self.num_to_compute / prefill_rates(self.facts[3])
         return times_s
 
 
 def worker_seed(worker_id: str) -> int:
-    """A number of 64 bits for a worker, from its id, by which prompts find their homes. Equal at all routers."""
+    """Return a 64-bit number for a worker, from which prompts compute their homes. It depends only on the id, so all routers get
+    the same number."""
     return int.from_bytes(blake2b(worker_id.encode(), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TieBreak:
-    """What decides between candidates that are equally good.
+    """The values that decide between equally good candidates.
 
-    `turn` counts the placements, and `draw` is a random number in [0, 1). `home` is the digest of the first hash block of the
-    prompt that no worker has cached, or that of the key; empty where the prompt has no hash block or the cache is off, and there is
-    no key. `key_position` is the candidate that is the key's worker.
+    `turn` counts the placements, and `draw` is a random number in [0, 1). `home` is the digest of the prompt's first hash block
+    that no worker has cached. Without such a digest (the prompt has no hash block, or the cache is off) it is the digest of the
+    key, or empty if there is no key. `key_position` is the position of the key's worker.
     """
 
     turn: int
@@ -135,9 +138,8 @@ class Choice(NamedTuple):
     """The position of the chosen candidate and the reason.
 
     only_one: no other worker may take the request; longest_hit: it has the longest hit; cache_key: it is the key's worker, no other
-    has a longer hit, and the request waits hardly longer there; least_loaded: it has the least to do;
-    home: it is the prompt's home among workers that are nearly as good; random: drawn at random among equals; turn: its turn in
-    `round_robin`.
+    has a longer hit, and the request waits little longer there; least_loaded: it has the least work; home: it is the prompt's home
+    among workers that are nearly as good; random: drawn at random among equals; turn: its turn in `round_robin`.
     """
 
     position: int
@@ -148,15 +150,15 @@ Choose = Callable[[Candidates, TieBreak], Choice]
 
 
 def choose(policy: RoutingPolicy, candidates: Candidates, tie_break: TieBreak) -> Choice:
-    """The policy's choice; a single candidate is taken without asking the policy."""
+    """Return the policy's choice. A single candidate is taken without asking the policy."""
     return Choice(0, "only_one") if len(candidates) == 1 else POLICIES[policy](candidates, tie_break)
 
 
 def kv(candidates: Candidates, tie_break: TieBreak) -> Choice:
-    """The worker with the least cost; among those that are nearly as good, the prompt's home.
+    """Choose the worker with the least cost or, among several that are nearly as good, the prompt's home.
 
-    The home brings a prefix that was evicted everywhere back to one worker, from all routers, instead of spreading it
-    over all. The key's worker is taken even at a somewhat higher cost, unless another one has a longer hit.
+    If a prefix was evicted everywhere, all routers send its next prompts to one home, instead of spreading them over all workers.
+    The key's worker is taken even at a somewhat higher cost, unless another one has a longer hit.
     """
     costs = expected_costs_s(candidates)
     key = tie_break.key_position
@@ -175,8 +177,8 @@ def kv(candidates: Candidates, tie_break: TieBreak) -> Choice:
 
 
 def least_tokens(candidates: Candidates, tie_break: TieBreak) -> Choice:
-    """The worker with the fewest tokens to compute, where each of its requests counts `REQUEST_TOKENS`; the key's worker among
-    equals, else one at random."""
+    """Choose the worker with the fewest queued tokens, to which each of its requests adds `REQUEST_TOKENS`. Among equals, choose
+    the key's worker, or else one at random."""
     queue_tokens, num_requests, *_ = candidates.facts
     queues = queue_tokens + REQUEST_TOKENS * num_requests
     shortest = np.flatnonzero(queues == queues.min())
@@ -188,12 +190,12 @@ def least_tokens(candidates: Candidates, tie_break: TieBreak) -> Choice:
 
 
 def round_robin(candidates: Candidates, tie_break: TieBreak) -> Choice:
-    """Each worker in turn."""
+    """Choose each worker in turn."""
     return Choice(tie_break.turn % len(candidates), "turn")
 
 
 def power_of_two(candidates: Candidates, tie_break: TieBreak) -> Choice:
-    """Of two workers drawn at random the one with fewer requests."""
+    """Choose the worker with fewer requests out of two that are drawn at random."""
     num_others = len(candidates) - 1
     if not num_others:
         return Choice(0, "only_one")
@@ -223,9 +225,9 @@ REASONS: dict[RoutingPolicy, tuple[Reason, ...]] = {
 
 
 def expected_costs_s(candidates: Candidates) -> npt.NDArray[np.float64]:
-    """For each worker the expected seconds until the first token, plus the expected wait for blocks and a running slot.
+    """Return for each worker the expected seconds until the first token, plus the expected wait for blocks and a running slot.
 
-    Loading a prefix from the host tier and fetching it from another worker count as much as they take.
+    The time to load a prefix from another tier, or to fetch it from another worker, is added (`extra_s`).
     """
     queue_tokens, num_requests, pressures, rates, steps_s, _ = candidates.facts
     num_tokens = candidates.num_to_compute + queue_tokens + REQUEST_TOKENS * num_requests
@@ -235,29 +237,34 @@ def expected_costs_s(candidates: Candidates) -> npt.NDArray[np.float64]:
 
 
 def pressure(candidate: Candidate) -> float:
-    """The part of an answer's time that a new request may have to wait: for blocks (all of it in a full pool), and for a running
-    slot."""
+    """Return how long a new request is expected to wait for blocks and for a running slot, as a part of the time of one answer.
+
+    - Blocks: `used_share**8` is close to 0 until the KV pool is nearly full, and 1 (a whole answer's time) in a full pool.
+    - Slots: `excess` is the requests over `max_num_seqs`, as a share of it. The formula is a smooth `max(0, excess)`.
+    """
     excess = (candidate.num_requests + 1) / candidate.max_num_seqs - 1
     slots = (excess + sqrt(excess * excess + BEND * BEND)) / 2
     return candidate.used_share**8 + slots
 
 
 def prefill_rates(rates: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Each candidate's rate; the median rate where it is not measured, or differs from the median by less than `EQUAL_RATES`."""
+    """Return each candidate's rate, or the median rate if its own is not measured or differs from the median by at most the factor
+    `EQUAL_RATES`."""
     typical = _typical(rates, DEFAULT_PREFILL_TOKENS_PER_S)
     is_typical = (rates >= typical / EQUAL_RATES) & (rates <= typical * EQUAL_RATES) | (rates == 0)
     return np.where(is_typical, typical, rates)
 
 
 def _typical(values: npt.NDArray[np.float64], default: float) -> float:
-    """The median of the values that are measured."""
+    """Return the median of the measured values, which are above 0, or `default` if there are none."""
     measured = np.sort(values[values > 0])
     middle = len(measured) // 2
     return float(measured[middle] + measured[-1 - middle]) / 2 if len(measured) else default
 
 
 def _is_worth_its_key(candidates: Candidates, costs: npt.NDArray[np.float64], key: int) -> bool:
-    """Whether the key's worker costs at most KEY_TOKENS more than the best, and no worker has a longer hit."""
+    """Return whether no worker has a longer hit than the key's worker, and its cost is nearly the least: at most the time of
+    KEY_TOKENS more."""
     if candidates.num_to_compute[key] > candidates.num_to_compute.min():
         return False
     key_s = KEY_TOKENS / prefill_rates(candidates.facts[3])[key]
@@ -265,7 +272,7 @@ def _is_worth_its_key(candidates: Candidates, costs: npt.NDArray[np.float64], ke
 
 
 def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Other numbers for numbers of 64 bits, in which every bit depends on every bit (the end of SplitMix64)."""
+    """Mix 64-bit numbers, so that every bit of a result depends on every bit of its number (SplitMix64's finaliser)."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

@@ -1,13 +1,14 @@
-"""Disaggregation of prefill and decode: which of the workers may take a request, by their roles. Pure.
+"""Disaggregation of prefill and decode: chooses by role which workers may take a request. Pure functions.
 
 - **role**: what a worker is for (`--role`): `prefill`, `decode`, or `both`.
-- **handover**: a worker of the role `prefill` computes a prompt and its first token; then a worker that may decode continues, and
-  fetches the prompt's KV from it (`prefix_fetches`).
+- **handover**: a worker with the role `prefill` computes a prompt and its first token; then a worker that may decode continues, and
+  fetches the prompt's KV from the first one (`prefix_fetches`).
 
-A request without output goes to the workers that may prefill, unless some worker that may decode computes what it lacks of the
-prompt faster than it could fetch that (*short* prompts, and those that it has cached). All others go to the workers that may
-decode, and so do requests that read no prefix cache (`Request.reads_prefix_cache`), since these fetch nothing. Where none of those
-that should take a request may, any worker takes it and does both: no request fails for want of a role.
+A request goes to the `prefill` workers if it has no output yet and every worker that may decode would fetch the part of the prompt
+that it lacks faster than compute it. All other requests go to workers that may decode: requests with output, *short* prompts,
+prompts that such a worker has cached, and requests that do not read the prefix cache (`Request.reads_prefix_cache`), which cannot
+fetch anything. If there is no worker of the right role, any worker takes the request and does both, so no request fails because of
+roles.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from transom_core.contract import Request
 
 @dataclass(frozen=True, slots=True)
 class Takers:
-    """The workers that may take a request, as positions in the selection; `is_prefill_only`: another one is to continue."""
+    """The workers that may take a request, as positions in the selection. With `is_prefill_only` another worker continues after the
+    first token."""
 
     positions: Integers
     is_prefill_only: bool = False
 
 
 def choose_takers(request: Request, selection: Selection, allowed: Integers, candidates: Candidates) -> Takers:
-    """Choose by role among the workers at the positions `allowed`; `candidates` are all workers of the selection."""
+    """Choose by role among the workers at the positions `allowed`. `candidates` has all workers of the selection."""
     decoders = allowed[selection.may_decode[allowed]]
     prefillers = allowed[~selection.may_decode[allowed]]
     if not len(decoders):
@@ -47,7 +49,8 @@ def choose_takers(request: Request, selection: Selection, allowed: Integers, can
 def _is_worth_moving(
     request: Request, selection: Selection, prefillers: Integers, decoders: Integers, candidates: Candidates
 ) -> bool:
-    """Whether every worker that may decode would fetch what it lacks of the prompt faster than it computes that."""
+    """Return whether every worker that may decode would fetch the part of the prompt that it lacks faster than compute it, by the
+    factor MARGIN."""
     source = selection.workers[int(prefillers[0])]
     if not source.can_fetch or not selection.can_fetch[decoders].all():
         return False

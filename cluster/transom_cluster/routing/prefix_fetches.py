@@ -1,17 +1,19 @@
 """Decides whether a worker should fetch a cached prefix from another worker or compute it. Pure; docs/kv_tiers.md has figures.
 
-- **source**: the worker with the longest hit in its memory among those that may be asked. What only its disk has it does not offer.
-- **target**: the worker that would run the request. What it has itself need not be fetched.
-- **live blocks**: what a sequence needs to continue after the prefix: all blocks of full groups, of windows the last ones. So the
-  bytes are `fixed_bytes` for the windows, and `token_bytes` for each token that the target lacks. A request with a KV policy
-  `window` needs its window (and sinks) of every group.
+- **source**: the worker with the longest hit in its memory among those that may be asked. It does not offer blocks that only its
+  disk has.
+- **target**: the worker that would run the request. It need not fetch what it has itself.
+- **live blocks**: the blocks that a sequence needs to continue after the prefix: all blocks of full groups, and the last ones of
+  windows. So a fetch takes `fixed_bytes` for the windows, and `token_bytes` for each token that the target lacks. A request with
+  the KV policy `window` needs only its window (and sinks) of every group.
 
-The rule: with `s` seconds to compute the tokens that a fetch spares and `f` seconds to fetch (`FETCH_LATENCY_S` and the bytes at
-the target's measured rate), the target fetches if `s >= MARGIN * f`. A target that fetched the last time goes on fetching while
-`s >= f`: measured rates vary, and without this *hysteresis* equal requests would be fetched and computed in turns.
+The rule: let `s` be the seconds to compute the tokens that a fetch saves, and `f` the seconds to fetch them (`FETCH_LATENCY_S`, and
+the bytes at the target's measured rate). The target fetches if `s >= MARGIN * f`. A target that fetched the last time continues to
+fetch while `s >= f`: measured rates vary, and without this *hysteresis* equal requests would alternate between both ways.
 
-For example, a prompt of 8,000 tokens, 5,000 prefill tokens per second, 2 KB per token in the full groups, windows of 4 MB and
-1 GB/s: `s` is 1.6 s and `f` is 0.01 + (4 MB + 16 MB) / (1 GB/s) = 0.03 s, so it is fetched. Of 100 tokens (`s` = 0.02 s) it is not.
+For example, with a prompt of 8,000 tokens, 5,000 prefill tokens per second, 2 KB per token in the full groups, windows of 4 MB and
+1 GB/s, `s` is 1.6 s and `f` is 0.01 s + (4 MB + 16 MB) / (1 GB/s) = 0.03 s, so the target fetches. For 100 tokens `s` is 0.02 s and
+`f` is 0.014 s; 0.02 < MARGIN * 0.014, so it computes.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from transom_cluster.routing.worker_table import Selection
 from transom_cluster.routing.worker_view import WorkerView
 from transom_core.contract import PrefixSource, Request, WindowPolicy
 
-# Two calls to another worker, and the request's wait for its own engine between them.
+# The time of two calls to another worker, and of the request's wait for its own engine between them.
 FETCH_LATENCY_S = 0.01
 # Used until a worker has measured its rate.
 DEFAULT_FETCH_BYTES_PER_S = 1e9
@@ -44,9 +46,10 @@ FETCH_RATE, PREFILL_RATE = 5, 3  # rows of `Candidates.facts`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetches:
-    """For each worker of a selection whether it should fetch the prefix, where it would start then, and the seconds of the fetch.
+    """For each worker of a selection: whether it should fetch the prefix (`pays`), at which token it would then start to compute
+    (`start`), and the seconds of the fetch.
 
-    `was_asked`: the worker could fetch something; `source` is the worker with the prefix, None where there is none.
+    `source` is the worker that has the prefix; None if there is none. `was_asked` is true for workers that could fetch something.
     """
 
     source: WorkerView | None
@@ -57,13 +60,13 @@ class Fetches:
 
     @classmethod
     def none(cls, selection: Selection) -> Fetches:
-        """No worker fetches anything."""
+        """Return the result that no worker fetches anything."""
         count = len(selection.workers)
         never = np.zeros(count, np.bool_)
         return cls(source=None, start=np.zeros(count, np.int64), seconds=np.zeros(count), was_asked=never, pays=never)
 
     def source_of(self, position: int) -> PrefixSource | None:
-        """What the worker at this position is told to fetch."""
+        """Return what the worker at this position should fetch; None if nothing."""
         if self.source is None or not self.pays[position]:
             return None
         return PrefixSource(worker=self.source.worker_id, num_tokens=int(self.start[position]))
@@ -74,7 +77,7 @@ def find_fetches(
 ) -> Fetches:
     """Find the source with the longest hit, and decide for each other worker whether it should fetch from there.
 
-    `candidates` are the workers without fetches. Of several sources with equal hits they take turns.
+    `candidates` has the workers' facts without any fetch. Sources with equal hits take turns, by `turn`.
     """
     positions = [selection.positions[one] for one in sources]
     positions = [one for one in positions if selection.can_fetch[one]]
@@ -102,7 +105,8 @@ def find_fetches(
 
 
 def has_equal_blocks(one: WorkerView, other: WorkerView) -> bool:
-    """Whether the blocks of two workers hold the same tokens of the same layers of the same model; their ranks may differ."""
+    """Return whether blocks of two workers hold the same tokens of the same layers of the same model. The workers' numbers of ranks
+    may differ."""
     ours, theirs = one.mirror.shape, other.mirror.shape
     if ours is theirs:
         return True
@@ -110,16 +114,17 @@ def has_equal_blocks(one: WorkerView, other: WorkerView) -> bool:
 
 
 def window_of(request: Request) -> WindowPolicy | None:
-    """The request's KV policy as the prefix cache knows it: windows alone are published there."""
+    """Return the request's KV policy if it is a window, else None: of all policies, only windows have blocks in the prefix
+    cache."""
     return request.kv_policy if isinstance(request.kv_policy, WindowPolicy) else None
 
 
 def fetch_times_s(
     source: WorkerView, start: int, num_tokens: Integers, bytes_per_s: Floats, window: WindowPolicy | None
 ) -> Floats:
-    """For each target the seconds to fetch the prefix up to `start`, of which it lacks `num_tokens` tokens.
+    """Return for each target the seconds to fetch the prefix up to `start`, of which it lacks `num_tokens` tokens.
 
-    `bytes_per_s` are the targets' rates, 0 where one is not measured. `window` is the request's KV policy.
+    `bytes_per_s` has the targets' rates, 0 if a rate is not measured. `window` is the request's KV policy.
     """
     fixed_bytes, token_bytes = prefix_bytes(source, start, window)
     rates = np.where(bytes_per_s > 0, bytes_per_s, DEFAULT_FETCH_BYTES_PER_S)
@@ -128,9 +133,10 @@ def fetch_times_s(
 
 
 def prefix_bytes(source: WorkerView, num_tokens: int, window: WindowPolicy | None = None) -> tuple[int, float]:
-    """The bytes of a prefix's live blocks: those of the sliding groups, and of the full groups the bytes for each token.
+    """Return the bytes of a prefix's live blocks: the bytes of all sliding groups together, and the bytes per token of the full
+    groups.
 
-    Under a request's `window` all groups are sliding ones.
+    Under a request's `window` all groups are sliding groups.
     """
     rules = source.mirror.rules_under(window)
     boundary = num_tokens // rules.shape.block_size
@@ -145,6 +151,6 @@ def prefix_bytes(source: WorkerView, num_tokens: int, window: WindowPolicy | Non
 
 
 def pays(computing_s: Floats, fetching_s: Floats, fetched_last: Flags) -> Flags:
-    """For each target whether it should fetch, by the rule of the module's docstring."""
+    """Return for each target whether it should fetch, by the rule in the module's docstring."""
     is_worth: Flags = computing_s >= np.where(fetched_last, 1.0, MARGIN) * fetching_s
     return is_worth

@@ -1,7 +1,8 @@
-"""`PrefixTable`: the arrays of the fleet's prefix index, which grow as needed; `index_code` has what is done to them.
+"""`PrefixTable`: owns the arrays of the fleet's prefix index and lets them grow; `index_code` has the compiled code that works on
+them.
 
-A *part* of the hash table grows alone, by an eighth (small ones by half), so a table in use is 75 to 85 % full: 14 to 16 bytes for
-each entry. The sets of holders double.
+Each *part* of the hash table grows by itself, by an eighth (a small one by half). So parts in use are 75 to 85 % full, and an entry
+takes 14 to 16 bytes. The array of sets of holders doubles when it is full.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ WORD_BITS = 64
 
 
 class Run(NamedTuple):
-    """Blocks [begin, end) of one group; `holders` have them: the bits of their numbers."""
+    """Blocks [begin, end) of one group, which the same holders have; bit h of `holders` is set for holder number h."""
 
     begin: int
     end: int
@@ -32,14 +33,14 @@ class Run(NamedTuple):
 
 
 class PrefixTable:
-    """Which holder has which block of which group. Holders are numbers from 0 on; not thread-safe."""
+    """Records which holder has which block of which group. Holders are numbers from 0 on. Not thread-safe."""
 
     def __init__(self) -> None:
         self.parts = np.zeros((code.NUM_PARTS, 3), np.int64)
         self._slots: list[npt.NDArray[np.uint8]] = [_no_slots() for _ in range(code.NUM_PARTS)]
         for part in range(code.NUM_PARTS):
             self._resize_part(part, LEAST_SLOTS)
-        self.sets = np.zeros((1, 1), np.uint64)  # of holders, one in a row; number 0 is none
+        self.sets = np.zeros((1, 1), np.uint64)  # one set of holders a row; row 0 is not used
         self._uses = np.zeros(1, np.int32)
         self._counts = np.zeros(2, np.int64)
         self._make_sets(LEAST_SETS, 1)
@@ -66,9 +67,9 @@ class PrefixTable:
             self._make_sets(len(self.sets), -(-num_holders // WORD_BITS))
 
     def apply(self, holder: int, runs: Sequence[KvRun]) -> int:
-        """Apply changes of a worker's blocks in their order; return how many more blocks it has (fewer: negative).
+        """Apply changes of a worker's blocks in order; return how many blocks it has gained (negative if it has lost some).
 
-        `holder` is the worker's device, and the next numbers are its other tiers.
+        `holder` is the number of the worker's device tier; the next numbers are its other tiers.
         """
         digests = np.frombuffer(b"".join([b"".join(run.digests) for run in runs]), dtype=np.uint64)
         lengths = array("q")
@@ -85,7 +86,8 @@ class PrefixTable:
         return int(cursor[code.NET])
 
     def clear(self, part: int, holders: Sequence[int]) -> int:
-        """Remove holders from one of the `NUM_PARTS` parts, and make it smaller where it is half empty; return its slots."""
+        """Remove holders from one of the `NUM_PARTS` parts, and shrink the part if it is less than half full; return how many slots
+        it had."""
         bits = np.zeros(WORD_BITS * self.num_words, np.uint8)
         bits[holders] = 1
         words = np.packbits(bits, bitorder="little").view(np.uint64)
@@ -98,7 +100,10 @@ class PrefixTable:
         return int(capacity)
 
     def find_runs(self, digests: Words, group: int, step: int, begin: int, end: int) -> list[Run]:
-        """Return who has the blocks [begin, end) of one group; block `i` has the digest of hash block `(i + 1) * step - 1`."""
+        """Return which holders have the blocks [begin, end) of one group.
+
+        A block of the group spans `step` hash blocks, so block `i` has the digest of its last one, `(i + 1) * step - 1`.
+        """
         ends, values = np.empty(end - begin, np.int64), np.empty(end - begin, np.int32)
         count = code.find_runs(self.parts, digests, group, step, begin, end, ends, values)
         runs = []
@@ -109,7 +114,7 @@ class PrefixTable:
         return runs
 
     def _make_sets(self, num_sets: int, num_words: int) -> None:
-        """Make arrays for this many sets (a power of two) of this many words; sets in use stay."""
+        """Allocate arrays for this many sets (a power of two) of this many words, and copy the present sets into them."""
         sets, uses = np.zeros((num_sets, num_words), np.uint64), np.zeros(num_sets, np.int32)
         sets[: len(self.sets), : self.num_words] = self.sets
         uses[: len(self._uses)] = self._uses

@@ -1,12 +1,13 @@
-"""Digests of prompts, computed as the workers compute them: once for all workers of one identity and block size and for all
-choices of one prompt.
+"""Computes digests of prompts as the workers do: once for all workers of one identity and block size, and for all choices of a
+prompt.
 
 - **hash block**: `--block-size` tokens that are hashed together.
-- **digest**: the hash (BLAKE2b, 32 bytes) of the previous hash block's digest and this block's tokens; it names the block and all
-  tokens before it. The model's identity, cache salt and KV policy are in the digest before the first one
-  (`transom_core.kv_cache.hashing`).
+- **digest**: the hash (BLAKE2b, 32 bytes) of the previous hash block's digest and this block's tokens; it identifies the block and
+  all tokens before it. The first block's previous digest is the chain's root, a hash of the block size, the model's identity, the
+  cache salt and the KV policy (`transom_core.kv_cache.hashing`).
 
-A prompt of 131,072 tokens has 8,192 hash blocks, which take 4 to 8 ms. A prompt that no worker has is not hashed to its end.
+Hashing the 8,192 hash blocks of a prompt of 131,072 tokens takes 4 to 8 ms. A prompt that no worker has cached is not hashed to its
+end.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _DIGEST_WORDS = DIGEST_BYTES // 8
 
 
 class PromptChain:
-    """The digests of a prompt's whole hash blocks. `hashed` computes those that are missing."""
+    """The digests of a prompt's whole hash blocks. `hashed` computes them as far as they are needed."""
 
     def __init__(self, token_ids: Sequence[int], root: bytes, block_size: int) -> None:
         self.block_size = block_size
@@ -35,7 +36,8 @@ class PromptChain:
         self._num_hashed = 0
 
     def hashed(self, num_blocks: int) -> npt.NDArray[np.uint64]:
-        """The digests as 64-bit words, [blocks, 4]; at least the first `num_blocks` rows are computed, or all there are."""
+        """Return the digests as 64-bit words, [blocks, 4]. At least the first `num_blocks` rows are computed, if there are so
+        many."""
         begin, end = self._num_hashed, min(num_blocks, self.num_blocks)
         if end > begin:
             new: list[bytes] = []
@@ -46,12 +48,12 @@ class PromptChain:
         return self._digests
 
     def digest(self, block: int) -> bytes:
-        """The digest of one hash block."""
+        """Return the digest of one hash block."""
         return bytes(self.hashed(block + 1)[block].tobytes())
 
 
 class PromptHashes:
-    """Makes the chains of digests, and remembers those of the last prompt, since its other choices come next."""
+    """Makes chains of digests, and keeps those of the last prompt, since the prompt's other choices come next."""
 
     def __init__(self) -> None:
         self._token_ids: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
@@ -59,7 +61,7 @@ class PromptHashes:
         self._chains: dict[tuple[str, int], PromptChain] = {}  # by identity and block size
 
     def of(self, request: Request, shape: CacheShape) -> PromptChain:
-        """The chain of a request's full hash blocks as workers with this cache have it; the output of earlier attempts counts as
+        """Return the chain of a request's whole hash blocks for workers with this cache. The output of earlier attempts counts as a
         part of the prompt."""
         token_ids = (request.prompt_token_ids, request.resumed_output_ids)
         extra = request.cache_salt, None if request.kv_policy is None else request.kv_policy.text

@@ -1,7 +1,8 @@
-"""`WorkerTable`: what the policies need to know of all workers, as columns, kept up to date worker by worker.
+"""`WorkerTable`: the facts about all workers that the routing policies read, as an array for each fact with an item for each
+worker.
 
-With 200 workers most facts are the same from one placement to the next. So a worker's facts are computed again only after something
-was heard of it or placed there, and the list of workers to choose from is prepared once and used until it changes.
+With 200 workers, most facts are the same from one placement to the next. So a worker's facts are computed again only after it sent
+a message or got a request, and the list of workers to choose from is prepared once and used until it changes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LEAST_ROWS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualCaches:
-    """Workers of a selection whose caches have one shape; they are searched together."""
+    """Workers of a selection whose caches have the same shape, so that one search covers them."""
 
     positions: npt.NDArray[np.int64]  # in the selection
     mirrors: Sequence[PrefixIndexMirror]
@@ -31,19 +32,19 @@ class EqualCaches:
 class Selection:
     """Some workers, in the order of their ids."""
 
-    among: list[str]  # as they were asked for
+    among: list[str]  # the worker ids in the caller's order
     workers: Sequence[WorkerView]
     rows: npt.NDArray[np.int64]  # in the table
     by_cache: Sequence[EqualCaches]
     positions: Mapping[str, int]  # by worker id
     can_fetch: npt.NDArray[np.bool_]
-    may_prefill: npt.NDArray[np.bool_]  # by their roles
+    may_prefill: npt.NDArray[np.bool_]  # by the workers' roles
     may_decode: npt.NDArray[np.bool_]
     has_roles: bool  # some worker has a role other than "both"
 
 
 class WorkerTable:
-    """The workers by id, and a row of facts for each."""
+    """The workers by id, and the facts about each of them."""
 
     def __init__(self) -> None:
         self.workers: dict[str, WorkerView] = {}
@@ -82,7 +83,7 @@ class WorkerTable:
         self._changed[worker.worker_id] = worker
 
     def select(self, among: Collection[str]) -> Selection:
-        """Some of the workers, at least one."""
+        """Return the selection of these workers, at least one. The last selection is kept, and returned again for the same ids."""
         worker_ids = list(among)
         if self._selection is None or self._selection.among != worker_ids:
             workers = [self.workers[worker_id] for worker_id in sorted(worker_ids)]
@@ -111,8 +112,8 @@ class WorkerTable:
         num_to_compute: npt.NDArray[np.int64],
         extra_s: npt.NDArray[np.float64] | None = None,
     ) -> Candidates:
-        """The workers of a selection as candidates for a request of which they would compute `num_to_compute` tokens, after
-        `extra_s` seconds."""
+        """Return the workers of a selection as candidates for a request, of which each would compute `num_to_compute` tokens after
+        `extra_s` seconds of loading or fetching."""
         for worker_id, worker in self._changed.items():
             self._facts[:, self._rows[worker_id]] = worker.candidate(0).facts
         self._changed.clear()

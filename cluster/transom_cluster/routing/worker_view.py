@@ -1,9 +1,9 @@
-"""What a router knows of one worker: its prefix index, its last load report, and the requests that this router has placed there.
+"""`WorkerView`: what a router knows about one worker: its prefix index, its last load report, and this router's requests there.
 
-A load report tells the state of a moment ago and names the requests that it counts for the first time (`WorkerMessage.taken`).
-The router adds the requests that no report has named. For example, a worker reports 1,000 waiting tokens, and has not named a
-request with 300 tokens to compute that this router placed there: the router counts 1,300. So it does not matter how often reports
-come, nor that one was written after a request was placed and before the request arrived.
+A load report shows the load of a moment ago, and names the requests that it counts for the first time (`WorkerMessage.taken`). The
+router adds its requests that no report has named. For example, a worker reports 1,000 waiting tokens, and no report has named a
+request with 300 tokens to compute that this router placed there: the router counts 1,300. So the router's count is right however
+rarely reports come, and even if a report was written between a request's placement and its arrival.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transom_core.contract import WorkerInfo, WorkerLoad
 
 
 class HitTokens(NamedTuple):
-    """Tokens of a prompt that need no computing, by where they come from."""
+    """The numbers of prompt tokens that need not be computed, by where their KV comes from."""
 
     device: int  # the worker's KV pool
     host: int = 0  # its host tier
@@ -27,12 +27,13 @@ class HitTokens(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The tokens from all places together."""
         return sum(self)
 
     @classmethod
     def up_to(cls, num_prompt_tokens: int, *, device: int, host: int, disk: int, peer: int) -> HitTokens:
-        """Where the tokens of a prompt come from, by the ends of what each place has; resumed output does not count."""
+        """Compute the numbers from the ends of what each place has: the device has tokens up to `device`, the host tier up to
+        `host`, and so on. Tokens beyond the prompt, which are resumed output, do not count."""
         device, host, disk, peer = (min(end, num_prompt_tokens) for end in (device, host, disk, peer))
         return cls(device, host - device, disk - host, peer - disk)
 
@@ -45,12 +46,12 @@ class PlacedRequest:
     num_tokens: int
     num_to_compute: int  # without the predicted hit
     predicted: HitTokens
-    is_reported: bool = False  # the worker's last load report counts it, or counted it before its prompt was computed
+    is_reported: bool = False  # some load report has counted it
     has_begun: bool = False  # its first output has come
 
 
 class WorkerView:
-    """One worker as the router sees it."""
+    """One worker as the router knows it."""
 
     def __init__(self, worker_id: str, info: WorkerInfo, index: FleetPrefixIndex) -> None:
         self.worker_id = worker_id
@@ -58,19 +59,19 @@ class WorkerView:
         self.role = info.role
         self.can_fetch = info.can_fetch and bool(info.block_bytes)
         self.block_bytes = info.block_bytes
-        self.fetched_last = False  # the last request that could have fetched its prefix did
+        self.fetched_last = False  # the last request that could have fetched its prefix did fetch it
         self.requests: dict[str, PlacedRequest] = {}  # by request id, until they end
         self._load = WorkerLoad()
 
     def report(self, load: WorkerLoad, taken: Sequence[str] = ()) -> None:
-        """Take in a load report of the worker, the first one that counts the requests `taken`."""
+        """Store a load report of the worker, which is the first one that counts the requests `taken`."""
         self._load = load
         for request_id in taken:
             if (request := self.requests.get(request_id)) is not None:
                 request.is_reported = True
 
     def candidate(self, num_to_compute: int) -> Candidate:
-        """The worker as a candidate for a request of which it would compute `num_to_compute` tokens."""
+        """Return the worker as a candidate for a request of which it would compute `num_to_compute` tokens."""
         load = self._load
         num_unreported = sum(not request.is_reported for request in self.requests.values())
         return Candidate(
@@ -86,11 +87,13 @@ class WorkerView:
         )
 
     def _queue_tokens(self) -> int:
-        """The tokens that the worker computes before those of a new request.
+        """Return the number of tokens that the worker computes before those of a new request: the sum of three numbers. Requests
+        whose output has begun count nothing.
 
-        The hits of this router's own requests are known, so these count by the tokens that remain to compute: requests that no
-        report counts with all of them, reported requests together with at most what the worker reports as waiting. What the
-        worker reports beyond the whole lengths of this router's reported requests belongs to other routers.
+        - `recent`: this router's requests that no report has counted, each with all its tokens to compute (without its hit).
+        - `settled`: this router's reported requests, with their tokens to compute, but together at most the reported waiting
+        tokens.
+        - Other routers' requests: the reported waiting tokens beyond the whole lengths of this router's reported requests.
         """
         waiting, recent, settled, whole = self._load.waiting_tokens, 0, 0, 0
         for request in self.requests.values():

@@ -1,7 +1,7 @@
-"""The adapter between our autoscaling policy (`routing.autoscaling`) and Ray Serve's autoscaler.
+"""The adapter between Transom's autoscaling policy (`routing.autoscaling`) and Ray Serve's autoscaler.
 
-Serve's controller collects the signals, calls `ServeAutoscalingPolicy` several times a second, applies the delays, and starts and
-drains workers. Workers report their signals through `WorkerReplica.record_autoscaling_stats`.
+Serve's controller collects the workers' load reports, calls `ServeAutoscalingPolicy` several times a second, applies the delays,
+and starts and drains workers. Workers report their load through `WorkerReplica.record_autoscaling_stats`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _COUNTS = ("num_running", "num_waiting", "max_num_seqs", "waiting_tokens")
 
 
 class ServeAutoscalingPolicy:
-    """Calls `wanted_replicas` with Serve's signals. Serve makes it with the keywords of `asdict(AutoscalingConfig)`."""
+    """Calls `wanted_replicas` with the loads that Serve has collected. Serve constructs it with the keywords of
+    `asdict(AutoscalingConfig)`."""
 
     def __init__(self, **config: Any) -> None:
         self._config = AutoscalingConfig(**config)

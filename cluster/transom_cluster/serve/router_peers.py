@@ -1,4 +1,4 @@
-"""The other replicas of Ray Serve's router deployment, as `RouterPeers`."""
+"""`ServeRouterPeers`: sends queries to the other replicas of Ray Serve's router deployment."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 class ServeRouterPeers:
-    """Implements `RouterPeers`: sends a query to all running replicas, the own one included, and drops the own answer.
+    """Implements `RouterPeers`. A query goes to all running replicas, including this one, whose answer is dropped.
 
-    `find_handle` returns Serve's handle of the router deployment. It may block, and is called once, on another thread.
+    `find_handle` returns Serve's handle of the router deployment. It may block, so it is called once, on another thread.
     """
 
     def __init__(self, router_id: str, find_handle: Callable[[], Any]) -> None:
@@ -26,8 +26,8 @@ class ServeRouterPeers:
         self._handle: Any = None
 
     async def ask_others(self, query: PeerQuery[T], *, timeout_s: float) -> list[T | BaseException]:
-        """Send a query to every other router, as `RouterPeers` says. Serve has all results or, where one router is late, none: then
-        one TimeoutError stands for all routers."""
+        """Send a query to every other router, as `RouterPeers` says. If one router is late, Serve returns no results at all; the
+        result is then one TimeoutError for all routers."""
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         try:
             async with asyncio.timeout_at(deadline_s):
@@ -38,7 +38,7 @@ class ServeRouterPeers:
             results = await response.results_async(timeout_s=left_s, return_exceptions=True)
         except TimeoutError as late:
             return [late]
-        except Exception as error:  # Serve is starting or stopping: no replica is known
+        except Exception as error:  # Serve is starting or stopping, so that it knows no replica
             logger.info("The other routers did not get the query %s: %r", type(query).__name__, error)
             return []
         answers = [("", result) if isinstance(result, BaseException) else result for result in results]
@@ -46,5 +46,6 @@ class ServeRouterPeers:
 
 
 def answer_peer(router: QueriedRouter, asker_id: str, query: PeerQuery[T]) -> tuple[str, T | None]:
-    """Answer a query that the router `asker_id` sent: this router's id and its answer; None instead of an answer to itself."""
+    """Answer a query that the router `asker_id` sent: return this router's id and its answer. The answer is None if the router has
+    asked itself."""
     return router.router_id, None if asker_id == router.router_id else query.answer(router)

@@ -1,6 +1,6 @@
-"""Which worker replicas of a deployment run, as Ray Serve's controller reports them to this process.
+"""`RunningReplicas`: which worker replicas of a deployment run, as Ray Serve's controller reports them to this process.
 
-Serve's request router (`serve.replica_router`) publishes them on Serve's event loop; the router's event loop reads them.
+Serve's request router (`serve.replica_router`) publishes them on Serve's event loop, and the router reads them on its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class RunningReplicas:
-    """The running replicas of one deployment by worker id. One thread publishes them, event loops of other threads read them."""
+    """The running replicas of one deployment, by worker id. One thread publishes them; event loops of other threads read them."""
 
     def __init__(self) -> None:
         self.replicas: Mapping[str, Any] = {}
@@ -32,7 +32,7 @@ class RunningReplicas:
 
     @contextlib.contextmanager
     def subscribed(self, changed: asyncio.Event | None = None) -> Iterator[asyncio.Event]:
-        """Provide an event that is set at every change, on the caller's event loop; `changed` if the caller has one."""
+        """Provide an event that is set at every change, on the caller's event loop: `changed`, or a new one if that is None."""
         changed = changed or asyncio.Event()
         with self._lock:
             self._subscribers[changed] = asyncio.get_running_loop()
@@ -48,6 +48,6 @@ _by_deployment_lock = threading.Lock()
 
 
 def running_replicas_of(deployment: str, app: str) -> RunningReplicas:
-    """This process's `RunningReplicas` of a deployment, shared by the publisher and all readers."""
+    """Return this process's `RunningReplicas` of a deployment, which the publisher and all readers share."""
     with _by_deployment_lock:
         return _by_deployment.setdefault((deployment, app), RunningReplicas())

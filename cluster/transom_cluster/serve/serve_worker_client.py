@@ -1,6 +1,7 @@
-"""The client of one worker replica, which it calls through a Ray Serve handle.
+"""`ServeWorkerClient`: calls one worker replica through a Ray Serve handle.
 
-Ray says in words how a replica's process ended, and not with which signal. All that is read there is whether its node is gone.
+When a replica's process has ended, Ray's error describes the reason in words and does not give the signal. This module reads only
+from it whether the replica's node is gone.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from ray.exceptions import RayActorError
 from transom_core.errors import LossCause, WorkerLost
 
 STREAMS = ("open_stream", "watch_blocks")  # the calls of `WorkerClient` that return an async generator
-NODE_DIED = "its node has died"  # in Ray's words on an actor whose host is gone
+NODE_DIED = "its node has died"  # a part of Ray's message about an actor whose host is gone
 
 
 class ServeWorkerClient:
-    """Implements `WorkerClient` for one replica: each of its calls is the method of that name of the worker's `WorkerReplica`.
+    """Implements `WorkerClient` for one replica: each call goes to the method of the same name of the worker's `WorkerReplica`.
 
-    It holds `replica`, Serve's own object for the replica, so that calls reach the worker while it drains (`ReplicaRequestRouter`).
+    The client holds `replica`, Serve's own object for the replica, so that calls reach the worker even while it drains
+    (`ReplicaRequestRouter`).
     """
 
     def __init__(self, handle: Any, worker_id: str, replica: object) -> None:
@@ -29,7 +31,8 @@ class ServeWorkerClient:
         self._replica = replica
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        """The call of the worker's `method`. Python asks for it because the class itself has no such attribute."""
+        """Return a function that calls the worker's `method`. Python calls this for every attribute that the class does not
+        have."""
         if method.startswith("_"):
             raise AttributeError(method)
         return partial(self._iterate if method in STREAMS else self._call, method)
@@ -39,7 +42,7 @@ class ServeWorkerClient:
         return await getattr(self._handle, method).remote(*args, **kwargs)
 
     async def _iterate(self, method: str, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """Iterate over the stream of a method. Ending the iteration cancels the call at the worker.
+        """Call a method that returns a stream, and yield its messages. Ending the iteration cancels the call at the worker.
 
         Raises:
             WorkerLost: the worker's process ended.

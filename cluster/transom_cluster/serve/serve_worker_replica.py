@@ -12,10 +12,10 @@ from transom_worker.replica import WorkerReplica
 
 
 class ServeWorkerReplica(WorkerReplica):
-    """A `WorkerReplica` that takes its id, its share of the cores and its peers from Ray Serve. Its id is new at each start."""
+    """A `WorkerReplica` that gets its id, its share of the cores and its peers from Ray Serve. It has a new id at each start."""
 
     def __init__(self, config: EngineConfig, model_name: str, deployments: tuple[str, ...]) -> None:
-        """Start the engine. `deployments` are the names of all deployments of workers of the application."""
+        """Start the engine. `deployments` has the names of all worker deployments of the application."""
         context = serve.get_replica_context()
         share = replace(config.core_share, index=config.core_share.index + context.rank.local_rank)
         super().__init__(

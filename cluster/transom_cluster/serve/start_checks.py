@@ -1,4 +1,5 @@
-"""Checks a start before anything is started, so that a wrong setting is refused within a second, not after Ray and the weights."""
+"""Checks the settings before the server starts, so that a wrong setting is refused within a second, and not after Ray has started
+and the weights are loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def check_start(settings: Settings) -> None:
-    """Check the address, the machine's GPUs, the model's files, its architecture, its tokenizer, its chat template and its markup.
+    """Check the API keys, the address, the machine's GPUs and memory, and the model: its files, architecture, tokenizer, chat
+    template and markup.
 
     Raises:
         ConfigError: a setting does not fit this machine or this model.
@@ -66,10 +68,10 @@ def check_start(settings: Settings) -> None:
 
 
 def check_machine(settings: Settings, driver: GpuDriver) -> None:
-    """Check that torch and Triton can use this machine's GPUs, if workers are to run on them, and that there are enough.
+    """If workers are to run on GPUs, check that torch and Triton can use this machine's GPUs and that there are enough.
 
     Raises:
-        ConfigError: they cannot, or a setting is not for GPUs.
+        ConfigError: the GPUs cannot be used or are too few, or a setting is not supported on GPUs.
     """
     num_gpus = len(visible_gpus(driver.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
     if settings.device == "cpu" or (settings.device == "auto" and num_gpus == 0):
@@ -84,10 +86,11 @@ def check_machine(settings: Settings, driver: GpuDriver) -> None:
 
 
 def check_host_tiers(settings: Settings) -> None:
-    """Check that the host tiers of all workers fit into this host's free memory together: each rank sees its own alone.
+    """Check that the host tiers of all workers together fit into this host's free memory. A rank itself can check only its own
+    tier.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: they do not fit.
     """
     workers = [settings, *settings.groups()]
     num_ranks = sum(one.replicas * one.tensor_parallel_size for one in workers)
@@ -102,10 +105,10 @@ def check_host_tiers(settings: Settings) -> None:
 
 
 def check_shards(settings: Settings, architecture: Architecture) -> None:
-    """Check that the model can be split over a worker's ranks, and that its KV groups can have the number formats asked for.
+    """Check that the model can be split over a worker's ranks, and that its KV groups can have the requested number formats.
 
     Raises:
-        ConfigError: there are too many ranks, or a group of `--kv-cache-dtype` is not the model's or cannot have its format.
+        ConfigError: there are too many ranks, or the model does not have a group of `--kv-cache-dtype`, or not in this format.
     """
     from transom_core.model_config.sharding import check_size
     from transom_worker.planner import cache_groups, check_runs
@@ -124,10 +127,11 @@ def check_shards(settings: Settings, architecture: Architecture) -> None:
 
 
 def check_default_policy(settings: Settings, max_model_len: int, obstacle: str) -> None:
-    """Check that the model can take the default KV policy. `obstacle` says why it takes none; empty if it does.
+    """Check that the model supports the default KV policy. `obstacle` says why the model supports no policy; empty if it supports
+    them.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the model does not support the policy.
     """
     policy = None if settings.kv_policy is None else kv_policy_from_json(settings.kv_policy)
     try:
@@ -139,10 +143,10 @@ def check_default_policy(settings: Settings, max_model_len: int, obstacle: str) 
 
 
 def check_api_keys(settings: Settings) -> None:
-    """Check that a server whose settings ask for keys will have them.
+    """Check that a server whose settings ask for API keys gets some.
 
     Raises:
-        ConfigError: a key is blank (an unset variable's, for example), a file has no key, or a setting or a variable is empty.
+        ConfigError: a key is blank (for example from an unset variable), a file has no key, or a setting or a variable is empty.
     """
     for name in ("api_key_file", "admin_api_key_file"):
         if name in settings.model_fields_set and getattr(settings, name) is None:
@@ -159,7 +163,7 @@ def check_api_keys(settings: Settings) -> None:
 
 
 def port_problem(host: str, port: int) -> str | None:
-    """The reason why the server cannot listen on the address, or None."""
+    """Return the reason why the server cannot listen on the address; None if it can."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Tells a router which worker replicas run now: `serve.running_replicas` of one or several deployments as a `WorkerDirectory`."""
+"""`ServeWorkerDirectory`: tells a router which worker replicas run now, from `serve.running_replicas` of all worker deployments."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transom_cluster.serve.serve_worker_client import ServeWorkerClient
 
 
 class ServeWorkerDirectory:
-    """Implements `WorkerDirectory` for worker deployments whose calls go through `ReplicaRequestRouter`; the first one of them can
-    be scaled to nothing, and woken."""
+    """Implements `WorkerDirectory` for worker deployments whose calls go through `ReplicaRequestRouter`. Only the first deployment
+    can be scaled to zero, so `wake` starts a replica of this one."""
 
     def __init__(self, handle: Any, *others: Any) -> None:
         self._handle = handle
@@ -23,7 +23,7 @@ class ServeWorkerDirectory:
         self._wake_task: asyncio.Task[None] | None = None
 
     async def changes(self) -> AsyncGenerator[Mapping[str, WorkerClient], None]:
-        """Yield the clients of all running workers, again at every change, as `WorkerDirectory` says."""
+        """Yield the clients of all running workers by id, at once and again at every change."""
         clients: dict[str, ServeWorkerClient] = {}
         changed = asyncio.Event()
         sources = []
@@ -44,7 +44,7 @@ class ServeWorkerDirectory:
                 await changed.wait()
 
     def wake(self) -> None:
-        """Have a worker started if there is none: Serve's autoscaler starts a replica for a call that waits for any replica."""
+        """Start a worker if there is none: make a call that any replica may take, so that Serve's autoscaler starts one for it."""
         if self._wake_task is None or self._wake_task.done():
             self._wake_task = asyncio.create_task(self._wait_for_any(), context=contextvars.Context())
 

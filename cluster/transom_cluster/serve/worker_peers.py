@@ -1,6 +1,7 @@
-"""How a worker replica calls the other worker replicas of its application for KV transfer: through Ray Serve's handles.
+"""`ServeWorkerPeers`: lets a worker replica call the application's other worker replicas for KV transfer, through Ray Serve
+handles.
 
-The bytes of blocks are results of calls: Ray puts them into its object store, and they are freed when the caller has them.
+The bytes of KV blocks are results of calls: Ray puts them into its object store, and frees them once the caller has read them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQue
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.errors import WorkerLost
 
-FIND_S = 2.0  # Serve tells a process of the replicas of a deployment within this time of the first use of its handle
+FIND_S = 2.0  # Serve reports a deployment's replicas to a process within this time after the handle's first use
 
 
 class ServeWorkerPeers:
@@ -40,7 +41,7 @@ class ServeWorkerPeers:
         await (await self._handle_of(worker)).close_export.remote(export_id)
 
     async def _handle_of(self, worker: str) -> Any:
-        """A handle whose calls go to one worker. Raises WorkerLost: it does not run (any more)."""
+        """Return a handle whose calls go to one worker. Raises WorkerLost if the worker does not run."""
         if not self._handles:
             self._handles = await asyncio.to_thread(self._find_handles)
         running = {name: running_replicas_of(name, self._app) for name in self._handles}

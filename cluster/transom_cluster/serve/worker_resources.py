@@ -1,8 +1,8 @@
 """Computes the resources that one worker requests from Ray: GPUs, or shares of the hosts' CPU cores.
 
 A worker with several ranks requests a placement group with one bundle for its replica and one for each rank. On CPUs the workers
-share the cores: with 8 cores, 1 router (0.25 CPU) and 2 workers of one rank on one host, each worker requests (8 - 0.25) / 3 =
-2.58 CPUs, so that a third worker fits during a redeploy, and runs 8 // 2 = 4 OpenMP threads.
+share the cores. For example, with 8 cores, 1 router (0.25 CPU) and 2 workers of one rank on one host, each worker runs 8 // 2 = 4
+OpenMP threads and requests (8 - 0.25) / 3 = 2.58 CPUs, so that a third worker fits during a redeploy.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class ClusterResources:
 
     @classmethod
     def of_this_machine(cls) -> ClusterResources:
-        """The resources of a Ray cluster that this process starts on this machine."""
+        """Return the resources of a Ray cluster that this process starts on this machine."""
         return cls(node_cpus=(float(len(os.sched_getaffinity(0))),), num_gpus=num_visible_gpus())
 
     @classmethod
     def now(cls) -> ClusterResources:
-        """The resources of the Ray cluster that this process has joined; without one, this machine's cores."""
+        """Return the resources of the Ray cluster that this process has joined, or this machine's cores if it has joined none."""
         import ray
 
         if not ray.is_initialized():
@@ -49,9 +49,9 @@ class ClusterResources:
 class WorkerResources:
     """One worker's resources.
 
-    `num_cpus` and `num_gpus` are those of its replica's actor. `bundles` has the replica's bundle, then one per rank; None for one
-    rank. `num_threads` counts the threads of each rank; `environment` has the variables of its processes. One node has at most
-    `workers_per_node` workers.
+    `num_cpus` and `num_gpus` are requested for the replica's actor. `bundles` has the replica's bundle, then one per rank; None for
+    one rank. Each rank has `num_threads` threads. `environment` has the environment variables of the worker's processes. One node
+    has at most `workers_per_node` workers.
     """
 
     num_cpus: float
@@ -63,7 +63,7 @@ class WorkerResources:
 
     @property
     def actor_options(self) -> dict[str, Any]:
-        """The options of the replica's actor; its ranks' actors inherit the runtime environment, if there is any."""
+        """The options of the replica's actor. Its ranks' actors inherit the runtime environment, if there is one."""
         return {
             "num_cpus": self.num_cpus,
             **({"num_gpus": self.num_gpus} if self.num_gpus else {}),
@@ -77,18 +77,18 @@ class WorkerResources:
 
     @property
     def can_start_one_more(self) -> bool:
-        """Whether one more worker can start during a redeploy: shares of cores leave space for it, GPUs may all be in use."""
+        """Whether one more worker can start during a redeploy: the shares of cores leave room for it, but GPUs may all be in
+        use."""
         return not self.has_gpus
 
 
 def worker_resources(
     settings: Settings, machines: ClusterResources, others: Sequence[Settings] = ()
 ) -> WorkerResources:
-    """Choose one GPU per rank if there are GPUs; else divide the cores and their OpenMP threads among all workers and ranks.
+    """Return the resources of one worker: one GPU per rank if there are GPUs, else a share of the cores and their OpenMP threads.
 
-    `others` are the other groups of workers of the same application, which share the cores.
-
-    On CPUs the requests of all workers leave space for one more, so that a new worker starts while an old one drains.
+    `others` are the application's other groups of workers, which share the cores. On CPUs the requests of all workers leave room
+    for one more, so that a new worker can start while an old one drains.
     """
     num_ranks = settings.tensor_parallel_size
     if settings.device == "cuda" or (settings.device == "auto" and machines.num_gpus > 0):
@@ -114,7 +114,7 @@ def worker_resources(
 
 
 def num_workers(settings: Settings) -> int:
-    """The largest number of workers that the settings allow."""
+    """Return the largest number of workers that the settings allow."""
     return max(settings.replicas, settings.max_replicas or 0)
 
 
@@ -131,12 +131,12 @@ def _resources(threads: int, num_ranks: int, *, replica: dict[str, float], rank:
 
 
 def _rounded(cpus: float) -> float:
-    """Round down to hundredths: Ray's granularity is finer, so that sums of shares still fit."""
+    """Round down to hundredths, so that the sum of all shares still fits. Ray's granularity is finer."""
     return math.floor(cpus * 100) / 100
 
 
 def check_gpus(settings: Settings, num_gpus: int) -> str | None:
-    """The reason why this machine has too few GPUs for the workers, or None. Ray would wait for them without an end."""
+    """Return the reason why this machine has too few GPUs for the workers, or None. Ray would wait forever for missing GPUs."""
     if settings.device == "cpu" or (settings.device == "auto" and num_gpus == 0):
         return None
     needed = sum(num_workers(one) * one.tensor_parallel_size for one in (settings, *settings.groups()))

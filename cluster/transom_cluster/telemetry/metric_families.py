@@ -22,9 +22,7 @@ class Family(Generic[M]):
     def __init__(self, metric: M, own_values: Sequence[str]) -> None:
         self._metric = metric
         self._own_values = own_values
-        self._series: dict[
-            tuple[str, ...], M
-        ] = {}  # a cache: `labels` is slow (it makes strings of all values in a lock)
+        self._series: dict[tuple[str, ...], M] = {}  # `labels` is slow: it makes strings of all values under a lock
 
     def of(self, *values: str) -> M:
         """Return one series. It is on the metrics page from now on."""

@@ -1,9 +1,9 @@
-"""Timelines of a router's requests, for `/debug/requests`, span attributes and log lines.
+"""Records timelines of a router's requests, for `/debug/requests`, span attributes and log lines.
 
 - **timeline**: all events of one HTTP request at this router, in order, and its figures. It holds neither prompts nor generated
   text.
-- **summary**: the figures of one timeline on one line of `/debug/requests`.
-- **client**: the owner of a request: a digest of its API key. A client sees only its own requests.
+- **summary**: the figures of one timeline, for one line of `/debug/requests`.
+- **client**: the owner of a request, as a digest of its API key. A client sees only its own requests.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ ONLY_CLIENT = "all"
 
 
 class RequestTimeline(Timeline):
-    """The sink that records the events of one HTTP request and keeps its figures; it is in `store` from the request's arrival on.
+    """The sink that records the events of one HTTP request and keeps its figures. `store` has it after its event `Arrived`.
 
-    `outer_id` is the `x-request-id` header that the request came with. The request arrived `age_s` seconds ago.
+    `outer_id` is the `x-request-id` header of the request. The request arrived `age_s` seconds ago.
     """
 
     __slots__ = (
@@ -81,36 +81,36 @@ class RequestTimeline(Timeline):
         self.endpoint = endpoint
         self.stream = stream
         self.outer_id = outer_id
-        policy = requests[0].kv_policy  # one for all choices
+        policy = requests[0].kv_policy  # all choices have the same policy and grammar
         self.kv_policy = None if policy is None else policy.text
-        self.has_grammar = requests[0].grammar is not None  # likewise
+        self.has_grammar = requests[0].grammar is not None
         self.num_choices = len(requests)
         self.num_prompts = sum(one.choice_index == 0 for one in requests)
         self.num_prompt_tokens = sum(one.num_prompt_tokens for one in requests if one.choice_index == 0)
         self.num_output_tokens = 0  # of all choices; final once the request has ended
-        self.num_hit_tokens = 0  # of all prompts, likewise
-        self.num_resumes = 0  # attempts that were lost
+        self.num_hit_tokens = 0  # of all prompts; final once the request has ended
+        self.num_resumes = 0  # the number of attempts that were lost
         self.first_token_s = 0.0  # when the first token of any choice came; 0 before
         self.workers: dict[str, None] = {}  # in the order in which they were chosen
         self.finish_reasons: dict[int, str] = {}  # by choice
         self.error = ""  # the class of the first error
-        self.has_left = False  # the client
-        self.answer_states: list[str] = []  # "reasoning", "message" or "tool_call", by choice, where they are parsed
-        self.num_tool_calls = 0  # of all choices, begun
-        self.num_reasoning_tokens = 0  # likewise
-        self._choices: Sequence[ChoiceOutput] = ()  # while the request runs
-        self._answers = answers  # likewise
+        self.has_left = False  # the client has disconnected
+        self.answer_states: list[str] = []  # "reasoning", "message" or "tool_call", by choice, if answers are parsed
+        self.num_tool_calls = 0  # calls that have begun, of all choices
+        self.num_reasoning_tokens = 0  # of all choices
+        self._choices: Sequence[ChoiceOutput] = ()  # only while the request runs: their output must not stay in memory
+        self._answers = answers  # only while the request runs
         self._store = store
 
     @property
     def state(self) -> str:
-        """The request's state as a client reads it: running, finished, failed or client left."""
+        """The request's state in a summary: running, finished, failed or client left."""
         if not self.end_s:
             return "running"
         return "client left" if self.has_left else "failed" if self.error else "finished"
 
     def receive(self, event: RequestEvent) -> None:
-        """Record an event, and bring the figures up to date."""
+        """Record an event, and update the figures."""
         now_s = time.time()
         match event:
             case Arrived(choices=choices):
@@ -148,7 +148,7 @@ class RequestTimeline(Timeline):
                 self.finish_reasons[event.choice] = "error"
 
     def _count_tokens(self) -> None:
-        """Read the counts of tokens from the choices that run."""
+        """Read the token counts from the choices while they run."""
         if self._choices:
             self.num_output_tokens = sum(len(choice.token_ids) for choice in self._choices)
             self.num_hit_tokens = sum(choice.num_hit_tokens for choice in self._choices)
@@ -158,7 +158,7 @@ class RequestTimeline(Timeline):
             self.num_reasoning_tokens = sum(answer.num_reasoning_tokens for answer in self._answers)
 
     def summary(self) -> dict[str, Any]:
-        """The request's figures now, as JSON values."""
+        """Return the request's present figures as JSON values."""
         self._count_tokens()
         now_s = time.time()
         return {
@@ -207,7 +207,7 @@ class RequestTimelines:
     ) -> RequestTimeline:
         """Create the timeline of an HTTP request with these choices, which arrived `age_s` seconds ago.
 
-        `answers` are the readers of its choices, where they are parsed.
+        `answers` are the readers of its choices, if answers are parsed.
         """
         return RequestTimeline(
             requests,
@@ -221,9 +221,9 @@ class RequestTimelines:
         )
 
     def find(self, request_id: str, client: str) -> dict[str, Any] | None:
-        """This router's part of the timeline of one of a client's requests, as JSON values; None where it is not known any more.
+        """Return this router's part of the timeline of a client's request, as JSON values; None if the router does not have it.
 
-        `request_id` is the response's id or the `x-request-id` that the request came with.
+        `request_id` is the response's id or the request's `x-request-id` header.
         """
         response_id = response_id_of(request_id)
         for timeline in self._of_client(client):
@@ -234,7 +234,7 @@ class RequestTimelines:
         return None
 
     def summaries(self, client: str, state: str | None, limit: int) -> list[dict[str, Any]]:
-        """Summaries of a client's last requests, the newest first.
+        """Return summaries of a client's last requests, newest first.
 
         `state` selects requests that run (`running`) or that have ended in any way (`finished`); None selects both.
         """

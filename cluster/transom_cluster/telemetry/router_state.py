@@ -1,5 +1,4 @@
-"""Gauges that are read from the router at each scrape: requests, workers, and the versions of the software that the process
-runs."""
+"""The router's gauges that are read at each scrape: numbers of requests and workers, and the versions of the process's software."""
 
 from __future__ import annotations
 
@@ -15,21 +14,22 @@ from transom_core.telemetry.own_labels import OwnLabels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterState:
-    """The numbers of a router at one moment. `desired_workers` is None without autoscaling.
+    """The state of a router at one moment.
 
-    `num_waiting` counts the requests that no worker has, `num_tasks` the asyncio tasks of the router's event loop.
+    `num_waiting` counts the requests that no worker has, and `num_tasks` the asyncio tasks of the router's event loop.
+    `desired_workers` is None without autoscaling.
     """
 
     num_waiting: int
     num_tasks: int
     workers_by_state: Mapping[str, int]
     in_flight_by_worker: Mapping[str, int]
-    workers_by_identity: Mapping[str, int] = field(default_factory=dict)  # of those that take requests
+    workers_by_identity: Mapping[str, int] = field(default_factory=dict)  # counts only workers that take requests
     desired_workers: int | None = None
 
 
 class StateCollector(Collector):
-    """Calls `read` at each scrape and makes gauges of its result, so that a lost worker's series end at once."""
+    """Calls `read` at each scrape and makes gauges from its result, so that a lost worker's series disappear at once."""
 
     def __init__(self, own: OwnLabels) -> None:
         self.read: Callable[[], RouterState] | None = None

@@ -1,7 +1,7 @@
-"""Turns prompts of request bodies into token ids: chat template, tokenizer, and the checks that need the vocabulary.
+"""Turns prompts of request bodies into token ids, with the chat template and the tokenizer, and checks their lengths.
 
-Long texts are tokenised on threads, so that they do not stall the streams: the tokenizer releases Python's global lock. Chats are
-rendered on threads even if they are short, since a chat waits for the process that runs the template.
+Long texts are tokenised on threads, so that they do not stall other clients' streams: the tokenizer releases the GIL. Chats are
+rendered on threads even if they are short, because rendering waits for the process that runs the template.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def render_chat(
     tool_parser: str | None = None,
     check_length: CheckLength,
 ) -> Prompt:
-    """Render messages with the chat template and tokenise the result; it waits for the process that runs the template.
+    """Render messages with the chat template and tokenise the result. The call waits for the process that runs the template.
 
-    `variables` are those of the template, `tools` among them. `tool_parser` names the markup of the model's tool calls.
+    `variables` are the template's variables, including `tools`. `tool_parser` names the markup of the model's tool calls.
 
     Raises:
         RequestError: the model has no template, a message is not text, or the template refuses the messages.
@@ -59,9 +59,9 @@ async def chat_prompt(
     num_variable_chars: int = 0,
     tool_parser: str | None = None,
 ) -> Prompt:
-    """Render messages on a thread, for a request whose prompt has to fit the model's length: see `render_chat`.
+    """Call `render_chat` on a thread, for a request whose prompt must fit the model's length.
 
-    The JSON of `variables` has `num_variable_chars`.
+    `num_variable_chars` is the length of the JSON of `variables`.
     """
     render = functools.partial(
         render_chat,
@@ -87,7 +87,7 @@ async def completion_prompts(
     """Tokenise texts, or take token ids as they are.
 
     Raises:
-        RequestError: a prompt has no token.
+        RequestError: a prompt has no tokens, or all prompts together have too many.
         PromptTooLong: a text exceeds the limits.
     """
     check = _length_check(limits, param="prompt")

@@ -1,8 +1,8 @@
-"""The limits of one HTTP request: the length of each prompt, the tokens of all its prompts, and the response's log-probabilities.
+"""Checks the limits of one HTTP request: the length of each prompt, the tokens of all prompts, and the number of log-probabilities.
 
-An *entry* is one token with its log-probability: every position has the chosen token and `logprobs` alternatives. An entry takes 12
-bytes in the router until it is sent, and 30 to 100 bytes of JSON. Without a bound 100 KB of request could ask for 1.4 GB: 128
-choices that each echo 50,000 prompt tokens with 20 alternatives have 134 million entries.
+An *entry* is one token with its log-probability: every position has one for the chosen token and `logprobs` for alternatives. An
+entry takes 12 bytes in the router until it is sent, and 30 to 100 bytes of JSON. Without a limit, a request of 100 KB could make
+the router hold 1.6 GB: 128 choices that each echo 50,000 prompt tokens with 20 alternatives have 134 million entries.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from transom_core.contract import KvPolicy, SamplingParams, check_kv_policy, max
 from transom_core.errors import PromptTooLong, RequestError
 
 MAX_PROMPT_TOKENS = 2**21
-"""Most prompt tokens of all choices of one HTTP request together. One prompt may be longer if the model allows it."""
+"""The maximum number of prompt tokens of all choices of one HTTP request together. One prompt may be longer if the model allows
+it."""
 MAX_TOKENIZE_BYTES = 2**21
-"""Most bytes of text of one request to /tokenize, and so most tokens: a byte has one at most. More if the model is long enough."""
-LONG_TOKEN_BYTES = 8  # a text of the model's length has mostly fewer bytes for each of its tokens
+"""The maximum number of bytes of text in one request to /tokenize, and so of tokens, since every token has at least one byte. The
+limits are higher if the model's length is greater."""
+LONG_TOKEN_BYTES = 8  # most texts have fewer bytes per token, so a text of the model's length is accepted
 MAX_LOGPROB_ENTRIES = 2**22
-"""Most entries of one response. One sequence of the model's length may have more."""
+"""The maximum number of entries of one response. A response with one sequence of the model's length may have more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
     """The model's limits, against which the router checks a request before it goes to a worker.
 
-    `block_size` is that of the KV cache's blocks in tokens; `kv_policy_obstacle` says why the model's layers cannot follow a KV
-    policy, and is empty if they can. `max_stream_len` is the longest stream of one request, if its policy lets it run past the
-    model's length. `max_choices` is the server's own limit of the sequences of one request.
+    `block_size` is the number of tokens in a KV cache block. `kv_policy_obstacle` says why the model's layers cannot follow a KV
+    policy; it is empty if they can. `max_stream_len` is the longest stream of one request if its policy lets it run past the
+    model's length. `max_choices` is the server's own limit on the sequences of one request.
     """
 
     max_model_len: int
@@ -46,14 +48,14 @@ class ModelLimits:
 
     @property
     def longest_prompt(self) -> int:
-        """The least number of prompt tokens that is refused, whatever the output."""
+        """The smallest number of prompt tokens that is refused even if the request asks for little output."""
         return max_prompt_len(self.longest, self.max_model_len)
 
     def with_kv_policy(self, policy: KvPolicy | None, *, kv_quality: bool, max_tokens: int | None) -> ModelLimits:
         """Return the limits of a request with a KV policy (None: without one) that asks for `max_tokens` output tokens.
 
         Raises:
-            RequestError: the model cannot take the policy, or only with other sizes.
+            RequestError: the model does not support the policy, or not with these sizes.
         """
         check_kv_policy(
             policy,
@@ -67,7 +69,7 @@ class ModelLimits:
 
 
 def check_choices(num_prompts: int, num_choices: int, limits: ModelLimits, *, param: str) -> None:
-    """Check the number of sequences that a request becomes. Raises RequestError."""
+    """Check the number of sequences that a request becomes: one per prompt and choice. Raises RequestError."""
     if num_prompts * num_choices > limits.max_choices:
         raise RequestError(
             f"The request has {num_prompts} prompts and n is {num_choices}; at most {limits.max_choices} choices a request. Send "
@@ -77,7 +79,7 @@ def check_choices(num_prompts: int, num_choices: int, limits: ModelLimits, *, pa
 
 
 def check_total(num_tokens: int, num_choices: int, limits: ModelLimits, *, param: str) -> None:
-    """Check the number of tokens of all prompts, of which each counts once for each of its choices. Raises RequestError."""
+    """Check the number of tokens of all prompts. Each prompt counts once for each of its choices. Raises RequestError."""
     num_counted = num_tokens * num_choices
     max_tokens = max(MAX_PROMPT_TOKENS, limits.longest)
     if num_counted > max_tokens:
@@ -91,9 +93,9 @@ def check_total(num_tokens: int, num_choices: int, limits: ModelLimits, *, param
 def check_length(
     num_prompt_tokens: int, max_tokens: int | None, limits: ModelLimits, *, param: str, at_least: bool = False
 ) -> None:
-    """Check that a prompt, and as many output tokens as the request asks for, fit the model's length. Raises PromptTooLong.
+    """Check that a prompt and the output tokens that the request asks for fit the model's length. Raises PromptTooLong.
 
-    `at_least`: the prompt is not tokenised yet, and has that many tokens or more.
+    With `at_least` the prompt is not fully tokenised yet, and `num_prompt_tokens` is a lower bound.
     """
     max_model_len = limits.longest
     if num_prompt_tokens >= limits.longest_prompt:
@@ -112,7 +114,7 @@ def check_length(
 
 
 def check_tokenize_bytes(num_bytes: int, limits: ModelLimits, *, param: str) -> None:
-    """Check the length of a text whose tokens are asked for, before it is encoded. Raises RequestError."""
+    """Check the length of a text of /tokenize before it is encoded. Raises RequestError."""
     most = max(MAX_TOKENIZE_BYTES, limits.max_model_len * LONG_TOKEN_BYTES)
     if num_bytes > most:
         raise RequestError(
@@ -122,7 +124,10 @@ def check_tokenize_bytes(num_bytes: int, limits: ModelLimits, *, param: str) -> 
 
 
 def check_tokenize_tokens(num_tokens: int, limits: ModelLimits, *, param: str, at_least: bool = False) -> None:
-    """Check the number of tokens that a response of /tokenize would list. Raises PromptTooLong."""
+    """Check the number of tokens that a response of /tokenize would have. Raises PromptTooLong.
+
+    With `at_least` the text is not fully tokenised yet, and `num_tokens` is a lower bound.
+    """
     most = max(MAX_TOKENIZE_BYTES, limits.max_model_len)
     if num_tokens > most:
         raise PromptTooLong(
@@ -134,12 +139,14 @@ def check_tokenize_tokens(num_tokens: int, limits: ModelLimits, *, param: str, a
 def check_logprob_budget(
     prompt_lengths: Sequence[int], params: SamplingParams, limits: ModelLimits, *, param: str
 ) -> None:
-    """Check the number of log-probabilities that a response may have: tokens x (logprobs + 1) x n.
+    """Check the number of log-probabilities that a response may have: tokens x (logprobs + 1) x n, since each position has an entry
+    for the chosen token and one for each alternative, in each of n choices.
 
-    Echoed prompts count with all tokens, and outputs with `max_tokens` tokens, or up to the model's length without it.
+    An echoed prompt counts all its tokens. An output counts `max_tokens` tokens, or, without `max_tokens`, as many as still fit the
+    model's length.
 
     Raises:
-        RequestError: they are more than `MAX_LOGPROB_ENTRIES`, and than one sequence of the model's length has.
+        RequestError: there are more than `MAX_LOGPROB_ENTRIES`, and also more than one sequence of the model's length has.
     """
     top, prompt_top = params.logprobs, params.prompt_logprobs
     if top is None and prompt_top is None:

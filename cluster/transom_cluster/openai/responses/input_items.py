@@ -1,13 +1,13 @@
 """Reads the field `input`: the items of a conversation, which become the messages of a chat.
 
-An **item** is a message, the model's thinking, a tool call or a call's output. A chat message holds what one turn of the model
-produced, so that items are joined: reasoning, a message and calls that stand next to each other become one assistant message.
+An **item** is a message, the model's reasoning, a tool call or a call's output. A chat's assistant message holds everything that
+the model produced in one turn, so neighbouring items are joined: reasoning, a message and calls become one assistant message.
 
 Example: `reasoning, function_call a, function_call b, function_call_output a, function_call_output b` become one assistant message
-with its thinking and two calls, and two messages of the role `tool`.
+with reasoning and two calls, and two messages with the role `tool`.
 
-`instructions`, and system or developer messages at the beginning, become one system message, since many chat templates take a
-system message only in the first place.
+`instructions`, and system or developer messages at the beginning, become one system message, since many chat templates accept only
+one system message, at the beginning.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transom_core.errors import RequestError
 _SYSTEM_ROLES = ("system", "developer")
 _ROLES = ("user", "assistant", *_SYSTEM_ROLES)
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-_HOSTED_ITEMS = frozenset(  # records of what OpenAI's own tools did; they say nothing to another model
+_HOSTED_ITEMS = frozenset(  # records of what OpenAI's hosted tools did; another model cannot use them
     {
         "web_search_call",
         "file_search_call",
@@ -103,11 +103,12 @@ _DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
 
 
 def read_messages(text: Raw, *, instructions: str | None, warnings: list[str]) -> list[Message]:
-    """The chat messages of `instructions` and the field `input`, as JSON objects. Items that are skipped are named in `warnings`.
+    """Return the chat messages of `instructions` and the field `input`, as JSON objects. Each item that is skipped adds a line to
+    `warnings`.
 
     Raises:
         RequestError: the input is neither text nor a list of items, is empty, or an item is malformed or not supported; `param`
-            names it.
+            names the item.
     """
     chat = _Chat(warnings)
     if instructions:
@@ -131,7 +132,8 @@ def read_messages(text: Raw, *, instructions: str | None, warnings: list[str]) -
 
 @dataclass(slots=True)
 class _Chat:
-    """The messages so far. Texts of several items that become one are lists until `joined`: each is copied once."""
+    """Collects the messages of a chat. Texts that several items contribute to are lists until `joined`, so that each is copied
+    once."""
 
     warnings: list[str]
     messages: list[Message] = field(default_factory=list)
@@ -146,7 +148,7 @@ class _Chat:
         return self.messages
 
     def add_item(self, text: Raw, path: str) -> None:
-        """Add one item, or name it in the warnings."""
+        """Add one item, or a warning that it is skipped."""
         kind = decode_field(_TYPE, text, path).type or "message"
         if kind in _HOSTED_ITEMS:
             self.warnings.append(f"{path}: items of type {kind} are skipped")
@@ -168,7 +170,7 @@ class _Chat:
             self._add_call(item, item.arguments)
 
     def add_system(self, text: str) -> None:
-        """Add a system message; at the beginning it joins the one that is there."""
+        """Add a system message. If the chat is only a system message so far, the text joins that message."""
         if self.messages and self.messages[-1]["role"] == "system" and len(self.messages) == 1:
             self.messages[0]["content"].append(text)
         else:
@@ -205,7 +207,7 @@ class _Chat:
         turn.setdefault("tool_calls", []).append(call)
 
     def _turn(self, may_join: Callable[[Message], bool]) -> Message:
-        """The assistant message that the next part of the model's turn joins, or a new one."""
+        """Return the assistant message that the next part of the model's turn joins, or a new one."""
         last = self.messages[-1] if self.messages else None
         if last is None or last["role"] != "assistant" or not may_join(last):
             self.messages.append({"role": "assistant"})
@@ -213,7 +215,7 @@ class _Chat:
 
 
 def _has_not_spoken(turn: Message) -> bool:
-    """Whether an assistant message has reasoning alone so far."""
+    """Return whether an assistant message has neither content nor calls so far."""
     return "content" not in turn and "tool_calls" not in turn
 
 
