@@ -77,7 +77,7 @@ statistics = CompileStatistics()
 
 @cache
 def cpu_kernel(module: str, maker: str, **parameters: Parameter) -> CpuKernel:
-    """The kernel of these parameters; the same object each time."""
+    """Build the kernel of these parameters; the same object each time."""
     return CpuKernel(module, maker, tuple(sorted(parameters.items())))
 
 

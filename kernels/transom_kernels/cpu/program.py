@@ -215,7 +215,7 @@ class _TorchCalls(TorchDispatchMode):
 
 
 def _is_view(result: Any, arguments: Sequence[Any]) -> bool:
-    """Whether the result is memory of an argument, so that a replay has nothing to do.
+    """Return whether the result is memory of an argument, so that a replay has nothing to do.
 
     An operator's schema does not tell: `to`, `reshape` and `contiguous` return views or copies.
     """

@@ -32,7 +32,7 @@ from transom_kernels.quantised_kv.cpu_arguments import CacheArguments
 
 
 def fits_cpu_kernel(inputs: AttentionInputs) -> bool:
-    """Whether the kernels take these tensors: the elements of a query, of a key and of a value must be adjacent."""
+    """Return whether the kernels take these tensors: the elements of a query, of a key and of a value must be adjacent."""
     rows, sinks = (inputs.q, inputs.k_cache, inputs.v_cache), inputs.sink_logits
     return (
         all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in rows)
@@ -162,7 +162,7 @@ def scratch_bytes_of(kind: AttentionKind) -> int:
 
 
 class _Kernels(NamedTuple):
-    """The kernels of one kind of layer, and their sizes."""
+    """Build the kernels of one kind of layer, and their sizes."""
 
     attend: CpuKernel
     combine: CpuKernel

@@ -35,7 +35,7 @@ class TileKernels:
 
 
 class LayerKernels:
-    """The kernels of all layers with equal shapes, strides and options."""
+    """Build the kernels of all layers with equal shapes, strides and options."""
 
     def __init__(self, inputs: PagedInputs) -> None:
         """Raises ValueError where `inputs` do not fit together, or the device lacks the cache's numbers."""

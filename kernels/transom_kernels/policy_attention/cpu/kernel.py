@@ -15,12 +15,12 @@ from transom_kernels.policy_attention.cpu.table import make_table
 
 
 def make_attend(**parameters: Any) -> Any:
-    """The kernel; the parameters are the fields of `AttentionKind`."""
+    """Build the kernel; the parameters are the fields of `AttentionKind`."""
     kind = AttentionKind(**parameters)
     return attend_over(make_attend_tile(kind), make_decode(kind, make_table(decode_layout(kind).shift)))
 
 
 def make_combine(**parameters: Any) -> Any:
-    """The kernel; the parameters are the fields of `AttentionKind`."""
+    """Build the kernel; the parameters are the fields of `AttentionKind`."""
     kind = AttentionKind(**parameters)
     return combine_over(kind, make_table(decode_layout(kind).shift))

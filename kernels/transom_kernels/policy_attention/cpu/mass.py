@@ -2,7 +2,7 @@
 
     mass[b, n] += the sum over the keys of column n, the rows and the heads of sequence b of 2 ** (score - maximum) / sum
 
-Scores are computed again; each row's maximum and sum are the statistics that `attend` has left. An item is a unit of 256 table
+Scores are computed again; each row's maximum and sum are the statistics that `attend` has left. A work item is a unit of 256 table
 indices of one sequence.
 
 Legend: B sequences, N table columns.
@@ -39,7 +39,7 @@ from transom_kernels.policy_attention.cpu.table import make_table, visible_indic
 
 
 def make_add_mass(**parameters: Any) -> Any:
-    """The kernel; the parameters are the fields of `AttentionKind`, with keys instead of values."""
+    """Build the kernel; the parameters are the fields of `AttentionKind`, with keys instead of values."""
     kind = AttentionKind(**parameters)
     layout, group, has_scales, has_soft_cap = decode_layout(kind), kind.group, kind.has_scales, kind.has_soft_cap
     table = make_table(layout.shift)
