@@ -6,7 +6,7 @@
 
 - pair: one token and one expert that it chose; pair t K + k is the k-th expert of token t.
 - place: the number of a row among the sorted rows. Pairs of the same expert keep their order.
-- slot: a kernel's guess where an expert with rows may be. If there are more pairs than experts, slots are experts; otherwise slots
+- slot: where a kernel looks for an expert that has rows. If there are more pairs than experts, slots are experts; otherwise slots
   are places, and the first place of each expert stands for it. Slots without rows are skipped. The number of work items thus
   follows from shapes alone, not from which experts were chosen.
 
