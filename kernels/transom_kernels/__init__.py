@@ -1,1 +1,1 @@
-"""Operators on torch tensors, one folder each: `op.py` (contract), `reference.py` (specification), `kernel.py` and `gpu.py`."""
+"""Operators on torch tensors, one folder each: `op.py` (contract, specification), `cpu.py` and `gpu.py` (launches and kernels)."""

@@ -1,4 +1,4 @@
-"""Tells a listener of each kernel that this process has compiled, or loaded from a cache: a first start compiles for minutes."""
+"""Calls a listener after each kernel that is compiled, or that Triton loads from its cache: a first start compiles for minutes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transom_kernels.launch import has_cpu_kernels, has_triton
 
 @contextmanager
 def compile_news(on_compiled: Callable[[], None]) -> Iterator[None]:
-    """Within this context, `on_compiled` is called on the compiling thread after each kernel, Triton's and CPU kernels alike."""
+    """Within this context, call `on_compiled` on the compiling thread after each compiled kernel, of Triton or for CPUs."""
     _tell(on_compiled)
     try:
         yield

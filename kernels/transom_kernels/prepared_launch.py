@@ -1,12 +1,13 @@
-"""Launches Triton kernels with all that does not change from step to step prepared once.
+"""Launches Triton kernels with little host time: everything that does not change from step to step is prepared once.
 
-Triton's own launch, `kernel[grid](...)`, looks at every argument each time: it binds names, asks whether numbers and pointers are
-multiples of 16, makes a string of the options, and looks the compiled kernel up by all of it. A `PreparedLaunch` keeps a layer's
-numbers and constants, so that only pointers are looked at: the first launch goes through Triton, which compiles, and later ones
-with equal dtypes give their addresses to the compiled kernel.
+Triton's own launch, `kernel[grid](...)`, inspects every argument each time: it binds names, checks whether numbers and pointers
+are multiples of 16, makes a string of the options, and uses all of that as the compiled kernel's key. A `PreparedLaunch` keeps a
+layer's numbers and constants, so that only pointers are inspected. The first launch goes through Triton, which compiles; later
+launches with the same dtypes pass their addresses to the compiled kernel directly.
 
-Every launch goes through Triton in the interpreter, for an address that is no multiple of 16 (the kernel is compiled for such),
-while a profiler listens to launches, and with a Triton whose compiled kernels may take other arguments than those of `VERSIONS`.
+A launch still goes through Triton in four cases: in Triton's interpreter; if an address is not a multiple of 16, as the compiled
+kernel expects; while a profiler listens to launches; and if Triton is not one of `VERSIONS`, since compiled kernels of other
+versions may take other arguments.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ from triton import knobs
 from triton.runtime import JITFunction, driver
 
 VERSIONS = ("3.6.", "3.7.")
-ALIGNMENT = 16  # bytes
+ALIGNMENT = 16  # bytes: Triton compiles pointers to multiples of this to faster loads
 
 
 class PreparedLaunch:
-    """A kernel with its last arguments. Its parameters are pointers, numbers that change from step to step, and the others."""
+    """A kernel with its constant arguments. Its parameters must be pointers, then numbers that change each step, then constants."""
 
     def __init__(self, kernel: Any, arguments: Mapping[str, Any], **options: int) -> None:
-        """`arguments`: by name, every parameter that is the same at each launch; `options`: Triton's, as `num_warps`."""
+        """`arguments` has by name every parameter that is the same at each launch; `options` are Triton's, such as `num_warps`."""
         self._kernel, self._keywords = kernel, {**arguments, **options}
         self._last = tuple(arguments[name] for name in kernel.arg_names if name in arguments)
         self._is_compiled = isinstance(kernel, JITFunction) and triton.__version__.startswith(VERSIONS)
-        self._compiled: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}  # by device, dtypes
+        self._compiled: dict[
+            tuple[Any, ...], tuple[Any, Any, Any]
+        ] = {}  # (device, *dtypes) -> (launcher, function, metadata)
 
     def __call__(self, grid: tuple[int, int, int], pointers: tuple[torch.Tensor, ...], *numbers: int) -> None:
         """Launch on the current stream. The kernel must not specialise `numbers`, which are below 2 ** 31."""

@@ -1,4 +1,4 @@
-"""Device functions that several Triton kernels share, written with operations that Triton's interpreter has."""
+"""Triton functions that several kernels share. They use only operations that Triton's interpreter supports, too."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) is exp2(x * LOG2_E)
 
 @triton.jit
 def tanh(x):
-    """tanh by the sigmoid, since Triton has no tanh without an external library."""
+    """Return tanh(x) = 2 * sigmoid(2 x) - 1, since Triton has no tanh without an external library."""
     return 2 * tl.sigmoid(2 * x) - 1
 
 
 @triton.jit
 def silu(x):
-    """x * sigmoid(x)."""
+    """Return x * sigmoid(x)."""
     return x * tl.sigmoid(x)
 
 
 @triton.jit
 def gelu_tanh(x):
-    """gelu(x) by its tanh approximation."""
+    """Return gelu(x) by its tanh approximation; 1.5957... is 2 * sqrt(2 / pi), since tanh(y) is 2 * sigmoid(2 y) - 1."""
     return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @triton.jit
 def round_to_nearest(x):
-    """The nearest integer, halves to even as torch rounds: adding 1.5 * 2**23 leaves no bits for a fraction."""
+    """Return the nearest integer, ties to even as in torch: adding 1.5 * 2**23 leaves no bits for a fraction."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def multiply_hadamard(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, LOG_BLOCK: tl.constexpr):
-    """Rows [ROWS, WIDTH] times the Hadamard matrix made of blocks of 2 ** LOG_BLOCK, by sums and differences of pairs."""
+    """Return rows [ROWS, WIDTH] times the Hadamard matrix of blocks of 2 ** LOG_BLOCK, by sums and differences of pairs."""
     for i in tl.static_range(LOG_BLOCK):
         pairs = tl.reshape(x, [ROWS, WIDTH // (2 << i), 2, 1 << i])
         first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
@@ -45,7 +45,7 @@ def multiply_hadamard(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, LOG_BLOCK: tl.
 
 @triton.jit
 def partner(i, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The index of the other element of each element's rotary pair, among R elements.
+    """Return the index of the other element of each element's rotary pair, among R elements.
 
     Pairs are (2i, 2i + 1) if INTERLEAVED, else (i, i + R / 2).
     """

@@ -1,4 +1,4 @@
-"""Block copies on CPUs: target[t] = source[s] for each pair of block ids (s, t)."""
+"""Copies of KV cache blocks on CPUs: target[t] = source[s] for each pair of block ids (s, t)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from transom_kernels.cpu.launching import launch
 from transom_kernels.cpu.simd import load_i64, load_u8, load_words, store_u8, store_words
 from transom_kernels.cpu.work import argument, each_item
 
-ITEM_BYTES = 32 << 10  # of a block that one item of work copies
+ITEM_BYTES = 32 << 10  # bytes of a block that one work item copies
 
 
 def copy_blocks_cpu(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """`target[t] = source[s]` for each pair (s, t), all at once: no copy may read or write a block that another copy writes.
+    """Copy `source[s]` to `target[t]` for each pair (s, t), all at once: no copy may read or write what another copy writes.
 
-    `source` and `target` are [ids, bytes] of uint8 with contiguous rows of equal length; the two may be one tensor.
+    `source` and `target` are [ids, bytes] of uint8 with contiguous rows of equal length; they may be the same tensor.
     """
     if not pairs:
         return
@@ -32,7 +32,7 @@ def copy_blocks_cpu(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[
 
 
 def make_copy_blocks() -> Any:
-    """The kernel. An item is a part of one block.
+    """Build the kernel. A work item is a part of one block.
 
     Arguments: 0 source blocks, 1 sources [copies] int64, 2 targets [copies] int64, 3 bytes of a block, 4 stride of the source
     blocks in bytes, 5 bytes of an item, a multiple of 64, 6 target blocks, 7 their stride in bytes.

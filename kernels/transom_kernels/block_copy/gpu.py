@@ -1,4 +1,4 @@
-"""Block copies on GPUs: one launch for copies that do not depend on each other.
+"""Copies of KV cache blocks on GPUs: one launch performs all copies that do not depend on each other.
 
 Legend: C copies, W 32-bit words of a block.
 """
@@ -11,14 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-WORDS = 2048  # 32-bit words that a program copies: 8 KiB
+WORDS = 2048  # 32-bit words that one program copies: 8 KiB
 
 
 def copy_blocks_triton(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """`target[t] = source[s]` for each pair (s, t), all at once: no copy may read a block that another copy writes.
+    """Copy `source[s]` to `target[t]` for each pair (s, t), all at once: no copy may read or write what another copy writes.
 
-    `source` and `target` are [ids, bytes] of uint8. Rows are contiguous and a multiple of 4 bytes wide. The two may be one tensor,
-    the cache's memory and a staging buffer, or a GPU's memory and pinned host memory.
+    `source` and `target` are [ids, bytes] of uint8. Rows are contiguous and a multiple of 4 bytes wide. Both may be the same
+    tensor, the cache's memory and a staging buffer, or a GPU's memory and pinned host memory.
     """
     if not pairs:
         return

@@ -1,6 +1,7 @@
-"""The operators `block_copy` and `block_copy_between`: copy whole KV cache blocks, in order.
+"""The operators `block_copy`, which copies KV cache blocks inside one memory, and `block_copy_between`, between two memories.
 
-A *batch* of copies is a part of the list whose copies do not depend on each other, so that one launch performs them.
+Results are those of one copy after the other. Lists are cut into *batches* of copies that do not depend on each other, so that one
+launch performs a batch.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from transom_kernels.launch import uses_cpu_kernels, uses_triton
 
 Pairs = Sequence[tuple[int, int]]  # (source, target) block ids
 
-# Runs of blocks at least this large pass between host and GPU by copy engines, which leave the multiprocessors to the step; below,
-# starting one copy after the other would take longer than the copies, and one kernel moves all blocks.
+# Blocks of at least this many bytes are copied between host and GPU by copy engines, which leave the multiprocessors to the step.
+# For smaller blocks starting copies would take longer than the copies, so that one kernel moves all of them.
 ENGINE_BYTES = 64 << 10
 
 
 def block_copy(blocks: torch.Tensor, pairs: Pairs) -> None:
-    """Copy `blocks[source]` to `blocks[target]` for each (source, target), with the result of one copy after the other.
+    """Copy `blocks[source]` to `blocks[target]` for each (source, target), as if one copy followed the other.
 
     `blocks` is one KV cache group's view of the cache memory, [ids, ...] of any dtype and strides; a block is everything at one id.
 
@@ -39,11 +40,11 @@ def block_copy(blocks: torch.Tensor, pairs: Pairs) -> None:
 
 
 def block_copy_between(source: torch.Tensor, target: torch.Tensor, pairs: Pairs) -> None:
-    """Copy `source[s]` to `target[t]` for each (s, t), with the result of one copy after the other.
+    """Copy `source[s]` to `target[t]` for each (s, t), as if one copy followed the other.
 
     `source` and `target` are one KV cache group's views of two memories that do not overlap, [ids, bytes] of uint8 with contiguous
-    rows of equal length. At most one of them is a GPU's; the other is then pinned host memory, and the copies run on the current
-    stream.
+    rows of equal length. At most one of them is on a GPU; the other is then pinned host memory, and the copies run on the current
+    CUDA stream.
 
     Raises:
         ValueError: an id is outside its view, or the rows differ in length.
@@ -66,7 +67,7 @@ def block_copy_between(source: torch.Tensor, target: torch.Tensor, pairs: Pairs)
 
 
 def block_copy_reference(blocks: torch.Tensor, pairs: Pairs) -> None:
-    """The specification of `block_copy`, in torch: one copy after the other."""
+    """Copy one block after the other, in torch: the specification of `block_copy`."""
     for source, target in pairs:
         blocks[target] = blocks[source].clone()
 
@@ -80,7 +81,7 @@ def _check_ids(sources: torch.Tensor, targets: torch.Tensor, pairs: Pairs) -> No
 
 
 def _independent_batches(pairs: Pairs) -> list[list[tuple[int, int]]]:
-    """Batches of copies within one memory: none reads or writes a block that another copy of its batch writes."""
+    """Cut copies within one memory into batches: no copy reads or writes a block that another copy of its batch writes."""
     batches: list[list[tuple[int, int]]] = []
     read: set[int] = set()
     written: set[int] = set()
@@ -95,7 +96,7 @@ def _independent_batches(pairs: Pairs) -> list[list[tuple[int, int]]]:
 
 
 def _batches_of_targets(pairs: Pairs) -> list[list[tuple[int, int]]]:
-    """Batches of copies to another memory: no two copies of a batch have the same target."""
+    """Cut copies to another memory into batches: no two copies of a batch have the same target."""
     batches: list[list[tuple[int, int]]] = []
     written: set[int] = set()
     for pair in pairs:
@@ -118,10 +119,10 @@ def _runs(pairs: Pairs) -> Iterator[tuple[int, int, int]]:
 
 
 def _is_rows_of_bytes(blocks: torch.Tensor) -> bool:
-    """Whether `blocks` is a matrix of bytes whose rows are contiguous."""
+    """Return whether `blocks` is a matrix of bytes whose rows are contiguous."""
     return blocks.dtype == torch.uint8 and blocks.dim() == 2 and blocks.stride(1) == 1
 
 
 def _is_rows_of_words(blocks: torch.Tensor) -> bool:
-    """Whether `blocks` is a matrix of bytes whose rows are contiguous 32-bit words, as the Triton kernel needs."""
+    """Return whether `blocks` is a matrix of bytes whose rows are contiguous 32-bit words, as the Triton kernel needs."""
     return _is_rows_of_bytes(blocks) and not blocks.shape[1] % 4

@@ -1,1 +1,1 @@
-"""Kernels for CPUs: numba functions compiled to object code, run by a pool of threads, alone or as a recorded program."""
+"""The runtime of CPU kernels: compiles Python functions to machine code; runs them on a pool of threads, alone or as programs."""

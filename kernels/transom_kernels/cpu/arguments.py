@@ -1,6 +1,6 @@
-"""Declares what a kernel is given: one list of names, from which the launcher's words and the kernel's word numbers are made.
+"""Declares the arguments of a kernel once. The launcher and the kernel derive from it what they need: words and their numbers.
 
-A declaration is a NamedTuple. The launcher fills it by name, and the kernel reads the word of a name:
+A declaration is a NamedTuple. The launcher fills it by name and passes it as a list of 64-bit *words*; the kernel reads word `i`:
 
     class NormArguments(NamedTuple):
         x: torch.Tensor  # [rows, N]
@@ -12,12 +12,12 @@ A declaration is a NamedTuple. The launcher fills it by name, and the kernel rea
     AT = numbers_of(NormArguments)  # AT.x is 0, AT.x_row is 1, AT.eps is 2            in the kernel's module
     x = argument(arguments, AT.x) + row * argument(arguments, AT.x_row)               in the kernel
 
-A field may be a declaration itself, such as a cache with its strides: its words take the field's place. Kernels with code in common
-share a declaration, and add words of their own:
+A field may be a declaration itself, such as a cache with its strides: its words stand at the field's position. Kernels with common
+code share a declaration and append words of their own:
 
     launch(kernel, num_rows, (Shared(x=x, ...), Own(y=y)))         OWN = numbers_of(Own, after=Shared)
 
-Numba compiles the numbers in as constants.
+Numbers of words are constants in the compiled code.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ T = TypeVar("T")
 
 
 class RowArguments(NamedTuple):
-    """A tensor, and the bytes from one of its rows to the next. `work.row_address` finds a row."""
+    """A tensor, and the bytes from one of its rows to the next. `work.row_address` computes a row's address."""
 
     tensor: torch.Tensor | None
     stride: int
 
     @classmethod
     def of(cls, tensor: torch.Tensor | None) -> RowArguments:
-        """The words of a tensor; zeros where there is none."""
+        """Return the words of a tensor; zeros if it is None."""
         return cls(tensor, 0 if tensor is None else tensor.stride(0) * tensor.element_size())
 
 
 def numbers_of(declaration: type[T], *, after: type | None = None) -> T:
-    """The declaration, filled with the numbers of its words instead of their values; they follow the words of `after`."""
+    """Return the declaration filled with the numbers of its words instead of values; they begin after the words of `after`."""
     _, first = (None, 0) if after is None else _numbered(after, 0)
     numbers, _ = _numbered(declaration, first)
     return numbers
 
 
 def _numbered(declaration: type[T], first: int) -> tuple[T, int]:
-    """The declaration filled with numbers from `first` on, and the number after the last."""
+    """Return the declaration filled with numbers from `first` on, and the number after the last one."""
     numbers: list[Any] = []
     for kind in get_type_hints(declaration).values():
         if isinstance(kind, type) and issubclass(kind, tuple):
@@ -68,7 +68,7 @@ def _numbered(declaration: type[T], first: int) -> tuple[T, int]:
 
 
 def words_of(arguments: Arguments) -> tuple[list[int], list[torch.Tensor]]:
-    """The arguments as words, and the tensors among them: a tensor's word is its address, a float's the bits of its float32."""
+    """Return the arguments as words, and the tensors among them. A tensor's word is its address, a float's its float32 bits."""
     words: list[int] = []
     tensors: list[torch.Tensor] = []
     _add_words(arguments, words, tensors)
@@ -93,5 +93,5 @@ def _add_words(arguments: Arguments, words: list[int], tensors: list[torch.Tenso
 
 
 def float_bits(number: float) -> int:
-    """The bits of a float32 as an argument word."""
+    """Return the bits of a float32 as an argument word."""
     return int(struct.unpack("<i", struct.pack("<f", number))[0])

@@ -1,7 +1,7 @@
-"""Checked kernels: every access to memory is compared with the memory that the launch named.
+"""Checked kernels, for tests: they compare every access to memory with the ranges of memory that the launch named.
 
-Kernels work on raw addresses. With TRANSOM_CHECKED_KERNELS=1 they are compiled with a check in front of each load and store; an
-access outside the named ranges goes to a spare page instead, is written down, and makes the launch raise IndexError.
+Kernels work on raw addresses. With TRANSOM_CHECKED_KERNELS=1 they are compiled with a check before each load and store. An access
+outside the named ranges goes to a spare page instead and is recorded, and the launch raises IndexError.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def raise_fault(name: str) -> None:
 
 
 def checked_address(b: ir.IRBuilder, address: ir.Value, num_bytes: ir.Value | int) -> ir.Value:
-    """The address itself; in checked kernels the spare page's address where the access is outside of the named ranges."""
+    """Return the address; in checked kernels, the spare page's address if the access is outside the named ranges."""
     if not CHECKED:
         return address
     size = num_bytes if isinstance(num_bytes, ir.Value) else ir.Constant(_I64, num_bytes)
@@ -71,7 +71,7 @@ def checked_address(b: ir.IRBuilder, address: ir.Value, num_bytes: ir.Value | in
 
 
 def _check_function(module: ir.Module) -> ir.Function:
-    """The function check(address, bytes) -> address, one per module."""
+    """Return the module's function check(address, bytes) -> address, which is made once."""
     name = "transom_check"
     found: Any = module.globals.get(name)
     if found is not None:

@@ -1,6 +1,6 @@
-"""The directory that keeps compiled code between processes: one file for each key, written once.
+"""The directory that caches compiled code across processes: one file for each key, written once.
 
-A file is written under another name and renamed, and carries a digest of its code, so that a process never loads half of one.
+A file is written under another name and then renamed, and it begins with a digest of its code: no process loads half a file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger("transom.worker")
 
 
 def cache_directory() -> Path:
-    """Where compiled code is kept: TRANSOM_CACHE_DIR, else the user's cache directory."""
+    """Return where compiled code is cached: TRANSOM_CACHE_DIR, or else the user's cache directory."""
     given = os.environ.get(CACHE_VARIABLE)
     if given:
         return Path(given)
@@ -30,7 +30,7 @@ def cache_directory() -> Path:
 
 
 def kept_code(key: str, compile_now: Callable[[], bytes]) -> tuple[bytes, bool]:
-    """The code of this key, and whether it was compiled now because the cache did not have it."""
+    """Return the code of this key, and whether it was compiled now because the cache did not have it."""
     path = cache_directory() / "kernels" / f"{key}.o"
     code = _read(path)
     if code is not None:
@@ -41,13 +41,13 @@ def kept_code(key: str, compile_now: Callable[[], bytes]) -> tuple[bytes, bool]:
             return code, False
         _say_that_it_compiles()
         code = compile_now()
-        with contextlib.suppress(OSError):  # a read-only or full disk costs the next start its time, and nothing else
+        with contextlib.suppress(OSError):  # with a read-only or full disk, only the next start takes longer
             _write(path, code)
     return code, True
 
 
 def _read(path: Path) -> bytes | None:
-    """The code in a file; None if there is no file, or a damaged one."""
+    """Return the code in a file; None if the file does not exist or is damaged."""
     with contextlib.suppress(OSError):
         data = path.read_bytes()
         digest, code = data[:32], data[32:]
@@ -65,7 +65,7 @@ def _write(path: Path, code: bytes) -> None:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Within this context no other process is in the context of the same path, so that ranks which start together compile once."""
+    """Hold a file lock within this context, so that tensor-parallel ranks which start together compile a kernel only once."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

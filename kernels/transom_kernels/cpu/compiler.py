@@ -1,8 +1,8 @@
-"""Compiles a kernel to object code: numba translates Python to LLVM's text, and LLVM makes machine code of the whole once.
+"""Compiles a kernel to object code: numba translates Python functions to LLVM IR, and LLVM compiles all of them together, once.
 
-Numba as it is used elsewhere would optimise and load each function that a kernel calls, before it links them into the kernel and
-optimises that: twice the time, for machine code that nothing calls. Here functions are compiled with `_TextCompiler`, a pipeline
-(numba's documented `pipeline_class`) whose result is a `_Text`: it keeps the text, and what to link with it.
+Plain numba would optimise and load each function that a kernel calls, then link them into the kernel and optimise that again: twice
+the time, for machine code that is never called. Here functions are compiled with `_TextCompiler`, a pipeline (numba's documented
+`pipeline_class`) whose result is a `_Text`: the function's IR as text, and the list of what to link with it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _ENTRY = types.void(types.int64, types.int64)  # arguments, thread
 
 
 class _TextCompiler(CompilerBase):
-    """Numba's pipeline, but for where the functions' code goes: to a `_Text`."""
+    """Numba's usual pipeline, except that the code of functions goes to a `_Text`."""
 
     def define_pipelines(self) -> list[Any]:
-        """The passes of a function that is about to be compiled."""
+        """Return the passes of a function that is about to be compiled."""
         self.state.library = _Text(self.state.targetctx.codegen(), self.state.func_id.func_qualname)
         return [DefaultPassBuilder.define_nopython_pipeline(self.state)]
 
 
 class _Text(CodeLibrary):
-    """The code of one function, as LLVM's text, and the libraries of the functions that it calls."""
+    """The LLVM IR of one function, as text, and the libraries of the functions that it calls."""
 
     def __init__(self, codegen: Any, name: str) -> None:
         super().__init__(codegen, name)
@@ -47,15 +47,15 @@ class _Text(CodeLibrary):
         self.libraries: list[CodeLibrary] = []
 
     def add_ir_module(self, ir_module: ir.Module) -> None:
-        """Take a part of the function's code."""
+        """Keep a part of the function's code."""
         self.modules.append(str(ir_module))
 
     def add_linking_library(self, library: CodeLibrary) -> None:
-        """Take the library of a function that this one calls."""
+        """Keep the library of a function that this one calls."""
         self.libraries.append(library)
 
     def get_llvm_str(self) -> str:
-        """The text of this function alone."""
+        """Return the text of this function, without the functions that it calls."""
         return "\n".join(self.modules)
 
     def finalize(self) -> None:
@@ -63,23 +63,23 @@ class _Text(CodeLibrary):
         raise TypeError(f"A function under numba's `njit` calls {self.name}; decorate it with `language.helper`, too.")
 
     def get_function(self, name: str) -> Any:
-        """Functions are not looked up in a text."""
+        """Refuse: functions cannot be looked up in a text."""
         raise NotImplementedError(name)
 
     def get_asm_str(self) -> str:
-        """A text has no machine code."""
+        """Refuse: a text has no machine code."""
         raise NotImplementedError(self.name)
 
     @property
     def codegen(self) -> Any:
-        """What numba tells the Python environment of a loaded function (`set_env`): the text itself, since it is not loaded."""
+        """The object on which numba calls `set_env` for a loaded function: this text, since the function is not loaded."""
         return self
 
     def set_env(self, name: str, environment: Any) -> None:
-        """Kernels have no use for Python objects."""
+        """Do nothing: kernels use no Python objects."""
 
     def get_pointer_to_function(self, name: str) -> int:
-        """The address by which Python would call the function: any but 0, since Python does not."""
+        """Return the address by which Python would call the function. Python never does, so any number but 0 will do."""
         return id(self)
 
 
@@ -105,7 +105,7 @@ def _translated(function: Helper) -> Any:
 
 
 def compile_kernel(function: Callable[[Any, Any], None], symbol: str, target: CpuTarget) -> bytes:
-    """Object code for a processor, with one function `symbol(arguments, thread)` that is visible outside.
+    """Return object code for a processor, with one visible function: `symbol(arguments, thread)`.
 
     Raises:
         ValueError: the kernel, or a function that it calls, raises exceptions or allocates.
@@ -114,7 +114,7 @@ def compile_kernel(function: Callable[[Any, Any], None], symbol: str, target: Cp
         dispatcher = _translate(_ENTRY)(function)
     compiled = dispatcher.overloads[_ENTRY.args]
     module = _linked(compiled.library)
-    # Numba's own wrapper refers to functions of numba, which is not in processes that only load code.
+    # Numba's own wrapper would call functions of numba, which processes that only load cached code do not import.
     wrapper = (
         f"declare i32 @{compiled.fndesc.llvm_func_name}(ptr, ptr, i64, i64)\n"
         f"define void @{symbol}(i64 %arguments, i64 %thread) {{\n"
@@ -132,7 +132,7 @@ def compile_kernel(function: Callable[[Any, Any], None], symbol: str, target: Cp
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Within this context Python's garbage collector rests: a collection takes long in a process with torch."""
+    """Switch Python's garbage collector off within this context: a collection takes long in a process with torch."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -143,7 +143,7 @@ def _without_collections() -> Iterator[None]:
 
 
 def _linked(library: CodeLibrary) -> llvm.ModuleRef:
-    """One module of a function and of all that it calls. The called functions go where they are inlined."""
+    """Return one module with a function and all functions that it calls; `linkonce_odr` lets LLVM drop those that it inlines."""
     first, *others = _libraries(library)
     module = llvm.parse_assembly(first.get_llvm_str())
     for other in others:
@@ -156,8 +156,8 @@ def _linked(library: CodeLibrary) -> llvm.ModuleRef:
 
 
 def _libraries(library: CodeLibrary) -> Iterator[CodeLibrary]:
-    """A function's library, then those of the functions that it calls, each once. Numba's own hold what they call."""
-    seen = {rtsys.library}  # numba's counting of references: a kernel that needs it is refused
+    """Yield a function's library, then those of the functions that it calls, each once. Numba's own contain what they call."""
+    seen = {rtsys.library}  # numba's reference counting is left out; `_check_calls` refuses kernels that need it
     pending = [library]
     while pending:
         next_library = pending.pop(0)
@@ -187,7 +187,7 @@ def _machine(target: CpuTarget) -> llvm.TargetMachine:
 
 
 def _optimise(module: llvm.ModuleRef, machine: llvm.TargetMachine) -> None:
-    """LLVM's passes of level 3, after three that bring loops into the form in which its vectoriser knows them."""
+    """Run LLVM's passes of level 3, after three that bring loops into the form that its vectoriser recognises."""
     options = llvm.create_pipeline_tuning_options(speed_level=0)
     builder = llvm.create_pass_builder(machine, options)
     passes = builder.getModulePassManager()
@@ -202,12 +202,12 @@ def _optimise(module: llvm.ModuleRef, machine: llvm.TargetMachine) -> None:
 
 
 def _check_calls(module: llvm.ModuleRef) -> None:
-    """Refuse code that calls numba's own functions: in a process without numba all of its calls, to any function, would go to 0.
+    """Refuse code that calls numba's own functions: in a process without numba those calls would jump to address 0.
 
     Raises:
         ValueError: the kernel, or a function that it calls, raises exceptions or allocates.
     """
-    process = ctypes.CDLL(None)  # the C library, the mathematical functions and Python's own
+    process = ctypes.CDLL(None)  # finds the functions of the C library, of libm and of Python
     declared = [function.name for function in module.functions if function.is_declaration]
     foreign = [name for name in declared if not name.startswith("llvm.") and not hasattr(process, name)]
     if foreign:

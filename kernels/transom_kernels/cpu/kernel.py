@@ -1,12 +1,12 @@
-"""Compiled kernels: machine code by name, from the cache or compiled now, and loaded into this process.
+"""Compiled kernels: looks a kernel's machine code up in the cache, or compiles it, and loads it into this process.
 
-A kernel is named by its module, the function there that makes it, and the parameters that this function takes:
+A kernel is named by its module, the function there that builds it, and the parameters of that function:
 
     norm = cpu_kernel("transom_kernels.rms_norm.cpu", "make_rms_norm", dtype="bf16")
     norm.address                  # loads it; compiles it if it is not in the cache (`code_cache.py`)
 
-Only compiling (`compiler.py`) imports numba and the kernel's module. The cache's key holds all that the code may depend on: the
-source files that it is made of (`kernel_sources.py`), the parameters, the processor, the versions of Python, numba and llvmlite.
+Only compiling (`compiler.py`) imports numba and the kernel's module. The cache's key covers everything that the code may depend on:
+its source files (`kernel_sources.py`), the parameters, the processor, and the versions of Python, numba and llvmlite.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transom_kernels.cpu.target import CpuTarget, cpu_target
 Parameter = str | int | bool | float | None
 
 _lock = threading.RLock()
-_engines: list[llvm.ExecutionEngine] = []  # own the loaded code, for as long as the process runs
+_engines: list[llvm.ExecutionEngine] = []  # they own the loaded code, which stays as long as the process runs
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class CpuKernel:
 
     @cached_property
     def name(self) -> str:
-        """The kernel's name in errors."""
+        """The kernel's name in error messages."""
         given = ", ".join(f"{name}={value!r}" for name, value in self.parameters)
         return f"{self.module.removeprefix('transom_kernels.')}.{self.maker}({given})"
 
     @cached_property
     def address(self) -> int:
-        """The address of its code. The first call loads it, and compiles it if need be."""
+        """The address of its code. The first access loads the code, and compiles it if the cache does not have it."""
         with _lock:
             begin_s = time.perf_counter()
             code, compiled = _cached_code(self)
@@ -65,7 +65,7 @@ class CpuKernel:
 
 @dataclass(slots=True)
 class CompileStatistics:
-    """What compiling has cost this process, and who is told of each kernel."""
+    """How many kernels this process has compiled, the seconds that took, and the function to call after each."""
 
     num_compiled: int = 0
     compile_s: float = 0.0
@@ -77,7 +77,7 @@ statistics = CompileStatistics()
 
 @cache
 def cpu_kernel(module: str, maker: str, **parameters: Parameter) -> CpuKernel:
-    """The kernel of these parameters; the same object each time."""
+    """Return the kernel of these parameters, always the same object."""
     return CpuKernel(module, maker, tuple(sorted(parameters.items())))
 
 
@@ -94,7 +94,7 @@ def object_code(kernel: CpuKernel, target: CpuTarget | None = None) -> bytes:
 
 
 def cache_key(kernel: CpuKernel) -> str:
-    """The kernel's key in the cache, for this process's processor and versions."""
+    """Return the kernel's key in the cache, for the processor and the versions of this process."""
     versions = (sys.version, version("numba"), version("llvmlite"))
     sources = [sources_digest(module) for module in (kernel.module, "transom_kernels.cpu.compiler")]
     parts = (repr(kernel), repr(CHECKED), *sources, repr(cpu_target()), repr(versions))
@@ -102,7 +102,7 @@ def cache_key(kernel: CpuKernel) -> str:
 
 
 def _cached_code(kernel: CpuKernel) -> tuple[bytes, bool]:
-    """The kernel's object code, and whether it was compiled now."""
+    """Return the kernel's object code, and whether it was compiled now."""
     return kept_code(cache_key(kernel), lambda: object_code(kernel))
 
 

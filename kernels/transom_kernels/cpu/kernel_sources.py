@@ -1,8 +1,8 @@
-"""Which source files a kernel's machine code is made of: its key in the cache covers them, so an edit elsewhere compiles nothing.
+"""Finds the source files that a kernel is compiled from. Its cache key covers only them, so edits elsewhere recompile nothing.
 
 A kernel's module imports what its code calls. The files are those of this module, of the modules that it imports, of those that
-they import, and so on, within its package and `transom_kernels`. Python imports none of them for that: files are searched for
-`from module import name`, in one line or with names in parentheses.
+they import, and so on, within its package and `transom_kernels`. To find them no module is imported: the text of each file is
+searched for `from module import name`, on one line or with names in parentheses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-# They run kernels and are imported by launchers, which may share a file with their kernel: nothing of them is compiled into it.
+# These modules run kernels, and no code of theirs is compiled into one. Launchers import them and may share a file with a kernel.
 _RUNTIME = {
     f"transom_kernels.cpu.{name}"
     for name in (
@@ -34,7 +34,7 @@ _IMPORT = re.compile(r"^ *from ([\w.]+) import (\([^)]*\)|.*)", re.MULTILINE)
 
 
 def sources_digest(module: str) -> str:
-    """A digest of the files that a kernel in this module is made of."""
+    """Return a digest of the files that a kernel in this module is compiled from."""
     digest = hashlib.sha256()
     for name in sorted(used_modules(module)):
         digest.update(name.encode() + b"\0" + _read(name).source + b"\0")
@@ -42,7 +42,7 @@ def sources_digest(module: str) -> str:
 
 
 def used_modules(module: str) -> set[str]:
-    """The module and those that it imports, also through others."""
+    """Return the module and those that it imports, directly or through others."""
     found: set[str] = set()
     pending = [module]
     while pending:
@@ -66,7 +66,7 @@ def _read(module: str) -> _Module:
     source = path.read_bytes()
     names: list[str] = []
     for origin, given in _IMPORT.findall(source.decode()):
-        # what is imported from a package may be a module
+        # a name that is imported from a package may be a module
         names.extend((origin, *(f"{origin}.{name}" for name in re.findall(r"\w+", given))))
     packages = {"transom_kernels", module.partition(".")[0]}
     return _Module(source, [name for name in names if name.partition(".")[0] in packages and _file(name) is not None])
@@ -74,7 +74,7 @@ def _read(module: str) -> _Module:
 
 @cache
 def _file(module: str) -> Path | None:
-    """The file of a module, or of a package's `__init__`; None if there is none."""
+    """Return the file of a module, or of a package's `__init__`; None if there is none."""
     package, *parts = module.split(".")
     spec = find_spec(package)
     for folder in [] if spec is None else spec.submodule_search_locations or ():

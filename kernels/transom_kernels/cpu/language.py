@@ -1,4 +1,4 @@
-"""What kernels are made of: Python functions that numba translates, and functions whose LLVM code this package emits itself.
+"""The language of kernels: Python functions that numba translates, and functions whose LLVM code this package emits itself.
 
     @emits(FLOAT, FLOAT)                     # kinds of the result and of the arguments
     def sqrt(b, x):                          # b: LLVM's builder
@@ -8,8 +8,8 @@
     def length(x, y):                        # called by kernels; numba derives the kinds of its arguments
         return sqrt(x * x + y * y)
 
-Both are only descriptions. The compiler (`compiler.py`) shows them to numba, which is not imported before something is compiled, so
-a launcher may share a file with its kernel. Python cannot call them.
+Decorated functions are only descriptions, which Python cannot call. The compiler (`compiler.py`) shows them to numba. Since numba
+is imported only when something is compiled, a launcher may share a file with its kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 
 class Kind(Enum):
-    """What a value is. Addresses are integers, in bytes."""
+    """The type of a value in a kernel. Addresses are INT, in bytes."""
 
     NOTHING = auto()
     BOOL = auto()
@@ -34,12 +34,12 @@ class Kind(Enum):
 
 NOTHING, BOOL, INT, FLOAT, DOUBLE, FLOATS, INTS = Kind
 
-Kinds = Kind | tuple[Kind, ...]  # of an argument; a tuple of values of one kind
+Kinds = Kind | tuple[Kind, ...]  # the type of an argument: one value, or a tuple of values of one kind
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Emitted:
-    """A function whose code `emit(builder, *LLVM values)` appends; it returns the LLVM value of its result, if it has one."""
+    """A function whose code is appended by `emit(builder, *LLVM values)`, which returns the LLVM value of the result, if any."""
 
     emit: Callable[..., Any]
     result: Kind
@@ -48,22 +48,22 @@ class Emitted:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Helper:
-    """A Python function that kernels call. With `is_inlined` each call becomes the function's code."""
+    """A Python function that kernels call. With `is_inlined` each call is replaced by the function's code."""
 
     function: Callable[..., Any]
     is_inlined: bool
 
 
 def emits(result: Kind, *arguments: Kinds) -> Callable[[Callable[..., Any]], Any]:
-    """Decorates a function (builder, *LLVM values) that appends code to a kernel, and returns its result's LLVM value or None."""
+    """Decorate a function (builder, *LLVM values) that appends code to a kernel and returns its result's LLVM value, or None."""
     return lambda emit: Emitted(emit, result, arguments)
 
 
 def helper(function: Callable[..., Any]) -> Any:
-    """Decorates a function that kernels call."""
+    """Decorate a Python function that kernels call."""
     return Helper(function, is_inlined=False)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """Decorates a `helper` that is never worth a call."""
+    """Decorate a `helper` that is always inlined, since it is too small for a call."""
     return Helper(function, is_inlined=True)

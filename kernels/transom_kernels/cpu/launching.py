@@ -1,9 +1,9 @@
-"""Launches kernels on torch tensors: at once, and into the program that is being recorded.
+"""Launches kernels on torch tensors. While a program is recorded, a launch also becomes one of the program's instructions.
 
     launch(kernel, num_items, NormArguments(x=x, weight=weight, rows=x.shape[0], eps=eps))
 
-Arguments become words (`arguments.py`): a tensor its address, a float the bits of its float32. Where a decode step is recorded
-(`recording.py`), every launch also becomes an instruction of its program.
+Arguments become words (`arguments.py`): a tensor becomes its address, a float the bits of its float32. `program.py` records decode
+steps, somewhat as CUDA graphs do on GPUs.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def launch(
     scratch_bytes: int = 0,
     linked: Sequence[tuple[int, int]] = (),
 ) -> None:
-    """Run a kernel over `num_items` items and wait for it. None becomes 0.
+    """Run a kernel over `num_items` work items and wait for it. An argument None becomes the word 0.
 
-    `num_items` is a tensor of one int64 where a recorded program shall read the number anew in each replay. Each thread has
-    `scratch_bytes` of memory of its own. `linked` is memory whose addresses lie in tensors, as (address, bytes): checked kernels
-    need to know it.
+    `num_items` may be a tensor of one int64: a recorded program then reads the number in each replay. Each thread has
+    `scratch_bytes` of memory of its own. `linked` is memory that the kernel finds by addresses inside its tensors, as (address,
+    bytes); only checked kernels need it.
 
     Raises:
-        IndexError: a checked kernel touched memory outside of its tensors.
+        IndexError: a checked kernel touched memory outside its tensors.
     """
     words, tensors = words_of(arguments)
     count = _read_int(num_items) if isinstance(num_items, torch.Tensor) else num_items
@@ -50,7 +50,7 @@ def launch(
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised memory for a result."""
+    """Return uninitialised memory for a result; while a program is recorded, memory that the program owns."""
     recorder = current_recorder()
     if recorder is not None:
         return recorder.empty(shape, dtype)
@@ -58,11 +58,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address and bytes of the whole memory that a tensor's storage has."""
+    """Return the address and the bytes of a tensor's whole storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
 
 
 def _read_int(tensor: torch.Tensor) -> int:
-    """The value of an int64 tensor of one element, read without a torch operator, which a recording would refuse."""
+    """Return the value of an int64 tensor of one element. A recording would refuse torch's operator for that."""
     return ctypes.c_int64.from_address(tensor.data_ptr()).value

@@ -1,9 +1,9 @@
-"""What follows the sums of a linear layer, in float32, before the one rounding: bias, scale, soft cap and residual; or gate and up.
+"""The end of a linear layer's kernel, in float32 before one rounding: bias, scale, soft cap and residual; or a gated activation.
 
     out = residual + cap(scale * (sums + bias)), where cap(y) is soft_cap * tanh(y / soft_cap)
     out = activation(gate sums + gate bias) * (up sums + up bias)
 
-Sums come as a vector: 16 neighbouring outputs of one row.
+A call gets the sums of 16 neighbouring outputs of one row, as a vector.
 
 Legend: M rows, N output width.
 """
@@ -22,18 +22,21 @@ from transom_kernels.cpu.work import argument, row_address
 
 
 class OutputArguments(NamedTuple):
-    """The words of a layer's output."""
+    """The argument words of a layer's output."""
 
     out: RowArguments  # [M, N]
     num_outputs: int  # N
-    bias: torch.Tensor | None  # float32, padded to whole vectors; of a gated layer 16 gates, their 16 ups, and so on
+    bias: torch.Tensor | None  # float32, padded to whole vectors; gated layers: 16 gates, their 16 ups, and so on
     residual: RowArguments = RowArguments(None, 0)  # [M, N]
     scale: float = 1.0
     soft_cap: float = 0.0  # 0: none
 
 
 def make_store_output(dtype: str, at: OutputArguments) -> Any:
-    """store_output(arguments, sums, row, column): finish and store 16 outputs of a row. `at` has the words' numbers."""
+    """Build store_output(arguments, sums, row, column), which finishes and stores 16 outputs of a row.
+
+    `at` has the numbers of the words of `OutputArguments`.
+    """
     load, load_part, store, store_part, size = row_access(dtype)
 
     @helper
@@ -55,7 +58,7 @@ def make_store_output(dtype: str, at: OutputArguments) -> Any:
 
 
 def make_store_gated(dtype: str, activation: str, at: OutputArguments) -> Any:
-    """store_gated(arguments, gate, up, row, column): finish and store 16 activations of a row."""
+    """Build store_gated(arguments, gate, up, row, column), which finishes and stores 16 activations of a row."""
     _, _, store, store_part, size = row_access(dtype)
     gated = make_gated(activation)
 

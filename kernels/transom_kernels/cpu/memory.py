@@ -1,7 +1,7 @@
-"""Memory from the operating system, in huge pages where it has them.
+"""Memory from the operating system, in huge pages if it has them.
 
-What a decode step reads lies far apart (a weight of hundreds of MB, a layer's part of a block and the next block's), so with small
-pages nearly each read misses the address cache (TLB).
+A decode step reads from addresses that are far apart (weights of hundreds of MB, a layer's part of each KV block), so with small
+pages nearly each read would miss the TLB.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def lazy_memory(num_bytes: int) -> mmap.mmap:
-    """Zeroed memory, which takes space only once it is touched."""
+    """Return zeroed memory, which takes up space only when it is first touched."""
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory would get small pages
     memory = mmap.mmap(-1, num_bytes, flags=private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -23,5 +23,5 @@ def lazy_memory(num_bytes: int) -> mmap.mmap:
 
 
 def lazy_bytes(num_bytes: int) -> torch.Tensor:
-    """`lazy_memory` as a tensor of bytes, which owns it."""
+    """Return `lazy_memory` as a tensor of bytes, which owns it."""
     return torch.frombuffer(lazy_memory(max(1, num_bytes)), dtype=torch.uint8)[:num_bytes]

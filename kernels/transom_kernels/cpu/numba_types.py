@@ -1,4 +1,4 @@
-"""Shows numba the language of kernels (`language.py`): vectors as a type with operators, and functions whose code is emitted."""
+"""Teaches numba the language of kernels (`language.py`): vectors as a type with operators, and functions whose code is emitted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OF_KIND = {
 
 
 def type_of(kinds: Kinds) -> types.Type:
-    """Numba's type of a kind, or of a tuple of values of one kind."""
+    """Return numba's type of a kind, or of a tuple of values of one kind."""
     return types.UniTuple(_OF_KIND[kinds[0]], len(kinds)) if isinstance(kinds, tuple) else _OF_KIND[kinds]
 
 
@@ -72,7 +72,7 @@ def _function_type(function: Emitted) -> types.Type:
     arguments = [type_of(kinds) for kinds in function.arguments]
 
     def generic(self: Any, given: Any, keywords: Any) -> Any:
-        # numba converts what is given, such as int64 to float32
+        # numba converts the given arguments, such as int64 to float32
         return signature(type_of(function.result), *arguments) if len(given) == len(arguments) else None
 
     def lower(context: Any, b: Any, signature: Any, values: Any) -> Any:

@@ -1,10 +1,10 @@
-"""The threads that run CPU kernels: one pool a process, shared by all of its models.
+"""The threads that run CPU kernels: one pool per process, shared by all of its models.
 
-The thread that launches takes part in the work. The others spin for a moment after a run, so that the next run of the same step
-finds them awake, and then park, so that an idle server costs nothing. Items of work are claimed one by one: a thread that lost
-its core to another process delays only the item that it has.
+The launching thread takes part in the work. After a run the other threads spin for a moment, so that the next run of the same step
+finds them awake; then they park, so that an idle server costs nothing. Threads claim work items one by one: a thread that loses its
+core to another process delays only the item that it has claimed.
 
-- run: one handover to the threads, of one instruction or of a program's.
+- run: one handover of work to the threads: a single instruction, or several of a program.
 - instruction: a kernel, its number of items and its arguments (`layout.py`).
 """
 
@@ -26,23 +26,23 @@ from transom_kernels.cpu.kernel import CpuKernel, cpu_kernel
 from transom_kernels.cpu.memory import lazy_memory
 from transom_kernels.cpu.threads import num_threads
 
-# About 50 microseconds: a step launches again sooner, and a parked thread wakes in about 40.
+# About 50 microseconds: the next launch of a step comes sooner, and waking a parked thread takes about 40.
 SPINS_BEFORE_PARKING = 2000
 _MAX_ITEMS = layout.ITEM_MASK
 _FIRST_SCRATCH_BYTES = 1 << 20
 
 _Words = NDArray[np.int64]
-_Entry = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)  # calls release the interpreter's lock
+_Entry = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)  # calls release the GIL
 
 
 class Pool:
-    """`num_threads` threads, the launching one counted."""
+    """`num_threads` threads, including the one that launches."""
 
     def __init__(self, num_threads: int) -> None:
         """Start the threads.
 
         Raises:
-            OSError: the system is not Linux, whose futex parks the threads.  Any other error: kernels cannot be compiled.
+            OSError: the system is not Linux, whose futex parks the threads. Any other error means that kernels cannot be compiled.
         """
         if platform.system() != "Linux":
             raise OSError(f"CPU kernels run on Linux, not on {platform.system()}")
@@ -77,7 +77,7 @@ class Pool:
 
         Raises:
             ValueError: there are too many items or arguments.
-            IndexError: a checked kernel touched memory outside of `ranges`.
+            IndexError: a checked kernel touched memory outside `ranges`.
         """
         address = kernel.address
         with self._lock:
@@ -85,7 +85,7 @@ class Pool:
             self._run(self._one, scratch_bytes, kernel.name, ranges)
 
     def run(self, runnable: Runnable, scratch_bytes: int, ranges: list[tuple[int, int]]) -> None:
-        """Run instructions, each after the one before. Raises IndexError as `run_one` does."""
+        """Run instructions one after the other and wait for them. Raises IndexError as `run_one` does."""
         with self._lock:
             self._run(runnable, scratch_bytes, "program", ranges)
 
@@ -111,7 +111,7 @@ class Pool:
             raise_fault(name)
 
     def _grow_scratch(self, num_bytes: int) -> None:
-        """Give every thread new scratch memory; no run is going on, and a late thread does not touch its scratch."""
+        """Give every thread new scratch memory. No run is in progress, and a thread that comes late does not touch its scratch."""
         self._scratch_bytes = 1 << (num_bytes - 1).bit_length()
         self._scratch = [lazy_memory(self._scratch_bytes) for _ in range(self.num_threads)]
         for words, memory in zip(self._thread_words, self._scratch, strict=True):
@@ -144,14 +144,14 @@ class Runnable:
         self._words[layout.INSTRUCTIONS] = self._instructions.ctypes.data
         self._words[layout.COUNT] = num_instructions
         self._words[layout.SYNC] = self._sync.ctypes.data
-        self.kept: list[object] = []  # what holds the numbers of items that lie elsewhere
+        self.kept: list[object] = []  # tensors from which instructions read their number of items
         self._own_items = self._instructions.ctypes.data + 8 * layout.OWN_ITEMS
         self.address = self._words.ctypes.data
 
     def write(
         self, index: int, kernel_address: int, num_items: int, arguments: Sequence[int], *, items_address: int = 0
     ) -> None:
-        """Write instruction `index`; with `items_address` the threads read the number of items there.
+        """Write instruction `index`. If `items_address` is given, threads read the number of items there in each run.
 
         Raises:
             ValueError: there are too many items or arguments.
@@ -166,11 +166,11 @@ class Runnable:
         self._instructions[begin : first + len(arguments)] = [kernel_address, items_address, num_items, 0, *arguments]
 
 
-_runnables: list[Runnable] = []  # of all programs; never freed, because a late thread of any pool may still read them
+_runnables: list[Runnable] = []  # of all programs; never freed, since a late thread of any pool may still read them
 
 
 def new_runnable(num_instructions: int) -> Runnable:
-    """Room for a program's instructions, which lasts as long as the process."""
+    """Return memory for a program's instructions, which lives as long as the process."""
     _runnables.append(Runnable(num_instructions))
     return _runnables[-1]
 
@@ -180,7 +180,7 @@ _pool_lock = threading.Lock()
 
 
 def pool() -> Pool:
-    """The process's pool; the first call, and the first after `set_num_threads`, starts its threads."""
+    """Return the process's pool. The first call, and the first one after `set_num_threads`, starts its threads."""
     global _pool
     if _pool is None or _pool.num_threads != num_threads():
         with _pool_lock:
@@ -192,7 +192,7 @@ def pool() -> Pool:
 
 
 def _forget_pool() -> None:
-    """A forked child has none of its parent's threads."""
+    """Forget the pool in a forked child, which has none of its parent's threads."""
     global _pool, _pool_lock
     _pool, _pool_lock = None, threading.Lock()
 
@@ -201,12 +201,13 @@ os.register_at_fork(after_in_child=_forget_pool)
 
 
 def _cpu_sets(usable: list[int], index: int, num_threads: int) -> NDArray[np.uint8]:
-    """The sets of cpus for thread `index`, by the cpu that the launching thread is on.
+    """Return a CPU set of thread `index` for each CPU on which the launching thread may be.
 
-    With as many threads as usable cpus each has a cpu of its own. Fewer threads move among all cpus but the launching thread's.
+    If there are as many threads as usable CPUs, each thread has its own CPU. Fewer threads may use all CPUs but the launching
+    thread's.
     """
     sets = np.zeros((8 * layout.CPU_SET_BYTES, 8 * layout.CPU_SET_BYTES), dtype=np.uint8)
-    sets[:, usable] = 1  # where the launching thread may use other cpus
+    sets[:, usable] = 1  # if the launching thread is on a CPU outside `usable`
     for launcher in usable:
         others = [cpu for cpu in usable if cpu != launcher]
         sets[launcher] = 0
@@ -215,7 +216,7 @@ def _cpu_sets(usable: list[int], index: int, num_threads: int) -> NDArray[np.uin
 
 
 def _aligned_words(num_bytes: int) -> _Words:
-    """Zeroed words at a multiple of a page."""
+    """Return zeroed words that begin at a multiple of a page."""
     raw = np.zeros(num_bytes + 4096, dtype=np.uint8)
     begin = -raw.ctypes.data % 4096
     return raw[begin : begin + num_bytes].view(np.int64)

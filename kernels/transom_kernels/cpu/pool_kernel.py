@@ -1,4 +1,4 @@
-"""The code that the pool's threads run: execute the instructions of a run, then spin, then park until the next run."""
+"""The code of the pool's threads: they execute the instructions of a run, then spin, then park until the next run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from transom_kernels.cpu.simd import (
 _X86 = platform.machine() in ("x86_64", "AMD64")
 _FUTEX, _SCHED_YIELD, _SET_AFFINITY, _GET_CPU = (202, 24, 203, 309) if _X86 else (98, 124, 122, 168)  # Linux's numbers
 _WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129
-_SPINS_BEFORE_YIELD = 2000  # about 50 microseconds, far longer than one item of work takes
+_SPINS_BEFORE_YIELD = 2000  # about 50 microseconds, far longer than one work item takes
 
 
 @helper
 def _wait_done(done, tag, items_of):
-    """Wait until all items are finished; return False when the run is over."""
+    """Wait until all items of an instruction are finished; return False if the run is over already."""
     spins = 0
     while True:
         word = atomic_load(done)
@@ -36,13 +36,13 @@ def _wait_done(done, tag, items_of):
             return True
         pause()
         spins += 1
-        if spins > _SPINS_BEFORE_YIELD:  # the thread that has the last item may have lost its core to another process
+        if spins > _SPINS_BEFORE_YIELD:  # the thread with the last item may have lost its core to another process
             system_call(_SCHED_YIELD, 0, 0, 0, 0, 0, 0)
 
 
 @helper
 def _execute(tag, runnable, thread):
-    """Take part in each instruction of a run, in order."""
+    """Take part in the instructions of a run, one after the other."""
     instructions = unchecked_i64(runnable + 8 * layout.INSTRUCTIONS)
     sync = unchecked_i64(runnable + 8 * layout.SYNC)
     for index in range(unchecked_i64(runnable + 8 * layout.COUNT)):
@@ -60,9 +60,9 @@ def _execute(tag, runnable, thread):
 
 @helper
 def _keep_off_launcher(pool, thread):
-    """Move this thread to another cpu than the launching thread's, if that one has moved.
+    """Move this thread off the launching thread's CPU, if the launching thread has moved since.
 
-    Linux may keep two threads on one cpu for as long as a program runs, while another cpu is idle.
+    Otherwise Linux may keep two threads on one CPU for as long as a program runs, while another CPU is idle.
     """
     cpu, masks = unchecked_i64(pool + 8 * layout.LAUNCHER_CPU), unchecked_i64(thread + 8 * layout.MASKS_OF)
     if masks and cpu != unchecked_i64(thread + 8 * layout.LAUNCHER_OF):
@@ -71,7 +71,7 @@ def _keep_off_launcher(pool, thread):
 
 
 def make_run():
-    """The caller's part of a run: publish it, wake parked threads, take part in it, and close it to threads that are late."""
+    """Build the launching thread's part of a run: publish it, wake parked threads, take part, and close it to late threads."""
 
     def run(pool, thread):
         tag = atomic_load(pool + 8 * layout.RUN) + 1
@@ -86,14 +86,14 @@ def make_run():
         if atomic_load(pool + 8 * layout.PARKED) > 0:
             system_call(_FUTEX, pool + 8 * layout.RUN, _WAKE_PRIVATE, 1 << 20, 0, 0, 0)
         _execute(tag, runnable, thread)
-        for index in range(count):  # from here on the caller may write new numbers of items and new instructions
+        for index in range(count):  # now the caller may write new instructions: late threads find no items to claim
             atomic_store(sync + index * layout.SYNC_BYTES, 0)
 
     return run
 
 
 def make_serve():
-    """A pool thread's whole life."""
+    """Build the main function of a pool thread: it takes part in runs until the pool is closed."""
 
     def serve(pool, thread):
         seen = unchecked_i64(thread + 8 * layout.TAG_OF)

@@ -1,14 +1,17 @@
-"""Programs: the launches of a decode step, recorded once and replayed without going through the model's Python code.
+"""Programs: the launches of a decode step, recorded once and replayed without running the model's Python code (like CUDA graphs).
 
-`record_program` runs a function as usual and takes down what it launches. A replay does the same work on the same addresses, so
-inputs are given by writing into the tensors that the recorded function read, and results are found in the tensors that it
-returned. Between kernels a program may have Python calls: torch operators that have no kernel, and the sums over ranks.
+    program, logits = record_program(step, memory)      runs step() and records it
+    tokens.copy_(next_tokens)                           writes inputs into the tensors that step() has read
+    program.replay()                                    does the same work on the same addresses
+    logits                                              now has the new result
 
-Memory for results comes from a `ReplayMemory`, which all programs of a model share, because one replay ends before the next
-begins. A result's memory is used again by later instructions of the same program as soon as the recorded function has dropped it.
+Between kernels a program may have Python calls: torch operators that have no kernel, and the sums over tensor-parallel ranks.
 
-A program must not depend on values that Python read while it was recorded. Torch operators that hand values to Python raise
-`NotRecordable`; operators that do so call `recording.refuse_recording`.
+Memory for results comes from a `ReplayMemory`. All programs of a model share it, since one replay ends before the next begins. As
+soon as the recorded function drops a result, later instructions of the same program may reuse its memory.
+
+A program must not depend on values that Python read while it was recorded. Recording raises `NotRecordable` if a torch operator
+passes values to Python; our own operators that read values call `recording.refuse_recording`.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ _ONLY_ALLOCATES = {
 
 
 class ReplayMemory:
-    """Memory for the results of programs. It grows by chunks, which never move."""
+    """Memory for the results of programs. It grows in chunks, which never move."""
 
     def __init__(self) -> None:
         self.chunks: list[mmap.mmap] = []
@@ -56,14 +59,14 @@ class ReplayMemory:
 
 
 class _Allocator:
-    """Hands out pieces of a `ReplayMemory` during one recording; the first piece that is large enough."""
+    """Allocates pieces of a `ReplayMemory` during one recording: the first free piece that is large enough."""
 
     def __init__(self, memory: ReplayMemory) -> None:
         self._memory = memory
         self._free = [(chunk, 0, len(memory.chunks[chunk])) for chunk in range(len(memory.chunks))]  # sorted
 
     def allocate(self, num_bytes: int) -> Any:
-        """A ctypes array over free memory, which is free again when the array is collected."""
+        """Return a ctypes array over free memory, which becomes free again when the array is collected."""
         size = max(1, -(-num_bytes // _ALIGNMENT)) * _ALIGNMENT
         index = next((index for index, piece in enumerate(self._free) if piece[2] >= size), None)
         if index is None:
@@ -88,7 +91,7 @@ class _Allocator:
 
 
 class Program:
-    """A recorded function. It takes launches down (`recording.Recorder`); `close` ends the recording."""
+    """A recorded function. While it is recorded, launches and calls are added to it (`recording.Recorder`); `close` ends that."""
 
     def __init__(self, memory: ReplayMemory) -> None:
         self._allocator = _Allocator(memory)
@@ -96,7 +99,7 @@ class Program:
         self._steps: list[Callable[[], object]] = []
         self._pending: list[tuple[int, int | torch.Tensor, Sequence[int]]] = []
         self._ranges: list[tuple[int, int]] = []
-        self._kept: list[torch.Tensor] = []  # what the instructions' addresses point at, beyond the replay memory
+        self._kept: list[torch.Tensor] = []  # tensors outside the replay memory whose addresses instructions have
         self._scratch_bytes = 0
         self.num_instructions = 0
         self.num_calls = 0
@@ -125,7 +128,7 @@ class Program:
         self.num_calls += 1
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a result."""
+        """Return memory for a result, which is free for other results once the tensor is collected."""
         num_bytes = dtype.itemsize
         for size in shape:
             num_bytes *= size
@@ -138,10 +141,10 @@ class Program:
         self._end_run()
 
     def replay(self) -> None:
-        """Do what was recorded, over what the inputs hold now.
+        """Do what was recorded, with the present contents of the inputs.
 
         Raises:
-            IndexError: a checked kernel touched memory outside of its tensors.
+            IndexError: a checked kernel touched memory outside its tensors.
         """
         for step in self._steps:
             step()
@@ -155,7 +158,7 @@ class Program:
         return False
 
     def _end_run(self) -> None:
-        """Make one step of the instructions since the last call."""
+        """Make one step of the instructions that were added since the last Python call."""
         if not self._pending:
             return
         pending, ranges = self._pending, self._ranges
@@ -172,7 +175,7 @@ class Program:
 
 
 def record_program(function: Callable[[], T], memory: ReplayMemory) -> tuple[Program, T]:
-    """Run a function, and return the program that does the same again, and what the function returned.
+    """Run a function; return a program that does the same again, and the function's result.
 
     Raises:
         NotRecordable: the function reads computed values in Python.
@@ -185,7 +188,7 @@ def record_program(function: Callable[[], T], memory: ReplayMemory) -> tuple[Pro
 
 
 class _TorchCalls(TorchDispatchMode):
-    """Adds every torch operator that computes something to a program, as a Python call."""
+    """A torch dispatch mode that adds every torch operator which computes something to a program, as a Python call."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -193,9 +196,9 @@ class _TorchCalls(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Say that torch's compiler may trace this mode.
+        """Return False: torch's compiler may trace this mode.
 
-        Otherwise torch imports the compiler when the mode is first used: more than a second of a worker's start.
+        Otherwise torch would import the compiler when the mode is first used, which takes more than a second.
         """
         return False
 
@@ -215,9 +218,9 @@ class _TorchCalls(TorchDispatchMode):
 
 
 def _is_view(result: Any, arguments: Sequence[Any]) -> bool:
-    """Whether the result is memory of an argument, so that a replay has nothing to do.
+    """Return whether the result shares memory with an argument, so that a replay has nothing to do.
 
-    An operator's schema does not tell: `to`, `reshape` and `contiguous` return views or copies.
+    An operator's schema does not say so: `to`, `reshape` and `contiguous` may return views or copies.
     """
     tensors = (
         [result] if isinstance(result, torch.Tensor) else [part for part in result if isinstance(part, torch.Tensor)]

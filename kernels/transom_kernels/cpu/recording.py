@@ -1,6 +1,6 @@
-"""What a thread records: a recorder takes down the launches and the Python calls of a decode step (`program.py`).
+"""The recorder of the current thread, to which the launches and Python calls of a decode step are added (`program.py`).
 
-This module needs no compiler, so that code which also runs on GPUs can import it.
+This module does not need the kernel compiler, so that code which also runs on GPUs can import it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Argument = int | float | torch.Tensor | None
 
 
 class Recorder(Protocol):
-    """Takes down what a thread launches and calls."""
+    """Receives the launches and Python calls of a thread."""
 
     def add(
         self,
@@ -29,13 +29,13 @@ class Recorder(Protocol):
         tensors: Sequence[torch.Tensor],
         scratch_bytes: int,
     ) -> None:
-        """Add a launch; `tensors` are those whose addresses are among the words."""
+        """Add a launch; `tensors` are those whose addresses are among `words`."""
 
     def add_call(self, call: Callable[[], object]) -> None:
         """Add a call of Python code."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a launch's result, which later launches of the program may use again once it is unused."""
+        """Return memory for a launch's result, which later launches of the program may reuse once the tensor is collected."""
 
 
 class NotRecordable(Exception):
@@ -44,20 +44,20 @@ class NotRecordable(Exception):
 
 class _Local(threading.local):
     recorder: Recorder | None = None
-    paused: bool = False  # inside of a Python call that is recorded as a whole
+    paused: bool = False  # True inside a Python call, which is recorded as a whole
 
 
 _local = _Local()
 
 
 def current_recorder() -> Recorder | None:
-    """The recorder of this thread's launches; None where they are not recorded."""
+    """Return the recorder of this thread's launches; None if they are not recorded."""
     return None if _local.paused else _local.recorder
 
 
 @contextmanager
 def record(recorder: Recorder) -> Iterator[None]:
-    """Within this context the thread's launches and calls are added to the recorder."""
+    """Add this thread's launches and calls to the recorder within this context."""
     _local.recorder = recorder
     try:
         yield
@@ -80,7 +80,7 @@ def host_call(call: Callable[[], object]) -> None:
 
 
 def refuse_recording(reason: str) -> None:
-    """Do nothing, except while a program is recorded: operators call this where they read computed values in Python.
+    """Raise if a program is being recorded. Operators call this before they read computed values in Python.
 
     Raises:
         NotRecordable: a program is being recorded.

@@ -1,6 +1,6 @@
-"""Products of some rows of x with some rows of a float32 weight that is not packed: for small matrices, such as routers.
+"""The inner product of small matrices, such as routers: multiplies rows of x by rows of a float32 weight that is not packed.
 
-A product is one chain of multiply-adds in 16 lanes along the row, whatever the tile, so it does not depend on the other rows.
+A product is one chain of multiply-adds in 16 lanes along the row, the same in every tile, so it does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from transom_kernels.cpu.vector_code import (
 
 
 def make_row_products(dtype: str, size: int) -> Any:
-    """Make the function that multiplies a tile: up to `size` rows of x, in `dtype`, by up to `size` rows of the weight.
+    """Build the function that multiplies a tile: up to `size` rows of x, in `dtype`, by up to `size` rows of the weight.
 
-    out[m, n] = sum over k of x[m, k] * weight[n, k], in float32. Arguments, addresses and strides in bytes:
+    out[m, n] = sum over k of x[m, k] * weight[n, k], in float32. Arguments (strides are in bytes):
 
-        x, x_stride, last_x                  the tile's first row of x, from row to row, and the number of its last row, from 0
-        weight, weight_stride, last_weight   likewise of the weight
+        x, x_stride, last_x                  address of the tile's first row of x, stride, and index of its last row, from 0
+        weight, weight_stride, last_weight   the same of the weight
         width                                K, the length of all rows
-        out, out_stride                      where out[0, 0] goes, and from row to row
+        out, out_stride                      address of out[0, 0], and stride
     """
     x_bytes = 4 if dtype == "f32" else 2
 

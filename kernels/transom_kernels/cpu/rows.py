@@ -1,6 +1,6 @@
 """Functions that several kernels call: RMS norm, rotary position embedding (RoPE), Hadamard products, gated activations.
 
-Each `make_*` returns a function for the dtypes given. Rows are addresses and may have any width; gates and ups are vectors.
+Each `make_*` builds a function for the given dtypes. Rows are given by address and may have any width; gates and ups are vectors.
 
 Legend: N row width, R rotated width.
 """
@@ -35,7 +35,7 @@ _GELU_CUBE = 0.044715 * _GELU_SLOPE
 
 
 def make_inverse_rms(dtype: str) -> Any:
-    """inverse_rms(x, N, eps) = 1 / sqrt(mean(x ** 2) + eps) of a row."""
+    """Build inverse_rms(x, N, eps) = 1 / sqrt(mean(x ** 2) + eps) of a row."""
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
 
     @helper
@@ -54,9 +54,10 @@ def make_inverse_rms(dtype: str) -> Any:
 
 
 def make_hadamard() -> Any:
-    """hadamard(x, N, block): multiply a row of float32 by the Hadamard matrix made of blocks, a power of two that divides N.
+    """Build hadamard(x, N, block), which multiplies a row of float32 by the Hadamard matrix (`kv_write.hadamard`) in place.
 
-    The row has whole vectors of memory, in which zeros follow it. The product is sums and differences of pairs 1, 2, 4, ... apart.
+    The matrix has blocks of `block`, a power of two that divides N. The row's memory is padded with zeros to whole vectors. The
+    product is computed as sums and differences of elements that are 1, 2, 4, ... apart.
     """
     add_pairs_1, add_pairs_2, add_pairs_4, add_pairs_8 = (ADD_PAIRS[distance] for distance in (1, 2, 4, 8))
 
@@ -87,7 +88,7 @@ def make_hadamard() -> Any:
 
 
 def make_rotate(dtype: str, table_dtype: str, *, interleaved: bool) -> Any:
-    """rotate(x, cos, signed_sin, R): rotate the pairs of R elements in place, with one row of each table.
+    """Build rotate(x, cos, signed_sin, R), which rotates the pairs of R elements in place, with one row of each table.
 
     For each pair (i, j): x[i], x[j] = x[i] cos[i] + x[j] signed_sin[i],  x[j] cos[j] + x[i] signed_sin[j]. Pairs are
     (i, i + R / 2), or (2i, 2i + 1) if `interleaved`.
@@ -130,7 +131,7 @@ def make_rotate(dtype: str, table_dtype: str, *, interleaved: bool) -> Any:
 
 
 def make_gated(activation: str) -> Any:
-    """gated(gate, up) = activation(gate) * up, where the activation is `silu` or `gelu_tanh`."""
+    """Build gated(gate, up) = activation(gate) * up, where the activation is `silu` or `gelu_tanh`."""
     is_gelu = activation == "gelu_tanh"
 
     @inlined
@@ -146,17 +147,17 @@ def make_gated(activation: str) -> Any:
 
 @inlined
 def limited_gate(gate, limit):
-    """Gates of at most `limit`; NaN stays."""
+    """Return gates clamped to at most `limit`; NaN stays NaN."""
     return keep_nan(vector_min(gate, splat(limit)), gate)
 
 
 @inlined
 def limited_up(up, limit):
-    """Ups in [-limit, limit]; NaN stays."""
+    """Return ups clamped to [-limit, limit]; NaN stays NaN."""
     return keep_nan(vector_max(vector_min(up, splat(limit)), splat(-limit)), up)
 
 
 @inlined
 def soft_capped(y, cap):
-    """cap * tanh(y / cap); NaN stays."""
+    """Return cap * tanh(y / cap); NaN stays NaN."""
     return keep_nan(tanh(y / splat(cap)) * splat(cap), y)

@@ -1,10 +1,10 @@
-"""Functions of kernels (`language.py`): vectors of 16 lanes, loads and stores at raw addresses, reductions, masks, atomics.
+"""The functions that kernels call (`language.py`): vectors of 16 lanes, loads and stores at raw addresses, masks, atomics.
 
-A kernel is a Python function over integers (addresses in bytes), scalars and vectors of float32. A vector lives in a register; it
-is made by `load` functions and `splat`, and combined by `+ - * /` and the functions here. Memory may hold other dtypes: tables
-give the function of each dtype, such as `LOAD["bf16"]`. `vector_code.py` emits the larger functions' LLVM code.
+A kernel is a Python function over integers (addresses in bytes), scalars and vectors of float32. A vector lives in a register;
+`load` functions and `splat` make one, and `+ - * /` and the functions here combine them. Memory may hold other dtypes: tables have
+a function for each dtype, such as `LOAD["bf16"]`. `vector_code.py` emits the LLVM code of the larger functions.
 
-- part: the first `count` of 16 lanes, for widths that are no multiple of 16; the other lanes are 0 and their memory is not touched.
+- part: the first `count` of 16 lanes, for widths that are not multiples of 16; other lanes are 0 and their memory is not touched.
 - mask: an integer with one bit for each lane, bit 0 for lane 0.
 """
 
@@ -67,16 +67,16 @@ def _load_scalar(b, address, dtype):
 NUM_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 
 LOAD = _of_dtypes(lambda dtype: emits(FLOATS, INT)(partial(emit_load, dtype=dtype)))
-"""load(address): 16 numbers."""
+"""load(address): 16 numbers, in float32."""
 
 LOAD_PART = _of_dtypes(lambda dtype: emits(FLOATS, INT, INT)(partial(emit_load_part, dtype=dtype)))
-"""load_part(address, count)."""
+"""load_part(address, count): the first `count` of 16 numbers, in float32."""
 
 STORE = _of_dtypes(lambda dtype: emits(NOTHING, INT, FLOATS)(partial(emit_store, dtype=dtype)))
 """store(address, x): round to the dtype and store."""
 
 STORE_PART = _of_dtypes(lambda dtype: emits(NOTHING, INT, FLOATS, INT)(partial(emit_store_part, dtype=dtype)))
-"""store_part(address, x, count)."""
+"""store_part(address, x, count): round to the dtype and store the first `count` lanes."""
 
 ROUND = _of_dtypes(lambda dtype: emits(FLOATS, FLOATS)(partial(rounded, dtype=dtype)))
 """round(x): the nearest numbers of the dtype, in float32."""
@@ -89,13 +89,13 @@ store_f32, store_part_f32, store_bf16 = STORE["f32"], STORE_PART["f32"], STORE["
 
 
 def row_access(dtype: str) -> tuple[Any, Any, Any, Any, int]:
-    """load, load_part, store and store_part of a dtype, and the bytes of a number."""
+    """Return load, load_part, store and store_part of a dtype, and the bytes of a number."""
     return LOAD[dtype], LOAD_PART[dtype], STORE[dtype], STORE_PART[dtype], NUM_BYTES[dtype]
 
 
 @emits(INTS, INT)
 def load_words(b, address):
-    """16 words of 32 bits."""
+    """Load 16 words of 32 bits."""
     return load(b, address, I32_16, 4)
 
 
@@ -110,31 +110,31 @@ def store_words(b, address, x):
 
 @emits(FLOATS, FLOAT)
 def splat(b, x):
-    """A vector with `x` in every lane."""
+    """Return a vector with `x` in every lane."""
     return broadcast(b, x, F32_16)
 
 
 @emits(FLOATS, FLOATS, FLOATS, FLOATS)
 def fma(b, x, y, z):
-    """x * y + z, rounded once."""
+    """Return x * y + z, rounded once."""
     return multiply_add(b, x, y, z)
 
 
 @emits(FLOATS, FLOATS, FLOATS)
 def vector_max(b, x, y):
-    """The larger of each two lanes; NaN loses."""
+    """Return the larger number of each pair of lanes; a number wins over NaN."""
     return lanewise(b, "maxnum", x, y)
 
 
 @emits(FLOATS, FLOATS, FLOATS)
 def vector_min(b, x, y):
-    """The smaller of each two lanes; NaN loses."""
+    """Return the smaller number of each pair of lanes; a number wins over NaN."""
     return lanewise(b, "minnum", x, y)
 
 
 @emits(FLOATS, FLOATS, FLOATS)
 def vector_max_or_nan(b, x, y):
-    """The larger of each two lanes; NaN wins."""
+    """Return the larger number of each pair of lanes; NaN wins over numbers."""
     larger = b.select(b.fcmp_ordered(">", y, x), y, x)
     return b.select(b.fcmp_unordered("uno", y, y), y, larger)
 
@@ -153,13 +153,13 @@ def vector_sqrt(b, x):
 
 @emits(FLOATS, FLOATS)
 def vector_floor(b, x):
-    """Rounded down."""
+    """Round down."""
     return lanewise(b, "floor", x)
 
 
 @emits(FLOATS, FLOATS, FLOATS)
 def keep_nan(b, result, x):
-    """`result`, but NaN in the lanes where `x` is NaN: `exp`, `sigmoid` and others do not care for NaN."""
+    """Return `result`, with NaN in the lanes where `x` is NaN: `exp`, `sigmoid` and others do not propagate NaN."""
     return b.select(b.fcmp_unordered("uno", x, x), x, result)
 
 
@@ -168,19 +168,19 @@ def keep_nan(b, result, x):
 
 @emits(FLOATS, FLOATS)
 def exp2(b, x):
-    """2 ** x, for x up to 127; 0 below -126."""
+    """Return 2 ** x for x up to 127; 0 for x below -126."""
     return emit_exp2(b, x)
 
 
 @emits(FLOATS, FLOATS)
 def weight_f32(b, x):
-    """2 ** x for finite x up to 0, to the precision of float32."""
+    """Return 2 ** x for finite x up to 0, to the precision of float32."""
     return emit_weight(b, x, 5)
 
 
 @emits(FLOATS, FLOATS)
 def weight_bf16(b, x):
-    """2 ** x for finite x up to 0, to more than the precision of bfloat16."""
+    """Return 2 ** x for finite x up to 0, to more than the precision of bfloat16."""
     return emit_weight(b, x, 3)
 
 
@@ -189,13 +189,13 @@ LOG2_E = 1.4426950408889634
 
 @emits(FLOATS, FLOATS)
 def exp(b, x):
-    """e ** x, for x up to 88; 0 below -87."""
+    """Return e ** x for x up to 88; 0 for x below -87."""
     return emit_exp2(b, b.fmul(x, constant(F32_16, LOG2_E)))
 
 
 @emits(FLOATS, FLOATS)
 def sigmoid(b, x):
-    """1 / (1 + e ** -x)."""
+    """Return 1 / (1 + e ** -x)."""
     limited = lanewise(b, "maxnum", x, constant(F32_16, -87.0))
     other = emit_exp2(b, b.fmul(limited, constant(F32_16, -LOG2_E)))
     return b.fdiv(constant(F32_16, 1.0), b.fadd(constant(F32_16, 1.0), other))
@@ -203,7 +203,7 @@ def sigmoid(b, x):
 
 @emits(FLOATS, FLOATS)
 def tanh(b, x):
-    """tanh(x) = 1 - 2 / (e ** 2x + 1), with x limited to 20 either way, where it is 1 in float32."""
+    """Return tanh(x) = 1 - 2 / (e ** 2x + 1). x is clamped to [-20, 20], since tanh(20) is 1 in float32."""
     x = lanewise(b, "minnum", lanewise(b, "maxnum", x, constant(F32_16, -20.0)), constant(F32_16, 20.0))
     power = emit_exp2(b, b.fmul(x, constant(F32_16, 2 * LOG2_E)))
     two = b.fdiv(constant(F32_16, 2.0), b.fadd(power, constant(F32_16, 1.0)))
@@ -211,7 +211,7 @@ def tanh(b, x):
 
 
 def _double_atanh(b, z, num_factors):
-    """2 atanh(z) = 2 (z + z ** 3 / 3 + z ** 5 / 5 ...), with terms up to z ** (2 `num_factors` + 1)."""
+    """Return 2 atanh(z) = 2 (z + z ** 3 / 3 + z ** 5 / 5 ...), with terms up to z ** (2 `num_factors` + 1)."""
     square, double = b.fmul(z, z), b.fadd(z, z)
     total = constant(F32_16, 1 / (2 * num_factors + 1))
     for term in range(num_factors - 1, 0, -1):
@@ -221,35 +221,36 @@ def _double_atanh(b, z, num_factors):
 
 @emits(FLOATS, FLOATS)
 def log1p(b, x):
-    """log(1 + x) for x from 0 to 1, with all of a small x's digits: 2 atanh(z), where z = x / (2 + x) is at most 1 / 3."""
+    """Return log(1 + x) for x from 0 to 1, precise for small x, too: 2 atanh(z), where z = x / (2 + x) is at most 1 / 3."""
     return _double_atanh(b, b.fdiv(x, b.fadd(x, constant(F32_16, 2.0))), 8)
 
 
 @emits(FLOATS, FLOATS)
 def logarithm(b, x):
-    """The natural logarithm of numbers from 2 ** -126 up, within 1e-7 of its value, or of 1.
+    """Return the natural logarithm of numbers from 2 ** -126 up. The error is at most 1e-7 times the larger of result and 1.
 
-    x = 2 ** exponent * mantissa, where the mantissa lies between sqrt(1 / 2) and sqrt(2); its logarithm is 2 atanh(z).
+    x = 2 ** exponent * mantissa with a mantissa between sqrt(1 / 2) and sqrt(2), whose logarithm is 2 atanh(z) with
+    z = (mantissa - 1) / (mantissa + 1).
     """
     bits = b.sub(b.bitcast(x, I32_16), constant(I32_16, 0x3F3504F3))  # the bits of sqrt(1 / 2)
     exponent = b.ashr(bits, constant(I32_16, 23))
     mantissa = b.bitcast(b.sub(b.bitcast(x, I32_16), b.shl(exponent, constant(I32_16, 23))), F32_16)
     z = b.fdiv(b.fsub(mantissa, constant(F32_16, 1.0)), b.fadd(mantissa, constant(F32_16, 1.0)))
     whole = b.sitofp(exponent, F32_16)
-    # log(2) as the sum of two numbers, the first with so few bits that its product with an exponent is exact
+    # log(2) as the sum of two numbers; the first has few bits, so that its product with an exponent is exact
     low = multiply_add(b, whole, constant(F32_16, -2.12194440e-4), _double_atanh(b, z, 4))
     return multiply_add(b, whole, constant(F32_16, 0.693359375), low)
 
 
 @emits(FLOATS, FLOATS)
 def sine(b, x):
-    """sin(x) within 1e-7, for x up to some millions."""
+    """Return sin(x) within 1e-7, for x up to some millions."""
     return emit_sine(b, x, 0)
 
 
 @emits(FLOATS, FLOATS)
 def cosine(b, x):
-    """cos(x) within 1e-7, for x up to some millions."""
+    """Return cos(x) within 1e-7, for x up to some millions."""
     return emit_sine(b, x, 1)
 
 
@@ -258,7 +259,7 @@ def cosine(b, x):
 
 @emits(FLOATS, FLOATS)
 def swap_neighbours(b, x):
-    """Lanes 1, 0, 3, 2 and so on: the two of each pair change places."""
+    """Swap the two lanes of each pair of neighbours: 1, 0, 3, 2 and so on."""
     return shuffle(b, x, x, [lane ^ 1 for lane in range(LANES)])
 
 
@@ -269,24 +270,24 @@ def _add_pairs(b, x, distance):
 
 
 ADD_PAIRS = {distance: emits(FLOATS, FLOATS)(partial(_add_pairs, distance=distance)) for distance in (1, 2, 4, 8)}
-"""add_pairs(x) of lanes that are 1, 2, 4 or 8 apart: their sum in the first lane of each pair, their difference in the second."""
+"""Distance -> add_pairs(x), for pairs of lanes that far apart: the first lane gets the sum, the second the difference."""
 
 
 @emits(FLOAT, FLOATS)
 def lane_sum(b, x):
-    """The sum of the lanes, in a fixed order."""
+    """Return the sum of the lanes, added in a fixed order."""
     return horizontal_sum(b, x)
 
 
 @emits(FLOAT, FLOATS)
 def lane_max(b, x):
-    """The largest lane."""
+    """Return the largest lane."""
     return b.call(function(b, f"llvm.vector.reduce.fmax.v{LANES}f32", F32, [F32_16]), [x])
 
 
 @emits(FLOATS, FLOATS, INT, FLOAT)
 def keep_part(b, x, count, other):
-    """The first `count` lanes of `x`, and `other` in the lanes after them."""
+    """Return the first `count` lanes of `x`, with `other` in the lanes after them."""
     return b.select(lane_mask(b, count), x, broadcast(b, other, F32_16))
 
 
@@ -299,32 +300,32 @@ def _bits_of(b, lanes):
 
 @emits(INT, FLOATS, FLOATS)
 def lanes_greater(b, x, y):
-    """The mask of lanes where x > y; NaN is not greater, and nothing is greater than NaN."""
+    """Return the mask of lanes where x > y; NaN is not greater, and nothing is greater than NaN."""
     return _bits_of(b, b.fcmp_ordered(">", x, y))
 
 
 @emits(INT, FLOATS, FLOATS)
 def lanes_at_least(b, x, y):
-    """The mask of lanes where x >= y."""
+    """Return the mask of lanes where x >= y; not those with NaN."""
     return _bits_of(b, b.fcmp_ordered(">=", x, y))
 
 
 @emits(FLOATS, FLOATS, INT, FLOAT)
 def keep_lanes(b, x, mask, other):
-    """`x` in the lanes of a mask, and `other` in the others."""
+    """Return `x` in the lanes of a mask, and `other` in the rest."""
     lanes = b.bitcast(b.trunc(mask, I16), ir.VectorType(I1, LANES))
     return b.select(lanes, x, broadcast(b, other, F32_16))
 
 
 @emits(INT, INT)
 def count_bits(b, mask):
-    """How many bits of a mask are set."""
+    """Return how many bits of a mask are set."""
     return b.call(function(b, "llvm.ctpop.i64", I64, [I64]), [mask])
 
 
 @emits(INT, INT)
 def lowest_bit(b, mask):
-    """The number of the lowest bit that is set, of at least one."""
+    """Return the number of the lowest set bit; at least one must be set."""
     return b.call(function(b, "llvm.cttz.i64", I64, [I64, I1]), [mask, ir.Constant(I1, 1)])
 
 
@@ -333,7 +334,7 @@ def lowest_bit(b, mask):
 
 @emits(INT, INT)
 def load_i64(b, address):
-    """An int64."""
+    """Load an int64."""
     return load(b, address, I64, 8)
 
 
@@ -345,7 +346,7 @@ def store_i64(b, address, x):
 
 @emits(INT, INT)
 def load_i32(b, address):
-    """An int32, as int64."""
+    """Load an int32, as int64."""
     return b.sext(load(b, address, I32, 4), I64)
 
 
@@ -357,7 +358,7 @@ def store_i32(b, address, x):
 
 @emits(INT, INT)
 def load_u8(b, address):
-    """A byte, as int64."""
+    """Load a byte, as int64."""
     return b.zext(load(b, address, I8, 1), I64)
 
 
@@ -375,7 +376,7 @@ def store_scalar_f32(b, address, x):
 
 @emits(DOUBLE, INT)
 def load_scalar_f64(b, address):
-    """A float64."""
+    """Load a float64."""
     return load(b, address, F64, 8)
 
 
@@ -387,13 +388,13 @@ def store_scalar_f64(b, address, x):
 
 @emits(FLOAT, DOUBLE)
 def float32(b, x):
-    """The nearest float32 of a float64 or an integer."""
+    """Return the float32 nearest to a float64 or an integer."""
     return b.fptrunc(x, F32)
 
 
 @emits(FLOAT, INT)
 def float_of_bits(b, word):
-    """The float32 whose bits are the low 32 of an argument word (`arguments.float_bits`)."""
+    """Return the float32 whose bits are the low 32 of an argument word (`arguments.float_bits`)."""
     return b.bitcast(b.trunc(word, I32), F32)
 
 
@@ -403,23 +404,23 @@ def _turn_negative(b, bits):
 
 @emits(INT, FLOAT)
 def sort_key(b, x):
-    """An integer in the order of float32 numbers; neighbouring integers are neighbouring numbers."""
+    """Return an integer such that integers are ordered as the floats are; neighbouring integers stand for neighbouring floats."""
     return b.sext(_turn_negative(b, b.bitcast(x, I32)), I64)
 
 
 @emits(FLOAT, INT)
 def float_of_sort_key(b, key):
-    """The float32 with this sort key."""
+    """Return the float32 with this sort key."""
     return b.bitcast(_turn_negative(b, b.trunc(key, I32)), F32)
 
 
 @emits(FLOAT, FLOAT)
 def sqrt(b, x):
-    """The square root."""
+    """Return the square root."""
     return b.call(function(b, "llvm.sqrt.f32", F32, [F32]), [x])
 
 
-# --- words of threads, which checked kernels do not compare with the launch's memory
+# --- words of arguments and threads, which checked kernels do not check
 
 
 def _word_at(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
@@ -428,7 +429,7 @@ def _word_at(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 @emits(INT, INT)
 def unchecked_i64(b, address):
-    """An int64 of a kernel's arguments or of its thread."""
+    """Load an int64 of a kernel's arguments or of its thread."""
     return b.load(_word_at(b, address), align=8)
 
 
@@ -440,26 +441,26 @@ def store_i64_unchecked(b, address, x):
 
 @emits(INT, INT, INT)
 def argument(b, arguments, index):
-    """Argument word `index` of a kernel."""
+    """Return argument word `index` of a kernel."""
     return b.load(_word_at(b, b.add(arguments, b.mul(index, int64(8)))), align=8)
 
 
 @emits(FLOAT, INT, INT)
 def float_argument(b, arguments, index):
-    """Argument word `index` of a kernel, whose low 32 bits are a float32 (`launching.float_bits`)."""
+    """Return argument word `index` of a kernel, whose low 32 bits are a float32 (`arguments.float_bits`)."""
     word = b.load(_word_at(b, b.add(arguments, b.mul(index, int64(8)))), align=8)
     return b.bitcast(b.trunc(word, I32), F32)
 
 
 @emits(INT, INT)
 def atomic_load(b, address):
-    """Load an int64; what was stored before by the thread that released it is visible."""
+    """Load an int64 (acquire): everything that the thread which released it had stored is then visible."""
     return b.load_atomic(_word_at(b, address), "acquire", 8)
 
 
 @emits(NOTHING, INT, INT)
 def atomic_store(b, address, x):
-    """Store an int64 and release what was stored before."""
+    """Store an int64 (release): everything that this thread stored before becomes visible with it."""
     b.store_atomic(x, _word_at(b, address), "release", 8)
 
 
@@ -471,7 +472,7 @@ def atomic_add(b, address, x):
 
 @emits(BOOL, INT, INT, INT)
 def compare_and_swap(b, address, old, new):
-    """Replace `old` by `new` at an address; whether it was `old`."""
+    """Replace `old` by `new` at an address; return whether `old` was there."""
     return b.extract_value(b.cmpxchg(_word_at(b, address), old, new, "seq_cst", "seq_cst"), 1)
 
 
@@ -494,5 +495,5 @@ def call(b, kernel, arguments, thread):
 
 @emits(INT, *[INT] * 7)
 def system_call(b, *arguments):
-    """Linux's system call of a number, with six arguments."""
+    """Make a Linux system call: its number, then six arguments."""
     return b.call(function(b, "syscall", I64, [I64] * 7), arguments)

@@ -1,7 +1,7 @@
-"""The processor that CPU kernels are compiled for: its LLVM name, and the instruction sets that kernels choose by.
+"""The processor that CPU kernels are compiled for: its LLVM name, and the instruction sets by which kernels choose their code.
 
-`TRANSOM_CPU` names another processor, in LLVM's names, such as `haswell` (AVX2) or `cascadelake` (AVX-512 with VNNI): code for
-it then also runs here if this processor has all of its instructions.
+`TRANSOM_CPU` names another processor to compile for, by its LLVM name, such as `haswell` (AVX2) or `cascadelake` (AVX-512 with
+VNNI). Its code runs here if this processor has all of its instructions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _XFEATURE_XTILEDATA = 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuTarget:
-    """A processor in LLVM's terms. `features` lists the instruction sets as LLVM's `+name,-name`; empty: those of `name`."""
+    """A processor in LLVM's terms. `features` are instruction sets as `+name,-name`; if empty, those that LLVM knows of `name`."""
 
     triple: str
     name: str
@@ -37,7 +37,7 @@ class CpuTarget:
     avx_vnni: bool = False  # products of four 8-bit integers over 256 bits (AVX-VNNI), without AVX-512
 
 
-# What processors in LLVM's list have, for names that differ from this processor's.
+# LLVM's name of a processor -> the instruction sets that kernels ask for; used for processors other than this one
 _KNOWN = {
     "haswell": {"avx2"},
     "alderlake": {"avx2", "avxvnni"},
@@ -53,7 +53,7 @@ _KNOWN = {
 
 @cache
 def cpu_target() -> CpuTarget:
-    """The processor to compile for: this one, or the one that `TRANSOM_CPU` names.
+    """Return the processor to compile for: this one, or the one that `TRANSOM_CPU` names.
 
     Raises:
         ValueError: `TRANSOM_CPU` names an unknown processor.
@@ -70,7 +70,7 @@ def cpu_target() -> CpuTarget:
 
 
 def named_target(name: str) -> CpuTarget:
-    """A processor of the list above, on this operating system."""
+    """Return a processor of `_KNOWN`, on this operating system."""
     return _target(llvm.get_process_triple(), name, "", _KNOWN[name])
 
 
@@ -92,7 +92,7 @@ def _target(triple: str, name: str, flags: str, given: set[str]) -> CpuTarget:
 
 @cache
 def _tiles_allowed() -> bool:
-    """Ask Linux for the tile registers of AMX, once per process; threads started later inherit the permission."""
+    """Ask Linux for permission to use AMX's tile registers, once per process; threads that start later inherit it."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return False
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)

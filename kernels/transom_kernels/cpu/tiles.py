@@ -1,11 +1,12 @@
-"""Tile products of bfloat16 (AMX) for kernels.
+"""Products of bfloat16 matrices by AMX tile registers, inside kernels.
 
 A tile is a register of 16 rows of 64 bytes. A *step* multiplies a tile of x (up to 16 rows of 32 numbers) by a tile of the
-weight (16 pairs of 16 outputs, pair after pair) and adds the product to a tile of sums (rows of 16 float32). The processor adds
-a step's products in an order of its own, which is the same for any number of rows.
+weight (16 rows, each with a pair (k, k + 1) of 16 outputs) and adds the product to a tile of sums (rows of 16 float32). The
+processor adds the products of a step in an order of its own, which is the same for any number of rows. A kernel calls
 
-A thread calls `configure_tiles` before its products and `release_tiles` after them: in between, the operating system saves 8 KiB
-more whenever it switches threads.
+    configure_tiles(memory, num_rows)
+    tile_product(...)                   as often as needed
+    release_tiles()                     until then the operating system saves 8 KiB more at each thread switch
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from transom_kernels.cpu.bounds import checked_address
 from transom_kernels.cpu.language import INT, NOTHING, emits
 from transom_kernels.cpu.vector_code import I8, Loop, emit_prefetch, function, int64, store
 
-CONFIG_BYTES = 64  # of scratch, for `configure_tiles`
-STEP_BYTES = 1024  # of a panel's weights
+CONFIG_BYTES = 64  # of scratch that `configure_tiles` needs
+STEP_BYTES = 1024  # of a panel that one step multiplies
 
-_AHEAD = 2048  # bytes from the weights in use to those that are fetched
-_SUMS, _ROWS, _WEIGHTS = 0, 4, 6  # tiles 0 to 3, 4 and 5, 6 and 7
+_AHEAD = 2048  # bytes from the weights in use to those that are prefetched
+_SUMS, _ROWS, _WEIGHTS = 0, 4, 6  # tiles 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 weights
 _BYTE = ir.PointerType(I8)
 
 
 @emits(NOTHING, INT, INT)
 def configure_tiles(b, memory, num_rows):
-    """Set up the tiles for `num_rows` rows of x (1 to 16). `memory` is scratch."""
+    """Set up the tiles for `num_rows` rows of x (1 to 16). `memory` is CONFIG_BYTES of scratch."""
     widths = int64(0x0040_0040_0040_0040)  # bytes in a row of each of four tiles
     rows = b.or_(b.mul(num_rows, int64(0x0101_0101_0101)), int64(0x1010 << 48))  # of tiles 0 to 5, and of 6 and 7
     palette, nothing = int64(1), int64(0)
@@ -39,19 +40,19 @@ def configure_tiles(b, memory, num_rows):
 
 @emits(NOTHING)
 def release_tiles(b):
-    """Give the tiles back."""
+    """Release the tile registers."""
     _call(b, "tilerelease")
 
 
 def make_tile_product(num_row_tiles: int) -> Any:
-    """Make the function that multiplies one or two tiles of rows by two panels. Arguments, addresses and strides in bytes:
+    """Build the function that multiplies one or two tiles of rows by two panels. Its arguments (strides are in bytes):
 
-    rows, row_stride     of x: the first row of each tile (a tuple), and from row to row
-    weights              of the panels (a tuple)
+    rows, row_stride     addresses of the first row of each tile of x (a tuple), and stride
+    weights              addresses of the panels (a tuple)
     num_steps            at least 1
-    sums, sum_stride     the first row of each tile of sums (a tuple), and from row to row; panels lie 64 bytes apart
-    adds                 1: the sums in memory are added to; 0: they are overwritten
-    num_rows             of each tile, as configured
+    sums, sum_stride     addresses of the first row of each tile of sums (a tuple), and stride; the second panel's 64 bytes further
+    adds                 1: products are added to the sums in memory; 0: the sums are overwritten
+    num_rows             rows of each tile, as configured
     """
 
     @emits(NOTHING, (INT,) * num_row_tiles, INT, (INT, INT), INT, (INT,) * num_row_tiles, INT, INT, INT)

@@ -1,10 +1,10 @@
-"""LLVM code of vectors of 16 lanes, for the intrinsics of `simd.py` and for kernels that build their inner loops themselves.
+"""Emits LLVM code for vectors of 16 lanes, for the functions of `simd.py` and for kernels that emit their inner loops themselves.
 
 Each function appends instructions to an LLVM builder and returns the value that they compute. On processors with narrower
-registers LLVM splits a vector. Where a processor has an instruction of its own (bfloat16 pairs, 8-bit quads), this module alone
-chooses it.
+registers LLVM splits a vector. Only this module chooses instructions that some processors have and others lack (products of
+bfloat16 pairs or of 8-bit quads).
 
-- part: the first `count` of 16 lanes, for widths that are no multiple of 16; the other lanes are 0 and are not stored.
+- part: the first `count` of 16 lanes, for widths that are not multiples of 16; the other lanes are 0 and are not stored.
 - pair: two bfloat16 numbers in the 32 bits of one lane; the first is in the low half.
 - quad: four 8-bit integers in the 32 bits of one lane.
 
@@ -56,22 +56,22 @@ def function(b: ir.IRBuilder, name: str, result: ir.Type, arguments: list[ir.Typ
 
 
 def int64(value: int) -> ir.Constant:
-    """A constant of 64 bits."""
+    """Return a 64-bit constant."""
     return ir.Constant(I64, value)
 
 
 def int32(value: int) -> ir.Constant:
-    """A constant of 32 bits."""
+    """Return a 32-bit constant."""
     return ir.Constant(I32, value)
 
 
 def constant(vector: ir.VectorType, value: float) -> ir.Constant:
-    """A vector with `value` in every lane."""
+    """Return a constant vector with `value` in every lane."""
     return ir.Constant(vector, [value] * vector.count)
 
 
 def float32_constant(number: float) -> ir.Constant:
-    """The nearest float32: LLVM takes no other constants of that type."""
+    """Return a constant of the float32 nearest to `number`; LLVM rejects numbers that are not exactly a float32."""
     return ir.Constant(F32, struct.unpack("<f", struct.pack("<f", number))[0])
 
 
@@ -88,7 +88,7 @@ def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, align: int = 1) -
 
 
 def num_bytes(kind: ir.Type) -> int:
-    """The bytes of a value in memory."""
+    """Return the bytes of a value in memory."""
     if isinstance(kind, ir.VectorType):
         return int(kind.count) * num_bytes(kind.element)
     if isinstance(kind, ir.IntType):
@@ -97,7 +97,7 @@ def num_bytes(kind: ir.Type) -> int:
 
 
 def emit_prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
-    """Ask for a cache line that is read soon; any address is allowed."""
+    """Prefetch a cache line that will be read soon; any address is allowed."""
     byte = ir.PointerType(I8)
     fetch = function(b, "llvm.prefetch.p0", ir.VoidType(), [byte, I32, I32, I32])
     b.call(fetch, [b.inttoptr(address, byte), int32(0), int32(3), int32(1)])
@@ -107,13 +107,13 @@ def emit_prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
 
 
 def emit_load(b: ir.IRBuilder, address: ir.Value, dtype: str) -> ir.Value:
-    """16 numbers of a dtype, in float32."""
+    """Load 16 numbers of a dtype, as float32."""
     element = F32 if dtype == "f32" else I16
     return widened(b, load(b, address, ir.VectorType(element, LANES), num_bytes(element)), dtype)
 
 
 def emit_load_part(b: ir.IRBuilder, address: ir.Value, count: ir.Value, dtype: str) -> ir.Value:
-    """The first `count` of 16 numbers of a dtype, in float32."""
+    """Load the first `count` of 16 numbers of a dtype, as float32."""
     element, name = (F32, "f32") if dtype == "f32" else (I16, "i16")
     vector, masks = ir.VectorType(element, LANES), ir.VectorType(I1, LANES)
     address = checked_address(b, address, b.mul(count, int64(num_bytes(element))))
@@ -139,13 +139,13 @@ def emit_store_part(b: ir.IRBuilder, address: ir.Value, x: ir.Value, count: ir.V
 
 
 def lane_mask(b: ir.IRBuilder, count: ir.Value) -> ir.Value:
-    """Which of 16 lanes are below `count`."""
+    """Return which of 16 lanes are below `count`, as bits."""
     lanes = ir.Constant(I32_16, list(range(LANES)))
     return b.icmp_signed("<", lanes, broadcast(b, b.trunc(count, I32), I32_16))
 
 
 def repeated_rows(b: ir.IRBuilder, first: ir.Value, stride: ir.Value, last: ir.Value, count: int) -> list[ir.Value]:
-    """The addresses of `count` rows; after the row with number `last` that row is repeated."""
+    """Return the addresses of `count` rows; rows after number `last` get the address of row `last`."""
     numbers = [b.select(b.icmp_signed("<", int64(row), last), int64(row), last) for row in range(count)]
     return [b.add(first, b.mul(number, stride)) for number in numbers]
 
@@ -154,24 +154,24 @@ def repeated_rows(b: ir.IRBuilder, first: ir.Value, stride: ir.Value, last: ir.V
 
 
 def lanewise(b: ir.IRBuilder, name: str, *x: ir.Value) -> ir.Value:
-    """LLVM's function `name` of each lane of vectors of float32."""
+    """Apply LLVM's function `name` to each lane of vectors of float32."""
     return b.call(function(b, f"llvm.{name}.v{LANES}f32", F32_16, [F32_16] * len(x)), x)
 
 
 def broadcast(b: ir.IRBuilder, scalar: ir.Value, vector: ir.VectorType) -> ir.Value:
-    """A vector with `scalar` in every lane."""
+    """Return a vector with `scalar` in every lane."""
     one = b.insert_element(ir.Constant(vector, ir.Undefined), scalar, int32(0))
     lanes = ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count)
     return b.shuffle_vector(one, ir.Constant(vector, ir.Undefined), lanes)
 
 
 def shuffle(b: ir.IRBuilder, first: ir.Value, second: ir.Value, lanes: list[int]) -> ir.Value:
-    """The lanes of two vectors, numbered through, in a new order."""
+    """Return the given lanes of two vectors; the lanes of the second vector are numbered after those of the first."""
     return b.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
 def horizontal_sum(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """The sum of the lanes, added in halves, so that the order is fixed."""
+    """Return the sum of the lanes. Halves are added to each other, so that the order is fixed."""
     for half in (8, 4, 2, 1):
         lanes = list(range(LANES))
         x = b.fadd(x, shuffle(b, x, x, [(lane + half) % LANES for lane in lanes]))
@@ -182,12 +182,12 @@ def horizontal_sum(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def multiply_add(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
-    """x * y + z, rounded once."""
+    """Return x * y + z, rounded once."""
     return lanewise(b, "fma", x, y, z)
 
 
 def dot_pairs(b: ir.IRBuilder, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
-    """total + x.low * y.low + x.high * y.high in float32, lane by lane; x and y are pairs."""
+    """Return total + x.low * y.low + x.high * y.high in float32, lane by lane; x and y are pairs."""
     if cpu_target().bf16:
         pairs = ir.VectorType(BF16, 2 * LANES)
         product = function(b, "llvm.x86.avx512bf16.dpbf16ps.512", F32_16, [F32_16, pairs, pairs])
@@ -198,24 +198,24 @@ def dot_pairs(b: ir.IRBuilder, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.
 
 
 def pair_low(b: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
-    """The first number of each pair, in float32."""
+    """Return the first number of each pair, in float32."""
     return b.bitcast(b.shl(pairs, constant(I32_16, 16)), F32_16)
 
 
 def pair_high(b: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
-    """The second number of each pair, in float32."""
+    """Return the second number of each pair, in float32."""
     return b.bitcast(b.and_(pairs, constant(I32_16, 0xFFFF0000)), F32_16)
 
 
 # --- products of integers
-WIDE_LARGEST = 127 * 256  # magnitude of the integers that `store_wide` takes
+WIDE_LARGEST = 127 * 256  # largest magnitude of the integers that `store_wide` takes: their high byte must fit
 
 
 def store_wide(b: ir.IRBuilder, parts: list[ir.Value], address: ir.Value) -> None:
     """Store 32 integers, two vectors of int32, as 8 quads of 16-bit integers for `dot_wide`, in 64 bytes.
 
-    With VNNI they lie there as 32 high bytes and 32 low bytes, integer = 256 * high + low; both are signed. Otherwise each quad has
-    8 bytes: the first and third, then the second and fourth integer.
+    With VNNI the memory holds 32 high bytes, then 32 low bytes, where integer = 256 * high + low and both are signed. Otherwise
+    each quad takes 8 bytes: the first and the third integer, then the second and the fourth.
     """
     for index, part in enumerate(parts):
         if _has_vnni():
@@ -232,7 +232,7 @@ def store_wide(b: ir.IRBuilder, parts: list[ir.Value], address: ir.Value) -> Non
 def dot_wide(
     b: ir.IRBuilder, totals: tuple[ir.Value, ir.Value], unsigned: ir.Value, address: ir.Value, quad: int
 ) -> tuple[ir.Value, ir.Value]:
-    """Add the four products of unsigned 8-bit integers of each lane and one stored quad to a pair of totals (`wide_total`)."""
+    """Add, in each lane, the four products of its unsigned 8-bit integers and a stored quad to a pair of totals (`wide_total`)."""
     if _has_vnni():
         high, low = (broadcast(b, load(b, b.add(address, int64(at + 4 * quad)), I32, 4), I32_16) for at in (0, 32))
         return _dot_bytes(b, totals[0], unsigned, high), _dot_bytes(b, totals[1], unsigned, low)
@@ -243,7 +243,7 @@ def dot_wide(
 
 
 def wide_total(b: ir.IRBuilder, totals: tuple[ir.Value, ir.Value]) -> ir.Value:
-    """The sum of the products that were added to a pair of totals, which begins with zeros; int32, exact."""
+    """Return the sum of all products that were added to a pair of totals that began as zeros; int32, exact."""
     return b.add(b.shl(totals[0], constant(I32_16, 8)), totals[1]) if _has_vnni() else totals[1]
 
 
@@ -258,14 +258,14 @@ def _dot_bytes(b: ir.IRBuilder, total: ir.Value, unsigned: ir.Value, signed: ir.
 
 
 def _even_and_odd(b: ir.IRBuilder, unsigned: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The first and third, and the second and fourth, unsigned 8-bit integers of each lane, as 16-bit integers."""
+    """Return the first and third, and the second and fourth, unsigned 8-bit integers of each lane, as 16-bit integers."""
     return b.and_(unsigned, constant(I32_16, 0x00FF00FF)), b.and_(
         b.lshr(unsigned, constant(I32_16, 8)), constant(I32_16, 0x00FF00FF)
     )
 
 
 def dot_halves(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    """The two products of signed 16-bit integers of each lane, added in int32."""
+    """Return the sum, in int32, of the two products of signed 16-bit integers in each lane."""
     target = cpu_target()
     if target.x86:
         name, lanes = ("avx512.pmaddw.d.512", 16) if target.avx512 else ("avx2.pmadd.wd", 8)
@@ -283,7 +283,7 @@ def _by_parts(
 ) -> ir.Value:
     """Call an intrinsic that takes `lanes` lanes of 32 bits on each part of vectors of 16 such lanes.
 
-    Operands come with the type of the elements that the intrinsic takes; its own elements have the type `result`.
+    Each operand is given with the type of its elements; the elements of the intrinsic's result have the type `result`.
     """
     kinds = [ir.VectorType(element, lanes * 32 // element.width) for _, element in operands]
     intrinsic_function = function(b, name, ir.VectorType(result, lanes * 32 // result.width), kinds)
@@ -309,9 +309,9 @@ _FP4_SIGNED = (*_FP4, *(bits | 0x8000 for bits in _FP4))
 
 
 def look_up_halves(b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
-    """Entries of a table of 16 16-bit words, for the code in the low 4 bits of each 16-bit half of each lane.
+    """Look up, in a table of 16 words of 16 bits, the code in the low 4 bits of each 16-bit half of each lane.
 
-    The fifth bit of a half may be set, too. For processors that multiply pairs alone, which have the instruction.
+    The fifth bit of a half is ignored. Only for processors with AVX512-BF16, which have the instruction.
     """
     half = ir.VectorType(I16, 2 * LANES)
     look_up = function(b, "llvm.x86.avx512.permvar.hi.512", half, [half, half])
@@ -319,16 +319,16 @@ def look_up_halves(b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Val
 
 
 def bf16_pairs(b: ir.IRBuilder, first: ir.Value, second: ir.Value) -> ir.Value:
-    """32 numbers, two vectors of float32, rounded to 16 pairs in their order. For processors that multiply pairs alone."""
+    """Round 32 numbers, two vectors of float32, to 16 pairs in their order. Only for processors with AVX512-BF16."""
     kind = ir.VectorType(BF16, 2 * LANES)
     convert = function(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind, [F32_16, F32_16])
     return b.bitcast(b.call(convert, [second, first]), I32_16)
 
 
 def fp4_pairs(b: ir.IRBuilder, words: ir.Value, index: int) -> ir.Value:
-    """Pairs of the 4-bit numbers (e2m1: sign, two bits of exponent, one of fraction) at `index` (0 to 3) of each half of a word."""
+    """Return pairs of the fp4 numbers (sign, two bits of exponent, one of fraction) at `index` (0 to 3) of both halves of words."""
     shifted = b.lshr(words, constant(I32_16, 4 * index))
-    if cpu_target().bf16:  # the fifth bit of an index belongs to the next number
+    if cpu_target().bf16:  # the fifth bit of each half belongs to the next number and is ignored
         return look_up_halves(b, list(_FP4_SIGNED), shifted)
     high = b.lshr(words, constant(I32_16, 16 + 4 * index))
     if cpu_target().avx512:
@@ -339,22 +339,22 @@ def fp4_pairs(b: ir.IRBuilder, words: ir.Value, index: int) -> ir.Value:
 
 
 def _look_up(b: ir.IRBuilder, table: list[int], index: ir.Value) -> ir.Value:
-    """Entries of a table of 16 words; an index is the low 4 bits of its lane."""
+    """Look up the low 4 bits of each lane in a table of 16 words."""
     words = ir.Constant(I32_16, table)
     return b.call(function(b, "llvm.x86.avx512.permvar.si.512", I32_16, [I32_16] * 2), [words, index])
 
 
 def _fp4_bits(b: ir.IRBuilder, code: ir.Value) -> ir.Value:
-    """bfloat16 bits of 4-bit numbers. From 1.0 on, exponent and fraction are those of bfloat16, but for the exponent's bias."""
+    """Return the bfloat16 bits of fp4 numbers. From 1.0 on their exponent and fraction only need bfloat16's exponent bias."""
     size = b.and_(code, constant(I32_16, 7))
     normal = b.add(b.shl(size, constant(I32_16, 6)), constant(I32_16, 126 << 7))
-    half = b.and_(b.sub(constant(I32_16, 0), size), constant(I32_16, _FP4[1]))  # of 0 and of 1
+    half = b.and_(b.sub(constant(I32_16, 0), size), constant(I32_16, _FP4[1]))  # code 0 is 0.0, code 1 is 0.5
     bits = b.select(b.icmp_signed(">", size, constant(I32_16, 1)), normal, half)
     return b.or_(bits, b.shl(b.and_(code, constant(I32_16, 8)), constant(I32_16, 12)))
 
 
 def half_to_float(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
-    """16 finite float16 numbers, given as 16-bit integers, in float32. Exact on processors without such an instruction, too."""
+    """Return 16 finite float16 numbers, given as 16-bit integers, in float32; exact even on processors without an instruction."""
     target = cpu_target()
     if target.avx2 or not target.x86:
         return b.fpext(b.bitcast(bits, ir.VectorType(F16, LANES)), F32_16)
@@ -366,7 +366,7 @@ def half_to_float(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
 
 
 def narrowed(b: ir.IRBuilder, x: ir.Value, dtype: str) -> ir.Value:
-    """16 float32 numbers rounded to a dtype; 16-bit ones as integers."""
+    """Round 16 float32 numbers to a dtype; 16-bit numbers are returned as integers."""
     half = ir.VectorType(I16, LANES)
     if dtype == "f32":
         return x
@@ -374,12 +374,12 @@ def narrowed(b: ir.IRBuilder, x: ir.Value, dtype: str) -> ir.Value:
 
 
 def rounded(b: ir.IRBuilder, x: ir.Value, dtype: str) -> ir.Value:
-    """16 float32 numbers rounded to a dtype, and back in float32."""
+    """Round 16 float32 numbers to a dtype, and return them in float32."""
     return widened(b, narrowed(b, x, dtype), dtype)
 
 
 def widened(b: ir.IRBuilder, x: ir.Value, dtype: str) -> ir.Value:
-    """Numbers of a dtype in float32; 16-bit ones are given as integers. One number, or a vector."""
+    """Return one number, or a vector of numbers, of a dtype in float32; 16-bit numbers are given as integers."""
     if dtype == "f32":
         return x
     count = getattr(x.type, "count", None)
@@ -391,7 +391,7 @@ def widened(b: ir.IRBuilder, x: ir.Value, dtype: str) -> ir.Value:
 
 
 def _bf16_bits(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """float32 rounded to bfloat16 (to nearest, ties to even), as 16-bit integers; NaN stays NaN."""
+    """Round float32 to bfloat16 (to nearest, ties to even), as 16-bit integers; NaN stays NaN."""
     half = ir.VectorType(I16, LANES)
     if cpu_target().bf16:
         return b.bitcast(b.fptrunc(x, ir.VectorType(BF16, LANES)), half)
@@ -403,7 +403,7 @@ def _bf16_bits(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 # --- functions of float32
-# Taylor's series of 2 ** x around 0, from x ** 6 down
+# coefficients of the Taylor series of 2 ** x around 0, from x ** 6 down
 _EXP2_FACTORS = (
     1.5403530393381608e-4, 1.3333558146428443e-3, 9.618129107628477e-3, 5.550410866482158e-2, 0.2402265069591007,
     0.6931471805599453, 1.0,
@@ -411,7 +411,7 @@ _EXP2_FACTORS = (
 
 
 def emit_exp2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """2 ** x for x up to 127, within 3e-7 of its value; 0 for x below -126."""
+    """Return 2 ** x for x up to 127, with a relative error of at most 3e-7; 0 for x below -126."""
     low = b.fcmp_ordered("<", x, constant(F32_16, -126.0))
     clamped = lanewise(b, "maxnum", x, constant(F32_16, -126.0))
     whole = lanewise(b, "rint", clamped)
@@ -423,7 +423,7 @@ def emit_exp2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return b.select(low, constant(F32_16, 0.0), b.bitcast(scaled, F32_16))
 
 
-# polynomials for 2 ** x in [-0.5, 0.5], by degree, without their last coefficient, which is 1
+# degree -> coefficients of a polynomial for 2 ** x in [-0.5, 0.5], highest power first, without the last one, which is 1
 _WEIGHT_FACTORS = {
     3: (0.05500892922282219, 0.2422109693288803, 0.6932829022407532),
     5: (0.001326472731307149, 0.009671512991189957, 0.05550733581185341, 0.24022242426872253, 0.6931470036506653),
@@ -431,7 +431,7 @@ _WEIGHT_FACTORS = {
 
 
 def emit_weight(b: ir.IRBuilder, x: ir.Value, degree: int) -> ir.Value:
-    """2 ** x for x up to 0, the weights of a softmax; 0 far below 0. The error is 1e-4 with degree 3 and 1e-7 with degree 5."""
+    """Return 2 ** x for x up to 0 (softmax weights); 0 for very low x. The relative error is 1e-4 at degree 3, 1e-7 at degree 5."""
     whole = lanewise(b, "rint", x)
     part = b.fsub(x, whole)
     total = constant(F32_16, _WEIGHT_FACTORS[degree][0])
@@ -447,16 +447,17 @@ def emit_weight(b: ir.IRBuilder, x: ir.Value, degree: int) -> ir.Value:
     return b.select(kept, b.bitcast(scaled, F32_16), constant(F32_16, 0.0))
 
 
-# pi / 2 as the sum of three numbers, the first two with so few bits that their products with a number of turns are exact
+# pi / 2 as the sum of three numbers; the first two have few bits, so that their products with a number of turns are exact
 _HALF_PI_PARTS = (1.5703125, 4.837512969970703e-4, 7.549789954891882e-8)
-_SINE_FACTORS = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)  # x ** 3 times these, from x ** 4 down
-_COSINE_FACTORS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)  # x ** 4 times these
+# coefficients of sin(x) = x + x ** 3 * p(x ** 2) and of cos(x) = 1 - x ** 2 / 2 + x ** 4 * p(x ** 2), highest power first
+_SINE_FACTORS = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
+_COSINE_FACTORS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
 
 
 def emit_sine(b: ir.IRBuilder, x: ir.Value, quarters: int) -> ir.Value:
-    """sin(x + quarters * pi / 2) within 1e-7, for x up to some millions."""
+    """Return sin(x + quarters * pi / 2) within 1e-7, for x up to some millions."""
     quarter = constant(I32_16, quarters)
-    for _ in range(2):  # the first number of quarter turns is one too high or too low for some large x
+    for _ in range(2):  # twice: for large x the first number of quarter turns may be off by one
         turns = lanewise(b, "rint", b.fmul(x, constant(F32_16, 2 / math.pi)))
         negative = b.fsub(constant(F32_16, 0.0), turns)
         for part in _HALF_PI_PARTS:
@@ -483,9 +484,9 @@ def emit_sine(b: ir.IRBuilder, x: ir.Value, quarters: int) -> ir.Value:
 
 
 class Loop:
-    """`for k in range(0, stop, step)` with carried values, in LLVM; `results` are the values after the last round.
+    """Emits `for k in range(0, stop, step)` with carried values; `results` are their values after the last iteration.
 
-    The body runs at least once unless `may_be_empty`: otherwise callers give a `stop` above 0.
+    Unless `may_be_empty`, the body runs at least once, and `stop` must be above 0.
     """
 
     def __init__(
@@ -525,7 +526,7 @@ class Loop:
 
 
 def _either(b: ir.IRBuilder, value: ir.Value, block: ir.Block, other: ir.Value, other_block: ir.Block) -> ir.Value:
-    """The value that comes with the block that was left."""
+    """Return `value` if control comes from `block`, and `other` if it comes from `other_block`."""
     merged = b.phi(value.type)
     merged.add_incoming(value, block)
     merged.add_incoming(other, other_block)

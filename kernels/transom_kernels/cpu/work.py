@@ -1,9 +1,9 @@
-"""What every kernel does: read its argument words, and claim items of work until none is left.
+"""The frame of every kernel: it reads argument words, and claims work items until none is left.
 
 A kernel is a function (arguments, thread) without a result. `arguments` is the address of its argument words (int64); `thread` is
-the address of this thread's words. All threads of the pool call the kernel at once, and each item goes to one of them:
+the address of this thread's words. All threads of the pool call the kernel at once, and each work item goes to one of them:
 
-    def kernel(arguments, thread):                  # or, which is the same:
+    def kernel(arguments, thread):                  # the same with a decorator:
         item = claim(thread)
         while item >= 0:                            @each_item
             x = argument(arguments, 0)              def kernel(arguments, thread, item):
@@ -11,8 +11,8 @@ the address of this thread's words. All threads of the pool call the kernel at o
             finish(thread)                              ...
             item = claim(thread)
 
-A kernel must not read what its arguments point at before its first claim: a thread that comes late, when the step is over and
-its memory belongs to others, gets no item.
+Before its first claim a kernel must not read the memory that its arguments point at: a thread that comes late, when the step is
+over and the memory is used for something else, gets no item.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from transom_kernels.cpu.simd import atomic_add, atomic_load, compare_and_swap, 
 
 @helper
 def row_address(arguments, rows, index):
-    """The address of a row: `rows` are the numbers of the words of an `arguments.RowArguments`."""
+    """Return the address of row `index`; `rows` has the numbers of the words of an `arguments.RowArguments`."""
     return argument(arguments, rows.tensor) + index * argument(arguments, rows.stride)
 
 
 @helper
 def claim(thread):
-    """The next item that no thread has, or -1."""
+    """Claim the next item that no thread has; return its number, or -1 if none is left."""
     sync, tag = unchecked_i64(thread + 8 * SYNC_OF), unchecked_i64(thread + 8 * TAG_OF)
     while True:
         word = atomic_load(sync)
@@ -57,12 +57,12 @@ def claim(thread):
 
 @inlined
 def finish(thread):
-    """Say that a claimed item is done: what this thread stored is then visible to all."""
+    """Report a claimed item as done. Everything that this thread stored is then visible to all threads."""
     atomic_add(unchecked_i64(thread + 8 * SYNC_OF) + DONE, 1)
 
 
 def each_item(work: Callable[..., None]) -> Callable[..., None]:
-    """Decorates what a kernel does with one item that this thread has claimed: work(arguments, thread, item)."""
+    """Make a kernel of work(arguments, thread, item), which computes one item that this thread has claimed."""
     do = inlined(work)
 
     def kernel(arguments, thread):
@@ -77,5 +77,5 @@ def each_item(work: Callable[..., None]) -> Callable[..., None]:
 
 @inlined
 def scratch(thread):
-    """The address of this thread's own memory; the launch says how much of it the kernel needs. Aligned to 4096."""
+    """Return the address of this thread's own memory, aligned to 4096. `launch` says how many bytes a kernel needs."""
     return unchecked_i64(thread + 8 * SCRATCH_OF)

@@ -1,4 +1,4 @@
-"""The activation of a gated feed-forward layer: SwiGLU, GEGLU."""
+"""The activation of gated feed-forward layers (SwiGLU and GEGLU): activation(gate) * up."""
 
 from transom_kernels.gated_mlp.op import Activation, activated_product, gated_activation
 

@@ -15,18 +15,18 @@ from transom_kernels.cpu.rows import limited_gate, limited_up, make_gated
 from transom_kernels.cpu.simd import float_of_bits, row_access
 from transom_kernels.cpu.work import argument, each_item, helper
 
-ITEM_ELEMENTS = 1024  # most elements of a row that are one item of work; a multiple of 16
+ITEM_ELEMENTS = 1024  # most elements of a row in one work item; a multiple of 16
 
 
 def fits_cpu(gate: torch.Tensor, up: torch.Tensor) -> bool:
-    """Whether the kernel takes these dtypes and strides."""
+    """Return whether the kernel takes these dtypes and strides."""
     return gate.dtype == up.dtype and gate.dtype in DTYPES and gate.dim() == 2 and gate.stride(1) == up.stride(1) == 1
 
 
 def activated_product_cpu(
     gate: torch.Tensor, up: torch.Tensor, activation: str, limit: float | None = None
 ) -> torch.Tensor:
-    """`activation(gate) * up` [T, N] of two tensors [T, N]; gates and ups are clamped first, as `op.gated_activation` says."""
+    """Return `activation(gate) * up` [T, N]; with `limit`, gates are first clamped to at most it and ups to [-limit, limit]."""
     rows, width = gate.shape
     out = empty((rows, width), gate.dtype)
     kernel = cpu_kernel(
@@ -43,10 +43,10 @@ def activated_product_cpu(
 
 
 def make_activate(dtype: str, activation: str, limited: bool) -> Any:
-    """The kernel. An item is a part of one row.
+    """Build the kernel. A work item is a part of one row.
 
-    Arguments: 0 gate, 1 up, 2 out, contiguous, 3 N, 4 width of an item, a multiple of 16, 5 gate's row stride in bytes, 6 up's,
-    7 limit.
+    Arguments: 0 gate, 1 up, 2 out (contiguous), 3 N, 4 width of an item (a multiple of 16), 5 row stride of gate in bytes, 6 that
+    of up, 7 limit.
     """
     load, load_part, store, store_part, size = row_access(dtype)
     gated = make_gated(activation)

@@ -15,11 +15,14 @@ from transom_kernels.launch import next_power_of_two
 from transom_kernels.prepared_launch import PreparedLaunch
 from transom_kernels.triton_math import gelu_tanh, silu
 
-MOST_ELEMENTS = 2048  # of a row that a program computes
+MOST_ELEMENTS = 2048  # most elements of a row that one program computes
 
 
 def gated_activation_triton(gate_up: torch.Tensor, *, gelu: bool, limit: float | None = None) -> torch.Tensor:
-    """`activation(gate) * up` [T, N] of `gate_up` [T, 2 N]; gates and ups are clamped first, as `op.gated_activation` says."""
+    """Return `activation(gate) * up` [T, N], where `gate_up` [T, 2 N] has N gates, then N ups.
+
+    With `limit`, gates are first clamped to at most `limit`, and ups to [-limit, limit].
+    """
     *leading, double = gate_up.shape
     width = double // 2
     out = gate_up.new_empty(*leading, width)
@@ -32,7 +35,7 @@ def gated_activation_triton(gate_up: torch.Tensor, *, gelu: bool, limit: float |
 
 @cache
 def _launch(stride: int, width: int, gelu: bool, limit: float | None) -> tuple[PreparedLaunch, int]:
-    """The launch, and its programs for a row."""
+    """Prepare the launch; return it and its programs for each row."""
     block = min(MOST_ELEMENTS, next_power_of_two(width))
     limits = {"limit": 0.0 if limit is None else limit, "HAS_LIMIT": limit is not None}
     arguments = {"stride": stride, "N": width, "GELU": gelu, "BLOCK_N": block} | limits

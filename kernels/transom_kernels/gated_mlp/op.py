@@ -1,5 +1,6 @@
-"""The operators `gated_activation` and `activated_product`: activation(gate) * up, where one projection gives gate and up, or two
-do. With silu this is SwiGLU, with gelu_tanh GEGLU.
+"""The operators `gated_activation` and `activated_product`: activation(gate) * up. With silu this is SwiGLU, with gelu_tanh GEGLU.
+
+`gated_activation` takes gate and up as one tensor, the result of one projection; `activated_product` takes two tensors.
 
 Legend: T tokens, N inner width.
 """
@@ -19,9 +20,9 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 def gated_activation(gate_up: torch.Tensor, activation: Activation, limit: float | None = None) -> torch.Tensor:
-    """`activation(gate_up[:, :N]) * gate_up[:, N:]` [T, N] of `gate_up` [T, 2 N].
+    """Return `activation(gate_up[:, :N]) * gate_up[:, N:]` [T, N] of `gate_up` [T, 2 N].
 
-    With `limit` gates are clamped to at most `limit`, and ups to [-limit, limit], before the activation.
+    With `limit`, gates are first clamped to at most `limit`, and ups to [-limit, limit].
 
     Raises:
         ValueError: the width of `gate_up` is odd.
@@ -35,7 +36,7 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation, limit: float
 
 
 def activated_product(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """`activation(gate) * up` [T, N] of two tensors [T, N], which may have strides.
+    """Return `activation(gate) * up` [T, N] of two tensors [T, N], which may have any strides.
 
     Raises:
         ValueError: the shapes differ.
@@ -48,7 +49,7 @@ def activated_product(gate: torch.Tensor, up: torch.Tensor, activation: Activati
 def activated_product_reference(
     gate: torch.Tensor, up: torch.Tensor, activation: Activation, limit: float | None = None
 ) -> torch.Tensor:
-    """The specification of `gated_activation`, in torch: float32, rounded once."""
+    """Compute both operators in torch, in float32 and rounded once: the specification."""
     wide_gate, wide_up = gate.float(), up.float()
     if limit is not None:
         wide_gate, wide_up = wide_gate.clamp(max=limit), wide_up.clamp(-limit, limit)
@@ -70,7 +71,7 @@ def _product(gate: torch.Tensor, up: torch.Tensor, activation: Activation, limit
 
 @cache
 def _triton() -> Callable[..., torch.Tensor]:
-    """The implementation, imported when first called; an import statement takes a microsecond of every call."""
+    """Return the implementation. It is imported once, here: an import statement would cost every call a microsecond."""
     from transom_kernels.gated_mlp.gpu import gated_activation_triton
 
     return gated_activation_triton

@@ -1,8 +1,8 @@
-"""Hyper-connections on CPUs (DeepSeek V4): launches and kernels of the `hc_*` operators.
+"""Hyper-connections (DeepSeek V4) on CPUs: the kernels of the `hc_*` operators and their launches.
 
     input  = sum_s pre[s] * x[s],    x'[to] = sum_from mix[from, to] * x[from] + post[to] * y      (`op.py` has the terms)
 
-Sums over streams and over a row are in one order, so a token does not depend on the others.
+Sums over streams and over a row are always added in the same order, so a token's result does not depend on other tokens.
 
 Legend: T tokens, S residual streams (up to 16), N hidden width, M coefficients: S (S + 2) in a sublayer, S in the head.
 """
@@ -44,8 +44,8 @@ from transom_kernels.cpu.target import cpu_target
 from transom_kernels.cpu.vector_code import LANES
 from transom_kernels.cpu.work import argument, each_item, helper, scratch
 
-MAX_STREAMS = LANES  # so that a token's pre, its post, and each row of its mix fit into one vector
-CHUNK = 512  # elements of N in an item
+MAX_STREAMS = LANES  # most streams: a token's pre, its post, and each row of its mix must fit into one vector
+CHUNK = 512  # elements of N in a work item
 TILE = (
     4 if cpu_target().avx512 else 2
 )  # tokens and coefficients of a tile of `project_streams`: its sums fill the registers
@@ -56,7 +56,7 @@ _SCRATCH_BYTES = (MAX_STREAMS + 1) * _ROW  # the rows of a token's mix, and one 
 
 
 class StreamArguments(NamedTuple):
-    """The words of a token's streams."""
+    """The argument words of the streams."""
 
     x: torch.Tensor  # [T, S, N]
     num_streams: int  # S
@@ -66,12 +66,12 @@ class StreamArguments(NamedTuple):
 
     @classmethod
     def of(cls, x: torch.Tensor) -> StreamArguments:
-        """The words of `x` [T, S, N]."""
+        """Return the words of `x` [T, S, N]."""
         return cls(x, x.shape[1], x.shape[2], x.stride(0) * x.itemsize, x.stride(1) * x.itemsize)
 
 
 class NormArguments(NamedTuple):
-    """The words of `normalise_streams`."""
+    """The argument words of `normalise_streams`."""
 
     streams: StreamArguments
     out: torch.Tensor  # [T, S, N] float32
@@ -79,7 +79,7 @@ class NormArguments(NamedTuple):
 
 
 class ProjectArguments(NamedTuple):
-    """The words of `project_streams`."""
+    """The argument words of `project_streams`."""
 
     streams: StreamArguments
     weight: torch.Tensor  # [M, S N] float32
@@ -90,7 +90,7 @@ class ProjectArguments(NamedTuple):
 
 
 class PreArguments(NamedTuple):
-    """The words of `pre_and_mix`."""
+    """The argument words of `pre_and_mix`."""
 
     streams: StreamArguments
     projected: torch.Tensor  # [T, M] float32
@@ -98,14 +98,14 @@ class PreArguments(NamedTuple):
     base: torch.Tensor  # [M] float32
     num_coefficients: int  # M
     out: torch.Tensor  # [T, N]
-    post: torch.Tensor | None  # [T, S] float32; in a sublayer
-    mix: torch.Tensor | None  # [T, S, S] float32; in a sublayer
+    post: torch.Tensor | None  # [T, S] float32; None in the head
+    mix: torch.Tensor | None  # [T, S, S] float32; None in the head
     rounds: int
     eps: float
 
 
 class PostArguments(NamedTuple):
-    """The words of `post_and_mix`."""
+    """The argument words of `post_and_mix`."""
 
     streams: StreamArguments
     y: torch.Tensor  # [T, N]
@@ -120,12 +120,12 @@ PRE, POST = numbers_of(PreArguments), numbers_of(PostArguments)
 
 
 def fits_cpu(x: torch.Tensor) -> bool:
-    """Whether the kernels take streams of this dtype, number and strides."""
+    """Return whether the kernels support streams of this dtype, number and strides."""
     return x.dtype in DTYPES and x.shape[1] <= MAX_STREAMS and (x.stride(2) == 1 or x.shape[2] == 1)
 
 
 def hc_norm_cpu(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """All streams of a token divided by their common root mean square: [T, S N] float32 of `x` [T, S, N]."""
+    """Return all streams of a token divided by their common root mean square: [T, S N] float32 of `x` [T, S, N]."""
     tokens, size, width = x.shape
     out = empty((tokens, size * width), torch.float32)
     kernel = cpu_kernel(_MODULE, "make_normalise_streams", dtype=DTYPES[x.dtype])
@@ -134,7 +134,7 @@ def hc_norm_cpu(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def hc_project_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`hc_norm(x) @ weight.T` [T, M] float32 of `x` [T, S, N] and a contiguous float32 matrix [M, S N]."""
+    """Return `hc_norm(x) @ weight.T` [T, M] float32 of `x` [T, S, N] and a contiguous float32 matrix [M, S N]."""
     tokens, size, _ = x.shape
     out = empty((tokens, len(weight)), torch.float32)
     launch(
@@ -149,8 +149,9 @@ def hc_project_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 def hc_pre_cpu(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, rounds: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A sublayer's input [T, N], post [T, S] and mix [T, S from, S to] of streams `x` [T, S, N] and the logits
-    `projected` [T, M] * `scale` [M] + `base` [M], with that many rounds of Sinkhorn's iteration.
+    """Return a sublayer's input [T, N], post [T, S] and mix [T, S from, S to] of streams `x` [T, S, N].
+
+    They are made of the logits `projected` [T, M] * `scale` [M] + `base` [M]; mix by `rounds` rounds of Sinkhorn's iteration.
     """
     tokens, size, _ = x.shape
     outputs = empty((tokens, size), torch.float32), empty((tokens, size, size), torch.float32)
@@ -160,19 +161,19 @@ def hc_pre_cpu(
 def hc_head_cpu(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, eps: float
 ) -> torch.Tensor:
-    """The streams summed into one [T, N], weighted by `sigmoid(projected * scale + base) + eps`."""
+    """Return the sum [T, N] of the streams, weighted by `sigmoid(projected * scale + base) + eps`."""
     return _weighted_sum(x, (projected, scale, base), None, rounds=0, eps=eps)
 
 
 def _weighted_sum(
     x: torch.Tensor,
     logits: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # projected, scale, base
-    outputs: tuple[torch.Tensor, torch.Tensor] | None,  # post and mix of a sublayer, which are computed, too
+    outputs: tuple[torch.Tensor, torch.Tensor] | None,  # in a sublayer: post and mix, which are filled, too
     *,
     rounds: int,
     eps: float,
 ) -> torch.Tensor:
-    """sum_s pre[s] * x[s], [T, N] in the dtype of `x`."""
+    """Return sum_s pre[s] * x[s], [T, N] in the dtype of `x`."""
     tokens, _, width = x.shape
     out = empty((tokens, width), x.dtype)
     # a token has an item for each chunk of its sum, and in a sublayer one more, for post and mix
@@ -200,7 +201,7 @@ def _weighted_sum(
 
 
 def hc_post_cpu(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
-    """The streams after a sublayer, `mix^T x + post * y` [T, S, N], of its output `y` [T, N] and the streams `x` before it."""
+    """Return the streams after a sublayer, `mix^T x + post * y` [T, S, N]; `y` [T, N] is its output, `x` the streams before it."""
     tokens, size, width = x.shape
     out = empty((tokens, size, width), x.dtype)
     launch(
@@ -223,7 +224,7 @@ def hc_post_cpu(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch
 
 
 def make_normalise_streams(dtype: str) -> Any:
-    """The kernel of `hc_norm_cpu`. An item is one stream of a token, and reads all of the token's streams."""
+    """Build the kernel of `hc_norm_cpu`. A work item is one stream of a token, and reads all of the token's streams."""
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
     inverse_rms = _make_inverse_rms(dtype)
 
@@ -244,9 +245,9 @@ def make_normalise_streams(dtype: str) -> Any:
 
 
 def make_project_streams(dtype: str, tile_size: int) -> Any:
-    """The kernel of `hc_project_cpu`. An item is a tile of tokens and of coefficients; tokens change first.
+    """Build the kernel of `hc_project_cpu`. A work item is a tile of tokens and coefficients; tokens vary fastest.
 
-    Scratch: S tiles of products.
+    Scratch: a tile of products for each stream.
     """
     products, inverse_rms = make_row_products(dtype, tile_size), _make_inverse_rms(dtype)
 
@@ -278,7 +279,7 @@ def make_project_streams(dtype: str, tile_size: int) -> Any:
 
 @helper
 def _stream_address(arguments, token, stream):
-    """The address of a token's stream; all kernels here have the streams' words first."""
+    """Return the address of a token's stream. The words of the streams come first in the arguments of every kernel here."""
     strides = token * argument(arguments, NORM.streams.token_stride) + stream * argument(
         arguments, NORM.streams.stream_stride
     )
@@ -286,7 +287,7 @@ def _stream_address(arguments, token, stream):
 
 
 def _make_inverse_rms(dtype: str) -> Any:
-    """inverse_rms(arguments, token, eps) = 1 / sqrt(mean(x ** 2) + eps) over all streams of a token."""
+    """Build inverse_rms(arguments, token, eps) = 1 / sqrt(mean(x ** 2) + eps), over all streams of a token."""
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
 
     @helper
@@ -308,14 +309,14 @@ def _make_inverse_rms(dtype: str) -> Any:
 
 @helper
 def _logits(projected, scale, base, at, count):
-    """projected * scale + base of `count` coefficients from `at` on."""
+    """Return projected * scale + base of `count` coefficients from `at` on."""
     product = load_part_f32(projected + 4 * at, count) * load_part_f32(scale + 4 * at, count)
     return product + load_part_f32(base + 4 * at, count)
 
 
 @helper
 def _balanced_mix(rows, projected, scale, base, size, rounds, eps):
-    """Write the mixing matrix to `rows`: a softmax over targets plus eps, then Sinkhorn's iteration, columns first and last."""
+    """Write the mixing matrix to `rows`: a softmax over targets plus eps, then Sinkhorn's iteration with columns first and last."""
     for row in range(size):
         logits = keep_part(_logits(projected, scale, base, (2 + row) * size, size), size, float("-inf"))
         below = logits - splat(lane_max(logits))
@@ -336,8 +337,9 @@ def _balanced_mix(rows, projected, scale, base, size, rounds, eps):
 
 
 def make_pre_and_mix(dtype: str, chunk: int) -> Any:
-    """The kernel of `hc_pre_cpu` and `hc_head_cpu`. An item is `chunk` elements of a token's weighted sum; in a sublayer a token's
-    first item is its post and mix instead. Scratch: S + 1 rows of 16 float32.
+    """Build the kernel of `hc_pre_cpu` and `hc_head_cpu`. A work item is `chunk` elements of a token's weighted sum.
+
+    In a sublayer each token has one more item, its first, which computes post and mix. Scratch: S + 1 rows of 16 float32.
     """
     load, load_part, store, store_part, num_bytes = row_access(dtype)
 
@@ -376,9 +378,9 @@ def make_pre_and_mix(dtype: str, chunk: int) -> Any:
 
 
 def make_post_and_mix(dtype: str, chunk: int) -> Any:
-    """The kernel of `hc_post_cpu`. An item is `chunk` elements of all of a token's streams.
+    """Build the kernel of `hc_post_cpu`. A work item is `chunk` elements of all of a token's streams.
 
-    Values are rounded where separate operators would write a tensor. Scratch: S + 1 rows of 16 float32.
+    Values are rounded wherever separate operators would have written a tensor. Scratch: S + 1 rows of 16 float32.
     """
     load, load_part, store, store_part, num_bytes = row_access(dtype)
     rounded = ROUND[dtype]

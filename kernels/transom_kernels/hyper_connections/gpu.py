@@ -1,9 +1,9 @@
-"""Hyper-connections on GPUs: the kernels `normalise_streams`, `pre_and_mix` and `post_and_mix`, and their launches.
+"""Hyper-connections (DeepSeek V4) on GPUs: the kernels `normalise_streams`, `pre_and_mix`, `post_and_mix`, and their launches.
 
     input  = sum_s pre[s] * x[s],    x'[to] = sum_from mix[from, to] * x[from] + post[to] * y      (`op.py` has the terms)
 
-A program of the latter two kernels computes some elements of one token, over all of its residual streams, so sums over streams stay
-inside a thread. Values are rounded only where torch's operators would write a tensor.
+A program of the latter two kernels computes a range of elements of one token for all of its residual streams, so sums over streams
+stay inside a thread. Values are rounded only where torch's operators would have written a tensor.
 
 Legend: T tokens, S residual streams (padded to BLOCK_S), N hidden width, M coefficients: S (S + 2) in a sublayer, S in the head.
 """
@@ -16,25 +16,25 @@ import triton.language as tl
 
 from transom_kernels.launch import next_power_of_two, warps_for
 
-ROW_ELEMENTS = 16_384  # of a row that a program reads at once: 32 registers of each thread of 16 warps
-STREAM_ELEMENTS = 1024  # of each stream that a program reads: in 16 bits, 16 bytes for each thread of 4 warps
+ROW_ELEMENTS = 16_384  # elements of a row that a program reads at once: 32 registers in each thread of 16 warps
+STREAM_ELEMENTS = 1024  # elements of each stream that a program reads: 16 bytes, in 16 bits, for each thread of 4 warps
 
 
 def row_block(width: int) -> tuple[int, int]:
-    """Elements of a row that a program reads at once, and the program's warps."""
+    """Return the elements of a row that a program reads at once, and the program's warps."""
     block = min(ROW_ELEMENTS, next_power_of_two(width))
     return block, warps_for(block)
 
 
 def stream_blocks(num_residual_streams: int, width: int) -> tuple[int, int]:
-    """Streams (padded to a power of two) and elements of each stream of one program."""
+    """Return the streams (padded to a power of two) and the elements of each stream that one program computes."""
     return next_power_of_two(num_residual_streams), min(STREAM_ELEMENTS, next_power_of_two(width))
 
 
 def hc_norm_triton(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """All streams of a token divided by their common root mean square: [T, S N] float32 of `x` [T, S, N]."""
-    rows = x.flatten(1)  # copies where all streams are one tensor, as the embedding's are
-    if rows.stride(1) != 1:  # where N is 1, or streams are transposed
+    """Return all streams of a token divided by their common root mean square: [T, S N] float32 of `x` [T, S, N]."""
+    rows = x.flatten(1)  # a copy if all streams are one tensor (stride 0), as after the embedding
+    if rows.stride(1) != 1:  # if N is 1, or streams are transposed
         rows = rows.contiguous()
     out = torch.empty(rows.shape, dtype=torch.float32, device=x.device)
     block, num_warps = row_block(rows.shape[1])
@@ -48,7 +48,10 @@ def hc_norm_triton(x: torch.Tensor, eps: float) -> torch.Tensor:
 def hc_pre_triton(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, rounds: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A sublayer's input [T, N], post [T, S] and mix [T, S from, S to] of streams `x` and the logits `projected * scale + base`."""
+    """Return a sublayer's input [T, N], post [T, S] and mix [T, S from, S to] of streams `x` [T, S, N].
+
+    They are made of the logits `projected` [T, M] * `scale` [M] + `base` [M]; mix by `rounds` rounds of Sinkhorn's iteration.
+    """
     tokens, num_streams, _ = x.shape
     post = torch.empty((tokens, num_streams), dtype=torch.float32, device=x.device)
     mix = torch.empty((tokens, num_streams, num_streams), dtype=torch.float32, device=x.device)
@@ -58,12 +61,12 @@ def hc_pre_triton(
 def hc_head_triton(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, eps: float
 ) -> torch.Tensor:
-    """The streams summed into one [T, N], weighted by `sigmoid(projected * scale + base) + eps`."""
+    """Return the sum [T, N] of the streams, weighted by `sigmoid(projected * scale + base) + eps`."""
     return _launch_pre(x, projected, scale, base, projected, projected, 0, eps)
 
 
 def hc_post_triton(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
-    """The streams after a sublayer, `mix^T x + post * y` [T, S, N], of its output `y` [T, N] and the streams `x` before it."""
+    """Return the streams after a sublayer, `mix^T x + post * y` [T, S, N]; `y` [T, N] is its output, `x` the streams before it."""
     tokens, num_streams, width = x.shape
     out = torch.empty((tokens, num_streams, width), dtype=x.dtype, device=x.device)
     block_s, block_n = stream_blocks(num_streams, width)
@@ -79,7 +82,7 @@ def _launch_pre(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, post: torch.Tensor,
     mix: torch.Tensor, rounds: int, eps: float,
 ) -> torch.Tensor:  # fmt: skip
-    """Launch `pre_and_mix`; `post` and `mix` are its outputs in a sublayer, and any float32 tensors in the head."""
+    """Launch `pre_and_mix`. In a sublayer it fills `post` and `mix`; in the head they are unused, and any float32 tensors do."""
     tokens, num_streams, width = x.shape
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     block_s, block_n = stream_blocks(num_streams, width)
@@ -94,7 +97,7 @@ def _launch_pre(
 
 @triton.jit
 def normalise_streams(x, out, x_stride, eps, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr):
-    """out[t] = x[t] / sqrt(mean(x[t] ** 2) + eps), [T, WIDTH] float32, where WIDTH is S * N.
+    """Compute out[t] = x[t] / sqrt(mean(x[t] ** 2) + eps), [T, WIDTH] float32, where WIDTH is S * N.
 
     The grid is (tokens). A row of several blocks is read twice; the second read comes from the cache.
     """
@@ -112,14 +115,14 @@ def normalise_streams(x, out, x_stride, eps, WIDTH: tl.constexpr, BLOCK_W: tl.co
 
 @triton.jit
 def _coefficients(projected, scale, base, at, inside):
-    """projected * scale + base of the coefficients `at`, where `inside`."""
+    """Return projected * scale + base of the coefficients `at` where `inside`, else 0."""
     value = tl.load(projected + at, mask=inside, other=0.0)
     return value * tl.load(scale + at, mask=inside, other=0.0) + tl.load(base + at, mask=inside, other=0.0)
 
 
 @triton.jit
 def _sinkhorn(logits, inside, present, rounds, eps):
-    """The mixing matrix [BLOCK_S from, BLOCK_S to] of its logits: softmax over targets, then Sinkhorn's iteration.
+    """Return the mixing matrix [BLOCK_S from, BLOCK_S to] of its logits: softmax over targets, then Sinkhorn's iteration.
 
     Columns and rows are divided by their sums in turn, columns first and last.
     """
@@ -127,7 +130,7 @@ def _sinkhorn(logits, inside, present, rounds, eps):
     weights = tl.exp(logits - tl.where(present, tl.max(logits, 1), 0.0)[:, None])
     total = tl.where(present, tl.sum(weights, 1), 1.0)
     mix = tl.where(inside, weights / total[:, None] + eps, 0.0)
-    floor = tl.where(present, eps, 1.0)  # padded streams divide zeros by 1
+    floor = tl.where(present, eps, 1.0)  # the zeros of padded streams are divided by 1
     mix = mix / (tl.sum(mix, 0) + floor)[None, :]
     for _ in range(rounds - 1):
         mix = mix / (tl.sum(mix, 1) + floor)[:, None]
@@ -157,7 +160,7 @@ def pre_and_mix(
     """Compute `BLOCK_N` elements of a sublayer's input, or a token's post and mix.
 
     The grid is (tokens * programs per token). In a sublayer (M > S) the first program of a token computes post and mix instead of
-    input elements: the mix is a chain of many short steps, and the other programs need not wait for it or repeat it.
+    input elements: mix is a chain of many short steps, which the other programs thus neither wait for nor repeat.
     """
     HAS_MIX: tl.constexpr = M > S
     NUM_PROGRAMS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N + HAS_MIX

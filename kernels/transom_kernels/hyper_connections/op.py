@@ -2,17 +2,17 @@
 
 A *hyper-connection* replaces the residual connection of a sublayer (attention or feed-forward). The residual is S parallel
 *residual streams* instead of one: a token has S hidden states x[0], ..., x[S - 1]. Three sets of coefficients, computed from the
-streams of each token, connect them with the sublayer:
+streams of each token, connect the streams to the sublayer:
 
     input  = sum_s pre[s] * x[s]                                 what the sublayer reads (`hc_pre`)
     x'[to] = sum_from mix[from, to] * x[from] + post[to] * y     its output y goes back into the streams (`hc_post`)
 
-`mix` is made (nearly) doubly stochastic by Sinkhorn's iteration: rows and columns are divided by their sums in turn, for a number
-of *rounds*, until all of them add up to 1, so that mixing neither amplifies nor damps the streams. (DeepSeek's paper "mHC:
+Sinkhorn's iteration makes `mix` (nearly) doubly stochastic: for a number of *rounds* columns and rows are divided by their sums in
+turn, until all of them nearly add up to 1. Mixing then neither amplifies nor damps the streams. (DeepSeek's paper "mHC:
 Manifold-Constrained Hyper-Connections" writes H_pre, H_post and H_res.) After the last layer `hc_head` sums the streams into one.
 
-A coefficient is made of a logit, and the logits of a token are `projected * scale + base` [T, M] in float32: `projected` is
-`hc_norm(x)` times a learned matrix (`hc_project`), and `scale` and `base` are learned vectors [M]. Their order:
+Each coefficient is computed from a logit. The logits of a token are `projected * scale + base` [T, M] in float32: `projected` is
+`hc_norm(x)` times a learned matrix (`hc_project`), and `scale` and `base` are learned vectors [M]. The order of logits is:
 
     [0, S)        logits of pre
     [S, 2 S)      logits of post           (in a sublayer only)
@@ -30,7 +30,7 @@ from transom_kernels.launch import uses_cpu_kernels, uses_triton
 
 
 def hc_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """All streams of a token divided by their common root mean square: [T, S * N] float32 of `x` [T, S, N].
+    """Return all streams of a token divided by their common root mean square: [T, S * N] float32 of `x` [T, S, N].
 
     Raises:
         ValueError: `x` has no streams.
@@ -48,7 +48,7 @@ def hc_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def hc_project(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`hc_norm(x) @ weight.T` [T, M] float32 of `x` [T, S, N] and a float32 matrix [M, S * N].
+    """Return `hc_norm(x) @ weight.T` [T, M] float32 of `x` [T, S, N] and a float32 matrix [M, S * N].
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -70,12 +70,12 @@ def hc_project(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
 def hc_pre(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, rounds: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A sublayer's input [T, N] in the dtype of `x` [T, S, N], and its coefficients post [T, S] and mix [T, S from, S to] in
-    float32.
+    """Return a sublayer's input [T, N] in the dtype of `x` [T, S, N], and post [T, S] and mix [T, S from, S to] in float32.
 
-    pre is `sigmoid(logits) + eps`, and the weighted sum of the streams is computed in float32. post is `2 * sigmoid(logits)`. mix
-    is a softmax over the target streams plus `eps`, whose columns and rows are then divided by their sums plus `eps` in turn,
-    `2 * rounds - 1` times, columns first and last. `x` may have strides; all its streams may be one tensor (stride 0).
+    pre is `sigmoid(logits) + eps`, and the sum of the streams weighted by pre is computed in float32. post is
+    `2 * sigmoid(logits)`. mix starts as a softmax over the target streams plus `eps`; then its columns and its rows are divided by
+    their sums plus `eps` in turn, `2 * rounds - 1` times, columns first and last. `x` may have any strides; all its streams may be
+    one tensor (stride 0).
 
     Raises:
         ValueError: shapes or dtypes do not fit, or `rounds` is below 1.
@@ -98,7 +98,7 @@ def hc_pre(
 def hc_head(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, eps: float
 ) -> torch.Tensor:
-    """The streams summed into one [T, N] after the last layer, weighted by `sigmoid(logits) + eps` as in `hc_pre`.
+    """Return the sum [T, N] of the streams after the last layer, weighted by `sigmoid(logits) + eps` as in `hc_pre`.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -117,10 +117,9 @@ def hc_head(
 
 
 def hc_post(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
-    """The streams after a sublayer, `mix^T x + post * y` [T, S, N], of its output `y` [T, N] and the streams before it `x`
-    [T, S, N].
+    """Return the streams after a sublayer, `mix^T x + post * y` [T, S, N]; `y` [T, N] is its output, `x` the streams before it.
 
-    `post` and `mix` come from `hc_pre` and are rounded to the dtype of `x` first. The mixed streams are rounded, and so is their
+    `post` and `mix` come from `hc_pre` and are first rounded to the dtype of `x`. The mixed streams are rounded, and so is their
     sum with the weighted output.
 
     Raises:
@@ -180,7 +179,7 @@ def hc_post_reference(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix:
 
 
 def _uses_cpu_kernels(x: torch.Tensor) -> bool:
-    """Whether the CPU kernels compute on these streams."""
+    """Return whether the CPU kernels compute on these streams."""
     if not uses_cpu_kernels(x):
         return False
     from transom_kernels.hyper_connections.cpu import fits_cpu
@@ -207,7 +206,7 @@ def _check_coefficients(x: torch.Tensor, size: int, *parts: torch.Tensor) -> Non
 
 def _balance(mix: torch.Tensor, rounds: int, eps: float) -> torch.Tensor:
     """Sinkhorn's iteration: divide columns and rows by their sums in turn, until both (nearly) add up to 1."""
-    # on CPUs torch makes a tensor of a number at each addition; on devices making a tensor waits for the device
+    # on CPUs torch would turn a Python number into a tensor at each addition; on GPUs making a tensor would wait for the device
     addend = mix.new_tensor(eps) if mix.device.type == "cpu" else eps
     for turn in range(2 * rounds - 1):
         mix.div_(mix.sum(dim=2 if turn % 2 else 1, keepdim=True).add_(addend))
@@ -215,5 +214,5 @@ def _balance(mix: torch.Tensor, rounds: int, eps: float) -> torch.Tensor:
 
 
 def _weighted_sum(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """sum over s of weight[t, s] * x[t, s], [T, N] in the dtype of `x`."""
+    """Return the sum over s of weight[t, s] * x[t, s], [T, N] in the dtype of `x`."""
     return (weight[:, :, None] * x).sum(dim=1).to(x.dtype)

@@ -17,11 +17,11 @@ from transom_kernels.kv_write.inputs import QkvInputs
 from transom_kernels.quantised_kv import STORED
 from transom_kernels.quantised_kv.cpu_arguments import CacheArguments
 
-ITEM_ELEMENTS = 2048  # about as many elements as one item of work prepares
+ITEM_ELEMENTS = 2048  # about as many elements as one work item prepares
 
 
 class PrepareArguments(NamedTuple):
-    """The words of `prepare_and_write`."""
+    """The argument words of the kernel `prepare_and_write`."""
 
     q: RowArguments  # [T, H, D]
     k: RowArguments  # [T, KVH, D]
@@ -58,7 +58,7 @@ AT = numbers_of(PrepareArguments)
 
 
 def fits_cpu_kernel(inputs: QkvInputs) -> bool:
-    """Whether the kernel takes these dtypes and strides; the heads of a token must be adjacent."""
+    """Return whether the kernel takes these dtypes and strides; the heads of a token must be adjacent."""
     how, tables, query_scale = inputs.preparation, inputs.tables, inputs.query_scale
     weights = [weight for weight in (how.q_weight, how.k_weight) if weight is not None]
     caches = [cache for cache in (inputs.k_cache, inputs.v_cache) if cache is not None]
@@ -75,9 +75,9 @@ def fits_cpu_kernel(inputs: QkvInputs) -> bool:
 
 
 def prepare_qkv_cpu(inputs: QkvInputs) -> torch.Tensor:
-    """Norm, rotate and scale `q` [T, H, D], `k` [T, KVH, D] and `v` [T, KVH, Dv], write keys and values, return the queries.
+    """Norm, rotate and scale `q` [T, H, D], `k` [T, KVH, D] and `v` [T, KVH, Dv]; write keys and values; return the queries.
 
-    With 0 query heads keys and values are written all the same. `op.prepare_qkv` has the whole contract.
+    Keys and values go to the cache slots `inputs.slots`, even if there are 0 query heads. `cpu_kernel.py` has the formulas.
     """
     q, k, v, how = inputs.q, inputs.k, inputs.v, inputs.preparation
     tokens, heads, width = q.shape
@@ -137,7 +137,7 @@ def prepare_qkv_cpu(inputs: QkvInputs) -> torch.Tensor:
 
 
 def _alike(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
-    """Whether both tensors, if there are any, have one dtype, which the kernel knows."""
+    """Return whether the tensors that are given have the same dtype and the kernel supports it."""
     if x is None or y is None:
         return all(part is None or part.dtype in DTYPES for part in (x, y))
     return x.dtype == y.dtype and x.dtype in DTYPES

@@ -5,8 +5,8 @@ values into the cache. `cpu.py` launches it.
     k_cache[slot of t] = hadamard(after(rotate(norm(k[t]))))            norm: RMS norm of each head, with or without a weight
     v_cache[slot of t] = value_factor * norm(v[t])                      after: RMS norm of each head without a weight
 
-Every step is optional. All steps are float32, in a thread's own memory; values are rounded once, where they are stored, and rows of
-quantised caches are quantised there. An item is some heads of one token, in the order query heads, key heads, value heads.
+Every step is optional. All steps compute in float32, in a thread's own memory. Numbers are rounded once, when they are stored; rows
+of quantised caches are quantised then. A work item is a group of one token's heads, in the order query, key and value heads.
 
 Legend: H query heads, KVH KV heads.
 """
@@ -40,7 +40,7 @@ from transom_kernels.quantised_kv.cpu_rows import cache_address, make_quantise_r
 def make_prepare_and_write(
     dtype: str, kv_dtype: str, cache_dtype: str, table_dtype: str, weight_dtype: str, interleaved: bool
 ) -> Any:
-    """The kernel for queries of `dtype`, keys and values of `kv_dtype`, and a cache that is stored as `cache_dtype`."""
+    """Build the kernel for queries of `dtype`, keys and values of `kv_dtype`, and a cache that is stored as `cache_dtype`."""
     size, kv_size = NUM_BYTES[dtype], NUM_BYTES[kv_dtype]
     load_query, load_kv = _make_load(dtype, weight_dtype), _make_load(kv_dtype, weight_dtype)
     prepare_query = _make_prepare(load_query, dtype, table_dtype, weight_dtype, interleaved)
@@ -100,10 +100,10 @@ def make_prepare_and_write(
 
 
 def _make_prepare(load_row: Any, dtype: str, table_dtype: str, weight_dtype: str, interleaved: bool) -> Any:
-    """prepare(arguments, work, token, head, rows, weights): norm, rotate and multiply a query or key head into `work`.
+    """Build prepare(arguments, work, token, head, rows, weights), which norms and rotates a query or key head into `work`.
 
-    `rows` and `weights` are the numbers of the arguments. The result is the scale of the norm after rotation, which is left to the
-    store.
+    `rows` and `weights` are the numbers of their argument words. `prepare` returns the scale of the norm after rotation, by which
+    the store then multiplies the head.
     """
     size, weight_size = NUM_BYTES[dtype], NUM_BYTES[weight_dtype]
     rotate = make_rotate("f32", table_dtype, interleaved=interleaved)
@@ -130,9 +130,9 @@ def _make_prepare(load_row: Any, dtype: str, table_dtype: str, weight_dtype: str
 
 
 def _make_load(dtype: str, weight_dtype: str) -> Any:
-    """load_row(row, work, width, norm, weight, eps): copy a head to `work` as float32, and normalise it if `norm`.
+    """Build load_row(row, work, width, norm, weight, eps), which copies a head to `work` as float32 and normalises it if `norm`.
 
-    `work` has whole vectors; what follows the head is 0.
+    `work` is a whole number of 16-lane vectors; the lanes after the head are 0.
     """
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
     load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]
@@ -164,7 +164,7 @@ def _make_load(dtype: str, weight_dtype: str) -> Any:
 
 
 def _make_cache_store(stored: str) -> Any:
-    """store_row(work, place, scale_place, width, first, second): store work * first * second, quantised or rounded once."""
+    """Build store_row(work, place, scale_place, width, first, second): it stores work * first * second, quantised or rounded."""
     if stored not in NUM_BYTES:
         return make_quantise_row(stored)
     store_numbers = _make_store(stored)
@@ -177,7 +177,7 @@ def _make_cache_store(stored: str) -> Any:
 
 
 def _make_store(dtype: str) -> Any:
-    """store_row(work, place, width, first, second): store work * first * second, rounded once."""
+    """Build store_row(work, place, width, first, second), which stores work * first * second, rounded once."""
     store, store_part, size = STORE[dtype], STORE_PART[dtype], NUM_BYTES[dtype]
 
     @helper

@@ -1,4 +1,4 @@
-"""Launches the Triton kernel `prepare_and_write`; what a launch needs of a layer's shapes and options is prepared once.
+"""Launches the Triton kernel `prepare_and_write`. Launches are prepared once for all layers with equal shapes and options.
 
 Legend: T tokens, H query heads, KVH KV heads, D key width, Dv value width.
 """
@@ -21,15 +21,15 @@ HEAD_ELEMENTS = 2048  # elements of heads that a program computes
 
 
 def prepare_qkv_triton(inputs: QkvInputs) -> torch.Tensor:
-    """Norm, rotate and scale `q` [T, H, D], `k` [T, KVH, D] and `v` [T, KVH, Dv], write keys and values, return the queries.
+    """Norm, rotate and scale `q` [T, H, D], `k` [T, KVH, D] and `v` [T, KVH, Dv]; write keys and values; return the queries.
 
-    The heads of a token must be adjacent; tokens may have strides. With 0 query heads keys and values are written all the same.
-    `op.prepare_qkv` has the whole contract.
+    Keys and values go to the cache slots `inputs.slots`, even if there are 0 query heads. The heads of a token must be adjacent;
+    tokens may lie any stride apart. `kernel.py` has the formulas.
     """
     q, how = inputs.q, inputs.preparation
     q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if tokens := q.shape[0]:
-        # what is absent is unused, and gets another tensor in its place
+        # the kernel does not read absent tensors, but each parameter needs some tensor: another one stands in
         k = q if inputs.k is None else inputs.k
         k_cache = q if inputs.k_cache is None else inputs.k_cache
         v, v_cache = (k if inputs.v is None else inputs.v), (k_cache if inputs.v_cache is None else inputs.v_cache)
@@ -59,7 +59,10 @@ _SCALARS = attrgetter(
 
 
 def _launch(inputs: QkvInputs) -> tuple[PreparedLaunch, int]:
-    """The launch for such inputs, and its programs for a token. The key is all that `_prepare` reads and checks."""
+    """Return the launch for inputs of these shapes and options, and its programs for each token.
+
+    The cache's key is everything that `_prepare` reads and checks.
+    """
     how, tensors = inputs.preparation, (inputs.q, inputs.k, inputs.v)
     caches = (inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale)
     key = (
@@ -75,7 +78,7 @@ def _launch(inputs: QkvInputs) -> tuple[PreparedLaunch, int]:
 
 
 def _prepare(inputs: QkvInputs) -> tuple[PreparedLaunch, int]:
-    """Prepare the launch. Raises ValueError where `inputs` do not fit together, or the device lacks the cache's numbers."""
+    """Prepare the launch. Raises ValueError if `inputs` do not fit together or the device does not support the cache's dtype."""
     inputs.check(rounds=True)
     inputs.check_heads()
     how, (_, heads, width) = inputs.preparation, inputs.q.shape
@@ -128,6 +131,6 @@ def _prepare(inputs: QkvInputs) -> tuple[PreparedLaunch, int]:
 
 
 def head_blocks(num_heads: int, width: int) -> tuple[int, int]:
-    """Elements of a head and heads that one program computes, both powers of two."""
+    """Return how many elements of a head, and how many heads, one program computes; both are powers of two."""
     block_d = next_power_of_two(width)
     return block_d, min(next_power_of_two(num_heads), max(1, HEAD_ELEMENTS // block_d))

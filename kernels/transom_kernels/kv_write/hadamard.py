@@ -1,7 +1,7 @@
 """The Hadamard rotation of query and key heads, which spreads the outlier channels of keys before they are quantised to 4 bits.
 
-The matrix is symmetric and orthonormal, so it is its own inverse, and rotated queries and keys have the scores of the plain ones.
-It is made of blocks as wide as the largest power of two that divides the head's width. Example, width 6: three blocks
+The matrix M is symmetric and orthonormal, so it is its own inverse: (q M) . (k M) = q . k, and rotation does not change scores.
+Blocks along its diagonal are as wide as the largest power of two that divides the head's width. A head of width 6 has three blocks:
 
     [1  1]
     [1 -1] / sqrt(2)
@@ -16,7 +16,7 @@ import torch
 
 
 def rotate_heads(x: torch.Tensor) -> torch.Tensor:
-    """Heads [..., D] multiplied by the Hadamard matrix, computed in float32; contiguous, in the dtype of `x`."""
+    """Return heads [..., D] times the Hadamard matrix, computed in float32; the result is contiguous, in the dtype of `x`."""
     width = x.shape[-1]
     block = block_of(width)
     rows = x.float().reshape(*x.shape[:-1], width // block, block)

@@ -1,4 +1,4 @@
-"""What the implementations of `prepare_qkv` and `kv_write` are given, and the check that it fits together.
+"""The arguments that `prepare_qkv` and `kv_write` pass to their implementations, and the check that they fit together.
 
 Legend: T tokens, H query heads, KVH KV heads, D key width, Dv value width, R rotated width, P block size in tokens.
 """
@@ -36,7 +36,7 @@ PLAIN = Preparation()
 
 @dataclass(slots=True, kw_only=True)
 class QkvInputs:
-    """Queries, and keys and values with the caches that they go to. Without `v` only keys are written, without `k` nothing is."""
+    """Queries, keys and values, and the caches to write to. Without `v` only keys are written, without `k` nothing is written."""
 
     q: torch.Tensor  # [T, H, D]; H may be 0
     k: torch.Tensor | None  # [T, KVH, D]
@@ -59,7 +59,7 @@ class QkvInputs:
         return all(x.stride(2) == 1 and (x.shape[1] < 2 or x.stride(1) == x.shape[2]) for x in rows)
 
     def check_heads(self) -> None:
-        """Raise ValueError unless queries and keys are equally many and wide, and the heads of each token are adjacent."""
+        """Raise ValueError unless queries and keys have equal T and D, and the heads of each token are adjacent."""
         q, k, v = self.q, self.k, self.v
         if (k is not None and q.shape[::2] != k.shape[::2]) or not self.heads_are_adjacent:
             parts = [(tuple(rows.shape), rows.stride()) for rows in (q, k, v) if rows is not None]
@@ -68,9 +68,9 @@ class QkvInputs:
             )
 
     def check(self, *, rounds: bool) -> None:
-        """Raise ValueError unless keys fit their cache and scales, and values theirs.
+        """Raise ValueError unless keys fit the key cache and its scales, and values fit the value cache and its scales.
 
-        `rounds` allows float32 rows for a cache of fewer bits.
+        With `rounds` float32 rows may go to a cache of fewer bits: they are rounded when they are written.
         """
         k, v, k_cache, v_cache = self.k, self.v, self.k_cache, self.v_cache
         if (v is None) != (v_cache is None) or (k is None) != (k_cache is None) or (k is None and v is not None):

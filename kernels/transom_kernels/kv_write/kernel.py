@@ -5,9 +5,9 @@ cache.
     k_cache[slot of t] = hadamard(after(rotate(norm(k[t]))))            norm: RMS norm of each head, with or without a weight
     v_cache[slot of t] = value_factor * norm(v[t])                      after: RMS norm of each head without a weight
 
-Every step is optional (constexpr flags). All steps are float32; values are rounded once, where they are stored, and rows of
-quantised caches are quantised there. The grid is (T, blocks of heads): the programs of a token compute its query heads, then key
-heads, then value heads, `BLOCK_H` heads each.
+Every step is optional (constexpr flags). All steps compute in float32. Numbers are rounded once, when they are stored; rows of
+quantised caches are quantised then. The grid is (T, blocks of heads): the first programs of a token compute its query heads, the
+next ones its key heads, the last ones its value heads, `BLOCK_H` heads each.
 
 Legend: T tokens, H query heads, KVH KV heads, D key width, E value width, R rotated width, P block size in tokens.
 """
@@ -40,7 +40,7 @@ def _prepared(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Heads after norm, rotation, norm after rotation and the Hadamard matrix, as the flags say; float32 [BLOCK_H, BLOCK_D]."""
+    """Return heads, float32 [BLOCK_H, BLOCK_D], after the steps that flags name: norm, rotation, second norm, Hadamard matrix."""
     d = tl.arange(0, BLOCK_D)
     inside = kept[:, None] & (d < D)[None, :]
     value = tl.load(rows + d[None, :], mask=inside, other=0.0).to(tl.float32)

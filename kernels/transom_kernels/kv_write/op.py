@@ -1,9 +1,9 @@
-"""The operators `kv_write` (scatter a step's keys and values into their cache slots) and `prepare_qkv` (norms and RoPE before
-that).
+"""The operators `kv_write`, which writes a step's keys and values into their cache slots, and `prepare_qkv`, which applies norms
+and RoPE first.
 
 A *slot* is a token's place in the cache: block * P + offset. The *dump block* is a block that belongs to no sequence; masked tokens
-are written there. CPUs compute with a compiled kernel (`cpu.py`), CUDA devices with Triton (`gpu.py`), and torch where neither is
-there (`reference.py`, which is the specification of both).
+are written there. CPUs compute with a compiled kernel (`cpu.py`), CUDA devices with Triton (`gpu.py`). Where neither kernel is
+available, torch computes (`reference.py`, the specification of both).
 
 Legend: T tokens, P block size in tokens, H query heads, KVH KV heads, D key width, Dv value width, R rotated width.
 """
@@ -30,8 +30,8 @@ def kv_write(
 ) -> None:
     """Write `k` [T, KVH, D] and `v` [T, KVH, Dv] in place to `k_cache` and `v_cache` [ids, P, KVH, width].
 
-    Token `t` goes to block `slots[t] // P`, offset `slots[t] % P`; a token whose slot is below 0 is not written. Masked tokens
-    have slots of the dump block, which may repeat. Caches may have any strides.
+    Token `t` goes to block `slots[t] // P`, offset `slots[t] % P`; a token whose slot is below 0 is not written. The slots of
+    masked tokens lie in the dump block and may repeat. Caches may have any strides.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -56,13 +56,13 @@ def prepare_qkv(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Norm, rotate and scale as `preparation` says, in float32; write keys and values, return the queries [T, H, D], contiguous.
+    """Norm, rotate and scale as `preparation` says; write keys and values; return the queries [T, H, D], contiguous.
 
-    `q` [T, H, D], `k` [T, KVH, D] and `v` [T, KVH, Dv] are not changed. `tables` are cosines and signed sines (see `rotary_`), [T,
-    R] or [T, 1, R]. `query_scale` [T] multiplies queries. `slots` are those of `kv_write`; a token whose slot is below 0 is not
-    written. Without `v` and `v_cache` only keys are written, without `k` and `k_cache` nothing is. Float32 keys and values may go
-    into a cache of any dtype. Rows for quantised caches are quantised
-    (`quantised_kv.format`); their scales go to `k_scale` and `v_scale` [ids, P, KVH].
+    `q` [T, H, D], `k` [T, KVH, D] and `v` [T, KVH, Dv] are not changed; all steps compute in float32. `tables` are cosines and
+    signed sines (see `rotary_`), [T, R] or [T, 1, R]. `query_scale` [T] multiplies queries. `slots` mean what they mean in
+    `kv_write`. Without `v` and `v_cache` only keys are written, without `k` and `k_cache` nothing is written. Float32 keys and
+    values may go into a cache of any dtype. A quantised cache (`quantised_kv.format`) receives quantised rows, and their scales go
+    to `k_scale` and `v_scale` [ids, P, KVH].
 
     Raises:
         ValueError: shapes or dtypes do not fit, or the heads of a token are not adjacent.
@@ -88,7 +88,7 @@ def prepare_qkv(
 
 
 def _prepare(inputs: QkvInputs) -> torch.Tensor:
-    """The queries; implementations are imported late, since neither Triton nor numba is installed everywhere."""
+    """Write keys and values; return the queries. Implementations are imported late: not every machine has Triton or numba."""
     if inputs.heads_are_adjacent and uses_triton(inputs.q):
         return _triton()(inputs)
     if inputs.heads_are_adjacent and uses_cpu_kernels(inputs.q):
@@ -102,7 +102,7 @@ def _prepare(inputs: QkvInputs) -> torch.Tensor:
 
 @cache
 def _triton() -> Callable[..., torch.Tensor]:
-    """The implementation, imported when first called; an import statement takes a microsecond of every call."""
+    """Return the implementation. It is imported once, here: an import statement would cost every call a microsecond."""
     from transom_kernels.kv_write.gpu import prepare_qkv_triton
 
     return prepare_qkv_triton

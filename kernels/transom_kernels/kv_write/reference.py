@@ -1,4 +1,4 @@
-"""The specification of `prepare_qkv` and `kv_write` in float32, and what computes them where no kernel does.
+"""`prepare_qkv` and `kv_write` in torch and float32: the specification, and the fallback where no kernel runs.
 
 Legend: T tokens, H query heads, D key width, R rotated width, P block size in tokens.
 """
@@ -13,7 +13,7 @@ from transom_kernels.quantised_kv import FORMATS, quantise_rows
 
 
 def prepare_qkv_reference(inputs: QkvInputs) -> torch.Tensor:
-    """Norm, rotate and scale as `preparation` says; write keys and values to their slots, return the queries [T, H, D]."""
+    """Norm, rotate and scale as `preparation` says; write keys and values to their slots; return the queries [T, H, D]."""
     how = inputs.preparation
     queries = _prepared(inputs.q, how.q_weight, inputs)
     if inputs.query_scale is not None:
@@ -27,9 +27,9 @@ def prepare_qkv_reference(inputs: QkvInputs) -> torch.Tensor:
 
 
 def write_rows(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-    """Write row `t` to slot `slots[t]` of a cache [ids, P, heads, elements], quantised where it has scales [ids, P, heads].
+    """Write row `t` to slot `slots[t]` of a cache [ids, P, heads, elements]; quantise it if there is a `scale` [ids, P, heads].
 
-    A token whose slot is below 0 is not written.
+    Rows whose slot is below 0 are not written.
     """
     is_written = slots >= 0
     rows, slots = rows[is_written], slots[is_written]
@@ -42,7 +42,7 @@ def write_rows(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, sca
 
 
 def _prepared(x: torch.Tensor, weight: torch.Tensor | None, inputs: QkvInputs) -> torch.Tensor:
-    """Heads [T, heads, D] in float32 after norm, rotation, norm after rotation and Hadamard rotation."""
+    """Return heads [T, heads, D] in float32 after norm, rotation, second norm and Hadamard rotation, each if it is asked for."""
     x, how = x.float(), inputs.preparation
     if how.norm:
         x = _normalised(x, how.eps) * (1.0 if weight is None else weight.float())

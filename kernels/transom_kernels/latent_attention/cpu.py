@@ -1,8 +1,9 @@
-"""`latent_attention` on CPUs: an item is some heads of one query, computed like a decoding row of `paged_attention`.
+"""`latent_attention` on CPUs: the kernel `attend` and its launch. A work item is a group of heads of one query.
 
     out[t, h] = softmax over rows r of (scale * q[t, h] . r, sink_logits[h]) times r       rows of the window, then entries
 
-A query's rows are listed first, without those that are absent; then units of 256 rows of the list are attended to and merged.
+An item is computed like a decoding row of `paged_attention`. It first lists the query's rows, without negative slots; then it
+attends to units of 256 listed rows and merges their partial results.
 
 Legend: T queries, H heads, D latent width, W rows of the window, K entries, P rows per block.
 """
@@ -26,23 +27,23 @@ from transom_kernels.paged_attention.cpu.partial_results import make_partial_res
 from transom_kernels.paged_attention.cpu.row_vectors import make_copy_row, make_move_row
 from transom_kernels.paged_attention.cpu.units import make_attend_unit
 
-_MAX_HEADS = 32  # of an item: they share the rows that are copied for them
+_MAX_HEADS = 32  # most heads of an item, which share the copies of rows
 
 
 class RowsArguments(NamedTuple):
-    """Rows that queries read: those of the window, or the entries. Strides are in bytes."""
+    """The argument words of the rows that queries read: those of the window, or the entries. Strides are in bytes."""
 
     cache: torch.Tensor | None = None  # [ids, P, 1, D]
     slots: torch.Tensor | None = None  # [T, W] or [T, K] int64; negative: absent
     num_slots: int = 0  # W or K
-    slot_row: int = 0  # from a query's slots to the next query's
+    slot_row: int = 0  # stride from a query's slots to the next query's
     block_rows: int = 1  # P
     block: int = 0
     row: int = 0
 
     @classmethod
     def of(cls, cache: torch.Tensor | None, slots: torch.Tensor | None) -> RowsArguments:
-        """The words of a cache and its slots; no slots where there is none."""
+        """Return the words of a cache and its slots; without a cache, words with no slots."""
         if cache is None or slots is None:
             return cls()
         block, row = (stride * cache.element_size() for stride in cache.stride()[:2])
@@ -50,7 +51,7 @@ class RowsArguments(NamedTuple):
 
 
 class LatentArguments(NamedTuple):
-    """What the kernel gets after `ResultArguments`, whose KV heads are here groups of heads."""
+    """The argument words that follow `ResultArguments`; its `kv_heads` counts groups of heads here."""
 
     q: torch.Tensor  # [T, H, D]
     q_row: int  # bytes
@@ -63,15 +64,15 @@ LATENT = numbers_of(LatentArguments, after=ResultArguments)
 
 
 def fits_cpu_kernel(inputs: LatentInputs) -> bool:
-    """Whether the kernel takes these tensors: the elements of a row, and the slots of a query, must be adjacent."""
+    """Return whether the kernel supports these tensors: the elements of a row, and the slots of a query, must be adjacent."""
     tensors = [inputs.q, *(tensor for place in inputs.places for tensor in place)]
     return inputs.q.dtype in DTYPES and all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in tensors)
 
 
 def latent_attention_cpu(inputs: LatentInputs) -> torch.Tensor:
-    """Attention [T, H, D] of `q` [T, H, D]: softmax over a query's rows r, and the sink, of (scale q . r, sink_logits) times r.
+    """Return attention [T, H, D] of `q` [T, H, D]: softmax of (scale q . r over a query's rows r, and sink_logits) times r.
 
-    Caches are [ids, P, 1, D], slots [T, W] and [T, K]; `op.latent_attention` has the whole contract.
+    Caches are [ids, P, 1, D]. The slots [T, W] and [T, K] name each query's rows; negative slots name none.
     """
     q, sinks = inputs.q, inputs.sink_logits
     rows, heads, width = q.shape
@@ -99,13 +100,13 @@ def latent_attention_cpu(inputs: LatentInputs) -> torch.Tensor:
     )
     most_rows = own.window.num_slots + own.entries.num_slots
     kernel = cpu_kernel("transom_kernels.latent_attention.cpu", "make_attend", **kind._asdict())
-    scratch_bytes = decode_layout(kind).num_bytes + 8 * (most_rows + 16)  # the list of a query's rows follows
+    scratch_bytes = decode_layout(kind).num_bytes + 8 * (most_rows + 16)  # the layout, then the list of a query's rows
     launch(kernel, rows * (heads // heads_at_once), (result, own), scratch_bytes=scratch_bytes)
     return out
 
 
 def make_attend(**parameters: Any) -> Any:
-    """The kernel; the parameters are the fields of `AttentionKind`. Items: queries times groups of `group` heads."""
+    """Build the kernel; the parameters are the fields of `AttentionKind`. A work item is a query and a group of heads."""
     kind = AttentionKind(**parameters)
     layout, heads, row_bytes = decode_layout(kind), kind.group, kind.width * NUM_BYTES[kind.dtype]
     list_at = layout.num_bytes  # addresses of the query's rows
@@ -114,7 +115,7 @@ def make_attend(**parameters: Any) -> Any:
 
     @helper
     def list_rows(arguments, rows, memory, query, count):
-        """Write the addresses of a query's rows of the window or entries after `count` others; return their number together."""
+        """Append the addresses of a query's rows (window or entries) to a list of `count` addresses; return the new count."""
         slots = argument(arguments, rows.slots) + query * argument(arguments, rows.slot_row)
         size = argument(arguments, rows.block_rows)
         for i in range(argument(arguments, rows.num_slots)):
@@ -127,7 +128,7 @@ def make_attend(**parameters: Any) -> Any:
 
     @helper
     def find_groups(arguments, memory, query, head_group, begin, end, keys, values):
-        """The addresses of groups of 16 rows of the list: in the cache if they are adjacent there, else copies."""
+        """Write the addresses of groups of 16 listed rows: in the cache if the rows are adjacent there, else of copies."""
         copy = memory + layout.key_copies
         for first in range(begin, end, 16):
             rows = memory + list_at + 8 * first
@@ -151,7 +152,7 @@ def make_attend(**parameters: Any) -> Any:
 
     @helper
     def attend_query(arguments, memory, query, head_group):
-        """Some heads of one query."""
+        """Compute and store one group of heads of one query."""
         head_stride = argument(arguments, LATENT.q_head)
         q = argument(arguments, LATENT.q) + query * argument(arguments, LATENT.q_row) + head_group * heads * head_stride
         for head in range(heads):

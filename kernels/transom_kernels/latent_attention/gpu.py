@@ -1,4 +1,4 @@
-"""Launches the Triton kernels of latent attention.
+"""Launches the Triton kernels of DeepSeek V4's latent attention (`kernel.py`).
 
 Legend: T queries, H heads, D width, W window slots, K entry slots, N entries of the longest sequence, E entries that are pooled.
 """
@@ -21,9 +21,9 @@ from transom_kernels.launch import INTERPRETED, next_power_of_two, shared_bytes
 
 
 def latent_attention_triton(inputs: LatentInputs) -> torch.Tensor:
-    """Attention [T, H, D] of `q` [T, H, D]: softmax over a query's rows r, and the sink, of (scale q . r, sink_logits) times r.
+    """Return attention [T, H, D] of `q` [T, H, D]: softmax of (scale q . r over a query's rows r, and sink_logits) times r.
 
-    Caches are [ids, P, 1, D], slots [T, W] and [T, K]; `op.latent_attention` has the whole contract.
+    Caches are [ids, P, 1, D]. The slots [T, W] and [T, K] name each query's rows; negative slots name none.
     """
     q, window_cache, window_slots = inputs.q, inputs.window_cache, inputs.window_slots
     tokens, heads, width = q.shape
@@ -56,9 +56,10 @@ def select_entries_triton(
     top_k: int,
     scale: float,
 ) -> torch.Tensor:
-    """The `top_k` entries [T, min(top_k, N)] with the largest sum_h head_weights[h] * relu(q_h . key) * scale.
+    """Return the `top_k` entries [T, min(top_k, N)] with the largest sum_h head_weights[h] * relu(q_h . key) * scale, or -1.
 
-    `op.select_entries` has the whole contract. Some queries are scored at a time, which bounds the memory of scores.
+    Query `t` sees the first `num_visible[t]` entries of sequence `sequence[t]`, whose keys are at `slots[sequence[t]]` [N]. A tile
+    of queries is scored at a time, which bounds the memory of scores.
     """
     num_entries = slots.shape[1]
     chosen = min(top_k, num_entries)
@@ -83,7 +84,7 @@ def _score(
     scale: float,
     scores: torch.Tensor,
 ) -> None:
-    """Write the scores [t, N] of all entries for some queries."""
+    """Write the scores [t, N] of all entries for a tile of t queries."""
     (tokens, heads, width), num_entries = q.shape, slots.shape[1]
     config, rounds = score_config(heads, width, q.element_size()), score_rounds(tokens)
     score_entries[(tokens, -(-num_entries // (rounds * config.block_n)))](
@@ -97,7 +98,10 @@ def _score(
 def pool_rows_triton(
     kv_cache: torch.Tensor, gate_cache: torch.Tensor, slots: torch.Tensor, position_bias: torch.Tensor
 ) -> torch.Tensor:
-    """Entries [E, D]: for each channel the sum over an entry's rows of softmax(gate + bias) * kv (`op.pool_rows`)."""
+    """Return entries [E, D]: for each channel the sum over an entry's G * R rows of softmax(gate + bias) * kv.
+
+    Row `g * R + r` of an entry is at `slots[e, g * R + r]` of both caches [ids, P, 1, G * D]; `op.pool_rows` has an example.
+    """
     ratio, channels = position_bias.shape
     num_groups = slots.shape[1] // ratio
     width = channels // num_groups

@@ -1,4 +1,4 @@
-"""What the implementations of `latent_attention` are given, and the check that it fits together.
+"""The arguments that `latent_attention` passes to its implementations, and the check that they fit together.
 
 Legend: T queries, H heads, D latent width, W rows of the window, K entries of a query, P rows per block.
 """
@@ -24,7 +24,7 @@ class LatentInputs:
 
     @property
     def places(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Caches and slots: of the window, then of the entries, if there are any."""
+        """The cache and slots of the window, then those of the entries if there are any."""
         window = (self.window_cache, self.window_slots)
         if self.entry_cache is None or self.entry_slots is None:
             return [window]

@@ -4,11 +4,11 @@
     score_entries:  scores[t, n] = sum_h head_weights[t, h] * relu(q[t, h] . key[n]) * scale                -inf for unseen entries
     pool:           out[e, d] = sum over rows of softmax(gate + position_bias) * kv                         per channel d
 
-A latent row is key and value at once for all heads, so a program gathers a row once for all of its heads. Rows are found
-by slot: slot `s` is row `s % P` of block `s // P`; negative slots name no row.
+A latent row is both key and value of all heads, so a program gathers a row once for all of its heads. Slot `s` is row `s % P` of
+block `s // P`; negative slots name no row.
 
-Loops contain no branches around loads, so that the compiler can fetch an iteration's slots and rows while earlier iterations are
-computed. A pointer that is selected inside a loop would be loaded from two bytes at a time.
+Loops have no branches around loads, so that the compiler can prefetch the slots and rows of later iterations. (If a loop chose
+between two pointers, the compiler would load from them two bytes at a time.)
 
 Legend: T queries, H heads, D width, W window slots, K entry slots, N entries or slots of an iteration, P rows per block, B
 sequences, E pooled entries, R tokens per entry, G groups of tokens that an entry reads.
@@ -25,7 +25,7 @@ from transom_kernels.triton_math import LOG2_E
 
 @triton.jit
 def _gather(cache, slot, stride_b, stride_p, d, D: tl.constexpr, P: tl.constexpr):
-    """Rows [N, BLOCK_D] of a cache at slots [N]; zeros at negative slots."""
+    """Load rows [N, BLOCK_D] of a cache at slots [N]; zeros at negative slots."""
     present = slot >= 0
     present_slot = tl.where(present, slot, 0)
     rows = cache + (present_slot // P * stride_b + present_slot % P * stride_p)[:, None]
@@ -50,7 +50,7 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Continue the online softmax over the rows at `slots`: returns the new maximum, sum and accumulated values."""
+    """Continue the online softmax over the rows at `slots`; return the new maximum, sum and accumulated values."""
     d, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     for first in range(0, count, BLOCK_N):
         slot = tl.load(slots + first + n, mask=first + n < count, other=-1)
@@ -91,7 +91,7 @@ def attend_rows(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attend with `BLOCK_H` heads of one query. The grid is (T, blocks of heads)."""
+    """Compute the attention of `BLOCK_H` heads of one query. The grid is (T, blocks of heads)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
@@ -101,7 +101,7 @@ def attend_rows(
     )  # [BLOCK_H, BLOCK_D]
     if UPCAST:
         query = query.to(tl.float32)
-    # the sink logit starts the softmax: it is the maximum so far, its own weight is 1, and it has no value
+    # the online softmax starts with the sink logit: it is the first maximum, so its weight is 1, and it has no value
     row_max = tl.load(sink_logits + head, mask=head < num_heads, other=0.0) * LOG2_E
     row_sum = tl.where(row_max == float("-inf"), 0.0, tl.full([BLOCK_H], 1.0, tl.float32))
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
@@ -190,8 +190,9 @@ def pool(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Pool `BLOCK_D` channels of one entry. The grid is (E, blocks of channels). `BLOCK_R` rows are read at a time (online
-    softmax).
+    """Pool `BLOCK_D` channels of one entry. The grid is (E, blocks of channels).
+
+    `BLOCK_R` rows are read at a time, with an online softmax.
     """
     entry = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -4,8 +4,8 @@ A *latent row* is one vector per token that serves as key and value of all heads
 a latent row that is pooled from the (kv, gate) rows of several tokens. The *indexer* scores entries for each query, and the query
 reads the best of them. Since a row serves all heads, each query gathers its rows once.
 
-CUDA devices compute with Triton (`gpu.py`), CPUs `latent_attention` with a compiled kernel (`cpu.py`); `reference.py` has all three
-in torch, for everything else.
+CUDA devices compute all three with Triton (`gpu.py`). CPUs compute `latent_attention` with a compiled kernel (`cpu.py`), and the
+other two in torch (`reference.py`, which is also the specification and the fallback).
 
 Legend: T queries, H heads, D latent width, W rows of the window, K entries of a query, P rows per block, B sequences, N entries of
 the longest sequence, E pooled entries, R tokens per entry, G groups of R tokens that an entry reads (its own last).
@@ -34,10 +34,10 @@ def latent_attention(
     entry_cache: torch.Tensor | None = None,
     entry_slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention [T, H, D] of `q` [T, H, D] over rows of `window_cache` and `entry_cache` [ids, P, 1, D], all of one dtype.
+    """Return attention [T, H, D] of `q` [T, H, D] over rows of `window_cache` and `entry_cache` [ids, P, 1, D], all of one dtype.
 
-    Query `t` sees the rows at the slots `window_slots[t]` [W] and `entry_slots[t]` [K], except negative slots. A score is `q k *
-    scale`. `sink_logits` [H] float32 add to the softmax's denominator alone. A query that sees no row gets zeros.
+    Query `t` sees the rows at the slots `window_slots[t]` [W] and `entry_slots[t]` [K]; negative slots name no row. A score is
+    `(q . row) * scale`. `sink_logits` [H] float32 add to the softmax's denominator only. A query that sees no row gets zeros.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -67,10 +67,10 @@ def latent_attention(
 def pool_rows(
     kv_cache: torch.Tensor, gate_cache: torch.Tensor, slots: torch.Tensor, position_bias: torch.Tensor
 ) -> torch.Tensor:
-    """Entries [E, D] float32 from the rows of `kv_cache` and `gate_cache` [ids, P, 1, G * D] at `slots` [E, G * R].
+    """Return entries [E, D] float32, pooled from the rows of `kv_cache` and `gate_cache` [ids, P, 1, G * D] at `slots` [E, G * R].
 
-    An entry covers R tokens. With overlap it also reads the R tokens before (G = 2 groups). Each token's kv and gate rows have G
-    *series* of D channels; series `g` is used by the entry for which the token is in group `g`:
+    An entry covers R tokens. With overlap it also reads the R tokens before them (G = 2 groups). Each token's kv and gate rows
+    have G *series* of D channels. An entry reads series `g` of the tokens in its group `g`:
 
         R = 4, G = 2, entry 1 (tokens 4 to 7):   tokens 0 1 2 3  with their series 0,   tokens 4 5 6 7  with their series 1
 
@@ -108,10 +108,10 @@ def select_entries(
     top_k: int,
     scale: float,
 ) -> torch.Tensor:
-    """The `top_k` best of the entries that each query sees: entry numbers [T, min(top_k, N)] int64, -1 where it sees fewer.
+    """Return the `top_k` best entries that each query sees: entry numbers [T, min(top_k, N)] int64, -1 where it sees fewer.
 
     `q` is [T, H, D], `head_weights` [T, H] float32, `key_cache` [ids, P, 1, D]. Query `t` sees the first `num_visible[t]` entries
-    of sequence `sequence[t]`, whose keys lie at the slots `slots[sequence[t]]` [N]. An entry's score is `sum_h head_weights[h] *
+    of sequence `sequence[t]`, whose keys are at the slots `slots[sequence[t]]` [N]. An entry's score is `sum_h head_weights[h] *
     relu(q_h . k) * scale`, in float32.
 
     Raises:

@@ -1,6 +1,6 @@
-"""The specification of `latent_attention`, `pool_rows` and `select_entries` in torch, and what computes them where no kernel does.
+"""`latent_attention`, `pool_rows` and `select_entries` in torch: the specification, and the fallback where no kernel runs.
 
-Each query's rows are gathered, so some queries or entries are computed at a time: as many as fit in TILE_ELEMENTS.
+Gathered rows take memory, so queries (or entries) are computed in tiles of as many as fit in TILE_ELEMENTS.
 
 Legend: T queries, t queries of a tile, H heads, D width, W rows of the window, K entries of a query, N entries of the longest
 sequence, E pooled entries, R tokens per entry, G groups of tokens that an entry reads.
@@ -14,11 +14,11 @@ import torch
 
 from transom_kernels.latent_attention.inputs import LatentInputs
 
-TILE_ELEMENTS = 2**20  # gathered at once: about what the private cache of a CPU core holds
+TILE_ELEMENTS = 2**20  # elements that are gathered at once: about what the private cache of a CPU core holds
 
 
 def latent_attention_reference(inputs: LatentInputs) -> torch.Tensor:
-    """Attention [T, H, D] of `q` [T, H, D] in float32: softmax over rows r, and the sink, of (scale q . r, sink_logits) times r."""
+    """Return attention [T, H, D] of `q` [T, H, D], in float32: softmax of (scale q . r over rows r, and sink_logits) times r."""
     q, places = inputs.q, inputs.places
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for tile in _tiles(len(q), sum(slots.shape[1] for _, slots in places) * q.shape[2]):
@@ -35,7 +35,7 @@ def latent_attention_reference(inputs: LatentInputs) -> torch.Tensor:
 def pool_rows_reference(
     kv_cache: torch.Tensor, gate_cache: torch.Tensor, slots: torch.Tensor, position_bias: torch.Tensor
 ) -> torch.Tensor:
-    """Entries [E, D]: for each channel the sum over an entry's G * R rows of softmax(gate + position_bias) * kv."""
+    """Return entries [E, D]: for each channel the sum over an entry's G * R rows of softmax(gate + position_bias) * kv."""
     ratio, channels = position_bias.shape
     num_groups = slots.shape[1] // ratio
     width = channels // num_groups
@@ -49,7 +49,7 @@ def pool_rows_reference(
 
 
 def _own_series(rows: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """Series `g` of the rows of group `g`: [E, G * R, D] of rows [E, G * R, G * D]."""
+    """Return series `g` of the rows of each group `g`, [E, G * R, D]; `rows` are [E, G * R, G * D]."""
     if num_groups == 1:
         return rows
     entries, length, channels = rows.shape
@@ -68,7 +68,7 @@ def select_entries_reference(
     top_k: int,
     scale: float,
 ) -> torch.Tensor:
-    """The `top_k` entries [T, min(top_k, N)] with the largest sum_h head_weights[h] * relu(q_h . key) * scale, else -1."""
+    """Return the `top_k` entries [T, min(top_k, N)] with the largest sum_h head_weights[h] * relu(q_h . key) * scale, or -1."""
     num_entries = slots.shape[1]
     chosen = min(top_k, num_entries)
     out = torch.full((len(q), chosen), -1, dtype=torch.int64, device=q.device)
@@ -84,17 +84,17 @@ def select_entries_reference(
 
 
 def _tiles(count: int, elements_each: int) -> list[slice]:
-    """Slices of `count` queries or entries whose gathered elements fit in TILE_ELEMENTS, or of one."""
+    """Split `count` queries or entries into slices whose gathered elements fit in TILE_ELEMENTS, but of at least one."""
     size = max(1, TILE_ELEMENTS // max(1, elements_each))
     return [slice(begin, begin + size) for begin in range(0, count, size)]
 
 
 def read_rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Rows [..., D] of `cache` [ids, P, 1, D] at `slots` [...]; zeros at negative slots. Slot s is row s % P of block s // P."""
+    """Return rows [..., D] of `cache` [ids, P, 1, D] at `slots` [...]; zeros at negative slots. Slot s: block s // P, row s % P."""
     ids, size, _, width = cache.shape
     block, row = cache.stride(0), cache.stride(1)
     unit = math.gcd(block, row)
-    # every row starts at a multiple of `unit`: one index addresses them all, and rows are copied whole
+    # every row starts at a multiple of `unit`, so one index_select over such starts copies whole rows
     starts = cache.as_strided((((ids - 1) * block + (size - 1) * row) // unit + 1, width), (unit, cache.stride(3)))
     present = slots.clamp(min=0)
     index = present // size * (block // unit) + present % size * (row // unit)

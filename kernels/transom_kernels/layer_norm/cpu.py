@@ -14,16 +14,16 @@ from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.simd import float_of_bits, fma, keep_part, lane_sum, row_access, splat, sqrt
 from transom_kernels.cpu.work import argument, each_item, helper
 
-ITEM_ELEMENTS = 2048  # about as many elements as one item of work normalises
+ITEM_ELEMENTS = 2048  # about as many elements as one work item normalises
 
 
 def fits_cpu(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernel takes these dtypes and strides."""
+    """Return whether the kernel takes these dtypes and strides."""
     return x.dtype in DTYPES and x.dtype == weight.dtype and x.dim() == 2 and x.stride(1) == weight.stride(0) == 1
 
 
 def layer_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the normalised rows of `x` [T, N] times `weight` [N], as `op.layer_norm`."""
+    """Return (x - mean) / sqrt(variance + eps) * weight of each row of `x` [T, N], for `weight` [N]."""
     rows, width = x.shape
     out = empty(x.shape, x.dtype)
     per_item = max(1, ITEM_ELEMENTS // width)
@@ -33,7 +33,7 @@ def layer_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
 
 def make_layer_norm(dtype: str) -> Any:
-    """The kernel. An item is some rows.
+    """Build the kernel. A work item is a group of rows.
 
     Arguments: 0 x, 1 weight, 2 out, contiguous, 3 T, 4 rows of an item, 5 N, 6 x's row stride in bytes, 7 eps.
     """

@@ -1,10 +1,10 @@
 """Linear layers over packed weights, and the embedding that shares them.
 
 op                          the operators with their specification
-layout, weights             how a weight lies in memory, and the packing of weights
+layout, weights             the memory layout of a packed weight, and the packing
 cpu, cpu_kernel             launches, and the kernel of linear layers
-vector_product              its product of rows and two panels in vector registers (`cpu/tiles.py` has that of AMX)
-table_kernel                the kernels that pack a weight and that read rows of a table
+vector_product              multiplies rows by two panels in vector registers (`cpu/tiles.py` does so with AMX)
+table_kernel                the kernels that pack a weight, and that read the rows of a table
 """
 
 from transom_kernels.linear.op import Activation, embedding_rows, gated_linear, linear

@@ -1,4 +1,4 @@
-"""Launches the CPU kernels of linear layers: declares arguments, cuts the work into items, says how rows are multiplied.
+"""Launches the CPU kernels of linear layers: declares arguments, cuts work into items, chooses instructions and block sizes.
 
 Legend: M rows, K input width, N output width.
 """
@@ -20,16 +20,16 @@ from transom_kernels.cpu.tiles import CONFIG_BYTES
 from transom_kernels.linear.layout import GROUPS_OF_CHUNK, LINE, STEP_BYTES, TILE_ROWS, Method, padded_width
 from transom_kernels.linear.weights import PackedWeight
 
-_BLOCK_BYTES = 1 << 20  # of a chunk of x in a block: half of a usual second-level cache
-_MOST_ROWS, _MANY_ROWS = 512, 256  # of a block; and of one whose rows are so long that they come in chunks
-_FEW_ROWS = 2 * TILE_ROWS  # whose products with a group of panels need no chunks of K
-_ITEMS_PER_THREAD = (4, 8)  # least and most
+_BLOCK_BYTES = 1 << 20  # most bytes of x that a block multiplies at once: half of a usual second-level cache
+_MOST_ROWS, _MANY_ROWS = 512, 256  # most rows of a block; and of one whose rows are so long that K is cut into chunks
+_FEW_ROWS = 2 * TILE_ROWS  # blocks of up to this many rows are multiplied without chunks of K
+_ITEMS_PER_THREAD = (4, 8)  # least and most: fewer leave threads idle at the end, more cost overhead
 
 _KERNELS = "transom_kernels.linear"
 
 
 class LinearArguments(NamedTuple):
-    """The words of `linear`."""
+    """The argument words of the kernel `linear`. `cpu_kernel.py` defines block, group, chunk and step."""
 
     x: RowArguments  # [M, K]
     num_rows: int  # M
@@ -41,7 +41,7 @@ class LinearArguments(NamedTuple):
     groups_of_item: int
     chunk_steps: int
     own_offset: int  # bytes of scratch before a thread's copy of x
-    own_stride: int  # bytes from row to row of that copy; 0: x is multiplied from where it is
+    own_stride: int  # bytes from row to row of that copy; 0: x is multiplied without a copy
     output: OutputArguments
 
 
@@ -57,7 +57,7 @@ def linear_cpu(
     soft_cap: float | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`residual + cap(scale * (x @ weight.T + bias))` [M, N] of `x` [M, K]; see `op.linear`."""
+    """Return `residual + cap(scale * (x @ weight.T + bias))` [M, N] of `x` [M, K]; cap(y) is `soft_cap * tanh(y / soft_cap)`."""
     out = empty((x.shape[0], weight.num_outputs), out_dtype)
     residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
     output = OutputArguments(
@@ -77,7 +77,7 @@ def gated_linear_cpu(
     weight: PackedWeight,
     activation: str,
 ) -> torch.Tensor:
-    """`activation(x @ gate.T + gate bias) * (x @ up.T + up bias)` [M, N] of `x` [M, K]; see `op.gated_linear`."""
+    """Return `activation(x @ gate.T + gate bias) * (x @ up.T + up bias)` [M, N] of `x` [M, K]."""
     out = empty((x.shape[0], weight.num_outputs), x.dtype)
     output = OutputArguments(RowArguments.of(out), weight.num_outputs, weight.bias)
     _launch(x, weight, output, x.dtype, activation=activation)
@@ -85,14 +85,14 @@ def gated_linear_cpu(
 
 
 def table_fits(table: PackedWeight | torch.Tensor) -> bool:
-    """Whether the kernel takes this table's dtype and strides."""
+    """Return whether the kernel takes this table's dtype and strides."""
     return isinstance(table, PackedWeight) or (table.dtype in DTYPES and (table.stride(1) == 1 or table.shape[1] == 1))
 
 
 def embedding_rows_cpu(
     ids: torch.Tensor, table: PackedWeight | torch.Tensor, *, first_id: int, scale: float
 ) -> torch.Tensor:
-    """The rows `ids - first_id` of a table [N, K] times `scale`; zeros for rows that it lacks. See `op.embedding_rows`."""
+    """Return the rows `ids - first_id` of a table [N, K] times `scale`, [M, K]; zeros for rows that the table lacks."""
     packed = isinstance(table, PackedWeight)
     if isinstance(table, PackedWeight):
         memory, stride, num_rows, width = table.panels, table.panel_bytes, table.num_outputs, table.width
@@ -110,7 +110,7 @@ def embedding_rows_cpu(
 
 @cache
 def method_of(dtype: torch.dtype) -> Method:
-    """How this processor multiplies fastest."""
+    """Return the method by which this processor multiplies numbers of `dtype` fastest (`layout.Method`)."""
     target = cpu_target()
     if dtype == torch.bfloat16 and target.bf16:
         return "tiles" if target.amx else "pairs"
@@ -119,7 +119,7 @@ def method_of(dtype: torch.dtype) -> Method:
 
 @cache
 def _num_registers() -> int:
-    """How many vectors of 16 lanes fit into the registers, roughly."""
+    """Return roughly how many vectors of 16 lanes fit into the registers."""
     target = cpu_target()
     if target.avx512:
         return 32
@@ -177,7 +177,7 @@ def _launch(
 
 @cache
 def _blocks(num_rows: int, row_bytes: int) -> tuple[int, int]:
-    """Rows of a block, and how many blocks there are."""
+    """Return the rows of a block, and how many blocks there are."""
     most = min(_MOST_ROWS, max(_MANY_ROWS, _BLOCK_BYTES // max(row_bytes, 1)))
     count = -(-num_rows // most) or 1
     block = -(-num_rows // count)
@@ -187,7 +187,7 @@ def _blocks(num_rows: int, row_bytes: int) -> tuple[int, int]:
 
 @cache
 def _chunk(block: int, steps: int, step_bytes: int) -> int:
-    """Steps of a chunk: all of them if the rows of a block fit into the second-level cache, else equal parts that do."""
+    """Return the steps of a chunk of K: all if the rows of a block fit into the second-level cache, else equal parts that fit."""
     if block <= _FEW_ROWS:
         return steps
     parts = -(-block * steps * step_bytes // _BLOCK_BYTES)
@@ -196,7 +196,7 @@ def _chunk(block: int, steps: int, step_bytes: int) -> int:
 
 @cache
 def _items(num_groups: int, num_blocks: int, num_threads: int) -> tuple[int, int]:
-    """Groups of an item, and items of a block, so that all threads end at about the same time."""
+    """Return the groups of an item and the items of a block for which the thread with most work has least."""
     least, most = (max(1, per_thread * num_threads // num_blocks) for per_thread in _ITEMS_PER_THREAD)
     sizes = range(max(1, num_groups // most), max(1, -(-num_groups // least)) + 1)
 

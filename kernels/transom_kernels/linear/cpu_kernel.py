@@ -1,10 +1,11 @@
-"""The kernel of linear layers on CPUs: x @ weight.T over packed weights, with what belongs to it done in float32 before the one
+"""The CPU kernel `linear`: x @ weight.T over packed weights, then bias, scale, cap, residual or activation in float32, then one
 rounding. `cpu.py` launches it.
 
-- method: how rows and panels are multiplied (`layout.py`).
+- method: the instructions that multiply rows by panels (`layout.py`).
 - group: the two panels that are multiplied together; in a gated weight they are a panel of gate and one of up.
-- block: the rows of an item. With a long K their products with some groups come in chunks of K, so that a chunk of the rows stays
-  in the second-level cache.
+- step: the part of K that one multiplication takes from a panel (`layout.STEP_BYTES`).
+- block: the rows of a work item. If K is long, a block is multiplied by several groups one *chunk* of K (some steps) after the
+  other, so that the chunk of its rows stays in the second-level cache.
 
 Legend: M rows, K input width, N output width.
 """
@@ -22,13 +23,13 @@ from transom_kernels.linear.cpu import AT
 from transom_kernels.linear.layout import GROUPS_OF_CHUNK, LINE, OUTPUTS, STEP_BYTES, TILE_ROWS, VECTOR_TILES
 from transom_kernels.linear.vector_product import make_vector_product
 
-SUM_STRIDE = 2 * LINE  # from row to row of a group's sums
+SUM_STRIDE = 2 * LINE  # bytes from row to row of a group's sums: 16 float32 of each of two panels
 
 
 def make_linear(method: str, dtype: str, out_dtype: str, activation: str | None, registers: int) -> Any:
     """out = residual + cap(scale * (x @ weight.T + bias)); with an activation, activation(x @ gate.T + bias) * (x @ up.T + bias).
 
-    An item is some groups of panels and a block of rows.
+    A work item is a block of rows and several groups of panels.
     """
     product = _make_tiles() if method == "tiles" else _make_vectors(method, dtype, registers)
     copy_rows = _make_copy(method, dtype)
@@ -38,7 +39,7 @@ def make_linear(method: str, dtype: str, out_dtype: str, activation: str | None,
 
     @helper
     def whole_rows(arguments, x, x_stride, first_row, rows, first, last, sums):
-        """Multiply a block of rows by the panels [first, last), all of K at once, some rows after the other."""
+        """Multiply a block of rows by the panels [first, last), with all of K at once; 32 to 47 rows at a time."""
         panel, num_panels = argument(arguments, AT.panel_bytes), argument(arguments, AT.num_panels)
         for p in range(first, last, 2):
             weight = argument(arguments, AT.panels) + p * panel
@@ -46,7 +47,8 @@ def make_linear(method: str, dtype: str, out_dtype: str, activation: str | None,
             row = 0
             while row < rows:
                 count = rows - row
-                if count >= 3 * TILE_ROWS:  # else a last tile could not repeat rows
+                # with fewer rows take all: a last tile of few rows must repeat rows of the one before
+                if count >= 3 * TILE_ROWS:
                     count = 2 * TILE_ROWS
                 product(x + row * x_stride, x_stride, count, weight, other, panel // step_bytes, sums, 0)
                 store_group(arguments, sums, count, first_row + row, p)
@@ -54,7 +56,7 @@ def make_linear(method: str, dtype: str, out_dtype: str, activation: str | None,
 
     @helper
     def chunks_of_rows(arguments, x, x_stride, first_row, rows, first, last, sums):
-        """Multiply a block of rows by the panels [first, last), some groups of panels at a time, chunk after chunk of K."""
+        """Multiply a block of rows by the panels [first, last): GROUPS_OF_CHUNK groups at a time, chunk after chunk of K."""
         panel, num_panels = argument(arguments, AT.panel_bytes), argument(arguments, AT.num_panels)
         num_steps, chunk = panel // step_bytes, argument(arguments, AT.chunk_steps)
         sums_of_group = (argument(arguments, AT.block_rows) + TILE_ROWS) * SUM_STRIDE
@@ -105,7 +107,7 @@ def make_linear(method: str, dtype: str, out_dtype: str, activation: str | None,
 
 
 def _make_tiles() -> Any:
-    """The product by AMX. The last tile of a block may repeat rows of the one before."""
+    """Build the product by AMX. The last tile of a block may repeat rows of the tile before, since tiles have equal sizes."""
     one, two = make_tile_product(1), make_tile_product(2)
 
     @helper
@@ -124,7 +126,7 @@ def _make_tiles() -> Any:
 
 
 def _make_vectors(method: str, dtype: str, registers: int) -> Any:
-    """The product in vector registers, by tiles of as many rows as fit into them, and of few rows."""
+    """Build the product in vector registers: by tiles of as many rows as fit into them, then by tiles of few rows or one."""
     (many, panels), (few, panels_of_few) = VECTOR_TILES[registers, dtype]
     pairs = method == "pairs"
     of_many, of_few = _make_rows(many, panels, dtype, pairs), _make_rows(few, panels_of_few, dtype, pairs)
@@ -149,7 +151,7 @@ def _make_vectors(method: str, dtype: str, registers: int) -> Any:
 
 
 def _make_rows(most: int, panels: int, dtype: str, pairs: bool) -> Any:
-    """Up to `most` rows times two panels, both at once or (`panels` 1) one after the other."""
+    """Build the product of up to `most` rows and two panels: both panels at once, or one after the other if `panels` is 1."""
     tile = make_vector_product(most, panels, dtype, pairs=pairs)
 
     @helper
@@ -165,7 +167,7 @@ def _make_rows(most: int, panels: int, dtype: str, pairs: bool) -> Any:
 
 
 def _make_copy(method: str, dtype: str) -> Any:
-    """Copy rows of x into scratch: padded with zeros, and in float32 for the wide method."""
+    """Build copy_rows, which copies rows of x into scratch: padded with zeros, and in float32 for the wide method."""
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
     stored = "f32" if method == "wide" else dtype
     store, own_size = STORE[stored], NUM_BYTES[stored]
@@ -190,7 +192,7 @@ def _make_copy(method: str, dtype: str) -> Any:
 
 
 def _make_output(dtype: str, tiles: bool) -> Any:
-    """store_group(arguments, sums, rows, first row, first panel): the outputs of two panels."""
+    """Build store_group(arguments, sums, rows, first row, first panel), which stores the outputs of two panels."""
     store, size = STORE[dtype], NUM_BYTES[dtype]
     store_output = make_store_output(dtype, AT.output)
     place_of_sums = _make_place_of_sums(tiles)
@@ -217,7 +219,7 @@ def _make_output(dtype: str, tiles: bool) -> Any:
 
 
 def _make_gate(dtype: str, tiles: bool, activation: str) -> Any:
-    """store_group(arguments, sums, rows, first row, first panel): the activations of a panel of gate and one of up."""
+    """Build store_group(arguments, sums, rows, first row, first panel): it stores activations of a panel of gate and one of up."""
     store_gated = make_store_gated(dtype, activation, AT.output)
     place_of_sums = _make_place_of_sums(tiles)
 
@@ -231,7 +233,7 @@ def _make_gate(dtype: str, tiles: bool, activation: str) -> Any:
 
 
 def _make_place_of_sums(tiles: bool) -> Any:
-    """place_of_sums(sums, row, rows): where a row's sums are. With AMX the last tile begins with rows of the tile before."""
+    """Build place_of_sums(sums, row, rows), a row's address. With AMX the last tile begins with rows of the tile before."""
 
     @inlined
     def place_of_sums(sums, row, rows):

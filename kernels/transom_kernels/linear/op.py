@@ -1,7 +1,7 @@
 """The operators `linear`, `gated_linear` and `embedding_rows` over packed weights (`weights.py`), on CPUs.
 
-A row's result depends on no other row, and not on the number of rows or threads. Products are added up in float32; everything
-that belongs to the layer follows in float32, and one rounding ends it.
+A row's result does not depend on other rows, nor on the number of rows or threads. Products are summed in float32; bias, scale,
+cap, activation and residual follow in float32, and the result is rounded once.
 
 Legend: M rows, K input width, N output width.
 """
@@ -30,8 +30,8 @@ def linear(
 ) -> torch.Tensor:
     """Return `residual + cap(scale * (x @ weight.T + bias))`, [M, N], where cap(y) is `soft_cap * tanh(y / soft_cap)`.
 
-    `x` is [M, K] in the weight's dtype; its rows may lie apart. `residual` is [M, N]. The result is in the dtype of `x`, or in
-    float32 if `out_dtype` says so.
+    `x` is [M, K] in the weight's dtype; its rows may lie any stride apart. `residual` is [M, N]. The result is in the dtype of
+    `x`, or in float32 if `out_dtype` is float32.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or a residual is not in the result's dtype.
@@ -58,7 +58,7 @@ def gated_linear(
 ) -> torch.Tensor:
     """Return `activation(x @ gate.T + gate bias) * (x @ up.T + up bias)`, [M, N] in the dtype of `x`.
 
-    `x` is [M, K] in the weight's dtype; its rows may lie apart.
+    `x` is [M, K] in the weight's dtype; its rows may lie any stride apart.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or the weight is not gated.
@@ -75,12 +75,12 @@ def gated_linear(
 def embedding_rows(
     ids: torch.Tensor, table: PackedWeight | torch.Tensor, *, first_id: int = 0, scale: float = 1.0
 ) -> torch.Tensor:
-    """Return the rows `ids - first_id` of a table times `scale`, [M, K] in the table's dtype; rows that it lacks are zeros.
+    """Return the rows `ids - first_id` of a table times `scale`, [M, K] in the table's dtype; zeros for rows that it lacks.
 
     `ids` are int64 [M]. The table is [N, K], packed or plain.
 
     Raises:
-        ValueError: the ids are no int64 vector, or the table is no matrix.
+        ValueError: the ids are not an int64 vector, or the table is not a matrix or is gated.
     """
     if ids.dim() != 1 or ids.dtype != torch.int64:
         raise ValueError(f"ids are {ids.dtype} {tuple(ids.shape)}; give a vector of int64.")

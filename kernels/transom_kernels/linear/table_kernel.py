@@ -1,4 +1,4 @@
-"""Kernels for CPUs that put a weight into panels and get rows out of them: `pack` and `embedding_rows`.
+"""Two CPU kernels: `pack` writes a weight into panels, and `embedding_rows` reads rows of a table, packed or plain.
 
 Legend: M rows, K width, N outputs of a weight or rows of a table.
 """
@@ -28,7 +28,7 @@ from transom_kernels.linear.layout import LINE, OUTPUTS, WORD
 
 @emits(NOTHING, INT, INT, INT)
 def _transpose(b, source, stride, target):
-    """Store 16 rows of 16 words as 16 columns: 64-byte lines at `target`."""
+    """Transpose a block of 16 rows of 16 words; store it as 16 lines of 64 bytes at `target`."""
     rows = [load(b, b.add(source, b.mul(stride, int64(m))), I32_16, 4) for m in range(16)]
     for distance in (1, 2, 4, 8):  # swap the off-diagonal halves of all blocks of 2, 4, 8 and 16
         for first in (m for m in range(16) if not m & distance):
@@ -38,7 +38,7 @@ def _transpose(b, source, stride, target):
 
 
 def _exchange(b: ir.IRBuilder, upper: ir.Value, lower: ir.Value, distance: int) -> tuple[ir.Value, ir.Value]:
-    """Two rows of a square whose off-diagonal blocks of `distance` words are exchanged."""
+    """Return two rows of a square after their off-diagonal blocks of `distance` words are exchanged."""
     lanes = range(16)
     first = [16 + (lane ^ distance) if lane & distance else lane for lane in lanes]
     second = [16 + lane if lane & distance else lane ^ distance for lane in lanes]
@@ -46,10 +46,10 @@ def _exchange(b: ir.IRBuilder, upper: ir.Value, lower: ir.Value, distance: int) 
 
 
 def make_pack() -> Any:
-    """Pack rows into panels. An item is a panel.
+    """Pack rows into panels. A work item is a panel.
 
-    Arguments: 0 weight, 1 its row stride in bytes, 2 N, 3 bytes of a row, 4 panels' memory, 5 bytes of a panel, 6 first panel,
-    7 from panel to panel.
+    Arguments: 0 weight, 1 its row stride in bytes, 2 N, 3 bytes of a row, 4 memory of the panels, 5 bytes of a panel, 6 the first
+    panel to write, 7 the step to the next one (2 if gate and up alternate).
     """
 
     @helper
@@ -83,7 +83,7 @@ def make_pack() -> Any:
 
 
 def make_embedding_rows(dtype: str, packed: bool) -> Any:
-    """out = table[ids - first] * scale; rows of ids that the table does not have are zeros. An item is a row.
+    """out = table[ids - first] * scale; rows of ids that the table does not have are zeros. A work item is a row.
 
     Arguments: 0 ids, 1 table, 2 bytes of a panel, or of a row, 3 N, 4 K, 5 out, 6 its row stride in bytes, 7 first, 8 scale.
     """

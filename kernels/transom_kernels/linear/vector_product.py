@@ -1,7 +1,7 @@
-"""Products of some rows of x and two panels of a weight, in vector registers, for kernels.
+"""The inner product of linear layers in vector registers: a few rows of x times one or two panels of a weight.
 
-A *step* is one 64-byte line of a panel: 16 outputs of one float32, or of one pair of 16-bit numbers. Every output has one chain
-of additions over the steps, whatever the number of rows, so that a row's result does not depend on the rows beside it.
+A *step* is one 64-byte line of a panel: one float32, or one pair of 16-bit numbers, for each of 16 outputs. Every output is one
+chain of additions in the order of the steps, for any number of rows, so that a row's result does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from transom_kernels.cpu.vector_code import (
 )
 from transom_kernels.linear.layout import LINE, NUMBERS_PER_WORD
 
-_AHEAD = 1024  # bytes from the weights in use to those that are fetched
+_AHEAD = 1024  # bytes from the weights in use to those that are prefetched
 _UNROLL = 4
 
 
 def make_vector_product(num_rows: int, num_panels: int, dtype: str, *, pairs: bool) -> Any:
-    """Make the function that multiplies up to `num_rows` rows by one or two panels of a weight in `dtype`.
+    """Build the function that multiplies up to `num_rows` rows by one or two panels of a weight in `dtype`.
 
-    With `pairs` x is bfloat16 and multiplied pair by pair; else x is float32. All arguments are int64, addresses and
-    strides in bytes:
+    With `pairs` x is bfloat16 and multiplied pair by pair; otherwise x is float32. All arguments are int64; addresses and
+    strides are in bytes:
 
-        rows, row_stride, count   of x: its first row, from row to row, and how many rows there are (`num_rows` or fewer)
-        weights                   of the panels (a tuple)
+        rows, row_stride, count   x: address of its first row, stride, and how many rows there are (`num_rows` or fewer)
+        weights                   addresses of the panels (a tuple)
         num_steps                 a multiple of 4
-        sums, sum_stride          the first row of the sums, and from row to row; panels lie 64 bytes apart
-        adds                      1: the sums in memory are added to; 0: they are overwritten
+        sums, sum_stride          address of the first row of sums, and stride; the sums of a second panel lie 64 bytes further
+        adds                      1: products are added to the sums in memory; 0: the sums are overwritten
     """
 
     add_products = _dot if pairs else partial(_multiply, dtype=dtype)
@@ -82,7 +82,7 @@ def make_vector_product(num_rows: int, num_panels: int, dtype: str, *, pairs: bo
 
 
 def _line(b: ir.IRBuilder, address: ir.Value, num_rows: int) -> ir.Value:
-    """One step of a panel; with few rows the weights come from memory, and are fetched ahead."""
+    """Load one step of a panel. With few rows the weights come from memory and are prefetched; else they are in a cache."""
     if num_rows <= 4:
         emit_prefetch(b, b.add(address, int64(_AHEAD)))
     return load(b, address, I32_16, LINE)
@@ -108,7 +108,7 @@ def _multiply(
     index: ir.Value,
     dtype: str,
 ) -> list[ir.Value]:
-    """Add the products of one number of each row, or of two where the weight has 16 bits."""
+    """Add the products of one number of each row, or of two numbers if the weight has 16 bits."""
     words = NUMBERS_PER_WORD[dtype]
     for word, numbers in enumerate(zip(*(_widen(b, line, dtype) for line in lines), strict=True)):
         place = b.add(b.mul(index, int64(4 * words)), int64(4 * word))
@@ -122,7 +122,7 @@ def _multiply(
 
 
 def _widen(b: ir.IRBuilder, line: ir.Value, dtype: str) -> tuple[ir.Value, ...]:
-    """The numbers of a line in float32: one vector, or the first and the second of each pair."""
+    """Return the numbers of a line in float32: one vector, or two, with the first and the second numbers of all pairs."""
     if dtype == "f32":
         return (b.bitcast(line, F32_16),)
     if dtype == "bf16":

@@ -1,7 +1,7 @@
 """Weights [N, K] packed into panels for the CPU kernels (`layout.py`), and the memory that holds them.
 
-Weights follow each other in large pieces of memory in huge pages, since a decode step reads all of them once. A piece is given
-back when the last of its weights is gone.
+A decode step reads all weights once, so they are packed one after the other into large pieces of memory in huge pages. A piece is
+freed when the last of its weights is gone.
 
 Legend: N outputs (of gate and of up each, if the weight is gated), K inputs.
 """
@@ -39,12 +39,12 @@ class PackedWeight:
 
     @property
     def num_panels(self) -> int:
-        """How many panels there are."""
+        """The number of panels; gate and up count separately."""
         return num_panels(self.num_outputs) * (2 if self.is_gated else 1)
 
     @property
     def panel_bytes(self) -> int:
-        """Bytes of each."""
+        """Bytes of each panel."""
         return panel_bytes(self.width, DTYPES[self.dtype])
 
     @property
@@ -53,14 +53,14 @@ class PackedWeight:
         return self.num_outputs * (2 if self.is_gated else 1) * self.width * self.dtype.itemsize
 
     def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The bias of the weight, or of gate and up; float32 [N] each."""
+        """Return the weight's bias [N] float32 twice, or the biases of gate and up; (None, None) if there is none."""
         if self.bias is None:
             return None, None
         split = self.bias.view(-1, 2 if self.is_gated else 1, OUTPUTS).transpose(0, 1).flatten(1)[:, : self.num_outputs]
         return split[0], split[-1]
 
     def unpack(self) -> tuple[torch.Tensor, ...]:
-        """The weight [N, K]; of a gated weight gate and up."""
+        """Return the weight as a tuple of one matrix [N, K], or of gate and up."""
         numbers = torch.empty(0, dtype=self.dtype).element_size()
         words = self.panels.view(torch.int32).view(self.num_panels, -1, OUTPUTS).transpose(1, 2).contiguous()
         rows = words.view(torch.uint8).view(self.num_panels, OUTPUTS, -1)[..., : self.width * numbers].contiguous()
@@ -72,7 +72,7 @@ class PackedWeight:
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether the kernels take weights of this dtype on this processor: float16 needs its conversion instructions."""
+    """Return whether the kernels take weights of this dtype on this processor: float16 needs its conversion instructions."""
     target = cpu_target()
     return weight.dtype in DTYPES and (weight.dtype != torch.float16 or target.avx2 or not target.x86)
 
@@ -84,10 +84,10 @@ def pack_weight(
     up: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
 ) -> PackedWeight:
-    """Pack a weight [N, K] and its bias [N]; with `up`, two weights of one shape into a gated one.
+    """Pack a weight [N, K] and its bias [N]; with `up`, pack two weights of one shape, gate and up, into a gated one.
 
     Raises:
-        ValueError: the weight is no matrix on a CPU, its dtype has no kernel, or the shapes do not fit.
+        ValueError: the weight is not a matrix on a CPU, its dtype has no kernel, or the shapes do not fit.
     """
     _check(weight, bias, up, up_bias)
     (num_outputs, width), parts = weight.shape, (weight,) if up is None else (weight, up)
@@ -114,7 +114,7 @@ def pack_weight(
 
 
 def _padded_bias(biases: tuple[torch.Tensor | None, ...], count: int) -> torch.Tensor | None:
-    """The biases in the order of the panels, in float32."""
+    """Return the biases in the order of the panels, in float32, padded with zeros."""
     if all(bias is None for bias in biases):
         return None
     padded = torch.zeros(count, len(biases), OUTPUTS)
@@ -144,7 +144,7 @@ def _check(
 
 
 class _Piece(threading.local):
-    """The memory that a thread packs its next weights into."""
+    """The memory into which a thread packs its next weights."""
 
     memory: torch.Tensor | None = None
 
@@ -153,7 +153,7 @@ _piece = _Piece()
 
 
 def _allocate(num_bytes: int) -> torch.Tensor:
-    """Memory for a weight, at a multiple of a cache line."""
+    """Return memory for a weight that begins at a multiple of a cache line: a large weight's own, or the next of a piece."""
     if CHECKED or num_bytes > _PIECE_BYTES // 4:
         return lazy_bytes(num_bytes)
     rest = _piece.memory

@@ -1,4 +1,4 @@
-"""Log-probabilities and ranks of chosen and likely tokens."""
+"""Log-probabilities and ranks of each row's chosen token and of its most likely tokens."""
 
 from transom_kernels.logprobs.op import RowLogprobs, logprobs
 

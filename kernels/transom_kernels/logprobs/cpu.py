@@ -1,8 +1,8 @@
-"""`logprobs` on CPUs: one pass over each row's logits.
+"""`logprobs` on CPUs: the kernel, which reads memory once for each row's logits, and its launch.
 
-An item is a *piece* of a row: 8192 ids. It leaves the largest logit of each block of 64 ids, the piece's sum of exp(logit - its
-largest logit), and how many of its logits are larger than the chosen one. The thread that finishes the last piece of a row adds the
-sums, and finds the likely tokens in the blocks whose largest logit is large enough.
+A work item is a *piece* of a row: 8192 ids. The thread that reads it writes a summary: the largest logit of each block of 64 ids,
+the sum of exp(logit - largest logit of the piece), and how many logits are larger than the chosen token's. The thread that finishes
+the last piece of a row adds the sums, and finds the likely tokens in the blocks whose largest logit is large enough.
 
 Legend: L rows, V vocabulary, K likely tokens, P pieces of a row.
 """
@@ -42,8 +42,8 @@ from transom_kernels.cpu.simd import (
 )
 from transom_kernels.cpu.work import argument, each_item, helper, row_address
 
-BLOCK = 64  # ids of a block, which has a maximum
-PIECE_BLOCKS = 128  # blocks of a piece, which is an item of work
+BLOCK = 64  # ids of a block
+PIECE_BLOCKS = 128  # blocks of a piece, which is a work item
 PIECE = BLOCK * PIECE_BLOCKS
 # A piece's summary: the maxima of its blocks (float32); then its largest logit, its sum (float64), and how many of its logits are
 # larger than the chosen one (int64).
@@ -53,7 +53,7 @@ LOWEST = -math.inf
 
 
 class LogprobsArguments(NamedTuple):
-    """The words of `logprobs`."""
+    """The argument words of the kernel `logprobs`."""
 
     logits: RowArguments  # [L, V] float32
     num_ids: int  # V
@@ -69,14 +69,16 @@ class LogprobsArguments(NamedTuple):
 
 AT = numbers_of(LogprobsArguments)
 
-_zeros = [torch.zeros(64, dtype=torch.int64)]  # the last one is in use; a recorded program may still use an earlier one
+# new launches use the last one; a recorded program may still use an earlier one
+_zeros = [torch.zeros(64, dtype=torch.int64)]
 
 
 def logprobs_cpu(
     logits: torch.Tensor, chosen: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids, log-probabilities and ranks, each [L, 1 + K], of `chosen` [L] and the K likely tokens of `logits` [L, V]: the fields of
-    `op.RowLogprobs`.
+    """Return the fields of `op.RowLogprobs`: ids, log-probabilities and ranks, each [L, 1 + K].
+
+    Column 0 is the token `chosen` [L]; the others are the K = `num_top` most likely tokens of `logits` [L, V].
     """
     num_rows, num_ids = logits.shape
     num_pieces = -(-num_ids // PIECE)
@@ -105,7 +107,7 @@ def logprobs_cpu(
 
 @helper
 def _lanes(row, column, end):
-    """16 logits from `column` on; -inf for NaN, and from `end` on."""
+    """Load 16 logits from `column` on, with -inf instead of NaN, and from `end` on."""
     if column + 16 <= end:
         return vector_max(load_f32(row + 4 * column), splat(LOWEST))
     return vector_max(keep_part(load_part_f32(row + 4 * column, end - column), end - column, LOWEST), splat(LOWEST))
@@ -113,7 +115,7 @@ def _lanes(row, column, end):
 
 @helper
 def _summarise(row, begin, end, chosen, area):
-    """Read the logits [begin, end) of a row, and leave their summary."""
+    """Read the logits [begin, end) of a row and write their summary to `area`."""
     largest, above, bound = splat(LOWEST), 0, splat(chosen)
     for first in range(begin, end, BLOCK):
         of_block = splat(LOWEST)
@@ -137,7 +139,7 @@ def _summarise(row, begin, end, chosen, area):
 
 @helper
 def _log_total(area, pieces):
-    """The logarithm of a row's sum of exp(logit), and how many logits are larger than the chosen one."""
+    """Return the logarithm of a row's sum of exp(logit), and how many logits are larger than the chosen token's."""
     largest, total, above = LOWEST, 0.0, 0
     for piece in range(pieces):
         largest = max(largest, load_scalar_f64(area + piece * AREA_BYTES + SUMS))
@@ -151,8 +153,8 @@ def _log_total(area, pieces):
 
 @helper
 def _list_top(row, num_ids, area, num_top, ids, logits):
-    """List the `num_top` largest logits and their ids, the largest first. They are inserted in the order of their ids."""
-    count, bound = 0, float32(LOWEST)  # once the list is full, the last logit in it
+    """List the `num_top` largest logits and their ids, largest first. Ids are tried in order, so that ties keep the lower id."""
+    count, bound = 0, float32(LOWEST)  # once the list is full, the bound is its last logit
     for block in range((num_ids + BLOCK - 1) // BLOCK):
         if count == num_top:
             largest = load_scalar_f32(area + (block // PIECE_BLOCKS) * AREA_BYTES + 4 * (block % PIECE_BLOCKS))
@@ -182,7 +184,7 @@ def _list_top(row, num_ids, area, num_top, ids, logits):
 
 
 def make_logprobs() -> Any:
-    """The kernel. An item is a piece of a row."""
+    """Build the kernel. A work item is a piece of a row."""
 
     @each_item
     def logprobs(arguments, thread, item):

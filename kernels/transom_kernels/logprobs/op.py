@@ -1,4 +1,4 @@
-"""The operator `logprobs`: log-probability and rank of each row's chosen token and of its most likely tokens.
+"""The operator `logprobs`: log-probabilities and ranks of each row's chosen token and of its most likely tokens.
 
 Legend: L rows, V vocabulary, K likely tokens.
 """
@@ -13,7 +13,7 @@ from transom_kernels.launch import uses_cpu_kernels
 
 
 class RowLogprobs(NamedTuple):
-    """The chosen token of each row in column 0, then its K most likely tokens, best first; the lowest id first of equal logits.
+    """Column 0 is each row's chosen token; the others are its K most likely tokens, best first, equal logits by ascending id.
 
     A rank is one plus the number of tokens with a strictly larger logit.
     """
@@ -44,7 +44,7 @@ def logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> RowLog
 def logprobs_reference(
     logits: torch.Tensor, chosen: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The specification of `logprobs`, in torch; returns the fields of `RowLogprobs`."""
+    """Return the fields of `RowLogprobs`: the specification of `logprobs`, in torch."""
     logprobs = logits.to(torch.float32).log_softmax(-1)
     top = logits.topk(num_top, -1).indices.sort(-1).values  # ids ascending, so that the stable sort orders ties by id
     top = top.gather(1, logits.gather(1, top).sort(dim=-1, descending=True, stable=True).indices)

@@ -1,7 +1,7 @@
-"""MoE layers: each token through the experts that it chose.
+"""MoE (mixture of experts) layers: each token passes through the experts that its router chose.
 
 op, weights                   the operator with its specification, and the experts' tensors as checkpoints have them
-packed                        experts as CPU kernels read them
+packed                        the experts' tensors as CPU kernels read them
 cpu, cpu_kernel, cpu_product  CPUs: launches, the kernels, and the inner product of rows and a panel of weights
 gpu, kernel, row_blocks       GPUs: launches, the grouped matmuls, and the pairs of token and expert sorted by expert
 """

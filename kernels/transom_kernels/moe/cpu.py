@@ -1,4 +1,4 @@
-"""Launches the experts' CPU kernels, and declares their arguments.
+"""Launches the CPU kernels of an MoE layer's experts (`cpu_kernel.py`), and declares their arguments.
 
 Legend: T tokens, N hidden width, I inner width, E experts, K experts per token, P = T K pairs of token and expert.
 """
@@ -17,13 +17,13 @@ from transom_kernels.moe.packed import PackedExperts, PackedMatrix
 from transom_kernels.moe.weights import GateRule
 
 MODULE = "transom_kernels.moe.cpu_kernel"
-EXPERTS_PER_ITEM = 16  # of `gather_rows`
-SPARE_ROWS = 15  # after all rows, as AMX reads and writes whole tiles
-MAX_PAIRS = 4096  # of a launch: sums of all pairs stay in a thread's cache
+EXPERTS_PER_ITEM = 16  # experts that one item of `gather_rows` counts
+SPARE_ROWS = 15  # rows of memory after the last row, since AMX reads and writes whole tiles of 16
+MAX_PAIRS = 4096  # of a launch: each thread keeps 256 bytes of sums for every pair, 1 MiB in its second-level cache
 
 
 class PlaceArguments(NamedTuple):
-    """Where the pairs of an expert are: `gather_rows` writes them, and the others read them. All are int64."""
+    """Where the rows of each expert are. `gather_rows` writes these tensors, the other two kernels read them. All are int64."""
 
     places: torch.Tensor  # [P]: the place of each pair
     expert_at: torch.Tensor  # [P]: the expert of a place that is its expert's first, else -1
@@ -32,11 +32,11 @@ class PlaceArguments(NamedTuple):
 
 
 class GatherArguments(NamedTuple):
-    """The words of `gather_rows`."""
+    """The argument words of `gather_rows`."""
 
     x: RowArguments  # [T, N]
     experts: torch.Tensor  # [P] int64
-    weights: torch.Tensor | None  # [P] float32: a row is multiplied by its weight and rounded
+    weights: torch.Tensor | None  # [P] float32: if given, each row is multiplied by its weight and rounded
     rows: torch.Tensor  # [P, columns]: the rows of x by place, padded with zeros
     num_pairs: int  # P
     num_chosen: int  # K
@@ -47,7 +47,7 @@ class GatherArguments(NamedTuple):
 
 
 class MatrixArguments(NamedTuple):
-    """The words of a product of rows and the matrix of each row's expert."""
+    """The argument words of a product of rows and the matrix of each row's expert."""
 
     rows: torch.Tensor  # [P, columns] by place
     row_bytes: int
@@ -61,18 +61,18 @@ class MatrixArguments(NamedTuple):
 
 
 class GateUpArguments(NamedTuple):
-    """The words of `gate_up`."""
+    """The argument words of `gate_up`."""
 
     matrix: MatrixArguments
     activations: torch.Tensor  # [P, 32 panels]
-    gain: float  # `GateRule`, as the next three
+    gain: float  # this and the next three are the fields of `GateRule`
     has_limit: bool
     limit: float
     up_offset: float
 
 
 class DownArguments(NamedTuple):
-    """The words of `down_and_sum`."""
+    """The argument words of `down_and_sum`."""
 
     matrix: MatrixArguments
     num_slots: int
@@ -95,7 +95,10 @@ def moe_cpu(
     *,
     scales_input: bool,
 ) -> torch.Tensor:
-    """`sum_k weights[t, k] * expert(experts[t, k])(x[t])`, [T, N] in the dtype of `x`; see `op.moe`."""
+    """Return `sum_k weights[t, k] * expert(experts[t, k])(x[t])`, [T, N] in the dtype of `x`.
+
+    With `scales_input` a weight multiplies its expert's input instead. An expert is `down @ gated(gate_up @ x + bias) + bias`.
+    """
     tokens, num_chosen = experts.shape
     out = empty((tokens, packed.width), x.dtype)
     experts, weights = experts.to(torch.int64).contiguous(), weights.contiguous()

@@ -1,13 +1,14 @@
 """The kernels of an MoE layer's experts on CPUs: `gather_rows`, `gate_up` and `down_and_sum`, one after the other.
 
-    gather_rows    copies the rows of x, sorted by expert, so that each expert has consecutive rows
-    gate_up        gated activations of these rows
-    down_and_sum   their products with `down`, and each token's weighted sum, in the order of k
+    gather_rows    copies the rows of x, sorted by expert, so that the rows of each expert are consecutive
+    gate_up        computes the gated activations of these rows
+    down_and_sum   multiplies them by `down` and adds up each token's weighted results, in the order of k
 
 - pair: one token and one expert that it chose; pair t K + k is the k-th expert of token t.
-- place: a row among the sorted rows. Pairs of the same expert keep their order.
-- slot: where a kernel looks for an expert with rows: a place, where there are no more pairs than experts (the expert is that of
-  its first place), else an expert's number. So the number of items follows from shapes.
+- place: the number of a row among the sorted rows. Pairs of the same expert keep their order.
+- slot: where a kernel looks for an expert that has rows. If there are more pairs than experts, slots are experts; otherwise slots
+  are places, and the first place of each expert stands for it. Slots without rows are skipped. The number of work items thus
+  follows from shapes alone, not from which experts were chosen.
 
 Legend: T tokens, N hidden width, I inner width, E experts, K experts per token, P = T K pairs.
 """
@@ -42,7 +43,7 @@ _GELU_SLOPE, _GELU_CUBIC = 0.7978845608028654, 0.044715  # sqrt(2 / pi)
 
 
 def make_gather_rows(dtype: str) -> Any:
-    """An item is a pair, or after the pairs 16 experts."""
+    """Build the kernel that sorts and copies rows. A work item is a pair; items after the pairs are 16 experts each."""
     load, load_part, store, store_part, size = row_access(dtype)
 
     @helper
@@ -83,7 +84,7 @@ def make_gather_rows(dtype: str) -> Any:
 
 @helper
 def _count(experts, pairs, expert):
-    """How many of the first `pairs` pairs have a smaller expert, and how many have this one."""
+    """Return how many of the first `pairs` pairs have a lower expert number, and how many have this expert."""
     smaller, equal = 0, 0
     for pair in range(pairs):
         other = load_i64(experts + 8 * pair)
@@ -93,10 +94,10 @@ def _count(experts, pairs, expert):
 
 
 def _make_multiply_expert(kind: str, dtype: str, at: Any) -> Any:
-    """multiply_expert(arguments, slot, panel, memory, sums, by_place): a panel of the slot's expert times that expert's rows.
+    """Build multiply_expert(arguments, slot, panel, memory, sums, by_place): rows of the slot's expert times one of its panels.
 
-    It returns the expert, its first place and its rows: none where no pair has that expert. Sums [rows, 64] begin at `sums`, or
-    `by_place` at their places there. `at` has the numbers of the `MatrixArguments`.
+    It returns the expert, its first place and its number of rows, which is 0 if no pair has that expert. The products [rows, 64]
+    are stored from `sums` on, or with `by_place` from row `first place` of `sums` on. `at` names the words of `MatrixArguments`.
     """
     multiply = make_multiply(kind, dtype)
 
@@ -123,14 +124,15 @@ def _make_multiply_expert(kind: str, dtype: str, at: Any) -> Any:
 
 @helper
 def _bias_of(arguments, at, expert, panel):
-    """The address of a panel's biases, or 0."""
+    """Return the address of a panel's biases, or 0 if there are none."""
     bias = argument(arguments, at.bias)
     return bias + (expert * argument(arguments, at.num_panels) + panel) * PANEL_BYTES if bias else 0
 
 
 def make_gate_up(kind: str, dtype: str, activation: str) -> Any:
-    """An item is a slot and one panel of its expert: 32 activations of all rows. Scratch: 64 bytes, and 256 for each pair and 15
-    more.
+    """Build the kernel of gated activations. A work item is one panel of a slot's expert: 32 activations of all its rows.
+
+    Scratch: 64 bytes for AMX, and 256 for the sums of each pair and of 15 spare rows.
     """
     store, size = STORE[dtype], NUM_BYTES[dtype]
     multiply_expert = _make_multiply_expert(kind, dtype, UP.matrix)
@@ -167,7 +169,7 @@ def make_gate_up(kind: str, dtype: str, activation: str) -> Any:
 
 
 def make_down_and_sum(kind: str, dtype: str) -> Any:
-    """An item is one panel of every expert: 64 outputs of all tokens. Scratch: 64 bytes, and 256 for each pair and 15 more."""
+    """Build the kernel of results. A work item is one panel of every expert: 64 outputs of all tokens. Scratch: as `gate_up`."""
     _, _, store, store_part, size = row_access(dtype)
     multiply_expert = _make_multiply_expert(kind, dtype, DOWN.matrix)
 

@@ -1,11 +1,10 @@
-"""The inner product of the experts' CPU kernels: some rows of activations times one panel of weights (`packed.py`).
+"""The inner product of the experts' CPU kernels: rows of activations times one panel of weights (`packed.py`).
 
-A sum is one chain of additions along the columns, in their order, for any number of rows and any split of the columns, so a row of
-activations does not depend on other rows. With AMX a step of the chain is the product of 32 columns. In MXFP4 the chain of a
-group of 32 columns starts at zero, and the group's sum is multiplied by its scale (a power of two) and added to the sum of the
-groups before.
+A sum is one chain of additions in the order of the columns, for any number of rows and any split of the columns, so a row's result
+does not depend on other rows. With AMX one step of the chain adds the products of 32 columns. In MXFP4 the sum of each group of 32
+columns starts at zero; it is multiplied by the group's scale (a power of two) and added to the sum of the groups before.
 
-- unit: the columns of one 32-bit word of a row, one in float32 and two in bfloat16; in MXFP4 two columns, too.
+- unit: the columns in one 32-bit word of a row: one in float32, two in bfloat16. In MXFP4 a unit is two columns.
 """
 
 from __future__ import annotations
@@ -39,24 +38,25 @@ from transom_kernels.cpu.vector_code import (
     store,
 )
 
-PANEL_BYTES = 4 * 64  # of the sums of one row
-GROUP_UNITS = 16  # of MXFP4
-GROUP_BYTES = 17 * 64
+PANEL_BYTES = 4 * 64  # of one row's 64 sums
+GROUP_UNITS = 16  # units of a group of MXFP4
+GROUP_BYTES = 17 * 64  # of a group of a panel: 16 lines of 64 bytes with elements, and one with scales
 
-# Columns that many rows share are read from memory once, and then from the second level of the cache (AMX: from the first).
+# With many rows, all of them are multiplied by a block of this many units before the next block, so that weights come from memory
+# once, and then from the second-level cache (AMX: from the first-level cache).
 _BLOCK_UNITS, _TILE_BLOCK_UNITS = 1024, 256
-_AHEAD = 1024  # bytes from the weights in use to those that are fetched
+_AHEAD = 1024  # bytes from the weights in use to those that are prefetched
 
 _TILE_ROWS = 16
 _BYTES_16 = ir.VectorType(I8, LANES)
 
 
 def make_multiply(kind: str, dtype: str) -> Any:
-    """Make multiply(x, x_stride, rows, weight, units, sums, memory): sums [rows, 64] float32 of rows of x times a panel.
+    """Build multiply(x, x_stride, rows, weight, units, sums, memory): it stores sums [rows, 64] float32 of rows times a panel.
 
-    `kind` is the panel's format (f32, bf16, mx), or `tiles` for bfloat16 with AMX; `dtype` is that of x. Strides are in bytes; x
-    has zeros in its padded columns. After the rows of x and of the sums there is memory for 15 more, which AMX reads and writes;
-    it also takes 64 bytes of `memory`.
+    `kind` is the panel's format (f32, bf16, mx), or `tiles` for bfloat16 with AMX; `dtype` is that of x. Strides are in bytes; the
+    padded columns of x are zeros. The rows of x and of the sums are followed by memory for 15 more rows, which AMX reads and
+    writes; AMX also needs 64 bytes of `memory` for its configuration.
     """
     return _make_by_tiles() if kind == "tiles" else _make_by_vectors(kind, dtype)
 
@@ -119,9 +119,10 @@ def _make_by_vectors(kind: str, dtype: str) -> Any:
 
 
 def _make_tile(kind: str, dtype: str, rows: int, panels: int) -> Any:
-    """Make the function that computes the sums of `rows` rows and 16 `panels` outputs. After the last row, that row is repeated.
+    """Build the function that computes the sums of `rows` rows and 16 * `panels` outputs.
 
-    With `goes_on` the sums are added to.
+    If there are fewer rows, `last_row` is the number of the last one, which stands for those that are missing. If `goes_on` is not
+    0, products are added to the sums in memory.
     """
 
     @emits(NOTHING, *[INT] * 9)
@@ -136,7 +137,7 @@ def _make_tile(kind: str, dtype: str, rows: int, panels: int) -> Any:
         zero = constant(F32_16, 0.0)
         totals = [b.select(adds, load(b, place, F32_16, 4), zero) for place in places]
         weights = [b.add(weight, b.mul(panel_stride, int64(p))) for p in range(panels)]
-        if kind == "mx":  # after a group's words, 16 bytes for each of the panel's parts of 64 bytes
+        if kind == "mx":  # a group's words are followed by 16 bytes of scales for each of four parts of 16 rows
             parts = [b.add(panel, int64(p)) for p in range(panels)]
             scales = [b.sub(int64(GROUP_UNITS * 64), b.mul(part, int64(48))) for part in parts]
             totals = _emit_groups(b, dtype, x_rows, weights, scales, units, totals)
@@ -149,13 +150,13 @@ def _make_tile(kind: str, dtype: str, rows: int, panels: int) -> Any:
 
 
 def _emit_units(b, dtype, x_rows, weights, units, totals):
-    """Sums over plain weights."""
+    """Emit the sums over plain weights."""
 
     def body(unit, totals):
         totals, kind = list(totals), F32_16 if dtype == "f32" else I32_16
         places = [b.add(weight, b.mul(unit, int64(64))) for weight in weights]
         values = [load(b, place, kind, 64) for place in places]
-        if len(x_rows) == 1:  # the weights come from memory
+        if len(x_rows) == 1:  # with one row the weights come from memory, else from a cache
             for place in places:
                 emit_prefetch(b, b.add(place, int64(_AHEAD)))
         for row, x in enumerate(x_rows):
@@ -173,7 +174,7 @@ def _emit_units(b, dtype, x_rows, weights, units, totals):
 
 
 def _emit_groups(b, dtype, x_rows, weights, scales, units, totals):
-    """Sums over MXFP4 weights; `scales` are the distances from a group's words to its scales."""
+    """Emit the sums over MXFP4 weights; `scales` are the distances in bytes from a group's words to its scales."""
     zeros = [constant(F32_16, 0.0)] * len(totals)
     x_bytes = 8 if dtype == "f32" else 4
 
@@ -215,9 +216,9 @@ def _emit_groups(b, dtype, x_rows, weights, scales, units, totals):
 
 
 def _scale(b, address):
-    """Powers of two in float32 of 16 exponents of 8 bits, as `MxTensor` has them."""
+    """Load 16 scales of 8 bits; return 2 ** (scale - 127) in float32."""
     exponents = b.zext(load(b, address, _BYTES_16, 16), I32_16)
-    # 2 ** -127, which float32 holds as 1 bit in the fraction
+    # scale 0 is 2 ** -127, which float32 holds as a subnormal number: the highest bit of the fraction
     is_zero = b.icmp_signed("==", exponents, constant(I32_16, 0))
     bits = b.select(is_zero, constant(I32_16, 1 << 22), b.shl(exponents, constant(I32_16, 23)))
     return b.bitcast(bits, F32_16)

@@ -1,4 +1,4 @@
-"""Launches of an MoE layer: sort pairs into row blocks, matmul into the experts, matmul out of them, sum over each token's experts.
+"""Launches the Triton kernels of an MoE layer: sort pairs into row blocks, two grouped matmuls, sum over each token's experts.
 
 Legend: T tokens, N hidden width, I inner width, E experts, K experts per token, P = T K pairs of token and expert.
 """
@@ -16,7 +16,7 @@ from transom_kernels.moe.row_blocks import MAX_PAIRS, block_rows, block_rows_tri
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
 from transom_kernels.prepared_launch import PreparedLaunch
 
-SUM_COLUMNS = 1024  # of a program of `sum_experts`
+SUM_COLUMNS = 1024  # most columns that a program of `sum_experts` computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +30,12 @@ class Tile:
     num_stages: int
 
 
-# few rows: the time goes into reading weights
+# SMALL is for few rows per expert, where reading weights takes most of the time
 SMALL = Tile(block_m=16, block_n=64, block_j=128, num_warps=4, num_stages=3)
 MIDDLE = Tile(block_m=64, block_n=64, block_j=64, num_warps=4, num_stages=3)
 LARGE = Tile(block_m=128, block_n=64, block_j=64, num_warps=8, num_stages=3)
 TILES = (SMALL, MIDDLE, LARGE)
-MXFP4_TILES = (  # MXFP4 weights are dequantised in registers, which more warps must share
+MXFP4_TILES = (  # MXFP4 weights are dequantised in registers: each warp must hold less, so there are more warps or smaller tiles
     replace(SMALL, num_warps=8),  # with four warps Triton 3.6 spills registers
     replace(MIDDLE, block_n=32, num_warps=8),
     replace(LARGE, block_n=32),
@@ -54,9 +54,9 @@ def moe_triton(
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts, [T, N] in the dtype of `x`.
 
-    `x` [T, N]: hidden states. `experts` [T, K] and `weights` [T, K]: each token's experts and their routing weights. `tensors`: the
-    matrices and biases of the experts. `rule`: the gated activation between the two matrices. With `scales_input` the routing
-    weight multiplies an expert's input (Llama 4), else its output. `op.moe` has checked shapes and dtypes.
+    `x` [T, N] are hidden states; `experts` [T, K] and `weights` [T, K] are each token's experts and their routing weights;
+    `tensors` has the experts' matrices and biases, and `rule` the gated activation between the matrices. With `scales_input` the
+    routing weight multiplies an expert's input (Llama 4), otherwise its output. `op.moe` has checked shapes and dtypes.
     """
     (tokens, width), chosen = x.shape, experts.shape[1]
     num_experts, double, _ = tensors.gate_up.shape
@@ -95,7 +95,7 @@ def moe_triton(
 
 @dataclass(slots=True)
 class _Launches:
-    """The prepared launches of a layer, and how many programs each has along its columns."""
+    """The prepared launches of all layers of one shape, and how many programs each has along its columns."""
 
     into: PreparedLaunch
     into_columns: int
@@ -154,12 +154,12 @@ def _launches(
 
 
 def _operands(weight: torch.Tensor | MxTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weight and its MXFP4 scales, or the weight again: the arguments of a kernel."""
+    """Return a kernel's two arguments: the weight and its MXFP4 scales; a plain weight stands in for its missing scales."""
     return (weight.blocks, weight.scales) if isinstance(weight, MxTensor) else (weight, weight)
 
 
 def choose_tile(num_pairs: int, num_experts: int, *, is_mx: bool, element_bytes: int) -> Tile:
-    """The tile for this many pairs of token and expert."""
+    """Return the tile for this many pairs of token and expert."""
     if element_bytes > 2:
         return FLOAT32_TILE
     rows = num_pairs / num_experts

@@ -1,13 +1,14 @@
-"""The Triton kernels of an MoE layer: `into_experts`, `out_of_experts` (grouped matmuls) and `sum_experts`.
+"""The Triton kernels of an MoE layer: the grouped matmuls `into_experts` and `out_of_experts`, and `sum_experts`.
 
     into_experts:    inner[p] = act(gate) * (up + up_offset),  [gate, up] = gate_up[expert of p] @ x[token of p] + bias
     out_of_experts:  result[p] = weights[p] * (down[expert of p] @ inner[p] + bias)
     sum_experts:     out[t] = sum of result[p] over the K pairs p of token t
 
-With SCALES_INPUT (Llama 4) weights[p] multiplies x instead of the result. The grid of a matmul is (column blocks, row blocks): one
+With SCALES_INPUT (Llama 4) weights[p] multiplies x instead of the result. The grid of a matmul is (column blocks, row blocks). One
 program multiplies one row block (pairs that chose one expert, `row_blocks.py`) by one block of columns of that expert's matrix.
 
-MXFP4 weights are dequantised in registers. A byte holds an even and an odd element; even and odd columns are multiplied separately.
+MXFP4 weights are dequantised in registers. A byte holds an even and the next odd element, so even and odd columns are multiplied
+separately.
 
 Legend: T tokens, P pairs of token and expert, K experts per token, E experts, I inner width; a tile is M rows by N columns, and an
 iteration multiplies J inner elements.
@@ -23,8 +24,9 @@ from transom_kernels.triton_math import gelu_tanh
 
 @triton.jit
 def _mx_value(nibble):
-    """fp4 (one sign, two exponent, one fraction bit) as float32, by moving its bits to float32's places; subnormal numbers come out
-    right.
+    """Return fp4 (one sign, two exponent, one fraction bit) as float32: its bits move to float32's places.
+
+    Multiplying by the difference of the exponents' biases is right for subnormal numbers, too.
     """
     bits = ((nibble & 7) << 22) | ((nibble & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126: float32's exponent bias minus fp4's
@@ -32,7 +34,7 @@ def _mx_value(nibble):
 
 @triton.jit
 def _power_of_two(scale):
-    """2 ** (scale - 127) as float32, from its bits. Scale 0 gives zero, since its power is below float32's normal numbers."""
+    """Return 2 ** (scale - 127) as float32, from its bits. Scale 0 gives zero: 2 ** -127 is below float32's normal numbers."""
     return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
@@ -40,7 +42,7 @@ def _power_of_two(scale):
 def _plain_product(
     acc, rows, weight_rows, begin, width, is_row, is_column, factor, UPCAST: tl.constexpr, BLOCK_J: tl.constexpr
 ):
-    """`acc + rows @ weight.T` [BLOCK_M, BLOCK_N] over the inner elements [begin, begin + BLOCK_J)."""
+    """Return `acc + rows @ weight.T` [BLOCK_M, BLOCK_N] over the inner elements [begin, begin + BLOCK_J)."""
     j = begin + tl.arange(0, BLOCK_J)
     inside = j < width
     a = tl.load(rows + j[None, :], mask=is_row[:, None] & inside[None, :], other=0.0)
@@ -64,7 +66,7 @@ def _mx_product(
     UPCAST: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):
-    """`_plain_product` where weights are MXFP4: groups of 16 bytes and one scale, so that a thread loads whole groups."""
+    """Return what `_plain_product` returns, for MXFP4 weights. A thread loads whole groups: 16 bytes and their scale."""
     GROUPS: tl.constexpr = BLOCK_J // 32
     group, byte = begin // 32 + tl.arange(0, GROUPS), tl.arange(0, 16)
     kept = is_column[:, None] & (group < width // 32)[None, :]
@@ -90,13 +92,13 @@ def into_experts(
     bias,  # [E, 2I], or unused
     weights,  # [P] float32 routing weights, or unused
     out,  # [P, I]
-    pairs,  # [blocks, BLOCK_M] int32: pairs of each row block; P: padding
-    block_expert,  # [blocks] int32; below 0: the block is not needed
+    pairs,  # [blocks, BLOCK_M] int32: pairs of each row block; P is padding
+    block_expert,  # [blocks] int32; below 0: the block is empty
     num_pairs,
     width,
     inner,  # I
     x_stride,
-    limit,  # `GateRule`, as the next two
+    limit,  # this and the next two are fields of `GateRule`
     gain,
     up_offset,
     NUM_CHOSEN: tl.constexpr,
@@ -111,7 +113,7 @@ def into_experts(
     BLOCK_N: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):
-    """Compute one tile of the inner rows: one accumulator for gates, one for ups."""
+    """Compute one tile of `inner`, with one accumulator for gates and one for ups."""
     # the row block's expert and its rows
     expert = tl.load(block_expert + tl.program_id(1)).to(tl.int64)
     if expert < 0:
@@ -132,7 +134,7 @@ def into_experts(
     for begin in range(0, width, BLOCK_J):
         if IS_MX:
             groups = width // 32
-            # bytes of a row, as a product with 16: so the compiler knows that rows begin at multiples of 16
+            # bytes of a row, written as a product with 16 so that the compiler knows that rows begin at multiples of 16
             half = groups * 16
             gate = _mx_product(
                 gate, rows, gate_up + gate_row[:, None] * half, scales + gate_row[:, None] * groups,
@@ -219,7 +221,7 @@ def out_of_experts(
 
 @triton.jit
 def sum_experts(results, out, columns, NUM_CHOSEN: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Sum `BLOCK_N` columns of one token's results, in the order of its choice, so that sums do not depend on the batch."""
+    """Sum `BLOCK_N` columns of one token's results, in the order of its experts, so that sums do not depend on the batch."""
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < columns

@@ -1,4 +1,4 @@
-"""The operator `moe`: each token through its chosen experts, and the weighted sum of their results.
+"""The operator `moe`: passes each token through its chosen experts and sums their weighted results.
 
 Legend: T tokens, N hidden width, I inner width, E experts, K experts per token.
 """
@@ -25,11 +25,11 @@ def moe(
     *,
     scales_input: bool = False,
 ) -> torch.Tensor:
-    """`sum_k weights[t, k] * expert(experts[t, k])(x[t])`, [T, N] in the dtype of `x`; summed in the order of `k`.
+    """Return `sum_k weights[t, k] * expert(experts[t, k])(x[t])`, [T, N] in the dtype of `x`; summed in the order of `k`.
 
     `x` is [T, N], `experts` [T, K] integers, `weights` [T, K] float32. With `scales_input` a weight multiplies the expert's input
     instead of its result. An expert is `down @ gated(gate_up @ x + bias) + bias`; see `ExpertTensors` and `GateRule`.
-    `PackedExperts` run on CPU kernels, and a token's result then does not depend on the other tokens.
+    CPU kernels compute `PackedExperts`; with them a token's result does not depend on the other tokens.
 
     Raises:
         ValueError: shapes or dtypes do not fit, tensors are not contiguous, or MXFP4 widths are not multiples of 32.
@@ -54,7 +54,7 @@ def moe_reference(
     *,
     scales_input: bool = False,
 ) -> torch.Tensor:
-    """The specification of `moe`, in torch: one token and one expert after the other, in float32."""
+    """Compute `moe` in torch, one token and one expert after the other, in float32: the specification."""
     gate_up, down = _wide(tensors.gate_up), _wide(tensors.down)
     out = torch.zeros(x.shape, dtype=torch.float32)
     for token in range(len(x)):
@@ -72,7 +72,7 @@ def moe_reference(
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, rule: GateRule) -> torch.Tensor:
-    """The gated activation of `GateRule`: activation(gate) * (up + up_offset), with clamps."""
+    """Return the gated activation of `GateRule`: activation(gate) * (up + up_offset), with gate and up clamped to the limit."""
     if rule.limit is not None:
         gate, up = gate.clamp(max=rule.limit), up.clamp(-rule.limit, rule.limit)
     active = gate * torch.sigmoid(rule.gain * gate) if rule.activation == "silu" else F.gelu(gate, approximate="tanh")
@@ -80,7 +80,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, rule: GateRule) -> torch.Tensor:
 
 
 def _wide(weight: torch.Tensor | MxTensor) -> torch.Tensor:
-    """The weights in float32."""
+    """Return the weights in float32."""
     return weight.dequantised() if isinstance(weight, MxTensor) else weight.float()
 
 
@@ -121,7 +121,7 @@ def _check_routes(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor)
 
 @cache
 def _triton() -> Callable[..., torch.Tensor]:
-    """The implementation, imported when first called; an import statement takes a microsecond of every call."""
+    """Return the implementation. It is imported once, here: an import statement would cost every call a microsecond."""
     from transom_kernels.moe.gpu import moe_triton
 
     return moe_triton

@@ -1,13 +1,13 @@
-"""Packs experts once, while a model is loaded, into the memory layout that the CPU kernels read.
+"""Packs experts into the memory layout that the CPU kernels read, once, when a model is loaded.
 
-A *panel* is 64 rows (outputs) of a weight matrix. A kernel reads it from its begin to its end:
+A *panel* is 64 rows (outputs) of a weight matrix. A kernel reads it from beginning to end:
 
     float32     [4] [columns] [16 rows]
     bfloat16    [4] [columns / 2] [16 rows] [2 columns]                          a 32-bit word holds two columns of a row
     MXFP4       [columns / 32] ([4] [64 rows] [8 columns], then [64] scales)     a word holds columns 0 2 4 6 1 3 5 7, from bit 0 on
 
-A panel of `gate_up` has 16 gates, the 16 ups of the same positions, 16 more gates and their ups: a kernel has both factors of 32
-activations. Rows and columns are padded with zeros, columns to a multiple of 32.
+A panel of `gate_up` has 16 gates, the 16 ups of the same positions, 16 more gates and their ups, so one panel gives both factors of
+32 activations. Rows and columns are padded with zeros, columns to a multiple of 32.
 
 Legend: E experts, N hidden width, I inner width.
 """
@@ -61,7 +61,7 @@ class PackedExperts:
 
 
 def pack_experts(tensors: ExpertTensors) -> PackedExperts:
-    """Copy experts' weights into panels, one expert after the other.
+    """Copy the experts' weights into panels, one expert after the other.
 
     Raises:
         ValueError: the weights are neither bfloat16 nor float32 nor MXFP4.
@@ -81,18 +81,18 @@ def pack_experts(tensors: ExpertTensors) -> PackedExperts:
 
 
 def padded_columns(columns: int) -> int:
-    """Columns of a panel."""
+    """Return the columns of a panel: `columns` padded to a multiple of 32."""
     return -(-columns // MX_GROUP) * MX_GROUP
 
 
 def _padded_rows(rows: int) -> torch.Tensor:
-    """The row at each place of the panels; -1 is padding."""
+    """Return the row at each place of the panels; -1 is padding."""
     places = torch.arange(-(-rows // PANEL) * PANEL)
     return torch.where(places < rows, places, -1)
 
 
 def _gate_up_rows(inner: int, *, interleaved: bool) -> torch.Tensor:
-    """The row of `gate_up` at each place of its panels; -1 is padding."""
+    """Return the row of `gate_up` at each place of its panels; -1 is padding."""
     position = torch.arange(-(-inner // ACTIVATIONS) * ACTIVATIONS).view(-1, 1, LANES)
     is_up = torch.tensor([0, 1]).view(1, 2, 1)
     row = 2 * position + is_up if interleaved else position + is_up * inner
@@ -132,7 +132,7 @@ def _pack_mx(weight: MxTensor, rows: torch.Tensor) -> PackedMatrix:
 
 
 def _mx_words(blocks: torch.Tensor) -> torch.Tensor:
-    """Eight columns to a word: even columns in its low half."""
+    """Return words of eight columns each, the even columns in the low half."""
     bytes_ = blocks.view(len(blocks), -1, 4).to(torch.int32)
     shifts = torch.arange(0, 16, 4, dtype=torch.int32)
     words = ((bytes_ & 15) << shifts) + ((bytes_ >> 4) << (shifts + 16))
@@ -140,7 +140,7 @@ def _mx_words(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for weights, in huge pages where there are any, since a step reads much of it."""
+    """Return memory for weights, in huge pages if there are any, since each step reads much of it."""
     return lazy_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 

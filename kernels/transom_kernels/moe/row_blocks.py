@@ -1,4 +1,4 @@
-"""Sorts (token, expert) pairs by expert into row blocks for the grouped matmuls, on the device, without waiting for a count.
+"""Sorts (token, expert) pairs by expert into row blocks for the grouped matmuls. The host does not wait for the device.
 
 A *pair* is a token and one expert that it chose; pair `p` is choice `p % K` of token `p // K`. A *row block* is M pairs of one
 expert. Example with M = 4: pairs with experts [2, 0, 2, 2, 0, 2, 2] become the row blocks
@@ -19,15 +19,15 @@ import triton.language as tl
 from transom_kernels.launch import next_power_of_two
 from transom_kernels.prepared_launch import PreparedLaunch
 
-MAX_PAIRS = 1024  # up to which one program is faster than torch's operators
+MAX_PAIRS = 1024  # up to this many pairs one program is faster than torch's operators
 ITERATION_ELEMENTS = 16_384  # pairs of an iteration times experts, in registers
 
 
 def block_rows(experts_P: torch.Tensor, num_experts: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row blocks of pairs sorted by expert, each expert's padded to whole blocks.
+    """Return row blocks of the pairs sorted by expert; the pairs of each expert are padded to whole blocks.
 
-    Returns the pairs [blocks, M] int32 (P for padding) and each block's expert [blocks] int32 (-1: the block is not needed). The
-    number of blocks depends on shapes alone, so nothing waits for the device.
+    The result is the pairs [blocks, M] int32 (P is padding) and each block's expert [blocks] int32 (-1: the block is empty). The
+    number of blocks is the most that P pairs may need: it depends on shapes alone, so the host does not wait for the device.
     """
     num_pairs, device = len(experts_P), experts_P.device
     num_blocks = min(num_pairs, -(-num_pairs // block_m) + num_experts) if num_pairs else 0
@@ -87,7 +87,7 @@ def sort_pairs(
 
 
 def block_rows_triton(experts_P: torch.Tensor, num_experts: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`block_rows` in one program, for at most `MAX_PAIRS` pairs: a dozen torch operators would take longer than the matmuls."""
+    """Compute `block_rows` in one program, for at most `MAX_PAIRS` pairs: torch's dozen operators take longer than the matmuls."""
     num_pairs = experts_P.shape[0]
     num_blocks = min(num_pairs, -(-num_pairs // block_m) + num_experts)
     pairs = experts_P.new_full((num_blocks, block_m), num_pairs, dtype=torch.int32)
@@ -105,6 +105,6 @@ def _sort(num_experts: int, block_m: int) -> PreparedLaunch:
 
 
 def sort_blocks(num_experts: int) -> tuple[int, int]:
-    """Experts (padded to a power of two), and pairs of an iteration."""
+    """Return the experts, padded to a power of two, and the pairs of an iteration."""
     block_e = max(16, next_power_of_two(num_experts))
     return block_e, min(64, max(16, ITERATION_ELEMENTS // block_e))

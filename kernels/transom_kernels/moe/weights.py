@@ -11,15 +11,15 @@ from typing import Literal
 import torch
 
 MX_GROUP = 32  # elements that share a scale
-MX_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits of fp4; the fourth bit is the sign
-MX_BIAS = 127  # of the exponents that scales hold
+MX_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # lower three bits of fp4 -> magnitude; the fourth bit is the sign
+MX_BIAS = 127  # a scale s stands for 2 ** (s - MX_BIAS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MxTensor:
-    """A matrix per expert in MXFP4 (OCP microscaling): two fp4 elements per byte, the first in the low half, and one scale per 32.
+    """A matrix per expert in MXFP4 (OCP microscaling): two fp4 numbers per byte, the first in the low half, and one scale per 32.
 
-    Element = fp4 value * 2 ** (scale - 127).
+    An element is its fp4 number times 2 ** (scale - 127).
     """
 
     blocks: torch.Tensor  # [E, rows, columns / 2] uint8
@@ -32,7 +32,7 @@ class MxTensor:
         return experts, rows, 2 * half
 
     def dequantised(self) -> torch.Tensor:
-        """The elements, [E, rows, columns] float32."""
+        """Return the elements, [E, rows, columns] float32."""
         table = torch.tensor([*MX_VALUES, *(-value for value in MX_VALUES)], device=self.blocks.device)
         pairs = torch.stack([table[(self.blocks & 15).long()], table[(self.blocks >> 4).long()]], dim=-1)
         scale = torch.ldexp(torch.ones(self.scales.shape, device=table.device), self.scales.to(torch.int32) - MX_BIAS)

@@ -6,7 +6,7 @@ The block table of a sequence has two parts, here with `num_sink_blocks` 2 and `
 
     column               0   1  |  2   3   4   5
     logical block        0   1  |  9  10  11  12      token position = logical block * P + offset
-    what it holds        sinks  |  the run: what the window still reaches
+    what it holds        sinks  |  the run: the blocks that the window still reaches
 
 Logical block `i` of a sequence holds its tokens [i * P, (i + 1) * P). Here blocks 2 to 8 have left the window and were freed.
 
@@ -22,7 +22,7 @@ import torch
 
 
 class HostBatch(Protocol):
-    """The fields of a `PagedBatch` that lie on the host and from which `work_items.plan_work` plans kernel programs."""
+    """The host-side fields of a `PagedBatch`, from which `work_items.plan_work` plans the programs of the Triton kernels."""
 
     @property
     def block_size(self) -> int:
@@ -57,24 +57,24 @@ class HostBatch(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class AttentionBatch:
-    """What sequences with ordinary block tables (`PagedBatch`) and with compact ones (`policy_attention.PolicyBatch`) share."""
+    """The fields that batches with ordinary block tables (`PagedBatch`) and compact ones (`policy_attention.PolicyBatch`) share."""
 
     block_size: int
     block_table: torch.Tensor  # [B, N] int32 block ids
     query_offset: torch.Tensor  # [B + 1] int32: rows of sequence b are [query_offset[b], query_offset[b + 1])
     start: torch.Tensor  # [B] int32: position of the first query
     count_host: list[int]  # [B]: query tokens of each sequence; empty in steps that CPUs record
-    scratch: dict[Any, Any] = field(default_factory=dict)  # what one layer computes and later layers of the step reuse
+    scratch: dict[Any, Any] = field(default_factory=dict)  # key -> what one layer computed for later layers of the step
 
 
 @dataclass(slots=True, kw_only=True)
 class PagedBatch(AttentionBatch):
-    """What attention over one KV cache group reads besides queries and caches.
+    """Everything but queries and caches that attention over one KV cache group reads.
 
-    Column `c` of `block_table` is logical block `c` while `c < num_sink_blocks`, else
+    Column `c` of `block_table` is logical block `c` if `c < num_sink_blocks`, and otherwise
     `first_block[b] + c - num_sink_blocks`. Only columns with a key in `[0, start + count)` are valid; the others are -1.
-    The host copies (`*_host`) are equal numbers as Python ints, for code that slices on the host. `block_table_host` is empty
-    where Triton's kernels compute, since they read the table on the device.
+    The host copies (`*_host`) hold the same numbers as Python ints, for code that plans on the host. `block_table_host` is empty
+    when Triton kernels compute, since they read the table on the device.
     """
 
     num_sink_blocks: int

@@ -1,4 +1,4 @@
-"""What every implementation of attention over a paged KV cache is given, and the check that it fits together.
+"""The arguments that attention operators pass to their implementations, and the check that they fit together.
 
 Legend: T query tokens, H query heads, KVH KV heads, G query heads per KV head, D key width, Dv value width, P block size in tokens.
 """
@@ -18,7 +18,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(slots=True, kw_only=True)
 class AttentionInputs:
-    """What `paged_attention` and `policy_attention` have in common. Query head `h` reads KV head `h // G`."""
+    """The arguments that `paged_attention` and `policy_attention` share. Query head `h` reads KV head `h // G`."""
 
     q: torch.Tensor  # [T, H, D]
     k_cache: torch.Tensor  # [ids, P, KVH, D], of q's dtype or quantised; any strides
@@ -69,7 +69,7 @@ class AttentionInputs:
 
 @dataclass(slots=True, kw_only=True)
 class PagedInputs(AttentionInputs):
-    """What the implementations of `paged_attention` are given."""
+    """The arguments of `paged_attention` as its implementations receive them."""
 
     batch: PagedBatch
     rule: MaskRule  # which keys a query sees

@@ -1,7 +1,7 @@
 """The operator `paged_attention`: attention of new queries over the paged KV cache of one KV cache group.
 
-CPUs compute with compiled kernels (`cpu/`), CUDA devices with Triton (`triton/`), and torch where neither is there
-(`reference.py`, which is the specification of both).
+CPUs compute with compiled kernels (`cpu/`), CUDA devices with Triton (`triton/`). Where neither kernel is available, torch computes
+(`reference.py`, the specification of both).
 
 Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, P block size in tokens.
 """
@@ -36,21 +36,21 @@ def paged_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention [T, H, Dv] of `q` [T, H, D] over `k_cache` [ids, P, KVH, D] and `v_cache` [ids, P, KVH, Dv], all of one dtype.
+    """Return attention [T, H, Dv] of `q` [T, H, D] over `k_cache` [ids, P, KVH, D] and `v_cache` [ids, P, KVH, Dv].
 
-    Quantised caches (`quantised_kv.format`; of int4 the last axis is halved) come with their scales, `k_scale` and `v_scale` [ids,
-    P, KVH] float32 with any strides.
+    Caches have the dtype of `q`, or are quantised (`quantised_kv.format`; int4 halves the last axis) and come with `k_scale` and
+    `v_scale` [ids, P, KVH] float32, which may have any strides.
 
     The cache already holds the step's own keys and values: the caller runs `kv_write` first. Query head `h` reads KV head
     `h // (H / KVH)`. The query at position `p` sees key `k <= p` when `k < num_sink_tokens`, or when `k` is at least
     `batch.attend_from`, inside the last `window` tokens (the query counted) and in the same attention chunk of `chunk` tokens
-    (`rule.py` has an example). A score is `q k * scale`, then `soft_cap * tanh(score / soft_cap)`. `sink_logits` [H] add to the
-    softmax's denominator alone. A query that sees no key gets zeros. Cache slots that no query sees may hold any value, NaN
-    included, and so may their scales. Caches may have any strides.
+    (`rule.py` has an example). A score is `(q . k) * scale`; with `soft_cap` it becomes `soft_cap * tanh(score / soft_cap)`.
+    `sink_logits` [H] add to the softmax's denominator only. A query that sees no key gets zeros. Cache slots that no query sees
+    may hold any value, NaN included, and so may their scales. Caches may have any strides.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit.
-        IndexError: the block table lacks the block of a visible key (found on the CPU only).
+        IndexError: the block table lacks the block of a visible key (checked only if the host has a copy of the table).
     """
     inputs = PagedInputs(
         q=q,
@@ -64,7 +64,7 @@ def paged_attention(
         batch=batch,
         rule=_rule(window, num_sink_tokens, chunk),
     )
-    # implementations are imported late, since neither Triton nor numba is installed everywhere
+    # implementations are imported late, since not every machine has Triton or numba
     if uses_triton(q):
         return _triton()(inputs)
     inputs.check()
@@ -84,7 +84,7 @@ def _rule(window: int | None, num_sink_tokens: int, chunk: int | None) -> MaskRu
 
 @cache
 def _triton() -> Callable[..., torch.Tensor]:
-    """The implementation, imported when first called; an import statement takes a microsecond of every call."""
+    """Return the implementation. It is imported once, here: an import statement would cost every call a microsecond."""
     from transom_kernels.paged_attention.triton.launcher import paged_attention_triton
 
     return paged_attention_triton

@@ -1,10 +1,10 @@
-"""Attention over a paged cache in torch: the specification of `paged_attention`, and what computes it where no kernel does.
+"""Attention over a paged cache in torch: the specification of `paged_attention`, and the fallback where no kernel runs.
 
-That is on macOS, on CUDA without Triton, and with TRANSOM_KERNELS=reference. Everything is float32. One sequence is computed at a
-time, and of a long prompt one tile of query tokens at a time, so that memory for scores has a bound.
+The fallback computes on macOS, on CUDA without Triton, and with TRANSOM_KERNELS=reference. Everything is float32. It computes one
+sequence at a time, and long prompts in tiles of query tokens, which bounds the memory of scores.
 
-Legend: T query tokens, R query tokens of a tile, L keys that some of them sees, H query heads, KVH KV heads, G query heads per KV
-head, D key width, Dv value width, P block size in tokens.
+Legend: T query tokens, R query tokens of a tile, L keys that at least one of these R sees, H query heads, KVH KV heads, G query
+heads per KV head, D key width, Dv value width, P block size in tokens.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ MAX_SCORES = 1 << 24  # of a tile: 64 MiB of float32
 
 
 def paged_attention_reference(inputs: PagedInputs) -> torch.Tensor:
-    """Attention [T, H, Dv] of `q` [T, H, D]: softmax(scale q k^T) v over the keys of its sequence that each query sees.
+    """Return attention [T, H, Dv] of `q` [T, H, D]: softmax(scale q k^T) v over the keys that each query sees.
 
-    `batch` says where keys lie, `rule` which are seen; `op.paged_attention` has the whole contract.
+    A query sees keys of its own sequence that `rule` admits; `batch` says where they are stored.
     """
     batch, rule = inputs.batch, inputs.rule
     out = inputs.q.new_empty(*inputs.q.shape[:2], inputs.value_width)
@@ -36,13 +36,13 @@ def paged_attention_reference(inputs: PagedInputs) -> torch.Tensor:
 
 
 def tiles_of(count: int, scores_per_token: int) -> list[tuple[int, int]]:
-    """Ranges [begin, end) of `count` query tokens, each of at most MAX_SCORES scores, or of one token."""
+    """Split `count` query tokens into ranges [begin, end) with at most MAX_SCORES scores each, but at least one token."""
     tokens = max(1, MAX_SCORES // max(1, scores_per_token))
     return [(begin, min(begin + tokens, count)) for begin in range(0, count, tokens)]
 
 
 def _attend(inputs: PagedInputs, b: int, positions: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Attention [R, H, Dv] of queries [R, H, D] of sequence `b` at `positions` [R]."""
+    """Return attention [R, H, Dv] of queries [R, H, D] of sequence `b` at `positions` [R]."""
     batch, rule, attend_from = inputs.batch, inputs.rule, inputs.batch.attend_from_host[b]
     end = int(positions[-1]) + 1
     sinks_end, low = rule.key_ranges(int(positions[0]), end, attend_from)
@@ -56,7 +56,7 @@ def _attend(inputs: PagedInputs, b: int, positions: torch.Tensor, q: torch.Tenso
 
 
 def _blocks_of(batch: PagedBatch, b: int, begin: int, end: int) -> torch.Tensor:
-    """The block ids [end - begin] of the keys at the positions [begin, end) of sequence `b`, one for each key."""
+    """Return the block id of each key at the positions [begin, end) of sequence `b`, [end - begin]."""
     keys, size = torch.arange(begin, end), batch.block_size
     if not len(keys):
         return keys
@@ -67,7 +67,7 @@ def _blocks_of(batch: PagedBatch, b: int, begin: int, end: int) -> torch.Tensor:
 def stored_rows(
     cache: torch.Tensor, scale: torch.Tensor | None, place: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Keys or values [L, KVH, width] in float32 at `place`, which is block ids [L] and offsets in the blocks [L]."""
+    """Return keys or values [L, KVH, width] in float32; `place` is their block ids [L] and their offsets in the blocks [L]."""
     return cache[place].float() if scale is None else dequantise_rows(cache[place], scale[place])
 
 
@@ -81,7 +81,7 @@ def scores_of(inputs: AttentionInputs, q: torch.Tensor, keys: torch.Tensor) -> t
 def softmax_of(
     scores: torch.Tensor, sink_logits: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Maximum [H, R] and softmax sum [H, R], the sink logit included, and the weights [H, R, L]. Rows without keys weigh 0."""
+    """Return the rows' maximum and softmax sum, [H, R] each, sink logit included, and the weights [H, R, L]; no key: weights 0."""
     num_keys = scores.shape[2]
     if sink_logits is not None:
         sinks = sink_logits.float()[:, None, None].expand(-1, scores.shape[1], 1)

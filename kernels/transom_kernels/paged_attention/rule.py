@@ -1,9 +1,9 @@
-"""The attention mask rule: which keys a query sees. Every implementation of `paged_attention` uses this one rule.
+"""The attention mask: which keys a query sees. Every implementation of `paged_attention` follows this one rule.
 
 The query at position `p` sees key `k` when `k <= p` (causal) and either `k < S` (S sink tokens) or `first_key(p) <= k`, where
 `first_key` is the largest of
 
-- `attend_from`, the first position whose key is present (above 0 only while a window is recomputed after its blocks were lost);
+- `attend_from`, the first position whose key is in the cache (above 0 only while a window is recomputed whose blocks were evicted);
 - `p - W + 1` with a sliding window of W tokens, the query counted;
 - `p - p mod C` with attention chunks of C tokens (Llama 4: a query sees its own chunk only).
 
@@ -44,7 +44,7 @@ class MaskRule:
             raise ValueError(f"num_sink_tokens is {self.num_sink_tokens}; it must be 0 or more.")
 
     def first_key(self, position: int, attend_from: int) -> int:
-        """The first key, sink tokens aside, that the query at `position` sees; above `position` when it sees none."""
+        """Return the first key that the query at `position` sees, sink tokens aside; above `position` if it sees none."""
         low = attend_from
         if self.window is not None:
             low = max(low, position - self.window + 1)
@@ -53,7 +53,7 @@ class MaskRule:
         return low
 
     def first_keys(self, positions: Integers, attend_from: Integers) -> Integers:
-        """`first_key` for many queries at once."""
+        """Return `first_key` of many queries at once."""
         low = attend_from
         if self.window is not None:
             low = np.maximum(low, positions - self.window + 1)
@@ -62,12 +62,12 @@ class MaskRule:
         return low
 
     def key_ranges(self, start: int, end: int, attend_from: int) -> tuple[int, int]:
-        """What queries at the positions [start, end) read together: (sinks_end, low), the keys [0, sinks_end) and [low, end)."""
+        """Return (sinks_end, low): queries at positions [start, end) together read the keys [0, sinks_end) and [low, end)."""
         low = min(self.first_key(start, attend_from), end)
         return min(self.num_sink_tokens, low), low
 
     def visible(self, positions: torch.Tensor, keys: torch.Tensor, attend_from: int | torch.Tensor) -> torch.Tensor:
-        """Mask [..., R, L] of queries at `positions` [..., R] over `keys` [..., L]; `attend_from` broadcasts over both."""
+        """Return the mask [..., R, L] of queries at `positions` [..., R] over `keys` [..., L]; `attend_from` broadcasts to it."""
         p, k = positions[..., :, None], keys[..., None, :]
         seen = k >= attend_from
         if self.window is not None:

@@ -1,7 +1,7 @@
-"""The attention metadata of rows with a KV policy: compact block tables, and a mask rule of its own for each sequence.
+"""The attention metadata of sequences with a KV policy: compact block tables, and each sequence's own window and sinks.
 
-A KV policy keeps some blocks of a sequence and drops others, anywhere. A *compact* block table has a column for each block that is
-left, in ascending order, and says which logical block each column is. With blocks of 4 tokens:
+A KV policy may drop any blocks of a sequence. A *compact* block table has a column for each block that is left, in ascending order
+of positions, and `key_blocks` says which logical block each column is. With blocks of 4 tokens:
 
     column               0   1   2   3
     block_table         17   3  20   8      block ids
@@ -24,10 +24,10 @@ from transom_kernels.paged_attention.batch import AttentionBatch
 
 @dataclass(slots=True, kw_only=True)
 class PolicyBatch(AttentionBatch):
-    """What `policy_attention` reads besides queries and caches.
+    """Everything but queries and caches that `policy_attention` reads.
 
-    The query at position p sees key k of the table when k <= p, and k < sinks or window == 0 or k > p - window. Every table has
-    the blocks of its own sequence's new tokens. Columns of `block_table` from `num_columns` on may hold anything.
+    The query at position p sees key k of the table if k <= p and (k < sinks or window == 0 or k > p - window). The blocks of a
+    sequence's new tokens are always in its table. Columns of `block_table` from `num_columns` on may hold anything.
     """
 
     key_blocks: torch.Tensor  # [B, N] int32 logical block of each column, ascending

@@ -1,4 +1,4 @@
-"""What the implementations of `policy_attention` and `add_block_mass` are given, and the check that it fits together.
+"""The arguments that `policy_attention` and `add_block_mass` pass to their implementations, and the check that they fit together.
 
 Legend: T query tokens, H query heads, D key width.
 """
@@ -15,7 +15,7 @@ from transom_kernels.policy_attention.batch import PolicyBatch
 
 @dataclass(slots=True, kw_only=True)
 class PolicyInputs(AttentionInputs):
-    """Queries and caches (`AttentionInputs`), compact block tables, and what policies may want besides."""
+    """Queries and caches (`AttentionInputs`), compact block tables, and two tensors that only some policies need."""
 
     batch: PolicyBatch
     sink_q: torch.Tensor | None = None  # [T, H, D]: multiplied with the keys of sink tokens instead of q

@@ -1,7 +1,7 @@
-"""The operators `policy_attention` and `add_block_mass`: attention of rows with a KV policy, and its mass by cache block.
+"""The operators `policy_attention`, attention of rows with a KV policy, and `add_block_mass`, which sums attention by cache block.
 
-CPUs compute with compiled kernels (`cpu/`), CUDA devices with Triton (`triton/`), and torch where neither is there
-(`reference.py`, which is the specification of both).
+CPUs compute with compiled kernels (`cpu/`), CUDA devices with Triton (`triton/`). Where neither kernel is available, torch computes
+(`reference.py`, the specification of both).
 Rows without a policy have an operator of their own, `paged_attention`.
 
 Legend: T query tokens, B sequences, N table columns, H query heads, KVH KV heads, D key width, Dv value width, P block size in
@@ -33,16 +33,16 @@ def policy_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention [T, H, Dv] of `q` [T, H, D] over `k_cache` [ids, P, KVH, D] and `v_cache` [ids, P, KVH, Dv].
+    """Return attention [T, H, Dv] of `q` [T, H, D] over `k_cache` [ids, P, KVH, D] and `v_cache` [ids, P, KVH, Dv].
 
-    The cache already holds the step's own keys and values. Which keys a query sees is said in `batch`. Query head `h` reads KV
-    head `h // (H / KVH)`. A score is `q k * scale`, then `soft_cap * tanh(score / soft_cap)`. Keys below a sequence's `sinks` are
-    multiplied with `sink_q` [T, H, D], where it is given, instead of `q`. `sink_logits` [H] add to the softmax's denominator
-    alone. A query that sees no key gets zeros. Keys that no query sees may hold any value, NaN included. Caches may have any
-    strides. Quantised caches (`quantised_kv.format`) come with their scales, `k_scale` and `v_scale` [ids, P, KVH] float32.
+    The cache already holds the step's own keys and values. `PolicyBatch` says which keys a query sees. Query head `h` reads KV
+    head `h // (H / KVH)`. A score is `(q . k) * scale`; with `soft_cap` it becomes `soft_cap * tanh(score / soft_cap)`. If
+    `sink_q` [T, H, D] is given, keys below a sequence's `sinks` are multiplied with it instead of `q`. `sink_logits` [H] add to
+    the softmax's denominator only. A query that sees no key gets zeros. Keys that no query sees may hold any value, NaN included.
+    Caches may have any strides. Quantised caches (`quantised_kv.format`) come with `k_scale` and `v_scale` [ids, P, KVH] float32.
 
-    `statistics` [T, H, 2] float32, if given, receives of each row the maximum of its scores (times log2 e) and the sum of its
-    softmax weights, relative to that maximum, sink logit included: `add_block_mass` reads them.
+    If `statistics` [T, H, 2] float32 is given, it receives two numbers of each row, which `add_block_mass` reads: the maximum of
+    its scores times log2(e), and the sum of its softmax weights exp(score - maximum), sink logit included.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit.
@@ -61,7 +61,7 @@ def policy_attention(
         statistics=statistics,
     )
     inputs.check()
-    # implementations are imported late, since neither Triton nor numba is installed everywhere
+    # implementations are imported late, since not every machine has Triton or numba
     if uses_triton(q):
         from transom_kernels.policy_attention.triton.launcher import policy_attention_triton
 
@@ -77,7 +77,7 @@ def policy_attention(
 
 
 def empty_statistics(q: torch.Tensor) -> torch.Tensor:
-    """Memory for the statistics of queries [T, H, D]; of the program's memory while one is recorded."""
+    """Return memory for the statistics of queries [T, H, D]; while a CPU program is recorded, memory that the program owns."""
     recorder = current_recorder()
     shape = (*q.shape[:2], 2)
     return q.new_empty(shape, dtype=torch.float32) if recorder is None else recorder.empty(shape, torch.float32)
@@ -95,10 +95,11 @@ def add_block_mass(
     sink_q: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
 ) -> None:
-    """Add to `mass` [B, N] float32, for each block of each table, the attention probability of its keys.
+    """Add to `mass` [B, N] float32 the attention probability that each block of each table received.
 
-    The sum goes over all query rows and heads of the sequence; a sequence's mass adds up to (rows * heads), less what sink logits
-    take. The other arguments are those of the call of `policy_attention` that has filled `statistics`.
+    The probability of a block's keys is summed over all query rows and heads of the sequence. A sequence's mass therefore adds up
+    to rows * heads, less what sink logits take. The other arguments are those of the call of `policy_attention` that has filled
+    `statistics`.
 
     Raises:
         ValueError: shapes or dtypes do not fit.

@@ -1,6 +1,6 @@
-"""The specification of `policy_attention` and `add_block_mass`, and what computes them where no kernel does.
+"""`policy_attention` and `add_block_mass` in torch: the specification, and the fallback where no kernel runs.
 
-Everything is float32. One sequence is computed at a time, and of a long prompt one tile of query tokens at a time.
+Everything is float32. It computes one sequence at a time, and long prompts in tiles of query tokens.
 
 Legend: R query tokens of a tile, L keys that its sequence's table holds, H query heads, D key width, Dv value width, B sequences, N
 table columns.
@@ -20,9 +20,9 @@ LOG2_E = 1.4426950408889634
 
 
 def policy_attention_reference(inputs: PolicyInputs) -> torch.Tensor:
-    """Attention [T, H, Dv] of `q` [T, H, D]: softmax(scale q k^T) v over the keys of its compact table that each query sees.
+    """Return attention [T, H, Dv] of `q` [T, H, D]: softmax(scale q k^T) v over the keys of its compact table that a query sees.
 
-    Sink tokens are multiplied with `sink_q`; statistics [T, H, 2] are written. `op.policy_attention` has the whole contract.
+    Keys of sink tokens are multiplied with `sink_q`, and `statistics` [T, H, 2] is written, if they are given.
     """
     out = inputs.q.new_zeros(*inputs.q.shape[:2], inputs.value_width)
     for tile in _tiles(inputs):
@@ -31,13 +31,14 @@ def policy_attention_reference(inputs: PolicyInputs) -> torch.Tensor:
         if inputs.statistics is not None:
             inputs.statistics[tile.rows] = torch.stack([top.T * LOG2_E, total.T], dim=-1)
         values = stored_rows(inputs.v_cache, inputs.v_scale, tile.place)
-        values = values.masked_fill(~tile.visible.any(dim=0)[:, None, None], 0.0)  # they may be NaN
+        # values that no query sees may be NaN, and 0 * NaN is NaN
+        values = values.masked_fill(~tile.visible.any(dim=0)[:, None, None], 0.0)
         out[tile.rows] = weighted_sum(weights, values).to(out.dtype)
     return out
 
 
 def add_block_mass_reference(mass: torch.Tensor, inputs: PolicyInputs) -> None:
-    """Add to `mass` [B, N] the probabilities exp2(score - maximum) / sum of each block's keys, of all rows and heads."""
+    """Add to `mass` [B, N] the probabilities exp2(score - maximum) / sum of each block's keys, summed over all rows and heads."""
     assert inputs.statistics is not None
     for tile in _tiles(inputs):
         top, total = inputs.statistics[tile.rows].permute(2, 1, 0)[..., None]  # [H, R, 1] each

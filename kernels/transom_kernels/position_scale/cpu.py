@@ -14,16 +14,16 @@ from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.simd import NUM_BYTES, STORE_PART, float_of_bits, fma, load_i64, logarithm, splat, vector_floor
 from transom_kernels.cpu.work import argument, each_item
 
-ITEM_TOKENS = 32  # most tokens of one item of work
+ITEM_TOKENS = 32  # most tokens of one work item
 
 
 def fits_cpu(positions: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel takes these dtypes and strides."""
+    """Return whether the kernel takes these dtypes and strides."""
     return positions.dtype == torch.int64 and positions.is_contiguous() and dtype in DTYPES
 
 
 def position_scale_cpu(positions: torch.Tensor, *, factor: float, interval: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the factors [T] of `positions` [T] int64 in `dtype`, as `op.position_scale`."""
+    """Return 1 + factor * log(1 + floor((p + 1) / interval)) [T] for `positions` p [T] int64, rounded to `dtype`."""
     num_tokens = len(positions)
     out = empty((num_tokens,), dtype)
     launch(
@@ -35,7 +35,7 @@ def position_scale_cpu(positions: torch.Tensor, *, factor: float, interval: int,
 
 
 def make_position_scale(dtype: str) -> Any:
-    """The kernel. An item is some tokens.
+    """Build the kernel. A work item is a group of tokens.
 
     Arguments: 0 positions [T] int64, 1 out [T], 2 T, 3 tokens of an item, 4 factor, 5 interval.
     """

@@ -1,6 +1,6 @@
-"""The operator `position_scale`: the factor of queries in Llama 4's layers without RoPE, which grows with the position.
+"""The operator `position_scale`: the factor that Llama 4's layers without RoPE multiply queries by. It grows with the position p:
 
-    factor of position p = 1 + factor * log(1 + floor((p + 1) / interval))
+    1 + factor * log(1 + floor((p + 1) / interval))
 
 Legend: T tokens.
 """

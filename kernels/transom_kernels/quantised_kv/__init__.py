@@ -1,4 +1,4 @@
-"""Quantised KV caches: keys and values of 8 or 4 bits, with one scale per token and KV head for keys and one for values."""
+"""Quantised KV caches: keys and values in 8 or 4 bits, with a scale for each key and each value of a token and KV head."""
 
 from transom_kernels.quantised_kv.format import (
     FORMATS,

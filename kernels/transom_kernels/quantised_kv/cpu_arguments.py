@@ -1,4 +1,4 @@
-"""The argument words of a paged cache: where it lies, and its strides.
+"""The argument words by which CPU kernels find the rows of a paged cache: its address and strides.
 
 Legend: P block size in tokens, KVH KV heads.
 """
@@ -11,7 +11,7 @@ import torch
 
 
 class CacheArguments(NamedTuple):
-    """A cache [ids, P, KVH, elements of a row], or the scales [ids, P, KVH] of one; strides in bytes."""
+    """A cache [ids, P, KVH, elements of a row], or the scales [ids, P, KVH] of a cache; strides are in bytes."""
 
     cache: torch.Tensor | None
     block: int
@@ -20,7 +20,7 @@ class CacheArguments(NamedTuple):
 
     @classmethod
     def of(cls, cache: torch.Tensor | None) -> CacheArguments:
-        """The words of a tensor; zeros where there is none."""
+        """Return the words of a tensor; zeros if it is None."""
         if cache is None:
             return cls(None, 0, 0, 0)
         size = cache.element_size()

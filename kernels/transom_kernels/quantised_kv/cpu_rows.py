@@ -1,7 +1,7 @@
-"""Rows of quantised caches in CPU kernels: loads that dequantise in registers, and the function that quantises and stores a row.
+"""Loads rows of quantised caches in CPU kernels, dequantising in registers, and quantises and stores rows.
 
-Caches are named by their *stored* type: "f32", "bf16" and "f16" are numbers as they are; "i8", "e4m3" and "i4" are the formats
-int8, fp8 and int4 (`format.py`). Loads give stored numbers, without the row's scale: products are multiplied by it afterwards.
+A cache's *stored* type is "f32", "bf16" or "f16" if it is not quantised, and "i8", "e4m3" or "i4" for the formats int8, fp8 and
+int4 (`format.py`). Loads return stored numbers, without the row's scale: kernels multiply products by the scale afterwards.
 
 Legend: D numbers of a row.
 """
@@ -57,18 +57,18 @@ _I16_16 = ir.VectorType(I16, LANES)
 
 @helper
 def cache_address(arguments, cache, block, offset, head):
-    """The address of a row, or of its scale: `cache` are the numbers of the words of a `CacheArguments`."""
+    """Return the address of a row, or of its scale. `cache` has the numbers of the words of a `CacheArguments`."""
     place = block * argument(arguments, cache.block) + offset * argument(arguments, cache.token)
     return argument(arguments, cache.cache) + place + head * argument(arguments, cache.head)
 
 
 def row_bytes(stored: str, width: int) -> int:
-    """Bytes of `width` stored numbers."""
+    """Return the bytes of `width` stored numbers."""
     return width * _BITS[stored] // 8
 
 
 def load_first(b, address, vector, count: int):
-    """The first `count` elements of a vector; the others are 0 and are not read."""
+    """Load the first `count` elements of a vector; the others are not read and become 0."""
     size = vector.element.width // 8 if isinstance(vector.element, ir.IntType) else 4
     align = min(size, 4) if vector.element is F32 else min(size, 2)
     if count == vector.count:
@@ -82,9 +82,9 @@ def load_first(b, address, vector, count: int):
 
 
 def emit_numbers(b, address, stored: str, count: int = LANES):
-    """The first `count` of 16 stored numbers in float32, exactly; the other lanes are finite.
+    """Load the first `count` of 16 stored numbers as float32, exactly; the other lanes hold any finite numbers.
 
-    An address is that of a number with an even index in its row.
+    `address` must be that of a number with an even index in its row, since int4 packs two numbers into a byte.
     """
     if stored == "f32":
         return load_first(b, address, F32_16, count)
@@ -96,7 +96,7 @@ def emit_numbers(b, address, stored: str, count: int = LANES):
     if stored == "i8":
         return b.sitofp(b.sext(load_first(b, address, ir.VectorType(I8, LANES), count), I32_16), F32_16)
     if stored == "e4m3":
-        # as float16: equal fractions, and exponents that differ by 8
+        # moved into a float16's places, the fraction is right and the number 2 ** 8 too small: exponent biases are 7 and 15
         bits = b.sext(load_first(b, address, ir.VectorType(I8, LANES), count), _I16_16)
         bits = b.and_(b.shl(bits, constant(_I16_16, 7)), constant(_I16_16, 0xBF80))
         return b.fmul(half_to_float(b, bits), constant(F32_16, 256.0))
@@ -111,7 +111,7 @@ _INT4_BF16 = [*(0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80),
 
 
 def emit_pairs(b, address, stored: str, count: int = 2 * LANES):
-    """The first `count` of 32 stored numbers as 16 pairs of bfloat16, exactly; the others are finite."""
+    """Load the first `count` of 32 stored numbers as 16 pairs of bfloat16, exactly; the others are any finite numbers."""
     if stored == "bf16":
         if count % 2:
             return b.bitcast(load_first(b, address, ir.VectorType(I16, 2 * LANES), count), I32_16)
@@ -127,7 +127,7 @@ def emit_pairs(b, address, stored: str, count: int = 2 * LANES):
 
 
 def emit_halves(b, address, stored: str, count: int = 2 * LANES):
-    """The first `count` of 32 stored integers ("i8" or "i4") as 16 pairs of 16-bit integers; the others are small."""
+    """Load the first `count` of 32 stored integers ("i8" or "i4") as 16 pairs of 16-bit integers; the others are any in range."""
     halves = ir.VectorType(I16, 2 * LANES)
     if stored == "i8":
         return b.bitcast(b.sext(load_first(b, address, ir.VectorType(I8, 2 * LANES), count), halves), I32_16)
@@ -137,9 +137,9 @@ def emit_halves(b, address, stored: str, count: int = 2 * LANES):
 
 
 def make_quantise_row(stored: str) -> Any:
-    """quantise_row(work, place, scale_place, D, first, second): store a row of float32 times two factors, and its scale.
+    """Build quantise_row(work, place, scale_place, D, first, second): it stores work * first * second, quantised, and its scale.
 
-    `work` has whole vectors, and is overwritten.
+    `work` is a row of D float32 in a whole number of 16-lane vectors; it is overwritten.
     """
     largest, bits, store_numbers = np.float32(LARGEST[stored]), _BITS[stored], _make_store_numbers(stored)
     zero, one = np.float32(0.0), np.float32(1.0)
@@ -165,7 +165,7 @@ def make_quantise_row(stored: str) -> Any:
 
 
 def _make_store_numbers(stored: str) -> Any:
-    """store_numbers(place, x, count): round the first `count` of 16 finite numbers and store them."""
+    """Build store_numbers(place, x, count), which rounds the first `count` of 16 finite numbers and stores them."""
     largest = LARGEST[stored]
 
     @emits(NOTHING, INT, FLOATS, INT)
@@ -204,14 +204,14 @@ def _store_bytes(b, place, values, count) -> None:
 
 
 def _round_e4m3(b, x):
-    """Numbers from -448 to 448 as 8-bit floats (to nearest, ties to even), one in each lane of int32."""
+    """Return numbers from -448 to 448 as 8-bit floats (to nearest, ties to even), one in each lane of int32."""
     bits = b.bitcast(x, I32_16)
     magnitude = b.and_(bits, constant(I32_16, 0x7FFFFFFF))
-    # normal numbers, from 2 ** -6 on: 20 bits of the fraction go, and the exponents' biases are 127 and 7
+    # normal numbers, from 2 ** -6 on: round 20 bits of the fraction away, and change the exponent's bias from 127 to 7
     lowest = b.and_(b.lshr(magnitude, constant(I32_16, 20)), constant(I32_16, 1))
     normal = b.lshr(b.add(magnitude, b.add(lowest, constant(I32_16, 0x7FFFF))), constant(I32_16, 20))
     normal = b.sub(normal, constant(I32_16, (127 - 7) << 3))
-    # the others are multiples of 2 ** -9
+    # smaller numbers are multiples of 2 ** -9, the spacing of subnormal numbers
     rint = function(b, f"llvm.rint.v{LANES}f32", F32_16, [F32_16])
     small = b.fptosi(b.call(rint, [b.fmul(b.bitcast(magnitude, F32_16), constant(F32_16, 512.0))]), I32_16)
     is_small = b.icmp_unsigned("<", magnitude, constant(I32_16, (127 - 6) << 23))

@@ -1,8 +1,9 @@
-"""The formats of quantised KV caches, and the check that caches and scales belong together.
+"""The formats of quantised KV caches, and the check that caches fit their scales.
 
-A *row* is the key or the value of one token and KV head. A quantised cache keeps a row's numbers in few bits, and beside them the
-row's *scale* in float32: number = stored number * scale. The scale is the row's largest magnitude divided by the format's largest
-number, so that every row uses the format's whole range. Scales are [ids, P, KVH], like the caches without their last axis.
+A *row* is the key or the value of one token and KV head. A quantised cache stores a row's numbers in few bits, and a second tensor
+the row's *scale* in float32: number = stored number * scale. The scale is the row's largest magnitude divided by the format's
+largest number, so that every row uses the format's whole range. Scales are [ids, P, KVH], the shape of a cache without its last
+axis.
 
     format   dtype of the cache   stored numbers                                         bytes of a row of D numbers, with its scale
     fp8      float8_e4m3fn        -448 to 448, 3 bits of fraction                        D + 4
@@ -10,7 +11,7 @@ number, so that every row uses the format's whole range. Scales are [ids, P, KVH
     int4     uint8                -7 to 7; 2i in the low half of byte i, 2i + 1 in the   D / 2 + 4
                                   high half, each plus 8
 
-A row of zeros has the scale 0. A row with a number that is not finite has the scale NaN, so that it is read as NaN.
+A row of zeros has the scale 0. A row with a number that is not finite has the scale NaN, so that all its numbers are read as NaN.
 
 Legend: P block size in tokens, KVH KV heads, D numbers of a row.
 """
@@ -28,19 +29,19 @@ class KvFormat:
 
     name: str
     dtype: torch.dtype  # of a cache's elements
-    largest: float  # the magnitude that a row's largest number is stored as
+    largest: float  # the stored number that stands for a row's largest magnitude
     numbers_per_element: int
 
 
 FP8 = KvFormat("fp8", torch.float8_e4m3fn, 448.0, 1)
 INT8 = KvFormat("int8", torch.int8, 127.0, 1)
 INT4 = KvFormat("int4", torch.uint8, 7.0, 2)
-FORMATS = {kv_format.dtype: kv_format for kv_format in (FP8, INT8, INT4)}  # by the dtype of a cache
+FORMATS = {kv_format.dtype: kv_format for kv_format in (FP8, INT8, INT4)}  # dtype of a cache -> its format
 
 
 _FP8_CAPABILITY = (8, 9)
 
-# How CPU kernels name the type of a cache (`cpu_rows.py`), by dtype.
+# dtype of a cache -> its stored type, the name that CPU kernels use (`cpu_rows.py`)
 STORED = {
     torch.float32: "f32",
     torch.bfloat16: "bf16",
@@ -52,24 +53,24 @@ STORED = {
 
 
 def format_of(cache: torch.Tensor) -> KvFormat | None:
-    """The format of a quantised cache; None of a cache of floats."""
+    """Return the format of a quantised cache; None if the cache is not quantised."""
     return FORMATS.get(cache.dtype)
 
 
 def head_width(cache: torch.Tensor) -> int:
-    """The numbers of a row in a cache [..., elements of a row], quantised or not."""
+    """Return how many numbers a row of a cache [..., elements of a row] has, quantised or not."""
     kv_format = format_of(cache)
     return int(cache.shape[-1]) * (1 if kv_format is None else kv_format.numbers_per_element)
 
 
 def is_packed(cache: torch.Tensor) -> bool:
-    """Whether several numbers share an element of the cache."""
+    """Return whether several numbers share an element of the cache."""
     kv_format = format_of(cache)
     return kv_format is not None and kv_format.numbers_per_element > 1
 
 
 def refuse_old_device(cache: torch.Tensor) -> None:
-    """Raise ValueError if the cache has 8-bit floats, which its device's Triton kernels lack."""
+    """Raise ValueError if the cache is fp8 and its device is too old: Triton has no 8-bit floats there."""
     if cache.dtype == FP8.dtype and cache.device.type == "cuda":
         capability = torch.cuda.get_device_capability(cache.device)
         if capability < _FP8_CAPABILITY:
@@ -84,7 +85,7 @@ def check_kv(
     caches: tuple[torch.Tensor, torch.Tensor],
     scales: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> None:
-    """Raise ValueError unless caches of keys and values fit their scales and each other, and `dtype` where they have none."""
+    """Raise ValueError unless key and value caches have one dtype, and each fits its scales, or `dtype` if it has none."""
     if caches[0].dtype != caches[1].dtype:
         raise ValueError(f"The caches are {caches[0].dtype} and {caches[1].dtype}; keys and values need one dtype.")
     for name, cache, scale in zip("kv", caches, scales, strict=True):
@@ -92,7 +93,10 @@ def check_kv(
 
 
 def check_cache(name: str, dtype: torch.dtype, cache: torch.Tensor, scale: torch.Tensor | None) -> None:
-    """Raise ValueError unless the cache [ids, P, KVH, elements] of keys ("k") or values ("v") fits its scales, or else `dtype`."""
+    """Raise ValueError unless a cache [ids, P, KVH, elements] fits its scales, or has `dtype` if it has none.
+
+    `name` is "k" or "v", for the message.
+    """
     if scale is None:
         if cache.dtype != dtype:
             kinds = ", ".join(f"{kv_format.dtype} ({kv_format.name})" for kv_format in FORMATS.values())

@@ -1,4 +1,4 @@
-"""The specification of quantised rows, in torch: rows to stored numbers and scales, and back. `format.py` has the formats.
+"""Quantises rows to stored numbers and scales, and back, in torch: the specification. `format.py` has the formats.
 
 Legend: D numbers of a row.
 """
@@ -13,12 +13,12 @@ _INT4_OFFSET = 8
 
 
 def quantise_rows(rows: torch.Tensor, kv_format: KvFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [..., D] as elements of a cache [..., D / numbers per element], and their scales [...] in float32.
+    """Return rows [..., D] as elements of a cache [..., D / numbers per element], and their scales [...] in float32.
 
-    Numbers are rounded to nearest, halves to even.
+    Numbers are rounded to nearest, ties to even.
 
     Raises:
-        ValueError: D is no multiple of the format's numbers per element.
+        ValueError: D is not a multiple of the format's numbers per element.
     """
     if rows.shape[-1] % kv_format.numbers_per_element:
         raise ValueError(
@@ -38,7 +38,7 @@ def quantise_rows(rows: torch.Tensor, kv_format: KvFormat) -> tuple[torch.Tensor
 
 
 def dequantise_rows(elements: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Rows [..., D] in float32 of a cache's elements and their scales [...]."""
+    """Return rows [..., D] in float32 from a cache's elements and their scales [...]."""
     if elements.dtype is INT4.dtype:
         numbers = torch.stack([elements & 15, elements >> 4], dim=-1).flatten(-2).float() - _INT4_OFFSET
     else:

@@ -1,6 +1,6 @@
-"""Rows of quantised caches in Triton kernels: loads that dequantise in registers, and the store that quantises.
+"""Loads rows of quantised caches in Triton kernels, dequantising in registers, and quantises and stores rows.
 
-Loads give stored numbers, without the row's scale: products are multiplied by it afterwards (`format.py` has the formats).
+Loads return stored numbers, without the row's scale: kernels multiply products by it afterwards. `format.py` has the formats.
 
 Legend: N rows, D numbers of a row, H heads.
 """
@@ -17,13 +17,13 @@ from transom_kernels.triton_math import round_to_nearest
 def load_numbers(
     cache,
     rows,  # [N] offsets of rows, in elements of the cache
-    FIRST: tl.constexpr,  # number of the row to begin with, even
-    COUNT: tl.constexpr,  # numbers to load, even
+    FIRST: tl.constexpr,  # index in the row of the first number to load, even
+    COUNT: tl.constexpr,  # how many numbers to load, even
     D: tl.constexpr,
     kept,  # [N]: rows to read
     PACKED: tl.constexpr,  # int4: two numbers in a byte
 ):
-    """Numbers [N, COUNT] of rows, from FIRST on; zeros in rows that are not `kept`, and from D on."""
+    """Load numbers [N, COUNT] of rows from FIRST on; zeros in rows that are not `kept`, and from D on."""
     if PACKED:
         element = FIRST // 2 + tl.arange(0, COUNT // 2)
         inside = kept[:, None] & (element < D // 2)[None, :]
@@ -42,14 +42,14 @@ def store_quantised(
     rows,  # [H] offsets of rows in the cache, in elements
     places,  # [H] offsets of the rows' scales
     numbers,  # [H, BLOCK] float32
-    is_number,  # [BLOCK]: numbers of a row; the others are 0
+    is_number,  # [BLOCK]: which places of a row are numbers, not padding
     kept,  # [H]: rows to write
     LARGEST: tl.constexpr,  # the format's largest number
     TO_INTEGER: tl.constexpr,  # int8 or int4, else an 8-bit float
     PACKED: tl.constexpr,  # int4: two numbers in a byte
     BLOCK: tl.constexpr,
 ):
-    """Quantise rows and store them and their scales. Numbers are clamped before the conversion, since integer casts wrap around."""
+    """Quantise rows and store them and their scales. Numbers are clamped before they are cast, since integer casts wrap around."""
     numbers = tl.where(is_number[None, :], numbers, 0.0)
     undefined = tl.sum(numbers * 0.0, 1)  # NaN where a number is not finite
     scale = tl.max(tl.abs(numbers), 1) / LARGEST + undefined  # [H]

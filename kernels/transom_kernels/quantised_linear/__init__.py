@@ -3,7 +3,7 @@
 op                          the operators with their specification
 layout, weights             sizes of groups and panels, and the rounding and packing of weights
 cpu, cpu_kernel             launches, and the kernels
-rounded_rows, tile_product  what the kernels are made of: rounding rows of x, and products of a block of them with a panel
+rounded_rows, tile_product  parts of the kernels: rounding rows of x, and multiplying a block of them by a panel
 """
 
 from transom_kernels.quantised_linear.layout import GROUP

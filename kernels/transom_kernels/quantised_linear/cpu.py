@@ -1,4 +1,4 @@
-"""Launches the kernels of `quantised_linear` and `quantised_gated_linear`, and declares their arguments.
+"""Launches the CPU kernels of `quantised_linear` and `quantised_gated_linear`, and declares their arguments.
 
 Legend: M rows, K input width, N output width, G groups of 32 columns.
 """
@@ -17,14 +17,15 @@ from transom_kernels.quantised_linear.layout import GROUP, LINE, MOST_ROWS, PANE
 from transom_kernels.quantised_linear.weights import Activation, PackedPanels
 
 _MODULE = "transom_kernels.quantised_linear.cpu_kernel"
-_ROWS_EACH_THREAD_ROUNDS = 4  # up to this many, rounding them in every thread costs less than a launch of its own
+# up to this many rows are rounded by every thread for itself, which costs less than another launch
+_ROWS_EACH_THREAD_ROUNDS = 4
 _ROWS_OF_ITEM = 64
-_LEAST_ITEMS, _MOST_PANELS = 32, 16  # panels of an item: few enough that all threads finish at about the same time
+_LEAST_ITEMS, _MOST_PANELS = 32, 16  # small items (of up to 16 panels) let all threads finish at about the same time
 _SUMS_BYTES = 2 * MOST_ROWS * LINE
 
 
 class RoundedRowsArguments(NamedTuple):
-    """The words of `rounded_rows`."""
+    """The argument words of `rounded_rows`."""
 
     x: RowArguments  # [M, K]
     records: torch.Tensor
@@ -34,12 +35,12 @@ class RoundedRowsArguments(NamedTuple):
 
 
 class QuantisedLinearArguments(NamedTuple):
-    """The words of `quantised_linear`."""
+    """The argument words of `quantised_linear`."""
 
     x: RowArguments  # [M, K]
     num_rows: int  # M
     width: int  # K
-    records: torch.Tensor | None  # of x; None: every thread rounds all rows for itself
+    records: torch.Tensor | None  # the rounded rows of x; None: every thread rounds all rows for itself
     levels: torch.Tensor
     scales: torch.Tensor
     num_panels: int  # or pairs of panels, if the weight is gated
@@ -53,7 +54,7 @@ ROUNDED, AT = numbers_of(RoundedRowsArguments), numbers_of(QuantisedLinearArgume
 
 
 def fits(x: torch.Tensor, out_dtype: torch.dtype) -> bool:
-    """Whether kernels take rows of this dtype."""
+    """Return whether the kernels support rows of this dtype."""
     return x.dtype in DTYPES and out_dtype in DTYPES
 
 
@@ -66,7 +67,7 @@ def quantised_linear_cpu(
     soft_cap: float | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`residual + cap(scale * (x @ weight.T + bias))` [M, N] of `x` [M, K]; see `op.quantised_linear`."""
+    """Return `residual + cap(scale * (x @ weight.T + bias))` [M, N] of `x` [M, K]; cap(y) is `soft_cap * tanh(y / soft_cap)`."""
     out = empty((x.shape[0], weight.num_outputs), out_dtype)
     residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
     output = OutputArguments(
@@ -82,7 +83,7 @@ def quantised_linear_cpu(
 
 
 def quantised_gated_linear_cpu(x: torch.Tensor, weight: PackedPanels, activation: Activation) -> torch.Tensor:
-    """`activation(x @ gate.T + gate bias) * (x @ up.T + up bias)` [M, N]; see `op.quantised_gated_linear`."""
+    """Return `activation(x @ gate.T + gate bias) * (x @ up.T + up bias)` [M, N] of `x` [M, K]."""
     out = empty((x.shape[0], weight.num_outputs), x.dtype)
     output = OutputArguments(RowArguments.of(out), weight.num_outputs, weight.bias)
     _launch(x, weight, output, x.dtype, activation=activation)
@@ -90,7 +91,7 @@ def quantised_gated_linear_cpu(x: torch.Tensor, weight: PackedPanels, activation
 
 
 def rounded_rows(x: torch.Tensor, zero: int) -> torch.Tensor:
-    """The records of rows (`rounded_rows.py`), for weights whose elements of 0 have the level `zero`."""
+    """Return the records of rows (`rounded_rows.py`), for weights in which level `zero` stands for 0."""
     num_rows, width = x.shape
     records = empty((num_rows * -(-width // GROUP) * RECORD,), torch.uint8)
     kernel = cpu_kernel(_MODULE, "make_rounded_rows", dtype=DTYPES[x.dtype])

@@ -1,5 +1,5 @@
-"""The kernels of linear layers over quantised weights: products, with what belongs to the layer done in float32 before the one
-rounding. `cpu.py` launches them.
+"""The CPU kernels of linear layers over quantised weights: products, then bias, scale, cap, residual or activation in float32, then
+one rounding. `cpu.py` launches them.
 
 Legend: M rows, K input width, N output width.
 """
@@ -16,11 +16,11 @@ from transom_kernels.quantised_linear.layout import GROUP, LINE, MOST_ROWS, PANE
 from transom_kernels.quantised_linear.rounded_rows import block_rows, make_round_rows
 from transom_kernels.quantised_linear.tile_product import make_tile_product
 
-_SUMS = MOST_ROWS * LINE  # bytes of a block's sums
+_SUMS = MOST_ROWS * LINE  # bytes of the sums of a block of rows
 
 
 def make_rounded_rows(dtype: str) -> Any:
-    """Round rows to 16 bits; an item is MOST_ROWS rows."""
+    """Build the kernel that rounds rows to 16 bits. A work item is MOST_ROWS rows."""
     round_rows = make_round_rows(dtype)
 
     @each_item
@@ -41,7 +41,7 @@ def make_rounded_rows(dtype: str) -> Any:
 def make_quantised_linear(dtype: str, out_dtype: str, format: str, activation: str | None) -> Any:
     """out = residual + cap(scale * (x @ weight.T + bias)); with an activation, activation(x @ gate.T + bias) * (x @ up.T + bias).
 
-    An item is a range of panels (of pairs of panels, if gated) and a range of rows.
+    A work item is a range of panels (of pairs of panels, if gated) and a range of rows.
     """
     round_rows, product, zero = make_round_rows(dtype), make_tile_product(format), ZERO[format]
     halves = 1 if activation is None else 2

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 GROUP = 32  # columns that share a scale
-PANEL = 16  # rows of a weight whose levels lie together
-QUADS = GROUP // 4
-LINE = 64  # bytes
-ZERO = {"int8": 128, "int8_min": 0, "int4": 8, "int4_min": 0}  # the level of an element of 0, by format
+PANEL = 16  # rows (outputs) of a weight that are stored together
+QUADS = GROUP // 4  # quads (four columns of one row) of a group
+LINE = 64  # bytes of a line: one quad of levels of each of a panel's rows
+ZERO = {
+    "int8": 128,
+    "int8_min": 0,
+    "int4": 8,
+    "int4_min": 0,
+}  # format -> the level that stands for 0 (before a minimum is added)
 RECORD = 80  # bytes of a group of a rounded row (`rounded_rows`)
-MOST_ROWS = 8  # in a block
-SMALLEST = 1e-30  # groups of a row without a larger magnitude are 0
+MOST_ROWS = 8  # most rows of a block
+# a group of x whose largest magnitude is below this becomes zeros: the inverse of tiny magnitudes overflows
+SMALLEST = 1e-30
 
 
 def is_small(format: str) -> bool:
-    """Whether levels have 4 bits."""
+    """Return whether the format's levels have 4 bits."""
     return format.startswith("int4")
 
 
 def has_minimum(format: str) -> bool:
-    """Whether groups have a minimum beside their scale."""
+    """Return whether the format's groups have a minimum in addition to their scale."""
     return format.endswith("_min")
 
 
 def group_bytes(format: str) -> tuple[int, int]:
-    """Bytes of a panel's group: of its levels, and of its scales and minima."""
+    """Return the bytes of a panel's group: those of its levels, and those of its scales and minima."""
     return QUADS * LINE // (2 if is_small(format) else 1), LINE if has_minimum(format) else LINE // 2

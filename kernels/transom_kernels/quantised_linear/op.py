@@ -1,8 +1,8 @@
 """The operators `quantised_linear` and `quantised_gated_linear`: linear layers over weights in 8 or 4 bits.
 
-Rows of the input are rounded, too: to 16 bits, with a scale for each group of 32 columns, which changes results less than bfloat16
-does. The integers of a group are multiplied exactly, and the groups' products are added in float32, in order. So a row's result is
-the same for any number of rows or threads.
+Rows of the input are rounded, too: to 16-bit integers with a scale for each group of 32 columns, which changes results less than
+bfloat16 would. The integers of a group are multiplied exactly, and the groups' products are added in float32, in order. So a row's
+result is the same for any number of rows or threads.
 
 Legend: M rows, K input width, N output width, G groups of 32 columns.
 """
@@ -16,7 +16,7 @@ from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.quantised_linear.layout import GROUP, SMALLEST, ZERO
 from transom_kernels.quantised_linear.weights import Activation, PackedPanels, QuantisedRows
 
-LARGEST = 127 * 256  # magnitude of a rounded element
+LARGEST = 127 * 256  # the largest magnitude of a rounded element
 
 
 def quantised_linear(
@@ -30,8 +30,8 @@ def quantised_linear(
 ) -> torch.Tensor:
     """Return `residual + cap(scale * (x @ weight.T + bias))`, [M, N], where cap(y) is `soft_cap * tanh(y / soft_cap)`.
 
-    `x` is [M, K]; its rows may lie apart. `residual` is [M, N] in the result's dtype, which is that of `x`, or `out_dtype`. All
-    is computed in float32 and rounded once.
+    `x` is [M, K]; its rows may lie any stride apart. `residual` is [M, N] in the result's dtype, which is `out_dtype` or else that
+    of `x`. After the product everything is computed in float32 and rounded once.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or the weight is gated.
@@ -73,7 +73,7 @@ def quantised_linear_reference(
     soft_cap: float | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The specification of `quantised_linear`, in torch: group by group."""
+    """Compute `quantised_linear` in torch, group by group: the specification."""
     (y,) = _products(x, weight)
     y = y * scale
     if soft_cap is not None:
@@ -84,7 +84,7 @@ def quantised_linear_reference(
 
 
 def quantised_gated_linear_reference(x: torch.Tensor, weight: PackedPanels, activation: Activation) -> torch.Tensor:
-    """The specification of `quantised_gated_linear`, in torch: group by group."""
+    """Compute `quantised_gated_linear` in torch, group by group: the specification."""
     gate, up = _products(x, weight)
     return ((F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up).to(x.dtype)
 
@@ -99,7 +99,7 @@ def quantise_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _products(x: torch.Tensor, weight: PackedPanels) -> list[torch.Tensor]:
-    """x @ weight.T + bias in float32, of the weight or of gate and up."""
+    """Return x @ weight.T + bias in float32 for the weight, or for gate and up."""
     integers, scales = quantise_activations(x)
     return [
         _product(integers, scales, rows) + (0.0 if bias is None else bias)
@@ -108,7 +108,7 @@ def _products(x: torch.Tensor, weight: PackedPanels) -> list[torch.Tensor]:
 
 
 def _product(x: torch.Tensor, x_scales: torch.Tensor, weight: QuantisedRows) -> torch.Tensor:
-    """x @ weight.T [M, N] in float32. The integers of a group are summed in float64, exactly."""
+    """Return x @ weight.T [M, N] in float32. The integer products of a group are summed exactly, in float64."""
     total = torch.zeros(len(x), len(weight.levels))
     levels = weight.levels.view(len(weight.levels), -1, GROUP)
     for group in range(x.shape[1]):

@@ -1,14 +1,14 @@
-"""Rounds rows to 16 bits in a kernel, for products with quantised weights.
+"""Rounds rows of x to 16 bits inside a kernel, for products with quantised weights.
 
 Each group of 32 columns of a row becomes a *record* of 80 bytes:
 
     bytes 0 to 63    the integers, -32512 to 32512, as this processor multiplies them (`simd.store_wide`)
-    bytes 64 to 67   -zero * their sum, in int32: what is added to a product of levels
+    bytes 64 to 67   -zero * sum of the integers, in int32: added to the product with levels, since a level is element + zero
     bytes 68 to 71   the group's scale, in float32
-    bytes 72 to 75   scale * sum, in float32: what a group's minimum is multiplied by
+    bytes 72 to 75   scale * sum, in float32: multiplied by the minimum of a weight's group
 
 Rows belong to *blocks* of 8, 4, 2 or 1 rows: 13 rows are blocks of 8, 4 and 1. (Without AVX-512 blocks have 2 rows or 1.) A block's
-records lie together, group by group: those of its rows for group 0, then those for group 1, and so on.
+records are stored together: those of all its rows for group 0, then those for group 1, and so on.
 
 Legend: K columns of a row.
 """
@@ -37,13 +37,13 @@ from transom_kernels.cpu.vector_code import (
 )
 from transom_kernels.quantised_linear.layout import GROUP, RECORD, SMALLEST
 
-START, SCALE, SCALED_SUM = 64, 68, 72  # where they lie in a record
-BLOCK_ROWS = (8, 4, 2, 1) if cpu_target().avx512 else (2, 1)  # as many as the registers hold
+START, SCALE, SCALED_SUM = 64, 68, 72  # byte offsets in a record
+BLOCK_ROWS = (8, 4, 2, 1) if cpu_target().avx512 else (2, 1)  # the largest block is what the registers can hold
 
 
 @helper
 def block_rows(left):
-    """Rows of the next block, of `left` rows."""
+    """Return the rows of the next block if `left` rows are left."""
     for rows in BLOCK_ROWS:
         if left >= rows:
             return rows
@@ -51,7 +51,7 @@ def block_rows(left):
 
 
 def make_round_rows(dtype: str) -> Any:
-    """Make round_rows(x, row stride, rows, K, zero, records)."""
+    """Build round_rows(x, row stride, rows, K, zero, records), which writes the records of rows."""
     load_lanes, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
 
     @helper
@@ -78,7 +78,7 @@ def make_round_rows(dtype: str) -> Any:
 @emits(NOTHING, FLOATS, FLOATS, INT, INT)
 def _round_group(b, first, second, zero, record):
     """Write the record of a group: its first and its second 16 columns."""
-    # magnitudes compare like their bits; NaN is the largest, so that it reaches the scale and all that is made of it
+    # magnitudes are ordered as their bits are; NaN is the largest, so that it reaches the scale and every result
     bits = [b.and_(b.bitcast(part, I32_16), constant(I32_16, 0x7FFFFFFF)) for part in (first, second)]
     largest = b.call(function(b, "llvm.smax.v16i32", I32_16, [I32_16] * 2), bits)
     magnitude = b.bitcast(b.call(function(b, "llvm.vector.reduce.smax.v16i32", I32, [I32_16]), [largest]), F32)

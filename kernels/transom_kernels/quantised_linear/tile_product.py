@@ -1,7 +1,7 @@
-"""Products of a block of rounded rows (`rounded_rows`) with a panel of a quantised weight (`weights`), in a kernel.
+"""Multiplies a block of rounded rows (`rounded_rows`) by a panel of a quantised weight (`weights`), inside a kernel.
 
-The integers of each group are summed exactly. Then the float32 totals grow by sum * (scale of the weight * scale of the row), one
-group after the other, for any number of rows.
+The integer products of each group are summed exactly. Then sum * (scale of the weight * scale of the row) is added to the float32
+totals, group after group, in the same order for any number of rows.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from transom_kernels.cpu.vector_code import (
 from transom_kernels.quantised_linear.layout import LINE, QUADS, RECORD, group_bytes, has_minimum, is_small
 from transom_kernels.quantised_linear.rounded_rows import BLOCK_ROWS, SCALE, SCALED_SUM, START
 
-_AHEAD = 2048  # bytes from the levels in use to those that are fetched
-_FEW_ROWS = 4  # of a block whose weights come from memory; larger blocks find them in a cache
+_AHEAD = 2048  # bytes from the levels in use to those that are prefetched
+_FEW_ROWS = 4  # blocks of up to this many rows prefetch weights from memory; larger ones find them in a cache
 
 
 def make_tile_product(format: str) -> Any:
-    """Make tile_product(rows, levels, scales, records, groups, sums) for blocks of all numbers of rows.
+    """Build tile_product(rows, levels, scales, records, groups, sums) for blocks of any number of rows in BLOCK_ROWS.
 
-    `sums` gets 16 float32 per row, 64 bytes apart.
+    It stores 16 float32 per row at `sums`, rows 64 bytes apart.
     """
     products = {rows: _make_product(format, rows) for rows in BLOCK_ROWS}
     of_1, of_2 = products[1], products[2]
@@ -59,7 +59,7 @@ def make_tile_product(format: str) -> Any:
 
 
 def _make_product(format: str, rows: int) -> Any:
-    """Make the function for blocks of `rows` rows."""
+    """Build the function for blocks of `rows` rows."""
     return emits(NOTHING, *[INT] * 5)(partial(_emit_product, format=format, rows=rows))
 
 

@@ -1,11 +1,11 @@
-"""Weights of linear layers in 8 or 4 bits: rounding, and the layout in which CPU kernels read them.
+"""Weights of linear layers in 8 or 4 bits: how they are rounded, and the memory layout that CPU kernels read.
 
 - group: 32 neighbouring columns of a row; they share a scale, and in some formats a minimum.
 - level: the unsigned integer that stands for an element: element = scale * (level - zero), or scale * level + minimum.
-- panel: 16 rows whose levels lie together, so that one load brings four columns of each of the 16 rows.
+- panel: 16 rows whose levels are stored together, so that one load brings four columns of each of the 16 rows.
 - quad: four neighbouring columns of a row.
 
-    format      levels      zero   as in GGUF
+    format      levels      zero   format of GGUF that equals it
     int8        1 to 255    128    Q8_0 (there signed, -127 to 127)
     int8_min    0 to 255    -      -
     int4        0 to 15     8      Q4_0
@@ -33,7 +33,7 @@ _CHUNK_ROWS = 4096  # rows that are rounded or packed at once: few enough that t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantisedRows:
-    """A weight of which each row can be read, as files have it: columns past K in the last group have the level of zero."""
+    """A quantised weight in rows, the order of files. Columns past K in the last group have the level that stands for 0."""
 
     format: Format
     levels: torch.Tensor  # [N, 32 G] uint8
@@ -42,7 +42,7 @@ class QuantisedRows:
     width: int
 
     def dequantised(self) -> torch.Tensor:
-        """The elements, [N, K] float32."""
+        """Return the elements, [N, K] float32."""
         levels = self.levels.view(len(self.levels), -1, GROUP).float() - ZERO[self.format]
         elements = levels * self.scales[..., None].float()
         if self.minima is not None:
@@ -52,13 +52,13 @@ class QuantisedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedPanels:
-    """A weight as kernels read it.
+    """A weight in the layout that kernels read.
 
     A group of a panel has 8 lines of 64 bytes, one for each quad: byte 4 i + j of line q is the level of column 4 q + j of the
-    panel's row i. In 4 bits it has 4 lines: the low halves of line q are quad 2 q, and the high halves quad 2 q + 1. The group's
-    scales are 16 numbers, and the minima, if the format has them, 16 more after them.
+    panel's row i. In 4 bits it has 4 lines: the low half-bytes of line q are quad 2 q, and the high ones quad 2 q + 1. The group
+    has 16 scales, one for each row, followed by 16 minima if the format has them.
 
-    A gated weight has two matrices of N rows each: panels 0, 2, 4, ... are the gate's, and panels 1, 3, 5, ... the up's.
+    A gated weight has two matrices of N rows each: panels 0, 2, 4, ... belong to gate, and panels 1, 3, 5, ... to up.
     """
 
     format: Format
@@ -71,18 +71,18 @@ class PackedPanels:
 
     @property
     def nbytes(self) -> int:
-        """The size in memory."""
+        """Bytes of levels, scales and minima, padding included."""
         return self.levels.nbytes + self.scales.nbytes
 
     def biases(self) -> tuple[torch.Tensor | None, ...]:
-        """The biases [N] of the matrices: of one, or of gate and up."""
+        """Return the bias [N] of each matrix: one, or those of gate and up."""
         count = 2 if self.is_gated else 1
         if self.bias is None:
             return (None,) * count
         return tuple(self.bias[part::count].flatten()[: self.num_outputs] for part in range(count))
 
     def unpacked(self) -> tuple[QuantisedRows, ...]:
-        """The matrices with readable rows: one, or gate and up."""
+        """Return the matrices in rows: one, or gate and up."""
         levels = self.levels
         if is_small(self.format):
             levels = torch.stack((levels & 15, levels >> 4), dim=3).flatten(2, 3)
@@ -104,7 +104,7 @@ class PackedPanels:
 
 
 def quantise(weight_NK: torch.Tensor, format: Format) -> QuantisedRows:
-    """Round a weight to the nearest levels. Scales are rounded first, so that their own rounding costs no precision."""
+    """Round a weight to the nearest levels. Levels are chosen after the scales are rounded, so that they make up for its error."""
     chunks = [_quantise_rows(rows, format) for rows in torch.split(weight_NK, _CHUNK_ROWS)]
     levels, scales, minima = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return QuantisedRows(
@@ -117,10 +117,10 @@ def quantise(weight_NK: torch.Tensor, format: Format) -> QuantisedRows:
 
 
 def _quantise_rows(weight_NK: torch.Tensor, format: Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return levels [N, 32 G], scales [N, G] and minima [N, G] of some rows."""
+    """Return levels [N, 32 G], scales [N, G] and minima [N, G] of N rows."""
     width = weight_NK.shape[1]
     padding = -width % GROUP
-    # columns that do not exist repeat the last one, which changes no group's smallest or largest element
+    # missing columns of the last group repeat column K - 1, so that the group's smallest and largest elements do not change
     columns = torch.arange(width + padding).clamp_(max=width - 1)
     elements = (weight_NK[:, columns] if padding else weight_NK).float()
     groups = elements.reshape(len(elements), -1, GROUP)
@@ -134,7 +134,7 @@ def _quantise_rows(weight_NK: torch.Tensor, format: Format) -> tuple[torch.Tenso
         magnitude = groups.abs().amax(dim=-1)
         if format == "int8":
             scales, least, most = (magnitude / 127).half(), -127, 127
-        else:  # the element of the largest magnitude, whatever its sign, becomes -8: there are 8 levels below zero and 7 above
+        else:  # the element of the largest magnitude, positive or negative, becomes -8: there are 8 levels below zero, 7 above
             extreme = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))[..., 0]
             scales, least, most = (extreme / -8).half(), -8, 7
         levels = _divided(groups, scales).clamp_(least, most).add_(ZERO[format])
@@ -144,13 +144,13 @@ def _quantise_rows(weight_NK: torch.Tensor, format: Format) -> tuple[torch.Tenso
 
 
 def _divided(elements: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Elements divided by their group's scale and rounded; 0 where the scale is 0."""
+    """Return elements divided by their group's scale and rounded; 0 where the scale is 0."""
     scale = scales[..., None].float()
     return torch.where(scale == 0, 0.0, elements / scale).round_()
 
 
 def concatenated(parts: Sequence[QuantisedRows]) -> QuantisedRows:
-    """The rows of several weights of one format and width, one after the other.
+    """Return the rows of several weights of one format and width, one weight after the other.
 
     Raises:
         ValueError: formats or widths differ.
@@ -169,7 +169,7 @@ def concatenated(parts: Sequence[QuantisedRows]) -> QuantisedRows:
 
 
 def pack(rows: QuantisedRows, bias: torch.Tensor | None = None) -> PackedPanels:
-    """Lay a weight and its bias [N] out in panels. Rows that the last panel lacks have scale 0."""
+    """Pack a weight and its bias [N] into panels. Rows after row N - 1 in the last panel have scale 0."""
     padding = -len(rows.levels) % PANEL
     factors = [part for part in (rows.scales, rows.minima) if part is not None]
     scales = torch.stack([F.pad(part, (0, 0, 0, padding)) for part in factors])  # [1 or 2, 16 P, G]
@@ -187,7 +187,7 @@ def pack(rows: QuantisedRows, bias: torch.Tensor | None = None) -> PackedPanels:
 def pack_gated(
     gate: QuantisedRows, up: QuantisedRows, biases: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> PackedPanels:
-    """Lay a gate and an up of one shape and format out in alternating panels.
+    """Pack a gate and an up weight of one shape and format into alternating panels.
 
     Raises:
         ValueError: formats or shapes differ.

@@ -1,4 +1,4 @@
-"""RMS normalisation on CPUs: of rows, also of sums with the residual.
+"""Normalises rows on CPUs: the kernel of `rms_norm`, which can add the residual first, and its launch.
 
 rms_norm(x, weight) = x / sqrt(mean(x ** 2) + eps) * weight, computed in float32.
 
@@ -18,12 +18,12 @@ from transom_kernels.cpu.rows import make_inverse_rms
 from transom_kernels.cpu.simd import LOAD, LOAD_PART, NUM_BYTES, ROUND, float_argument, row_access, splat
 from transom_kernels.cpu.work import argument, each_item, helper, row_address
 
-ITEM_ELEMENTS = 2048  # about what one item of work normalises
+ITEM_ELEMENTS = 2048  # about as many elements as one work item normalises
 _MODULE = "transom_kernels.rms_norm.cpu"
 
 
 class RmsNormArguments(NamedTuple):
-    """The words of `rms_norm`. A step whose tensor is None is left out."""
+    """The argument words of the kernel `rms_norm`. The kernel skips a step whose tensor is None."""
 
     x: RowArguments  # [T, N]
     residual: RowArguments  # [T, N]
@@ -44,7 +44,7 @@ AT = numbers_of(RmsNormArguments)
 def rows_fit(
     x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None, inner: torch.Tensor | None
 ) -> bool:
-    """Whether the kernel takes these dtypes and strides."""
+    """Return whether the kernel takes these dtypes and strides."""
     weights = [part for part in (weight, inner) if part is not None]
     rows = [x] if residual is None else [x, residual]
     return (
@@ -64,7 +64,10 @@ def rms_norm_cpu(
     inner: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """rms_norm(sum, weight) and the sum = (residual + rms_norm(x, inner)) * factor, both [T, N]; see `op.rms_norm`."""
+    """Return rms_norm(sum, weight) and the sum, both [T, N]; sum = (residual + rms_norm(x, inner)) * factor.
+
+    Without `residual` the sum is `x`, without `inner` it is (residual + x) * factor, without `weight` both results are the sum.
+    """
     width = x.shape[-1]
     num_rows = x.numel() // width
     sums = x if residual is None else empty(x.shape, x.dtype)
@@ -97,12 +100,12 @@ def rms_norm_cpu(
 
 
 def _is_matrix(x: torch.Tensor) -> bool:
-    """Whether the rows of a tensor of two or more dimensions have one stride."""
+    """Return whether all rows of a tensor of two or more dimensions lie one stride apart, as those of a matrix do."""
     return all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
 
 
 def _make_normalise(dtype: str, weight_dtype: str) -> Any:
-    """normalise(x, weight, out, width, eps): store one normalised row; without a weight (0) the scaled row."""
+    """Build normalise(x, weight, out, width, eps), which stores x / rms(x) * weight of one row; weight 0 stands for none."""
     load, load_part, store, store_part, size = row_access(dtype)
     load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]
     inverse_rms = make_inverse_rms(dtype)
@@ -124,10 +127,10 @@ def _make_normalise(dtype: str, weight_dtype: str) -> Any:
 
 
 def make_rms_norm(dtype: str, weight_dtype: str) -> Any:
-    """The kernel of `rms_norm_cpu`: y = rms_norm(x, inner); sum = (residual + y) * factor; out = rms_norm(sum, weight).
+    """Build the kernel of `rms_norm_cpu`: y = rms_norm(x, inner); sum = (residual + y) * factor; out = rms_norm(sum, weight).
 
-    An item is some rows. Steps whose argument is 0 are left out: without `inner` y is x, without `residual` the sum is y. Values
-    are rounded where separate operators would write a tensor.
+    A work item is a group of rows. The kernel skips steps whose argument is 0: without `inner` y is x, without `residual` the sum
+    is y. Values are rounded wherever separate operators would have written a tensor, so that results equal theirs.
     """
     load, load_part, store, store_part, size = row_access(dtype)
     load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]

@@ -26,7 +26,10 @@ def rms_norm_triton(
     inner: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """rms_norm(sum, weight) and the sum = (residual + rms_norm(x, inner)) * factor, both [T, N]; see `op.rms_norm`."""
+    """Return rms_norm(sum, weight) and the sum, both [T, N]; sum = (residual + rms_norm(x, inner)) * factor.
+
+    Without `residual` the sum is `x`, without `inner` it is (residual + x) * factor, without `weight` both results are the sum.
+    """
     rows, width = x.shape
     sums = x if residual is None else x.new_empty(rows, width)
     out = sums if weight is None else x.new_empty(rows, width)
@@ -90,8 +93,8 @@ def norm_rows(
 ):
     """Compute one row: y = rms_norm(x, inner); sum = (residual + y) * factor; out = rms_norm(sum, weight). The grid is (T).
 
-    Steps without their argument are left out: without `inner` y is x, without `residual` the sum is y. Values are rounded where
-    separate operators would write a tensor.
+    Steps whose flag is off are left out: without `inner` y is x, without `residual` the sum is y. Values are rounded wherever
+    separate operators would have written a tensor, so that results equal theirs.
     """
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)

@@ -1,4 +1,4 @@
-"""The operator of RMS normalisation: `rms_norm` of rows, also of sums with the residual.
+"""The operator `rms_norm`: RMS normalisation of rows, or of the sums of rows and the residual.
 
 rms_norm(x, weight) = x / sqrt(mean(x ** 2) + eps) * weight, computed in float32.
 
@@ -27,8 +27,8 @@ def rms_norm(
     """Return rms_norm(sum, weight) and the sum, both [T, N] in the dtype of `x`, where the sum is (residual + x) * factor.
 
     `x` and `residual` are [T, N], `weight` and `inner` [N]. With `inner` the sum is (residual + rms_norm(x, inner)) * factor.
-    Without a weight the first result is the sum, too. Without a residual the sum is `x` itself, which may have more dimensions.
-    A float32 weight over rows of fewer bits is multiplied in float32, and the product is rounded once.
+    Without `weight` both results are the sum. Without `residual` the sum is `x` itself, which may then have more dimensions.
+    If the weight is float32 and the rows have fewer bits, both are multiplied in float32 and the product is rounded once.
 
     Raises:
         ValueError: widths do not fit, or `inner`, `factor` or a missing weight come without a residual.
@@ -49,7 +49,7 @@ def rms_norm(
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """The specification in torch: the last dimension in float32, rounded once."""
+    """Normalise over the last dimension in float32 and round once. This is the specification of `rms_norm`, in torch."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
     return (normed if weight is None else normed * weight.float()).to(x.dtype)
@@ -76,7 +76,7 @@ def _check(
 
 @cache
 def _triton() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The implementation, imported when first called; an import statement takes a microsecond of every call."""
+    """Return the implementation. It is imported once, here: an import statement would cost every call a microsecond."""
     from transom_kernels.rms_norm.gpu import rms_norm_triton
 
     return rms_norm_triton

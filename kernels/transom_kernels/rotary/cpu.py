@@ -18,14 +18,14 @@ from transom_kernels.cpu.rows import make_rotate
 from transom_kernels.cpu.simd import NUM_BYTES, STORE_PART, cosine, float_of_bits, load_i64, load_part_f32, sine, splat
 from transom_kernels.cpu.work import argument, each_item
 
-ITEM_ELEMENTS = 2048  # about as many elements as one item of work rotates
-TABLE_ELEMENTS = 256  # about as many angles as one item of work turns into cosine and sine
+ITEM_ELEMENTS = 2048  # about as many elements as one work item rotates
+TABLE_ELEMENTS = 256  # about as many angles as one work item turns into cosine and sine
 
 _MODULE = "transom_kernels.rotary.cpu"
 
 
 def tables_fit(positions: torch.Tensor, frequency: torch.Tensor, sign: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel takes these dtypes and strides."""
+    """Return whether the kernel takes these dtypes and strides."""
     return (
         dtype in DTYPES
         and positions.dtype == torch.int64
@@ -37,7 +37,7 @@ def tables_fit(positions: torch.Tensor, frequency: torch.Tensor, sign: torch.Ten
 def rotary_tables_cpu(
     positions: torch.Tensor, frequency: torch.Tensor, sign: torch.Tensor, dtype: torch.dtype, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos(position * frequency) * scale and sin(position * frequency) * sign * scale, each [T, 1, R] in `dtype`."""
+    """Return cos(position * frequency) * scale and sin(position * frequency) * sign * scale, each [T, 1, R] in `dtype`."""
     tokens, width = len(positions), len(frequency)
     cos, signed_sin = (empty((tokens, 1, width), dtype) for _ in range(2))
     per_item = max(1, TABLE_ELEMENTS // width)
@@ -50,7 +50,7 @@ def rotary_tables_cpu(
 
 
 def heads_fit(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> bool:
-    """Whether the kernel takes these dtypes and strides."""
+    """Return whether the kernel takes these dtypes and strides."""
     same = x.dtype == cos.dtype == signed_sin.dtype and cos.stride() == signed_sin.stride()
     return same and x.dtype in DTYPES and x.stride(2) == 1 and cos.stride(2) == 1
 
@@ -70,7 +70,7 @@ def rotary_cpu_(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *,
 
 
 def make_tables(dtype: str) -> Any:
-    """The kernel of `rotary_tables_cpu`. An item is some tokens.
+    """Build the kernel of `rotary_tables_cpu`. A work item is a group of tokens.
 
     Arguments: 0 positions [T] int64, 1 frequency [R] float32, 2 sign [R] float32, 3 cos, 4 signed_sin, both contiguous [T, R],
     5 T, 6 tokens of an item, 7 R, 8 scale.
@@ -95,7 +95,7 @@ def make_tables(dtype: str) -> Any:
 
 
 def make_rotate_heads(dtype: str, interleaved: bool) -> Any:
-    """The kernel of `rotary_cpu_`. An item is some heads of one token.
+    """Build the kernel of `rotary_cpu_`. A work item is a group of heads of one token.
 
     Arguments: 0 x, 1 cos, 2 signed_sin, 3 H, 4 R, 5 heads of an item, 6 x's token stride in bytes, 7 its head stride,
     8 the tables' token stride, 9 their head stride.

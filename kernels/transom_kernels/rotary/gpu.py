@@ -1,4 +1,4 @@
-"""`rotary_` on GPUs: rotates pairs of head elements in place.
+"""Rotary position embedding (RoPE) on GPUs: the Triton kernel `rotate`, which turns pairs of head elements in place.
 
 For each pair (i, j) of a head: x[i], x[j] = x[i] cos[i] + x[j] signed_sin[i],  x[j] cos[j] + x[i] signed_sin[j].
 Pairs are (i, i + R / 2), or (2i, 2i + 1) if INTERLEAVED.
@@ -15,7 +15,7 @@ import triton.language as tl
 from transom_kernels.launch import next_power_of_two
 from transom_kernels.triton_math import partner
 
-HEAD_ELEMENTS = 2048  # of a program
+HEAD_ELEMENTS = 2048  # elements of heads that one program rotates
 
 
 def rotary_triton_(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool = False) -> None:
@@ -60,5 +60,5 @@ def rotate(
     table = token * table_stride_t + head[:, None] * table_stride_h + i[None, :]
     rotated = value * tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
     rotated += other * tl.load(signed_sin + table, mask=inside, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # the other warps of this program have read their elements
+    tl.debug_barrier()  # wait until all warps of this program have read their elements
     tl.store(rows + i[None, :], rotated.to(x.dtype.element_ty), mask=inside)

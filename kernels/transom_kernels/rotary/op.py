@@ -1,7 +1,7 @@
 """The operators of rotary position embedding (RoPE): `rotary_tables` makes a step's cosines and sines, `rotary_` rotates heads.
 
 For each pair (i, j) of a head: x[i], x[j] = x[i] cos[i] + x[j] signed_sin[i],  x[j] cos[j] + x[i] signed_sin[j].
-Pairs are (i, i + R / 2), halves, or (2i, 2i + 1), interleaved. `signed_sin` is the sine, negated for the first of each pair.
+Pairs are (i, i + R / 2), or (2i, 2i + 1) if interleaved. `signed_sin` is the sine, negated for the first element of each pair.
 
 Legend: T tokens, H heads, D head width, R rotated width.
 """
@@ -63,7 +63,7 @@ def rotary_tables(
 def rotary_reference(
     x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool = False
 ) -> torch.Tensor:
-    """The specification of `rotary_`, in torch; returns the rotated copy."""
+    """Return a rotated copy of `x`: the specification of `rotary_`, in torch."""
     width = cos.shape[-1]
     rotated = x[..., :width]
     if interleaved:

@@ -1,9 +1,9 @@
-"""An MoE router on CPUs: the kernels `score_experts` (logits) and `choose_experts` (top-k and weights), and their launches.
+"""The MoE router on CPUs: the kernels `score_experts` (logits) and `choose_experts` (top-k and weights), and their launches.
 
     logits = x @ weight^T + bias,  scores = softmax, sigmoid or sqrt(softplus) of the logits
     chosen = the K largest of logits (or scores + correction),  weights = scores[chosen], normalised, * scale * expert_scale
 
-A logit is one chain of multiply-adds in 16 lanes along N, whatever the tile, so it does not depend on the other tokens.
+A logit is one chain of multiply-adds in 16 lanes along N, the same in every tile, so it does not depend on the other tokens.
 
 Legend: T tokens, N hidden width, E experts, K experts per token.
 """
@@ -65,13 +65,13 @@ EXPERTS_PER_ITEM = 16
 TILE = 4 if cpu_target().avx512 else 2  # tokens and experts of a tile: its sums fill the registers
 
 _MODULE = "transom_kernels.route.cpu"
-_NEVER = -(2**31)  # below every key: experts that do not exist or are chosen already
+_NEVER = -(2**31)  # the key of experts that do not exist or are chosen already; below all others
 _LARGEST = 2**31 - 1
 _NO_LOGIT = float("-inf")
 
 
 class ScoreArguments(NamedTuple):
-    """The words of `score_experts`."""
+    """The argument words of `score_experts`."""
 
     x: RowArguments  # [T, N]
     weight: RowArguments  # [E, N] float32
@@ -82,7 +82,7 @@ class ScoreArguments(NamedTuple):
 
 
 class ChooseArguments(NamedTuple):
-    """The words of `choose_experts`."""
+    """The argument words of `choose_experts`."""
 
     logits: torch.Tensor  # [T, E] float32
     bias: torch.Tensor | None  # [E] float32
@@ -95,14 +95,14 @@ class ChooseArguments(NamedTuple):
     num_chosen: int
     normalise: bool
     scale: float
-    tiny: float  # added to a sum of scores
+    tiny: float  # `rule.TINY`: added to a sum of scores before it divides
 
 
 SCORE, CHOOSE = numbers_of(ScoreArguments), numbers_of(ChooseArguments)
 
 
 def fits_cpu(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernels take tensors of this dtype and of these strides."""
+    """Return whether the kernels support tensors of this dtype and these strides."""
     return x.dtype in DTYPES and (x.stride(1) == 1 or x.shape[1] == 1) and weight.stride(1) == 1
 
 
@@ -116,7 +116,10 @@ def route_cpu(
     expert_scale: torch.Tensor | None = None,
     chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts [T, K] int64 and weights [T, K] float32 of `x` [T, N] by the matrix `weight` [E, N] float32; see `op.route`."""
+    """Return the experts [T, K] int64 and weights [T, K] float32 of `x` [T, N], by the router matrix `weight` [E, N] float32.
+
+    The module docstring has the formula. `correction` is used for the choice only; `chosen` fixes the choice.
+    """
     (tokens, width), num_experts, num_chosen = x.shape, len(weight), routing.num_chosen
     logits = empty((tokens, num_experts), torch.float32)
     launch(
@@ -150,7 +153,7 @@ def route_cpu(
 
 
 def make_score_experts(dtype: str, tile_size: int, experts_per_item: int) -> Any:
-    """The kernel of logits. An item is `tile_size` tokens and `experts_per_item` experts; tokens change first."""
+    """Build the kernel of logits. A work item is `tile_size` tokens and `experts_per_item` experts; tokens vary fastest."""
     tile = make_row_products(dtype, tile_size)
 
     @each_item
@@ -171,9 +174,9 @@ def make_score_experts(dtype: str, tile_size: int, experts_per_item: int) -> Any
 
 
 def make_choose_experts(score: str) -> Any:
-    """The kernel of the choice. An item is a token.
+    """Build the kernel that chooses experts. A work item is a token.
 
-    Scratch: 2 E words of 32 bits, E rounded up to 16: a token's scores, and the keys that order its experts.
+    Scratch: two arrays of E words of 32 bits, E rounded up to 16: the token's scores, and the keys that order its experts.
     """
     write_scores = _make_scores(score)
 
@@ -234,7 +237,7 @@ def make_choose_experts(score: str) -> Any:
 
 
 def _make_scores(score: str) -> Any:
-    """write_scores(scores, E, peak): replace a token's logits by their scores; `peak` is the largest logit, in every lane."""
+    """Build write_scores(scores, E, peak): it replaces a token's logits by scores; `peak` is the largest logit, in every lane."""
     is_softmax, is_sigmoid = score == "softmax", score == "sigmoid"
 
     @helper
@@ -262,7 +265,7 @@ def _make_scores(score: str) -> Any:
 
 @emits(INTS, FLOATS, INT)
 def _keys(b, preferences, count):
-    """Integers that order experts by preference: NaN is above all, -0 equals 0. Lanes from `count` on are `_NEVER`."""
+    """Return integers that order experts by preference: NaN is above all, -0 equals 0. Lanes from `count` on are `_NEVER`."""
     zero = constant(F32_16, 0.0)
     bits = b.bitcast(b.fadd(preferences, zero), I32_16)
     flipped = b.xor(bits, b.and_(b.ashr(bits, constant(I32_16, 31)), constant(I32_16, _LARGEST)))
@@ -272,7 +275,7 @@ def _keys(b, preferences, count):
 
 @emits(INT, INT, INT)
 def _first_largest(b, keys, count):
-    """The index of the largest of `count` keys, a multiple of 16; of equal ones the first."""
+    """Return the index of the largest of `count` keys, the first of equal ones; `count` is a multiple of 16."""
     lanes = ir.Constant(I32_16, list(range(LANES)))
 
     def body(k: ir.Value, best: list[ir.Value]) -> list[ir.Value]:

@@ -1,11 +1,11 @@
-"""An MoE router on GPUs: the kernels `score_experts` (partial logits) and `choose_experts` (top-k and weights), and their launches.
+"""The MoE router on GPUs: the kernels `score_experts` (partial logits) and `choose_experts` (top-k, weights), and their launches.
 
     logits = x @ weight^T + bias,  scores = softmax, sigmoid or sqrt(softplus) of the logits
     chosen = the K largest of logits (or scores + correction),  weights = scores[chosen], normalised, * scale * expert_scale
 
-The product is true float32, without tensor cores. It is cut along N into *splits* of equal length (split-K), so that many programs
-run at once. A partial logit is one chain of multiply-adds along its split, whatever the tile, and partial logits are added in
-one order: no sum depends on the number of tokens.
+The product is in full float32, without tensor cores. It is cut along N into *splits* of equal length (split-K), so that many
+programs run at once. A partial logit is one chain of multiply-adds along its split, the same in every tile, and partial logits are
+always added in the same order: no sum depends on the number of tokens.
 
 Legend: T tokens, N hidden width, E experts, K experts per token, S splits of N.
 """
@@ -23,16 +23,16 @@ from transom_kernels.launch import next_power_of_two
 from transom_kernels.prepared_launch import PreparedLaunch
 from transom_kernels.route.rule import TINY, Routing
 
-MIN_SPLIT = 128  # elements of N
-# partial logits of a token (16 KiB): enough for one program per multiprocessor of an H200 with tiles of 32 experts
+MIN_SPLIT = 128  # least elements of N in a split
+# most partial logits of a token (16 KiB). They make 4096 / 32 = 128 programs, about one for each multiprocessor of an H200
 MAX_PARTIALS = 4096
-FEW_TOKENS = 256  # with up to that many tokens (a decoding batch) tiles are small
-MIN_EXPERTS = 16  # of a tile
+FEW_TOKENS = 256  # with up to this many tokens (a decoding batch) tiles are small
+MIN_EXPERTS = 16  # least experts of a tile
 
 SOFTMAX, SIGMOID, SQRT_SOFTPLUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}  # the same by name
+SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}  # `rule.Score` -> one of these constants
 
-_NEVER = tl.constexpr(-(2**62))  # below every key: experts that do not exist or are chosen already
+_NEVER = tl.constexpr(-(2**62))  # the key of experts that do not exist or are chosen already; below all others
 
 
 def route_triton(
@@ -45,7 +45,10 @@ def route_triton(
     expert_scale: torch.Tensor | None = None,
     chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts [T, K] int64 and weights [T, K] float32 of `x` [T, N] by the matrix `weight` [E, N] float32; see `op.route`."""
+    """Return the experts [T, K] int64 and weights [T, K] float32 of `x` [T, N], by the router matrix `weight` [E, N] float32.
+
+    The module docstring has the formula. `correction` is used for the choice only; `chosen` fixes the choice.
+    """
     tokens, num_chosen = x.shape[0], routing.num_chosen
     experts = x.new_empty(tokens, num_chosen, dtype=torch.int64)
     weights = x.new_empty(tokens, num_chosen, dtype=torch.float32)
@@ -62,7 +65,7 @@ def route_triton(
 
 
 def partial_logits_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Partial logits [T, S, E] float32, each over some elements of N; their sum over S is the logits without bias."""
+    """Return partial logits [T, S, E] float32, each over one split of N; their sum over S is the logits without bias."""
     (tokens, width), num_experts = x.shape, weight.shape[0]
     split, tile = split_of(width, num_experts), choose_tile(tokens, num_experts)
     num_splits = -(-width // split)
@@ -77,7 +80,7 @@ def partial_logits_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 def _product(
     tile: Tile, num_experts: int, width: int, split: int, x_stride: int, weight_strides: tuple[int, int]
 ) -> PreparedLaunch:
-    """The launch of `score_experts`."""
+    """Prepare the launch of `score_experts`."""
     strides = {"x_stride": x_stride, "weight_stride_e": weight_strides[0], "weight_stride_n": weight_strides[1]}
     blocks = {"BLOCK_T": tile.block_t, "BLOCK_E": tile.block_e, "BLOCK_N": tile.block_n}
     arguments = {**strides, "E": num_experts, "N": width, "SPLIT": split, **blocks}
@@ -95,7 +98,7 @@ def _choice(
     has_scale: bool,
     is_fixed: bool,
 ) -> PreparedLaunch:
-    """The launch of `choose_experts`."""
+    """Prepare the launch of `choose_experts`."""
     block_s, block_e, num_warps = read_blocks(num_splits, num_experts)
     arguments = {
         "scale": routing.scale,
@@ -131,7 +134,7 @@ class Tile:
 
 
 def choose_tile(num_tokens: int, num_experts: int) -> Tile:
-    """The tile of the product for a batch. All tiles add up in an equal order."""
+    """Return the tile of the product for a batch. All tiles add products in the same order."""
     return _tile(num_tokens <= FEW_TOKENS, num_experts)
 
 
@@ -144,7 +147,7 @@ def _tile(is_small: bool, num_experts: int) -> Tile:
 
 
 def split_of(width: int, num_experts: int) -> int:
-    """Elements of N per split. The number of tokens does not matter, so a token's sums have one order in every batch."""
+    """Return the elements of N per split. They do not depend on the number of tokens, so each batch adds in the same order."""
     most, split = max(1, MAX_PARTIALS // next_power_of_two(num_experts)), MIN_SPLIT
     while -(-width // split) > most:
         split *= 2
@@ -152,7 +155,7 @@ def split_of(width: int, num_experts: int) -> int:
 
 
 def read_blocks(num_splits: int, num_experts: int) -> tuple[int, int, int]:
-    """Splits and experts (padded) that a program of `choose_experts` reads, and its warps."""
+    """Return the splits and the experts (padded) that a program of `choose_experts` reads, and its warps."""
     block_s, block_e = next_power_of_two(num_splits), max(MIN_EXPERTS, next_power_of_two(num_experts))
     return block_s, block_e, min(8, max(1, block_s * block_e // 1024))
 
@@ -195,13 +198,13 @@ def score_experts(
 
 @triton.jit
 def _scores(logits, is_expert, SCORE: tl.constexpr):
-    """Scores [BLOCK_E] of logits."""
+    """Return the scores [BLOCK_E] of logits."""
     if SCORE == SOFTMAX:
         weights = tl.exp(logits - tl.max(tl.where(is_expert, logits, float("-inf")), 0))
         return weights / tl.sum(tl.where(is_expert, weights, 0.0), 0)
     if SCORE == SIGMOID:
         return tl.sigmoid(logits)
-    # softplus(x) = log1p(exp(x)), linear from 20 on as in torch; log1p(a) = log(1 + a) * a / ((1 + a) - 1) keeps a small a's digits
+    # softplus(x) = log1p(exp(x)), and x above 20 as in torch; log1p(a) = log(1 + a) * a / ((1 + a) - 1) is exact for small a, too
     addend = tl.exp(tl.where(logits > 20.0, 20.0, logits))
     one_plus = 1.0 + addend
     log1p = tl.where(
@@ -212,7 +215,7 @@ def _scores(logits, is_expert, SCORE: tl.constexpr):
 
 @triton.jit
 def _keys(preference, e):
-    """Integers that order experts as they are chosen: larger preferences first, NaN before all, of equal ones the first expert.
+    """Return integers that order experts as they are chosen: NaN first, then larger preferences; of equal ones the first expert.
 
     A key is (sortable bits of the float << 16) + 65535 - expert, so the expert can be read from the largest key.
     """

@@ -1,4 +1,4 @@
-"""The operator `route`: each token's experts and their weights, by an MoE router.
+"""The operator `route`, an MoE router: chooses each token's experts and computes their weights.
 
     logits = x @ weight^T + bias,  scores = softmax, sigmoid or sqrt(softplus) of the logits
     chosen = the K largest of logits (or scores + correction),  weights = scores[chosen], normalised, * scale * expert_scale
@@ -28,12 +28,12 @@ def route(
     expert_scale: torch.Tensor | None = None,
     chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts [T, K] int64 and weights [T, K] float32 of `x` [T, N], by the router matrix `weight` [E, N] float32 and `routing`.
+    """Return the experts [T, K] int64 and weights [T, K] float32 of `x` [T, N], by the router matrix `weight` [E, N] float32.
 
-    Logits are `x @ weight.T + bias` in float32 whatever the dtype of `x`, since two experts may be close together. `correction` [E]
-    is added to scores for the choice only; `expert_scale` [E] multiplies final weights; `chosen` [T, K] int64 (ids within the
-    experts) fixes the choice. Equal experts are chosen in their order, and NaN counts as largest, so a token always gets K
-    different experts. With kernels a token's experts and weights do not depend on the other tokens.
+    Logits are `x @ weight.T + bias`, in float32 for any dtype of `x`, since the logits of two experts may be close. `correction`
+    [E] is added to scores for the choice only; `expert_scale` [E] multiplies final weights; `chosen` [T, K] int64 (expert ids)
+    fixes the choice. Of equally good experts the first are chosen, and NaN counts as largest, so a token always gets K different
+    experts. With kernels a token's experts and weights do not depend on the other tokens.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or more experts are to be chosen than there are.
@@ -54,7 +54,7 @@ def route(
 
 
 def router_layout(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` [E, N] in the memory layout that `route` reads fastest: for Triton the E values of each column are contiguous."""
+    """Return `weight` [E, N] in the memory layout that `route` reads fastest: column-major for Triton, else row-major."""
     return weight.t().contiguous().t() if uses_triton(weight) else weight.contiguous()
 
 
@@ -81,9 +81,10 @@ def routes_of(
     expert_scale: torch.Tensor | None = None,
     chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chosen experts and their weights of a router's logits [T, E].
+    """Return the chosen experts and their weights [T, K] from a router's logits [T, E].
 
-    A softmax over the chosen logits alone equals the normalised softmax over all of them, so it needs no score of its own.
+    Some models take a softmax over the chosen logits alone. That equals the normalised softmax over all logits, so it is not a
+    score of its own.
     """
     scores = _scores(logits, routing.score)
     if chosen is None:
@@ -97,16 +98,16 @@ def routes_of(
 
 
 def _largest(preference: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the `count` largest of each row, largest first; of equal ones the first, NaN before all."""
+    """Return the indices of the `count` largest numbers of each row: NaN first, then in descending order, equal ones by index."""
     best = preference.topk(min(count + 1, preference.shape[1]), dim=-1)
     if bool((best.values[:, 1:] < best.values[:, :-1]).all()):
         return best.indices[:, :count].contiguous()
-    # there are equal ones, whose order topk leaves open; a stable sort defines it, but takes three times as long on CPUs
+    # topk does not define the order of equal numbers; a stable sort does, but takes three times as long on CPUs
     return preference.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
 def _scores(logits: torch.Tensor, score: Score) -> torch.Tensor:
-    """Scores [T, E] of logits."""
+    """Return the scores [T, E] of logits."""
     match score:
         case "softmax":
             return logits.softmax(dim=-1)
@@ -145,7 +146,7 @@ def _check(
 
 @cache
 def _triton() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The implementation, imported when first called; an import statement takes a microsecond of every call."""
+    """Return the implementation. It is imported once, here: an import statement would cost every call a microsecond."""
     from transom_kernels.route.gpu import route_triton
 
     return route_triton

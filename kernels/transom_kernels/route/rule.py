@@ -1,4 +1,4 @@
-"""How an MoE router makes chosen experts and weights of its logits."""
+"""The rule by which an MoE router turns logits into chosen experts and their weights."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Literal
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 
-TINY = 1e-20  # added to a sum of scores before it divides: all scores may have rounded to zero
+TINY = 1e-20  # added to a sum of scores before it divides, since all scores may have been rounded to zero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
     """How many experts a token chooses, and their weights.
 
-    A token chooses the experts with its largest logits, or with its largest scores plus a learned correction; of equal ones the
-    first. An expert's weight is its score, which grows with its logit. `normalise` makes the weights of a token add up to `scale`.
+    A token chooses the experts with the largest logits or, if the layer has a learned correction, the largest score + correction;
+    of equal ones the first. An expert's weight is its score times `scale`; with `normalise` a token's weights add up to `scale`.
     """
 
     num_chosen: int  # experts per token (top-k)

@@ -1,6 +1,6 @@
-"""Launches the sampling kernel for CPUs, and declares its arguments.
+"""Launches the CPU kernel `sample`, which picks one token id for each row of logits, and declares its arguments.
 
-Legend: S rows, V vocabulary, or a slice of it, P pieces of a row.
+Legend: S rows, V ids of the vocabulary (or of a tensor-parallel rank's slice of it), P pieces of a row.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from transom_kernels.cpu.launching import empty, launch
 from transom_kernels.sample.params import NOISE_BLOCK
 from transom_kernels.sample.table import SampleTable
 
-PIECE_BLOCKS = 128  # noise blocks of a piece, which is an item of work
-AREA_BYTES = PIECE_BLOCKS * 24 + 16  # of a piece's summary
+PIECE_BLOCKS = 128  # noise blocks of a piece, which is a work item
+AREA_BYTES = PIECE_BLOCKS * 24 + 16  # bytes of a piece's summary: 24 for each block, 16 for the piece
 
 
 class SampleArguments(NamedTuple):
-    """The words of `sample`."""
+    """The argument words of the kernel `sample`."""
 
     logits: RowArguments  # [S, V] float32
     num_ids: int  # V
@@ -49,11 +49,12 @@ def sample_records(
     first_id: int = 0,
     scores: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sample one token id of each row of `logits` [S, V]; returns [S] int64. Row s has the record `numbers[s]` of the table.
+    """Sample one token id for each row of `logits` [S, V]; return [S] int64. Row s uses the record `numbers[s]` of the table.
 
     `allowed` [S, ceil(V / 8)] uint8 has a bit for each id, lowest first; an id whose bit is 0 is not sampled. Column v is token id
-    `first_id` + v: for a slice of the vocabulary, whose records have neither filters nor adjustments. `scores` [S] float64 takes
-    the scores of the sampled ids, by which the ids of several slices are compared. The logits are not changed.
+    `first_id` + v. It is above 0 only for a slice of the vocabulary, whose records must have no filters and no adjustments.
+    `scores` [S] float64 receives the scores of the sampled ids, so that the winners of several slices can be compared. The logits
+    are not changed.
     """
     num_rows, num_ids = logits.shape
     num_pieces = -(-(num_ids + first_id % NOISE_BLOCK) // (NOISE_BLOCK * PIECE_BLOCKS))
@@ -81,11 +82,12 @@ def sample_records(
     return out
 
 
-_zeros = [torch.zeros(64, dtype=torch.int64)]  # the last one is in use; a recorded program may still use an earlier one
+# new launches use the last one; a recorded program may still use an earlier one
+_zeros = [torch.zeros(64, dtype=torch.int64)]
 
 
 def _counters(num_rows: int) -> torch.Tensor:
-    """Zeros that a launch counts finished pieces in, and leaves at zero."""
+    """Return zeros in which a launch counts the finished pieces of each row; it sets them to zero again."""
     if len(_zeros[-1]) < num_rows:
         _zeros.append(torch.zeros(2 * num_rows, dtype=torch.int64))
     return _zeros[-1]

@@ -1,24 +1,24 @@
-"""Sampling for CPUs, in numba: logits to one token id per row, by the records of a `SampleTable`. `cpu.py` launches it.
+"""The CPU kernel `sample`: picks one token id for each row of logits, by the records of a `SampleTable`. `cpu.py` launches it.
 
-An item is a *piece* of a row's ids. Each piece is read once and leaves a summary. The thread that finishes the last piece of a row
-chooses the row's token from the summaries, and reads little more of the row:
+A work item is a *piece* of a row's ids. A thread reads the piece once and writes a summary. The thread that finishes the last
+piece of a row chooses the row's token from the summaries, and reads little more of the row:
 
-    greedy row   the largest logit of each piece; then the first place of the largest of all is searched in its piece
-    random row   of each block of 64 ids: the largest logit, the largest noise, and the logit of the id that has this noise (the
-                 *noisiest* id). They bound a block's scores from above, and give one score that the winner reaches; blocks whose
-                 bound is below it are skipped. `gumbel_max.py` has an example
+    greedy row   a summary is the piece's largest logit. The first id with the largest logit of all is then searched in its piece
+    random row   a summary has of each block of 64 ids: the largest logit, the largest noise, and the logit of the id that has this
+                 noise (the *noisiest* id). The first two bound the block's scores from above, and the best score of all noisiest
+                 ids bounds the winner's from below: blocks whose bound is lower are skipped. `gumbel_max.py` has an example
 
 A *scaled* logit is divided by the temperature. Filters keep the ids whose scaled logits reach a *cut*:
 
     min-p   the cut lies below the largest scaled logit by log(1 / min_p)
-    top-k   the k-th largest scaled logit. The k-th largest of the blocks' maxima is a bound for it; the ids that reach the bound
-            are listed, and the k-th largest among them is searched by halving the range of float32 bits
-    top-p   the winner of all ids is the sample if the ids above it have less mass than p of all; if not, the cut rises above the
-            winner, and the next winner is found. The *mass* of an id is exp(scaled logit - largest scaled logit)
+    top-k   the cut is the k-th largest scaled logit. The k-th largest of the blocks' maxima bounds it from below: ids that reach
+            the bound are listed, and the k-th largest among them is searched by halving the range of float32 bits
+    top-p   the winner of all ids is the sample if the ids more likely than it have less than the share p of all mass; if not, the
+            cut rises above the winner and the next winner is found. The *mass* of an id is exp(scaled logit - largest scaled logit)
 
 Rows with adjustments (bias, bans, penalties, a grammar's mask) are copied piece by piece, and the copy is adjusted.
 
-Pieces begin at multiples of 8192 token ids, so that a row's result does not depend on other rows or on the number of threads.
+Pieces always begin at multiples of 8192 token ids, so a row's result does not depend on other rows or on the number of threads.
 
 Legend: V ids (columns) of a row, B blocks of 64 ids, P pieces of 128 blocks.
 """
@@ -70,7 +70,8 @@ PIECE = BLOCK * PIECE_BLOCKS
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 INFINITE = math.inf
 LOWEST = -INFINITE
-ROUNDING = 1e-9  # of a score: two logarithms are rounded differently in a bound and in a score
+# more than the rounding error of a score: a bound and a score take logarithms of differently rounded numbers
+ROUNDING = 1e-9
 
 # byte offsets of a record's words
 _KEY, _POSITION, _TEMPERATURE = 8 * Word.KEY, 8 * Word.POSITION, 8 * Word.TEMPERATURE
@@ -87,7 +88,7 @@ OFFSETS, MAXIMA, NOISIEST, OF_PIECES = (PIECE_BLOCKS * size for size in (8, 16, 
 
 @helper
 def _lanes(row, column, end):
-    """16 logits from `column` on; -inf from `end` on."""
+    """Load 16 logits from `column` on, with -inf from `end` on."""
     if column + 16 <= end:
         return load_f32(row + 4 * column)
     return keep_part(load_part_f32(row + 4 * column, end - column), end - column, LOWEST)
@@ -98,7 +99,7 @@ def _lanes(row, column, end):
 
 @helper
 def _summarise(arguments, record, logits, area, piece, temperature, key):
-    """Read a piece of a row, and leave its summary."""
+    """Read a piece of a row and write its summary."""
     shift = argument(arguments, AT.first_id) & BLOCK - 1  # the first block begins before column 0 by this
     begin, end = max(0, piece * PIECE - shift), min(argument(arguments, AT.num_ids), (piece + 1) * PIECE - shift)
     of_piece = area + argument(arguments, AT.num_pieces) * OF_PIECES + 16 * piece
@@ -130,7 +131,7 @@ def _largest_or_nan(logits, begin, end):
 
 @helper
 def _largest(logits, begin, end):
-    """The largest number; NaN counts as -inf."""
+    """Return the largest number of [begin, end); NaN counts as -inf."""
     largest = splat(LOWEST)
     for column in range(begin, end, 16):
         largest = vector_max(largest, _lanes(logits, column, end))
@@ -139,7 +140,7 @@ def _largest(logits, begin, end):
 
 @helper
 def _summarise_blocks(arguments, logits, area, piece, temperature, key):
-    """Write the summaries of a piece's blocks; returns the piece's largest scaled logit."""
+    """Write the summaries of a piece's blocks; return the piece's largest scaled logit."""
     num_ids, first_id, pieces = (
         argument(arguments, AT.num_ids),
         argument(arguments, AT.first_id),
@@ -166,7 +167,7 @@ def _summarise_blocks(arguments, logits, area, piece, temperature, key):
 
 @helper
 def _mass_of_range(logits, begin, end, temperature, anchor):
-    """The sum of exp(scaled logit - anchor), added by 64 ids in float32, then in float64."""
+    """Return the sum of exp(scaled logit - anchor): in float32 over each 64 ids, then in float64 over those sums."""
     anchor = anchor if anchor > LOWEST else float32(0.0)
     total = 0.0
     for first in range(begin, end, BLOCK):
@@ -228,7 +229,7 @@ def _penalise(record, target, begin, end):
 
 @helper
 def _first_largest(arguments, logits, area):
-    """The first column with the row's largest logit, and that logit; with NaN in the row, the first NaN."""
+    """Return the first column with the row's largest logit, and that logit; if the row has NaN, the first NaN."""
     of_pieces = area + argument(arguments, AT.num_pieces) * OF_PIECES
     piece, largest = 0, load_scalar_f64(of_pieces)
     for other in range(1, argument(arguments, AT.num_pieces)):
@@ -248,11 +249,11 @@ def _first_largest(arguments, logits, area):
 
 @helper
 def _sample_random(arguments, listed, record, logits, area, temperature, key):
-    """The column that wins among those that the filters keep, and its score; column -1 if all logits are -inf."""
+    """Return the column that wins among those that the filters keep, and its score; column -1 if all logits are -inf."""
     num_ids, pieces = argument(arguments, AT.num_ids), argument(arguments, AT.num_pieces)
     maxima, num_blocks = area + pieces * MAXIMA, pieces * PIECE_BLOCKS
     best = _largest(maxima, 0, num_blocks)
-    # filters: the cut, and the mass from which on ids are out
+    # filters: the cut, and top-p's limit (an id is out if the ids above it have this mass or more)
     cut, limit, num_listed = LOWEST, INFINITE, 0
     log_min_p = load_scalar_f64(record + _LOG_MIN_P)
     if log_min_p > -INFINITE:
@@ -272,7 +273,7 @@ def _sample_random(arguments, listed, record, logits, area, temperature, key):
             if largest > -INFINITE:
                 total += load_scalar_f64(of_pieces + 16 * piece + 8) * math.exp(largest - best)
         limit = top_p * total
-    # the winner, until one is inside of top-p
+    # find winners until one is inside top-p
     while True:
         column, score, value = _winner(arguments, logits, area, temperature, key, cut)
         if column < 0 or limit == INFINITE or value >= best:
@@ -288,7 +289,7 @@ def _sample_random(arguments, listed, record, logits, area, temperature, key):
 
 @helper
 def _winner(arguments, logits, area, temperature, key, cut):
-    """Column, score and scaled logit of the best score among scaled logits from `cut` on; the lowest column of equal scores."""
+    """Return column, score and scaled logit of the best score among scaled logits >= `cut`; of equal scores the lowest column."""
     num_ids, first_id, pieces = (
         argument(arguments, AT.num_ids),
         argument(arguments, AT.first_id),
@@ -297,7 +298,7 @@ def _winner(arguments, logits, area, temperature, key, cut):
     offsets, maxima, noisiest = area + pieces * OFFSETS, area + pieces * MAXIMA, area + pieces * NOISIEST
     shift, first_block = first_id & BLOCK - 1, first_id // BLOCK
     num_blocks = (num_ids + shift + BLOCK - 1) // BLOCK
-    reached = -INFINITE  # a score that the winner reaches
+    reached = -INFINITE  # a lower bound of the winner's score
     for block in range(num_blocks):
         value = load_scalar_f32(noisiest + 4 * block)
         if value >= cut and value > LOWEST:
@@ -328,7 +329,7 @@ def _winner(arguments, logits, area, temperature, key, cut):
 
 @helper
 def _list_from(logits, num_ids, maxima, temperature, floor, listed):
-    """List the scaled logits from `floor` on, padded with -inf to a multiple of 16; returns how many there are."""
+    """List the scaled logits that are `floor` or more, padded with -inf to a multiple of 16; return how many there are."""
     count = 0
     for block in range((num_ids + BLOCK - 1) // BLOCK):
         largest = load_scalar_f32(maxima + 4 * block)
@@ -350,9 +351,9 @@ def _list_from(logits, num_ids, maxima, temperature, floor, listed):
 
 @helper
 def _kth_largest(values, count, k, low, high):
-    """The k-th largest of `count` values, which lie between `low` and `high`; -inf if there are fewer than k.
+    """Return the k-th largest of `count` values; -inf if fewer than k are `low` or more. No value is above `high`.
 
-    The range of sort keys is halved until one is left.
+    A binary search: the range of sort keys (integers in the order of the floats) is halved until one is left.
     """
     first, last = sort_key(low), sort_key(high)
     if _count_from(values, count, low) < k:
@@ -368,7 +369,7 @@ def _kth_largest(values, count, k, low, high):
 
 @helper
 def _count_from(values, count, bound):
-    """How many of `count` values are `bound` or more; the memory after them is -inf up to a multiple of 16."""
+    """Return how many of `count` values are `bound` or more; -inf must pad the values to a multiple of 16."""
     found, bounds = 0, splat(bound)
     for at in range(0, 4 * count, 64):
         found += count_bits(lanes_at_least(load_f32(values + at), bounds))
@@ -377,7 +378,7 @@ def _count_from(values, count, bound):
 
 @helper
 def _mass_above(logits, num_ids, maxima, temperature, bound, best):
-    """The mass of the ids whose scaled logits are larger than `bound`."""
+    """Return the mass of the ids whose scaled logits are larger than `bound`."""
     total = 0.0
     for block in range((num_ids + BLOCK - 1) // BLOCK):
         if load_scalar_f32(maxima + 4 * block) > bound:
@@ -392,7 +393,7 @@ def _mass_above(logits, num_ids, maxima, temperature, bound, best):
 
 @helper
 def _mass_of_list(listed, count, bound, best, with_bound):
-    """The mass of the listed scaled logits that are larger than `bound`, and those equal to it `with_bound`."""
+    """Return the mass of the listed scaled logits that are larger than `bound`, or equal to it if `with_bound`."""
     total = 0.0
     for at in range(0, 4 * count, 64):
         scaled, bounds = load_f32(listed + at), splat(bound)
@@ -406,25 +407,25 @@ def _mass_of_list(listed, count, bound, best, with_bound):
 
 @helper
 def _next_float(x):
-    """The next larger float32."""
+    """Return the next larger float32."""
     return float_of_sort_key(sort_key(x if x != 0.0 else float32(0.0)) + 1)
 
 
 @helper
 def _least_float(bound):
-    """The least float32 that is not below `bound`, a float64."""
+    """Return the least float32 that is not below `bound`, a float64."""
     rounded = float32(bound)
     return _next_float(rounded) if rounded < bound else rounded
 
 
 @helper
 def _safely_below(x):
-    """A float32 that is below x by more than rounding errors; x itself if it is infinite."""
+    """Return a float32 that is below x by more than rounding errors; x itself if it is infinite."""
     return float32(x - (1e-6 + 1e-6 * abs(x))) if abs(x) < INFINITE else float32(x)
 
 
 def make_sample() -> Any:
-    """The kernel. An item is a piece of a row; scratch has room for V + 16 float32 numbers."""
+    """Build the kernel. A work item is a piece of a row; scratch has room for V + 16 float32 numbers."""
 
     @each_item
     def sample(arguments, thread, item):

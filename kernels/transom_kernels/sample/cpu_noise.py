@@ -1,7 +1,7 @@
 """Gumbel noise for CPU kernels, in float64: the noise that `reference.py` defines.
 
-The functions emit LLVM code for scalars and for vectors alike, so that an id has the same noise, bit by bit, wherever it is
-computed. `negative_log` is within one unit in the last place.
+The functions emit the same LLVM operations for scalars and for vectors, so that an id's noise is the same to the bit whether it is
+computed alone or in a vector. `negative_log` is within one unit in the last place.
 
 Legend: 8 blocks of 64 ids at once.
 """
@@ -20,8 +20,9 @@ from transom_kernels.sample.reference import GOLDEN, MIX_1, MIX_2
 BLOCKS_AT_ONCE = 8
 _SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
 _TWO_52_BITS = 0x4330000000000000
-_LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10  # the first has 33 bits
-# of the series of log((1 + s) / (1 - s)) / s - 2 in s ** 2, fitted for s up to 0.1716, from the last one down
+# log(2) in two parts: the first has 33 bits, so that its product with an exponent of up to 20 bits is exact
+_LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
+# coefficients, highest power first, of log((1 + s) / (1 - s)) / s - 2 as a polynomial in s ** 2, fitted for s up to 0.1716
 _LOG_FACTORS = (
     1.479819860511658591e-01, 1.531383769920937332e-01, 1.818357216161805012e-01, 2.222219843214978396e-01,
     2.857142874366239149e-01, 3.999999999940941908e-01, 6.666666666666735130e-01,
@@ -29,12 +30,12 @@ _LOG_FACTORS = (
 
 
 def _constant(kind: ir.Type, number: float) -> ir.Constant:
-    """A constant, in every lane of a vector."""
+    """Return a constant; if `kind` is a vector type, one that has the number in every lane."""
     return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
 
 
 def _same(like: ir.Value, number: float) -> ir.Constant:
-    """A constant of the type of `like`."""
+    """Return a constant of the type of `like`."""
     return _constant(like.type, number)
 
 
@@ -52,19 +53,19 @@ def _multiply_add(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.
 
 
 def emit_mixed(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """SplitMix64's finaliser."""
+    """Emit SplitMix64's finaliser of `value`."""
     for shift, factor in ((30, MIX_1), (27, MIX_2)):
         value = b.mul(b.xor(value, b.lshr(value, _same(value, shift))), _same(value, factor))
     return b.xor(value, b.lshr(value, _same(value, 31)))
 
 
 def emit_random_bits(b: ir.IRBuilder, key: ir.Value, counter: ir.Value) -> ir.Value:
-    """64 random bits of each counter."""
+    """Emit the 64 random bits of each counter."""
     return emit_mixed(b, b.add(key, b.mul(counter, _same(counter, GOLDEN))))
 
 
 def emit_uniform(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
-    """The odd multiple of 2 ** -53 inside (0, 1) that the upper 52 bits give."""
+    """Emit the odd multiple of 2 ** -53 inside (0, 1) that the upper 52 bits give: (bits + 1 / 2) * 2 ** -52."""
     kind = _floats(bits)
     number = b.bitcast(b.or_(b.lshr(bits, _same(bits, 12)), _same(bits, _TWO_52_BITS)), kind)  # 2 ** 52 + the 52 bits
     whole = b.fsub(number, _same(number, 2.0**52))
@@ -72,7 +73,7 @@ def emit_uniform(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
 
 
 def emit_negative_log(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """-log(x) of normal positive numbers.
+    """Emit -log(x) of normal positive numbers.
 
     x = 2 ** k * (1 + f), where 1 + f lies between sqrt(1 / 2) and sqrt(2); log(1 + f) comes from a series in s = f / (2 + f).
     """
@@ -81,7 +82,7 @@ def emit_negative_log(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     exponent = b.ashr(above, _same(bits, 52))
     f = b.bitcast(b.sub(bits, b.shl(exponent, _same(bits, 52))), x.type)
     f = b.fsub(f, _same(x, 1.0))
-    # the exponent as a float: its sum with 2 ** 52 + 2 ** 51 has it in the lower bits
+    # the exponent as a float: added to the bits of 2 ** 52 + 2 ** 51 it changes the lowest digits, and subtracting leaves it
     shifted = b.add(exponent, _same(bits, 0x4338000000000000))
     k = b.fsub(b.bitcast(shifted, x.type), _same(x, 6755399441055744.0))
     s = b.fdiv(f, b.fadd(f, _same(x, 2.0)))
@@ -96,7 +97,7 @@ def emit_negative_log(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def emit_least_exponential(b: ir.IRBuilder, key: ir.Value, block: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The least exponential variable of each block, and the offset in the block of the id that has it."""
+    """Emit the least exponential variable of each block, and the offset in the block of the id that has it."""
     bits = emit_random_bits(b, key, b.sub(_same(block, -1), block))
     least = b.fmul(emit_negative_log(b, emit_uniform(b, bits)), _constant(_floats(bits), 1.0 / NOISE_BLOCK))
     return least, b.and_(bits, _same(bits, NOISE_BLOCK - 1))
@@ -128,7 +129,7 @@ def exponential(b, key, token):
 
 @emits(NOTHING, INT, INT, INT, INT)
 def store_noise(b, key, block, noise, offset):
-    """Store the largest noise of 8 blocks from `block` on (float64 at `noise`), and the offsets of the ids that have it (int64)."""
+    """Store, for 8 blocks from `block` on, the largest noise (float64 at `noise`) and the offset of its id (int64 at `offset`)."""
     vector = ir.VectorType(I64, BLOCKS_AT_ONCE)
     blocks = b.add(broadcast(b, block, vector), ir.Constant(vector, list(range(BLOCKS_AT_ONCE))))
     least, offsets = emit_least_exponential(b, broadcast(b, key, vector), blocks)

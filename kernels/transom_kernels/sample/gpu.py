@@ -1,13 +1,13 @@
-"""`sample` on GPUs: launches of `apply_logit_changes` if there are changes, then of `block_maxima` and `sample_rows`.
+"""`sample` on GPUs: launches `apply_logit_changes` if there are changes, then `block_maxima` and `sample_rows`.
 
-`block_maxima` is one pass over all logits that leaves a summary of each block of 64 token ids: the largest logit, the block's
-largest Gumbel noise, and the logit of the id that has that noise (the block's *noisiest* id). The noise is built for this: a
-block's largest noise is one random number. So with those three numbers
+`block_maxima` reads all logits once and writes a summary of each block of 64 token ids: the largest logit, the block's
+largest Gumbel noise, and the logit of the id that has that noise (the block's *noisiest* id). The noise is defined so that a
+block's largest noise is one random number, which is cheap to compute (`reference.py`). With the three numbers
 
     score of every id of the block  <=  largest logit / temperature + largest noise
     score of the noisiest id         =  its logit / temperature + largest noise
 
-and `gumbel_max.py` skips every block whose bound lies below a score that is known. Few ids need their own noise.
+and `gumbel_max.py` skips every block whose bound lies below a known score. Few ids need their own noise.
 
 Legend: S rows, V vocabulary, B blocks of a row, C chunks of a row, K blocks of a chunk.
 """
@@ -28,16 +28,19 @@ PROGRAM_BLOCKS = 32
 ROUND_BLOCKS = 16  # blocks whose ids are read at once
 READ_BLOCKS = 2048  # block summaries that are read at once
 READ_CHUNKS = 256  # chunk sums that are read at once
-LISTED_IDS = 4096  # places in a row's list of candidate ids; at least COMPARED_IDS plus the ids of ROUND_BLOCKS
-COMPARED_IDS = 512  # ids of a top-k list that are compared with each other
-CHANGES = 256  # logit changes of a program
-SLICE_IDS = 1024  # ids of a `slice_scores` program
+LISTED_IDS = 4096  # places in a row's list of candidate ids; must be at least COMPARED_IDS plus the ids of ROUND_BLOCKS
+COMPARED_IDS = 512  # up to this many ids of a top-k list are each compared with all others
+CHANGES = 256  # logit changes that one program applies
+SLICE_IDS = 1024  # ids of a slice that one `slice_scores` program scores
 # Warps of a `sample_rows` program. With 8 warps Triton 3.7.1 needs more than 128 registers a thread on sm_90, and spills 8 bytes.
 ROW_WARPS = 16
 
 
 def sample_triton(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
-    """One token id of each row of `logits` [S, V] float32, by `params`, which also change the logits in place; see `op.sample`."""
+    """Sample one token id for each row of `logits` [S, V] float32 by `params`; return [S] int64.
+
+    The logit changes of `params` are applied to `logits` in place; then the filters and seeded Gumbel noise choose the id.
+    """
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if params.change_row is not None and len(params.change_row):
         count = len(params.change_row)
@@ -73,7 +76,7 @@ def _sample_rows(logits: torch.Tensor, params: SampleParams, out: torch.Tensor) 
     num_rows, num_ids = logits.shape
     num_blocks = -(-num_ids // NOISE_BLOCK.value)
     num_chunks = -(-num_blocks // PROGRAM_BLOCKS)
-    # Separate tensors: Triton recompiles for a tensor that does not begin at a multiple of 16 bytes, as slices of one tensor may.
+    # separate tensors: slices of one tensor may not begin at multiples of 16 bytes, and then Triton would compile another kernel
     maxima, noisiest, max_noise = (logits.new_empty(num_rows, num_blocks) for _ in range(3))
     chunk_sums = logits.new_empty(num_rows, num_chunks, 2)
     lists = torch.empty(num_rows, num_blocks + LISTED_IDS, dtype=torch.int32, device=logits.device)
@@ -106,9 +109,10 @@ def block_maxima(
     num_blocks,
     BLOCKS: tl.constexpr,  # K
 ):
-    """Summarise one chunk of one row; for rows with top-p and without top-k also the chunk's softmax sum. One program is one warp.
+    """Summarise one chunk of one row. For rows with top-p and without top-k, also write the chunk's softmax sum.
 
-    The grid is (chunks of a row, rows). A chunk's size is fixed, since a row's sums must not depend on the number of rows.
+    The grid is (chunks of a row, rows); one program is one warp. A chunk's size is fixed, since a row's sums must not depend on
+    the number of rows.
     """
     # load the chunk's logits
     c, s = tl.program_id(0), tl.program_id(1)
@@ -143,9 +147,9 @@ def block_maxima(
 
 @triton.jit(do_not_specialize=["num_changes"])
 def apply_logit_changes(logits, rows, ids, factors, subtrahends, stride, num_changes, BLOCK_C: tl.constexpr):
-    """Apply `BLOCK_C` changes to logits in place; the contract is that of `params.SampleParams`.
+    """Apply `BLOCK_C` changes in place: a positive logit is divided by the factor, others are multiplied; then subtract.
 
-    The grid is (chunks of changes).
+    The grid is (chunks of changes). A pair of row and id occurs at most once.
     """
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = c < num_changes

@@ -1,16 +1,16 @@
-"""Device functions that find the Gumbel-max sample of a row, computing noise only for the ids that may win.
+"""Triton functions that find the Gumbel-max sample of a row and compute noise only for the ids that may win.
 
 The sample is the id with the largest score = logit / temperature + Gumbel noise, among the ids that the filters keep. The kernel
-`block_maxima` has left three numbers of each block of 64 ids: its largest logit, its largest noise, and the logit of the id that
-has this noise (the noisiest id). They bound each block's scores from above and give one exact score of it:
+`block_maxima` has written three numbers of each block of 64 ids: its largest logit, its largest noise, and the logit of the id that
+has this noise (the noisiest id). They bound the block's scores from above and give one exact score. At temperature 1:
 
     block   largest logit   largest noise   bound   logit of noisiest id   its score
       0          7.0             2.0          9.0            1.0              3.0
       1          3.0             5.0          8.0            2.5              7.5      <- known: the winner scores at least 7.5
       2          1.0             4.0          5.0            0.0              4.0      <- bound below 7.5: skipped
 
-A *cut key* is the sort key (`gumbel_noise.sort_key`) of the least scaled logit that stays; a *scaled* logit is divided by the
-temperature. The *mass* of an id is exp(scaled logit - largest scaled logit), its softmax weight before normalisation.
+A *scaled* logit is divided by the temperature. The *cut key* is the sort key (`gumbel_noise.sort_key`) of the least scaled logit
+that the filters keep. The *mass* of an id is exp(scaled logit - largest scaled logit), its softmax weight before normalisation.
 
 Legend: B blocks of a row, T blocks of an iteration, L places in a list of ids.
 """
@@ -22,14 +22,14 @@ import triton.language as tl
 
 from transom_kernels.sample.gumbel_noise import LOWEST_KEY, NOISE_BLOCK, compact, gumbel, load_scaled, sort_key
 
-SLACK = tl.constexpr(4e-6)  # rounding error of noise (at most 41) that is stored as float32; makes bounds safe
-SEARCH_WIDTH = tl.constexpr(256)  # values that are compared with 16 thresholds at once
+SLACK = tl.constexpr(4e-6)  # above the rounding error of noise (at most 41) in float32; makes bounds safe
+SEARCH_WIDTH = tl.constexpr(256)  # values that are compared with 16 thresholds in one iteration
 NO_ID = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
 def argmax_lowest_id(score, token):
-    """The best score and the lowest id that has it; id 0 where every score is -inf."""
+    """Return the best score and the lowest id that has it; id 0 if every score is -inf."""
     best = tl.max(score, 0)
     found = tl.min(tl.where((score == best) & (score > float("-inf")), token, NO_ID), 0)
     return best, tl.where(found == NO_ID, 0, found)
@@ -37,7 +37,7 @@ def argmax_lowest_id(score, token):
 
 @triton.jit
 def ids_of_blocks(blocks, first, count, num_blocks, ROUND: tl.constexpr):
-    """One iteration of a list of blocks: its blocks [T] and their ids [T, 64]; past the list's end, ids that no row has."""
+    """Return the blocks [T] of one iteration over a list of blocks, and their ids [T, 64]; past the list's end, ids >= num_ids."""
     t = first + tl.arange(0, ROUND)
     block = tl.load(blocks + t, mask=t < count, other=num_blocks)
     return block, block[:, None] * NOISE_BLOCK + tl.arange(0, NOISE_BLOCK)[None, :]
@@ -45,7 +45,7 @@ def ids_of_blocks(blocks, first, count, num_blocks, ROUND: tl.constexpr):
 
 @triton.jit
 def list_blocks_from(maxima, blocks, temperature, cut_key, num_blocks, BLOCK_B: tl.constexpr):
-    """List the blocks that have an id with a sort key of `cut_key` or more; returns their number."""
+    """List the blocks that have an id with a sort key of `cut_key` or more; return their number."""
     count = tl.full([], 0, tl.int32)
     for first in range(0, num_blocks, BLOCK_B):
         b = first + tl.arange(0, BLOCK_B)
@@ -56,7 +56,7 @@ def list_blocks_from(maxima, blocks, temperature, cut_key, num_blocks, BLOCK_B: 
 
 @triton.jit
 def best_of_listed(row, ids, count, key, temperature, NOISE_WIDTH: tl.constexpr):
-    """The best score of `count` listed ids, which ascend, and its id."""
+    """Return the best score of `count` listed ids and the lowest id that has it; the list is in ascending order."""
     best_score, best_id = tl.full([], float("-inf"), tl.float64), tl.full([], 0, tl.int32)
     for first in range(0, count, NOISE_WIDTH):
         i = first + tl.arange(0, NOISE_WIDTH)
@@ -71,7 +71,7 @@ def best_of_listed(row, ids, count, key, temperature, NOISE_WIDTH: tl.constexpr)
 
 @triton.jit
 def _candidate_blocks(maxima, noisiest, max_noise, blocks, temperature, cut_key, num_blocks, BLOCK_B: tl.constexpr):
-    """List the blocks that may hold the winner; returns their number and a score that the winner reaches."""
+    """List the blocks that may hold the winner; return their number and a lower bound of the winner's score."""
     known_score = tl.full([], float("-inf"), tl.float64)
     for first in range(0, num_blocks, BLOCK_B):
         b = first + tl.arange(0, BLOCK_B)
@@ -98,7 +98,7 @@ def gumbel_argmax(
     row, maxima, noisiest, max_noise, blocks, ids, key, temperature, cut_key, num_ids, num_blocks,
     BLOCK_B: tl.constexpr, ROUND: tl.constexpr, BLOCK_L: tl.constexpr, NOISE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The id with the best score among those with a sort key of `cut_key` or more."""
+    """Return the id with the best score among those with a sort key of `cut_key` or more."""
     num_candidates, known_score = _candidate_blocks(
         maxima, noisiest, max_noise, blocks, temperature, cut_key, num_blocks, BLOCK_B
     )
@@ -128,7 +128,7 @@ def gumbel_argmax(
 def mass_from(
     row, maxima, blocks, temperature, max_scaled, cut_key, num_ids, num_blocks, BLOCK_B: tl.constexpr, ROUND: tl.constexpr
 ):  # fmt: skip
-    """The mass of a row's ids with a sort key of `cut_key` or more; the most likely id has mass 1."""
+    """Return the mass of a row's ids with a sort key of `cut_key` or more; the most likely id has mass 1."""
     count = list_blocks_from(maxima, blocks, temperature, cut_key, num_blocks, BLOCK_B)
     total = tl.zeros([], tl.float64)
     for first in range(0, count, ROUND):
@@ -141,10 +141,10 @@ def mass_from(
 
 @triton.jit
 def kth_largest_key(values, places, count, k, temperature, LISTED: tl.constexpr, ROUNDS: tl.constexpr):
-    """The sort key of the k-th largest of `count` scaled logits, exact in its upper `4 * ROUNDS` bits; the lower bits are 0.
+    """Return the sort key of the k-th largest of `count` scaled logits, exact in its upper `4 * ROUNDS` bits; the others are 0.
 
-    A radix search: each round counts how many values reach each of 16 thresholds, which settles four bits. The values are
-    `values[0..count)`, or `values[places[0..count)]` if LISTED.
+    A radix search: each round counts how many values reach each of 16 thresholds, which settles four more bits. The values are
+    `values[i]` for i below `count`, or `values[places[i]]` if LISTED.
     """
     found = tl.full([], LOWEST_KEY, tl.int32)
     thresholds = tl.arange(0, 16)

@@ -1,10 +1,10 @@
-"""Device functions that the sampling kernels share: Gumbel noise, sortable keys of floats, and stream compaction.
+"""Triton functions that the sampling kernels share: Gumbel noise, sortable keys of floats, and stream compaction.
 
 *Gumbel noise* of a token id is `-log(X)` of an exponential variable X. The largest `logit / temperature + noise` of a row is a
 sample of its softmax (the Gumbel-max trick). Noise is a function of the row's key and the token id alone; `reference.py` defines
 it.
 
-A *sort key* is a float32 as an int32 with an equal order, so that comparisons and bitwise searches work on integers.
+A *sort key* is an int32 made of a float32 so that keys are ordered as the floats are; comparisons and bitwise searches use it.
 
 Legend: B blocks of 64 token ids.
 """
@@ -20,21 +20,21 @@ LOWEST_KEY = tl.constexpr(-(2**31))  # below the sort key of every float
 
 @triton.jit
 def sort_key(x):
-    """The sort key of a float32: an int32 with an equal order; both zeros give 0."""
+    """Return the sort key of a float32: int32 keys are ordered as the floats are; both zeros give 0."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
 @triton.jit
 def load_scaled(row, n, inside, temperature):
-    """Logits `row[n]` divided by the temperature, rounded as the reference rounds; -inf where not `inside`."""
+    """Load logits `row[n]` divided by the temperature, rounded as the reference rounds; -inf where not `inside`."""
     value = tl.load(row + n, mask=inside, other=float("-inf"))
     return tl.div_rn(value, tl.zeros_like(value) + temperature)
 
 
 @triton.jit
 def random_bits(key, counter):
-    """64 random bits: SplitMix64's finaliser over `key + counter * GOLDEN`, wrapping, as unsigned."""
+    """Return 64 random bits, unsigned: SplitMix64's finaliser of `key + counter * GOLDEN`, in wrapping arithmetic."""
     value = (key + counter * -7046029254386353131).to(tl.uint64, bitcast=True)
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB
@@ -43,14 +43,14 @@ def random_bits(key, counter):
 
 @triton.jit
 def uniform(bits):
-    """A float64 inside (0, 1) from random bits: an odd multiple of 2 ** -53."""
+    """Return a float64 inside (0, 1) from random bits: an odd multiple of 2 ** -53."""
     return ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
 
 
 @triton.jit
 def least_exponential(key, block):
-    """The least exponential variable of each block (its largest noise), float64, and the offset in the block of the id that
-    has it.
+    """Return the least exponential variable of each block (it gives the block's largest noise), float64, and the offset in the
+    block of the id that has it.
     """
     bits = random_bits(key, -1 - block.to(tl.int64))
     return -tl.log(uniform(bits)) / 64, (bits & 63).to(tl.int32)
@@ -58,7 +58,7 @@ def least_exponential(key, block):
 
 @triton.jit
 def gumbel(key, token):
-    """The Gumbel noise of each token id, float64."""
+    """Return the Gumbel noise of each token id, float64."""
     exponential, place = least_exponential(key, token // 64)
     own = -tl.log(uniform(random_bits(key, token.to(tl.int64))))
     return -tl.log(exponential + tl.where(token % 64 == place, 0.0, own))
@@ -66,7 +66,7 @@ def gumbel(key, token):
 
 @triton.jit
 def compact(chosen, items, target):
-    """Store the chosen items at `target` without gaps, in order, for all threads to read; returns their number."""
+    """Store the chosen items at `target`, in order and without gaps, visible to all threads; return their number."""
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.debug_barrier()  # another thread may still read the old items
     tl.store(target + place, items, mask=chosen)

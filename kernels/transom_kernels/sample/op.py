@@ -1,7 +1,8 @@
-"""Sampling operators.
+"""The sampling operators `sample` and `best_of_slice`.
 
-`sample`: logits to one token id per row, by penalties, temperature, top-k, top-p, min-p and seeded Gumbel noise.
-`best_of_slice`: a tensor-parallel rank's part of it, if each rank has the logits of a slice of the vocabulary.
+`sample` picks one token id per row of logits, by penalties, temperature, top-k, top-p, min-p and seeded Gumbel noise. CUDA devices
+compute it with Triton, others in torch; the engine's own path on CPUs is `cpu.sample_records`.
+`best_of_slice` is the part of a tensor-parallel rank that has the logits of a slice of the vocabulary.
 
 Legend: S rows, V vocabulary, C changes to logits.
 """
@@ -16,11 +17,12 @@ from transom_kernels.sample.reference import best_of_slice_reference, sample_ref
 
 
 def sample(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
-    """Sample one token id of each row of `logits` [S, V] float32; returns [S] int64.
+    """Sample one token id for each row of `logits` [S, V] float32; return [S] int64.
 
     `params` gives each row's logit changes, temperature, top_k, top_p, min_p and noise key. Changes are applied to `logits` in
-    place. top_p counts the probability that top_k left; min_p is relative to the most likely token; equal logits are kept or
-    removed together. Of equal scores the lowest id wins. A row whose scores are all -inf or NaN still gets an id.
+    place. top_p is a share of the probability that top_k has left; min_p is relative to the most likely token; tokens with equal
+    logits are kept or removed together. Of equal scores the lowest id wins. A row whose scores are all -inf or NaN still gets an
+    id.
 
     Raises:
         ValueError: shapes or dtypes do not fit.

@@ -17,11 +17,11 @@ NOISE_BLOCK = 64
 class SampleParams:
     """Temperature, filters, noise key and logit changes of each row.
 
-    A filter is off at `top_k` 0, `top_p` 1 and `min_p` 0. `temperature` 0 takes the most likely token (greedy).
+    `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off. `temperature` 0 takes the most likely token (greedy).
 
-    Logit changes (penalties and biases) come before everything else: the logit of token `change_id` in row `change_row` is divided
-    by `change_factor` if it is positive, multiplied by it if it is negative, and then `change_minus` is subtracted. A pair of row
-    and id occurs at most once.
+    Logit changes (penalties and biases) come first: the logit of token `change_id` in row `change_row` is divided by
+    `change_factor` if the logit is positive, and multiplied by it otherwise; then `change_minus` is subtracted. A pair of row and
+    id occurs at most once.
     """
 
     temperature: torch.Tensor  # [S] float32

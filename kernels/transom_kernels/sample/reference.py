@@ -1,17 +1,18 @@
-"""`sample` in torch, row by row: the specification, and what computes it where neither kernel runs.
+"""`sample` in torch, row by row: the specification, and the fallback where no kernel runs.
 
-A row's logits are divided by its temperature, filters leave some tokens, and the largest sum of logit and Gumbel noise wins: it has
-the softmax distribution of the tokens that are left. Gumbel noise is -log(E), where E is an exponential variable.
+A row's logits are divided by its temperature, filters leave some tokens, and the token with the largest sum of logit and Gumbel
+noise wins. Winners follow the softmax distribution of the tokens that are left. Gumbel noise is -log(E), where E is an exponential
+variable.
 
 Noise is a function of the row's key and the token id:
 
 1. Bits: an element's random bits are SplitMix64's finaliser over `key + counter * GOLDEN`, in wrapping int64 arithmetic.
-2. Uniform: 52 of the bits and one half make an exact float64 inside (0, 1), an odd multiple of 2**-53.
+2. Uniform: (52 of the bits + 1/2) * 2**-52 is an exact float64 inside (0, 1), an odd multiple of 2**-53.
 3. Blocks: token ids form blocks of 64. Counter -1 - block gives the least of the block's 64 exponential variables and the id that
-   it falls on; every other id adds an exponential variable of its own, whose counter is the id. The least of 64 exponential
-   variables is exponential at 64 times the rate and falls on each id with equal chance, and what another one exceeds it by is
-   exponential again. So the 64 variables are independent all the same, and one draw bounds the noise of a whole block: the kernels
-   skip most blocks.
+   has it; every other id adds an exponential variable of its own, whose counter is the id, to the least one. This gives 64
+   independent exponential variables: the least of 64 is itself exponential at 64 times the rate, each id has it with equal
+   chance, and the amounts by which the others exceed it are again independent exponential variables. So one draw bounds the noise
+   of a whole block, and the kernels skip most blocks.
 
 Legend: V vocabulary, N elements of any shape.
 """
@@ -29,7 +30,7 @@ GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111E
 
 
 def sample_reference(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
-    """One token id of each row of `logits` [S, V] float32, [S] int64, by `params`; logit changes are applied in place."""
+    """Sample one token id for each row of `logits` [S, V] float32 by `params`; return [S] int64. Logits are changed in place."""
     apply_changes(logits, params)
     columns = zip(
         *(part.tolist() for part in (params.temperature, params.top_k, params.top_p, params.min_p)), strict=True
@@ -73,11 +74,11 @@ def apply_changes(logits: torch.Tensor, params: SampleParams) -> None:
 
 
 def kept(scaled: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """Which tokens the filters leave of a row of logits [V] that are divided by temperature, [V] bool.
+    """Return which tokens of a row the filters keep, [V] bool; `scaled` [V] are the logits divided by the temperature.
 
     Each filter keeps all tokens that are at least as likely as some bound, so tokens with equal logits are kept or removed
-    together. top_p keeps the most likely tokens whose probabilities add up to it, after top_k and renormalised; min_p is relative
-    to the most likely token. A filter is off at `top_k` 0, `top_p` 1 and `min_p` 0.
+    together. top_p renormalises what top_k has kept and keeps the most likely tokens until their probabilities add up to `top_p`;
+    min_p is relative to the most likely token. `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off.
     """
     bound = torch.full((), -torch.inf, dtype=torch.float64, device=scaled.device)
     if 0 < top_k < len(scaled):
@@ -86,7 +87,7 @@ def kept(scaled: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.
         ordered = scaled.sort(descending=True).values.double()
         weights = (ordered - ordered[0]).exp_().masked_fill_(ordered < bound, 0.0)
         up_to = weights.cumsum(0)
-        is_inside = up_to - weights < top_p * up_to[-1]  # the tokens before do not reach top_p yet
+        is_inside = up_to - weights < top_p * up_to[-1]  # the more likely tokens do not add up to top_p yet
         bound = torch.maximum(bound, ordered.masked_fill_(~is_inside, torch.inf).min())
     if min_p > 0.0:
         bound = torch.maximum(bound, scaled.max().double() + math.log(min_p))
@@ -94,7 +95,7 @@ def kept(scaled: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.
 
 
 def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise in float64; int64 `keys` [N] and `token_ids` [N] broadcast."""
+    """Return standard Gumbel noise in float64; int64 `keys` [N] and `token_ids` [N] broadcast."""
     bits = random_bits(
         keys, -1 - token_ids // NOISE_BLOCK
     )  # counters of ids are 0, 1, ...; those of blocks are -1, -2, ...
@@ -107,7 +108,7 @@ def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def random_bits(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    """64 random bits for each element, as int64 [N]."""
+    """Return 64 random bits for each element, as int64 [N]."""
     bits = counters * _signed(GOLDEN) + keys
     bits = _xor_shift(bits, 30).mul_(_signed(MIX_1))
     bits = _xor_shift(bits, 27).mul_(_signed(MIX_2))

@@ -1,18 +1,20 @@
-"""The Triton kernel `sample_rows`: logits to one token per row.
+"""The Triton kernel `sample_rows`: picks one token for each row of logits.
 
-It runs after `block_maxima` (`gpu.py`), which has read all logits and left a summary of each block of 64 ids. The grid is (rows):
-one program samples one row, by the parameters of the row:
+It runs after `block_maxima` (`gpu.py`), which has read all logits and written a summary of each block of 64 ids. The grid is
+(rows): one program samples one row. What it does depends on the row's parameters:
 
-    temperature 0   the id of the largest logit
+    temperature 0   take the id of the largest logit
 
-    top-k           list the ids that reach the k-th largest block maximum: k blocks have a maximum that reaches it, so the top k
-                    are among them. Few ids (up to KEPT): compare each with every other, apply all filters to them, and sample.
-                    Many (equal logits): find the k-th largest key, then go on as for top-p
+    top-k           list the ids that reach the k-th largest block maximum. At least k ids do, one in each of k blocks, so the
+                    top k are in the list. If it has up to KEPT ids: compare each with every other, apply all filters, and
+                    sample. If it has more (many equal logits): find the k-th largest key, then go on as for other rows
 
-    the others      the Gumbel-max winner of all ids from the cut on. With top-p: the winner is the sample if the ids above it have
-                    less mass than p; if not, the winner and all ids below it are out, the cut rises, and the next winner is found
+    other rows      find the Gumbel-max winner of all ids at or above the cut. With top-p the winner is the sample if the ids above
+                    it have less mass than p; if not, the winner and all ids below it are out: the cut rises above the winner,
+                    and the next winner is found
 
-That is exact for top-p without sorting: the winner of all ids, if top-p keeps it, is the winner of the ids that top-p keeps.
+This applies top-p exactly and without sorting: if top-p keeps the winner of all ids, that id also wins among the ids that top-p
+keeps.
 
 *Scaled* logits are divided by the temperature; a *cut key* is the sort key of the least scaled logit that is kept; the *mass* of an
 id is exp(scaled logit - largest scaled logit). `gumbel_max.py` and `gumbel_noise.py` say more.
@@ -35,7 +37,7 @@ from transom_kernels.sample.gumbel_max import (
 )
 from transom_kernels.sample.gumbel_noise import LOWEST_KEY, NOISE_BLOCK, compact, gumbel, load_scaled, sort_key
 
-COMPARED = tl.constexpr(8)  # ids that all candidates are compared with at once
+COMPARED = tl.constexpr(8)  # ids that all candidates are compared with in one iteration
 NOISE_WIDTH = tl.constexpr(256)  # ids whose noise is computed at once
 
 
@@ -111,7 +113,7 @@ def sample_rows(
             chunk_sums + s * num_chunks * 2, max_scaled, num_chunks, BLOCK_C
         )
 
-    # Gumbel-max among what stays
+    # Gumbel-max among the ids that are left
     if token < 0:
         token = _sample_top_p(
             row, maxima, noisiest, max_noise, blocks, ids, key, temperature, max_scaled, cut_key, mass_limit, num_ids, num_blocks,
@@ -125,9 +127,9 @@ def _sample_top_p(
     row, maxima, noisiest, max_noise, blocks, ids, key, temperature, max_scaled, cut_key, mass_limit, num_ids, num_blocks,
     BLOCK_B: tl.constexpr, ROUND: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """The Gumbel-max winner among the ids that stay: those from `cut_key` on above which there is less mass than `mass_limit`.
+    """Return the Gumbel-max winner among ids with a sort key of `cut_key` or more and less mass above them than `mass_limit`.
 
-    The most likely id always stays.
+    The most likely id is always one of them.
     """
     token = tl.full([], -1, tl.int32)
     while token < 0:
@@ -148,9 +150,9 @@ def _sample_top_p(
 
 @triton.jit
 def _kth_key_of_row(row, ids, count, k, temperature, num_ids, LONGEST: tl.constexpr):
-    """The sort key of a row's k-th largest scaled logit.
+    """Return the sort key of a row's k-th largest scaled logit.
 
-    It is searched among the `count` listed ids, or among all ids where the list may be incomplete (longer than LONGEST).
+    The search reads the `count` listed ids, or all ids if the list may be incomplete (longer than LONGEST).
     """
     if count <= LONGEST:
         found = kth_largest_key(row, ids, count, k, temperature, True, 8)
@@ -161,7 +163,7 @@ def _kth_key_of_row(row, ids, count, k, temperature, num_ids, LONGEST: tl.conste
 
 @triton.jit
 def _block_of_max(maxima, num_blocks, BLOCK_B: tl.constexpr):
-    """The largest logit of a row and the first block that has it."""
+    """Return the largest logit of a row and the first block that has it."""
     max_logit, block = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
     for first in range(0, num_blocks, BLOCK_B):
         b = first + tl.arange(0, BLOCK_B)
@@ -174,14 +176,14 @@ def _block_of_max(maxima, num_blocks, BLOCK_B: tl.constexpr):
 
 @triton.jit
 def _key_from(bound):
-    """The sort key of the least float32 that is not below `bound`, a float64."""
+    """Return the sort key of the least float32 that is not below `bound`, a float64."""
     rounded = bound.to(tl.float32)
     return sort_key(rounded) + (rounded.to(tl.float64) < bound).to(tl.int32)
 
 
 @triton.jit
 def _total_mass(chunk_sums, max_scaled, num_chunks, BLOCK_C: tl.constexpr):
-    """The mass of a whole row, from the sums of its chunks; the most likely id has mass 1."""
+    """Return the mass of a whole row, from the sums of its chunks; the most likely id has mass 1."""
     total = tl.zeros([], tl.float64)
     for first in range(0, num_chunks, BLOCK_C):
         c = first + tl.arange(0, BLOCK_C)
@@ -196,7 +198,7 @@ def _list_ids(
     row, maxima, blocks, ids, temperature, floor_key, num_ids, num_blocks,
     BLOCK_B: tl.constexpr, ROUND: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """List the ids with a sort key of `floor_key` or more; returns their number, or a lower bound of it if the list is full."""
+    """List the ids with a sort key of `floor_key` or more; return their number, or a lower bound of it if the list is full."""
     num_listed = list_blocks_from(maxima, blocks, temperature, floor_key, num_blocks, BLOCK_B)
     count = tl.full([], 0, tl.int32)
     for first in range(0, num_listed, ROUND):
@@ -210,7 +212,7 @@ def _list_ids(
 
 @triton.jit
 def _sample_listed(row, ids, count, key, temperature, max_scaled, cut_key, top_k, top_p, KEPT: tl.constexpr):
-    """Sample among `count` listed ids, which include the top k: each is compared with every other, and all filters apply."""
+    """Sample among `count` listed ids, which include the top k: compare each with every other, then apply all filters."""
     i = tl.arange(0, KEPT)
     token = tl.load(ids + i, mask=i < count, other=0)
     value = load_scaled(row, token, i < count, temperature)

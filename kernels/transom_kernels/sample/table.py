@@ -1,7 +1,7 @@
-"""The sampling parameters of many sequences in memory that the CPU kernel reads: one record of int64 words for each sequence.
+"""The sampling parameters of many sequences, in memory that the CPU kernel reads: one record of int64 words for each sequence.
 
-A sequence's record is written once. A step then names the records of its rows, so that nothing is gathered or copied for it. What
-changes from step to step is the output position, and the ids that penalties change.
+A sequence's record is written once. A step then names the records of its rows, so that it neither gathers nor copies parameters.
+From step to step only the output position and the ids that penalties change are updated.
 
 - adjustment: a change of a row's logits before temperature: bias, banned ids, penalties.
 - ban: ids whose logits are -inf while the output is shorter than `min_tokens`.
@@ -26,7 +26,7 @@ class Word(IntEnum):
     KEY = 0  # of the noise; mixed with POSITION unless that is KEY_IS_FINAL
     POSITION = 1
     TEMPERATURE = 2  # float32; 0: greedy
-    TOP_K = 3  # 0: off, also where it is the vocabulary or more
+    TOP_K = 3  # off if 0, or if the vocabulary has no more ids
     TOP_P = 4  # float64; 1: off
     LOG_MIN_P = 5  # float64; -inf: off
     IS_ADJUSTED = 6
@@ -54,10 +54,10 @@ _FIRST_RECORDS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adjustments:
-    """What changes a row's logits before temperature, in this order: bias is added, bans, and then penalties.
+    """The changes of a row's logits before temperature. In this order: bias is added, bans set -inf, penalties apply.
 
     The logit of a penalised id is divided by `repetition` if it is positive and multiplied by it if it is negative; then `presence`
-    is subtracted if the id is in the output, and `frequency` for each time that it is there.
+    is subtracted if the id is in the output, and `frequency` once for each occurrence there.
     """
 
     bias_ids: Ints
@@ -71,14 +71,14 @@ class Adjustments:
 
 @dataclass(slots=True)
 class _Kept:
-    """The arrays whose addresses a record has."""
+    """The arrays whose addresses a record contains; they must live as long as the record."""
 
     fixed: tuple[Ints | Floats, ...] = ()
     counts: tuple[Ints, ...] = field(default_factory=tuple)
 
 
 class SampleTable:
-    """Records by number. Not thread-safe."""
+    """All records, which are known by their numbers. Not thread-safe."""
 
     def __init__(self) -> None:
         self._hold(torch.zeros(_FIRST_RECORDS, RECORD_WORDS, dtype=torch.int64))
@@ -97,7 +97,7 @@ class SampleTable:
         position: int = KEY_IS_FINAL,
         adjustments: Adjustments | None = None,
     ) -> int:
-        """Write a record; returns its number. `key` is a signed 64-bit integer."""
+        """Write a record and return its number. `key` is a signed 64-bit integer."""
         if not self._free:
             self._grow()
         number = self._free.pop()
@@ -125,7 +125,7 @@ class SampleTable:
         self._numbers[number * RECORD_WORDS + _POSITION] = position
 
     def set_counts(self, number: int, token_ids: Ints, output_counts: Ints, num_tokens: int) -> None:
-        """Set the ids that penalties change: the first `num_tokens` of both arrays, which may grow in place."""
+        """Set the ids that penalties change: the first `num_tokens` of both arrays, which the caller may extend in place."""
         record, kept = self._array[number], self._kept[number]
         record[Word.NUM_TOKENS] = num_tokens
         if not kept.counts or kept.counts[0] is not token_ids:
@@ -133,13 +133,13 @@ class SampleTable:
             kept.counts = token_ids, output_counts
 
     def copies(self, num_rows: int, num_ids: int) -> torch.Tensor:
-        """Memory for copies of rows, float32; the system provides it on first touch."""
+        """Return float32 memory for copies of rows; the operating system provides pages when they are first written."""
         if self._copies.numel() < num_rows * num_ids:
             self._copies = torch.empty(num_rows * num_ids, dtype=torch.float32)
         return self._copies
 
     def linked_memory(self) -> list[tuple[int, int]]:
-        """The arrays that records point at, as (address, bytes)."""
+        """Return the arrays that records point at, as (address, bytes)."""
         arrays = [array for kept in self._kept.values() for array in (*kept.fixed, *kept.counts)]
         return [(array.ctypes.data, array.nbytes) for array in arrays]
 

@@ -1,1 +1,1 @@
-"""Paged attention by compiled CPU kernels."""
+"""The CPU implementation of `paged_attention`: compiled kernels and their launches."""

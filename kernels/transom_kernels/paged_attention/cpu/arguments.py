@@ -1,4 +1,4 @@
-"""The argument words of the CPU kernels of `paged_attention`. `policy_attention` and `latent_attention` have some of them, too.
+"""The argument words of the CPU kernels of `paged_attention`. `policy_attention` and `latent_attention` share some of them.
 
 Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, B sequences, N table columns.
 """
@@ -14,7 +14,7 @@ from transom_kernels.quantised_kv.cpu_arguments import CacheArguments
 
 
 class ResultArguments(NamedTuple):
-    """What scores and results of a row need, also in `latent_attention`."""
+    """The words that a row's scores and result need; `latent_attention` has them, too."""
 
     out: torch.Tensor | None  # [T, H, Dv], contiguous
     kv_heads: int
@@ -22,29 +22,28 @@ class ResultArguments(NamedTuple):
     soft_cap: float  # 0: none
     sink_logits: torch.Tensor | None  # [H]
     sink_stride: int  # bytes
-    statistics: torch.Tensor | None  # [T, H, 2] float32: gets maximum and sum of each row's softmax
+    statistics: torch.Tensor | None  # [T, H, 2] float32: receives maximum and sum of each row's softmax
 
 
 class WorkArguments(NamedTuple):
-    """How the work of a step is cut into items (`plan.py`)."""
+    """How the work of a step is cut into items (`plan.py`); `decode.py` defines slots and units."""
 
     tiles: torch.Tensor | None = None  # [tiles, 2] int32: sequence and first token of each tile of a prompt
     num_tile_items: int = 0  # items that compute tiles; the others decode
-    decoding: torch.Tensor | None = None  # int32 numbers of the sequences that decode; None: all
-    num_slots: int = 1  # items that share a decoding row and KV head
+    decoding: torch.Tensor | None = None  # int32: numbers of the sequences that decode; None: all sequences
+    num_slots: int = 1  # items that share the work of a decoding row and KV head
     max_units: int = 0  # partial results that a row and KV head may have
-    partials: torch.Tensor | None = (
-        None  # [T, KVH, max_units, floats of a partial result] float32, where slots share rows
-    )
+    # [T, KVH, max_units, floats of a partial result] float32, if slots share rows
+    partials: torch.Tensor | None = None
 
 
 class AttentionArguments(NamedTuple):
-    """What `paged_attention` and `policy_attention` have in common. Tensors of numbers are int32."""
+    """The words that `paged_attention` and `policy_attention` share. Tables, positions and offsets are int32."""
 
     result: ResultArguments
     q: torch.Tensor  # [T, H, D]
-    sink_q: torch.Tensor | None  # [T, H, D]: queries for the sink tokens, with q's strides; None: those are q, too
-    q_row: int  # bytes
+    sink_q: torch.Tensor | None  # [T, H, D]: queries for the sink tokens, with q's strides; None: q
+    q_row: int  # strides in bytes
     q_head: int
     keys: CacheArguments
     values: CacheArguments
@@ -59,7 +58,7 @@ class AttentionArguments(NamedTuple):
 
 
 class PagedArguments(NamedTuple):
-    """What only `paged_attention` has, after `AttentionArguments`: how its block tables are read, and the mask rule."""
+    """The words that only `paged_attention` has, after `AttentionArguments`: its block tables, and the mask rule."""
 
     first_block: torch.Tensor  # [B]: logical block of the first column after the sink blocks
     attend_from: torch.Tensor  # [B]: first position whose key may be read; sink tokens are exempt

@@ -1,12 +1,12 @@
-"""Decoding: one query row and one KV head at a time, straight on the blocks of the KV cache.
+"""Decoding on CPUs: attention of one query row and one KV head at a time, which reads the blocks of the KV cache in place.
 
-- A row sees the keys [0, sinks_end) (sink tokens) and [run_begin, position + 1), the *run*; `tables.TableReader` counts them.
-- unit: the keys of one of the two ranges between two multiples of UNIT_KEYS.
-- partial result: what a unit leaves for each query head of the KV head (`partial_results.py`).
-- slot: one of several items that share a row. Slot s of S computes the units s, s + S, ...
+- A row sees the keys [0, sinks_end) (sink tokens) and [run_begin, position + 1), the *run*; `tables.TableReader` finds them.
+- unit: the keys of one of these two ranges that lie between two multiples of UNIT_KEYS.
+- partial result: a unit's attention, for each query head of the KV head (`partial_results.py`).
+- slot: one of several work items that share a row. Slot s of S computes the units s, s + S, ...
 
-Partial results are merged in the order of their keys: by the item that computed them or, where slots share a row, by a second
-launch. Both do the same operations, so the result does not depend on the number of slots.
+Partial results are merged in the order of their keys: by the item that computed them or, if slots share a row, by a second launch.
+Both do the same operations, so the result does not depend on the number of slots.
 
 Example: without a window, the row at position 600 has the units [0, 256), [256, 512) and [512, 601). With two slots the first
 computes the units 0 and 2, the second unit 1.
@@ -29,7 +29,7 @@ from transom_kernels.paged_attention.cpu.walks import make_find_groups, make_wri
 
 @helper
 def count_units(sinks_end, run_begin, position):
-    """Units of the sink tokens, and all units."""
+    """Return the number of units of the sink tokens, and of all units."""
     num_sink_units = (sinks_end + UNIT_KEYS - 1) // UNIT_KEYS
     run = position // UNIT_KEYS + 1 - run_begin // UNIT_KEYS if run_begin <= position else 0
     return num_sink_units, num_sink_units + run
@@ -37,7 +37,7 @@ def count_units(sinks_end, run_begin, position):
 
 @helper
 def unit_range(sinks_end, run_begin, position, num_sink_units, unit):
-    """The keys [begin, end) of a unit."""
+    """Return the keys [begin, end) of a unit."""
     if unit < num_sink_units:
         return unit * UNIT_KEYS, min((unit + 1) * UNIT_KEYS, sinks_end)
     number = run_begin // UNIT_KEYS + unit - num_sink_units
@@ -46,13 +46,13 @@ def unit_range(sinks_end, run_begin, position, num_sink_units, unit):
 
 @helper
 def rows_of(arguments, sequence):
-    """The query rows [first, last) of a sequence, and the position of the first."""
+    """Return the query rows [first, last) of a sequence, and the position of the first."""
     offsets = argument(arguments, AT.query_offset) + 4 * sequence
     return load_i32(offsets), load_i32(offsets + 4), load_i32(argument(arguments, AT.start) + 4 * sequence)
 
 
 def _make_partials_of(kind: AttentionKind) -> Any:
-    """partials_of(arguments, row, kv_head): the address of the partial results that slots leave for a row and KV head."""
+    """Build partials_of(arguments, row, kv_head), the address of the partial results that slots store for a row and KV head."""
     partial_bytes = kind.partial_bytes
 
     @helper
@@ -64,7 +64,7 @@ def _make_partials_of(kind: AttentionKind) -> Any:
 
 
 def make_decode(kind: AttentionKind, table: TableReader) -> Any:
-    """decode(arguments, memory, sequence, kv_head, slot): all query rows of a sequence, as far as they are this slot's."""
+    """Build decode(arguments, memory, sequence, kv_head, slot), which computes this slot's units of a sequence's query rows."""
     layout, partial_bytes = decode_layout(kind), kind.partial_bytes
     visible, set_shift = table.visible, table.set_shift
     find_groups = make_find_groups(kind, table, layout.key_copies, layout.value_copies)
@@ -84,7 +84,7 @@ def make_decode(kind: AttentionKind, table: TableReader) -> Any:
         partials, total, partial = partials_of(arguments, row, kv_head), memory + layout.total, memory + layout.partial
         if num_units == 0:
             clear(total)
-        loaded: Any = -1  # the argument whose queries are in memory
+        loaded: Any = -1  # number of the argument whose queries are in memory
         for unit in range(slot, num_units, num_slots if shared else 1):
             is_sink = unit < num_sink_units
             wanted = AT.sink_q if is_sink and argument(arguments, AT.sink_q) else AT.q
@@ -110,7 +110,7 @@ def make_decode(kind: AttentionKind, table: TableReader) -> Any:
 
 
 def make_combine_rows(kind: AttentionKind, table: TableReader) -> Any:
-    """combine_rows(arguments, sequence, kv_head): merge the partial results of the sequence's rows that slots shared."""
+    """Build combine_rows(arguments, sequence, kv_head): merge the partial results of those rows that slots have shared."""
     partial_bytes, visible, partials_of = kind.partial_bytes, table.visible, _make_partials_of(kind)
     merge, _, store = make_partial_results(kind)
 

@@ -1,7 +1,7 @@
-"""The inner loops of decoding, emitted as LLVM code so that accumulators stay in registers: scores, and weighted sums of values.
+"""The inner loops of decoding: scores, and weighted sums of values. They are emitted as LLVM code to keep sums in registers.
 
 - row: one key or one value of one head, whose elements are adjacent in the cache.
-- group: the rows of 16 keys, each adjacent to the next. Groups are found through arrays of addresses, so they may lie anywhere.
+- group: 16 adjacent rows. Arrays of addresses say where groups are, so that each group may be anywhere.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GROUPS_AHEAD = 4  # a group is prefetched this many groups before it is read
 
 
 def sums_of_lanes(b, vectors):
-    """A vector whose lane i is the sum of the 16 lanes of vector i; a tree of additions, the same for every lane."""
+    """Return a vector whose lane i is the sum of the 16 lanes of vector i; every lane is added by the same tree."""
 
     add = b.fadd if vectors[0].type == F32_16 else b.add
 
@@ -53,10 +53,10 @@ def sums_of_lanes(b, vectors):
 
 
 def make_group_scores(words: Words, heads: int, width: int, value_width: int, strides: tuple[int, int]):
-    """group_scores(keys, values, num_groups, queries, scores): scores[h, key] = the product of query and key, unscaled.
+    """Build group_scores(keys, values, num_groups, queries, scores): scores[h, key] = q[h] . key, without the softmax scale.
 
-    `keys` and `values` are the addresses of groups; values are prefetched, because they are read next. `strides` are the bytes of a
-    query in words and of a head's scores. Integer queries end in a scale, which multiplies their scores.
+    `keys` and `values` are arrays of addresses of groups; values are only prefetched, because they are read next. `strides` are
+    the bytes of a query in words and of a head's scores. Integer queries end in a scale, which multiplies their scores.
     """
     query_stride, score_stride = strides
     num_vectors, key_bytes = words.vectors(width), row_bytes(words.stored, width)
@@ -114,11 +114,11 @@ def make_group_scores(words: Words, heads: int, width: int, value_width: int, st
 
 
 def make_weighted_sum(words: Words, heads: int, width: int, strides: tuple[int, int]):
-    """weighted_sum(values, num_groups, weights, out): out[h] = the sum over keys of weights[h, key] * values[key].
+    """Build weighted_sum(values, num_groups, weights, out): out[h] = the sum over keys of weights[h, key] * values[key].
 
-    `values` are the addresses of groups. `weights` are float32, or bfloat16 where `words` are pairs, or 16-bit integers that end in
-    a scale. `strides` are the bytes of a head's weights and results. Results are float32 in the order of the values' columns; as
-    many columns are computed at once as registers hold sums for.
+    `values` is an array of addresses of groups. `weights` are float32, or bfloat16 if `words` are pairs, or 16-bit integers
+    followed by a scale. `strides` are the bytes of a head's weights and of its results. Results are float32 in the order of the
+    values' columns; as many columns are computed at once as there are registers for sums.
     """
     weight_stride, out_stride = strides
     value_bytes = row_bytes(words.stored, width)
@@ -126,7 +126,7 @@ def make_weighted_sum(words: Words, heads: int, width: int, strides: tuple[int, 
     keys_at_once = LANES if words.output_vectors(width) * heads <= 32 else 4  # how far the loop is unrolled
 
     def emit_keys(b, sums, first, num, value, weights):
-        """Add a word's keys: a pair, or one."""
+        """Add the weighted values of one word of weights: those of two keys, or of one."""
         columns = range(first // words.elements, (first + num) // words.elements)
         vectors = [row_vector(b, words, value, j, width) for j in columns]
         if words.elements == 2:
@@ -138,7 +138,7 @@ def make_weighted_sum(words: Words, heads: int, width: int, strides: tuple[int, 
                 sums[h * num + j] = multiply(b, words, sums[h * num + j], vectors[j], weight)
 
     def emit_slice(b, first, num, values, num_groups, weights, out):
-        """The results' vectors [first, first + num)."""
+        """Compute the vectors [first, first + num) of the results."""
 
         def body(k, sums):
             sums = list(sums)
@@ -172,13 +172,13 @@ def make_weighted_sum(words: Words, heads: int, width: int, strides: tuple[int, 
 
 
 def _interleave(b, x, y):
-    """Pairs of equal elements of x and y: of elements 0-3, 8-11, 16-19, 24-27, and of the others (one instruction each)."""
+    """Return two vectors of pairs (x[i], y[i]): i = 0-3, 8-11, 16-19, 24-27, and the other i. Each takes one instruction."""
     x, y = b.bitcast(x, I16_32), b.bitcast(y, I16_32)
     order = [[s * 32 + lane * 8 + d + part for lane in range(4) for d in range(4) for s in (0, 1)] for part in (0, 4)]
     return [b.bitcast(shuffle(b, x, y, lanes), I32_16) for lanes in order]
 
 
 def _in_order(b, first, second):
-    """32 sums of `_interleave`'s pairs in the order of their columns."""
+    """Return 32 sums over pairs of `_interleave` in the order of their columns."""
     low = [s * 16 + lane * 4 + d for lane in range(2) for s in (0, 1) for d in range(4)]
     return shuffle(b, first, second, low), shuffle(b, first, second, [lane + 8 for lane in low])

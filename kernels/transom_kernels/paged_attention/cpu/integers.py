@@ -1,8 +1,9 @@
-"""Integer products for decoding over caches of int8 and int4: 16-bit integers are multiplied in pairs, and added in int32.
+"""Integer products for decoding over int8 and int4 caches: 16-bit integers are multiplied in pairs and summed in int32.
 
-Stored numbers are widened to 16 bits, which takes one instruction where bfloat16 takes five, and products take half of bfloat16's
-time. A query, and the weights of a unit's values, are rounded to 16 bits for it, with a scale of their own: 250 times finer than
-the stored numbers that they multiply. No sum overflows: 512 products of a query, or 256 of weights, stay below 2 ** 31.
+Widening stored numbers to 16-bit integers takes one instruction (to bfloat16: five), and integer products take half the time of
+bfloat16 products. Queries and softmax weights are rounded to 16-bit integers, with a scale for each query and each unit's weights.
+That is 250 times finer than the stored numbers that they multiply. Sums do not overflow: 512 products (MAX_WIDTH) of 32767 and at
+most 127, or 256 of weights, stay below 2 ** 31.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _I16_16 = ir.VectorType(I16, LANES)
 
 
 def integer_words(kind: AttentionKind) -> Words | None:
-    """How rows of the cache are multiplied by integers; None where they are multiplied as floats, as float32's are."""
-    if kind.dtype == "f32":  # 16 bits would round what decoding and prompts must compute alike
+    """Return how rows of the cache are multiplied as integers; None if they are multiplied as floats."""
+    if kind.dtype == "f32":  # decoding must round as prompts do, and 16-bit integers would round float32 queries
         return None
     target = cpu_target()
     if kind.stored not in ("i8", "i4") or kind.width > MAX_WIDTH or not (target.x86 and target.avx2):
@@ -52,9 +53,10 @@ def _store_halves(b, address, x):
 
 
 def make_round_row(dtype: str, stride: int) -> Any:
-    """round_row(row, count, out): `count` numbers of `dtype` as 16-bit integers; their scale ends the `stride` bytes of `out`.
+    """Build round_row(row, count, out), which stores `count` numbers of `dtype` as 16-bit integers, and their scale.
 
-    The scale is NaN if a number is not finite. Integers after the row, up to a multiple of 32, are 0.
+    The scale is in the last 64 of the `stride` bytes of `out`; it is NaN if a number is not finite. Integers after the row, up to a
+    multiple of 32, are 0.
     """
     load, load_part, size = LOAD[dtype], LOAD_PART[dtype], NUM_BYTES[dtype]
     largest, tiny, zero = np.float32(LARGEST), np.float32(1e-30), np.float32(0.0)

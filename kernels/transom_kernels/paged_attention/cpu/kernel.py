@@ -1,10 +1,10 @@
 """The CPU kernels `attend` (tiles of prompts, and rows that decode) and `combine`, for any kind of block table.
 
     attend:   out[t, h] = softmax(scale q[t, h] k^T) v over the keys that the row sees; q [T, H, D], out [T, H, Dv]
-    combine:  the results of decoding rows whose keys several items shared
+    combine:  merges the partial results of decoding rows whose keys several items shared
 
-Items of `attend`: tiles times KV heads, then slots (`decode.py`) times decoding sequences times KV heads. Items of `combine`:
-decoding sequences times KV heads. `launcher.py` launches them, and `arguments.py` has their words.
+Items of `attend` are first (tile, KV head), then (decoding sequence, slot, KV head); `decode.py` defines slots. Items of `combine`
+are (decoding sequence, KV head). `launcher.py` launches the kernels, and `arguments.py` has their argument words.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from transom_kernels.paged_attention.cpu.tables import TABLE, TableReader
 
 
 def make_attend(**parameters: Any) -> Any:
-    """The kernel over ordinary block tables; the parameters are the fields of `AttentionKind`."""
+    """Build `attend` over ordinary block tables; the parameters are the fields of `AttentionKind`."""
     kind = AttentionKind(**parameters)
     return attend_over(make_attend_tile(kind), make_decode(kind, TABLE))
 
 
 def make_combine(**parameters: Any) -> Any:
-    """The kernel over ordinary block tables; the parameters are the fields of `AttentionKind`."""
+    """Build `combine` over ordinary block tables; the parameters are the fields of `AttentionKind`."""
     return combine_over(AttentionKind(**parameters), TABLE)
 
 
 @helper
 def decoding_sequence(arguments, index):
-    """The number of a sequence among those that decode as its number in the batch."""
+    """Return the number in the batch of the decoding sequence `index`."""
     decoding = argument(arguments, AT.work.decoding)
     return load_i32(decoding + 4 * index) if decoding else index
 
 
 def attend_over(attend_tile: Any, decode: Any) -> Any:
-    """attend(arguments, thread), of what `make_attend_tile` and `make_decode` make."""
+    """Build attend(arguments, thread) from the functions that `make_attend_tile` and `make_decode` have built."""
 
     @each_item
     def attend(arguments, thread, item):
@@ -57,7 +57,7 @@ def attend_over(attend_tile: Any, decode: Any) -> Any:
 
 
 def combine_over(kind: AttentionKind, table: TableReader) -> Any:
-    """combine(arguments, thread) for a kind of block table."""
+    """Build combine(arguments, thread) for a kind of block table."""
     combine_rows = make_combine_rows(kind, table)
 
     @each_item

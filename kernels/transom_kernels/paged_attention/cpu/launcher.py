@@ -1,7 +1,7 @@
-"""Launches the CPU kernels of `paged_attention`, straight on the blocks of the KV cache.
+"""Launches the CPU kernels of `paged_attention`, which read the blocks of the KV cache in place.
 
-A step is planned once for all layers (`plan.py`): tiles of prompts, and sequences that decode. A batch without host lists, which is
-a recorded decode step, has no tiles: its launches depend on shapes alone, and the kernels read the numbers.
+A step is planned once for all layers (`plan.py`): tiles of prompts, and sequences that decode. A decode step that is recorded as a
+program has no host lists and no tiles: its launches depend on shapes alone, and the kernels read positions and lengths.
 
 Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, P block size in tokens.
 """
@@ -32,7 +32,7 @@ from transom_kernels.quantised_kv.cpu_arguments import CacheArguments
 
 
 def fits_cpu_kernel(inputs: AttentionInputs) -> bool:
-    """Whether the kernels take these tensors: the elements of a query, of a key and of a value must be adjacent."""
+    """Return whether the kernels support these tensors: the elements of a query, of a key and of a value must be adjacent."""
     rows, sinks = (inputs.q, inputs.k_cache, inputs.v_cache), inputs.sink_logits
     return (
         all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in rows)
@@ -43,9 +43,9 @@ def fits_cpu_kernel(inputs: AttentionInputs) -> bool:
 
 
 def paged_attention_cpu(inputs: PagedInputs) -> torch.Tensor:
-    """Attention [T, H, Dv] of `q` [T, H, D]: softmax(scale q k^T) v over the cached keys that `rule` lets each query see.
+    """Return attention [T, H, Dv] of `q` [T, H, D]: softmax(scale q k^T) v over the cached keys that `rule` lets each query see.
 
-    Keys are [ids, P, KVH, D] and values [ids, P, KVH, Dv]; `op.paged_attention` has the whole contract.
+    Caches are [ids, P, KVH, D] and [ids, P, KVH, Dv]; `batch` has block tables and positions.
     """
     batch, rule = inputs.batch, inputs.rule
     _check_blocks(batch, rule)
@@ -72,9 +72,10 @@ def launch_attention(
     sink_q: torch.Tensor | None = None,
     statistics: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention [T, H, Dv] by the kernels `make_attend` and `make_combine` of a module, which get `own` arguments besides.
+    """Return attention [T, H, Dv] by the kernels of `make_attend` and `make_combine` in `module`.
 
-    `most_keys` bounds the keys that a row sees. `sink_q` [T, H, D] and `statistics` [T, H, 2] are those of `policy_attention`.
+    The kernels get `own` arguments after the shared ones. A row sees at most `most_keys` keys. `sink_q` [T, H, D] and `statistics`
+    [T, H, 2] are those of `policy_attention`.
     """
     q, batch, kv_heads = inputs.q, inputs.batch, inputs.kv_heads
     rows, heads, _ = q.shape
@@ -84,9 +85,8 @@ def launch_attention(
     kind = kind_of(inputs)
     kernels = _kernels(module, kind)
     plan = plan_of(batch, kernels.tile_tokens)
-    max_units = (
-        most_keys // UNIT_KEYS + 3
-    )  # keys may begin and end inside a unit, and sink tokens have units of their own
+    # 3 more: keys may begin and end inside a unit, and sink tokens have units of their own
+    max_units = most_keys // UNIT_KEYS + 3
     unit_bytes = rows * kv_heads * kernels.partial_bytes
     num_slots = num_slots_for(plan.num_decoding * kv_heads, max_units, unit_bytes)
     work = WorkArguments(
@@ -113,7 +113,7 @@ def attention_arguments(
     sink_q: torch.Tensor | None,
     statistics: torch.Tensor | None,
 ) -> AttentionArguments:
-    """The words that all kernels of `paged_attention` and `policy_attention` get."""
+    """Return the argument words that all kernels of `paged_attention` and `policy_attention` get."""
     q, batch, sinks = inputs.q, inputs.batch, inputs.sink_logits
     return AttentionArguments(
         result=ResultArguments(
@@ -143,7 +143,7 @@ def attention_arguments(
 
 
 def kind_of(inputs: AttentionInputs) -> AttentionKind:
-    """What a kernel for these tensors is compiled for."""
+    """Return the kind of attention that a kernel for these tensors is compiled for."""
     return AttentionKind(
         dtype=DTYPES[inputs.q.dtype],
         stored=STORED[inputs.k_cache.dtype],
@@ -157,12 +157,12 @@ def kind_of(inputs: AttentionInputs) -> AttentionKind:
 
 @cache
 def scratch_bytes_of(kind: AttentionKind) -> int:
-    """Bytes that a thread needs for a row that decodes, or for a prompt's tile."""
+    """Return the bytes of scratch that a thread needs for a decoding row or a prompt's tile, whichever is more."""
     return int(max(decode_layout(kind).num_bytes, prompt_layout(kind).num_bytes))
 
 
 class _Kernels(NamedTuple):
-    """The kernels of one kind of layer, and their sizes."""
+    """The kernels of one kind of attention, and their sizes."""
 
     attend: CpuKernel
     combine: CpuKernel
@@ -173,7 +173,7 @@ class _Kernels(NamedTuple):
 
 @cache
 def _kernels(module: str, kind: AttentionKind) -> _Kernels:
-    """What `combine` does not depend on is left out of its kind, so that many layers share it."""
+    """Return the kernels. Fields that `combine` does not use are left out of its kind, so that many layers share it."""
     combined = kind._replace(stored=kind.dtype, width=1, has_soft_cap=False)
     attend = cpu_kernel(module, "make_attend", **kind._asdict())
     combine = cpu_kernel(module, "make_combine", **combined._asdict())
@@ -181,10 +181,10 @@ def _kernels(module: str, kind: AttentionKind) -> _Kernels:
 
 
 def _check_blocks(batch: PagedBatch, rule: MaskRule) -> None:
-    """Find sequences whose table lacks the block of a visible key, where the host knows the numbers; once a step for each rule.
+    """Check that block tables have the blocks of all visible keys, once a step for each rule, if the host has the tables.
 
     Raises:
-        IndexError: there is one.
+        IndexError: a block is missing.
     """
     key, size = ("blocks are there", rule), batch.block_size
     if key in batch.scratch or not batch.block_table_host:

@@ -1,9 +1,9 @@
-"""What a CPU kernel of attention is compiled for, how it multiplies numbers, and what a thread's memory holds while it runs.
+"""The parameters of CPU kernels of attention, the way in which they multiply numbers, and the layout of a thread's memory.
 
-- word: 32 bits of a vector's lane: one float32, or a pair of bfloat16 where the processor multiplies pairs (`Words.pairs`). Other
-  bfloat16 and float16 numbers become float32 when they are loaded.
+- word: the 32 bits of a vector's lane: one float32, or a pair of bfloat16 if the processor multiplies pairs (`Words.pairs`).
+  Otherwise bfloat16 and float16 numbers become float32 when they are loaded.
 - unit: the keys between two multiples of UNIT_KEYS, which a decoding row attends to at once (`decode.py`).
-- tile: some query tokens of a prompt with all query heads of a KV head, or KEY_TILE keys (`tile.py`).
+- tile: query tokens of a prompt with all query heads of a KV head. A key tile is KEY_TILE keys (`tile.py`).
 
 Legend: G query heads per KV head, D key width, Dv value width.
 """
@@ -20,10 +20,10 @@ UNIT_KEYS = 256
 KEY_TILE = 128
 SUB_ROWS = 32  # rows of a prompt's tile that are computed together
 MAX_DECODING_ROWS = 8  # a sequence with more new tokens is computed in tiles
-TILE_ROWS = 192  # rows of a prompt's tile, about: they share the packing of keys
+TILE_ROWS = 192  # about the rows of a prompt's tile; keys are packed once for all of them
 
 MASKED = -3e38  # the score of a key that is not seen
-NO_MAXIMUM = -1e30  # the maximum of no scores: above MASKED, so that a masked score weighs 0 and no NaN comes up
+NO_MAXIMUM = -1e30  # the maximum of no scores: above MASKED, so that masked scores weigh 0 and never become NaN
 
 _LANES = 16
 VECTOR_BYTES = 4 * _LANES
@@ -31,7 +31,7 @@ VECTOR_BYTES = 4 * _LANES
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """How rows of numbers are multiplied."""
+    """The form in which rows of numbers are multiplied."""
 
     stored: str  # type of the numbers in memory (`quantised_kv.cpu_rows`)
     pairs: bool  # bfloat16 in pairs; else float32
@@ -57,7 +57,7 @@ class Words:
 
 
 class AttentionKind(NamedTuple):
-    """What a kernel is compiled for: the parameters of its maker."""
+    """The parameters that a kernel of attention is compiled for."""
 
     dtype: str  # of queries and results
     stored: str  # how caches are stored (`quantised_kv.cpu_rows`)
@@ -69,12 +69,12 @@ class AttentionKind(NamedTuple):
 
     @property
     def words(self) -> Words:
-        """How this processor multiplies rows of queries."""
+        """The form in which this processor multiplies rows of queries."""
         return Words(self.dtype, self._has_pairs)
 
     @property
     def cached(self) -> Words:
-        """How this processor multiplies rows of the cache."""
+        """The form in which this processor multiplies rows of the cache."""
         return Words(self.stored, self._has_pairs)
 
     @property
@@ -103,9 +103,9 @@ class AttentionKind(NamedTuple):
 
 
 def memory_layout(sizes: dict[str, int], parts: dict[str, int]) -> Any:
-    """A tuple of named numbers: `sizes`, where each part of a thread's memory begins, and `num_bytes`, where the last one ends.
+    """Return a named tuple of `sizes`, the offset at which each part of a thread's memory begins, and `num_bytes`, the total.
 
-    `parts` has the bytes of each part in the order of the parts; each begins at a multiple of 64 bytes.
+    `parts` maps each part, in order, to its bytes; each part begins at a multiple of 64 bytes.
     """
     numbers, end = dict(sizes), 0
     for name, num_bytes in parts.items():
@@ -116,17 +116,17 @@ def memory_layout(sizes: dict[str, int], parts: dict[str, int]) -> Any:
 
 
 def decode_layout(kind: AttentionKind) -> Any:
-    """A thread's memory while it decodes: sizes and strides in bytes, and where each part begins (`memory_layout`)."""
+    """Return the layout of a thread's memory while it decodes: sizes and strides in bytes, and offsets (`memory_layout`)."""
     words, group = kind.words, kind.group
     sizes = {
         "query_stride": words.vectors(kind.width) * VECTOR_BYTES,
-        "integer_query_stride": -(-kind.width // (2 * _LANES)) * VECTOR_BYTES + VECTOR_BYTES,  # and the query's scale
+        "integer_query_stride": -(-kind.width // (2 * _LANES)) * VECTOR_BYTES + VECTOR_BYTES,  # with the query's scale
         "score_stride": 4 * UNIT_KEYS,
         "weight_bytes": words.element_bytes,
-        "weight_stride": UNIT_KEYS * words.element_bytes + VECTOR_BYTES,  # and the scale of integer weights
+        "weight_stride": UNIT_KEYS * words.element_bytes + VECTOR_BYTES,  # with the scale of integer weights
         "partial_stride": kind.partial_bytes // group,  # of a query head
-        "statistics": kind.partial_bytes // group
-        - VECTOR_BYTES,  # from a query head's partial result to its maximum and sum
+        # from a query head's partial result to its maximum and sum
+        "statistics": kind.partial_bytes // group - VECTOR_BYTES,
     }
     parts = {
         "queries": group * sizes["query_stride"],
@@ -148,7 +148,7 @@ def decode_layout(kind: AttentionKind) -> Any:
 
 
 def prompt_layout(kind: AttentionKind) -> Any:
-    """A thread's memory while it computes a prompt's tile: sizes and strides in bytes, and where each part begins."""
+    """Return the layout of a thread's memory for a prompt's tile: sizes and strides in bytes, and offsets (`memory_layout`)."""
     words = kind.words
     rows = -(-kind.tile_tokens * kind.group // SUB_ROWS) * SUB_ROWS  # of the tile, and padding
     output_vectors = words.output_vectors(kind.value_width)
@@ -159,15 +159,15 @@ def prompt_layout(kind: AttentionKind) -> Any:
         "score_stride": 4 * KEY_TILE,
         "weight_bytes": words.element_bytes,
         "weight_stride": KEY_TILE * words.element_bytes,
-        "zeros_bytes": max(words.vectors(kind.width), output_vectors)
-        * VECTOR_BYTES,  # of a row for keys that no token sees
+        # of a row of zeros, which stands in for keys that no token sees
+        "zeros_bytes": max(words.vectors(kind.width), output_vectors) * VECTOR_BYTES,
         "key_panel": words.vectors(kind.width) * _LANES * VECTOR_BYTES,  # of 16 packed keys
         "value_panel": KEY_TILE // words.elements * VECTOR_BYTES,  # of 16 columns of packed values
     }
     parts = {
         "queries": rows * sizes["query_stride"],
         "outputs": rows * sizes["value_stride"],
-        "sums": rows * VECTOR_BYTES,  # of each row's weights: a vector
+        "sums": rows * VECTOR_BYTES,  # of each row's weights: a vector, whose lanes are added at the end
         "maxima": rows * 4,
         "scores": SUB_ROWS * sizes["score_stride"],
         "weights": SUB_ROWS * sizes["weight_stride"],
@@ -175,7 +175,7 @@ def prompt_layout(kind: AttentionKind) -> Any:
         "value_addresses": 8 * KEY_TILE,
         "key_scales": 4 * KEY_TILE,  # of quantised caches
         "value_scales": 4 * KEY_TILE,
-        "low_keys": 8 * kind.tile_tokens,  # of each token, the keys between which it sees
+        "low_keys": 8 * kind.tile_tokens,  # first and last key that each token sees (`tile.TileLoops`)
         "high_keys": 8 * kind.tile_tokens,
         "zeros": sizes["zeros_bytes"],
         "keys": KEY_TILE // _LANES * sizes["key_panel"],

@@ -1,7 +1,7 @@
-"""Partial results of decoding rows: what a unit of keys leaves for each query head of a KV head.
+"""Partial results of decoding rows: the attention of one unit of keys, for each query head of a KV head.
 
-A query head's partial result is its weighted values in float32, then, at the layout's `statistics`, the maximum of its scores
-(base 2) and the sum of its weights relative to that maximum.
+A query head's partial result is the sum of its weighted values in float32 and, at the layout's `statistics`, the maximum of its
+scores (base 2) and the sum of its weights 2 ** (score - maximum).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from transom_kernels.paged_attention.cpu.row_vectors import first_lane
 class PartialResults(NamedTuple):
     """Functions over the partial results of a row and KV head.
 
-    - merge(total, partial): add a unit's partial result to a row's.
-    - clear(total): the result of no keys.
-    - store(arguments, row, kv_head, total): store the result of each of the KV head's query heads.
+    - merge(total, partial): add a unit's partial result to that of the units before.
+    - clear(total): write the partial result of no keys.
+    - store(arguments, row, kv_head, total): turn the row's partial result into outputs of the KV head's query heads.
     """
 
     merge: Any
@@ -31,7 +31,7 @@ class PartialResults(NamedTuple):
 
 
 def make_partial_results(kind: AttentionKind) -> PartialResults:
-    """The functions for a kind of kernel; its value width, group and types of results count."""
+    """Build the functions for a kind of attention; only its value width, group and types of results matter."""
     layout, group, store_row = decode_layout(kind), kind.group, make_store_row(kind)
     no_maximum, zero = np.float32(NO_MAXIMUM), np.float32(0.0)
 

@@ -1,4 +1,4 @@
-"""Plans a step for the CPU kernels: which sequences they compute in tiles, which row by row, and how many items share a row.
+"""Plans a step for the CPU kernels: which sequences are computed in tiles, which row by row, and how many items share a row.
 
 Legend: B sequences.
 """
@@ -14,24 +14,23 @@ from transom_kernels.cpu.pool import pool
 from transom_kernels.paged_attention.batch import AttentionBatch
 from transom_kernels.paged_attention.cpu.layout import MAX_DECODING_ROWS
 
-_ITEMS_PER_THREAD = (
-    4  # slots share decoding rows until there are this many items, so that threads end at about the same time
-)
+# slots share decoding rows until there are this many items, so that threads end at about the same time
+_ITEMS_PER_THREAD = 4
 _MAX_PARTIAL_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which sequences are computed in tiles, and which row by row."""
+    """The sequences that are computed in tiles, and those that are computed row by row."""
 
     tiles: torch.Tensor | None  # [num_tiles, 2] int32: sequence and first token
     num_tiles: int
-    decoding: torch.Tensor | None  # [num_decoding] int32: their numbers; None: all sequences
+    decoding: torch.Tensor | None  # [num_decoding] int32: numbers of the sequences computed by row; None: all
     num_decoding: int
 
 
 def plan_of(batch: AttentionBatch, tile_tokens: int) -> Plan:
-    """The step's plan. The first layer with tiles of this size makes it; the batch keeps it for the others."""
+    """Return the step's plan. The first layer with tiles of this size makes it; the batch keeps it for the other layers."""
     key = ("attention on CPUs", tile_tokens)
     if key not in batch.scratch:
         batch.scratch[key] = _plan(batch, tile_tokens)
@@ -40,7 +39,7 @@ def plan_of(batch: AttentionBatch, tile_tokens: int) -> Plan:
 
 
 def _plan(batch: AttentionBatch, tile_tokens: int) -> Plan:
-    """Cut prompts into tiles, those with the most keys first, so that no thread begins a long one last."""
+    """Cut prompts into tiles. Tiles with the most keys come first, so that no thread starts a long one last."""
     prompts = [b for b, count in enumerate(batch.count_host) if count > MAX_DECODING_ROWS]
     num_sequences = batch.start.shape[0]
     if not prompts:
@@ -58,9 +57,9 @@ def _plan(batch: AttentionBatch, tile_tokens: int) -> Plan:
 
 
 def num_slots_for(num_items: int, max_units: int, partial_bytes: int) -> int:
-    """How many items share a decoding row and KV head, where `num_items` rows and KV heads are alone fewer than threads want.
+    """Return how many items share a decoding row and KV head, so that `num_items` rows and KV heads keep all threads busy.
 
-    A row has at most `max_units - 2` units of its run that are worth an item. One item has a whole row where partial results, of
+    At most `max_units - 2` units of a row's run are worth an item of their own. Rows are not shared if partial results, which take
     `partial_bytes` for one unit of all rows, would take more than _MAX_PARTIAL_BYTES.
     """
     if not num_items or max_units * partial_bytes > _MAX_PARTIAL_BYTES:

@@ -1,6 +1,6 @@
 """The two matrix products of a prompt's tile: queries times packed keys, and weights times packed values.
 
-Where the processor has tile registers (AMX), they compute bfloat16; else vectors do.
+AMX tile registers multiply bfloat16 if the processor has them; vector registers multiply everything else.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from transom_kernels.cpu.work import helper
 from transom_kernels.paged_attention.cpu.layout import SUB_ROWS, AttentionKind, prompt_layout
 from transom_kernels.paged_attention.cpu.prompt_loops import make_product
 
-_TILE_ROWS = 16  # of a tile register
+_TILE_ROWS = 16  # rows of a tile register
 
 
 def make_multiply_keys(kind: AttentionKind) -> Any:
-    """multiply_keys(memory, row, num_keys): scores of SUB_ROWS rows and the first `num_keys` (a multiple of 32) packed keys."""
+    """Build multiply_keys(memory, row, num_keys): scores of SUB_ROWS rows and the first `num_keys` packed keys.
+
+    `num_keys` is a multiple of 32.
+    """
     words, layout = kind.words, prompt_layout(kind)
     if kind.uses_tiles:
         tile_product = make_tile_product(2)
@@ -60,7 +63,7 @@ def make_multiply_keys(kind: AttentionKind) -> Any:
 
 
 def make_multiply_values(kind: AttentionKind) -> Any:
-    """multiply_values(memory, row, num_keys): add the weighted sums of `num_keys` values to the results of SUB_ROWS rows."""
+    """Build multiply_values(memory, row, num_keys): it adds the weighted sums of values to the results of SUB_ROWS rows."""
     words, layout = kind.words, prompt_layout(kind)
     num_panels, elements = words.output_vectors(kind.value_width), words.elements
     if kind.uses_tiles:
@@ -105,5 +108,5 @@ def make_multiply_values(kind: AttentionKind) -> Any:
 
 
 def _shape() -> tuple[int, int]:
-    """Rows and vectors of columns that are summed in registers at once."""
+    """Return how many rows, and how many vectors of columns, are summed in registers at once."""
     return (8, 2) if cpu_target().avx512 else (4, 1)

@@ -1,4 +1,4 @@
-"""Prompts over ordinary block tables: which keys the tokens of a tile see. `tile.py` computes the tile."""
+"""Prompts over ordinary block tables: finds the keys that the tokens of a tile see. `tile.py` computes the tile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transom_kernels.paged_attention.cpu.tile import make_tile
 
 
 def make_attend_tile(kind: AttentionKind) -> Any:
-    """attend_tile(arguments, memory, sequence, first_token, kv_head): the tile of a sequence that begins at `first_token`."""
+    """Build attend_tile(arguments, memory, sequence, first_token, kv_head), for the tile that begins at `first_token`."""
     layout, group, tile_tokens = prompt_layout(kind), kind.group, kind.tile_tokens
     begin_tile, load_queries, attend_keys, store_rows = make_tile(kind, TABLE)
 

@@ -1,4 +1,4 @@
-"""The inner loops of prompts, emitted as LLVM code so that sums stay in registers: packing of keys and values, and products.
+"""The inner loops of prompts: packing of keys and values, and products. They are emitted as LLVM code to keep sums in registers.
 
 Legend: R query rows, K words that are summed, N vectors of 16 columns.
 """
@@ -12,9 +12,9 @@ from transom_kernels.paged_attention.cpu.row_vectors import I16_32, multiply, ro
 
 
 def make_product(words: Words, rows: int, columns: int, strides: tuple[int, int, int], *, adds: bool):
-    """product(c, a, b, count): C = A B, or C += A B, for `rows` rows and `columns` panels of 16 columns.
+    """Build product(c, a, panels, count): C = A B, or C += A B if `adds`, for `rows` rows and `columns` panels of 16 columns.
 
-    A [R, K] and B [panels, K, 16] are words, C [R, panels * 16] is float32; `strides` are the bytes of a row of C, of a row of A
+    A [R, K] and B [columns, K, 16] are words, C [R, columns * 16] is float32. `strides` are the bytes of a row of C, of a row of A
     and of a panel of B. `count` is K, above 0.
     """
     c_stride, a_stride, panel_stride = strides
@@ -44,7 +44,7 @@ def make_product(words: Words, rows: int, columns: int, strides: tuple[int, int,
 
 
 def make_pack_keys(words: Words, width: int):
-    """pack_keys(addresses, panel): 16 keys as a panel [words of a key, 16]."""
+    """Build pack_keys(addresses, panel), which writes 16 keys as a panel [words of a key, 16]."""
 
     @emits(NOTHING, INT, INT)
     def pack_keys(b, addresses, panel):
@@ -58,7 +58,7 @@ def make_pack_keys(words: Words, width: int):
 
 
 def _transpose(b, rows):
-    """16 vectors whose lanes and numbers are exchanged."""
+    """Return the transpose of 16 vectors: lane i of vector j becomes lane j of vector i."""
     rows = list(rows)
     for s in (1, 2, 4, 8):
         low = [lane if not lane & s else LANES + lane - s for lane in range(LANES)]
@@ -71,7 +71,10 @@ def _transpose(b, rows):
 
 
 def make_pack_values(words: Words, width: int, panel_stride: int):
-    """pack_values(addresses, out): two values as rows of panels: one row of pairs, or two of float32; panels lie apart."""
+    """Build pack_values(addresses, out), which writes two values as rows of panels: one row of pairs, or two rows of float32.
+
+    A panel has 16 columns of the values; panels lie `panel_stride` bytes apart.
+    """
 
     @emits(NOTHING, INT, INT)
     def pack_values(b, addresses, out):

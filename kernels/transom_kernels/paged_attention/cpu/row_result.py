@@ -1,4 +1,4 @@
-"""Ends a row: the sink logit joins its softmax, and the weighted values become its result.
+"""Finishes a row of attention: adds the sink logit to its softmax, divides the weighted values by the softmax sum, and stores.
 
 Legend: T query tokens, H query heads, Dv value width.
 """
@@ -27,11 +27,11 @@ from transom_kernels.paged_attention.cpu.row_vectors import first_lane
 
 
 def make_store_row(kind: AttentionKind) -> Any:
-    """store_row(arguments, row, head, top, weight_sum, values): store out[row, head] = values / weight_sum, rounded once.
+    """Build store_row(arguments, row, head, top, weight_sum, values): out[row, head] = values / weight_sum, rounded once.
 
-    `top` is the maximum of the row's scores (base 2), and `weight_sum` the sum of its weights relative to that; `values` is the
+    `top` is the maximum of the row's scores (base 2), and `weight_sum` the sum of its weights 2 ** (score - top); `values` is the
     address of Dv weighted values in float32, padded to a multiple of 16. A row without keys gets zeros. Maximum and sum, the sink
-    logit included, go to the statistics [T, H, 2], if they are wanted.
+    logit included, are stored in the statistics [T, H, 2] if there are any.
     """
     store, store_part, size = STORE[kind.dtype], STORE_PART[kind.dtype], NUM_BYTES[kind.dtype]
     group, value_width = kind.group, kind.value_width
@@ -50,7 +50,7 @@ def make_store_row(kind: AttentionKind) -> Any:
             weight_sum = weight_sum * factor + first_lane(exp2(splat(sink - joint)))
             top = joint
         inverse = splat(factor / weight_sum if weight_sum > zero else zero)
-        place = row * argument(arguments, RESULT.kv_heads) * group + head  # of the head among all rows' heads
+        place = row * argument(arguments, RESULT.kv_heads) * group + head  # index of [row, head] in [T, H]
         out = argument(arguments, RESULT.out) + place * value_width * size
         for j in range(0, full, 16):
             store(out + j * size, load_f32(values + 4 * j) * inverse)

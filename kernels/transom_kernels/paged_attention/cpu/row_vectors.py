@@ -1,4 +1,4 @@
-"""Rows of numbers as vectors of words (`layout.py`): loads that widen, multiply-adds, copies, masks, emitted as LLVM code.
+"""Emits LLVM code for rows of numbers as vectors of words (`layout.py`): loads that widen, multiply-adds, copies, masks.
 
 A *row* is a query, or one key or value of one head, whose elements are adjacent.
 """
@@ -35,12 +35,12 @@ I16_32 = ir.VectorType(I16, 2 * LANES)
 
 
 def num_accumulators() -> int:
-    """How many vectors of sums fit into registers, beside what is multiplied."""
+    """Return how many vectors of sums fit into registers together with the operands."""
     return 24 if cpu_target().avx512 else 6
 
 
 def row_vector(b, words: Words, address, index: int, width: int):
-    """Vector `index` of a row of `width` numbers; the lanes after the row are finite, and memory after it is not read."""
+    """Load vector `index` of a row of `width` numbers. Lanes after the row are any finite numbers; memory after it is not read."""
     first = index * LANES * words.elements
     count = min(width - first, LANES * words.elements)
     address = b.add(address, int64(row_bytes(words.stored, first)))
@@ -49,26 +49,26 @@ def row_vector(b, words: Words, address, index: int, width: int):
 
 
 def multiply(b, words: Words, total, x, y):
-    """total + x * y, lane by lane; of pairs, the products of both."""
+    """Return total + x * y, lane by lane; with pairs, both products are added."""
     if words.halves:
         return b.add(total, dot_halves(b, x, y))
     return dot_pairs(b, total, x, y) if words.pairs else multiply_add(b, x, y, total)
 
 
 def splat_at(b, words: Words, address):
-    """The word at an address in every lane."""
+    """Return a vector with the word at an address in every lane."""
     if words.elements == 2:
         return broadcast(b, load(b, address, I32, 4), I32_16)
     return broadcast(b, load(b, address, F32, 4), F32_16)
 
 
 def zeros(words: Words):
-    """The sum of no products."""
+    """Return a vector of zeros of the type of sums."""
     return constant(I32_16, 0) if words.halves else constant(F32_16, 0.0)
 
 
 def make_copy_row(words: Words, width: int):
-    """copy_row(row, out): a row as words, with zeros after it."""
+    """Build copy_row(row, out), which copies a row as words, in whole vectors."""
 
     @emits(NOTHING, INT, INT)
     def copy_row(b, row, out):
@@ -79,7 +79,7 @@ def make_copy_row(words: Words, width: int):
 
 
 def make_move_row(stored: str, width: int):
-    """move_row(row, out): copy a row; `out` is overwritten up to the end of a vector."""
+    """Build move_row(row, out), which copies a row as it is stored; `out` is overwritten up to the end of a vector."""
     num_bytes = row_bytes(stored, width)
     element = I16 if num_bytes % 2 == 0 and stored in NUM_BYTES else I8
     vector = F32_16 if stored == "f32" else ir.VectorType(element, VECTOR_BYTES * 8 // element.width)
@@ -96,7 +96,7 @@ def make_move_row(stored: str, width: int):
 
 @emits(FLOATS, FLOATS, INT, INT, INT, INT, FLOAT)
 def keep_visible(b, scores, first, low, high, sinks_end, other):
-    """The scores of keys k = first + lane with k <= high and (k >= low or k < sinks_end); `other` for the rest."""
+    """Return the scores of keys k = first + lane with k <= high and (k >= low or k < sinks_end), and `other` for the rest."""
     lanes = ir.Constant(I32_16, list(range(LANES)))
 
     def relative(key):
@@ -109,5 +109,5 @@ def keep_visible(b, scores, first, low, high, sinks_end, other):
 
 @emits(FLOAT, FLOATS)
 def first_lane(b, x):
-    """Lane 0 of a vector."""
+    """Return lane 0 of a vector."""
     return b.extract_element(x, int32(0))

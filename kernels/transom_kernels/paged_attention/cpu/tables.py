@@ -1,4 +1,4 @@
-"""How CPU kernels read block tables: which keys a query row sees, and in which block of the cache a key lies.
+"""Reads block tables in CPU kernels: which keys a query row sees, and which block of the cache holds a key.
 
 Legend: B sequences, N table columns, P block size in tokens.
 """
@@ -13,13 +13,13 @@ from transom_kernels.paged_attention.cpu.arguments import AT, PAGED
 
 
 class TableReader(NamedTuple):
-    """Functions over a kind of block table. Ordinary tables count keys by position.
+    """Functions that read one kind of block table. Ordinary tables number keys by position, compact tables by aligned index.
 
     - visible(arguments, sequence, position) -> (sinks_end, run_begin, shift): the row at `position` sees the keys [0, sinks_end)
-      and [run_begin, position + 1).
-    - set_shift(memory, shift): say how the keys are counted that are read next: those of the run by `shift`, sink tokens by 0.
-    - index_of(memory, key): the index of a key; `index // P` is the number of its block, `index % P` its place there.
-    - block_at(arguments, sequence, number): the id of a block in the cache.
+      (sink tokens) and [run_begin, position + 1) (the run).
+    - set_shift(memory, shift): must be called before keys are read: with 0 for sink tokens, with `shift` for the run.
+    - index_of(memory, key): the index of a key; `index // P` is the number of its block, `index % P` its place in the block.
+    - block_at(arguments, sequence, number): the id in the cache of the block with this number.
     """
 
     visible: Any
@@ -30,7 +30,7 @@ class TableReader(NamedTuple):
 
 @helper
 def first_key(arguments, sequence, position):
-    """`rule.MaskRule.first_key`: the first key, sink tokens aside, that the row at `position` sees."""
+    """Return the first key, sink tokens aside, that the row at `position` sees, as `rule.MaskRule.first_key`."""
     low = load_i32(argument(arguments, PAGED.attend_from) + 4 * sequence)
     window, chunk = argument(arguments, PAGED.window), argument(arguments, PAGED.chunk)
     if window > 0:
@@ -48,7 +48,7 @@ def _visible(arguments, sequence, position):
 
 @helper
 def _set_shift(memory, shift):
-    """Nothing: positions are indices."""
+    """Do nothing: in ordinary tables the index of a key is its position."""
 
 
 @helper
@@ -58,7 +58,7 @@ def _index_of(memory, key):
 
 @helper
 def _block_at(arguments, sequence, number):
-    """A block that the table lacks reads as block 0; the host has checked that there is none where it knows the numbers."""
+    """Return a block's id, or block 0 if the table lacks it. The host checks before if it has the tables (`_check_blocks`)."""
     columns, num_sink_blocks = argument(arguments, AT.columns), argument(arguments, PAGED.num_sink_blocks)
     shift = num_sink_blocks - load_i32(argument(arguments, PAGED.first_block) + 4 * sequence)
     column = min(max(number if number < num_sink_blocks else number + shift, 0), columns - 1)

@@ -1,11 +1,11 @@
-"""A tile of query tokens of a prompt and one KV head, with online softmax over tiles of keys, for CPU kernels.
+"""Computes a tile, the query tokens of a part of a prompt for one KV head, with an online softmax over tiles of keys, on CPUs.
 
-Key tiles begin at multiples of KEY_TILE for every query tile, and keys that a row does not see weigh exactly 0: so a row does
-not depend on the rows beside it. A key tile is packed once for all rows of the query tile (keys as columns of words, values as rows
-of words); keys that no row sees are packed as zeros, because their slots may hold NaN.
+Key tiles begin at multiples of KEY_TILE for every query tile, and keys that a row does not see weigh exactly 0, so a row's result
+does not depend on other rows. A key tile is packed once for all rows of the query tile (keys as columns of words, values as rows
+of words). Keys that no row sees are packed as zeros, because their slots may hold NaN.
 
 A *row* is one query head of one token; the rows of a tile are ordered by token, then by head. SUB_ROWS rows are computed together:
-the scores of a key tile, their weights, the weighted values. Products use tile registers (AMX) where the processor has them.
+the scores of a key tile, their weights, the weighted values. Products use AMX tile registers if the processor has them.
 
 Legend: G query heads per KV head, D key width, Dv value width.
 """
@@ -60,15 +60,15 @@ from transom_kernels.paged_attention.cpu.walks import (
 
 
 class TileLoops(NamedTuple):
-    """What `make_tile` makes.
+    """The functions that compute a tile, called in this order; `attend_keys` may be called for several ranges of keys.
 
-    - begin_tile(memory): begin the results of a tile's rows.
+    - begin_tile(memory): clear the results of the tile's rows.
     - load_queries(arguments, memory, row, kv_head, tokens, tensor): copy the queries of `tokens` tokens from query row `row` on,
       out of argument `tensor`.
-    - attend_keys(arguments, memory, sequence, kv_head, tokens, low, sinks_end, end): add what the rows see of the keys below
-      `sinks_end` and of [low, end). Token t sees key k if k <= high[t], and k >= low[t] or k < sinks_end, where low and high are
-      int64 arrays at the layout's `low_keys` and `high_keys`, both ascending.
-    - store_rows(arguments, memory, row, kv_head, num_rows): store the results.
+    - attend_keys(arguments, memory, sequence, kv_head, tokens, low, sinks_end, end): attend to the keys [0, sinks_end) and
+      [low, end). Token t sees key k if k <= high[t] and (k >= low[t] or k < sinks_end); low and high are int64 arrays at the
+      layout's `low_keys` and `high_keys`, which the caller has filled in ascending order.
+    - store_rows(arguments, memory, row, kv_head, num_rows): divide by the softmax sums and store the results.
     """
 
     begin_tile: Any
@@ -78,7 +78,7 @@ class TileLoops(NamedTuple):
 
 
 def make_tile(kind: AttentionKind, table: TableReader) -> TileLoops:
-    """The loops of a tile. `table` reads the block table."""
+    """Build the functions of a tile. `table` reads the block table."""
     words, cached, layout, group = kind.words, kind.cached, prompt_layout(kind), kind.group
     has_scales, has_soft_cap, has_tiles, elements = kind.has_scales, kind.has_soft_cap, kind.uses_tiles, words.elements
     multiply_keys, multiply_values = make_multiply_keys(kind), make_multiply_values(kind)
@@ -93,7 +93,7 @@ def make_tile(kind: AttentionKind, table: TableReader) -> TileLoops:
 
     @helper
     def begin_tile(memory):
-        """Begin the results of the tile's rows; queries that it lacks are zeros."""
+        """Clear the results of the tile's rows, and their queries: a tile with fewer tokens has zeros for the others."""
         for at in range(layout.queries, layout.queries + layout.rows * layout.query_stride, 64):
             store_f32(memory + at, splat(zero))
         for at in range(layout.outputs, layout.outputs + layout.rows * layout.value_stride, 64):
@@ -116,7 +116,7 @@ def make_tile(kind: AttentionKind, table: TableReader) -> TileLoops:
 
     @helper
     def pack_tile(arguments, memory, sequence, kv_head, begin, low, sinks_end, end):
-        """Pack the keys [begin, begin + KEY_TILE) and their values: those below `end` that are sinks or at least `low`."""
+        """Pack keys of [begin, begin + KEY_TILE) and their values: those below `end` that are sink tokens or at least `low`."""
         keys, values = memory + layout.key_addresses, memory + layout.value_addresses
         end = min(begin + KEY_TILE, end)
         fill_addresses(keys, values, KEY_TILE, memory + layout.zeros)
@@ -152,7 +152,7 @@ def make_tile(kind: AttentionKind, table: TableReader) -> TileLoops:
 
     @helper
     def softmax_row(scores, weights, sums, maximum, output, num_keys, factor, value_scales):
-        """Weights of one row's scores, which are multiplied by `factor`; rescale what was summed before to the new maximum."""
+        """Turn a row's scores times `factor` into weights; rescale the row's sums so far to the new maximum."""
         top = splat(masked)
         for k in range(0, num_keys, 16):
             top = vector_max(top, load_f32(scores + 4 * k))
@@ -174,19 +174,19 @@ def make_tile(kind: AttentionKind, table: TableReader) -> TileLoops:
 
     @helper
     def cap_row(scores, num_keys, scale, cap):
-        """soft_cap * tanh(score * scale / soft_cap)"""
+        """Replace scores by soft_cap * tanh(score * scale / soft_cap)."""
         for k in range(0, num_keys, 16):
             store_f32(scores + 4 * k, tanh(load_f32(scores + 4 * k) * splat(scale / cap)) * splat(cap))
 
     @helper
     def mask_row(scores, num_keys, begin, low, high, sinks_end):
-        """Overwrite the scores of keys that the row does not see."""
+        """Overwrite the scores of keys that the row does not see with MASKED."""
         for k in range(0, num_keys, 16):
             store_f32(scores + 4 * k, keep_visible(load_f32(scores + 4 * k), begin + k, low, high, sinks_end, masked))
 
     @helper
     def attend_rows(arguments, memory, row, tokens, begin, sinks_end):
-        """SUB_ROWS rows of the query tile and one tile of packed keys."""
+        """Attend with SUB_ROWS rows of the query tile to one tile of packed keys."""
         first, last = row // group, min((row + SUB_ROWS - 1) // group, tokens - 1)
         lows, highs = memory + layout.low_keys, memory + layout.high_keys
         num_keys = min(KEY_TILE, (load_i64(highs + 8 * last) - begin + 32) // 32 * 32)
@@ -222,7 +222,7 @@ def make_tile(kind: AttentionKind, table: TableReader) -> TileLoops:
 
     @helper
     def attend_keys(arguments, memory, sequence, kv_head, tokens, low, sinks_end, end):
-        """Loop over the tiles of keys that some row sees."""
+        """Loop over the key tiles of which at least one row sees keys."""
         if has_tiles:
             configure_tiles(memory + layout.tile_registers, 16)
         begin = 0

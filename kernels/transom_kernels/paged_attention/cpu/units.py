@@ -1,7 +1,7 @@
-"""A unit of a decoding row: attention of one query token and KV head to some keys, whose partial result is stored.
+"""Computes a unit of a decoding row: attention of one query token and KV head to a range of keys, stored as a partial result.
 
-Scores are multiplied and summed with queries and weights as words of floats, or as 16-bit integers where the cache is int8 or int4
-(`integers.py`). The scale of a quantised key multiplies its score, and the scale of a value its weight, after the softmax sum.
+Queries and weights are words of floats, or 16-bit integers if the cache is int8 or int4 (`integers.py`). In a quantised cache the
+scale of a key multiplies its score, and the scale of a value multiplies its weight after the weights were summed.
 
 Legend: G query heads per KV head.
 """
@@ -39,9 +39,9 @@ _HEADS_AT_ONCE = 8  # query heads whose weighted values are summed together
 
 
 def make_load_queries(kind: AttentionKind, *, as_integers: bool) -> Any:
-    """load_queries(arguments, memory, row, kv_head, tensor): copy a row's queries of a KV head out of argument `tensor`.
+    """Build load_queries(arguments, memory, row, kv_head, tensor): copy a row's queries of a KV head out of argument `tensor`.
 
-    They become words of floats, or 16-bit integers with their scale.
+    Queries become words of floats, or 16-bit integers with their scale.
     """
     layout, group, width = decode_layout(kind), kind.group, kind.width
     copy_row, round_row = make_copy_row(kind.words, width), make_round_row(kind.dtype, layout.integer_query_stride)
@@ -60,10 +60,10 @@ def make_load_queries(kind: AttentionKind, *, as_integers: bool) -> Any:
 
 
 def make_attend_unit(kind: AttentionKind, find_groups: Any, write_scales: Any = None) -> Any:
-    """attend_unit(arguments, memory, sequence, kv_head, begin, end, partial): the queries in memory, the keys [begin, end).
+    """Build attend_unit(arguments, memory, sequence, kv_head, begin, end, partial): attend to the keys [begin, end).
 
-    Queries are integers where `integer_words` says so. `find_groups` and, for quantised caches, `write_scales` are what
-    `walks.make_find_groups` and `make_write_scales` make, or functions like them.
+    The queries are those that `load_queries` has left in memory, integers if `integer_words` says so. `find_groups` and, for
+    quantised caches, `write_scales` are functions like those that `walks.make_find_groups` and `make_write_scales` build.
     """
     layout, group, has_scales, has_soft_cap = decode_layout(kind), kind.group, kind.has_scales, kind.has_soft_cap
     integers = integer_words(kind)
@@ -84,7 +84,7 @@ def make_attend_unit(kind: AttentionKind, find_groups: Any, write_scales: Any = 
 
     @helper
     def softmax(scores, weights, first, begin, end, factor, soft_cap, statistics_at, key_scales, value_scales):
-        """weights = 2 ** (score - maximum); store maximum and sum. Scores become base 2. Key `first` has the first score."""
+        """Turn scores, which begin with key `first`, into weights 2 ** (score - maximum); store maximum (base 2) and sum."""
         top = splat(no_maximum)
         for key in range(first, end, 16):
             at = scores + 4 * (key - first)

@@ -1,6 +1,6 @@
-"""Walks over the keys of a sequence for CPU kernels: they write arrays of the addresses and scales of keys and values.
+"""Walks over the keys of a sequence, in CPU kernels: writes arrays of the addresses and scales of keys and values.
 
-A `tables.TableReader` says how a block table is read.
+A `tables.TableReader` reads the block table.
 
 Legend: P block size in tokens.
 """
@@ -68,9 +68,9 @@ def write_block_scales(arguments, kv_head, block, offset, count, keys, values):
 
 
 def _make_walk(table: TableReader, write_block: Any, element_bytes: int) -> Any:
-    """walk(arguments, memory, sequence, kv_head, begin, end, keys, values): `write_block` for each block of the keys [begin, end).
+    """Build walk(arguments, memory, sequence, kv_head, begin, end, keys, values): it calls `write_block` for each block.
 
-    The arrays `keys` and `values` have an element of `element_bytes` bytes for each key.
+    The blocks are those of the keys [begin, end). The arrays `keys` and `values` have `element_bytes` bytes for each key.
     """
     index_of, block_at = table.index_of, table.block_at
 
@@ -92,20 +92,21 @@ def _make_walk(table: TableReader, write_block: Any, element_bytes: int) -> Any:
 
 
 def make_write_addresses(table: TableReader) -> Any:
-    """write_addresses(arguments, memory, sequence, kv_head, begin, end, keys, values): int64 addresses."""
+    """Build write_addresses(arguments, memory, sequence, kv_head, begin, end, keys, values), which writes int64 addresses."""
     return _make_walk(table, write_block_addresses, 8)
 
 
 def make_write_scales(table: TableReader) -> Any:
-    """write_scales(arguments, memory, sequence, kv_head, begin, end, keys, values): float32 scales."""
+    """Build write_scales(arguments, memory, sequence, kv_head, begin, end, keys, values), which writes float32 scales."""
     return _make_walk(table, write_block_scales, 4)
 
 
 def make_find_groups(kind: AttentionKind, table: TableReader, key_copies: int, value_copies: int) -> Any:
-    """find_groups(arguments, memory, sequence, kv_head, begin, end, keys, values): the addresses of groups of 16 keys and values.
+    """Build find_groups(arguments, memory, sequence, kv_head, begin, end, keys, values): it writes the addresses of groups.
 
-    A group begins at a multiple of 16. It is read in the cache if all of its keys are in [begin, end) and their rows are adjacent;
-    else its rows are copied to the offsets `key_copies` and `value_copies` of the memory, with zeros for other keys.
+    A group is 16 keys (or their values) that begin at a multiple of 16. It is read in the cache if all of its keys are in
+    [begin, end) and their rows are adjacent. Otherwise its rows are copied to the offsets `key_copies` and `value_copies` of the
+    memory, with zeros for keys outside [begin, end).
     """
     index_of, block_at = table.index_of, table.block_at
     widths = (kind.width, kind.value_width)
@@ -114,7 +115,7 @@ def make_find_groups(kind: AttentionKind, table: TableReader, key_copies: int, v
 
     @helper
     def copy_group(arguments, sequence, kv_head, index, first, last, k_copy, v_copy):
-        """Copy the keys `first` to `last` - 1 of the group of 16 that begins at an index."""
+        """Copy the keys [first, last) of the group of 16 that begins at an index."""
         size = argument(arguments, AT.block_size)
         clear_floats(k_copy, 4 * key_bytes)
         clear_floats(v_copy, 4 * value_bytes)

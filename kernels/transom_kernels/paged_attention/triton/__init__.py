@@ -1,1 +1,1 @@
-"""Paged attention by Triton kernels."""
+"""The GPU implementation of `paged_attention`: Triton kernels, their plans and their launches."""

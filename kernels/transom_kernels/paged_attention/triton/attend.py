@@ -10,18 +10,18 @@ of query tokens, or one split of its keys) and has the table of their nine field
 
 1. reads its work item, and computes each row's position and first visible key;
 2. loads the tile's queries;
-3. loops over its keys, `BLOCK_N` table indices at a time: the sink tokens' indices first, then the run's. Each iteration looks
-   up the indices' blocks, loads keys, computes masked scores, updates the online softmax, loads values, and accumulates;
-4. writes a partial result (maximum, sum and weighted values) if its tile is split, for the kernel `combine`; else it divides by
+3. loops over its keys, `BLOCK_N` table indices at a time: first those of sink tokens, then those of the run. Each iteration looks
+   up the blocks, loads keys, computes masked scores, updates the online softmax, loads values, and accumulates;
+4. if its tile is split, writes a partial result (maximum, sum and weighted values) for the kernel `combine`; otherwise divides by
    the softmax sum and writes the output.
 
 A *table index* is a key's place in the block table (column * P + offset), as opposed to its position in the sequence.
 
-Quantised caches (`quantised_kv`) are multiplied as they are stored: a key's scale multiplies its scores, and a value's scale the
-weights, after the softmax sum.
+Quantised caches (`quantised_kv`) are multiplied as they are stored: a key's scale multiplies its scores, and a value's scale its
+weights, after the weights were added to the softmax sum.
 
-`steps.py` has the softmax. Offsets into the caches are int64, since the
-cache's memory is larger than 2 GiB. Sizes that change from step to step are not specialised: a new batch compiles nothing.
+`steps.py` has the softmax. Offsets into the caches are int64, since a cache may be larger than 2 GiB. Sizes that change from step
+to step are not specialised, so that a new batch compiles nothing.
 
 Triton's tile widths are powers of two, so a head of another width is computed as two tiles, a power of two and a padded
 remainder: 80 is 64 + 16, and 192 is 128 + 64. Variables of the first tile end in 1 (`q1`, `acc1`), those of the second in 2.
@@ -105,7 +105,7 @@ def attend(
 
     # --- positions of the tile's rows, and the first key that each of them sees (`rule.MaskRule.first_key`) ---
     m = tl.arange(0, BLOCK_M)
-    token = m // GROUP  # [BLOCK_M], as all of these
+    token = m // GROUP  # [BLOCK_M], like the following
     head = kv_head * GROUP + m % GROUP
     is_row = token < num_tokens  # the other rows of the tile are padding
     position = first_position + token
@@ -166,7 +166,7 @@ def attend(
                 k2 = k2.to(q2.dtype)
             score = tl.dot(q2, tl.trans(k2), score, input_precision="ieee")
         score *= scale
-        place = index % BLOCK_SIZE  # of the keys in their blocks
+        place = index % BLOCK_SIZE  # the keys' offsets in their blocks
         if HAS_SCALES:
             ks = block * ks_stride_b + place * ks_stride_p + kv_head * ks_stride_h
             score *= tl.load(k_scale + ks, mask=readable, other=0.0)[None, :]

@@ -1,7 +1,7 @@
-"""The Triton kernel `combine`: one attention result of a tile's splits (the second kernel of split-KV decoding, FlashDecoding).
+"""The Triton kernel `combine`, the second kernel of split-KV decoding (FlashDecoding): merges the partial results of a tile.
 
-The kernel `attend` writes for each split `s` and row `m` a maximum `max_s` (base 2), a softmax sum `sum_s` relative to it, and the
-weighted values `acc_s`. With the overall maximum `M` the result of a row is
+For each split `s` and row `m` the kernel `attend` writes a maximum `max_s` (base 2), a softmax sum `sum_s` relative to it, and the
+weighted values `acc_s`. With the largest maximum `M` of all splits, the result of a row is
 
     out = sum_s 2^(max_s - M) acc_s / (sum_s 2^(max_s - M) sum_s + 2^(sink_logit - M))
 
@@ -37,8 +37,8 @@ def combine(
 ):
     """Combine the splits of one row of one tile.
 
-    An iteration reads `BLOCK_S` splits at once: a long sequence has a hundred, and their loads would wait for each other one by
-    one.
+    An iteration reads `BLOCK_S` splits at once: a long sequence has a hundred splits, and loading them one by one would wait a
+    hundred times.
     """
     # --- the combine item ---
     item = combine_items + tl.program_id(0) * 4

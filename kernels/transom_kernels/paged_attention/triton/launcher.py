@@ -1,7 +1,7 @@
-"""Launches the Triton kernels of `paged_attention`: planned once a step (`launches.py`), then one or two kernels for each layer.
+"""Launches the Triton kernels of `paged_attention`. A step is planned once for all layers (`launches.py`).
 
-Every launch runs the kernel `attend` over the work items of one tiling; where tiles were split, the kernel `combine` follows.
-What a launch needs of a layer's shapes and options is prepared at the first step (`LayerKernels`).
+In each layer every launch of the plan runs the kernel `attend` over the work items of one tiling; if tiles were split, the kernel
+`combine` follows. The arguments that depend on a layer's shapes and options are prepared at the first step (`LayerKernels`).
 
 Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, M rows of a tile.
 """
@@ -26,7 +26,7 @@ from transom_kernels.quantised_kv import is_packed, refuse_old_device
 
 @dataclass(slots=True)
 class TileKernels:
-    """The prepared kernels of tiles with up to `rows` rows; `block_m` is the rows of a partial result."""
+    """The prepared kernels for tiles with up to `rows` rows; a partial result has `block_m` rows."""
 
     attend: PreparedLaunch
     combine: PreparedLaunch
@@ -38,7 +38,7 @@ class LayerKernels:
     """The kernels of all layers with equal shapes, strides and options."""
 
     def __init__(self, inputs: PagedInputs) -> None:
-        """Raises ValueError where `inputs` do not fit together, or the device lacks the cache's numbers."""
+        """Raises ValueError if `inputs` do not fit together or the device does not support the cache's dtype."""
         inputs.check()
         refuse_old_device(inputs.k_cache)
         q, batch, rule = inputs.q, inputs.batch, inputs.rule
@@ -71,7 +71,7 @@ class LayerKernels:
         self._by_tile_tokens: dict[int, TileKernels] = {}
 
     def of_tiles(self, tile_tokens: int) -> TileKernels:
-        """The kernels for tiles with up to `tile_tokens` query tokens."""
+        """Return the kernels for tiles with up to `tile_tokens` query tokens."""
         if tile_tokens not in self._by_tile_tokens:
             key, rows = self.key, tile_tokens * self.key.group
             config = kernel_config(
@@ -97,9 +97,9 @@ class LayerKernels:
 
 
 def paged_attention_triton(inputs: PagedInputs) -> torch.Tensor:
-    """Attention [T, H, Dv] of `q` [T, H, D]: softmax(scale q k^T) v over the cached keys that `rule` lets each query see.
+    """Return attention [T, H, Dv] of `q` [T, H, D]: softmax(scale q k^T) v over the cached keys that `rule` lets each query see.
 
-    Keys are [ids, P, KVH, D] and values [ids, P, KVH, Dv]; `op.paged_attention` has the whole contract.
+    Caches are [ids, P, KVH, D] and [ids, P, KVH, Dv]; `batch` has block tables and positions.
 
     Raises:
         ValueError: `inputs` do not fit together.
@@ -117,7 +117,7 @@ _layers: dict[tuple[Any, ...], LayerKernels] = {}
 
 
 def _layer_kernels(inputs: PagedInputs) -> LayerKernels:
-    """The kernels that were prepared for such inputs. The key is all that `LayerKernels` reads, and what its check reads."""
+    """Return the kernels for inputs of these shapes and options. The cache's key is all that `LayerKernels` reads or checks."""
     q, batch = inputs.q, inputs.batch
     tensors = (inputs.k_cache, inputs.v_cache, inputs.sink_logits, inputs.k_scale, inputs.v_scale)
     caches = [None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
@@ -131,21 +131,21 @@ def _layer_kernels(inputs: PagedInputs) -> LayerKernels:
 
 
 def _strides(name: str, axes: tuple[str, ...], tensor: torch.Tensor | None) -> dict[str, int]:
-    """The kernel's parameters with the strides of a tensor's first axes; 0 for one that is absent."""
+    """Return the kernel's parameters for the strides of a tensor's first axes; zeros if the tensor is None."""
     strides = (0,) * len(axes) if tensor is None else tensor.stride()
     return {f"{name}_stride_{axis}": stride for axis, stride in zip(axes, strides, strict=False)}
 
 
 @cache
 def _unused(device: torch.device) -> torch.Tensor:
-    """Stands in for float32 tensors that a launch neither reads nor writes."""
+    """Return a tensor that stands in for float32 tensors that a launch neither reads nor writes."""
     return torch.empty(4, dtype=torch.float32, device=device)
 
 
 def _attend(
     launch: AttentionLaunch, layer: LayerKernels, inputs: PagedInputs, sinks: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """Run `attend` over the work items, and `combine` over the tiles that were split."""
+    """Run `attend` over the work items of a launch, and `combine` over its split tiles."""
     q, batch, work, kernels = inputs.q, inputs.batch, launch.work, layer.of_tiles(launch.max_tile_tokens)
     unused = partial_out = partial_stats = _unused(q.device)
     if work.num_partials:

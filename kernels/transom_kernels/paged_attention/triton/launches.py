@@ -1,9 +1,9 @@
-"""Plans the Triton launches of a batch once a step; all layers that need an equal plan share it.
+"""Plans the Triton launches of a batch once a step; all layers with the same launch key share the plan.
 
-A *launch key* is everything that the plan depends on besides the batch. The first layer with a key plans its launches. A CUDA
-graph cannot plan while it replays, so its owner writes the plan beforehand and hands it over with `set_launches`.
+A *launch key* is everything besides the batch that the plan depends on. The first layer with a key plans its launches. No plan can
+be made while a CUDA graph replays, so the graph's owner writes the plan beforehand and passes it to `set_launches`.
 
-A batch has at most one launch per `Tiling`: sequences with one new token, with a few, and with a prompt's chunk.
+A batch has at most one launch per `Tiling`: for sequences with one new token, with a few, and with a chunk of a prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SCRATCH_KEY = "paged_attention_gpu"  # of `PagedBatch.scratch`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchKey:
-    """All that launches depend on besides the batch. Layers with equal keys share their launches."""
+    """Everything besides the batch that launches depend on. Layers with equal keys share their launches."""
 
     rule: MaskRule
     group: int  # query heads per KV head
@@ -32,7 +32,7 @@ class LaunchKey:
 
     @property
     def tilings(self) -> tuple[Tiling, ...]:
-        """How sequences are tiled, by their number of new tokens; the first tiling is for one new token (decoding)."""
+        """The tilings for one, a few and many new tokens of a sequence; the first one is for decoding."""
         return tilings(
             group=self.group, key_size=self.key_size, element_bytes=self.element_bytes, cache_bytes=self.cache_bytes
         )
@@ -48,12 +48,12 @@ class AttentionLaunch:
     num_combine_items: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Count once what every layer's launch asks for."""
+        """Count items once, since every layer's launch asks for their number."""
         self.num_items, self.num_combine_items = len(self.work.items), len(self.work.combine_items)
 
 
 def launches_of(batch: PagedBatch, key: LaunchKey, device: torch.device) -> list[AttentionLaunch]:
-    """The batch's launches for layers with this key; planned at the first call and kept in the batch."""
+    """Return the batch's launches for layers with this key; the first call plans them, and the batch keeps them."""
     planned = _launches(batch)
     if key not in planned:
         planned[key] = [
@@ -70,7 +70,7 @@ def set_launches(batch: PagedBatch, key: LaunchKey, launches: list[AttentionLaun
 
 
 def launch_keys_of(batch: PagedBatch) -> tuple[LaunchKey, ...]:
-    """The keys of all layers that have attended over this batch until now."""
+    """Return the keys of all layers that have computed attention over this batch so far."""
     return tuple(_launches(batch))
 
 

@@ -1,6 +1,6 @@
-"""Tile sizes, warps and pipeline stages of the Triton implementation, by the shape of a layer's attention.
+"""Chooses tile sizes, warps and pipeline stages of the Triton kernels, by the shape of a layer's attention.
 
-A *tile* is some query tokens of one sequence with the query heads of one KV head; its *rows* are tokens times heads. An
+A *tile* is a group of query tokens of one sequence with the query heads of one KV head; its *rows* are tokens times heads. An
 *iteration* of the kernel `attend` reads `block_n` keys. `num_stages` is Triton's software pipelining depth.
 """
 
@@ -14,21 +14,20 @@ from transom_kernels.paged_attention.triton.work_items import Tiling
 FEW_TOKENS = 4  # sequences with up to this many new tokens are split along their keys (split-KV)
 DECODE_SPLIT_KEYS = 1024  # keys of a split
 COMBINED_AT_ONCE = 16  # splits that an iteration of `combine` reads
-MIN_DOT_ROWS = 16  # the least rows of a product on tensor cores
-PROMPT_ROWS = 128  # of a prompt's tile
-# An iteration looks up its blocks before it fetches their keys and values, so each of the two takes half of the stages: with five,
-# one iteration's loads are in flight while another is computed. With three or four none are, and a program that has its streaming
-# multiprocessor for itself waits.
+MIN_DOT_ROWS = 16  # least rows of a product on tensor cores
+PROMPT_ROWS = 128  # rows of a prompt's tile
+# An iteration looks up its blocks and then fetches their keys and values, and each of the two takes half of the stages. With five
+# stages one iteration's loads are in flight while another is computed. With three or four none are: a program that has its
+# streaming multiprocessor for itself would wait.
 LONG_PIPELINE_STAGES = 5
-LONG_PIPELINE_ROUND_BYTES = (
-    32 << 10
-)  # keys and values of an iteration; two larger ones leave no shared memory for queries
+# most bytes of an iteration's keys and values for that many stages: two larger iterations would leave no shared memory for queries
+LONG_PIPELINE_ROUND_BYTES = 32 << 10
 HOPPER = (9, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelConfig:
-    """How `attend` is compiled: rows of a tile, keys of an iteration, warps, pipeline stages."""
+    """The constants for which `attend` is compiled: rows of a tile, keys of an iteration, warps, pipeline stages."""
 
     block_m: int
     block_n: int
@@ -39,18 +38,18 @@ class KernelConfig:
 def kernel_config(
     *, rows: int, key_size: int, value_size: int, element_bytes: int, cache_bytes: int, capability: tuple[int, int]
 ) -> KernelConfig:
-    """The configuration for tiles of at most `rows` rows (tokens times query heads per KV head) on a compute capability.
+    """Return the configuration for tiles of at most `rows` rows (tokens times query heads per KV head) on a compute capability.
 
-    Sizes are in elements.
+    `key_size` and `value_size` are numbers of a head.
     """
     block_m = MIN_DOT_ROWS
     while block_m < rows:
         block_m *= 2
     widest = max(key_size, value_size)
-    # rows that are widened take registers twice, and a head of two tiles has two of them
+    # rows that are widened take registers twice, and a head that is computed as two tiles (`attend.py`) has two such rows
     is_widened = cache_bytes < element_bytes
     has_two_widened = is_widened and next_power_of_two(widest) != widest
-    # products other than Hopper's read keys and values from registers, twice as often with heads of two tiles
+    # other than on Hopper, products read keys and values from registers, and twice as often if a head is computed as two tiles
     is_tight = capability != HOPPER and block_m > MIN_DOT_ROWS and 64 < widest < 128
     if element_bytes > 2:  # float32: products without tensor cores, for exactness, not for speed
         num_warps = 4 if block_m > MIN_DOT_ROWS and 64 < widest < 96 else 8  # at width 80 more warps spill registers
@@ -59,7 +58,7 @@ def kernel_config(
         block_n = 128 if widest * element_bytes <= 128 else 64 if widest * element_bytes <= 512 else 32
         if is_widened and block_m > MIN_DOT_ROWS:
             block_n = min(block_n, 64)
-        # larger accumulators need the registers of 8 warps, and wide rows that are widened, too
+        # larger accumulators need the registers of 8 warps, and so do wide rows that are widened
         is_large = block_m * widest * element_bytes > 32 * 256 or (is_widened and widest > 192)
         num_warps, stages = 8 if is_large else 4, 3
         if has_two_widened:
@@ -67,7 +66,7 @@ def kernel_config(
         return KernelConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=stages)
     small = widest * element_bytes <= 256 and not has_two_widened
     block_n, num_stages = (64, 3) if small else (32, 2)
-    # A later capability does not mean more shared memory (12.x has 99 KiB), and 9.4 is what another vendor's devices report.
+    # Only 9.0 is meant: later capabilities may have less shared memory (12.x has 99 KiB), and another vendor's devices report 9.4.
     if capability == HOPPER:
         is_long = block_n * (key_size + value_size) * element_bytes <= LONG_PIPELINE_ROUND_BYTES
     else:
@@ -79,9 +78,9 @@ def kernel_config(
 
 
 def tilings(*, group: int, key_size: int, element_bytes: int, cache_bytes: int) -> tuple[Tiling, ...]:
-    """How sequences with one, a few, and many new tokens are tiled, where `group` query heads share a KV head.
+    """Return the tilings of sequences with one, a few, and many new tokens, if `group` query heads share a KV head.
 
-    Each of the three tilings gets a launch of its own, so that a sequence's result does not depend on the rest of the batch.
+    Each of the three has its own launch, so that a sequence's result does not depend on the rest of the batch.
     """
     tokens = max(1, _prompt_rows(key_size * element_bytes, element_bytes, cache_bytes) // group)
     return (
@@ -97,7 +96,7 @@ def tilings(*, group: int, key_size: int, element_bytes: int, cache_bytes: int) 
 
 
 def _prompt_rows(row_bytes: int, element_bytes: int, cache_bytes: int) -> int:
-    """Rows of a prompt's tile: fewer where queries are wide, or where 8-bit keys are widened, since both take registers."""
+    """Return the rows of a prompt's tile: fewer if queries are wide or keys are widened, since both take registers."""
     if element_bytes > 2:
         return MIN_DOT_ROWS
     is_wide, is_widened = row_bytes > 384, cache_bytes < 2

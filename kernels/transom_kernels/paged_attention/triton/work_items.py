@@ -1,16 +1,16 @@
-"""Plans which program of the Triton path attends to what: a batch becomes an array of work items. Integers only, on the host.
+"""Plans the programs of the Triton kernels on the host: turns a batch into an array of work items, one for each program.
 
 The plan is made once a step for each KV cache group and mask rule. Terms:
 
-- A *tile* is some query tokens of one sequence together with all query heads that share one KV head.
+- A *tile* is a group of query tokens of one sequence together with all query heads that share one KV head.
 - A *work item* is what one program of the `attend` kernel computes: a tile, or one *split* of a tile's keys (split-KV, as in
   FlashDecoding). Tiles of few tokens (decoding) are split at multiples of `split_keys`, so that one long sequence fills the device.
-- A split leaves a *partial result*: its maximum score, its softmax sum and its weighted values. The `combine` kernel makes one
-  result of a tile's partials; a *combine item* names a tile that was split.
+- The *partial result* of a split is its maximum score, its softmax sum and its weighted values. The `combine` kernel merges the
+  partial results of a tile; a *combine item* names a tile that was split.
 - A *table index* is a key's place in the block table: column * P + offset in the block. Indices [0, sinks_end) hold sink tokens;
   the *run* [run_begin, run_end) holds the other keys that the tile's queries see.
 
-How a sequence is tiled and split depends on that sequence alone, so its result does not depend on the rest of the batch.
+Tiles and splits of a sequence depend on that sequence alone, so its result does not depend on the rest of the batch.
 
 Fields of a work item (int32):
 
@@ -51,8 +51,9 @@ NO_PARTIAL = -1  # in field 8: the item's result is final
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """How sequences with `min_new_tokens` to `max_new_tokens` new tokens are tiled: `tile_tokens` query tokens a tile, each tile
-    split at multiples of `split_keys` keys; 0: tiles are not split.
+    """The way in which sequences with `min_new_tokens` to `max_new_tokens` new tokens are cut into work items.
+
+    A tile has `tile_tokens` query tokens, and its keys are split at multiples of `split_keys`; 0: tiles are not split.
     """
 
     min_new_tokens: int
@@ -87,7 +88,7 @@ class WorkPlan:
         )
 
     def write(self, items: NDArray[np.int32], combine_items: NDArray[np.int32]) -> None:
-        """Write the plan into arrays of fixed size, which a CUDA graph reads at each replay. Items after the plan's get 0 tokens.
+        """Write the plan into arrays of fixed size, which a CUDA graph reads in each replay. Unused items get 0 tokens.
 
         Raises:
             ValueError: the arrays are too short.
@@ -105,7 +106,7 @@ class WorkPlan:
 
 @dataclass(slots=True, kw_only=True)
 class _Tiles:
-    """The tiles of a batch; each field has one number per tile. See the module's table of fields for their meaning."""
+    """The tiles of a batch; each field has one number per tile. The table of fields in the module docstring defines them."""
 
     sequence: Integers
     row: Integers
@@ -117,11 +118,11 @@ class _Tiles:
 
 
 def plan_work(batch: HostBatch, rule: MaskRule, tiling: Tiling) -> WorkPlan:
-    """The work items of those sequences that the tiling is for, ordered by sequence, tile and split.
+    """Return the work items of those sequences that the tiling is for, ordered by sequence, tile and split.
 
-    Items of tiles that are not split come in reverse order: programs start in the order of items, and a prompt's last tile has the
-    most keys; if it started last, the device would be half idle while it alone is running. Splits are equally long, so they keep
-    their order, and the empty items that fill a CUDA graph's array stay after them.
+    If tiles are not split, items come in reverse order. Programs start in the order of items, and the last tile of a prompt has
+    the most keys: if it started last, most of the device would be idle until it ends. Splits are equally long, so they keep their
+    order, and the empty items that fill a CUDA graph's array come after them.
     """
     tiles = _tiles(batch, rule, tiling)
     tile, split, begin, end = _splits(tiles, tiling.split_keys)
@@ -151,7 +152,7 @@ def plan_work(batch: HostBatch, rule: MaskRule, tiling: Tiling) -> WorkPlan:
 
 
 def _tiles(batch: HostBatch, rule: MaskRule, tiling: Tiling) -> _Tiles:
-    """The tiles of those sequences that the tiling is for, and the table indices that some query of each tile sees."""
+    """Return the tiles of those sequences that the tiling is for, and the table indices that the queries of each tile see."""
     count = np.array(batch.count_host, dtype=np.int64)
     # the sequences of this tiling, and each tile's query tokens
     is_tiled = (count >= tiling.min_new_tokens) & (count <= tiling.max_new_tokens)
@@ -160,7 +161,7 @@ def _tiles(batch: HostBatch, rule: MaskRule, tiling: Tiling) -> _Tiles:
     done = (np.arange(len(b)) - (np.cumsum(per_sequence) - per_sequence)[b]) * tiling.tile_tokens
     tokens = np.minimum(tiling.tile_tokens, count[b] - done)
     position = np.array(batch.start_host, dtype=np.int64)[b] + done
-    # the positions [low, end) that the run holds, and from positions to table indices: the run follows the sink blocks
+    # the run holds the positions [low, end); `shift` leads from positions to table indices, where the run follows the sink blocks
     end, run_offset = position + tokens, batch.num_sink_blocks * batch.block_size
     shift = run_offset - np.array(batch.first_block_host, dtype=np.int64)[b] * batch.block_size
     sinks_end = np.minimum(rule.num_sink_tokens, end)
@@ -180,9 +181,9 @@ def _tiles(batch: HostBatch, rule: MaskRule, tiling: Tiling) -> _Tiles:
 
 
 def _splits(tiles: _Tiles, split_keys: int) -> tuple[Integers, Integers, Integers, Integers]:
-    """Each split's tile, its number within the tile, and the table indices [begin, end) of its run.
+    """Return each split's tile, its number within the tile, and the table indices [begin, end) of its run.
 
-    Runs are split at multiples of `split_keys`, so that a sequence that grows keeps its splits; 0 leaves runs whole.
+    Runs are split at multiples of `split_keys`, so that a growing sequence keeps its splits; 0 leaves runs whole.
     """
     if not split_keys:
         tile = np.arange(len(tiles.row))
@@ -197,5 +198,5 @@ def _splits(tiles: _Tiles, split_keys: int) -> tuple[Integers, Integers, Integer
 
 
 def _stack_columns(columns: Sequence[Integers]) -> NDArray[np.int32]:
-    """One row per item, one column per field."""
+    """Return an array with one row per item and one column per field."""
     return np.stack(columns, axis=1).astype(np.int32)

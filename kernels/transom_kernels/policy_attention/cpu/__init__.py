@@ -1,1 +1,1 @@
-"""Attention of rows with a KV policy by compiled CPU kernels."""
+"""The CPU implementation of `policy_attention`, attention of rows with a KV policy: compiled kernels and their launches."""

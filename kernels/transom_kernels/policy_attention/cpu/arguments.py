@@ -1,4 +1,4 @@
-"""The argument words that only the CPU kernels of `policy_attention` have, after those that they share with `paged_attention`.
+"""The argument words of the CPU kernels of `policy_attention` that follow those that they share with `paged_attention`.
 
 Legend: B sequences, N table columns.
 """
@@ -14,14 +14,14 @@ from transom_kernels.paged_attention.cpu.arguments import AttentionArguments
 
 
 class PolicyArguments(NamedTuple):
-    """How compact block tables are read, and what `add_mass` adds to. Tensors of numbers are int32."""
+    """Compact block tables with their windows, all int32, and the tensor to which `add_mass` adds."""
 
     key_blocks: torch.Tensor  # [B, N]: logical block of each column
     num_columns: torch.Tensor  # [B]
     windows: torch.Tensor  # [B] tokens; 0: none
     sinks: torch.Tensor  # [B]: keys below this position are sink tokens
     mass: torch.Tensor | None = None  # [B, N] float32
-    mass_units: int = 0  # items of `add_mass` of a sequence
+    mass_units: int = 0  # items of `add_mass` for each sequence
 
 
 POLICY = numbers_of(PolicyArguments, after=AttentionArguments)

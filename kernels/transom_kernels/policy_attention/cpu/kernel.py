@@ -1,6 +1,6 @@
 """The CPU kernels `attend` and `combine` of `policy_attention`: those of `paged_attention`, over compact block tables.
 
-Units and key tiles begin at multiples of their size of the aligned index (`table.py`).
+Units and key tiles begin at multiples of their size, counted in aligned indices (`table.py`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from transom_kernels.policy_attention.cpu.table import make_table
 
 
 def make_attend(**parameters: Any) -> Any:
-    """The kernel; the parameters are the fields of `AttentionKind`."""
+    """Build `attend`; the parameters are the fields of `AttentionKind`."""
     kind = AttentionKind(**parameters)
     return attend_over(make_attend_tile(kind), make_decode(kind, make_table(decode_layout(kind).shift)))
 
 
 def make_combine(**parameters: Any) -> Any:
-    """The kernel; the parameters are the fields of `AttentionKind`."""
+    """Build `combine`; the parameters are the fields of `AttentionKind`."""
     kind = AttentionKind(**parameters)
     return combine_over(kind, make_table(decode_layout(kind).shift))

@@ -1,7 +1,7 @@
-"""Launches the CPU kernels of `policy_attention` and `add_block_mass`, straight on the blocks of the KV cache.
+"""Launches the CPU kernels of `policy_attention` and `add_block_mass`, which read the blocks of the KV cache in place.
 
-The number of launched items depends on shapes alone, and the kernels read all numbers of a step from tensors, so that decode
-steps can be recorded.
+The number of work items depends on shapes alone, and the kernels read a step's positions and lengths from tensors, so that decode
+steps can be recorded as programs.
 
 Legend: T query tokens, H query heads, D key width, Dv value width, B sequences, N table columns.
 """
@@ -28,9 +28,9 @@ from transom_kernels.policy_attention.inputs import PolicyInputs
 
 
 def policy_attention_cpu(inputs: PolicyInputs) -> torch.Tensor:
-    """Attention [T, H, Dv] of `q` [T, H, D] over compact block tables: softmax(scale q k^T) v, for sink tokens of `sink_q`.
+    """Return attention [T, H, Dv] of `q` [T, H, D] over compact block tables: softmax(scale q k^T) v.
 
-    Statistics [T, H, 2] get each row's maximum and sum; `op.policy_attention` has the whole contract.
+    Keys of sink tokens are multiplied with `sink_q` if it is given; `statistics` [T, H, 2] receives each row's maximum and sum.
     """
     inputs, batch = _with_equal_strides(inputs), inputs.batch
     return launch_attention(
@@ -44,7 +44,7 @@ def policy_attention_cpu(inputs: PolicyInputs) -> torch.Tensor:
 
 
 def add_block_mass_cpu(mass: torch.Tensor, inputs: PolicyInputs) -> None:
-    """Add to `mass` [B, N] the attention probability of each block's keys, of all rows and heads (`op.add_block_mass`)."""
+    """Add to `mass` [B, N] the probabilities exp2(score - maximum) / sum of each block's keys, summed over all rows and heads."""
     inputs, batch = _with_equal_strides(inputs), inputs.batch
     kind = kind_of(inputs)._replace(sink_dtype=None)
     units = -(-mass.shape[1] * batch.block_size // UNIT_KEYS)
@@ -61,7 +61,7 @@ def _own(batch: PolicyBatch) -> PolicyArguments:
 
 
 def _with_equal_strides(inputs: PolicyInputs) -> PolicyInputs:
-    """The inputs, copied if the queries for sink tokens have other strides than the queries."""
+    """Return the inputs; queries are copied if those for sink tokens have other strides."""
     if inputs.sink_q is None or inputs.sink_q.stride() == inputs.q.stride():
         return inputs
     return replace(inputs, q=inputs.q.contiguous(), sink_q=inputs.sink_q.contiguous())

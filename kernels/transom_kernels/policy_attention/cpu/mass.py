@@ -1,9 +1,9 @@
 """The CPU kernel `add_mass`: adds the attention probabilities of each block's keys to `mass` [B, N] float32.
 
-    mass[b, n] += the sum over the keys of column n, the rows and the heads of sequence b of 2 ** (score - maximum) / sum
+    mass[b, n] += 2 ** (score - maximum) / sum, summed over the keys of column n and all rows and heads of sequence b
 
-Scores are computed again; each row's maximum and sum are the statistics that `attend` has left. An item is a unit of 256 table
-indices of one sequence.
+Scores are computed again; `attend` has stored each row's maximum and sum as statistics. A work item is a unit of 256 table indices
+of one sequence.
 
 Legend: B sequences, N table columns.
 """
@@ -39,7 +39,7 @@ from transom_kernels.policy_attention.cpu.table import make_table, visible_indic
 
 
 def make_add_mass(**parameters: Any) -> Any:
-    """The kernel; the parameters are the fields of `AttentionKind`, with keys instead of values."""
+    """Build `add_mass`; the parameters are the fields of `AttentionKind`. Values are not read: those of keys stand in."""
     kind = AttentionKind(**parameters)
     layout, group, has_scales, has_soft_cap = decode_layout(kind), kind.group, kind.has_scales, kind.has_soft_cap
     table = make_table(layout.shift)
@@ -67,7 +67,7 @@ def make_add_mass(**parameters: Any) -> Any:
 
     @helper
     def add_range(arguments, memory, sequence, row, kv_head, begin, end, tensor):
-        """Add what a row's heads see of the table indices [begin, end), with the queries of an argument."""
+        """Add the probabilities of a row's heads for the table indices [begin, end), with the queries of argument `tensor`."""
         if begin >= end:
             return
         load_queries(arguments, memory, row, kv_head, tensor)

@@ -1,8 +1,8 @@
-"""Prompts over compact block tables: the tiles of `paged_attention.cpu.tile`.
+"""Prompts over compact block tables: finds the keys that the tokens of a tile see. `paged_attention.cpu.tile` computes the tile.
 
-A tile attends twice with one softmax: to the sink tokens, with the second query where there is one, then to the runs of its tokens.
-Both are cut into key tiles by aligned index (`table.py`), whose shift is 0 for sink tokens, and for the runs that of the tile's
-first token: the tokens of a step are adjacent in the table, so all have that shift.
+A tile attends twice within one softmax: to the sink tokens, with `sink_q` if it is given, then to the runs of its tokens. Both are
+cut into key tiles by aligned index (`table.py`). The shift is 0 for sink tokens. For the runs it is that of the tile's first token,
+which all tokens of a step share, since they are adjacent in the table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transom_kernels.policy_attention.cpu.table import make_table, visible
 
 
 def make_attend_tile(kind: AttentionKind) -> Any:
-    """attend_tile(arguments, memory, sequence, first_token, kv_head): the tile of a sequence that begins at `first_token`."""
+    """Build attend_tile(arguments, memory, sequence, first_token, kv_head), for the tile that begins at `first_token`."""
     layout, group, tile_tokens = prompt_layout(kind), kind.group, kind.tile_tokens
     table = make_table(layout.shift)
     set_shift = table.set_shift
@@ -30,7 +30,7 @@ def make_attend_tile(kind: AttentionKind) -> Any:
         """Attend to the sink tokens."""
         end = 0
         for token in range(tokens):
-            end, _, _ = visible(arguments, sequence, position + token)  # ascends with the token
+            end, _, _ = visible(arguments, sequence, position + token)  # grows from token to token
             store_i64(memory + layout.low_keys + 8 * token, 0)
             store_i64(memory + layout.high_keys + 8 * token, end - 1)
         if end > 0:
@@ -41,7 +41,7 @@ def make_attend_tile(kind: AttentionKind) -> Any:
 
     @helper
     def attend_runs(arguments, memory, sequence, row, position, kv_head, tokens):
-        """Attend to what each token sees besides."""
+        """Attend to the keys that each token sees besides sink tokens."""
         _, low, shift = visible(arguments, sequence, position)
         for token in range(tokens):
             _, run_begin, _ = visible(arguments, sequence, position + token)

@@ -1,8 +1,8 @@
-"""What the CPU kernels of `policy_attention` read of a compact block table: ranges of visible keys, and the keys' addresses.
+"""Reads compact block tables in the CPU kernels of `policy_attention`: the ranges of visible keys, and the blocks of keys.
 
-Keys are counted in two ways. A *table index* is a key's place in the table (column * P + offset). The keys of a row's run are cut
-into units by their *aligned index* = table index + shift, where the shift makes the row's own key have its position: so a row
-whose run has no gap is cut where `paged_attention` would cut it, however many blocks have left the table.
+Keys are numbered in two ways. A *table index* is a key's place in the table (column * P + offset). The keys of a row's run are cut
+into units by their *aligned index* = table index + shift. The shift is such that the aligned index of the row's own key is its
+position. So a row whose run has no gaps is cut where `paged_attention` would cut it, however many blocks were dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transom_kernels.policy_attention.cpu.arguments import POLICY
 
 @helper
 def table_index(arguments, sequence, key):
-    """The table index of the first key of the table that is at least `key`; the end of the table if there is none."""
+    """Return the table index of the first key in the table that is at least `key`; the end of the table if there is none."""
     size = argument(arguments, AT.block_size)
     blocks = argument(arguments, POLICY.key_blocks) + 4 * sequence * argument(arguments, AT.columns)
     count = load_i32(argument(arguments, POLICY.num_columns) + 4 * sequence)
@@ -34,9 +34,9 @@ def table_index(arguments, sequence, key):
 
 @helper
 def visible_indices(arguments, sequence, position):
-    """(sinks_end, run_begin, run_end): the row at `position` sees the table indices [0, sinks_end) and [run_begin, run_end).
+    """Return (sinks_end, run_begin, run_end): the row at `position` sees table indices [0, sinks_end) and [run_begin, run_end).
 
-    Where there is a second query, the first range has all sink tokens, which it is for; else only those before the run.
+    With `sink_q` the first range has all sink tokens, which take that query; otherwise only those before the run.
     """
     window = load_i32(argument(arguments, POLICY.windows) + 4 * sequence)
     sinks = load_i32(argument(arguments, POLICY.sinks) + 4 * sequence)
@@ -50,7 +50,7 @@ def visible_indices(arguments, sequence, position):
 
 @helper
 def visible(arguments, sequence, position):
-    """`TableReader.visible`: the ranges as aligned indices, and the shift of the run."""
+    """Return the ranges as aligned indices, and the shift of the run (`TableReader.visible`)."""
     sinks_end, run_begin, run_end = visible_indices(arguments, sequence, position)
     shift = position + 1 - run_end
     return sinks_end, run_begin + shift, shift
@@ -63,7 +63,7 @@ def _block_at(arguments, sequence, number):
 
 
 def make_table(shift_at: int) -> TableReader:
-    """How compact tables are read: keys are counted by aligned index; the shift lies at `shift_at` of the thread's memory."""
+    """Build the reader of compact tables: keys are numbered by aligned index; the shift is at `shift_at` of the thread's memory."""
 
     @helper
     def set_shift(memory, shift):

@@ -1,8 +1,8 @@
-"""The Triton kernels `attend_rows` and `add_mass` of `policy_attention`.
+"""The Triton kernels of `policy_attention`: `attend_rows`, and `add_mass` (of `add_block_mass`).
 
-`attend_rows`: a program computes a tile, which is some query tokens of one sequence with the query heads of one KV head. It loops
-over the table's keys, BLOCK_N table indices at a time, skips what none of its rows sees, and keeps an online softmax in base 2.
-`add_mass`: a program computes the attention probability of one column of one table, over all rows and heads of the sequence.
+`attend_rows`: a program computes a tile, a group of query tokens of one sequence with the query heads of one KV head. It loops over
+the table's keys, BLOCK_N table indices at a time, skips keys that none of its rows sees, and keeps an online softmax in base 2.
+`add_mass`: a program adds up the attention probabilities of one column of one table, over all rows and heads of the sequence.
 
 A *table index* is a key's place in the compact table (column * P + offset); `key_blocks` gives its position. Heads of other widths
 than powers of two are padded. Rows of quantised caches are multiplied as they are stored: a key's scale multiplies its scores, and
@@ -25,14 +25,14 @@ from transom_kernels.triton_math import LOG2_E, tanh
 
 @triton.jit
 def _sees(key, position, window, sinks):
-    """The mask [M, N]: which keys [N] queries at `position` [M] see."""
+    """Return the mask [M, N] of the keys [N] that queries at `position` [M] see."""
     recent = key[None, :] > position[:, None] - window
     return (key[None, :] <= position[:, None]) & (recent | (key[None, :] < sinks))
 
 
 @triton.jit
 def _load_window(window, b):
-    """A sequence's window; the largest integer where there is none."""
+    """Return a sequence's window; the largest integer if it has none."""
     tokens = tl.load(window + b)
     return tl.where(tokens > 0, tokens, 2147483647)
 
@@ -42,7 +42,7 @@ def _scores(
     queries, sink_queries, keys, key_scales, key, sinks, scale, soft_cap,
     HAS_SOFT_CAP: tl.constexpr, HAS_SINK_QUERY: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Scores [M, N] in base 2 of queries [M, D] and keys [N, D]; keys below `sinks` are multiplied with `sink_queries`.
+    """Return scores [M, N] in base 2 of queries [M, D] and keys [N, D]; keys below `sinks` are multiplied with `sink_queries`.
 
     Keys of a quantised cache have scales [N].
     """
@@ -118,7 +118,7 @@ def attend_rows(
 
     # --- the tile's rows and queries ---
     m = tl.arange(0, BLOCK_M)
-    token = m // GROUP  # [BLOCK_M], as all of these
+    token = m // GROUP  # [BLOCK_M], like the following
     head = kv_head * GROUP + m % GROUP
     is_row = token < num_tokens
     position = tl.load(start + b) + first_row - tl.load(query_offset + b) + token
@@ -235,7 +235,7 @@ def add_mass(
     key = tl.load(key_blocks + place) * BLOCK_SIZE + offset
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     last = tl.load(start + b) + end_row - first_row - 1
-    readable = (offset < BLOCK_SIZE) & (key <= last)  # keys after the last row may be anything
+    readable = (offset < BLOCK_SIZE) & (key <= last)  # slots after the last row's key may hold anything
     total = tl.zeros([BLOCK_N], tl.float32)
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     KEY_TYPE: tl.constexpr = tl.float32 if UPCAST else q.dtype.element_ty

@@ -1,7 +1,7 @@
 """Launches the Triton kernels of `policy_attention` and `add_block_mass`.
 
-One launch computes all sequences with one new token, another all others in tiles of several tokens. Tables under a policy are
-short, so keys are not split among programs.
+One launch computes all sequences with one new token, and another one all other sequences in tiles of several tokens. Tables under a
+policy are short, so keys are not split among programs.
 
 Legend: T query tokens, H query heads, KVH KV heads, D key width, Dv value width, B sequences, N table columns, W tiles.
 """
@@ -19,9 +19,9 @@ from transom_kernels.quantised_kv import is_packed, refuse_old_device
 
 
 def policy_attention_triton(inputs: PolicyInputs) -> torch.Tensor:
-    """Attention [T, H, Dv] of `q` [T, H, D] over compact block tables: softmax(scale q k^T) v, for sink tokens of `sink_q`.
+    """Return attention [T, H, Dv] of `q` [T, H, D] over compact block tables: softmax(scale q k^T) v.
 
-    Statistics [T, H, 2] get each row's maximum and sum; `op.policy_attention` has the whole contract.
+    Keys of sink tokens are multiplied with `sink_q` if it is given; `statistics` [T, H, 2] receives each row's maximum and sum.
     """
     refuse_old_device(inputs.k_cache)
     q, k_cache, v_cache, batch = inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch
@@ -53,7 +53,7 @@ def policy_attention_triton(inputs: PolicyInputs) -> torch.Tensor:
 
 
 def add_block_mass_triton(mass: torch.Tensor, inputs: PolicyInputs) -> None:
-    """Add to `mass` [B, N] the attention probability of each block's keys, of all rows and heads (`op.add_block_mass`)."""
+    """Add to `mass` [B, N] the probabilities exp2(score - maximum) / sum of each block's keys, summed over all rows and heads."""
     refuse_old_device(inputs.k_cache)
     q, k_cache, batch, k_scale = inputs.q, inputs.k_cache, inputs.batch, inputs.k_scale
     config = _config(inputs, decodes=True)
@@ -83,12 +83,12 @@ def _config(inputs: PolicyInputs, decodes: bool) -> TileConfig:
 
 
 def _scale_strides(scales: torch.Tensor | None) -> tuple[int, ...]:
-    """Strides of blocks, tokens and heads."""
+    """Return the strides of blocks, tokens and heads; zeros if there are no scales."""
     return (0, 0, 0) if scales is None else scales.stride()
 
 
 def _tiles(batch: PolicyBatch, config: TileConfig, decodes: bool, device: torch.device) -> torch.Tensor:
-    """[W, 3] int32: sequence, first row and number of tokens of each tile, of decoding sequences or of all others."""
+    """Return the tiles of decoding sequences or of all others, [W, 3] int32: sequence, first row and number of tokens."""
     key = ("tiles", decodes, config.tokens)
     if key not in batch.scratch:
         tiles, row = [], 0

@@ -1,7 +1,7 @@
-"""Tile sizes of the Triton kernels of `policy_attention`.
+"""Chooses tile sizes of the Triton kernels of `policy_attention`.
 
-Memory-bound decoding takes tiles of 16 rows, the least of a product on tensor cores; prompts take 64. These kernels run for a
-step's policy rows alone, so there is one configuration for each kind, chosen to fit registers and shared memory.
+Memory-bound decoding takes tiles of 16 rows, the least for a product on tensor cores; prompts take 64. These kernels compute only
+the rows of a step that have a policy, so there is one configuration for each kind, chosen to fit registers and shared memory.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 MIN_DOT_ROWS = 16
 PROMPT_ROWS = 64
-# The most registers that a thread can have. Without this limit ptxas spills one or two of them to seat one more program on a
-# multiprocessor.
+# The most registers that a thread can have. Without this limit ptxas spills one or two of them so that one more program fits on
+# a multiprocessor.
 MAX_REGISTERS = 255
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileConfig:
-    """How the kernels are compiled: query tokens and rows of a tile, keys of an iteration, warps, pipeline stages."""
+    """The constants for which kernels are compiled: tokens and rows of a tile, keys of an iteration, warps, pipeline stages."""
 
     tokens: int
     block_m: int
@@ -27,9 +27,9 @@ class TileConfig:
 
 
 def tile_config(*, group: int, widest: int, element_bytes: int, cache_bytes: int, decodes: bool) -> TileConfig:
-    """The configuration for `group` query heads per KV head, of at most `widest` numbers.
+    """Return the configuration for `group` query heads per KV head with at most `widest` numbers each.
 
-    Queries have `element_bytes` bytes each, elements of the cache `cache_bytes`.
+    An element of queries has `element_bytes` bytes, one of the cache `cache_bytes`.
     """
     wanted = group if decodes else max(group, PROMPT_ROWS if element_bytes <= 2 and widest <= 128 else MIN_DOT_ROWS)
     block_m = MIN_DOT_ROWS
