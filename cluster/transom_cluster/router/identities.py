@@ -47,7 +47,7 @@ def is_gone(identity: str, connections: Mapping[str, WorkerConnection]) -> bool:
     """
     present = [one for one in connections.values() if not one.is_draining]
     may_come = any(one.info is None or one.identity == identity for one in present)
-    return not may_come and any(one.takes_requests for one in present)
+    return not may_come and any(one.is_open for one in present)
 
 
 def model_gone() -> WorkerLost:
