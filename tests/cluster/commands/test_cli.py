@@ -326,7 +326,7 @@ def test_the_end_of_its_terminal_ends_a_server_as_sigterm_does(monkeypatch, numb
     monkeypatch.setattr(serve_command, "LocalRay", Cluster)
     for name in ("check_start", "_wait_for_first_response", "_print_welcome"):
         monkeypatch.setattr(serve_command, name, lambda *_: [])
-    monkeypatch.setattr(serve_command.typer, "echo", echo)
+    monkeypatch.setattr("typer.echo", echo)
     assert serve_command.run_server(Settings.parse(model="m"), {}) == 0
     assert calls == ["drain", "write_caches", "stop"]
 

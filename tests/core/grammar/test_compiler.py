@@ -111,7 +111,9 @@ def test_memory_of_small_texts_stays_within_the_cache() -> None:
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
     num_compiled, grown_mib = map(int, done.stdout.split())
     assert num_compiled == 31
-    assert grown_mib < 150  # all of them take 300; what the allocator keeps of freed ones depends on the threads' timing
+    assert (
+        grown_mib < 150
+    )  # all of them take 300; what the allocator keeps of freed ones depends on the threads' timing
 
 
 def test_a_grammar_that_takes_too_long_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
