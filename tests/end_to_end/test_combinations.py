@@ -1,9 +1,9 @@
 """Everything on at once, and exact: every feature in every combination gives the tokens of a plain reference.
 
 One table has the features: prefix cache, window repair, pool size (preemption), steps in flight, chunk size, the hybrid cache on or
-off; over models with full, window, sink + window and chunked layers. Every combination has resumed requests, and answers held to a
-grammar beside free ones. Every pair of values meets every day, every three values in `make test-all`. Tiers, formats of the cache,
-steps that fail and several ranks have tests of their own, each with everything else on.
+off, one client or several that take turns; over models with full, window, sink + window and chunked layers. Every combination has
+resumed requests, and answers held to a grammar beside free ones. Every pair of values meets every day, every three values in
+`make test-all`. Tiers, formats of the cache, steps that fail and several ranks have tests of their own, each with all else on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import math
 import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from transom_worker.engine.disk_tier import EngineDiskTier
 from transom_worker.engine.engine import Engine
 from transom_worker.execution.executor_factory import create_executor
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
-from transom_worker.scheduling import in_flight_prefixes
+from transom_worker.scheduling import fair_preemption, in_flight_prefixes
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan
 
@@ -52,6 +52,7 @@ AHEAD = 3  # two steps in flight, on a device that lags the host
 LIST = json_grammar({"type": "array", "items": {"type": "string", "maxLength": 6}, "minItems": 100})
 GRAMMARS = {i: LIST for i in range(3, len(LENGTHS), 5)}
 CACHING, POOLS, IN_FLIGHT = ("repair", "on", "off"), ("tight", "roomy"), (1, 2, AHEAD)
+WEIGHTS = (1.0, 2.0, 0.5)  # of clients
 SETTINGS: dict[str, Any] = {"block_size": 8, "max_model_len": 256, "max_num_seqs": 8}
 
 
@@ -65,9 +66,10 @@ class Mix:
     in_flight: int
     chunk: int
     hybrid: bool
+    num_clients: int
 
 
-FEATURES = (list(MODELS), CACHING, POOLS, IN_FLIGHT, CHUNKS, (True, False))
+FEATURES = (list(MODELS), CACHING, POOLS, IN_FLIGHT, CHUNKS, (True, False), (1, len(WEIGHTS)))
 PAIRS, TRIPLES = covering(*FEATURES), covering(*FEATURES, strength=3)
 MIXES = some_daily(dict.fromkeys([*PAIRS, *TRIPLES]), PAIRS)
 
@@ -101,6 +103,9 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         wait_for(self, sequence, producer, num_hash_blocks)
 
     monkeypatch.setattr(in_flight_prefixes, "MIN_SHARED_TOKENS", 8)
+    monkeypatch.setattr(
+        fair_preemption, "SLICE_STEPS", 4
+    )  # clients claim slots and memory from each other in short runs, too
     monkeypatch.setattr(in_flight_prefixes.InFlightPrefixes, "wait_for", noted)
     return waited
 
@@ -109,20 +114,30 @@ Margins = list[list[dict[int, float]]]  # by answer and step: log-probabilities 
 CLOSE_CALL = 0.2  # nats
 
 
-def ask(request_id: str, index: int, prompt: list[int], **more: Any) -> Request:
-    """The request of one of `prompts`."""
-    return make_request(request_id, prompt, max_tokens=NUM_TOKENS, grammar=GRAMMARS.get(index), **more)
+def ask(request_id: str, index: int, prompt: list[int], *, num_clients: int = len(WEIGHTS), **more: Any) -> Request:
+    """The request of one of `prompts`, from one of the clients."""
+    request = make_request(request_id, prompt, max_tokens=NUM_TOKENS, grammar=GRAMMARS.get(index), **more)
+    client = index * index % 5 % num_clients
+    return replace(request, client=str(client), client_weight=WEIGHTS[client])
 
 
 def check(
-    engine: Engine, want: list[list[int]], where: object, *, lose: bool = True, margins: Margins | None = None
+    engine: Engine,
+    want: list[list[int]],
+    where: object,
+    *,
+    lose: bool = True,
+    margins: Margins | None = None,
+    num_clients: int = len(WEIGHTS),
 ) -> Counter[str]:
     """All prompts twice: from nothing, and resumed over what is cached then, without its windows if `lose`.
 
     Returns how often what happened on the way, so that a test can say that nothing is exact because it did not happen.
     """
-    fresh = [ask(f"r{i}", i, p) for i, p in enumerate(prompts())]
-    resumed = [ask(f"s{i}", i, p, resumed=want[i][: i % NUM_TOKENS]) for i, p in enumerate(prompts())]
+    fresh = [ask(f"r{i}", i, p, num_clients=num_clients) for i, p in enumerate(prompts())]
+    resumed = [
+        ask(f"s{i}", i, p, num_clients=num_clients, resumed=want[i][: i % NUM_TOKENS]) for i, p in enumerate(prompts())
+    ]
     got = run(engine, fresh)
     compare([whole.token_ids for whole in got], want, where, margins)
     if lose:
@@ -175,7 +190,7 @@ def test_a_combination_is_exact(
         steps_in_flight=min(mix.in_flight, 2),
         kv_cache_memory_bytes=8 << 20 if mix.pool == "roomy" else (tight_kib if mix.hybrid else 300) << 10,
     )
-    seen = check(engine, expected[mix.model], mix, lose=mix.caching == "repair")
+    seen = check(engine, expected[mix.model], mix, lose=mix.caching == "repair", num_clients=mix.num_clients)
     assert not isinstance(engine.executor, AheadExecutor) or engine.executor.queue.num_ahead > 0
     assert (seen["hits"] > 0) == bool(waits) == (mix.caching != "off")
     if mix.pool == "tight" and mix.chunk > min(CHUNKS):  # with the smallest chunks few requests run side by side

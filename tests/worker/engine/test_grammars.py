@@ -215,7 +215,10 @@ def test_a_request_that_was_aborted_leaves_nothing(engine: Engine) -> None:
     """While its grammar is compiled, and while it runs; its id may be used again with another grammar at once."""
     engine.add(make_request("r", [60], grammar="start: /[a-f]{5}/", max_tokens=5))
     assert engine.has_work
+    engine.add(make_request("never", [60], grammar="start: /[g-z]{5}/", max_tokens=5))
+    assert engine.abort("never")
     assert engine.abort("r")
+    assert not len(engine.grammars.compiler._jobs)  # nobody wants these grammars any more
     engine.add(make_request("r", [60], grammar="start: /[0-9]{5}/", max_tokens=5))
     events: list[OutputEvent] = []
     while engine.has_work:

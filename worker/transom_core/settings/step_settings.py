@@ -31,7 +31,7 @@ class BatchingSettings(BaseModel):
         1024,
         ge=0,
         description="Most requests that wait at one worker; it refuses more, and the client gets 503 where every worker "
-        "does.",
+        "does. Of several clients each has its share of these places, even if others have taken them.",
     )
     scheduling_policy: SchedulingPolicy = Field(
         "fcfs",

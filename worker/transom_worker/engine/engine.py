@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from transom_core.clock import steady_time_s
@@ -180,10 +180,18 @@ class Engine:
 
     # Requests in and out
 
-    def add(self, request: Request, *, arrival_s: float | None = None, is_held: bool = False) -> None:
+    def add(
+        self,
+        request: Request,
+        *,
+        arrival_s: float | None = None,
+        is_held: bool = False,
+        awaits_group: bool = False,
+    ) -> None:
         """Take one request; its events come out of `step`. It came to this worker at `arrival_s` by `clock` (None: now).
 
-        A request that `is_held` does not run before `stop_holding`; while there are no others, the engine has no work.
+        A request that `is_held` does not run before `stop_holding`, and one that `awaits_group` not before `end_group`; while there
+        are no others, the engine has no work.
 
         Raises:
             RequestError: wrong, too long, too large or a duplicate id.  Overloaded: the queue is full.
@@ -206,7 +214,7 @@ class Engine:
             self._ready.append(running.end_event())
             return
         looks_on_disk = self._disk.exists and not is_held
-        running.num_holds = int(is_held or looks_on_disk) + (request.grammar is not None)
+        running.num_holds = int(is_held or looks_on_disk) + (request.grammar is not None) + awaits_group
         self.grammars.check_room(request)
         self.scheduler.add(request, is_held=running.num_holds > 0)
         self.requests[request.request_id] = running
@@ -223,6 +231,11 @@ class Engine:
             self._rates.fetched(report.num_bytes, report.seconds)
             self.events.prefix_fetched(running.times, report)
             running.num_fetched_tokens = report.num_tokens
+            self._end_hold(request_id)
+
+    def end_group(self, request_ids: Iterable[str]) -> None:
+        """Let requests run that have waited for the others of their group, as far as nothing else holds them."""
+        for request_id in request_ids:
             self._end_hold(request_id)
 
     def abort(self, request_id: str) -> bool:

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from transom_core.contract import ErrorInfo, OutputEvent, Request, WorkerMessage
 from transom_core.errors import EngineDead, TransomError, WorkerLost
+from transom_worker.engine.arrivals import Arrivals, Group
 from transom_worker.engine.engine import RESTARTING, Engine
 from transom_worker.engine.step_watchdog import Turns, Watchdog
 from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
@@ -49,6 +50,7 @@ class EngineThread:
         """
         self._engine = engine
         self._deliver = deliver
+        self._arrivals = Arrivals(self._add, self._end_group)
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._stopping = False
@@ -68,7 +70,8 @@ class EngineThread:
     def submit(self, requests: list[Request], *, held: Container[str] = ()) -> Future[list[ErrorInfo | None]]:
         """Admit all of `requests` or none: the future has one entry each, None where admission found nothing wrong.
 
-        Those whose ids are in `held` do not run before `stop_holding`.
+        Those whose ids are in `held` do not run before `stop_holding`. Large groups are added in pieces between steps (`arrivals`),
+        and after a refusal the rest is not tried.
 
         The future cannot be cancelled: a caller that gives up must `abort` the requests. While ranks are started again, all
         requests are refused at once.
@@ -79,7 +82,8 @@ class EngineThread:
             future.set_result([ErrorInfo.of(WorkerLost(RESTARTING))] * len(requests))
             return future
         arrival_s = self._engine.clock()  # a step may run now
-        self._post(lambda: future.set_result(self._add_all(requests, arrival_s, held)))
+        group = Group(requests=requests, arrival_s=arrival_s, fetched=held, future=future)
+        self._post(lambda: self._arrivals.add(group))
         return future
 
     def abort(self, request_ids: list[str]) -> None:
@@ -87,7 +91,8 @@ class EngineThread:
 
         def command() -> None:
             for request_id in request_ids:
-                self._engine.abort(request_id)
+                if not self._engine.abort(request_id):
+                    self._arrivals.abort(request_id)
 
         self._post(command)
 
@@ -163,12 +168,15 @@ class EngineThread:
     def _loop(self) -> None:
         while not self._stopping and not self._is_hung:
             self._turns.begin()
+            self._arrivals.next_turn()
             self._run_commands()
             if self._engine.has_work:
                 self._deliver_news(self._engine.step())
+                if self._arrivals.is_busy:
+                    continue
                 if blocked_s := self._engine.blocked_s:
                     self._sleep(blocked_s)
-            else:
+            elif not self._arrivals.is_busy:
                 self._deliver_news([], with_load=True)
                 self._sleep(None)
 
@@ -209,24 +217,32 @@ class EngineThread:
             try:
                 command = self._inbox.popleft()
             except IndexError:
-                return
+                break
             command()
+        if self._ended:
+            self._arrivals.flush()
 
-    def _add_all(self, requests: list[Request], arrival_s: float, held: Container[str]) -> list[ErrorInfo | None]:
-        results: list[ErrorInfo | None] = []
-        for request in requests:
-            try:
-                self._engine.add(request, arrival_s=arrival_s, is_held=request.request_id in held)
-                results.append(None)
-            except Exception as error:  # any error at the admission of a request is that request's error alone
-                if not isinstance(error, TransomError):
-                    logger.exception("A request could not be admitted.", extra={"request_id": request.request_id})
-                self._engine.events.refused(error)
-                results.append(ErrorInfo.of(error))
-        if any(results):
-            for request, result in zip(requests, results, strict=True):
-                if result is None:
-                    self._engine.abort(request.request_id)
+    def _add(self, group: Group, request: Request) -> ErrorInfo | None:
+        """Give the engine one request of a group; return the error of a refused one."""
+        is_fetched = request.request_id in group.fetched
+        try:
+            self._engine.add(request, arrival_s=group.arrival_s, is_held=is_fetched, awaits_group=group.is_held)
+        except Exception as error:  # any error at the admission of a request is that request's error alone
+            if not isinstance(error, TransomError):
+                logger.exception("A request could not be admitted.", extra={"request_id": request.request_id})
+            self._engine.events.refused(error)
+            return ErrorInfo.of(error)
+        return None
+
+    def _end_group(self, group: Group) -> None:
+        """Let a group's requests run that are all there, or drop them if one was refused."""
+        request_ids = [request.request_id for request in group.requests if request.request_id not in group.aborted]
+        if any(group.results):
+            for request_id, result in zip((one.request_id for one in group.requests), group.results, strict=True):
+                if result is None and request_id not in group.aborted:
+                    self._engine.abort(request_id)
         else:
-            self._taken += [request.request_id for request in requests]
-        return results
+            if group.is_held:
+                self._engine.end_group(request_ids)
+            self._taken += request_ids
+        group.future.set_result(group.results)

@@ -20,7 +20,7 @@ A single client is always the next one, so that nothing but the order of its own
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from transom_core.contract import Request
@@ -58,6 +58,7 @@ class Clients:
 
     def __init__(self) -> None:
         self._by_name: dict[str, Client] = {}
+        self._with_slots: dict[Client, None] = {}  # those that have running slots
         self._turns: list[tuple[float, float, OrderKey, Client]] = []  # of clients with a queue, the next one first
         self._time = VirtualTime()
         self._total_weight = 0.0
@@ -77,9 +78,9 @@ class Clients:
         return (entry[3] for entry in islice(self._turns, num_clients))
 
     @property
-    def num_waiting(self) -> int:
-        """Clients that have a queue."""
-        return len(self._turns)
+    def with_slots(self) -> Iterable[Client]:
+        """The clients that have running slots: no more than there are slots."""
+        return self._with_slots
 
     def exceeds_share(self, request: Request, num_places: int) -> bool:
         """Return whether one more sequence of this request's client would be more than its share of `num_places`."""
@@ -122,6 +123,10 @@ class Clients:
 
     def changed(self, client: Client) -> None:
         """Put a client where it belongs in the order of turns."""
+        if client.num_slots:
+            self._with_slots[client] = None
+        else:
+            self._with_slots.pop(client, None)
         if client.turn is not None:
             del self._turns[bisect_left(self._turns, client.turn)]
             client.turn = None

@@ -32,22 +32,26 @@ from transom_worker.scheduling.sequence import Sequence, SequenceStatus
 
 SLICE_STEPS = 64
 HEAD_FACTOR = 2
+RETRY_STEPS = 4  # after which a claim that has failed is tried again
 
 
 class FairPreemption:
     """Chooses whom to preempt. `block_bytes` are those of one block, by group; `num_steps` counts the steps that were planned.
 
-    A choice takes time in proportion to the running sequences. It is made only if slots or memory are short.
+    A choice takes time in proportion to the running sequences. It is made only if slots or memory are short, and for a slot in one
+    of `RETRY_STEPS` steps.
     """
 
     def __init__(self, clients: Clients, block_bytes: Sequences[int]) -> None:
         self._clients = clients
         self._block_bytes = tuple(block_bytes)
         self.num_steps = 0
+        self._claimed_in_vain: tuple[Client, Sequence] | None = None  # the last claim of a slot, if it failed
+        self._try_again_at = 0  # from this step on it is tried again
 
     def last(self) -> Sequence | None:
         """Return the sequence that is preempted if a running one lacks blocks; None if nothing runs."""
-        running = [client for client in self._clients if client.running]
+        running = [client for client in self._clients.with_slots if client.running]
         several = [client for client in running if len(client.running) > 1]
         loser = max(several, key=lambda client: (self._level(client), _last(client).order_key), default=None)
         largest = 0.0 if loser is None else HEAD_FACTOR * self.held(loser)
@@ -61,7 +65,15 @@ class FairPreemption:
 
     def for_slot(self, client: Client) -> Sequence | None:
         """Return the sequence whose running slot this client's first waiting one claims; None if it has to wait."""
-        others = [other for other in self._clients if other is not client and other.num_slots]
+        if self._claimed_in_vain == (client, client.queue.first) and self.num_steps < self._try_again_at:
+            return None
+        victim = self._slot_of_other(client)
+        self._claimed_in_vain = (client, client.queue.first) if victim is None else None
+        self._try_again_at = self.num_steps + RETRY_STEPS
+        return victim
+
+    def _slot_of_other(self, client: Client) -> Sequence | None:
+        others = [other for other in self._clients.with_slots if other is not client]
         if any(one.status is SequenceStatus.PREEMPTING for other in others for one in other.running):
             return None  # its slot comes free
         several = [other for other in others if other.num_slots > 1]
@@ -76,7 +88,7 @@ class FairPreemption:
 
     def for_blocks(self, client: Client) -> Sequence | None:
         """Return the sequence whose memory this client's first waiting one claims; None if it has to wait."""
-        others = [other for other in self._clients if other is not client and other.running]
+        others = [other for other in self._clients.with_slots if other is not client and other.running]
         several = [other for other in others if len(other.running) > 1]
         loser = max(several, key=self._level, default=None)
         if loser is not None and (

@@ -21,7 +21,7 @@ def work_families(own: OwnLabels, state: WorkerState) -> Iterator[Metric]:
     yield from _computed(own, state.work)
     yield own.counters(
         "transom_preemptions",
-        "Running requests that were put back into the queue to free memory, by mode.",
+        "Running requests that were put back into the queue, to free memory or because another client had its turn, by mode.",
         ("mode",),
         [((mode,), count) for mode, count in state.work.preemptions.items()],
     )
