@@ -27,10 +27,13 @@ MAX_ACCOUNTS = 1024  # once there are more, the smaller ones are forgotten: thes
 
 
 def cost_of(request: InFlightRequest) -> float:
-    """Return the cost of a request for its client. The choices of a prompt share its tokens."""
-    original = request.original
-    num_tokens = original.num_prompt_tokens if original.choice_index == 0 else 0
-    return (SEQUENCE_TOKENS + num_tokens) / original.client_weight
+    """Return the cost of a request for its client."""
+    return (SEQUENCE_TOKENS + num_own_tokens(request)) / request.original.client_weight
+
+
+def num_own_tokens(request: InFlightRequest) -> int:
+    """Return the tokens of a request's prompt, which only the first choice of a prompt counts."""
+    return request.original.num_prompt_tokens if request.original.choice_index == 0 else 0
 
 
 class ClientTurns:
@@ -102,6 +105,7 @@ class WaitingRequests:
     def __init__(self) -> None:
         self._by_client: dict[str, dict[InFlightRequest, None]] = {}  # sets in the order of entry
         self._num_requests = 0
+        self.num_tokens = 0  # of their prompts; the choices of one prompt share it
 
     def __len__(self) -> int:
         return self._num_requests
@@ -116,8 +120,10 @@ class WaitingRequests:
     def add(self, request: InFlightRequest) -> None:
         """Add a request, unless it is there."""
         requests = self._by_client.setdefault(request.original.client, {})
-        self._num_requests += request not in requests
-        requests[request] = None
+        if request not in requests:
+            requests[request] = None
+            self._num_requests += 1
+            self.num_tokens += num_own_tokens(request)
 
     def discard(self, request: InFlightRequest) -> None:
         """Remove a request, if it is there."""
@@ -127,6 +133,7 @@ class WaitingRequests:
             return
         del requests[request]
         self._num_requests -= 1
+        self.num_tokens -= num_own_tokens(request)
         if not requests:
             del self._by_client[client]
 

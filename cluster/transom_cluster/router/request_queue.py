@@ -39,6 +39,11 @@ from transom_core.errors import Overloaded, RequestTimeout, WorkerLost
 logger = logging.getLogger("transom.router")
 
 MAX_PLACED_AT_ONCE = 32  # in one turn of the event loop, which carries every client's stream: about 3 ms
+MAX_WAITING_TOKENS = 2**23  # of their prompts, which take up to 300 MB
+WAITING_REQUEST_BYTES, TOKEN_BYTES = (
+    8192,
+    36,
+)  # a choice with its deadline and events; an id in a tuple, which is an object
 MAX_WAITING = 4096  # new requests in the queue; requests whose worker was lost always enter it
 
 LATE = "The request's deadline has passed."
@@ -83,6 +88,20 @@ class RequestQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """About how much memory the requests that wait take."""
+        return len(self) * WAITING_REQUEST_BYTES + self._waiting.num_tokens * TOKEN_BYTES
+
+    @property
+    def num_accounts(self) -> int:
+        """How many clients have an account of what was placed for them."""
+        return len(self._turns)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._waiting) >= MAX_WAITING or self._waiting.num_tokens >= MAX_WAITING_TOKENS
 
     @property
     def num_submitting(self) -> int:
@@ -220,10 +239,10 @@ class RequestQueue:
             self._waiting.discard(request)
             request.fail(full)
             return
-        if not request.was_accepted and request not in self._waiting and len(self._waiting) >= MAX_WAITING:
+        if not request.was_accepted and request not in self._waiting and self._is_full:
             displaced = self._waiting.one_to_displace(request)
             self._waiting.discard(displaced or request)
-            (displaced or request).fail(Overloaded(TOO_MANY.format(n=MAX_WAITING)))
+            (displaced or request).fail(Overloaded(TOO_MANY.format(n=len(self._waiting) + (displaced is not None))))
             if displaced is None:
                 return
         if is_quarantined:  # suspects before it make progress, so that its wait is not for a worker

@@ -123,6 +123,11 @@ class TimelineStore:
         while self._num_ended_events > self._max_ended_events:
             self._displace()
 
+    @property
+    def num_events(self) -> int:
+        """The events of all timelines."""
+        return self._num_ended_events + sum(len(timeline.events) for timeline in self.running())
+
     def running(self) -> list[Timeline]:
         """Return the timelines of the requests that have not ended, the oldest first."""
         return list(self._running.values())
