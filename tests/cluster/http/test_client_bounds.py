@@ -17,6 +17,7 @@ from transom_cluster.http.api import build_api
 from transom_cluster.router import request_queue
 from transom_core.config import FailoverConfig
 from transom_core.errors import Overloaded, RateLimited
+from transom_core.fair_cache import FairCache
 from transom_core.grammar import GrammarChecker
 
 NUM_REQUESTS = 150
@@ -47,7 +48,10 @@ async def test_whatever_clients_fill_stays_within_its_bound(monkeypatch: pytest.
     directory = StubDirectory(worker)
     router = make_router(directory=directory, api_keys=("hostile", "usual"), failover=FailoverConfig(wait_s=60))
     router.grammar_checker = checker
-    caches = {"verdicts on grammars": checker.kept, "workers of cache keys": router.placer.cache_keys.workers}
+    caches: dict[str, FairCache[bytes, Any]] = {
+        "verdicts on grammars": checker.kept,
+        "workers of cache keys": router.placer.cache_keys.workers,
+    }
     for cache in caches.values():
         cache.max_bytes = 16_000
     app = build_api(router)
