@@ -24,6 +24,7 @@ from transom_core.contract import (
 )
 from transom_core.contract.kv_events import CacheShape, KvUpdate
 from transom_core.errors import LossCause, Overloaded, WorkerLost
+from transom_core.fair_cache import FairCache
 from transom_core.grammar import CheckedGrammar
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.text.chat_template import Prompt
@@ -91,6 +92,8 @@ class ByteTokenizer:
 
 class AnyGrammar:
     """Finds nothing wrong with grammars."""
+
+    kept: FairCache[bytes, str] = FairCache(1 << 20)
 
     def is_known(self, grammar: str) -> bool:
         return True

@@ -15,7 +15,8 @@ from starlette.responses import Response
 
 from transom_cluster.http import block_map_routes, metrics_routes, request_timeline_routes, server_routes
 from transom_cluster.http.api_keys import ApiKeys, shows_all_clients
-from transom_cluster.http.client_limits import WorkLimits
+from transom_cluster.http.client_bounds import client_bounds
+from transom_cluster.http.client_limits import LimitSet
 from transom_cluster.http.cross_origin import CrossOriginMiddleware
 from transom_cluster.http.declared_statuses import declared_statuses
 from transom_cluster.http.middleware import (
@@ -57,11 +58,12 @@ def build_api(router: Router) -> FastAPI:
         title="Transom", version=__version__, lifespan=lifespan, redirect_slashes=False, telemetry=NO_TELEMETRY
     )
     keys, admins = ApiKeys.from_config(router.config), ApiKeys.admins_from_config(router.config)
-    work = WorkLimits(router.config.limits)
-    _add_middleware(api, router, keys, admins, work)
+    limits = LimitSet(router.config.limits)
+    api.state.client_bounds = client_bounds(router, limits)
+    _add_middleware(api, router, keys, admins, limits)
     _add_error_handlers(api)
     preparation = RequestPreparation(router)
-    OpenAiRoutes(router, preparation, work).add_routes(api)
+    OpenAiRoutes(router, preparation, limits.work).add_routes(api)
     TokenizeRoutes(router, preparation).add_routes(api)
     for routes in (server_routes, metrics_routes, request_timeline_routes, block_map_routes):
         routes.add_routes(api, router)
@@ -74,11 +76,11 @@ def build_api(router: Router) -> FastAPI:
     return api
 
 
-def _add_middleware(api: FastAPI, router: Router, keys: ApiKeys, admins: ApiKeys, work: WorkLimits) -> None:
+def _add_middleware(api: FastAPI, router: Router, keys: ApiKeys, admins: ApiKeys, limits: LimitSet) -> None:
     """Add the middleware, the innermost layer first, so that outer layers count and log the requests that inner layers refuse."""
     config = router.config
-    api.add_middleware(BodyLimitMiddleware, max_body_bytes=config.max_body_bytes)
-    api.add_middleware(ClientLimitMiddleware, limits=config.limits, work=work)
+    api.add_middleware(BodyLimitMiddleware, max_body_bytes=config.max_body_bytes, bodies=limits.bodies)
+    api.add_middleware(ClientLimitMiddleware, limits=limits)
     api.add_middleware(ApiKeyMiddleware, keys=keys, admins=admins)
     api.add_middleware(HeaderLimitMiddleware, max_header_bytes=config.limits.max_header_bytes)
     api.add_middleware(ErrorMiddleware, show_messages=config.log_prompts)

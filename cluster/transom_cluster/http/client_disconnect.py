@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NoReturn
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 
@@ -28,6 +29,12 @@ async def run_until_disconnect(
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await task
+
+
+async def raise_on_disconnect(receive: Receive) -> NoReturn:
+    """Wait until the client of a request whose body was read disconnects. Raises ClientDisconnect."""
+    await _wait_for_disconnect(receive)
+    raise ClientDisconnect
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from transom_core.config import LimitsConfig
 from transom_core.contract import Request
-from transom_core.errors import RateLimited, RequestError
+from transom_core.errors import Overloaded, RateLimited, RequestError
+from transom_core.fair_cache import CLIENT_SHARE
 
+HELD_BODY_BYTES = 1 << 30
 MAX_IDLE_CLIENTS = 1024  # once there are this many clients, idle ones are forgotten
 CONCURRENCY_RETRY_S = 1.0
 
@@ -137,11 +140,65 @@ class _Client:
         self.num_concurrent = 0
 
 
+class LimitSet:
+    """All limits of clients at one router, by the kind of what they limit."""
+
+    def __init__(self, limits: LimitsConfig) -> None:
+        self.posts = ClientLimits(
+            "requests", per_minute=limits.requests_per_minute, concurrent=limits.concurrent_requests
+        )
+        self.gets = ClientLimits(
+            "GET requests", per_minute=limits.get_requests_per_minute, concurrent=limits.concurrent_get_requests
+        )
+        self.costly_gets = ClientLimits("costly GET requests", per_minute=limits.costly_get_requests_per_minute)
+        self.streams = ClientLimits("streams of the block map", concurrent=limits.block_map_streams)
+        self.work = WorkLimits(limits)
+        self.bodies = HeldBodies(HELD_BODY_BYTES)
+
+    @property
+    def num_entries(self) -> int:
+        """How many entries of clients there are in all tables together."""
+        tables = (self.posts, self.gets, self.costly_gets, self.streams, self.work.sequences, self.work.tokens)
+        return sum(table.num_clients for table in tables)
+
+
+class HeldBodies:
+    """The bytes of the bodies of all requests that have not ended. A client holds a quarter of what all may hold."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._by_client: Counter[str] = Counter()
+
+    def add(self, client: str, num_bytes: int) -> None:
+        """Count bytes of a body that have come.
+
+        Raises:
+            RateLimited: the client holds too much.
+            Overloaded: all clients together do.
+        """
+        self.num_bytes += num_bytes
+        self._by_client[client] += num_bytes
+        if self._by_client[client] > self._max_bytes * CLIENT_SHARE:
+            raise RateLimited(
+                "The bodies of this client's concurrent requests are too large together; wait until some have ended."
+            )
+        if self.num_bytes > self._max_bytes:
+            raise Overloaded("The bodies of all concurrent requests are too large together; try again later.")
+
+    def remove(self, client: str, num_bytes: int) -> None:
+        """Count no more what `add` has counted, refused bytes too."""
+        self.num_bytes -= num_bytes
+        self._by_client[client] -= num_bytes
+        if not self._by_client[client]:
+            del self._by_client[client]
+
+
 class WorkLimits:
     """The limits of the work that each client's requests make: sequences at once, and tokens in a minute."""
 
     def __init__(self, limits: LimitsConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._sequences = ClientLimits("sequences", concurrent=limits.concurrent_sequences, clock=clock)
+        self.sequences = ClientLimits("sequences", concurrent=limits.concurrent_sequences, clock=clock)
         self.tokens = ClientLimits("tokens", per_minute=limits.tokens_per_minute, clock=clock)
 
     @contextlib.contextmanager
@@ -152,5 +209,5 @@ class WorkLimits:
             RateLimited, RequestError: see `ClientLimits.request`.
         """
         num_tokens = sum(request.num_prompt_tokens for request in requests if request.choice_index == 0)
-        with self._sequences.request(client, places=len(requests)), self.tokens.request(client, cost=num_tokens):
+        with self.sequences.request(client, places=len(requests)), self.tokens.request(client, cost=num_tokens):
             yield

@@ -22,6 +22,7 @@ from transom_cluster.openai.answer.writers import ResponseWriter
 from transom_cluster.router.output_stream import OutputStream
 from transom_cluster.router.router import Router
 from transom_cluster.telemetry.request_events import ClientLeft, RequestEvents
+from transom_cluster.telemetry.request_timeline import ONLY_CLIENT
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.tracebacks import traceback_lines
 from transom_core.contract import OutputEvent, Request
@@ -52,6 +53,7 @@ class GenerationResponse(Response):
         writer: ResponseWriter,
         *,
         work: WorkLimits,
+        client: str = ONLY_CLIENT,
         stream: bool,
         events: RequestEvents,
         headers: Sequence[tuple[bytes, bytes]] = (),
@@ -59,7 +61,7 @@ class GenerationResponse(Response):
         super().__init__()
         self._more_headers = list(headers)
         self._work = work
-        self._client = ""
+        self._client = client
         self._events = events
         self._router = router
         self._requests = requests
@@ -69,7 +71,6 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the requests and send their output; abort them if the client disconnects first."""
-        self._client = request_state(scope).client
         await run_until_disconnect(
             self._run(scope, send), receive, on_disconnect=lambda: self._events.report(ClientLeft())
         )

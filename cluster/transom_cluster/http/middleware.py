@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from transom_cluster.http.api_keys import ApiKeys, KeyOwner, address_digest, shows_all_clients
-from transom_cluster.http.client_limits import Budget, ClientLimits, WorkLimits
+from transom_cluster.http.client_limits import Budget, ClientLimits, HeldBodies, LimitSet
 from transom_cluster.http.declared_statuses import OTHER
 from transom_cluster.http.request_state import request_state, routed_path
 from transom_cluster.openai.answer.error_responses import (
@@ -30,7 +30,6 @@ from transom_cluster.openai.answer.error_responses import (
 )
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.tracebacks import traceback_lines
-from transom_core.config import LimitsConfig
 from transom_core.errors import RateLimited
 
 logger = logging.getLogger("transom.router")
@@ -179,18 +178,9 @@ class ClientLimitMiddleware:
     answer.
     """
 
-    def __init__(self, app: ASGIApp, limits: LimitsConfig, work: WorkLimits) -> None:
+    def __init__(self, app: ASGIApp, limits: LimitSet) -> None:
         self._app = app
-        self._work = work
-        self._posts = ClientLimits(
-            "requests", per_minute=limits.requests_per_minute, concurrent=limits.concurrent_requests
-        )
-        self._gets = ClientLimits(
-            "GET requests", per_minute=limits.get_requests_per_minute, concurrent=limits.concurrent_get_requests
-        )
-        self._has_budgets = limits.requests_per_minute is not None or limits.tokens_per_minute is not None
-        self._costly_gets = ClientLimits("costly GET requests", per_minute=limits.costly_get_requests_per_minute)
-        self._streams = ClientLimits("streams of the block map", concurrent=limits.block_map_streams)
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
@@ -198,7 +188,7 @@ class ClientLimitMiddleware:
             await self._app(scope, receive, send)
             return
         client = request_state(scope).client
-        if scope["method"] == "POST" and self._has_budgets:
+        if scope["method"] == "POST":
             send = self._with_budgets(client, send)
         with contextlib.ExitStack() as stack:
             try:
@@ -214,29 +204,33 @@ class ClientLimitMiddleware:
 
         async def send_with_budgets(message: Message) -> None:
             if message["type"] == "http.response.start":
-                budgets = {"requests": self._posts.budget(client), "tokens": self._work.tokens.budget(client)}
+                budgets = {
+                    "requests": self._limits.posts.budget(client),
+                    "tokens": self._limits.work.tokens.budget(client),
+                }
                 more = [pair for name, budget in budgets.items() if budget for pair in _budget_headers(name, budget)]
-                message = {**message, "headers": [*message.get("headers", ()), *more]}
+                message = {**message, "headers": [*message.get("headers", ()), *more]} if more else message
             await send(message)
 
         return send_with_budgets
 
     def _limits_of(self, method: str, path: str) -> tuple[ClientLimits, ...]:
         if method == "POST":
-            return (self._posts,)
+            return (self._limits.posts,)
         if path == BLOCK_STREAM_PATH:
-            return (self._streams, self._gets)
+            return (self._limits.streams, self._limits.gets)
         if path in COSTLY_PATHS or path.startswith(f"{TIMELINES_PATH}/"):
-            return (self._gets, self._costly_gets)
-        return () if _is_open(path) else (self._gets,)
+            return (self._limits.gets, self._limits.costly_gets)
+        return () if _is_open(path) else (self._limits.gets,)
 
 
 class BodyLimitMiddleware:
     """Sends status 413 for a body over the limit, as soon as its Content-Length or the bytes read so far show it."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, bodies: HeldBodies) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
@@ -246,25 +240,28 @@ class BodyLimitMiddleware:
         if self._is_declared_larger(Headers(scope=scope).get("content-length", "")):
             await send_error(body_too_large(self._max_body_bytes).error, send)
             return
-        await self._app(scope, self._counted(receive), send)
+        client, num_bytes = request_state(scope).client, 0
+
+        async def counted_receive() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_new = len(message.get("body", b""))
+            num_bytes += num_new
+            if num_bytes > self._max_body_bytes:
+                num_bytes -= num_new
+                raise body_too_large(self._max_body_bytes)
+            self._bodies.add(client, num_new)
+            return message
+
+        try:
+            await self._app(scope, counted_receive, send)
+        finally:
+            self._bodies.remove(client, num_bytes)
 
     def _is_declared_larger(self, length: str) -> bool:
         if not length.isdecimal():
             return False
         return len(length) > MAX_LENGTH_DIGITS or int(length) > self._max_body_bytes
-
-    def _counted(self, receive: Receive) -> Receive:
-        num_bytes = 0
-
-        async def counted_receive() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
-                raise body_too_large(self._max_body_bytes)
-            return message
-
-        return counted_receive
 
 
 def _is_open(path: str) -> bool:

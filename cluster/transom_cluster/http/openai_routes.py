@@ -127,7 +127,16 @@ class OpenAiRoutes:
         options = await threads.run(read_options, num_chars=body.num_form_bytes, inline_chars=MAX_INLINE_CHARS)
         grammar = await self._preparation.grammar(PLAIN, options, AnswerContext(), threads)
         requests = await self._preparation.engine_requests(
-            state, metadata, body, prompts, params, limits, kv_policy, grammar=grammar, prompt_param="prompt"
+            state,
+            metadata,
+            body,
+            prompts,
+            params,
+            limits,
+            kv_policy,
+            threads=threads,
+            grammar=grammar,
+            prompt_param="prompt",
         )
         echo = functools.partial(self._echoed_prompts, given, prompts, params.n)
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -178,7 +187,14 @@ class OpenAiRoutes:
         events = self._router.request_events(timeline, state.trace)
         raw_headers = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
         return GenerationResponse(
-            self._router, requests, writer, work=self._work, stream=stream, events=events, headers=raw_headers
+            self._router,
+            requests,
+            writer,
+            work=self._work,
+            client=state.client,
+            stream=stream,
+            events=events,
+            headers=raw_headers,
         )
 
     def _echoed_prompts(

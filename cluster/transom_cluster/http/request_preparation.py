@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from fastapi import Request
 
 from transom_cluster.http.api_keys import client_cache_salt
+from transom_cluster.http.client_disconnect import raise_on_disconnect
 from transom_cluster.http.request_state import RequestState, request_state
 from transom_cluster.openai.answer.answer_markup import AnswerMarkup
 from transom_cluster.openai.answer.answer_reader import AnswerReader
@@ -63,7 +64,8 @@ class RequestPreparation:
 
     def client_threads(self, request: Request) -> ClientThreads:
         """The threads for long work, as this request's client may use them."""
-        return ClientThreads(self._threads, request_state(request.scope).sharer)
+        left = functools.partial(raise_on_disconnect, request.receive)
+        return ClientThreads(self._threads, request_state(request.scope).sharer, left)
 
     async def body(self, request: Request) -> bytes:
         """Wait for a request's body. Raises RequestTimeout if it does not arrive in time."""
@@ -114,7 +116,16 @@ class RequestPreparation:
         context = markup.context(options, prompt_end=prompt.text[-PROMPT_END_CHARS:])
         grammar = await self.grammar(markup, options, context, threads)
         requests = await self.engine_requests(
-            state, metadata, body, [prompt], params, limits, kv_policy, grammar=grammar, prompt_param="messages"
+            state,
+            metadata,
+            body,
+            [prompt],
+            params,
+            limits,
+            kv_policy,
+            threads=threads,
+            grammar=grammar,
+            prompt_param="messages",
         )
         answers = [
             ChatAnswer(
@@ -167,6 +178,7 @@ class RequestPreparation:
         limits: ModelLimits,
         kv_policy: KvPolicy | None,
         *,
+        threads: ClientThreads,
         grammar: CheckedGrammar | None,
         prompt_param: str,
     ) -> list[contract.Request]:
@@ -198,5 +210,4 @@ class RequestPreparation:
             logprobs_param="top_logprobs" if prompt_param == "messages" else "logprobs",
         )
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        threads = ClientThreads(self._threads, state.sharer)
         return await threads.run(build, num_chars=num_tokens, inline_chars=MAX_INLINE_TOKENS)

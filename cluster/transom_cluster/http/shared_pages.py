@@ -41,7 +41,11 @@ class SharedPages:
         if page.task is None or (page.task.done() and page.tokens >= 1):
             page.tokens -= 1
             page.task = self._tasks.spawn(collect())
-        return await asyncio.shield(page.task)  # the collection continues if this caller leaves
+        try:
+            return await asyncio.shield(page.task)  # the collection continues if this caller leaves
+        except Exception:
+            self._pages.pop(key, None)  # only pages of processes that are there are kept
+            raise
 
     def _forget_full(self, now_s: float) -> None:
         """Forget pages whose buckets are full again: nobody has asked for them for some seconds."""

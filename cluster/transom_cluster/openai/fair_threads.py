@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 MAX_SHORT_CHARS = 100_000
 # There are fewer long threads than chat template processes, so that a short chat finds a process free.
@@ -88,19 +88,34 @@ class RequestThreads:
 
 
 class ClientThreads:
-    """The threads as one client's requests use them."""
+    """The threads as one HTTP request of a client uses them. `left` raises an error when the client has left; then its work is
+    cancelled, and what waits for its turn never runs."""
 
-    def __init__(self, threads: RequestThreads, client: str) -> None:
-        self._threads, self.client = threads, client
+    def __init__(
+        self, threads: RequestThreads, client: str, left: Callable[[], Coroutine[Any, Any, NoReturn]] | None = None
+    ) -> None:
+        self._threads, self.client, self._left = threads, client, left
 
     async def run(self, function: Callable[[], Result], *, num_chars: int, inline_chars: int = 0) -> Result:
-        """Call `function` on a thread. `num_chars` says how much work it is, as characters of text; up to `inline_chars` it is
-        called at once, on the event loop."""
+        """Call `function` on a thread and return its result. `num_chars` says how much work it is, as characters of text; up to
+        `inline_chars` it is called at once, on the event loop."""
         if num_chars <= inline_chars:
             return function()
         threads = self._threads.short if num_chars <= MAX_SHORT_CHARS else self._threads.long
-        return await threads.run(self.client, function)
+        return await self._until_left(threads.run(self.client, function))
 
     async def check(self, function: Callable[[], Result]) -> Result:
         """Call `function`, which waits for the check of a grammar, on a thread that nothing else needs."""
-        return await self._threads.checks.run(self.client, function)
+        return await self._until_left(self._threads.checks.run(self.client, function))
+
+    async def _until_left(self, work: Coroutine[Any, Any, Result]) -> Result:
+        if self._left is None:
+            return await work
+        task, left = asyncio.ensure_future(work), asyncio.ensure_future(self._left())
+        try:
+            await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else left.result()
+        finally:
+            for one in (task, left):
+                one.cancel()
+            await asyncio.gather(task, left, return_exceptions=True)

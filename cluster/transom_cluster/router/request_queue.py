@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from transom_cluster.router.background_tasks import BackgroundTasks
+from transom_cluster.router.client_turns import ClientTurns, TurnQueue, WaitingRequests
 from transom_cluster.router.identities import is_gone, model_gone, of_one_identity
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import NO_WORKER
@@ -37,6 +38,12 @@ from transom_core.errors import Overloaded, RequestTimeout, WorkerLost
 
 logger = logging.getLogger("transom.router")
 
+MAX_PLACED_AT_ONCE = 32  # in one turn of the event loop, which carries every client's stream: about 3 ms
+MAX_WAITING_TOKENS = 2**23  # of their prompts, which take up to 300 MB
+WAITING_REQUEST_BYTES, TOKEN_BYTES = (
+    8192,
+    36,
+)  # a choice with its deadline and events; an id in a tuple, which is an object
 MAX_WAITING = 4096  # new requests in the queue; requests whose worker was lost always enter it
 
 LATE = "The request's deadline has passed."
@@ -67,8 +74,15 @@ class RequestQueue:
         self._timings = timings
         self.quarantine = Quarantine(max_lost_workers=config.max_lost_workers)
         self._submissions = BackgroundTasks()
-        self._waiting: dict[InFlightRequest, None] = {}  # a set in the order of entry
+        self._turns = ClientTurns()
+        self._arrived = TurnQueue(
+            self._turns, policy
+        )  # new and lost requests for which no worker was looked for so far
+        self._waiting = WaitingRequests()
+        self._sweep: TurnQueue | None = None  # of the waiting ones, those that are still to be placed again
+        self._sweeps_again = False
         self._refusing: set[str] = set()  # workers that refused a request which waits; emptied at each retry
+        self._placing_arrived: asyncio.Handle | None = None
         self._placing: asyncio.Handle | None = None  # where the queue is about to place what waits
         self._retry: asyncio.TimerHandle | None = None
 
@@ -76,17 +90,33 @@ class RequestQueue:
         return len(self._waiting)
 
     @property
+    def waiting_bytes(self) -> int:
+        """About how much memory the requests that wait take."""
+        return len(self) * WAITING_REQUEST_BYTES + self._waiting.num_tokens * TOKEN_BYTES
+
+    @property
+    def num_accounts(self) -> int:
+        """How many clients have an account of what was placed for them."""
+        return len(self._turns)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._waiting) >= MAX_WAITING or self._waiting.num_tokens >= MAX_WAITING_TOKENS
+
+    @property
     def num_submitting(self) -> int:
         """Submissions to workers that run now; each carries one request or several."""
         return len(self._submissions)
 
     def enter(self, requests: Iterable[InFlightRequest]) -> None:
-        """Give requests to workers, at once where a worker may take them."""
+        """Give requests to workers, the first ones at once where a worker may take them."""
         requests, now_s = list(requests), time.monotonic()
         for request in requests:
             request.queued_s, request.wait_until_s = now_s, now_s + self._config.wait_s
             request.watch_deadline(self._expire, grace_s=self._timings.deadline_grace_s)
-        self._place(requests)
+            self._arrived.add(request)
+        if self._placing_arrived is None:
+            self._place_arrived()
 
     def withdraw(self, requests: Iterable[InFlightRequest]) -> None:
         """End those of the requests that have not ended, and abort them at their workers; returns at once."""
@@ -95,7 +125,7 @@ class RequestQueue:
             if request.has_ended:
                 continue
             request.end()
-            self._waiting.pop(request, None)
+            self._waiting.discard(request)
             if request.worker_id is not None:
                 by_worker.setdefault(request.worker_id, []).append(request)
         for worker_id, its_requests in by_worker.items():
@@ -106,7 +136,7 @@ class RequestQueue:
 
     async def stop(self) -> None:
         """Cancel what the queue is doing. No request may be waiting any more."""
-        for handle in (self._placing, self._retry):
+        for handle in (self._placing_arrived, self._placing, self._retry):
             if handle is not None:
                 handle.cancel()
         await self._submissions.cancel()
@@ -135,6 +165,8 @@ class RequestQueue:
         """Place what waits in the event loop's next turn."""
         if self._placing is None and self._waiting:
             self._placing = asyncio.get_running_loop().call_soon(self._place_waiting)
+        elif self._sweep is not None:
+            self._sweeps_again = True
 
     # Giving requests to workers
 
@@ -149,7 +181,7 @@ class RequestQueue:
         refusing = self._refusing if self._waiting else set()
         for request in requests:
             if request.has_ended:
-                self._waiting.pop(request, None)
+                self._waiting.discard(request)
                 continue
             refused = request.refusals if request in self._waiting else request.refusals.keys() | refusing
             willing = [one for one in available if one.worker_id not in refused]
@@ -157,8 +189,9 @@ class RequestQueue:
                 willing = of_one_identity(willing, request.output.identity)
             allowed = self.quarantine.allowed(request, willing)
             if allowed:
-                self._waiting.pop(request, None)
+                self._waiting.discard(request)
                 try:
+                    self._turns.placed(request)
                     worker_id = self._assign(request, [one.worker_id for one in allowed], available)
                 except Exception as error:  # a bug: no request may wait for ever because of it
                     _log_error(request, "Request %s could not be placed.\n%s", stack_of(error))
@@ -166,7 +199,7 @@ class RequestQueue:
                     continue
                 groups.setdefault(worker_id, []).append((request, request.attempt))
             elif (pinned := request.output.identity) is not None and is_gone(pinned, self._connections):
-                self._waiting.pop(request, None)
+                self._waiting.discard(request)
                 self.give_up(request, "gave_up", model_gone())
             else:
                 self._wait(request, is_quarantined=bool(willing), is_refused=bool(available))
@@ -203,19 +236,22 @@ class RequestQueue:
         refusals = [info.error() for info in request.refusals.values()]
         full = next((error for error in refusals if isinstance(error, Overloaded)), None)
         if full is not None and is_refused and not is_quarantined and not request.was_accepted:
-            self._waiting.pop(request, None)
+            self._waiting.discard(request)
             request.fail(full)
             return
-        if not request.was_accepted and request not in self._waiting and len(self._waiting) >= MAX_WAITING:
-            request.fail(Overloaded(TOO_MANY.format(n=len(self._waiting))))
-            return
+        if not request.was_accepted and request not in self._waiting and self._is_full:
+            displaced = self._waiting.one_to_displace(request)
+            self._waiting.discard(displaced or request)
+            (displaced or request).fail(Overloaded(TOO_MANY.format(n=len(self._waiting) + (displaced is not None))))
+            if displaced is None:
+                return
         if is_quarantined:  # suspects before it make progress, so that its wait is not for a worker
             request.wait_until_s = time.monotonic() + self._config.wait_s
         if request not in self._waiting:
             reason: Literal["suspect", "workers full", "no worker"]
             reason = "suspect" if is_quarantined else "workers full" if is_refused else "no worker"
             request.events.report(Queued(choice=request.index, reason=reason))
-        self._waiting[request] = None
+        self._waiting.add(request)
         self._refusing |= request.refusals.keys()
         if self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(self._timings.retry_s, self._on_retry)
@@ -264,9 +300,26 @@ class RequestQueue:
             self.withdraw([request])
             request.fail(RequestTimeout(LATE))
 
+    def _place_arrived(self) -> None:
+        """Place some of the requests that have come, and the others in the event loop's next turns."""
+        piece = self._arrived.take(MAX_PLACED_AT_ONCE)
+        loop = asyncio.get_running_loop()
+        self._placing_arrived = loop.call_soon(self._place_arrived) if self._arrived else None
+        self._place(piece)
+
     def _place_waiting(self) -> None:
-        self._placing = None
-        self._place(self._in_order())
+        """Look for workers for some of the requests that wait, and for the others in the event loop's next turns."""
+        if self._sweep is None:
+            self._sweep, self._sweeps_again = TurnQueue(self._turns, self._policy), False
+            for request in self._waiting:
+                self._sweep.add(request)
+        piece = [request for request in self._sweep.take(MAX_PLACED_AT_ONCE) if request in self._waiting]
+        self._placing = asyncio.get_running_loop().call_soon(self._place_waiting) if self._sweep else None
+        if self._placing is None:
+            self._sweep = None
+            if self._sweeps_again:
+                self.place_soon()
+        self._place(piece)
 
     def _on_retry(self) -> None:
         """Fail requests that have waited long enough, and ask workers again for the others."""
@@ -276,16 +329,16 @@ class RequestQueue:
         for request in list(self._waiting):
             request.refusals.clear()
             if now_s >= request.wait_until_s:
-                del self._waiting[request]
+                self._waiting.discard(request)
                 error = WorkerLost(NO_WORKER.format(wait_s=self._config.wait_s))
                 if request.is_migrating:
                     self.give_up(request, "gave_up", error)
                 else:
                     request.fail(error)
-        self._place(self._in_order())
-
-    def _in_order(self) -> list[InFlightRequest]:
-        return sorted(self._waiting, key=lambda request: request.queue_order(self._policy))
+        if self._placing is not None:
+            self._placing.cancel()
+        self._sweep = None
+        self._place_waiting()
 
 
 def _log_error(request: InFlightRequest, message: str, *args: object) -> None:

@@ -104,6 +104,7 @@ class Router:
         self.connections: dict[str, WorkerConnection] = {}
         self.is_draining = False
         placer = placer or Placer(config.routing_policy, seed=crc32(router_id.encode()), observer=self.metrics.routing)
+        self.placer = placer
         self.queue = RequestQueue(
             self.connections,
             placer,

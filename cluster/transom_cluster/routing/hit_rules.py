@@ -14,6 +14,7 @@ from transom_core.contract.kv_events import CacheShape
 from transom_core.kv_cache.retention import Retention
 from transom_core.kv_cache.window_repair import repair_start
 
+MAX_REPAIRS = 65_536  # boundaries whose repairs are remembered, of some 100 bytes each
 _EVERY_BLOCK = 1 << 40
 
 
@@ -66,6 +67,8 @@ class HitRules:
         found = self._repaired_from.get(boundary)
         if found is None:
             token = repair_start(self.shape.groups, boundary * self.shape.block_size)
+            if len(self._repaired_from) >= MAX_REPAIRS:
+                self._repaired_from.clear()
             found = self._repaired_from[boundary] = token // self.shape.block_size
         return found
 

@@ -90,7 +90,7 @@ class Placer:
         self.index = FleetPrefixIndex()
         self._table = WorkerTable()
         self._requests: dict[str, PlacedRequest] = {}  # by request id, of all workers
-        self._keys = CacheKeys()
+        self.cache_keys = CacheKeys()
 
     @property
     def workers(self) -> Mapping[str, WorkerView]:
@@ -179,7 +179,7 @@ class Placer:
         )
         self._requests[request.request_id] = worker.requests[request.request_id] = placed
         if key:
-            self._keys.placed(key, worker.worker_id, client=request.client)
+            self.cache_keys.placed(key, worker.worker_id, client=request.client)
         self._table.changed(worker)
         self._observer.placed(self.policy, worker.worker_id, reason, cost_s=time.perf_counter() - begin_s)
         return PlacementDecision(
@@ -238,7 +238,7 @@ class Placer:
 
     def _key_position(self, key: bytes, selection: Selection, positions: npt.NDArray[np.int64]) -> int | None:
         """Return the index in `positions` of the key's worker; None if it is not among them."""
-        worker_id = self._keys.worker_of(key) if key else None
+        worker_id = self.cache_keys.worker_of(key) if key else None
         if worker_id is None or worker_id not in selection.positions:
             return None
         (found,) = np.nonzero(positions == selection.positions[worker_id])

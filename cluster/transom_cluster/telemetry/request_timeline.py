@@ -194,6 +194,11 @@ class RequestTimelines:
         self._router_id = router_id
         self._store = TimelineStore() if store is None else store
 
+    @property
+    def num_events(self) -> int:
+        """The events of all timelines."""
+        return self._store.num_events
+
     def create(
         self,
         requests: Sequence[Request],

@@ -7,6 +7,8 @@ import threading
 
 import pytest
 
+from tests.cluster.asgi_call import AsgiCall
+from transom_cluster.http.api import build_api
 from transom_cluster.openai.fair_threads import MAX_SHORT_CHARS, THREAD_NAME, ClientThreads, FairThreads, RequestThreads
 from transom_cluster.openai.request.body import BodyParser
 from transom_cluster.openai.request.body_shape import SMALL_BODY_BYTES
@@ -119,3 +121,26 @@ async def test_long_bodies_are_parsed_and_all_chats_rendered_off_the_event_loop(
         assert response.status_code in (200, 400)  # the longest do not fit the model
         assert places["parse"].startswith(THREAD_NAME) == (is_long or path == "/tokenize")  # which does all in one call
         assert places["render"].startswith(THREAD_NAME)
+
+
+async def test_work_of_a_client_that_has_left_never_runs(api, monkeypatch):
+    """Two texts are being tokenised; of two more that wait, the one whose client leaves is not tokenised any more."""
+    may_end, begun = threading.Event(), []
+
+    def encode(text, **options):
+        begun.append(text[0])
+        may_end.wait()
+        return [1]
+
+    monkeypatch.setattr(api.router.tokenizer, "encode", encode)
+    app = build_api(api.router)
+    calls = [AsgiCall(app, "/tokenize", {"prompt": name * 3000}) for name in "abcd"]
+    await settle()
+    try:
+        await calls[2].leave()
+    finally:
+        may_end.set()
+    for call in calls:
+        await call.ended()
+    assert [call.status for call in calls] == [200, 200, None, 200]
+    assert sorted(begun) == ["a", "b", "d"]

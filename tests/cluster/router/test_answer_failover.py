@@ -133,9 +133,8 @@ async def answered(router: Router, case: Case) -> str:
         include_usage=True,
         answers=answers,
     )
-    response = GenerationResponse(
-        router, requests, writer, work=WorkLimits(router.config.limits), stream=case.stream, events=RequestEvents()
-    )
+    work = WorkLimits(router.config.limits)
+    response = GenerationResponse(router, requests, writer, work=work, stream=case.stream, events=RequestEvents())
     body = b""
 
     async def send(message: Any) -> None:

@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from transom_core.fair_cache import CLIENT_SHARE
+
 MAX_TIMELINES = 2000
 MAX_EVENTS = 200  # of one timeline; above it, events from the timeline's middle are merged
 MAX_ENDED_EVENTS = 40_000  # of all ended timelines together: about 14 MB
@@ -83,8 +85,9 @@ class Timeline:
 
 
 class TimelineStore:
-    """A bounded set of timelines. A new timeline displaces the oldest ended one of the client that has the most ended ones, or the
-    oldest running one if none has ended."""
+    """A bounded set of timelines. A new timeline displaces the oldest ended one, or the oldest running one if none has ended. A
+    client that has more than a quarter of those that have ended displaces its own.
+    """
 
     def __init__(self, *, max_timelines: int = MAX_TIMELINES, max_ended_events: int = MAX_ENDED_EVENTS) -> None:
         self._max_timelines = max_timelines
@@ -120,6 +123,11 @@ class TimelineStore:
         while self._num_ended_events > self._max_ended_events:
             self._displace()
 
+    @property
+    def num_events(self) -> int:
+        """The events of all timelines."""
+        return self._num_ended_events + sum(len(timeline.events) for timeline in self.running())
+
     def running(self) -> list[Timeline]:
         """Return the timelines of the requests that have not ended, the oldest first."""
         return list(self._running.values())
@@ -135,9 +143,12 @@ class TimelineStore:
         yield from reversed(list(self._ended.values()))
 
     def _displace(self) -> None:
-        """Forget the oldest ended timeline of the client that has the most of them."""
-        client = max(self._num_ended_of, key=self._num_ended_of.__getitem__)
-        self._forget_ended(next(key for key, timeline in self._ended.items() if timeline.client == client))
+        """Forget the oldest ended timeline: that of the client with most of them, if it has more than a quarter."""
+        client, most = max(self._num_ended_of.items(), key=lambda item: item[1])
+        has_most = most > len(self._ended) * CLIENT_SHARE
+        self._forget_ended(
+            next(key for key, timeline in self._ended.items() if timeline.client == client or not has_most)
+        )
 
     def _forget_ended(self, request_id: str) -> None:
         timeline = self._ended.pop(request_id, None)

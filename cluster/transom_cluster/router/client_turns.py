@@ -1,0 +1,149 @@
+"""Turns of clients in a router's request queue: `ClientTurns`, `TurnQueue` and `WaitingRequests`.
+
+Terms:
+
+    cost     what placing a request takes: its prompt's tokens, and `SEQUENCE_TOKENS` more for the sequence itself
+    account  the cost of what was placed for a client so far, divided by its weight: its *virtual time*
+
+The client with the smallest account is next. A client that comes back after a pause starts with the account of the client whose
+turn it was last, so that a pause saves up no claims. Inside a client the order is that of `InFlightRequest.queue_order`, with
+priorities.
+
+Example: A enters 1,000 requests, and then B enters 2 of the same cost. 32 of A's were placed by then. B's account begins where A's
+last turn began, so the order is B, A, B, A, A, A, ...: B waits for one placement of A's at most, however many A has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush, nlargest
+from itertools import count
+
+from transom_cluster.router.in_flight_requests import InFlightRequest
+from transom_core.config import SchedulingPolicy
+
+SEQUENCE_TOKENS = 256  # a sequence of a short prompt takes a worker as long as about this many tokens of a prompt
+MAX_ACCOUNTS = 1024  # once there are more, the smaller ones are forgotten: these clients start anew, as after a pause
+
+
+def cost_of(request: InFlightRequest) -> float:
+    """Return the cost of a request for its client."""
+    return (SEQUENCE_TOKENS + num_own_tokens(request)) / request.original.client_weight
+
+
+def num_own_tokens(request: InFlightRequest) -> int:
+    """Return the tokens of a request's prompt, which only the first choice of a prompt counts."""
+    return request.original.num_prompt_tokens if request.original.choice_index == 0 else 0
+
+
+class ClientTurns:
+    """The accounts of all clients."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, float] = {}
+        self._now = 0.0  # the account of the client whose turn it was last, before that
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def account(self, client: str) -> float:
+        """Return a client's account, which is at least that of the last turn."""
+        return max(self._now, self._accounts.get(client, 0.0))
+
+    def placed(self, request: InFlightRequest) -> None:
+        """Charge a request's client: a worker was chosen for it."""
+        client = request.original.client
+        begin = self.account(client)
+        self._accounts[client] = begin + cost_of(request)
+        self._now = max(self._now, begin)
+        if len(self._accounts) > MAX_ACCOUNTS:
+            most = nlargest(MAX_ACCOUNTS // 2, self._accounts.items(), key=lambda item: item[1])
+            self._accounts = {client: account for client, account in most if account > self._now}
+
+
+class TurnQueue:
+    """Requests of several clients, which leave the queue by turns: streams that have begun first, then new requests."""
+
+    def __init__(self, turns: ClientTurns, policy: SchedulingPolicy) -> None:
+        self._turns, self._policy = turns, policy
+        self._numbers = count()  # of entries, so that equal ones keep their order
+        # (is a new request, client) -> its requests, the next one first
+        self._heaps: dict[tuple[bool, str], list[tuple[tuple[bool, float], int, InFlightRequest]]] = {}
+        self._accounts: dict[str, float] = {}  # with the cost of the requests that have left the queue
+
+    def __bool__(self) -> bool:
+        return bool(self._heaps)
+
+    def add(self, request: InFlightRequest) -> None:
+        """Add a request."""
+        order = request.queue_order(self._policy)
+        heap = self._heaps.setdefault((order[0], request.original.client), [])
+        heappush(heap, (order, next(self._numbers), request))
+
+    def take(self, num_requests: int) -> list[InFlightRequest]:
+        """Take up to `num_requests` that have not ended out of the queue, in order."""
+        taken: list[InFlightRequest] = []
+        while self._heaps and len(taken) < num_requests:
+            key = min(self._heaps, key=lambda one: (one[0], self._account(one[1]), self._heaps[one][0][:2]))
+            _, _, request = heappop(self._heaps[key])
+            if not self._heaps[key]:
+                del self._heaps[key]
+            if not request.has_ended:
+                self._accounts[key[1]] = self._account(key[1]) + cost_of(request)
+                taken.append(request)
+        if not self._heaps:
+            self._accounts.clear()
+        return taken
+
+    def _account(self, client: str) -> float:
+        return max(self._turns.account(client), self._accounts.get(client, 0.0))
+
+
+class WaitingRequests:
+    """The requests that no worker may take now, by client."""
+
+    def __init__(self) -> None:
+        self._by_client: dict[str, dict[InFlightRequest, None]] = {}  # sets in the order of entry
+        self._num_requests = 0
+        self.num_tokens = 0  # of their prompts; the choices of one prompt share it
+
+    def __len__(self) -> int:
+        return self._num_requests
+
+    def __iter__(self) -> Iterator[InFlightRequest]:
+        for requests in list(self._by_client.values()):
+            yield from list(requests)
+
+    def __contains__(self, request: InFlightRequest) -> bool:
+        return request in self._by_client.get(request.original.client, ())
+
+    def add(self, request: InFlightRequest) -> None:
+        """Add a request, unless it is there."""
+        requests = self._by_client.setdefault(request.original.client, {})
+        if request not in requests:
+            requests[request] = None
+            self._num_requests += 1
+            self.num_tokens += num_own_tokens(request)
+
+    def discard(self, request: InFlightRequest) -> None:
+        """Remove a request, if it is there."""
+        client = request.original.client
+        requests = self._by_client.get(client)
+        if requests is None or request not in requests:
+            return
+        del requests[request]
+        self._num_requests -= 1
+        self.num_tokens -= num_own_tokens(request)
+        if not requests:
+            del self._by_client[client]
+
+    def one_to_displace(self, newcomer: InFlightRequest) -> InFlightRequest | None:
+        """Return the newest new request of the client that has most for its weight; None if the newcomer's client has as many."""
+        client = max(self._by_client, key=self._level, default=newcomer.original.client)
+        if self._level(client) <= self._level(newcomer.original.client) + 1 / newcomer.original.client_weight:
+            return None
+        return next((request for request in reversed(self._by_client[client]) if not request.was_accepted), None)
+
+    def _level(self, client: str) -> float:
+        requests = self._by_client.get(client)
+        return len(requests) / next(iter(requests)).original.client_weight if requests else 0.0

@@ -1,0 +1,123 @@
+"""What clients can fill stays within its bound: each place is filled over HTTP, beside a client that sends little."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster.asgi_call import AsgiCall
+from tests.cluster.conftest import make_router, running, until
+from tests.cluster.stub_worker import ByteTokenizer, StubDirectory, StubWorker
+from transom_cluster.http import client_bounds, client_limits
+from transom_cluster.http.api import build_api
+from transom_cluster.router import request_queue
+from transom_core.config import FailoverConfig
+from transom_core.errors import Overloaded, RateLimited
+from transom_core.fair_cache import FairCache
+from transom_core.grammar import GrammarChecker
+
+NUM_REQUESTS = 150
+
+
+class RefusingChildren:
+    """Refuses every grammar, with a text as long as the library's."""
+
+    num_asked = 0
+
+    def ask(self, task: dict[str, Any]) -> dict[str, Any]:
+        self.num_asked += 1
+        return {"refused": "x" * 340}
+
+    def close(self) -> None:
+        pass
+
+
+async def test_whatever_clients_fill_stays_within_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_queue, "MAX_WAITING", 12)
+    monkeypatch.setattr(client_bounds, "MAX_WAITING", 12)
+    monkeypatch.setattr(request_queue, "MAX_WAITING_TOKENS", 500)
+    monkeypatch.setattr(client_bounds, "MAX_WAITING_TOKENS", 500)
+    monkeypatch.setattr(client_bounds, "LONGEST_PROMPTS", 300 * request_queue.TOKEN_BYTES)
+    monkeypatch.setattr(client_limits, "HELD_BODY_BYTES", 40_000)
+    worker, checker = StubWorker(), GrammarChecker(ByteTokenizer())  # type: ignore[arg-type]
+    children = checker._children = RefusingChildren()  # type: ignore[assignment]
+    directory = StubDirectory(worker)
+    router = make_router(directory=directory, api_keys=("hostile", "usual"), failover=FailoverConfig(wait_s=60))
+    router.grammar_checker = checker
+    caches: dict[str, FairCache[bytes, Any]] = {
+        "verdicts on grammars": checker.kept,
+        "workers of cache keys": router.placer.cache_keys.workers,
+    }
+    for cache in caches.values():
+        cache.max_bytes = 16_000
+    app = build_api(router)
+    peaks: Counter[str] = Counter()
+
+    def measure() -> None:
+        for bound in app.state.client_bounds:
+            num_bytes = bound.num_bytes()
+            assert num_bytes <= bound.max_bytes, bound.name
+            peaks[bound.name] = max(peaks[bound.name], num_bytes)
+        for name, cache in caches.items():
+            assert all(cache.bytes_of(client) <= cache.max_bytes / 4 for client in cache._by_client), name
+
+    async def send(client: httpx.AsyncClient, key: str, **fields: Any) -> int:
+        headers, body = {"authorization": f"Bearer {key}"}, {"prompt": "x", "max_tokens": 1, **fields}
+        response = await client.post("/v1/completions", json=body, headers=headers)
+        measure()
+        return response.status_code
+
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with running(router, 1), httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        mine = {"structured_outputs": {"regex": "mine"}}
+        assert await send(client, "usual", prompt_cache_key="mine") == 200
+        assert await send(client, "usual", **mine) == 400
+        for i in range(NUM_REQUESTS):
+            assert await send(client, "hostile", prompt_cache_key=f"key {i}") == 200
+            assert await send(client, "hostile", structured_outputs={"regex": f"{i}"}) == 400
+        num_asked = children.num_asked
+        assert await send(client, "usual", **mine) == 400
+        assert children.num_asked == num_asked == NUM_REQUESTS + 1  # its verdict was kept
+        assert len(caches["workers of cache keys"]) < NUM_REQUESTS
+
+        directory.remove(worker)
+        await until(lambda: not router.connections)
+        hostile = [asyncio.create_task(send(client, "hostile", prompt="x" * 50)) for _ in range(40)]
+        await until(lambda: sum(task.done() for task in hostile) == 30)  # 500 tokens wait
+        usual = asyncio.create_task(send(client, "usual"))
+        await until(lambda: sum(task.done() for task in hostile) == 31)
+        measure()
+        directory.add(worker)
+        assert await usual == 200
+        assert Counter(await asyncio.gather(*hostile)) == {503: 31, 200: 9}
+        # Bodies that are half sent: a client holds a quarter of 40,000 bytes.
+        headers = {"authorization": "Bearer hostile"}
+        sent = [AsgiCall(app, "/v1/completions", {}, headers, body_so_far=b"x" * 6000) for _ in range(2)]
+        await sent[1].ended()
+        measure()
+        assert (sent[0].status, sent[1].status) == (None, 429)
+        assert await send(client, "usual") == 200
+        await sent[0].leave()
+        measure()
+        assert await send(client, "hostile") == 200
+    assert not [bound.name for bound in app.state.client_bounds if not peaks[bound.name]], "a row that is not filled"
+
+
+def test_bodies_of_all_clients_are_bounded_as_well() -> None:
+    bodies = client_limits.HeldBodies(100)
+    for client in "abcd":
+        bodies.add(client, 25)
+    with pytest.raises(RateLimited):
+        bodies.add("a", 1)
+    bodies.remove("a", 1)
+    with pytest.raises(Overloaded):
+        bodies.add("e", 1)
+    bodies.remove("e", 1)
+    for client in "abcd":
+        bodies.remove(client, 25)
+    assert bodies.num_bytes == 0
+    assert not bodies._by_client

@@ -1,0 +1,142 @@
+"""Clients take turns at a router's queue: many requests of one delay another's by its share, and are placed in pieces."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import running_api, until
+from transom_cluster.router import request_queue
+from transom_cluster.router.client_turns import MAX_ACCOUNTS, SEQUENCE_TOKENS, ClientTurns, TurnQueue, WaitingRequests
+from transom_cluster.router.in_flight_requests import InFlightRequest
+from transom_cluster.router.output_stream import OutputStream
+from transom_core.config import FailoverConfig
+from transom_core.contract import Request, SamplingParams
+
+
+def made(client: str, *, tokens: int = 1, weight: float = 1.0, priority: int = 0, resumed: int = 0) -> InFlightRequest:
+    request = Request(
+        request_id=client,
+        prompt_token_ids=(1,) * tokens,
+        params=SamplingParams(),
+        seed=1,
+        client=client,
+        client_weight=weight,
+        priority=priority,
+        resumed_output_ids=(1,) * resumed,
+    )
+    return InFlightRequest(OutputStream([request]), 0, request)
+
+
+def clients_of(requests: list[InFlightRequest]) -> str:
+    return "".join(request.original.client for request in requests)
+
+
+def queue_of(turns: ClientTurns, requests: list[InFlightRequest]) -> TurnQueue:
+    queue = TurnQueue(turns, "priority")
+    for request in requests:
+        queue.add(request)
+    return queue
+
+
+def test_clients_take_turns_by_sequences_and_tokens() -> None:
+    queue = queue_of(ClientTurns(), [made("a") for _ in range(6)] + [made("b") for _ in range(3)])
+    assert clients_of(queue.take(4)) == "abab"
+    assert clients_of(queue.take(9)) == "abaaa"
+    assert not queue
+    long = [made("a", tokens=3 * SEQUENCE_TOKENS) for _ in range(2)]
+    assert clients_of(queue_of(ClientTurns(), [*long, *(made("b") for _ in range(6))]).take(9)) == "abbbbabb"
+
+
+def test_a_weight_is_a_share_and_priorities_count_inside_it() -> None:
+    queue = queue_of(ClientTurns(), [*(made("a") for _ in range(4)), *(made("b", weight=2.0) for _ in range(8))])
+    assert clients_of(queue.take(6)).count("b") == 4
+    first, last = made("a", priority=4), made("a", priority=-4)
+    assert queue_of(ClientTurns(), [first, last]).take(2) == [last, first]
+
+
+def test_streams_that_have_begun_go_first() -> None:
+    queue = queue_of(ClientTurns(), [made("a"), made("b", resumed=3), made("b", resumed=3), made("c", resumed=1)])
+    assert clients_of(queue.take(4)) == "bcba"
+
+
+def test_what_was_placed_counts_later_and_a_pause_saves_up_nothing() -> None:
+    turns = ClientTurns()
+    for request in (many := [made("a") for _ in range(50)]):
+        turns.placed(request)
+    assert clients_of(queue_of(turns, [made("a"), made("a"), made("b")]).take(3)) == "baa"
+    for _ in range(3):
+        turns.placed(made("b"))
+    order = clients_of(queue_of(turns, [*many[:5], *(made("b") for _ in range(5))]).take(10))
+    assert "bbb" not in order  # b has not been there for 50 turns, and gets no 50 turns for it
+    for i in range(2 * MAX_ACCOUNTS):
+        turns.placed(made(f"client {i}"))
+    assert len(turns) <= MAX_ACCOUNTS
+
+
+def test_a_full_queue_displaces_the_newest_of_the_client_with_most() -> None:
+    waiting = WaitingRequests()
+    attacking = [made("a") for _ in range(5)]
+    for request in attacking:
+        waiting.add(request)
+    assert waiting.one_to_displace(made("a")) is None
+    assert waiting.one_to_displace(made("b")) is attacking[-1]
+    attacking[-1].was_accepted = True  # a stream that migrates always waits
+    assert waiting.one_to_displace(made("b")) is attacking[-2]
+    assert len(waiting) == len(list(waiting)) == 5
+    waiting.discard(attacking[0])
+    waiting.discard(attacking[0])
+    waiting.add(attacking[1])
+    assert len(waiting) == len(list(waiting)) == 4
+    assert attacking[0] not in waiting
+
+
+async def test_a_large_group_is_placed_in_pieces_between_which_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,024 placements at once held the event loop for a second."""
+    pieces: list[list[str]] = []
+    async with running_api(api_keys=("attacker", "victim")) as api:
+        place = api.router.queue._place
+
+        def noted(requests: Any) -> None:
+            requests = list(requests)
+            pieces.append([request.original.client for request in requests])
+            place(requests)
+
+        monkeypatch.setattr(api.router.queue, "_place", noted)
+
+        def complete(key: str, **fields: Any) -> asyncio.Task[Any]:
+            headers, body = {"authorization": f"Bearer {key}"}, {"prompt": "x", "max_tokens": 1, **fields}
+            return asyncio.create_task(api.client.post("/v1/completions", json=body, headers=headers))
+
+        async with asyncio.timeout(60):
+            answers = [complete("attacker", prompt=["x"] * 128), complete("victim")]
+            assert [(await answer).status_code for answer in answers] == [200, 200]
+    victim = next(client for piece in pieces for client in piece if client != pieces[0][0])
+    placed = [piece for piece in pieces if piece]
+    assert max(len(piece) for piece in placed) <= request_queue.MAX_PLACED_AT_ONCE
+    assert sum(len(piece) for piece in placed) == 129
+    assert any(victim in piece for piece in placed[:-1])
+
+
+async def test_a_client_that_fills_the_queue_makes_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No worker is connected: one client's requests may wait as many as there is room for, until another client comes."""
+    monkeypatch.setattr(request_queue, "MAX_WAITING", 6)
+    async with running_api(api_keys=("attacker", "victim"), failover=FailoverConfig(wait_s=60)) as api:
+        api.directory.remove(api.worker)
+        await until(lambda: not api.router.connections)
+
+        def complete(key: str) -> asyncio.Task[Any]:
+            headers, body = {"authorization": f"Bearer {key}"}, {"prompt": "x", "max_tokens": 1}
+            return asyncio.create_task(api.client.post("/v1/completions", json=body, headers=headers))
+
+        attacking = [complete("attacker") for _ in range(6)]
+        await until(lambda: len(api.router.queue) == 6)
+        assert (await complete("attacker")).status_code == 503
+        victim = complete("victim")
+        assert (await attacking[-1]).status_code == 503
+        assert len(api.router.queue) == 6
+        api.directory.add(api.worker)
+        assert (await victim).status_code == 200
+        assert [(await answer).status_code for answer in attacking[:-1]] == [200] * 5
