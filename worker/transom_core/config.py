@@ -139,6 +139,7 @@ class LimitsConfig:
     concurrent_get_requests: int | None = 64  # of each client
     block_map_streams: int | None = 4  # of each client
     request_timeout_s: float | None = None  # from arrival to the last token
+    body_timeout_s: float = 60.0  # for a request's body to arrive
     max_header_bytes: int = 64 * 2**10
 
 

@@ -75,7 +75,9 @@ def build_api(router: Router) -> FastAPI:
 def _add_middleware(api: FastAPI, router: Router, keys: ApiKeys, admins: ApiKeys) -> None:
     """Add the middleware, the innermost layer first, so that outer layers count and log the requests that inner layers refuse."""
     config = router.config
-    api.add_middleware(BodyLimitMiddleware, max_body_bytes=config.max_body_bytes)
+    api.add_middleware(
+        BodyLimitMiddleware, max_body_bytes=config.max_body_bytes, body_timeout_s=config.limits.body_timeout_s
+    )
     api.add_middleware(ClientLimitMiddleware, limits=config.limits)
     api.add_middleware(ApiKeyMiddleware, keys=keys, admins=admins)
     api.add_middleware(HeaderLimitMiddleware, max_header_bytes=config.limits.max_header_bytes)

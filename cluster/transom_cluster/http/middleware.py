@@ -8,6 +8,7 @@ Each class is plain ASGI middleware. `http.api` puts them around the app, with `
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -24,6 +25,7 @@ from transom_cluster.openai.answer.error_responses import (
     WireError,
     admin_key_required,
     body_too_large,
+    body_too_slow,
     headers_too_large,
     wire_error,
     wrong_api_key,
@@ -40,6 +42,7 @@ logger = logging.getLogger("transom.router")
 OPEN_PATHS = frozenset({"/health", "/blocks", "/blocks/demo.bin"})
 BLOCK_STREAM_PATH = "/blocks/stream"
 OPEN_FOLDER = "/blocks/assets/"  # the block map page's own files
+_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")  # no route of these reads a body
 MAX_LENGTH_DIGITS = 18  # `int` raises for thousands of digits, so a longer Content-Length is not converted
 
 
@@ -202,11 +205,14 @@ class ClientLimitMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Sends status 413 for a body over the limit, as soon as its Content-Length or the bytes read so far show it."""
+    """Sends status 413 for a body over the limit, as soon as its Content-Length or the bytes read so far show it, and status 408
+    for one that is not whole `body_timeout_s` after the app began to read it.
+    """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, body_timeout_s: float) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
@@ -216,7 +222,7 @@ class BodyLimitMiddleware:
         if self._is_declared_larger(Headers(scope=scope).get("content-length", "")):
             await send_error(body_too_large(self._max_body_bytes).error, send)
             return
-        await self._app(scope, self._counted(receive), send)
+        await self._app(scope, receive if scope["method"] in _WITHOUT_BODY else self._counted(receive), send)
 
     def _is_declared_larger(self, length: str) -> bool:
         if not length.isdecimal():
@@ -224,11 +230,19 @@ class BodyLimitMiddleware:
         return len(length) > MAX_LENGTH_DIGITS or int(length) > self._max_body_bytes
 
     def _counted(self, receive: Receive) -> Receive:
-        num_bytes = 0
+        num_bytes, limit_s, is_whole = 0, 0.0, False
 
         async def counted_receive() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, limit_s, is_whole
+            if is_whole:  # what comes next is that the client leaves, at any time
+                return await receive()
+            limit_s = limit_s or asyncio.get_running_loop().time() + self._body_timeout_s
+            try:
+                async with asyncio.timeout_at(limit_s):
+                    message = await receive()
+            except TimeoutError:
+                raise body_too_slow(self._body_timeout_s) from None
+            is_whole = not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_body_bytes:
                 raise body_too_large(self._max_body_bytes)
