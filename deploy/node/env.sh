@@ -25,7 +25,8 @@ export RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S=2
 export RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=2
 
 # The production token path, a quarter of the CPU per token: HAProxy instead of Serve's own proxies.
-# export RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1
+# A client that sends nothing of a request that it has begun, or reads nothing, is disconnected after 60 s; Serve's own have no limit.
+# export RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S=60
 
 # What differs from host to host, for hosts that are not alike: TRANSOM_RAY_ARGS for `ray start`, such as --num-gpus=4.
 if [ -r /etc/transom/host.sh ]; then . /etc/transom/host.sh; fi

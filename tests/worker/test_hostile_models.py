@@ -18,9 +18,11 @@ from tests.how_many import num_examples
 from tests.tiny_checkpoints import VOCAB_SIZE, tiny_llama, tiny_tokenizer
 from transom_core.errors import ModelError
 from transom_core.model_config.architecture import read_architecture
+from transom_core.model_files import text_files
 from transom_core.model_files.gguf_header import read_gguf_header
-from transom_core.model_files.json_files import read_json
 from transom_core.model_files.resolve import eos_token_ids, resolve_model
+from transom_core.model_files.text_files import read_json
+from transom_core.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +65,60 @@ def test_deep_json_is_refused(tmp_path: Path, data: bytes) -> None:
         read_json(tmp_path / "config.json")
 
 
-def test_a_pipe_is_not_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(ModelError, match="no regular file"):
-        read_json(tmp_path / "config.json")
+TEXT_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+)
+
+
+@pytest.mark.parametrize("name", TEXT_FILES)
+@pytest.mark.parametrize("kind", ["pipe", "link", "link to a pipe", "device", "large"])
+def test_a_text_file_is_a_file_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    """A pipe would hang the start, and a cloned repository can hold links to what is none of its business."""
+    folder = tiny_llama(tmp_path / "model", layers=1)
+    path, secret = folder / name, tmp_path / "secret"
+    path.parent.mkdir(exist_ok=True)
+    secret.write_text(path.read_text() if path.exists() else "TOP-SECRET-KEY")
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link to a pipe":
+        os.mkfifo(folder / "pipe")
+        path.symlink_to(folder / "pipe")
+    elif kind == "large":
+        monkeypatch.setattr(text_files, "_MAX_BYTES", 10)
+        path.write_text("12345678901")
+    else:
+        path.symlink_to(secret if kind == "link" else "/dev/zero")
+    with pytest.raises(ModelError, match="is a link out of" if kind == "link" else "no regular file") as caught:
+        Tokenizer.load(resolve_model(str(folder)))
+    assert kind == "large" or str(path) in str(caught.value)
+
+
+def test_links_of_a_hubs_cache_are_read(tmp_path: Path) -> None:
+    """So are those within a folder, as Kubernetes makes them, and a folder that is a link itself."""
+    folder = tmp_path / "models--a--b" / "snapshots" / "0a1b"
+    folder.parent.mkdir(parents=True)
+    tiny_llama(tmp_path / "model", layers=1).rename(folder)
+    (folder / "chat_template.jinja").write_text("hello")
+    blobs, data = tmp_path / "models--a--b" / "blobs", folder / "..data"
+    blobs.mkdir()
+    data.mkdir()
+    for name, target in (
+        ("tokenizer.json", blobs / "1"),
+        ("chat_template.jinja", data / "2"),
+        ("config.json", blobs / "3"),
+    ):
+        (folder / name).rename(target)
+        (folder / name).symlink_to(os.path.relpath(target, folder))
+    (tmp_path / "linked").symlink_to(folder)
+    for path in (folder, tmp_path / "linked"):
+        Tokenizer.load(resolve_model(str(path))).check_chat_template()
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,7 @@ class LimitsConfig:
     costly_get_requests_per_minute: int | None = 120  # of each client, at paths whose answers need other processes
     block_map_streams: int | None = 4  # of each client
     request_timeout_s: float | None = None  # from arrival to the last token
+    body_timeout_s: float = 60.0  # for a request's body to arrive
     max_header_bytes: int = 64 * 2**10
 
 

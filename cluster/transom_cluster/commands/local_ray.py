@@ -176,7 +176,13 @@ class LocalRay:
         for name in ("STATS", "METRICS"):
             reserved = self._reserved_ports[name] = _reserve_port()
             ports[f"RAY_SERVE_HAPROXY_{name}_PORT"] = str(reserved.getsockname()[1])
-        return {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", **ports}
+        return {
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+            # For which a client may send nothing of a request that it has begun, or read nothing; a silent worker does not count.
+            "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
+            **ports,
+        }
 
     def _check_gpus(self) -> None:
         """Refuse to start if Ray found fewer GPUs than there are device files: a worker would wait for the missing ones forever."""

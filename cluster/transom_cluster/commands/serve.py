@@ -27,6 +27,10 @@ from transom_core.settings.settings import Settings
 START_FAILED = 1
 INTERRUPTED = 130  # 128 + SIGINT, the exit code that shells use
 READY_TIMEOUT_S = 60.0
+HALF_SENT = (
+    "Anyone who reaches this port may hold connections open by headers that never end. In production use --haproxy, or a reverse "
+    "proxy with a limit of time for headers."
+)
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -129,6 +133,7 @@ def _print_welcome(cluster: LocalRay, settings: Settings, workers: list[dict[str
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{message}'",
         f"  transom chat{url_flag}",
         "",
+        *([HALF_SENT] if key and not config.haproxy else []),
         "Press Ctrl-C to stop.",
     ):
         print(line, flush=True)

@@ -79,7 +79,12 @@ def build_api(router: Router) -> FastAPI:
 def _add_middleware(api: FastAPI, router: Router, keys: ApiKeys, admins: ApiKeys, limits: LimitSet) -> None:
     """Add the middleware, the innermost layer first, so that outer layers count and log the requests that inner layers refuse."""
     config = router.config
-    api.add_middleware(BodyLimitMiddleware, max_body_bytes=config.max_body_bytes, bodies=limits.bodies)
+    api.add_middleware(
+        BodyLimitMiddleware,
+        max_body_bytes=config.max_body_bytes,
+        body_timeout_s=config.limits.body_timeout_s,
+        bodies=limits.bodies,
+    )
     api.add_middleware(ClientLimitMiddleware, limits=limits)
     api.add_middleware(ApiKeyMiddleware, keys=keys, admins=admins)
     api.add_middleware(HeaderLimitMiddleware, max_header_bytes=config.limits.max_header_bytes)

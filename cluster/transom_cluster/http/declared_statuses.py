@@ -46,8 +46,5 @@ def declared_statuses(
 
 
 def _impossible_statuses(config: ServerConfig) -> set[int]:
-    possible = {
-        401: bool(config.api_keys or config.api_key_file or config.admin_api_key_file),
-        408: config.limits.request_timeout_s is not None,
-    }
-    return {status for status, is_possible in possible.items() if not is_possible}
+    has_keys = config.api_keys or config.api_key_file or config.admin_api_key_file
+    return set() if has_keys else {401}

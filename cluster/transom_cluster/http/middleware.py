@@ -8,9 +8,11 @@ Each class is plain ASGI middleware. `http.api` puts them around the app, with `
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
+from functools import partial
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -24,6 +26,7 @@ from transom_cluster.openai.answer.error_responses import (
     WireError,
     admin_key_required,
     body_too_large,
+    body_too_slow,
     headers_too_large,
     wire_error,
     wrong_api_key,
@@ -40,6 +43,7 @@ TIMELINES_PATH = "/debug/requests"
 COSTLY_PATHS = frozenset({"/metrics", "/metrics/sd", TIMELINES_PATH})  # other processes are asked for the answer
 BLOCK_STREAM_PATH = "/blocks/stream"
 OPEN_FOLDER = "/blocks/assets/"  # the block map page's own files
+_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")  # no route of these reads a body
 MAX_LENGTH_DIGITS = 18  # `int` raises for thousands of digits, so a longer Content-Length is not converted
 
 
@@ -225,11 +229,14 @@ class ClientLimitMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Sends status 413 for a body over the limit, as soon as its Content-Length or the bytes read so far show it."""
+    """Sends status 413 for a body over the limit, as soon as its Content-Length or the bytes read so far show it, and status 408
+    for one that is not whole `body_timeout_s` after the app began to read it.
+    """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, bodies: HeldBodies) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, body_timeout_s: float, bodies: HeldBodies) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
         self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -240,28 +247,46 @@ class BodyLimitMiddleware:
         if self._is_declared_larger(Headers(scope=scope).get("content-length", "")):
             await send_error(body_too_large(self._max_body_bytes).error, send)
             return
-        client, num_bytes = request_state(scope).client, 0
-
-        async def counted_receive() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_new = len(message.get("body", b""))
-            num_bytes += num_new
-            if num_bytes > self._max_body_bytes:
-                num_bytes -= num_new
-                raise body_too_large(self._max_body_bytes)
-            self._bodies.add(client, num_new)
-            return message
-
+        if scope["method"] in _WITHOUT_BODY:
+            await self._app(scope, receive, send)
+            return
+        body = _Body(request_state(scope).client, self._max_body_bytes, self._body_timeout_s, self._bodies)
         try:
-            await self._app(scope, counted_receive, send)
+            await self._app(scope, partial(body.receive, receive), send)
         finally:
-            self._bodies.remove(client, num_bytes)
+            self._bodies.remove(body.client, body.num_bytes)
 
     def _is_declared_larger(self, length: str) -> bool:
         if not length.isdecimal():
             return False
         return len(length) > MAX_LENGTH_DIGITS or int(length) > self._max_body_bytes
+
+
+class _Body:
+    """What has arrived of one request's body."""
+
+    def __init__(self, client: str, max_bytes: int, timeout_s: float, bodies: HeldBodies) -> None:
+        self.client, self.num_bytes = client, 0
+        self._max_bytes, self._timeout_s, self._bodies = max_bytes, timeout_s, bodies
+        self._limit_s, self._is_whole = 0.0, False
+
+    async def receive(self, receive: Receive) -> Message:
+        """Return the next message of `receive`. Raises RequestError if the body is too large or too slow."""
+        if self._is_whole:  # the next message is that the client leaves, at any time
+            return await receive()
+        self._limit_s = self._limit_s or asyncio.get_running_loop().time() + self._timeout_s
+        try:
+            async with asyncio.timeout_at(self._limit_s):
+                message = await receive()
+        except TimeoutError:
+            raise body_too_slow(self._timeout_s) from None
+        self._is_whole = not message.get("more_body", False)
+        num_new = len(message.get("body", b""))
+        if self.num_bytes + num_new > self._max_bytes:
+            raise body_too_large(self._max_bytes)
+        self.num_bytes += num_new
+        self._bodies.add(self.client, num_new)
+        return message
 
 
 def _is_open(path: str) -> bool:

@@ -9,8 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.conftest import running_api
 from tests.cluster.stub_worker import MAX_MODEL_LEN, StubWorker
+from transom_cluster.http.api import build_api
+from transom_core.config import LimitsConfig
 from transom_core.contract import ErrorInfo
 from transom_core.errors import OutOfMemory, Overloaded, RequestTimeout, RequestTooLarge, StepFailed
 
@@ -217,6 +220,28 @@ async def test_body_limit_by_length_and_while_reading():
             headers = {"content-length": length}
             assert problem(await api.client.post("/v1/completions", content=b"{}", headers=headers), 413)
         assert (await api.complete()).status_code == 200
+
+
+@pytest.mark.parametrize("body", [b"", b'{"prompt": "x', b'{"prompt": "x"}'])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])
+async def test_a_body_that_never_comes_whole_is_not_waited_for(path: str, body: bytes) -> None:
+    async with running_api(limits=LimitsConfig(body_timeout_s=0.02)) as api:
+        call = AsgiCall(build_api(api.router), path, {}, body_so_far=body)
+        await call.ended()
+        assert call.status == 408
+        assert (b"connection", b"close") in call.sent[0]["headers"]
+        assert "not complete after 0.02 s" in json.loads(call.text)["error"]["message"]
+        assert (await api.complete()).status_code == 200  # a whole body, whatever its answer takes
+
+
+async def test_a_client_may_stay_longer_than_its_body_may_take() -> None:
+    """The limit ends with the body: what comes next is that the client leaves. This one's body was there at once."""
+    async with running_api(StubWorker(max_events=1), limits=LimitsConfig(body_timeout_s=1e-9)) as api:
+        call = AsgiCall(build_api(api.router), "/v1/completions", {"prompt": "x", "max_tokens": 3, "stream": True})
+        await call.begun()
+        await call.leave()
+        assert call.status == 200
+        await api.worker.until(lambda: len(api.worker.aborted) == 1)
 
 
 async def test_without_a_worker_health_and_requests_are_503_at_once():

@@ -179,8 +179,6 @@ def test_statuses_that_the_settings_rule_out_have_no_series() -> None:
         family = next(one for one in router.metrics.registry.collect() if one.name == "transom_router_requests")
         return {sample.labels["status"] for sample in family.samples if sample.labels["endpoint"] == PATH}
 
-    always = {"200", "400", "404", "405", "413", "429", "431", "499", "500", "503"}
-    limits = LimitsConfig(request_timeout_s=1.0)
+    always = {"200", "400", "404", "405", "408", "413", "429", "431", "499", "500", "503"}
     assert statuses() == always
     assert statuses(api_keys=("k",)) == always | {"401"}
-    assert statuses(limits=limits) == always | {"408"}

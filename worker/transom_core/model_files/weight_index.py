@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from transom_core.errors import ModelError
-from transom_core.model_files.json_files import read_json
+from transom_core.model_files.text_files import read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"  # of a model whose weights are in one file

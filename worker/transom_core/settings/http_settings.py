@@ -54,6 +54,9 @@ class HttpSettings(BaseModel):
         None, gt=0, description="Requests that take longer, from arrival to the last token, end with an error."
     )
     max_body_bytes: int = Field(8 * 2**20, ge=1024, description="Larger request bodies are refused with 413.")
+    body_timeout_s: float = Field(
+        60.0, gt=0, description="Requests whose bodies take longer to arrive are refused with 408."
+    )
     max_header_bytes: int = Field(64 * 2**10, ge=1024, description="Larger request headers are refused with 431.")
     allowed_origins: tuple[str, ...] = Field(
         (),

@@ -32,8 +32,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from transom_core.errors import ModelError, RequestError
-from transom_core.model_files.json_files import read_json
 from transom_core.model_files.resolve import ModelFiles, eos_token_ids
+from transom_core.model_files.text_files import read_json, read_text
 from transom_core.text.built_in_templates import built_in_template
 from transom_core.text.chat_template import ChatTemplate, Prompt, read_messages
 from transom_core.text.default_tool_prompt import messages_with_tools
@@ -289,8 +289,9 @@ def _load_folder(folder: Path, eos_token_ids: Sequence[int], model_type: str) ->
         raise ModelError(
             f"{path} is missing; transformers writes it: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
         )
+    text = read_text(path, folder)
     try:
-        rust = RustTokenizer.from_file(str(path))
+        rust = RustTokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception for everything that is wrong in the file
         raise ModelError(f"{path} cannot be read: {error}.") from None
     settings_path = folder / "tokenizer_config.json"
@@ -316,7 +317,7 @@ def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, st
     own_files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (default := folder / "chat_template.jinja").exists():
         own_files["default"] = default
-    named |= {name: path.read_text("utf-8") for name, path in own_files.items()}
+    named |= {name: read_text(path, folder) for name, path in own_files.items()}
     return {name: template for name, template in named.items() if template}
 
 

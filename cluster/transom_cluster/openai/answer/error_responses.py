@@ -116,6 +116,18 @@ def body_too_large(max_body_bytes: int) -> HttpError:
     )
 
 
+def body_too_slow(body_timeout_s: float) -> HttpError:
+    """Status 408; the connection cannot be used for another request, since the rest of the body may still come."""
+    message = (
+        f"The request body was not complete after {body_timeout_s:g} s; send it faster, or raise --body-timeout-s."
+    )
+    return HttpError(
+        WireError(
+            status=408, message=message, type="timeout_error", code="request_timeout", headers={"connection": "close"}
+        )
+    )
+
+
 def headers_too_large(max_header_bytes: int) -> WireError:
     """Status 431; the message has the limit."""
     return WireError(

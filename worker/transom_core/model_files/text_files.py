@@ -1,0 +1,63 @@
+"""Reads the text files of a model's folder, which may come from anywhere: JSON, `tokenizer.json` and chat templates.
+
+They must be regular files of bounded size: a pipe would hang the start. They must lie in the folder, or where a hub's cache has put
+them: a cloned repository can hold links, and what they lead to is none of the model's business.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from transom_core.errors import ModelError
+
+_MAX_BYTES = 256 << 20  # an index of 100,000 tensors has 10 MiB, a tokenizer 35 MiB
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file in a model's folder.
+
+    Raises:
+        ModelError: the file is missing, unreadable, not the folder's own, or not an object.
+    """
+    try:
+        value = json.loads(read_text(path, path.parent))
+    except RecursionError:
+        raise ModelError(f"{path} nests arrays or objects too deeply to be read; download it again.") from None
+    except ValueError as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a {type(value).__name__}; a JSON object is needed.")
+    return value
+
+
+def read_text(path: Path, folder: Path) -> str:
+    """Read a file of a model's folder, which may lie in a folder below it.
+
+    Raises:
+        ModelError: the file is missing, unreadable, too large, no regular file, no UTF-8, or a link out of the folder.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
+            raise ModelError(
+                f"{path} is no regular file of at most {_MAX_BYTES >> 20} MiB (it has {status.st_size} bytes); download it again."
+            )
+        target = path.resolve()
+        if not any(target.is_relative_to(root) for root in _roots(folder.resolve())):
+            raise ModelError(
+                f"{path} is a link out of the model's folder, to {target}; put a copy of that file in its place."
+            )
+        return path.read_text("utf-8")
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing; the model's folder is incomplete.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}.") from None
+
+
+def _roots(folder: Path) -> list[Path]:
+    """Return where a folder's files may lie. In a hub's cache, `snapshots/<commit>/config.json` is a link into `blobs`."""
+    is_snapshot = folder.parent.name == "snapshots"
+    return [folder, folder.parent.parent / "blobs"] if is_snapshot else [folder]
