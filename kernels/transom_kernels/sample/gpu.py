@@ -1,4 +1,5 @@
-"""`sample` on GPUs: launches `apply_logit_changes` if there are changes, then `block_maxima` and `sample_rows`.
+"""Sampling on GPUs. `sample` launches `apply_logit_changes` if there are changes, then `block_maxima` and `sample_rows`;
+`best_of_slice` launches `slice_scores`.
 
 `block_maxima` reads all logits once and writes a summary of each block of 64 token ids: the largest logit, the block's
 largest Gumbel noise, and the logit of the id that has that noise (the block's *noisiest* id). The noise is defined so that a
@@ -58,8 +59,8 @@ def best_of_slice_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's best score [S] float64 and its id [S] int64; `logits` [S, V] are those of the ids from `first_id` on.
 
-    A score is the logit, or logit / temperature plus Gumbel noise where `temperature` is above 0 (`op.best_of_slice`).
-    Every id's noise is computed: a rank's slice is short, and float64 arithmetic is not what a step waits for.
+    A score is the logit, or logit / temperature plus Gumbel noise if `temperature` is above 0 (`op.best_of_slice`). The noise of
+    every id is computed: a rank's slice is short, so that this float64 arithmetic does not hold up a step.
     """
     num_rows, num_ids = logits.shape
     shape = num_rows, -(-num_ids // SLICE_IDS)
@@ -174,7 +175,7 @@ def slice_scores(
     stride,  # elements from row to row of logits
     BLOCK_V: tl.constexpr,  # ids of a chunk
 ):
-    """The best score of one chunk of one row, and its id. The grid is (chunks of a row, rows)."""
+    """Compute the best score of one chunk of one row, and its id. The grid is (chunks of a row, rows)."""
     c, s = tl.program_id(0), tl.program_id(1)
     row = logits + s.to(tl.int64) * stride
     n = c * BLOCK_V + tl.arange(0, BLOCK_V)

@@ -96,9 +96,8 @@ def kept(scaled: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.
 
 def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Return standard Gumbel noise in float64; int64 `keys` [N] and `token_ids` [N] broadcast."""
-    bits = random_bits(
-        keys, -1 - token_ids // NOISE_BLOCK
-    )  # counters of ids are 0, 1, ...; those of blocks are -1, -2, ...
+    # counters of ids are 0, 1, ...; those of blocks are -1, -2, ...
+    bits = random_bits(keys, -1 - token_ids // NOISE_BLOCK)
     offset = bits & (NOISE_BLOCK - 1)  # the lowest bits, which `_to_uniform` leaves out
     minimum = _to_uniform(bits).log_().mul_(-1.0 / NOISE_BLOCK)
     excess = (
