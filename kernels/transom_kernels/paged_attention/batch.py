@@ -87,7 +87,7 @@ class PagedBatch(AttentionBatch):
     start_host: list[int]
 
     def block_ids(self, b: int, begin: int, end: int) -> list[int]:
-        """The block ids of the logical blocks [begin, end) of sequence `b`, looked up on the host.
+        """Return the block ids of the logical blocks [begin, end) of sequence `b`, from the host's copy of the table.
 
         Raises:
             IndexError: the table lacks one of them. This is a bug of the scheduler, never a user's mistake.

@@ -104,7 +104,7 @@ def block_maxima(
     maxima,  # [S, B] float32: the largest logit of each block
     noisiest,  # [S, B] float32: the logit of the id with the largest noise; not written for greedy rows
     max_noise,  # [S, B] float32: that noise; not written for greedy rows
-    chunk_sums,  # [S, C, 2] float32: largest scaled logit and sum of exp(scaled - largest); for rows with top-p alone
+    chunk_sums,  # [S, C, 2] float32: largest scaled logit and sum of exp(scaled - largest); if top-p is on and top-k off
     num_ids,
     stride,  # elements from row to row of logits
     num_blocks,
@@ -135,7 +135,7 @@ def block_maxima(
         tl.store(max_noise + at, (-tl.log(exponential)).to(tl.float32), mask=inside)
         tl.store(noisiest + at, tl.load(row + token, mask=token < num_ids, other=float("-inf")), mask=inside)
 
-        # the chunk's softmax sum, which top-p alone needs
+        # the chunk's softmax sum, which is needed if top-p is on and top-k off
         top_k = tl.load(top_ks + s)
         if (tl.load(top_ps + s) < 1.0) & ((top_k <= 0) | (top_k >= num_ids)):
             value = tl.div_rn(value, tl.zeros_like(value) + temperature)
