@@ -71,8 +71,9 @@ class AttentionBatch:
 class PagedBatch(AttentionBatch):
     """Everything but queries and caches that attention over one KV cache group reads.
 
-    Column `c` of `block_table` is logical block `c` if `c < num_sink_blocks`, and otherwise
-    `first_block[b] + c - num_sink_blocks`. Only columns with a key in `[0, start + count)` are valid; the others are -1.
+    Column `c` of `block_table` is logical block `c` if `c < num_sink_blocks`, and otherwise `first_block[b] + c - num_sink_blocks`.
+    Only columns with a key in `[0, start + count)` are valid; the others are -1.
+
     The host copies (`*_host`) hold the same numbers as Python ints, for code that plans on the host. `block_table_host` is empty
     when Triton kernels compute, since they read the table on the device.
     """
