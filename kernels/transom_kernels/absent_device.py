@@ -1,12 +1,13 @@
-"""Compiles Triton's kernels for a GPU that need not be there: operators run on CPU tensors, and launches do nothing.
+"""Compiles Triton kernels ahead of time for a GPU that this machine does not have: operators run on CPU tensors, and launches only
+compile.
 
-    with absent_gpu((9, 0)):        # operators take their GPU kernels, for the compute capability of an H100
+    with absent_gpu((9, 0)):        # operators launch their GPU kernels, for the compute capability of an H100
         model = ...                 # weights get the layout that they have on a GPU
         with no_work():
             model.forward(batch)    # each kernel that is launched is compiled into Triton's cache
 
-Triton finds a compiled kernel by its source, the types of its arguments, which of them are multiples of 16, its options and the
-compute capability. CPU tensors have all of these in common with those of a GPU, so a start on a GPU finds what was compiled here.
+The key of a compiled kernel in Triton's cache is its source, the types of its arguments, which of them are multiples of 16, its
+options and the compute capability. All of these are the same for CPU tensors, so a start on a GPU finds what was compiled here.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _ALLOCATIONS = {
 
 
 class AbsentLauncher:
-    """Stands in for the stub that Triton builds to hand a launch to CUDA."""
+    """Stands in for the launcher that Triton builds to pass a launch to CUDA."""
 
     launch_cooperative_grid = launch_pdl = False
 
@@ -51,7 +52,7 @@ class AbsentLauncher:
 
 
 class AbsentUtils:
-    """Loads every kernel that fits a device with the given bytes of shared memory."""
+    """Pretends to load kernels, for a device with the given bytes of shared memory."""
 
     def __init__(self, shared_bytes: int) -> None:
         self._properties = {
@@ -62,11 +63,11 @@ class AbsentUtils:
         }
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """What limits a program."""
+        """Return the limits of a program on the device."""
         return self._properties
 
     def load_binary(self, *arguments: Any) -> tuple[int, int, int, int, int]:
-        """Return a module, a function, registers, spilled bytes and threads: none of them is used."""
+        """Return a module, a function, registers, spilled bytes and threads. Nothing uses the first four."""
         return 0, 0, 0, 0, 1024
 
 
@@ -80,7 +81,7 @@ class AbsentDriver:
         self.utils = AbsentUtils(launch.SHARED_BYTES[capability])
 
     def get_current_target(self) -> Any:
-        """What kernels are compiled for."""
+        """Return the target that kernels are compiled for."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self._arch, 32)
@@ -95,7 +96,7 @@ class AbsentDriver:
 
 
 class _NoWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Products and fresh memory of torch are zeros, so that large models cost nothing and no index is out of range."""
+    """Makes torch's products and new memory zeros, so that large models take no time and no index is out of range."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -110,16 +111,16 @@ class _NoWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def no_work() -> Iterator[None]:
-    """Within this context, products of torch and memory that it allocates are zeros on this thread."""
+    """Make torch's products, and the memory that it allocates, zeros within this context, on this thread."""
     with _NoWork():  # type: ignore[no-untyped-call]
         yield
 
 
 @contextmanager
 def absent_gpu(capability: tuple[int, int], on_compiled: Callable[..., None] | None = None) -> Iterator[None]:
-    """Within this context all operators of the process launch their GPU kernels, compiled for a compute capability.
+    """Make all operators of the process launch their GPU kernels, compiled for a compute capability, within this context.
 
-    `on_compiled` is Triton's listener: it is called for each kernel, with `cache_hit` and other keywords.
+    Triton calls `on_compiled` for each kernel, with `cache_hit` and other keywords.
 
     Raises:
         ValueError: `launch.SHARED_BYTES` lacks this compute capability, or Triton interprets kernels in this process.
@@ -140,12 +141,12 @@ def absent_gpu(capability: tuple[int, int], on_compiled: Callable[..., None] | N
     finally:
         launch.pretend(None)
         knobs.compilation.listener = None
-        with suppress(RuntimeError):  # Triton has no driver of its own where there is no GPU
+        with suppress(RuntimeError):  # without a GPU, Triton finds no driver to go back to
             driver.reset_active()
 
 
 def compiled_directory() -> Path:
-    """Where Triton keeps compiled kernels: TRITON_CACHE_DIR, or a directory below the user's home."""
+    """Return where Triton caches compiled kernels: TRITON_CACHE_DIR, or a directory below the user's home."""
     from triton import knobs
 
     return Path(knobs.cache.dir)

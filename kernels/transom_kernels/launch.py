@@ -1,8 +1,8 @@
-"""Decides whether torch, Triton or a CPU kernel computes an operator, and sizes Triton launches.
+"""Decides whether torch, Triton or a CPU kernel computes an operator, and has functions that size Triton launches.
 
 The environment variable TRANSOM_KERNELS chooses:
 
-    auto         Triton for CUDA tensors, compiled CPU kernels for CPU tensors, torch where there is no kernel (default)
+    auto         Triton for CUDA tensors, compiled CPU kernels for CPU tensors, torch if there is no kernel (default)
     reference    torch for all tensors: to find out whether a kernel causes a wrong result
     interpreted  Triton for all tensors, on CPUs in Triton's interpreter, which is a thousand times slower: for tests
 """
@@ -20,16 +20,15 @@ from typing import Literal, cast, get_args
 import torch
 
 KERNELS_VARIABLE = "TRANSOM_KERNELS"
-INTERPRETED = (
-    os.environ.get("TRITON_INTERPRET") == "1"
-)  # Triton reads it once, when a kernel is defined; so does this module
+# Triton reads this variable once, when a kernel is defined, and so does this module
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 Kernels = Literal["auto", "reference", "interpreted"]
 
 _chosen: Kernels | None = None
-_pretended: tuple[int, int] | None = None  # the compute capability of a GPU that is not there; see `absent_device`
+_pretended: tuple[int, int] | None = None  # the compute capability of an absent GPU; see `absent_device`
 
-# bytes of shared memory that a program may have on the devices for which kernels are compiled ahead, by compute capability
+# compute capability -> bytes of shared memory that a program may have; for devices for which kernels are compiled ahead of time
 SHARED_BYTES = {
     (8, 0): 163 << 10,
     (8, 6): 99 << 10,
@@ -41,7 +40,7 @@ SHARED_BYTES = {
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
-    """Whether operators compute with Triton kernels on this tensor and the other tensors of the call. Every operator asks here.
+    """Return whether Triton kernels compute an operator on this tensor and the call's other tensors. Every operator asks here.
 
     Raises:
         ValueError: TRANSOM_KERNELS has an unknown value, or asks for an interpreter that is not loaded.
@@ -53,7 +52,7 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 
 
 def uses_cpu_kernels(tensor: torch.Tensor) -> bool:
-    """Whether operators compute with compiled CPU kernels on this tensor; an operator without one goes on with torch.
+    """Return whether compiled CPU kernels compute operators on this tensor; torch computes operators that have no CPU kernel.
 
     Raises:
         ValueError: TRANSOM_KERNELS has an unknown value, or asks for an interpreter that is not loaded.
@@ -64,24 +63,24 @@ def uses_cpu_kernels(tensor: torch.Tensor) -> bool:
 
 
 def kernels_on(device: torch.device) -> str:
-    """What computes the operators on a device: "triton", "cpu" (compiled CPU kernels) or "torch"."""
+    """Return what computes operators on a device: "triton", "cpu" (compiled CPU kernels) or "torch"."""
     tensor = torch.empty(0, device=device)
     return "triton" if uses_triton(tensor) else "cpu" if uses_cpu_kernels(tensor) else "torch"
 
 
 def compiles_by_rows(device: torch.device) -> bool:
-    """Whether a kernel is compiled on its first launch, and again for other numbers of rows: on GPUs tiles depend on the rows."""
+    """Return whether kernels are compiled on first launch, and again for other numbers of rows: on GPUs tiles depend on rows."""
     return device.type == "cuda" or _pretended is not None
 
 
 def pretend(capability: tuple[int, int] | None) -> None:
-    """From now on operators launch their GPU kernels on CPU tensors as on a device of this compute capability; None ends that."""
+    """Make operators launch their GPU kernels on CPU tensors, as on a device of this compute capability; None ends that."""
     global _pretended
     _pretended = capability
 
 
 def compile_seconds() -> float:
-    """The seconds for which this process has compiled CPU kernels; 0 where their code was in the cache."""
+    """Return the seconds that this process has spent compiling CPU kernels; 0 if the cache had all of them."""
     if not has_cpu_kernels():
         return 0.0
     from transom_kernels.cpu.kernel import statistics
@@ -91,7 +90,7 @@ def compile_seconds() -> float:
 
 @contextmanager
 def prefer(kernels: Kernels) -> Iterator[None]:
-    """Within this context all operators of the process, in all threads, use `kernels` instead of TRANSOM_KERNELS."""
+    """Use `kernels` instead of TRANSOM_KERNELS within this context, for all operators in all threads of the process."""
     global _chosen
     _check(kernels, "prefer")
     before, _chosen = _chosen, kernels
@@ -103,7 +102,7 @@ def prefer(kernels: Kernels) -> Iterator[None]:
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed. Without it CUDA tensors are computed by torch, which is logged once."""
+    """Return whether Triton is installed. If not, torch computes on CUDA tensors, which is logged once."""
     if find_spec("triton") is not None:
         return True
     logging.getLogger("transom.worker").warning("Triton is not installed: attention and experts will be slow on CUDA.")
@@ -112,12 +111,12 @@ def has_triton() -> bool:
 
 @cache
 def has_cpu_kernels() -> bool:
-    """Whether kernels can be compiled and run on this processor. If not, torch computes, which is logged once."""
+    """Return whether CPU kernels can be compiled and run on this processor. If not, torch computes, which is logged once."""
     try:
         from transom_kernels.cpu.pool import pool
 
         pool()
-    except Exception as error:  # no numba, no compiler for this processor, no futex: all of them mean torch
+    except Exception as error:  # no numba, no compiler for this processor, or no futex: torch computes
         logging.getLogger("transom.worker").warning(
             "CPU kernels cannot be used, so torch computes, which is slower: %s: %s", type(error).__name__, error
         )
@@ -139,19 +138,19 @@ def _check(kernels: str, source: str) -> Kernels:
 
 
 def next_power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def split_width(width: int, *, least: int = 16) -> tuple[int, int]:
-    """A width as a power of two and a padded remainder (0: none): 80 gives (64, 16), 128 gives (128, 0), 192 gives (128, 64)."""
+    """Split a width into a power of two and a padded remainder (0: none): 80 is (64, 16), 128 is (128, 0), 192 is (128, 64)."""
     first = max(least, 1 << (width.bit_length() - 1))
     rest = max(0, width - first)
     return first, max(least, next_power_of_two(rest)) if rest else 0
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a CUDA device; (0, 0) of others."""
+    """Return the compute capability of a CUDA device; (0, 0) for other devices."""
     return _pretended or _capability_of(device)
 
 
@@ -161,7 +160,7 @@ def _capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have on a CUDA device: 99 KiB of an L4, 227 KiB of an H100; 0 on others."""
+    """Return the bytes of shared memory that a program may have: 99 KiB on an L4, 227 KiB on an H100, 0 on other than CUDA."""
     return SHARED_BYTES[_pretended] if _pretended else _shared_bytes(device)
 
 
@@ -172,5 +171,5 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 def warps_for(elements: int) -> int:
-    """Warps of a program that keeps `elements` elements in registers."""
+    """Return the warps of a program that keeps `elements` elements in registers: 16 for each thread."""
     return min(16, max(1, elements // 512))

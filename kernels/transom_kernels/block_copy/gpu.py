@@ -35,7 +35,7 @@ def copy_blocks_triton(source: torch.Tensor, target: torch.Tensor, pairs: Sequen
 @triton.jit(do_not_specialize=["source_ids", "target_ids"])  # alignment of `target_ids` depends on C
 def copy_words(
     source,  # [ids, W] of int32, in any memory that the device can address, pinned host memory included
-    target,  # [ids, W], likewise
+    target,  # [ids, W] of int32, in such memory, too
     source_ids,  # [C] int64
     target_ids,  # [C] int64
     source_stride,  # words from block to block

@@ -23,9 +23,8 @@ _I64 = ir.IntType(64)
 # words: number of faults, address and bytes of the last one, address of the spare page, number of ranges, then (begin, end) pairs
 _table = np.zeros(_RANGES + 2 * _MAX_RANGES, dtype=np.int64) if CHECKED else np.zeros(0, dtype=np.int64)
 _spare = np.zeros(_SPARE_BYTES if CHECKED else 0, dtype=np.uint8)
-_TABLE_SYMBOL = (
-    "transom_checked_ranges"  # by which code finds the table: kept code would not find this process's by its address
-)
+# code finds the table by this symbol: cached code cannot know the table's address in this process
+_TABLE_SYMBOL = "transom_checked_ranges"
 if CHECKED:
     _table[_SPARE] = _spare.ctypes.data
     binding.add_symbol(_TABLE_SYMBOL, _table.ctypes.data)

@@ -202,7 +202,7 @@ def _optimise(module: llvm.ModuleRef, machine: llvm.TargetMachine) -> None:
 
 
 def _check_calls(module: llvm.ModuleRef) -> None:
-    """Refuse code that calls numba's own functions: in a process without numba those calls would jump to address 0.
+    """Refuse code that calls numba's own functions: in a process without numba all calls of the kernel would jump to address 0.
 
     Raises:
         ValueError: the kernel, or a function that it calls, raises exceptions or allocates.

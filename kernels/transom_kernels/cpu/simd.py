@@ -141,13 +141,13 @@ def vector_max_or_nan(b, x, y):
 
 @emits(FLOATS, FLOATS)
 def vector_abs(b, x):
-    """Absolute values."""
+    """Return absolute values."""
     return lanewise(b, "fabs", x)
 
 
 @emits(FLOATS, FLOATS)
 def vector_sqrt(b, x):
-    """Square roots."""
+    """Return square roots."""
     return lanewise(b, "sqrt", x)
 
 

@@ -46,9 +46,8 @@ from transom_kernels.cpu.work import argument, each_item, helper, scratch
 
 MAX_STREAMS = LANES  # most streams: a token's pre, its post, and each row of its mix must fit into one vector
 CHUNK = 512  # elements of N in a work item
-TILE = (
-    4 if cpu_target().avx512 else 2
-)  # tokens and coefficients of a tile of `project_streams`: its sums fill the registers
+# tokens and coefficients of a tile of `project_streams`: its sums fill the registers
+TILE = 4 if cpu_target().avx512 else 2
 
 _MODULE = "transom_kernels.hyper_connections.cpu"
 _ROW = 4 * LANES  # bytes of a row of coefficients in scratch

@@ -145,20 +145,20 @@ def hc_post(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch.Ten
 
 
 def hc_norm_reference(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """The specification of `hc_norm`, in torch."""
+    """Compute `hc_norm` in torch: the specification."""
     flat = x.flatten(1).float()
     return flat * torch.rsqrt(flat.square().mean(dim=1, keepdim=True) + eps)
 
 
 def hc_project_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The specification of `hc_project`, in torch."""
+    """Compute `hc_project` in torch: the specification."""
     return F.linear(hc_norm_reference(x, eps), weight)
 
 
 def hc_pre_reference(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, rounds: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The specification of `hc_pre`, in torch."""
+    """Compute `hc_pre` in torch: the specification."""
     size = x.shape[1]
     pre, post, mix = (projected * scale + base).split_with_sizes((size, size, size * size), dim=1)
     balanced = _balance(mix.view(-1, size, size).softmax(dim=2) + eps, rounds, eps)
@@ -168,12 +168,12 @@ def hc_pre_reference(
 def hc_head_reference(
     x: torch.Tensor, projected: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, eps: float
 ) -> torch.Tensor:
-    """The specification of `hc_head`, in torch."""
+    """Compute `hc_head` in torch: the specification."""
     return _weighted_sum(x, (projected * scale + base).sigmoid() + eps)
 
 
 def hc_post_reference(y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
-    """The specification of `hc_post`, in torch."""
+    """Compute `hc_post` in torch: the specification."""
     mixed = torch.bmm(mix.to(x.dtype).transpose(1, 2), x)
     return mixed.addcmul_(post.to(x.dtype)[:, :, None], y[:, None])
 
@@ -205,7 +205,7 @@ def _check_coefficients(x: torch.Tensor, size: int, *parts: torch.Tensor) -> Non
 
 
 def _balance(mix: torch.Tensor, rounds: int, eps: float) -> torch.Tensor:
-    """Sinkhorn's iteration: divide columns and rows by their sums in turn, until both (nearly) add up to 1."""
+    """Divide columns and rows by their sums in turn (Sinkhorn's iteration), so that both nearly add up to 1."""
     # on CPUs torch would turn a Python number into a tensor at each addition; on GPUs making a tensor would wait for the device
     addend = mix.new_tensor(eps) if mix.device.type == "cpu" else eps
     for turn in range(2 * rounds - 1):

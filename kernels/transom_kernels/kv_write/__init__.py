@@ -1,4 +1,4 @@
-"""Writing a step's keys and values into the paged KV cache, alone or after norms and rotation."""
+"""Operators that write a step's keys and values into the paged KV cache, as they are or after norms and rotation."""
 
 from transom_kernels.kv_write.inputs import Preparation
 from transom_kernels.kv_write.op import kv_write, prepare_qkv

@@ -24,13 +24,13 @@ def rotate_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def block_of(width: int) -> int:
-    """The width of the matrix's blocks: the largest power of two that divides the head's width."""
+    """Return the width of the matrix's blocks: the largest power of two that divides the head's width."""
     return width & -width
 
 
 @cache
 def _matrix(width: int, device: torch.device) -> torch.Tensor:
-    """The matrix [width, width] of a power of two."""
+    """Return one block of the matrix, [width, width]; `width` is a power of two."""
     matrix = torch.ones(1, 1)
     while len(matrix) < width:
         matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])

@@ -44,9 +44,8 @@ class QkvInputs:
     k_cache: torch.Tensor | None  # [ids, P, KVH, D], any strides
     v_cache: torch.Tensor | None  # [ids, P, KVH, Dv]
     slots: torch.Tensor  # [T] int64: block * P + offset; below 0: not written
-    tables: tuple[torch.Tensor, torch.Tensor] | None = (
-        None  # cosines and signed sines [T, R] or [T, 1, R] (see `rotary_`)
-    )
+    # cosines and signed sines [T, R] or [T, 1, R] (see `rotary_`)
+    tables: tuple[torch.Tensor, torch.Tensor] | None = None
     preparation: Preparation = PLAIN
     query_scale: torch.Tensor | None = None  # [T]: multiplies queries
     k_scale: torch.Tensor | None = None  # [ids, P, KVH] float32: scales of quantised keys (`quantised_kv.format`)

@@ -54,12 +54,12 @@ def _prepared(x: torch.Tensor, weight: torch.Tensor | None, inputs: QkvInputs) -
 
 
 def _normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) over the last axis."""
+    """Return x / rms(x) over the last axis."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, how: Preparation) -> torch.Tensor:
-    """The first (or last) R elements of each head rotated by pairs."""
+    """Return heads whose first (or last) R elements are rotated in pairs."""
     width = cos.shape[-1]
     begin = x.shape[-1] - width if how.rotates_last else 0
     before, part, after = x[..., :begin], x[..., begin : begin + width], x[..., begin + width :]

@@ -27,7 +27,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
 
 
 def layer_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The specification of `layer_norm`, in torch."""
+    """Compute `layer_norm` in torch: the specification."""
     wide = x.float()
     centred = wide - wide.mean(dim=-1, keepdim=True)
     scale = torch.rsqrt(centred.pow(2).mean(dim=-1, keepdim=True) + eps)

@@ -27,9 +27,9 @@ SUM_STRIDE = 2 * LINE  # bytes from row to row of a group's sums: 16 float32 of 
 
 
 def make_linear(method: str, dtype: str, out_dtype: str, activation: str | None, registers: int) -> Any:
-    """out = residual + cap(scale * (x @ weight.T + bias)); with an activation, activation(x @ gate.T + bias) * (x @ up.T + bias).
+    """Build the kernel: out = residual + cap(scale * (x @ weight.T + bias)).
 
-    A work item is a block of rows and several groups of panels.
+    With an activation, out = activation(x @ gate.T + bias) * (x @ up.T + bias). A work item is a block of rows and several groups.
     """
     product = _make_tiles() if method == "tiles" else _make_vectors(method, dtype, registers)
     copy_rows = _make_copy(method, dtype)

@@ -107,7 +107,7 @@ def linear_reference(
     soft_cap: float | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The specification of `linear`, in torch, over plain weights."""
+    """Compute `linear` in torch, over plain weights: the specification."""
     y = F.linear(x.float(), weight.float(), bias) * scale
     if soft_cap is not None:
         y = torch.tanh(y / soft_cap) * soft_cap
@@ -122,7 +122,7 @@ def gated_linear_reference(
     *,
     activation: Activation,
 ) -> torch.Tensor:
-    """The specification of `gated_linear`, in torch, over plain weights."""
+    """Compute `gated_linear` in torch, over plain weights: the specification."""
     wide = x.float()
     gates, ups = F.linear(wide, gate.float(), biases[0]), F.linear(wide, up.float(), biases[1])
     active = F.silu(gates) if activation == "silu" else F.gelu(gates, approximate="tanh")
@@ -132,7 +132,7 @@ def gated_linear_reference(
 def embedding_rows_reference(
     ids: torch.Tensor, table: torch.Tensor, *, first_id: int = 0, scale: float = 1.0
 ) -> torch.Tensor:
-    """The specification of `embedding_rows`, in torch, over plain weights."""
+    """Compute `embedding_rows` in torch, over plain weights: the specification."""
     rows = ids - first_id
     absent = (rows < 0) | (rows >= len(table))
     found = table[rows.masked_fill(absent, 0)].float() * scale

@@ -83,7 +83,7 @@ def make_pack() -> Any:
 
 
 def make_embedding_rows(dtype: str, packed: bool) -> Any:
-    """out = table[ids - first] * scale; rows of ids that the table does not have are zeros. A work item is a row.
+    """Build the kernel: out = table[ids - first] * scale, with zeros for ids that the table lacks. A work item is a row.
 
     Arguments: 0 ids, 1 table, 2 bytes of a panel, or of a row, 3 N, 4 K, 5 out, 6 its row stride in bytes, 7 first, 8 scale.
     """

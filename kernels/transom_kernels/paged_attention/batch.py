@@ -71,8 +71,9 @@ class AttentionBatch:
 class PagedBatch(AttentionBatch):
     """Everything but queries and caches that attention over one KV cache group reads.
 
-    Column `c` of `block_table` is logical block `c` if `c < num_sink_blocks`, and otherwise
-    `first_block[b] + c - num_sink_blocks`. Only columns with a key in `[0, start + count)` are valid; the others are -1.
+    Column `c` of `block_table` is logical block `c` if `c < num_sink_blocks`, and otherwise `first_block[b] + c - num_sink_blocks`.
+    Only columns with a key in `[0, start + count)` are valid; the others are -1.
+
     The host copies (`*_host`) hold the same numbers as Python ints, for code that plans on the host. `block_table_host` is empty
     when Triton kernels compute, since they read the table on the device.
     """
@@ -87,7 +88,7 @@ class PagedBatch(AttentionBatch):
     start_host: list[int]
 
     def block_ids(self, b: int, begin: int, end: int) -> list[int]:
-        """The block ids of the logical blocks [begin, end) of sequence `b`, looked up on the host.
+        """Return the block ids of the logical blocks [begin, end) of sequence `b`, from the host's copy of the table.
 
         Raises:
             IndexError: the table lacks one of them. This is a bug of the scheduler, never a user's mistake.

@@ -72,7 +72,7 @@ def stored_rows(
 
 
 def scores_of(inputs: AttentionInputs, q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Scores [H, R, L] of queries [R, H, D] and keys [L, KVH, D]: scale * q k, then the soft cap."""
+    """Return scores [H, R, L] of queries [R, H, D] and keys [L, KVH, D]: scale * (q . k), then the soft cap."""
     grouped = q.float().reshape(len(q), inputs.kv_heads, inputs.group, -1)
     scores = torch.einsum("rkgd,lkd->kgrl", grouped, keys).flatten(0, 1) * inputs.scale
     return scores if inputs.soft_cap is None else inputs.soft_cap * torch.tanh(scores / inputs.soft_cap)
@@ -94,7 +94,7 @@ def softmax_of(
 
 
 def weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The sum [R, H, Dv] over keys of weights [H, R, L] times values [L, KVH, Dv]."""
+    """Return the sum [R, H, Dv] over keys of weights [H, R, L] times values [L, KVH, Dv]."""
     kv_heads = values.shape[1]
     grouped = weights.reshape(kv_heads, weights.shape[0] // kv_heads, *weights.shape[1:])
     return torch.einsum("kgrl,lke->rkge", grouped, values).flatten(1, 2)

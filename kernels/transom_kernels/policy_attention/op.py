@@ -1,8 +1,7 @@
-"""The operators `policy_attention`, attention of rows with a KV policy, and `add_block_mass`, which sums attention by cache block.
+"""The operators `policy_attention`, attention of rows with a KV policy, and `add_block_mass`, the attention of each block.
 
 CPUs compute with compiled kernels (`cpu/`), CUDA devices with Triton (`triton/`). Where neither kernel is available, torch computes
-(`reference.py`, the specification of both).
-Rows without a policy have an operator of their own, `paged_attention`.
+(`reference.py`, the specification of both). Rows without a policy use `paged_attention`.
 
 Legend: T query tokens, B sequences, N table columns, H query heads, KVH KV heads, D key width, Dv value width, P block size in
 tokens.

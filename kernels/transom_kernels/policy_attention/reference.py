@@ -59,7 +59,7 @@ class _Tile:
 
 
 def _tiles(inputs: PolicyInputs) -> Iterator[_Tile]:
-    """The tiles of all sequences, in the order of their rows."""
+    """Yield the tiles of all sequences, in the order of their rows."""
     batch, device = inputs.batch, inputs.q.device
     offsets = torch.arange(batch.block_size, device=device)
     for b, columns in enumerate(batch.num_columns.tolist()):
@@ -79,7 +79,7 @@ def _tiles(inputs: PolicyInputs) -> Iterator[_Tile]:
 
 
 def _scores(inputs: PolicyInputs, tile: _Tile) -> torch.Tensor:
-    """Scores [H, R, L]; those of keys that no row sees may be NaN."""
+    """Return scores [H, R, L]; those of keys that no row sees may be NaN."""
     keys = stored_rows(inputs.k_cache, inputs.k_scale, tile.place)
     scores = scores_of(inputs, inputs.q[tile.rows], keys)
     if inputs.sink_q is None:

@@ -31,6 +31,6 @@ def position_scale(positions: torch.Tensor, *, factor: float, interval: int, dty
 def position_scale_reference(
     positions: torch.Tensor, *, factor: float, interval: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The specification of `position_scale`, in torch."""
+    """Compute `position_scale` in torch: the specification."""
     intervals_T = ((positions.float() + 1.0) / interval).floor()
     return (intervals_T.log1p() * factor + 1.0).to(dtype)

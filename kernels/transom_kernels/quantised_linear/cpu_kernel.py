@@ -39,9 +39,10 @@ def make_rounded_rows(dtype: str) -> Any:
 
 
 def make_quantised_linear(dtype: str, out_dtype: str, format: str, activation: str | None) -> Any:
-    """out = residual + cap(scale * (x @ weight.T + bias)); with an activation, activation(x @ gate.T + bias) * (x @ up.T + bias).
+    """Build the kernel: out = residual + cap(scale * (x @ weight.T + bias)).
 
-    A work item is a range of panels (of pairs of panels, if gated) and a range of rows.
+    With an activation, out = activation(x @ gate.T + bias) * (x @ up.T + bias). A work item is a range of panels (of pairs of
+    panels, if gated) and a range of rows.
     """
     round_rows, product, zero = make_round_rows(dtype), make_tile_product(format), ZERO[format]
     halves = 1 if activation is None else 2

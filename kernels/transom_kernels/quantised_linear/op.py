@@ -31,7 +31,7 @@ def quantised_linear(
     """Return `residual + cap(scale * (x @ weight.T + bias))`, [M, N], where cap(y) is `soft_cap * tanh(y / soft_cap)`.
 
     `x` is [M, K]; its rows may lie any stride apart. `residual` is [M, N] in the result's dtype, which is `out_dtype` or else that
-    of `x`. After the product everything is computed in float32 and rounded once.
+    of `x`. Everything after the product is computed in float32 and rounded once.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or the weight is gated.

@@ -68,7 +68,7 @@ def _launch(
 
 @triton.jit
 def _normalised(values, weight, n, inside, eps, N: tl.constexpr):
-    """rms_norm of one row of float32 values [BLOCK_N]."""
+    """Return rms_norm(values, weight) of one row of float32 values [BLOCK_N]."""
     scale = tl.rsqrt(tl.sum(values * values, 0) / N + eps)
     return values * scale * tl.load(weight + n, mask=inside, other=0.0).to(tl.float32)
 

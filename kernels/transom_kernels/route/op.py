@@ -68,7 +68,7 @@ def route_reference(
     expert_scale: torch.Tensor | None = None,
     chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The specification of `route`, in torch."""
+    """Compute `route` in torch: the specification."""
     logits = F.linear(x.float(), weight, bias)
     return routes_of(logits, routing, correction=correction, expert_scale=expert_scale, chosen=chosen)
 

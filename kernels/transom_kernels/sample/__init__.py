@@ -1,10 +1,10 @@
-"""Sampling: logits to one token id per row.
+"""Sampling: picks one token id for each row of logits.
 
-op, params                  the operator, and its arguments
-reference                   the operator in torch: the specification, and the fallback; defines the noise
-cpu, cpu_kernel, cpu_noise  CPUs: launches, the kernel, and the noise in LLVM's code
-table                       the parameters of many sequences in memory, as the CPU kernel reads them
-gpu, sample_rows            GPUs: launches with the pass over all logits, and the kernel that samples a row from its summary
+op, params                  the operators, and their arguments
+reference                   the operators in torch: the specification, and the fallback; defines the noise
+cpu, cpu_kernel, cpu_noise  CPUs: launches, the kernel, and the noise as LLVM code
+table                       the parameters of many sequences, in memory that the CPU kernel reads
+gpu, sample_rows            GPUs: launches and the pass over all logits, and the kernel that samples a row from its summary
 gumbel_max, gumbel_noise    functions of that kernel
 """
 

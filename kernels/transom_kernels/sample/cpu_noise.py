@@ -105,25 +105,25 @@ def emit_least_exponential(b: ir.IRBuilder, key: ir.Value, block: ir.Value) -> t
 
 @emits(INT, INT)
 def mixed(b, value):
-    """SplitMix64's finaliser of one int64."""
+    """Return SplitMix64's finaliser of one int64."""
     return emit_mixed(b, value)
 
 
 @emits(DOUBLE, DOUBLE)
 def negative_log(b, x):
-    """-log(x) of a normal positive float64."""
+    """Return -log(x) of a normal positive float64."""
     return emit_negative_log(b, x)
 
 
 @emits(DOUBLE, INT, INT)
 def least_exponential(b, key, block):
-    """The least exponential variable of one block."""
+    """Return the least exponential variable of one block."""
     return emit_least_exponential(b, key, block)[0]
 
 
 @emits(DOUBLE, INT, INT)
 def exponential(b, key, token):
-    """The exponential variable of one id, which is added to its block's least one."""
+    """Return the exponential variable of one id, which is added to the least one of its block."""
     return emit_negative_log(b, emit_uniform(b, emit_random_bits(b, key, token)))
 
 

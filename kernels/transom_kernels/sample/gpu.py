@@ -1,4 +1,5 @@
-"""`sample` on GPUs: launches `apply_logit_changes` if there are changes, then `block_maxima` and `sample_rows`.
+"""Sampling on GPUs. `sample` launches `apply_logit_changes` if there are changes, then `block_maxima` and `sample_rows`;
+`best_of_slice` launches `slice_scores`.
 
 `block_maxima` reads all logits once and writes a summary of each block of 64 token ids: the largest logit, the block's
 largest Gumbel noise, and the logit of the id that has that noise (the block's *noisiest* id). The noise is defined so that a
@@ -58,8 +59,8 @@ def best_of_slice_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's best score [S] float64 and its id [S] int64; `logits` [S, V] are those of the ids from `first_id` on.
 
-    A score is the logit, or logit / temperature plus Gumbel noise where `temperature` is above 0 (`op.best_of_slice`).
-    Every id's noise is computed: a rank's slice is short, and float64 arithmetic is not what a step waits for.
+    A score is the logit, or logit / temperature plus Gumbel noise if `temperature` is above 0 (`op.best_of_slice`). The noise of
+    every id is computed: a rank's slice is short, so that this float64 arithmetic does not hold up a step.
     """
     num_rows, num_ids = logits.shape
     shape = num_rows, -(-num_ids // SLICE_IDS)
@@ -103,7 +104,7 @@ def block_maxima(
     maxima,  # [S, B] float32: the largest logit of each block
     noisiest,  # [S, B] float32: the logit of the id with the largest noise; not written for greedy rows
     max_noise,  # [S, B] float32: that noise; not written for greedy rows
-    chunk_sums,  # [S, C, 2] float32: largest scaled logit and sum of exp(scaled - largest); for rows with top-p alone
+    chunk_sums,  # [S, C, 2] float32: largest scaled logit and sum of exp(scaled - largest); if top-p is on and top-k off
     num_ids,
     stride,  # elements from row to row of logits
     num_blocks,
@@ -134,7 +135,7 @@ def block_maxima(
         tl.store(max_noise + at, (-tl.log(exponential)).to(tl.float32), mask=inside)
         tl.store(noisiest + at, tl.load(row + token, mask=token < num_ids, other=float("-inf")), mask=inside)
 
-        # the chunk's softmax sum, which top-p alone needs
+        # the chunk's softmax sum, which is needed if top-p is on and top-k off
         top_k = tl.load(top_ks + s)
         if (tl.load(top_ps + s) < 1.0) & ((top_k <= 0) | (top_k >= num_ids)):
             value = tl.div_rn(value, tl.zeros_like(value) + temperature)
@@ -174,7 +175,7 @@ def slice_scores(
     stride,  # elements from row to row of logits
     BLOCK_V: tl.constexpr,  # ids of a chunk
 ):
-    """The best score of one chunk of one row, and its id. The grid is (chunks of a row, rows)."""
+    """Compute the best score of one chunk of one row, and its id. The grid is (chunks of a row, rows)."""
     c, s = tl.program_id(0), tl.program_id(1)
     row = logits + s.to(tl.int64) * stride
     n = c * BLOCK_V + tl.arange(0, BLOCK_V)

@@ -2,7 +2,7 @@
 
 `sample` picks one token id per row of logits, by penalties, temperature, top-k, top-p, min-p and seeded Gumbel noise. CUDA devices
 compute it with Triton, others in torch; the engine's own path on CPUs is `cpu.sample_records`.
-`best_of_slice` is the part of a tensor-parallel rank that has the logits of a slice of the vocabulary.
+`best_of_slice` does a tensor-parallel rank's part, if each rank has the logits of a slice of the vocabulary.
 
 Legend: S rows, V vocabulary, C changes to logits.
 """
@@ -49,9 +49,10 @@ def best_of_slice(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's best score, [S] float64, and its token id, [S] int64; of equal scores the lowest id.
 
-    `logits` [S, V] float32 are those of the ids from `first_id` on. A score is the logit where `temperature` [S] is 0, else
-    logit / temperature plus the Gumbel noise that `keys` [S] int64 and the id give: the best score of all slices is that of the id
-    which `sample` takes without filters. A row whose scores are all -inf or NaN still gets an id of the slice.
+    `logits` [S, V] float32 are those of the ids from `first_id` on. If a row's `temperature` [S] is 0, scores are its logits;
+    otherwise they are logit / temperature plus the Gumbel noise of the row's key in `keys` [S] int64 and the id. The id with the
+    best score of all slices is therefore the one that `sample` takes without filters. A row whose scores are all -inf or NaN still
+    gets an id of the slice.
 
     Raises:
         ValueError: shapes or dtypes do not fit.

@@ -1,4 +1,4 @@
-"""`sample` in torch, row by row: the specification, and the fallback where no kernel runs.
+"""`sample` and `best_of_slice` in torch: the specification, and the fallback where no kernel runs. It defines the noise.
 
 A row's logits are divided by its temperature, filters leave some tokens, and the token with the largest sum of logit and Gumbel
 noise wins. Winners follow the softmax distribution of the tokens that are left. Gumbel noise is -log(E), where E is an exponential
@@ -30,7 +30,7 @@ GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111E
 
 
 def sample_reference(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
-    """Sample one token id for each row of `logits` [S, V] float32 by `params`; return [S] int64. Logits are changed in place."""
+    """Sample one token id for each row of `logits` [S, V] float32 by `params`; return [S] int64. Logit changes are in place."""
     apply_changes(logits, params)
     columns = zip(
         *(part.tolist() for part in (params.temperature, params.top_k, params.top_p, params.min_p)), strict=True
@@ -96,9 +96,8 @@ def kept(scaled: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.
 
 def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Return standard Gumbel noise in float64; int64 `keys` [N] and `token_ids` [N] broadcast."""
-    bits = random_bits(
-        keys, -1 - token_ids // NOISE_BLOCK
-    )  # counters of ids are 0, 1, ...; those of blocks are -1, -2, ...
+    # counters of ids are 0, 1, ...; those of blocks are -1, -2, ...
+    bits = random_bits(keys, -1 - token_ids // NOISE_BLOCK)
     offset = bits & (NOISE_BLOCK - 1)  # the lowest bits, which `_to_uniform` leaves out
     minimum = _to_uniform(bits).log_().mul_(-1.0 / NOISE_BLOCK)
     excess = (

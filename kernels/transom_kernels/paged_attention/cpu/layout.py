@@ -48,11 +48,11 @@ class Words:
         return 4 // self.elements
 
     def vectors(self, width: int) -> int:
-        """Vectors of words that hold a row of `width` elements."""
+        """Return how many vectors of words hold a row of `width` elements."""
         return -(-width // (self.elements * _LANES))
 
     def output_vectors(self, width: int) -> int:
-        """Vectors of float32 that hold a row of `width` results."""
+        """Return how many vectors of float32 hold a row of `width` results."""
         return self.vectors(width) * self.elements
 
 

@@ -1,4 +1,4 @@
-"""Computes a tile, the query tokens of a part of a prompt for one KV head, with an online softmax over tiles of keys, on CPUs.
+"""Computes a tile on CPUs: attention of query tokens of a prompt for one KV head, with an online softmax over tiles of keys.
 
 Key tiles begin at multiples of KEY_TILE for every query tile, and keys that a row does not see weigh exactly 0, so a row's result
 does not depend on other rows. A key tile is packed once for all rows of the query tile (keys as columns of words, values as rows
@@ -60,7 +60,7 @@ from transom_kernels.paged_attention.cpu.walks import (
 
 
 class TileLoops(NamedTuple):
-    """The functions that compute a tile, called in this order; `attend_keys` may be called for several ranges of keys.
+    """The functions that compute a tile, called in this order. The middle two may be repeated for other queries and keys.
 
     - begin_tile(memory): clear the results of the tile's rows.
     - load_queries(arguments, memory, row, kv_head, tokens, tensor): copy the queries of `tokens` tokens from query row `row` on,
