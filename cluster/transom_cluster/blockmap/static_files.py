@@ -33,8 +33,7 @@ _PAGE_HEADERS = {
 
 
 def file_response(name: str, request: Request) -> Response | None:
-    """Return a response with one file, or with status 304 if the client has it already; None if there is no such file of a known
-    type."""
+    """Return a response with one file, or status 304 if the client has it already; None if there is no such file to serve."""
     kind = CONTENT_TYPES.get(Path(name).suffix)
     if kind is None or not _NAME.fullmatch(name):
         return None

@@ -32,7 +32,7 @@ def offline(
     repeats: Annotated[int, typer.Option(min=1, help="Each figure is the best of these.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Prefill and decode speed of one worker, without HTTP."""
+    """Measure the prefill and decode speed of one worker, without HTTP."""
     from transom_core.errors import ConfigError, ModelError, RequestError
     from transom_core.settings.settings import Settings
     from transom_worker.bench.offline import run_offline

@@ -32,7 +32,7 @@ def policies(
     stream_times: Annotated[int, typer.Option(min=1, help="Trained lengths that the stream has.")] = 4,
     plots: Annotated[bool, typer.Option(help="Draw PNG plots, which needs matplotlib.")] = True,
 ) -> None:
-    """KV policies beside full attention: memory, preemptions, quality, recall, and streams beyond the trained length."""
+    """Compare KV policies with full attention: memory, preemptions, quality, recall, and streams beyond the trained length."""
     from transom_core.errors import ConfigError, ModelError, RequestError
     from transom_worker.bench.policies.plots import draw
     from transom_worker.bench.policies.results import PolicyFigures, tables
@@ -66,7 +66,7 @@ def policies(
 
 
 def _measure(figures: PolicyFigures, scenario: str, settings: dict[str, Any]) -> None:
-    """Measure one scenario on an engine of its own."""
+    """Measure one scenario on a new engine."""
     from transom_worker.bench.policies.losing_cases import recall
     from transom_worker.bench.policies.scenarios import quality_by_window
     from transom_worker.bench.policies.streams import stream

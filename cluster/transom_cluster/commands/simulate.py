@@ -50,7 +50,7 @@ def simulate(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Prefix hits of a trace in a KV pool of so much memory: real scheduler and cache, no model."""
+    """Measure the prefix hits of a trace in a KV pool of this memory, with the real scheduler and cache and without a model."""
     from transom_cluster.commands.simulation_report import print_report, simulate_with_progress
     from transom_core.errors import ConfigError, ModelError
     from transom_worker.simulate.simulation import SimulationConfig

@@ -107,8 +107,7 @@ class ApiKeys:
 
 
 class KeyOwner(NamedTuple):
-    """The client that has a key: its name, from which the key cannot be computed, and the weight of its share relative to
-    others."""
+    """The client of a key: its name, from which the key cannot be computed, and the weight of its share relative to others."""
 
     client: str
     weight: float
@@ -206,8 +205,7 @@ def current_keys(config: ServerConfig) -> tuple[str, ...]:
 
 
 def address_digest(address: str) -> str:
-    """Return a name for the clients at an address, for servers without keys. Workers get such names, which do not reveal the
-    address."""
+    """Return a name for the clients at an address, for servers without keys. The name does not reveal the address to workers."""
     return sha256(b"transom address\0" + address.encode()).hexdigest()[:_CLIENT_DIGITS]
 
 

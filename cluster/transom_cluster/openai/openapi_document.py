@@ -139,8 +139,7 @@ def _schema(model: type[Any]) -> Mapping[str, Any]:
 
 
 def _add_body(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
-    """Add a request body's schema; it also lists the fields that the server ignores, and those it refuses with their neutral
-    values."""
+    """Add a request body's schema, with the fields that are ignored, and those that are refused with their neutral values."""
     model, rules, _ = POST_ENDPOINTS[path]
     reference, added = _body_schemas(model)
     properties = dict(added[model.__name__]["properties"])

@@ -20,8 +20,7 @@ class BackgroundTasks:
         return len(self._tasks)
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a task outside the caller's context, so that Ray Serve does not cancel it together with the caller's HTTP
-        request."""
+        """Start a task outside the caller's context, so that Ray Serve does not cancel it with the caller's HTTP request."""
         task = asyncio.create_task(coroutine, context=contextvars.Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

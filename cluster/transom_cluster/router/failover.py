@@ -115,8 +115,7 @@ class LossReport:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one loss means for the requests that ran: the new suspects, the requests that are no longer suspects, and the
-    culprit."""
+    """What one loss means for the requests that ran: the new suspects, those that are no longer suspects, and the culprit."""
 
     suspected: Sequence[LossRecord] = ()
     cleared: Sequence[LossRecord] = ()

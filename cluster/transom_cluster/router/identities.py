@@ -1,10 +1,11 @@
-"""Which models the workers have now, told apart by their identities, and which of them new requests go to. Pure.
+"""Groups workers by the identity of their model, and chooses the identity that computes a request. Pure functions.
 
-- **identity**: the digest of a worker's model and of all that decides its numbers (`WorkerInfo.identity`); empty where it is not
-  known. While a redeploy replaces v1 by v2, a router has workers of both.
-- An answer is computed by one identity from its first token to its last, in all its choices (`OutputStream.identity`).
+- **identity**: the digest of a worker's model and of everything else that its numbers depend on (`WorkerInfo.identity`); empty if
+it
+  is not known. While a redeploy replaces model v1 by v2, a router has workers of both.
+- One identity computes all of an answer: every token of every choice (`OutputStream.identity`).
 - A new request goes to the newest identity, unless all its workers are busy: while v2 has only its first worker, v1's workers take
-  what this one cannot.
+  the requests that this worker cannot.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MODEL_GONE = (
 
 
 def by_identity(connections: Iterable[WorkerConnection]) -> dict[str, list[WorkerConnection]]:
-    """Group workers by identity, the newest identity first: that of the worker which began to load last."""
+    """Group workers by identity, the newest identity first. The newest is that of the worker which began to load its model last."""
     groups: dict[str, list[WorkerConnection]] = {}
     for connection in connections:
         groups.setdefault(connection.identity, []).append(connection)
@@ -32,18 +33,21 @@ def by_identity(connections: Iterable[WorkerConnection]) -> dict[str, list[Worke
 
 
 def of_one_identity(willing: list[WorkerConnection], pinned: str | None) -> list[WorkerConnection]:
-    """Choose the workers of one identity for a request: those of `pinned`, or where that is None those of the newest identity that
-    is not full, else those of the identity that is the least full."""
+    """Choose the workers of one identity for a request.
+
+    It is the identity `pinned`. If that is None, it is the newest identity that has a free slot, or else the least full identity.
+    """
     if pinned is not None:
         return [one for one in willing if one.identity == pinned]
     groups = list(by_identity(willing).values())
-    return min(groups, key=_fill, default=[])  # of equal ones the first, so the newest
+    return min(groups, key=_fill, default=[])  # `min` takes the first of equal groups, which is the newest
 
 
 def is_gone(identity: str, connections: Mapping[str, WorkerConnection]) -> bool:
-    """Whether no worker of an identity can come: there are workers of others, and none that may still be of this one.
+    """Return whether no worker will have this identity any more: workers of other identities take requests, and every present
+    worker is known to have another identity.
 
-    A worker that is lost comes again with the present files, so with the identity of the others.
+    A lost worker is restarted with the present files, so it gets the identity of the other workers.
     """
     present = [one for one in connections.values() if not one.is_draining]
     may_come = any(one.info is None or one.identity == identity for one in present)
@@ -51,11 +55,11 @@ def is_gone(identity: str, connections: Mapping[str, WorkerConnection]) -> bool:
 
 
 def model_gone() -> WorkerLost:
-    """The error that ends an answer whose identity no worker has any more."""
+    """Return the error that ends an answer whose identity no worker has any more."""
     return WorkerLost(MODEL_GONE)
 
 
 def _fill(group: Sequence[WorkerConnection]) -> float:
-    """Requests per running slot of some workers; 0 as long as a slot is free, so that a new request would not wait."""
+    """Return the requests per running slot of some workers; 0 if a slot is free, so that a new request would not wait."""
     num_requests, num_slots = sum(one.num_requests for one in group), sum(one.max_num_seqs for one in group)
     return num_requests / num_slots if num_requests >= num_slots else 0.0

@@ -121,8 +121,7 @@ class InFlightRequest:
         return self.state is AttemptState.ENDED
 
     def queue_order(self, policy: SchedulingPolicy) -> tuple[bool, float]:
-        """Return the sort key in the request queue: first requests that have output, then by virtual arrival
-        (`contract.request`)."""
+        """Return the sort key in the queue: requests that have output first, then by virtual arrival (`contract.request`)."""
         has_output = bool(self.token_ids)
         return not has_output, virtual_arrival_s(self.submitted_s, self.original.priority, policy)
 

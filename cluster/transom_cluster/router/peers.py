@@ -107,7 +107,7 @@ class RouterPeers(Protocol):
 
 
 class NoPeers:
-    """The peers of a router that is alone."""
+    """The peers of a router that has none."""
 
     async def ask_others(self, query: PeerQuery[T], *, timeout_s: float) -> list[T | BaseException]:
         """Return an empty list."""

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterTimings:
-    """How long one router waits, in seconds. A pause that doubles with each retry starts at its `first_` value and grows up to its
-    `longest_` value."""
+    """How long one router waits, in seconds. A pause doubles with each retry, from its `first_` to its `longest_` value."""
 
     # Drain and deadlines
     drain_s: float = 30.0  # how long running requests may continue at a worker that drains, and at a router that stops

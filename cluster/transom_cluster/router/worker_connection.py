@@ -138,8 +138,7 @@ class WorkerConnection:
 
     @property
     def num_requests(self) -> int:
-        """How many requests the worker has: those of all routers in its last load report, or those of this router if they are
-        more."""
+        """How many requests the worker has: of all routers, by its last report, or of this router, if these are more."""
         reported = 0 if self.load is None else self.load.num_running + self.load.num_waiting
         return max(reported, len(self.in_flight))
 
@@ -218,8 +217,7 @@ class WorkerConnection:
             yield limit_s
 
     def withdraw(self, requests: Sequence[InFlightRequest]) -> None:
-        """Abort attempts without waiting for the worker. Those of a running submission are aborted after the submission has
-        ended."""
+        """Abort attempts without waiting for the worker. Those of a running submission are aborted after it has ended."""
         request_ids = [request.attempt.request_id for request in requests]
         known = {one for one in request_ids if self.in_flight.remove(one) is not None}
         self._withdrawn |= known & self._submitting
@@ -313,8 +311,7 @@ class WorkerConnection:
             logger.info("Worker %s did not get an abort: %r", self.worker_id, error)
 
     async def _ask_resync(self) -> None:
-        """Ask again and again until the worker has replied or its stream has ended, since the index mirror reports a gap only
-        once."""
+        """Ask until the worker has replied or its stream has ended, since the index mirror reports a gap only once."""
         stream_ended, pause_s = self._stream_ended, self._timings.first_reconnect_pause_s
         while not stream_ended.is_set():
             try:

@@ -84,8 +84,7 @@ class WorkerEvents:
             pause_s = min(2 * pause_s, self._timings.longest_reconnect_pause_s)
 
     def handle(self, connection: WorkerConnection, event: Opened | Received | Lost) -> None:
-        """Handle one event of a connection. This raises only for a bug in handling `Opened` or an index update; the stream then
-        ends."""
+        """Handle one event of a connection. Only a bug in handling `Opened` or an index update raises; the stream then ends."""
         match event:
             case Opened():
                 self._opened(connection)

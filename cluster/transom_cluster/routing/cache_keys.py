@@ -26,8 +26,7 @@ class CacheKeys:
         return len(self.workers)
 
     def worker_of(self, key: bytes) -> str | None:
-        """Return the id of the worker that took the last request with a key; None if the key is unknown. The worker may have
-        left."""
+        """Return the worker that took the last request with a key (it may have left); None if the key is unknown."""
         return self.workers.get(key)
 
     def placed(self, key: bytes, worker_id: str, *, client: str = "") -> None:

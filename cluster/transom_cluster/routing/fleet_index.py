@@ -194,8 +194,7 @@ class FleetPrefixIndex:
         return self.table.apply(holder, update.runs)
 
     def new_holder(self) -> int:
-        """Return a free number for a worker's device. The next `HOLDERS_PER_WORKER - 1` numbers are free, too, for its other
-        tiers."""
+        """Return a free number for a worker's device; the next `HOLDERS_PER_WORKER - 1` numbers are free for its other tiers."""
         if self._free_holders:
             return self._free_holders.pop()
         self._num_holders += HOLDERS_PER_WORKER
@@ -203,8 +202,7 @@ class FleetPrefixIndex:
         return self._num_holders - HOLDERS_PER_WORKER
 
     def free_holder(self, holder: int, *, is_named: bool) -> None:
-        """Free a worker's numbers for reuse as soon as no block names them any more; `is_named` says whether some block does
-        now."""
+        """Free a worker's numbers for reuse once no block names them. `is_named` says whether some block does now."""
         if is_named:
             self._left[holder] = NUM_PARTS
         else:

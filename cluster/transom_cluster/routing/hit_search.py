@@ -113,8 +113,7 @@ class HitSearch:
                 yield boundary, here
 
     def _backwards(self, group: int, step: int, first: int, stop: int) -> Iterator[Run]:
-        """Yield the runs that have blocks in [first, stop), the last run first. A run may begin before `first` or end after
-        `stop`."""
+        """Yield the runs that have blocks in [first, stop), the last one first. A run may extend beyond `first` and `stop`."""
         while first < stop:
             runs = self._runs(group, step, bisect_left(_SEGMENT_ENDS, stop * step))
             for at in range(bisect_left(runs, stop, key=_begin_of) - 1, -1, -1):

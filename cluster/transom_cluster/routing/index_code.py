@@ -144,8 +144,7 @@ def _bucket(bits, num_buckets):
 
 @compiled
 def link_sets(sets: Words, uses: Numbers, links: Numbers, buckets: Numbers, counts: Integers) -> None:
-    """Rebuild the index of sets after the arrays have grown: sets in use go into the hash buckets, the others into the free
-    list."""
+    """Rebuild the index of sets after arrays have grown: used sets go into the hash buckets, the others into the free list."""
     for bucket in range(len(buckets)):
         buckets[bucket] = 0
     counts[FREE] = 0
@@ -373,8 +372,7 @@ def clear_holders(
     holders: Words,
     at: int,
 ) -> int:
-    """Remove holders (bits) from a part's entries, from slot `at` on. Return DONE, or, if no set is free, the slot to continue
-    at."""
+    """Remove holders (bits) from a part's entries, from slot `at` on. Return DONE, or the next slot if there is no free set."""
     bits = np.empty(sets.shape[1], np.uint64)
     keys, values = _keys_at(part[ADDRESS]), _values_at(part[ADDRESS] + 8 * part[CAPACITY])
     while at < part[CAPACITY]:

@@ -248,8 +248,7 @@ def pressure(candidate: Candidate) -> float:
 
 
 def prefill_rates(rates: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return each candidate's rate, or the median rate if its own is not measured or differs from the median by at most the factor
-    `EQUAL_RATES`."""
+    """Return each candidate's rate; the median if its own is not measured, or within a factor of `EQUAL_RATES` of the median."""
     typical = _typical(rates, DEFAULT_PREFILL_TOKENS_PER_S)
     is_typical = (rates >= typical / EQUAL_RATES) & (rates <= typical * EQUAL_RATES) | (rates == 0)
     return np.where(is_typical, typical, rates)
@@ -263,8 +262,8 @@ def _typical(values: npt.NDArray[np.float64], default: float) -> float:
 
 
 def _is_worth_its_key(candidates: Candidates, costs: npt.NDArray[np.float64], key: int) -> bool:
-    """Return whether no worker has a longer hit than the key's worker, and its cost is nearly the least: at most the time of
-    KEY_TOKENS more."""
+    """Return whether no worker has a longer hit than the key's worker, and costs at most the time of KEY_TOKENS more than the
+    best."""
     if candidates.num_to_compute[key] > candidates.num_to_compute.min():
         return False
     key_s = KEY_TOKENS / prefill_rates(candidates.facts[3])[key]

@@ -26,8 +26,7 @@ from transom_core.contract import Request
 
 @dataclass(frozen=True, slots=True)
 class Takers:
-    """The workers that may take a request, as positions in the selection. With `is_prefill_only` another worker continues after the
-    first token."""
+    """The positions of workers that may take a request. With `is_prefill_only` another worker continues after the first token."""
 
     positions: Integers
     is_prefill_only: bool = False
@@ -49,8 +48,7 @@ def choose_takers(request: Request, selection: Selection, allowed: Integers, can
 def _is_worth_moving(
     request: Request, selection: Selection, prefillers: Integers, decoders: Integers, candidates: Candidates
 ) -> bool:
-    """Return whether every worker that may decode would fetch the part of the prompt that it lacks faster than compute it, by the
-    factor MARGIN."""
+    """Return whether each worker that may decode would fetch its missing part of the prompt MARGIN times faster than compute it."""
     source = selection.workers[int(prefillers[0])]
     if not source.can_fetch or not selection.can_fetch[decoders].all():
         return False

@@ -105,8 +105,7 @@ def find_fetches(
 
 
 def has_equal_blocks(one: WorkerView, other: WorkerView) -> bool:
-    """Return whether blocks of two workers hold the same tokens of the same layers of the same model. The workers' numbers of ranks
-    may differ."""
+    """Return whether blocks of two workers hold the same tokens of the same layers of the same model, with any number of ranks."""
     ours, theirs = one.mirror.shape, other.mirror.shape
     if ours is theirs:
         return True
@@ -114,8 +113,7 @@ def has_equal_blocks(one: WorkerView, other: WorkerView) -> bool:
 
 
 def window_of(request: Request) -> WindowPolicy | None:
-    """Return the request's KV policy if it is a window, else None: of all policies, only windows have blocks in the prefix
-    cache."""
+    """Return the request's KV policy if it is a window, else None: no other policy has blocks in the prefix cache."""
     return request.kv_policy if isinstance(request.kv_policy, WindowPolicy) else None
 
 

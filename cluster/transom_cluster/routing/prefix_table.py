@@ -86,8 +86,7 @@ class PrefixTable:
         return int(cursor[code.NET])
 
     def clear(self, part: int, holders: Sequence[int]) -> int:
-        """Remove holders from one of the `NUM_PARTS` parts, and shrink the part if it is less than half full; return how many slots
-        it had."""
+        """Remove holders from one of the `NUM_PARTS` parts, and shrink it if it is less than half full; return its old capacity."""
         bits = np.zeros(WORD_BITS * self.num_words, np.uint8)
         bits[holders] = 1
         words = np.packbits(bits, bitorder="little").view(np.uint64)

@@ -36,8 +36,7 @@ class PromptChain:
         self._num_hashed = 0
 
     def hashed(self, num_blocks: int) -> npt.NDArray[np.uint64]:
-        """Return the digests as 64-bit words, [blocks, 4]. At least the first `num_blocks` rows are computed, if there are so
-        many."""
+        """Return the digests as 64-bit words, [blocks, 4], of which at least the first `num_blocks` rows are computed, or all."""
         begin, end = self._num_hashed, min(num_blocks, self.num_blocks)
         if end > begin:
             new: list[bytes] = []

@@ -23,8 +23,7 @@ _COUNTS = ("num_running", "num_waiting", "max_num_seqs", "waiting_tokens")
 
 
 class ServeAutoscalingPolicy:
-    """Calls `wanted_replicas` with the loads that Serve has collected. Serve constructs it with the keywords of
-    `asdict(AutoscalingConfig)`."""
+    """Calls `wanted_replicas` with the loads that Serve has collected. Serve passes the fields of AutoscalingConfig as keywords."""
 
     def __init__(self, **config: Any) -> None:
         self._config = AutoscalingConfig(**config)

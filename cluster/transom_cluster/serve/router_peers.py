@@ -46,6 +46,5 @@ class ServeRouterPeers:
 
 
 def answer_peer(router: QueriedRouter, asker_id: str, query: PeerQuery[T]) -> tuple[str, T | None]:
-    """Answer a query that the router `asker_id` sent: return this router's id and its answer. The answer is None if the router has
-    asked itself."""
+    """Answer a query that the router `asker_id` sent: return this router's id and its answer, or None to its own query."""
     return router.router_id, None if asker_id == router.router_id else query.answer(router)

@@ -31,8 +31,7 @@ class ServeWorkerClient:
         self._replica = replica
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        """Return a function that calls the worker's `method`. Python calls this for every attribute that the class does not
-        have."""
+        """Return a function that calls the worker's `method`. Python calls this for attributes that the class does not have."""
         if method.startswith("_"):
             raise AttributeError(method)
         return partial(self._iterate if method in STREAMS else self._call, method)

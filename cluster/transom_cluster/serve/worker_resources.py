@@ -77,8 +77,7 @@ class WorkerResources:
 
     @property
     def can_start_one_more(self) -> bool:
-        """Whether one more worker can start during a redeploy: the shares of cores leave room for it, but GPUs may all be in
-        use."""
+        """Whether one more worker can start during a redeploy: shares of cores leave room for it, but GPUs may all be in use."""
         return not self.has_gpus
 
 

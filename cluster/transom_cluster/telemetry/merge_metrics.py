@@ -54,8 +54,7 @@ def merge_pages(pages: Iterable[str], *, openmetrics: bool = False) -> str:
 
 
 def _families(page: str, *, openmetrics: bool) -> Iterator[tuple[str, str]]:
-    """Yield a page's families, each as its head and its samples. The last family is left out if the page was cut off in
-    transfer."""
+    """Yield each family of a page as its head and its samples, without the last family of a page that was cut off in transfer."""
     whole = page.removesuffix(OPENMETRICS_END)
     families = ("\n" + whole.removesuffix("\n")).split(_HELP)[1:]
     is_cut = whole == page if openmetrics else not page.endswith("\n")

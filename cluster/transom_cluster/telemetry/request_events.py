@@ -62,8 +62,7 @@ class ChoiceEvent:
     choice: int
 
     def facts(self) -> dict[str, Any]:
-        """Return the event's figures as JSON values: its fields except `choice`, those that only sinks read, and those that are
-        None."""
+        """Return the event's figures as JSON values: all fields except `choice`, those only for sinks, and those that are None."""
         figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NO_FIGURES}
         return {name: value for name, value in figures.items() if value is not None}
 

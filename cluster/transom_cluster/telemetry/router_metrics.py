@@ -169,7 +169,7 @@ class RouterMetrics:
         self._drains.of("moved" if num_moved else "finished").inc()
 
     def worker_changed(self, change: WorkerChange) -> None:
-        """Count a worker that takes requests from now on, or that takes no more requests."""
+        """Count a worker that takes requests from now on (`joined`), or that takes no more requests (`lost`, `drained`)."""
         self._worker_changes.of(change).inc()
 
     def lost(self, cause: LossCause) -> None:

@@ -47,8 +47,7 @@ class RouterTracing:
         return cls(Tracing(config, role="router", name=router_id, version=__version__), model=model)
 
     def begin(self, path: str, headers: Mapping[str, str], at_s: float) -> RequestTrace:
-        """Begin the span of a request that arrived at `at_s`, below the span in the client's `traceparent` header if there is
-        one."""
+        """Begin the span of a request that arrived at `at_s`, below the span in the client's `traceparent` header, if any."""
         attributes = {
             "http.request.method": "POST",
             "http.route": path,
@@ -100,8 +99,7 @@ class RequestTrace:
         return self._tracing.parent_header(self._attempts[choice])
 
     def end(self, status: int, error: str, at_s: float) -> None:
-        """End the request's span after the response's last byte. `error` is the class of the error that broke off a stream, or
-        ""."""
+        """End the request's span after the response's last byte. `error` is the class of an error that broke off a stream."""
         self._span.set_attribute("http.response.status_code", status)
         if error or status >= FIRST_ERROR_STATUS:
             self._tracing.fail(self._span, error or str(status))

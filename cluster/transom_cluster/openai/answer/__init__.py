@@ -1,1 +1,1 @@
-"""Answers: how output events are read in the model's markup, and written as responses, streamed chunks and errors."""
+"""Answers: parses output events in the model's markup, and writes them as responses, streamed chunks and errors."""

@@ -12,12 +12,12 @@ once all characters of the token are final. Example, with the stop string `END`:
     `It`           `It`         `It`
     ` E`           ` `          -            `E` is held back: it could be the beginning of `END`
     `ast`          `East`       ` E`, `ast`
-    ` END`         ` `          ` `          the stop string is cut; the token goes to the parser as text alone
+    ` END`         ` `          ` `          the stop string is cut; the rest of the token is plain text
 
 Text that the worker has cut never reaches the parser. If a part of a token was cut, the rest of it is text, even if the whole token
 is a marker.
 
-The reader's state depends on the output alone, and the router keeps it, so a migration to another worker does not affect it.
+The reader's state depends only on the output, and the router keeps it, so a migration to another worker does not affect it.
 """
 
 from __future__ import annotations

@@ -61,8 +61,7 @@ class ChatAnswer:
         return [logprobs for position, logprobs in enumerate(ready, first) if not self.reader.is_reasoning(position)]
 
     def message_logprobs(self, event: OutputEvent) -> list[TokenLogprobs]:
-        """Return the log-probabilities of the message tokens that were read with this event, without those of markup and
-        reasoning."""
+        """Return the log-probabilities of message tokens that were read with this event, without markup and reasoning."""
         self._unshown_logprobs.extend(event.logprobs or ())
         if not self._unshown_logprobs:
             return []

@@ -72,8 +72,7 @@ class ChatMessage:
                     self._calls[index][1].write(text)
 
     def body(self, call_id: Callable[[int], str]) -> AssistantMessage:
-        """Return OpenAI's message object; `call_id` returns the id of a call by its number. An answer of calls only has null as its
-        content."""
+        """Return OpenAI's message; `call_id` returns the id of a call by its number. With calls only, its content is null."""
         content = self._content.getvalue()
         reasoning = self._reasoning.getvalue()
         message: AssistantMessage = {

@@ -200,8 +200,7 @@ class KvGroupCard(TypedDict):
 
 
 class ModelVersion(TypedDict):
-    """The workers that take requests and have the same identity. New requests go to the first version of the list, unless it is
-    full."""
+    """The workers that take requests and have one identity. New requests go to the list's first version, unless it is full."""
 
     system_fingerprint: str
     identity: str

@@ -32,7 +32,7 @@ EXAMPLE_CHAT = [{"role": "user", "content": "Why is the sky blue?"}]
 
 
 class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
-    """The supported fields; docs/http_api.md lists those that are ignored or refused."""
+    """The fields that the server supports. docs/http_api.md lists the fields that it ignores or refuses."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES, examples=[EXAMPLE_CHAT])]
     max_completion_tokens: int | None = None

@@ -22,7 +22,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
-    """The supported fields; docs/http_api.md lists those that are ignored or refused."""
+    """The fields that the server supports. docs/http_api.md lists the fields that it ignores or refuses."""
 
     prompt: Annotated[Raw, Meta(extra_json_schema=PROMPT_SCHEMA)]
     best_of: int | None = None

@@ -85,8 +85,7 @@ class ChatMessage(WireModel, frozen=True, kw_only=True):
 
     @property
     def num_chars(self) -> int:
-        """Roughly how much work the message is, in characters of text; even an empty message counts, because the template renders
-        it."""
+        """Roughly how much work the message is, in characters of text. An empty one counts, too: the template renders it."""
         parts = self.content or ()
         text = len(parts) if isinstance(parts, str) else sum(PART_CHARS + len(part.text or "") for part in parts)
         others = (self.name, self.refusal, self.reasoning_content, self.reasoning)

@@ -41,8 +41,7 @@ class StreamOptions(WireModel, frozen=True, kw_only=True):
 
 
 class SharedFields(WireModel, frozen=True, kw_only=True):
-    """The fields that all three request bodies have (chats, text completions, responses): OpenAI's, then vLLM's. `None` means the
-    default."""
+    """The fields that chats, text completions and responses all have: OpenAI's, then vLLM's. `None` means the default."""
 
     model: str | None = None
     temperature: float | None = None

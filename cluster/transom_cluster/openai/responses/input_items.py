@@ -132,8 +132,7 @@ def read_messages(text: Raw, *, instructions: str | None, warnings: list[str]) -
 
 @dataclass(slots=True)
 class _Chat:
-    """Collects the messages of a chat. Texts that several items contribute to are lists until `joined`, so that each is copied
-    once."""
+    """Collects the messages of a chat. Texts with parts from several items are lists until `joined`, which copies them once."""
 
     warnings: list[str]
     messages: list[Message] = field(default_factory=list)

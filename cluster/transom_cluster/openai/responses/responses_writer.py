@@ -24,8 +24,7 @@ Status = Literal["completed", "failed", "in_progress", "incomplete"]
 
 
 class ResponsesWriter(ResponseWriter):
-    """Writes one response, which has one choice. `answer` parses the choice; `echo` has the request's fields that the response
-    repeats."""
+    """Writes one response, from one choice that `answer` parses. `echo` has the request's fields that the response repeats."""
 
     def __init__(
         self,
