@@ -1,21 +1,20 @@
 """`Tokenizer`: converts text to token ids and back, and chats to prompts, with the Rust library `tokenizers`.
 
 transformers' tokenizer gives equal ids but takes seconds to import and load. This one loads in a tenth of a second, from
-`tokenizer.json` or from the vocabulary in a GGUF file. It does not change after loading, so that any thread may call it.
+`tokenizer.json` or from the vocabulary in a GGUF file. It does not change after loading, so any thread may call it.
 
-The library's `encode` holds Python's global lock; `encode_batch_fast` releases it, and makes neither offsets nor texts of
-tokens. It is the only one that is called, so that other threads run on while a long text is tokenised
-(docs/performance.md).
+The library's `encode` holds the GIL; `encode_batch_fast` releases it, and makes neither offsets nor texts of tokens. This module
+calls only the latter, so that other threads continue while a long text is tokenised (docs/performance.md).
 
 Two kinds of vocabulary are supported:
 
-- **byte level** (GPT-2, Llama 3, Qwen): a token's text spells bytes, each as one character of a fixed alphabet of 256; a space
-  is `Ġ`.
-- **SentencePiece** (Llama 2, Gemma): a token's text is text, with `▁` for a space; a byte that no token covers is a token like
-  `<0x0A>`.
+- **byte level** (GPT-2, Llama 3, Qwen): each character of a token's text stands for a byte, in a fixed alphabet of 256 characters;
+  a space is `Ġ`.
+- **SentencePiece** (Llama 2, Gemma): a token's text is ordinary text, with `▁` for a space; a byte that no other token covers has a
+  token like `<0x0A>`.
 
-**Added tokens** stand beside the vocabulary (`<|im_start|>`): the library cuts the text at them first. **Special tokens** are
-the added ones that `skip_special_tokens` leaves out.
+**Added tokens** (`<|im_start|>`) come on top of the vocabulary: the library splits text at them first. **Special tokens** are the
+added tokens that `skip_special_tokens` leaves out.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ from transom_core.text.turn_boundaries import ChatTokens, Markers
 
 _SENTENCEPIECE_SPACE = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-MAX_UNCHECKED_CHARS = 10_000  # a text is looked at before it is encoded if it is longer
+MAX_UNCHECKED_CHARS = 10_000  # the length of a longer text is checked before it is encoded
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 CheckLength = Callable[..., None]
-"""Raises RequestError for a number of tokens that is too large; with `at_least=True` a text has that many or more."""
+"""Raises RequestError for a number of tokens that is too large. `at_least=True` says that the text has that many or more."""
 
 
 class Tokenizer:
     """One model's tokenizer and chat template. `Tokenizer.load` makes it from a model's files.
 
-    `named_tokens` has the texts of bos_token, eos_token, unk_token and pad_token, as far as the model has them.
+    `named_tokens` has the texts of those of bos_token, eos_token, unk_token and pad_token that the model has.
     """
 
     def __init__(
@@ -66,8 +65,8 @@ class Tokenizer:
         eos_token_ids: Sequence[int],
         model_type: str = "",
     ) -> None:
-        """`eos_token_ids` end a text, as the named eos_token does. `tool_template` is the chat template for chats with tools, where
-        the model has two. `model_type` is that of the model's config: families differ in the markup of their answers.
+        """`eos_token_ids` end a text, as the named eos_token does. `tool_template` is the template for chats with tools, if the
+        model has two templates. `model_type` is that of the model's config, because families differ in their answers' markup.
         """
         rust.no_truncation()
         rust.no_padding()
@@ -83,7 +82,7 @@ class Tokenizer:
             }
         )
         self._added_texts = {i: token.content for i, token in added.items()}
-        self._bytes: dict[int, bytes] = {}  # by token id, as far as they were asked for
+        self._bytes: dict[int, bytes] = {}  # token id -> its bytes, for the tokens that were requested so far
         self._named_tokens = dict(named_tokens)
         self._template = (
             ChatTemplate(source=chat_template, tool_source=tool_template, special_tokens=self._named_tokens)
@@ -106,29 +105,29 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model came with a chat template."""
+        """Return whether the model came with a chat template."""
         return self._template is not None
 
     @property
     def chat_template(self) -> str | None:
-        """The text of the template that renders chats with tools; None where the model came with none."""
+        """Return the text of the template that renders chats with tools; None if the model came with none."""
         return None if self._template is None else self._template.tool_source or self._template.source
 
     @property
     def template_knows_tools(self) -> bool:
-        """Whether the chat template has a place for tools. Otherwise `default_tool_prompt` puts them into the system prompt."""
+        """Return whether the chat template supports tools. Otherwise `default_tool_prompt` puts them into the system prompt."""
         return self._template is not None and self._template.knows_tools(has_tools=True)
 
     @property
     def added_tokens(self) -> Mapping[int, str]:
-        """Texts of the added tokens, special or not, by id."""
+        """Return id -> text of the added tokens, special or not."""
         return self._added_texts
 
     @cached_property
     def longest_token_bytes(self) -> int | None:
-        """The most bytes of a text that one token can stand for; None where a token may stand for any number of bytes.
+        """Return the most bytes of a text that one token can stand for; None if a token may stand for any number of bytes.
 
-        So it is without a token for each byte: then the one for unknown text stands for all of it that has no token.
+        It is None for a vocabulary without a token for each byte, because the token for unknown text may stand for any text.
         """
         if not self._byte_level and self._rust.token_to_id("<0x0A>") is None:
             return None
@@ -142,7 +141,7 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """The digest of the vocabulary: two processes of equal digests mean the same by a token id."""
+        """Return the digest of the vocabulary. Processes with equal digests mean the same token by a token id."""
         tokens = sorted(self._rust.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
         return blake2b(json.dumps(tokens).encode(), digest_size=16).hexdigest()
 
@@ -150,7 +149,7 @@ class Tokenizer:
         """Render a chat of one message, so that a template that never ends is found before there are requests.
 
         Raises:
-            ModelError: the template exceeds a limit of time or memory. That it refuses this chat is no error.
+            ModelError: the template exceeds a limit of time or memory. A template may refuse this chat without an error.
         """
         if self._template is None:
             return
@@ -167,14 +166,14 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, check_length: CheckLength | None = None
     ) -> list[int]:
-        """Token ids of `text`. The text of a special token in it becomes that token.
+        """Return the token ids of `text`. The text of a special token in it becomes that token.
 
-        `check_length` is called twice: before encoding, which takes up to 140 times the memory of the text, with the least number
-        of tokens that a text of this length can have; and with the number of tokens, before there is an object for each: the
-        list of a million ids takes memory, and Python's global lock for 40 ms.
+        `check_length` is called twice. The first call is before encoding, which takes up to 140 times the memory of the text; it
+        gets the least number of tokens that a text of this length can have. The second call is before the ids become Python
+        objects, which takes memory and holds the GIL for 40 ms for a million ids; it gets the number of tokens.
 
         Raises:
-            RequestError: the text holds half of a surrogate pair, which no encoding can carry; or `check_length` raises it.
+            RequestError: the text has half of a surrogate pair, which cannot be encoded; or `check_length` raises it.
         """
         if check_length is not None and len(text) > MAX_UNCHECKED_CHARS and self.longest_token_bytes is not None:
             num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
@@ -189,12 +188,12 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`. Ids beyond the vocabulary have no text; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `token_ids`. Ids beyond the vocabulary have no text; bytes that are not UTF-8 become U+FFFD."""
         known = [i for i in token_ids if 0 <= i < 2**32]
         return str(self._rust.decode(known, skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str:
-        r"""One token's text, as OpenAI's log-probabilities write it: a part of a character becomes `\xe2\x80`."""
+        r"""Return one token's text as OpenAI's log-probabilities write it: bytes of an incomplete character become `\xe2\x80`."""
         data = self.token_bytes(token_id)
         try:
             return data.decode()
@@ -202,23 +201,23 @@ class Tokenizer:
             return "".join(f"\\x{byte:02x}" for byte in data)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes that one token adds to a text; none for an id beyond the vocabulary."""
+        """Return the UTF-8 bytes that one token adds to a text; none for an id beyond the vocabulary."""
         data = self._bytes.get(token_id)
         if data is None:
             data = self._bytes[token_id] = self._make_bytes(token_id)
         return data
 
     def marker_id(self, text: str) -> int | None:
-        """The id of the one token that is this marker of a chat's or an answer's markup; None where the text is ordinary tokens.
+        """Return the id of the one token that is this marker of chat or answer markup; None if the text is ordinary tokens.
 
-        Such a token is special, or added with a text like `<tool_call>`; no ordinary text contains it.
+        Such a token is a special token, or an added token with a text like `<tool_call>`, which ordinary text does not contain.
         """
         token_id: int | None = self._rust.token_to_id(text)
         is_marker = token_id in self._special_ids or (token_id in self._added_texts and text[:1] + text[-1:] == "<>")
         return token_id if is_marker else None
 
     def is_special(self, token_id: int) -> bool:
-        """Whether `skip_special_tokens` leaves this token out."""
+        """Return whether `skip_special_tokens` leaves out this token."""
         return token_id in self._special_ids
 
     def apply_chat_template(
@@ -230,9 +229,9 @@ class Tokenizer:
         extra: Mapping[str, Any] | None = None,
         check_length: CheckLength | None = None,
     ) -> Prompt:
-        """Render a chat as a prompt: its text, its token ids, and the positions where messages end.
+        """Return a chat as a prompt: its text, its token ids, and the turn boundaries, at which messages end.
 
-        `template` replaces the model's own template; `extra` are further variables for it, such as `tools`. A position is a
+        `template` replaces the model's own template; `extra` are further variables for it, such as `tools`. A message's end is a
         turn boundary only if the ids of the chat up to there are a prefix of the whole chat's ids. `check_length`: see `encode`.
 
         Raises:
@@ -309,7 +308,7 @@ def _load_folder(folder: Path, eos_token_ids: Sequence[int], model_type: str) ->
 
 
 def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name; a template file takes precedence over one in `tokenizer_config.json`."""
+    """Return name -> chat template; a template file takes precedence over `tokenizer_config.json`."""
     found = settings.get("chat_template")
     named = (
         {entry.get("name"): entry.get("template") for entry in found} if isinstance(found, list) else {"default": found}
@@ -333,7 +332,7 @@ def _load_gguf(path: Path, eos_token_ids: Sequence[int], model_type: str) -> Tok
 
 
 def _is_byte_level(rust: RustTokenizer) -> bool:
-    """Whether the vocabulary is byte level; if not, it is SentencePiece's. Raises ModelError for any other kind."""
+    """Return whether the vocabulary is byte level; if not, it is SentencePiece's. Raises ModelError for any other kind."""
     decoder: dict[str, Any] = json.loads(rust.decoder.__getstate__()) if rust.decoder else {"type": None}
     parts: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = {part["type"] for part in parts}
@@ -345,15 +344,15 @@ def _is_byte_level(rust: RustTokenizer) -> bool:
 
 
 def _cuts_text(token: AddedToken, *, normalizes: bool) -> bool:
-    """Whether text is cut wherever it has this added token, and the text before it has the same tokens as alone.
+    """Return whether every occurrence of this added token splits the text, so that the text before it has the tokens it has alone.
 
-    `normalizes`: the tokenizer changes text before it looks for tokens that are declared as normalized.
+    `normalizes` says that the tokenizer has a normaliser, which changes text before tokens declared as normalized are searched.
     """
     return not (token.single_word or token.lstrip or (token.normalized and normalizes))
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet, bytes by character: a printable Latin-1 byte is its own character, the others are those from U+0100 on."""
+    """Return GPT-2's alphabet, character -> byte: a printable Latin-1 byte is its own character, others are U+0100 and up."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -363,7 +362,7 @@ _BYTE_OF_CHARACTER = _byte_alphabet()
 
 
 def _token_text(value: Any) -> str | None:
-    """The text of a token in tokenizer_config.json, which is a string or an object with `content`."""
+    """Return the text of a token in tokenizer_config.json, which is a string or an object with `content`."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None
 
