@@ -73,9 +73,7 @@ class RequestQueue:
         self.quarantine = Quarantine(max_lost_workers=config.max_lost_workers)
         self._submissions = BackgroundTasks()
         self._turns = ClientTurns()
-        self._arrived = TurnQueue(
-            self._turns, policy
-        )  # new and lost requests that the queue has not tried to place yet
+        self._arrived = TurnQueue(self._turns, policy)  # requests that the queue has not tried to place yet
         self._waiting = WaitingRequests()
         self._sweep: TurnQueue | None = None  # waiting requests that the present sweep has still to try to place
         self._sweeps_again = False
