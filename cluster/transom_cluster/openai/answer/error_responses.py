@@ -53,7 +53,7 @@ class WireError:
         return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
 
     def dumps(self) -> bytes:
-        """The body as JSON."""
+        """Return the body as JSON."""
         return json.dumps(self.body).encode()
 
 
