@@ -1,12 +1,12 @@
-"""Everything in a router that clients can fill, with its bound in bytes: `client_bounds`.
+"""`client_bounds`: lists everything in a router that clients can fill, each with its bound in bytes.
 
-A client decides how often it sends what: new texts, keys, sizes, bodies, and whether it reads its answers. Whatever remembers or
-queues that has a row here; a test fills all rows over HTTP and compares. Other things bound the rest: the operator's settings
-(keys), the model (the tokenizer's table of tokens; the starts of window repairs, `hit_rules.MAX_REPAIRS`), the workers (prefix
-index, pages of metrics), or the request itself (an answer that is not read: its own tokens).
+Clients decide what they send and how often (new texts, keys, sizes, bodies), and whether they read their answers. Every table or
+queue that keeps such data has a row here; a test fills all rows over HTTP and compares. The rest of a router's memory is bounded by
+the operator's settings (keys), the model (the tokenizer's table of tokens; the starts of window repairs, `hit_rules.MAX_REPAIRS`),
+the workers (prefix index, metrics pages), or the request itself (an answer that is not read: its own tokens).
 
-A cache gives a client a quarter at most (`FairCache`). A queue takes new requests of a client until it is full, and then displaces
-those of the client with most. Sizes are counted with the bytes that an entry was measured to take.
+A cache gives one client at most a quarter (`FairCache`). A queue takes a client's new requests until it is full, and then displaces
+requests of the client that has most. Sizes are computed from the measured bytes per entry.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from transom_cluster.router.router import Router
 from transom_core.fair_cache import CLIENT_SHARE
 from transom_core.telemetry.request_timelines import MAX_EVENTS, MAX_TIMELINES
 
-ENTRY_BYTES = 300  # of a client in a table
-EVENT_BYTES = 350  # of a timeline
-LONGEST_PROMPTS = 2**21 * TOKEN_BYTES  # of the request that fills the queue
+ENTRY_BYTES = 300  # an entry for a client in a table
+EVENT_BYTES = 350  # an event of a timeline
+LONGEST_PROMPTS = 2**21 * TOKEN_BYTES  # the last request before the queue is full may exceed the bound by its prompts
 
 
 @dataclass(frozen=True, slots=True)
 class ClientBound:
-    """One place that clients can fill. `share` is what one client can have of it while there are others: a part of the bound, or
-    "displaced" where it makes room for others. `num_bytes` returns what is there now."""
+    """One place that clients can fill. `num_bytes` returns its present size.
+
+    `share` is the part of the bound that one client can use while there are others, or "displaced" if its entries make room for
+    those of others.
+    """
 
     name: str
     max_bytes: int

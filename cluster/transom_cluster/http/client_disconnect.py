@@ -1,4 +1,4 @@
-"""Runs a coroutine for a client and cancels it when the client disconnects."""
+"""Waits for a client's disconnect: runs a coroutine for the client and cancels it then, or raises an error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def run_until_disconnect(
 
 
 async def raise_on_disconnect(receive: Receive) -> NoReturn:
-    """Wait until the client of a request whose body was read disconnects. Raises ClientDisconnect."""
+    """Wait until the client disconnects, then raise ClientDisconnect. The request's body must have been read before."""
     await _wait_for_disconnect(receive)
     raise ClientDisconnect
 

@@ -1,12 +1,13 @@
-"""Limits of one client at one router: token buckets for what it may use in a minute, and counters of what it has at once.
+"""Limits each client at one router: token buckets for what it may use in a minute, and counters for what it may have at once.
 
-Requests have limits by kind: those with a body (POST), all others (GET), those of them that are costly, and streams of the block
-map. Since one POST may be a hundred sequences, the work of POSTs has limits as well (`WorkLimits`): sequences at once, and tokens
-of prompts and outputs in a minute.
+Each kind of request has its own limits: requests with a body (POST), all others (GET), costly GETs, and streams of the block map.
+Since one POST may become a hundred sequences, the work of POSTs is limited as well (`WorkLimits`): sequences at once, and tokens of
+prompts and outputs per minute.
 
 Example: with `--requests-per-minute 60` a bucket holds at most 60 requests and gains one per second. A client that was idle for a
 minute may send 60 requests at once, and then one per second. With `--tokens-per-minute 60` a request starts once the bucket holds
-its prompt, or is full. Its output is taken out as it comes and may leave the bucket in debt, for which the next request waits.
+as many tokens as its prompt has, or is full. Output tokens are taken out as they come. They may leave the bucket in debt; the next
+request then waits until the debt is paid.
 
 Each router counts only its own requests, so with N routers a client may use up to N times as much.
 """
@@ -31,7 +32,7 @@ CONCURRENCY_RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a client has left of a limit by the minute: all there is, what is left now, and the seconds until all is there again."""
+    """What a client has left of a limit per minute: the limit, what is left of it now, and the seconds until all of it is left."""
 
     limit: int
     remaining: int
@@ -65,11 +66,11 @@ class ClientLimits:
 
     @contextlib.contextmanager
     def request(self, client: str, *, cost: int = 1, places: int = 1) -> Iterator[None]:
-        """Take `cost` out of a client's bucket, and count `places` until the response has ended. A refused request does not count.
+        """Take `cost` out of a client's bucket, and occupy `places` until the response has ended. A refused request counts nothing.
 
         Raises:
-            RateLimited: the client has too much at once, or has used too much in a minute; it names the time to wait.
-            RequestError: the request alone has more than the client may have at once.
+            RateLimited: the client has too much at once, or has used too much per minute; `retry_after_s` is the time to wait.
+            RequestError: the request alone needs more places than the client may have.
         """
         state = self._state(client)
         if self._max_concurrent is not None and places > self._max_concurrent:
@@ -97,12 +98,12 @@ class ClientLimits:
             state.num_concurrent -= places
 
     def charge(self, client: str, cost: int) -> None:
-        """Take more out of a client's bucket, which may be in debt then."""
+        """Take more out of a client's bucket, even if that leaves the bucket in debt."""
         if self._rate is not None:
             self._state(client).left -= cost
 
     def budget(self, client: str) -> Budget | None:
-        """What a client has left in its bucket; None without a limit by the minute."""
+        """Return what a client has left in its bucket; None if there is no limit per minute."""
         if self._rate is None:
             return None
         left = self._state(client).left
@@ -120,7 +121,7 @@ class ClientLimits:
         return state
 
     def _forget_idle(self, now_s: float) -> None:
-        """Forget clients without requests whose buckets are full, as a new client's."""
+        """Forget clients that have no requests and a full bucket, since a new client's state is the same."""
         if len(self._clients) < MAX_IDLE_CLIENTS:
             return
         for client, state in list(self._clients.items()):
@@ -141,7 +142,7 @@ class _Client:
 
 
 class LimitSet:
-    """All limits of clients at one router, by the kind of what they limit."""
+    """All limits on clients at one router."""
 
     def __init__(self, limits: LimitsConfig) -> None:
         self.posts = ClientLimits(
@@ -157,13 +158,14 @@ class LimitSet:
 
     @property
     def num_entries(self) -> int:
-        """How many entries of clients there are in all tables together."""
+        """The number of clients' entries in all tables together."""
         tables = (self.posts, self.gets, self.costly_gets, self.streams, self.work.sequences, self.work.tokens)
         return sum(table.num_clients for table in tables)
 
 
 class HeldBodies:
-    """The bytes of the bodies of all requests that have not ended. A client holds a quarter of what all may hold."""
+    """Counts the bytes of the bodies of all requests that have not ended. One client may hold at most the part CLIENT_SHARE of the
+    maximum."""
 
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
@@ -171,11 +173,11 @@ class HeldBodies:
         self._by_client: Counter[str] = Counter()
 
     def add(self, client: str, num_bytes: int) -> None:
-        """Count bytes of a body that have come.
+        """Count bytes of a body that have arrived. They count even if this raises.
 
         Raises:
-            RateLimited: the client holds too much.
-            Overloaded: all clients together do.
+            RateLimited: the client holds too many bytes.
+            Overloaded: all clients together hold too many bytes.
         """
         self.num_bytes += num_bytes
         self._by_client[client] += num_bytes
@@ -187,7 +189,7 @@ class HeldBodies:
             raise Overloaded("The bodies of all concurrent requests are too large together; try again later.")
 
     def remove(self, client: str, num_bytes: int) -> None:
-        """Count no more what `add` has counted, refused bytes too."""
+        """Stop counting bytes that `add` has counted, including refused ones."""
         self.num_bytes -= num_bytes
         self._by_client[client] -= num_bytes
         if not self._by_client[client]:
@@ -195,7 +197,7 @@ class HeldBodies:
 
 
 class WorkLimits:
-    """The limits of the work that each client's requests make: sequences at once, and tokens in a minute."""
+    """Limits the work that each client's requests cause: sequences at once, and tokens per minute."""
 
     def __init__(self, limits: LimitsConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.sequences = ClientLimits("sequences", concurrent=limits.concurrent_sequences, clock=clock)
@@ -203,7 +205,8 @@ class WorkLimits:
 
     @contextlib.contextmanager
     def response(self, client: str, requests: Sequence[Request]) -> Iterator[None]:
-        """Count the choices of one HTTP request until its response has ended. A prompt counts once, however many choices it has.
+        """Count the choices of one HTTP request until its response has ended, and take the tokens of its prompts out of the bucket.
+        A prompt counts once, however many choices it has.
 
         Raises:
             RateLimited, RequestError: see `ClientLimits.request`.

@@ -132,8 +132,7 @@ class GenerationResponse(Response):
     async def _send_chunks(
         self, output: OutputStream, events: list[tuple[int, OutputEvent]], scope: Scope, send: Send
     ) -> None:
-        """Send chunks until the stream ends. Events that arrive during one send go out together in the next, unless they are
-        large."""
+        """Send chunks until the stream ends. Events that arrive during a send go out in the next one, unless they are large."""
         while True:
             text, ended = "", output.num_unfinished == 0
             for piece in self._chunks(events, is_last=ended):

@@ -40,10 +40,10 @@ logger = logging.getLogger("transom.router")
 # These paths need no key: Kubernetes' probes of /health send none, and the block map's page itself holds no data.
 OPEN_PATHS = frozenset({"/health", "/blocks", "/blocks/demo.bin"})
 TIMELINES_PATH = "/debug/requests"
-COSTLY_PATHS = frozenset({"/metrics", "/metrics/sd", TIMELINES_PATH})  # other processes are asked for the answer
+COSTLY_PATHS = frozenset({"/metrics", "/metrics/sd", TIMELINES_PATH})  # the router asks other processes for the answer
 BLOCK_STREAM_PATH = "/blocks/stream"
 OPEN_FOLDER = "/blocks/assets/"  # the block map page's own files
-_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")  # no route of these reads a body
+_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")  # no route reads the body of a request with one of these methods
 MAX_LENGTH_DIGITS = 18  # `int` raises for thousands of digits, so a longer Content-Length is not converted
 
 
@@ -263,7 +263,7 @@ class BodyLimitMiddleware:
 
 
 class _Body:
-    """What has arrived of one request's body."""
+    """Receives one request's body, and checks its size and the time that it takes to arrive."""
 
     def __init__(self, client: str, max_bytes: int, timeout_s: float, bodies: HeldBodies) -> None:
         self.client, self.num_bytes = client, 0
@@ -271,8 +271,13 @@ class _Body:
         self._limit_s, self._is_whole = 0.0, False
 
     async def receive(self, receive: Receive) -> Message:
-        """Return the next message of `receive`. Raises RequestError if the body is too large or too slow."""
-        if self._is_whole:  # the next message is that the client leaves, at any time
+        """Return the next message of `receive`.
+
+        Raises:
+            HttpError: the body is too large (status 413), or did not arrive in time (408).
+            RateLimited, Overloaded: the bodies of this client or of all clients are too large together.
+        """
+        if self._is_whole:  # the next message says that the client has disconnected, and may come at any time
             return await receive()
         self._limit_s = self._limit_s or asyncio.get_running_loop().time() + self._timeout_s
         try:
@@ -300,7 +305,7 @@ def _budget_headers(name: str, budget: Budget) -> list[tuple[bytes, bytes]]:
 
 
 def duration_text(seconds: float) -> str:
-    """Seconds as OpenAI's headers write them: `0s`, `120ms`, `7.66s`, `6m0s`."""
+    """Return a duration in the form of OpenAI's headers: `0s`, `120ms`, `7.66s`, `6m0s`."""
     if seconds < 1:
         return f"{ms}ms" if (ms := round(seconds * 1000)) else "0s"
     minutes, rest = divmod(round(seconds, 2), 60)

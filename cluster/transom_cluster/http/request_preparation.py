@@ -1,4 +1,4 @@
-"""What the routes with prompts do before an engine request runs: read the body, render the chat, and build the engine requests.
+"""`RequestPreparation`: prepares HTTP requests with prompts: reads the body, renders the chat, and builds the engine requests.
 
 Engine request: a `contract.Request`; one HTTP request becomes one engine request per prompt and choice (`n`).
 """
@@ -39,15 +39,15 @@ from transom_core.text.chat_template import Prompt
 from transom_core.text.markup.context import AnswerContext
 
 MAX_INLINE_TOKENS = 16_384
-PROMPT_END_CHARS = 200  # which show whether the template has begun the answer, such as with `<think>`
+PROMPT_END_CHARS = 200  # enough to see whether the template has begun the answer, for example with `<think>`
 
 logger = logging.getLogger("transom.router")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedChat:
-    """A chat that is ready to run: an engine request and a parsed answer for each choice. `is_parsed` is whether an answer may have
-    other parts than its message."""
+    """A chat that is ready to run, with an engine request and an answer parser for each choice. `is_parsed` is true if an answer
+    may have other parts than its message."""
 
     params: SamplingParams
     requests: Sequence[contract.Request]
@@ -63,7 +63,7 @@ class RequestPreparation:
         self._threads = RequestThreads()
 
     def client_threads(self, request: Request) -> ClientThreads:
-        """The threads for long work, as this request's client may use them."""
+        """Return the threads for this request's long work, where its client takes turns with others."""
         left = functools.partial(raise_on_disconnect, request.receive)
         return ClientThreads(self._threads, request_state(request.scope).sharer, left)
 
@@ -92,10 +92,10 @@ class RequestPreparation:
         body: ChatCompletionRequest,
         threads: ClientThreads,
     ) -> PreparedChat:
-        """Render a chat, build the grammar of its answer, and the engine requests with the parsers of their output.
+        """Render a chat, and build the grammar of its answer, its engine requests, and the parsers of their output.
 
         Raises:
-            RequestError: a field is wrong or out of range, or the model cannot do what it asks for; `param` names it.
+            RequestError: a field is wrong or out of range, or the model cannot do what it asks for; `param` names the field.
         """
         params = body.params()
         kv_policy, limits = self.kv_policy(body, params)
@@ -140,13 +140,14 @@ class RequestPreparation:
     async def grammar(
         self, markup: AnswerMarkup, options: AnswerOptions, context: AnswerContext, threads: ClientThreads
     ) -> CheckedGrammar | None:
-        """Write the grammar that a request's answers are held to, and check it before a worker sees it; None: nothing is demanded.
+        """Write the grammar that constrains a request's answers, and check it before a worker gets it; None if the request has no
+        constraint.
 
         Example: a chat with `tools` and `tool_choice` "required" gets a grammar that allows the model to think, and then to write
-        calls of these tools and nothing else.
+        only calls of these tools.
 
         Raises:
-            RequestError: the demand cannot be held; `param` names the field.
+            RequestError: no grammar can express the constraint, or the check refuses it; `param` names the field.
         """
         demand, checker = options.form.demand, self._router.grammar_checker
         write = functools.partial(
@@ -159,10 +160,11 @@ class RequestPreparation:
         return check() if checker.is_known(grammar) else await threads.check(check)
 
     def kv_policy(self, body: SamplingFields, params: SamplingParams) -> tuple[KvPolicy | None, ModelLimits]:
-        """The KV policy of a request, its own or the server's default, and its limits: a policy may allow longer streams.
+        """Return a request's KV policy, which is its own or the server's default, and its limits: a policy may allow longer
+        streams.
 
         Raises:
-            RequestError: the model cannot take the policy.
+            RequestError: the model does not support the policy.
         """
         policy = kv_policy_of(body.kv_policy, self._router.kv_policy)
         limits = replace(self._router.limits.current, max_choices=self._router.config.limits.max_choices)
@@ -182,7 +184,8 @@ class RequestPreparation:
         grammar: CheckedGrammar | None,
         prompt_param: str,
     ) -> list[contract.Request]:
-        """Build the engine requests. The server adds a seed, a deadline and, with `--salt-by-key`, the client's cache salt."""
+        """Build the engine requests. To what the client sent, the server adds a seed, a deadline and, with `--salt-by-key`, a cache
+        salt of the client."""
         router, config = self._router, self._router.config
         if config.log_prompts:
             for prompt in prompts:

@@ -32,8 +32,7 @@ class SharedPages:
         return len(self._pages)
 
     async def get(self, key: Hashable, collect: Callable[[], Coroutine[Any, Any, str]]) -> str:
-        """Return the page. If it is time for a new one, `collect` makes it; an error of `collect` is raised for all waiting
-        callers."""
+        """Return the page. If it is time for a new one, `collect` makes it; all waiting callers get an error of `collect`."""
         now_s = self._clock()
         self._forget_full(now_s)
         page = self._pages.setdefault(key, _Page(now_s))

@@ -1,10 +1,9 @@
 """Runs the long work of requests on a few threads, away from the event loop that carries every client's stream.
 
 Clients take turns: while a client's work waits, no other client gets two turns. So a client that sends many long bodies delays
-itself, and each other client by one piece of work at most. Short work has threads of its own, and never waits for long work.
+itself, but delays each other client by one piece of work at most. Short work has separate threads and never waits for long work.
 
-There are few threads, since Python code on threads takes turns with the event loop: with N threads at work the loop waits for N
-turns.
+There are few threads, because they share the GIL with the event loop: with N busy threads, the loop waits for up to N turns.
 
 Example: with one thread, client A sends work 1, 2 and 3, and then B sends 4. The order is 1, 2, 4, 3: when B came, 2 had A's turn.
 """
@@ -19,9 +18,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
 MAX_SHORT_CHARS = 100_000
-# There are fewer long threads than chat template processes, so that a short chat finds a process free.
+# There are fewer threads for long work than chat template processes, so that a short chat finds a free process.
 NUM_SHORT_THREADS, NUM_LONG_THREADS = 2, 1
-# Threads of checks only wait: a child process checks a grammar, and each check may take seconds.
+# These threads only wait: a child process checks a grammar, and a check may take seconds.
 NUM_CHECK_THREADS = 2
 THREAD_NAME = "transom-bodies"
 
@@ -29,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class FairThreads:
-    """A few threads that take the work of clients in turns. All calls come from one event loop."""
+    """A few threads that serve clients in turns. All calls come from one event loop."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_free = num_threads
@@ -37,7 +36,7 @@ class FairThreads:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the next client first
 
     async def run(self, client: str, function: Callable[[], Result]) -> Result:
-        """Call `function` on a thread, when it is the client's turn, and return what it returns.
+        """Call `function` on a thread when it is the client's turn, and return its result.
 
         Work that is cancelled while it waits never runs. Work that has begun runs to its end.
         """
@@ -62,17 +61,17 @@ class FairThreads:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it had the thread already
+            if turn.done() and not turn.cancelled():  # it had been given a thread already
                 self._give_back()
             raise
 
     def _give_back(self) -> None:
-        """Give a thread that has become free to the next client that waits."""
+        """Give a thread that has become free to the next waiting client."""
         while self._waiting:
             client, turns = self._waiting.popitem(last=False)
             turn = turns.popleft()
             if turns:
-                self._waiting[client] = turns  # after all others
+                self._waiting[client] = turns  # behind all other clients
             if not turn.done():
                 turn.set_result(None)
                 return
@@ -80,7 +79,7 @@ class FairThreads:
 
 
 class RequestThreads:
-    """The threads of one router for its requests: some for short and some for long work, and some for checks of grammars."""
+    """The threads of one router for its requests: some for short work, some for long work, and some for grammar checks."""
 
     def __init__(self) -> None:
         self.short, self.long = FairThreads(NUM_SHORT_THREADS), FairThreads(NUM_LONG_THREADS)
@@ -88,8 +87,8 @@ class RequestThreads:
 
 
 class ClientThreads:
-    """The threads as one HTTP request of a client uses them. `left` raises an error when the client has left; then its work is
-    cancelled, and what waits for its turn never runs."""
+    """Runs the work of one HTTP request on the router's threads. `left` waits until the client has disconnected, and raises an
+    error then: the request's work is cancelled, and work that waits for its turn never runs."""
 
     def __init__(
         self, threads: RequestThreads, client: str, left: Callable[[], Coroutine[Any, Any, NoReturn]] | None = None
@@ -97,15 +96,15 @@ class ClientThreads:
         self._threads, self.client, self._left = threads, client, left
 
     async def run(self, function: Callable[[], Result], *, num_chars: int, inline_chars: int = 0) -> Result:
-        """Call `function` on a thread and return its result. `num_chars` says how much work it is, as characters of text; up to
-        `inline_chars` it is called at once, on the event loop."""
+        """Call `function` on a thread and return its result. `num_chars` says how much work it is, in characters of text. With at
+        most `inline_chars` it is called at once, on the event loop."""
         if num_chars <= inline_chars:
             return function()
         threads = self._threads.short if num_chars <= MAX_SHORT_CHARS else self._threads.long
         return await self._until_left(threads.run(self.client, function))
 
     async def check(self, function: Callable[[], Result]) -> Result:
-        """Call `function`, which waits for the check of a grammar, on a thread that nothing else needs."""
+        """Call `function`, which waits for a grammar check, on a thread that only checks use."""
         return await self._until_left(self._threads.checks.run(self.client, function))
 
     async def _until_left(self, work: Coroutine[Any, Any, Result]) -> Result:

@@ -1,16 +1,16 @@
-"""Turns of clients in a router's request queue: `ClientTurns`, `TurnQueue` and `WaitingRequests`.
+"""Lets clients take turns in a router's request queue: `ClientTurns`, `TurnQueue` and `WaitingRequests`.
 
 Terms:
 
-    cost     what placing a request takes: its prompt's tokens, and `SEQUENCE_TOKENS` more for the sequence itself
-    account  the cost of what was placed for a client so far, divided by its weight: its *virtual time*
+    cost     of a request: its prompt's tokens, and `SEQUENCE_TOKENS` more for the sequence itself, divided by its client's weight
+    account  of a client: the cost of all its requests that were placed so far. This is the *virtual time* of fair queueing
 
-The client with the smallest account is next. A client that comes back after a pause starts with the account of the client whose
-turn it was last, so that a pause saves up no claims. Inside a client the order is that of `InFlightRequest.queue_order`, with
-priorities.
+The client with the smallest account is next. A client that comes back after a pause starts with the account of the client that had
+the last turn, so that a client cannot save up turns. The requests of one client are in the order of `InFlightRequest.queue_order`,
+which includes priorities.
 
-Example: A enters 1,000 requests, and then B enters 2 of the same cost. 32 of A's were placed by then. B's account begins where A's
-last turn began, so the order is B, A, B, A, A, A, ...: B waits for one placement of A's at most, however many A has.
+Example: A enters 1,000 requests, and 32 of them are placed. Then B enters 2 requests of the same cost. B's account begins where A's
+last turn began, so the order is B, A, B, A, A, A, ...: B waits for at most one of A's requests, however many A has.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from itertools import count
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_core.config import SchedulingPolicy
 
-SEQUENCE_TOKENS = 256  # a sequence of a short prompt takes a worker as long as about this many tokens of a prompt
-MAX_ACCOUNTS = 1024  # once there are more, the smaller ones are forgotten: these clients start anew, as after a pause
+SEQUENCE_TOKENS = 256  # a sequence with a short prompt takes a worker as long as about this many prompt tokens
+MAX_ACCOUNTS = 1024  # with more accounts, the smaller ones are forgotten; their clients start as after a pause
 
 
 def cost_of(request: InFlightRequest) -> float:
-    """Return the cost of a request for its client."""
+    """Return the cost that a request adds to its client's account."""
     return (SEQUENCE_TOKENS + num_own_tokens(request)) / request.original.client_weight
 
 
 def num_own_tokens(request: InFlightRequest) -> int:
-    """Return the tokens of a request's prompt, which only the first choice of a prompt counts."""
+    """Return the number of a request's prompt tokens; 0 for all choices of a prompt but the first."""
     return request.original.num_prompt_tokens if request.original.choice_index == 0 else 0
 
 
@@ -41,17 +41,17 @@ class ClientTurns:
 
     def __init__(self) -> None:
         self._accounts: dict[str, float] = {}
-        self._now = 0.0  # the account of the client whose turn it was last, before that
+        self._now = 0.0  # the account of the client that had the last turn, as it was before this turn
 
     def __len__(self) -> int:
         return len(self._accounts)
 
     def account(self, client: str) -> float:
-        """Return a client's account, which is at least that of the last turn."""
+        """Return a client's account, which is at least the account at the last turn."""
         return max(self._now, self._accounts.get(client, 0.0))
 
     def placed(self, request: InFlightRequest) -> None:
-        """Charge a request's client: a worker was chosen for it."""
+        """Add the cost of a request, for which a worker was chosen, to its client's account."""
         client = request.original.client
         begin = self.account(client)
         self._accounts[client] = begin + cost_of(request)
@@ -62,14 +62,14 @@ class ClientTurns:
 
 
 class TurnQueue:
-    """Requests of several clients, which leave the queue by turns: streams that have begun first, then new requests."""
+    """A queue whose requests leave it by turns of their clients: first all requests whose streams have begun, then new ones."""
 
     def __init__(self, turns: ClientTurns, policy: SchedulingPolicy) -> None:
         self._turns, self._policy = turns, policy
-        self._numbers = count()  # of entries, so that equal ones keep their order
-        # (is a new request, client) -> its requests, the next one first
+        self._numbers = count()  # numbers of entries, so that equal entries keep their order
+        # (is a new request, client) -> heap of requests, the next one first
         self._heaps: dict[tuple[bool, str], list[tuple[tuple[bool, float], int, InFlightRequest]]] = {}
-        self._accounts: dict[str, float] = {}  # with the cost of the requests that have left the queue
+        self._accounts: dict[str, float] = {}  # accounts that include the requests that have left the queue
 
     def __bool__(self) -> bool:
         return bool(self._heaps)
@@ -81,7 +81,7 @@ class TurnQueue:
         heappush(heap, (order, next(self._numbers), request))
 
     def take(self, num_requests: int) -> list[InFlightRequest]:
-        """Take up to `num_requests` that have not ended out of the queue, in order."""
+        """Remove up to `num_requests` requests that have not ended from the queue, and return them in order."""
         taken: list[InFlightRequest] = []
         while self._heaps and len(taken) < num_requests:
             key = min(self._heaps, key=lambda one: (one[0], self._account(one[1]), self._heaps[one][0][:2]))
@@ -105,7 +105,7 @@ class WaitingRequests:
     def __init__(self) -> None:
         self._by_client: dict[str, dict[InFlightRequest, None]] = {}  # sets in the order of entry
         self._num_requests = 0
-        self.num_tokens = 0  # of their prompts; the choices of one prompt share it
+        self.num_tokens = 0  # prompt tokens; all choices of a prompt share it, so it counts once
 
     def __len__(self) -> int:
         return self._num_requests
@@ -118,7 +118,7 @@ class WaitingRequests:
         return request in self._by_client.get(request.original.client, ())
 
     def add(self, request: InFlightRequest) -> None:
-        """Add a request, unless it is there."""
+        """Add a request, unless it is there already."""
         requests = self._by_client.setdefault(request.original.client, {})
         if request not in requests:
             requests[request] = None
@@ -138,7 +138,10 @@ class WaitingRequests:
             del self._by_client[client]
 
     def one_to_displace(self, newcomer: InFlightRequest) -> InFlightRequest | None:
-        """Return the newest new request of the client that has most for its weight; None if the newcomer's client has as many."""
+        """Return the request that makes room for a newcomer: the newest new request of the client that has most for its weight.
+
+        None if the newcomer's client would then have as many for its weight, so that the newcomer itself must go.
+        """
         client = max(self._by_client, key=self._level, default=newcomer.original.client)
         if self._level(client) <= self._level(newcomer.original.client) + 1 / newcomer.original.client_weight:
             return None

@@ -265,11 +265,11 @@ class InFlightRequest:
         self.events.report(Failed(choice=self.index, error=error, tokens_so_far=len(self.token_ids), failover=failover))
 
     def _waited_s(self) -> float:
-        """Seconds since the request was submitted to this router."""
+        """Return the seconds since the request was submitted to this router."""
         return time.monotonic() - self.submitted_s
 
     def _time_left_s(self) -> float | None:
-        """Seconds until the request's deadline, at least 0; None without one."""
+        """Return the seconds until the request's deadline, at least 0; None if it has no deadline."""
         time_left_s = self.original.time_left_s
         return None if time_left_s is None else max(0.0, time_left_s - self._waited_s())
 

@@ -1,16 +1,16 @@
-"""The router's request queue: requests that no worker has. It gives each request to the best worker that may take it.
+"""The router's request queue gives each request that no worker has to the best worker that may take it.
 
-New requests enter the queue, and so do requests whose worker was lost and that migrate (`worker_events`). A request that no worker
-may take waits in the queue.
+New requests enter the queue, and so do requests that migrate because their worker was lost (`worker_events`). A request waits in
+the queue while no worker may take it.
 
-A worker may take a request unless
+A worker may not take a request if
 
-- it is not connected, or it drains;
-- it has another model than the one that began the answer (`identities`);
-- it refused the request since the last retry (every `RouterTimings.retry_s`);
-- it is in **cooldown**: it answered a submission with `WorkerLost` less than `RouterTimings.cooldown_s` ago, and other workers are
-  connected;
-- the request or another one is a suspect (`failover`): suspects are **quarantined** (`quarantine`), one to a worker.
+- the worker is not connected, or it drains;
+- the worker has another model than the one that began the answer (`identities`);
+- the worker refused the request since the last retry (every `RouterTimings.retry_s`);
+- the worker is in **cooldown**: it answered a submission with `WorkerLost` less than `RouterTimings.cooldown_s` ago, and other
+  workers are connected;
+- the quarantine forbids it, because the request or another one is a suspect (`failover`, `quarantine`): a worker has at most one.
 """
 
 from __future__ import annotations
@@ -38,12 +38,10 @@ from transom_core.errors import Overloaded, RequestTimeout, WorkerLost
 
 logger = logging.getLogger("transom.router")
 
-MAX_PLACED_AT_ONCE = 32  # in one turn of the event loop, which carries every client's stream: about 3 ms
-MAX_WAITING_TOKENS = 2**23  # of their prompts, which take up to 300 MB
-WAITING_REQUEST_BYTES, TOKEN_BYTES = (
-    8192,
-    36,
-)  # a choice with its deadline and events; an id in a tuple, which is an object
+MAX_PLACED_AT_ONCE = 32  # placed in one turn of the event loop, which carries every client's stream: about 3 ms
+MAX_WAITING_TOKENS = 2**23  # prompt tokens of new requests in the queue, which take up to 300 MB
+# Memory of a waiting choice with its deadline and events, and of a token id: an int object and its place in a tuple.
+WAITING_REQUEST_BYTES, TOKEN_BYTES = 8192, 36
 MAX_WAITING = 4096  # new requests in the queue; requests whose worker was lost always enter it
 
 LATE = "The request's deadline has passed."
@@ -51,9 +49,9 @@ TOO_MANY = "{n} requests wait for a worker already; try again later."
 
 
 class RequestQueue:
-    """Gives requests to the workers of `connections`, and again when they are lost.
+    """Gives requests to the workers of `connections`, and gives them to other workers when a worker is lost.
 
-    The queue runs on one event loop. `wake_workers` asks for a worker where all were scaled away.
+    The queue runs on one event loop. `wake_workers` asks for a worker if autoscaling has stopped all of them.
     """
 
     def __init__(
@@ -75,11 +73,9 @@ class RequestQueue:
         self.quarantine = Quarantine(max_lost_workers=config.max_lost_workers)
         self._submissions = BackgroundTasks()
         self._turns = ClientTurns()
-        self._arrived = TurnQueue(
-            self._turns, policy
-        )  # new and lost requests for which no worker was looked for so far
+        self._arrived = TurnQueue(self._turns, policy)  # requests that the queue has not tried to place yet
         self._waiting = WaitingRequests()
-        self._sweep: TurnQueue | None = None  # of the waiting ones, those that are still to be placed again
+        self._sweep: TurnQueue | None = None  # waiting requests that the present sweep has still to try to place
         self._sweeps_again = False
         self._refusing: set[str] = set()  # workers that refused a request which waits; emptied at each retry
         self._placing_arrived: asyncio.Handle | None = None
@@ -91,12 +87,12 @@ class RequestQueue:
 
     @property
     def waiting_bytes(self) -> int:
-        """About how much memory the requests that wait take."""
+        """Roughly how much memory the waiting requests take."""
         return len(self) * WAITING_REQUEST_BYTES + self._waiting.num_tokens * TOKEN_BYTES
 
     @property
     def num_accounts(self) -> int:
-        """How many clients have an account of what was placed for them."""
+        """The number of clients that have an account of what was placed for them."""
         return len(self._turns)
 
     @property
@@ -105,11 +101,11 @@ class RequestQueue:
 
     @property
     def num_submitting(self) -> int:
-        """Submissions to workers that run now; each carries one request or several."""
+        """The number of submissions to workers that run now; each has one request or several."""
         return len(self._submissions)
 
     def enter(self, requests: Iterable[InFlightRequest]) -> None:
-        """Give requests to workers, the first ones at once where a worker may take them."""
+        """Give requests to workers, by turns of their clients. The first ones are placed at once if a worker may take them."""
         requests, now_s = list(requests), time.monotonic()
         for request in requests:
             request.queued_s, request.wait_until_s = now_s, now_s + self._config.wait_s
@@ -119,7 +115,8 @@ class RequestQueue:
             self._place_arrived()
 
     def withdraw(self, requests: Iterable[InFlightRequest]) -> None:
-        """End those of the requests that have not ended, and abort them at their workers; returns at once."""
+        """End the requests that have not ended, and abort them at their workers. Returns at once, before the workers have
+        answered."""
         by_worker: dict[str, list[InFlightRequest]] = {}
         for request in requests:
             if request.has_ended:
@@ -135,20 +132,21 @@ class RequestQueue:
                 connection.withdraw(its_requests)
 
     async def stop(self) -> None:
-        """Cancel what the queue is doing. No request may be waiting any more."""
+        """Cancel the queue's tasks and timers. No request may be waiting any more."""
         for handle in (self._placing_arrived, self._placing, self._retry):
             if handle is not None:
                 handle.cancel()
         await self._submissions.cancel()
 
     def leave_worker(self, request: InFlightRequest) -> None:
-        """Note that a request is not at its worker any more."""
+        """Note that a request is no longer at its worker."""
         self.end_quarantine(request)
         request.leave_worker()
         self._placer.ended(request.attempt.request_id)
 
     def end_quarantine(self, request: InFlightRequest) -> None:
-        """Let the request's worker take another suspect, if this request was its suspect; or one on trial, which waits for it."""
+        """Let the request's worker take another suspect if this request was its suspect. Otherwise let a request on trial try
+        again: it may have waited for this one to make progress or leave."""
         connection = None if request.worker_id is None else self._connections.get(request.worker_id)
         if connection is not None and connection.suspect is request:
             connection.suspect = None
@@ -157,12 +155,12 @@ class RequestQueue:
             self.place_soon()
 
     def give_up(self, request: InFlightRequest, outcome: FailoverOutcome, error: Exception) -> None:
-        """End a request whose worker was lost."""
+        """End a request whose worker was lost, with `error`."""
         _log_error(request, "Request %s ends (%s) after %d losses.", outcome, request.record.num_losses)
         request.fail(error, failover=outcome)
 
     def place_soon(self) -> None:
-        """Place what waits in the event loop's next turn."""
+        """Try to place the waiting requests in the event loop's next turn."""
         if self._placing is None and self._waiting:
             self._placing = asyncio.get_running_loop().call_soon(self._place_waiting)
         elif self._sweep is not None:
@@ -171,9 +169,9 @@ class RequestQueue:
     # Giving requests to workers
 
     def _place(self, requests: Iterable[InFlightRequest]) -> None:
-        """Give each request to the best worker that may take it; the others wait.
+        """Give each request to the best worker that may take it; requests that no worker may take wait.
 
-        A worker that refused a request which waits gets no request that came later: that would overtake the one that waits.
+        A worker that refused a request which still waits gets no later request, because that would overtake the waiting one.
         """
         groups: dict[str, list[tuple[InFlightRequest, Request]]] = {}
         available = self._available()
@@ -193,7 +191,7 @@ class RequestQueue:
                 try:
                     self._turns.placed(request)
                     worker_id = self._assign(request, [one.worker_id for one in allowed], available)
-                except Exception as error:  # a bug: no request may wait for ever because of it
+                except Exception as error:  # a bug, because of which the request must not wait for ever
                     _log_error(request, "Request %s could not be placed.\n%s", stack_of(error))
                     request.fail(error)
                     continue
@@ -209,13 +207,16 @@ class RequestQueue:
             self._wake_workers()
 
     def _available(self) -> list[WorkerConnection]:
-        """Workers that take requests; those in cooldown only where there are no others."""
+        """Return the workers that take requests, without those in cooldown unless all are."""
         connected, now_s = [one for one in self._connections.values() if one.takes_requests], time.monotonic()
         return [one for one in connected if one.cooldown_until_s <= now_s] or connected
 
     def _assign(self, request: InFlightRequest, worker_ids: list[str], available: Iterable[WorkerConnection]) -> str:
-        """Let the routing policy choose one of the workers, which have one identity. Prefixes may come from all workers of it that
-        are `available`, but for those that a suspect may end at any moment."""
+        """Let the routing policy choose one of the workers `worker_ids`, which have one identity; return its id.
+
+        The worker may fetch cached prefixes from any `available` worker of this identity that has no suspect: a suspect may kill
+        its worker at any moment.
+        """
         attempt = request.begin_attempt()
         identity = self._connections[worker_ids[0]].identity
         sources = [one.worker_id for one in available if one.suspect is None and one.identity == identity]
@@ -228,10 +229,10 @@ class RequestQueue:
         return decision.worker_id
 
     def _wait(self, request: InFlightRequest, *, is_quarantined: bool, is_refused: bool) -> None:
-        """Have a request wait, or fail a new one where the connected workers or this queue are full.
+        """Let a request wait, or fail a new one if the connected workers or this queue are full.
 
-        `is_quarantined`: a worker would take it, were it no suspect. `is_refused`: workers are connected, and none of them takes
-        it.
+        With `is_quarantined` only the quarantine keeps the request from a worker. With `is_refused` workers are connected, but none
+        of them takes the request.
         """
         refusals = [info.error() for info in request.refusals.values()]
         full = next((error for error in refusals if isinstance(error, Overloaded)), None)
@@ -245,7 +246,7 @@ class RequestQueue:
             (displaced or request).fail(Overloaded(TOO_MANY.format(n=len(self._waiting) + (displaced is not None))))
             if displaced is None:
                 return
-        if is_quarantined:  # suspects before it make progress, so that its wait is not for a worker
+        if is_quarantined:  # it waits for suspects before it and not for a worker, so its time limit starts anew
             request.wait_until_s = time.monotonic() + self._config.wait_s
         if request not in self._waiting:
             reason: Literal["suspect", "workers full", "no worker"]
@@ -257,7 +258,7 @@ class RequestQueue:
             self._retry = asyncio.get_running_loop().call_later(self._timings.retry_s, self._on_retry)
 
     async def _submit(self, connection: WorkerConnection, group: Attempts) -> None:
-        """Submit attempts to their worker; those that it refuses are placed again, or end."""
+        """Submit attempts to their worker; those that the worker refuses are placed again, or end."""
         group = [(request, attempt) for request, attempt in group if connection.in_flight.has(attempt.request_id)]
         if not group:
             return
@@ -278,10 +279,10 @@ class RequestQueue:
         self._place(again)
 
     def _is_placed_again(self, request: InFlightRequest, connection: WorkerConnection, error: ErrorInfo | None) -> bool:
-        """Handle the refusal of a submission: whether to place the request again. If not, it ends with the error.
+        """Handle a refused submission, and return whether to place the request again. If not, it has ended with the error.
 
-        The request is placed again where another request of the submission was at fault (`error` is None), and where the worker
-        is full or lost: then at another worker.
+        The request is placed again if another request of the submission was at fault (`error` is None). If the worker is full or
+        lost, the request is placed again, but at another worker.
         """
         self.leave_worker(request)
         if error is None:
@@ -301,14 +302,14 @@ class RequestQueue:
             request.fail(RequestTimeout(LATE))
 
     def _place_arrived(self) -> None:
-        """Place some of the requests that have come, and the others in the event loop's next turns."""
+        """Place some of the requests that have arrived; place the others in the event loop's next turns."""
         piece = self._arrived.take(MAX_PLACED_AT_ONCE)
         loop = asyncio.get_running_loop()
         self._placing_arrived = loop.call_soon(self._place_arrived) if self._arrived else None
         self._place(piece)
 
     def _place_waiting(self) -> None:
-        """Look for workers for some of the requests that wait, and for the others in the event loop's next turns."""
+        """Try to place some of the waiting requests; try the others in the event loop's next turns."""
         if self._sweep is None:
             self._sweep, self._sweeps_again = TurnQueue(self._turns, self._policy), False
             for request in self._waiting:
@@ -322,7 +323,7 @@ class RequestQueue:
         self._place(piece)
 
     def _on_retry(self) -> None:
-        """Fail requests that have waited long enough, and ask workers again for the others."""
+        """Fail requests that have waited too long, and try to place the others, even at workers that refused them before."""
         self._retry = None
         self._refusing.clear()
         now_s = time.monotonic()
@@ -342,6 +343,6 @@ class RequestQueue:
 
 
 def _log_error(request: InFlightRequest, message: str, *args: object) -> None:
-    """Log an error about a request; `message` begins with a place for the request's id."""
+    """Log an error about a request. The first placeholder of `message` is for the request's id."""
     request_id = request.original.request_id
     logger.error(message, request_id, *args, extra={"request_id": request_id})

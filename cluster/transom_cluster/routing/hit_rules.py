@@ -14,7 +14,7 @@ from transom_core.contract.kv_events import CacheShape
 from transom_core.kv_cache.retention import Retention
 from transom_core.kv_cache.window_repair import repair_start
 
-MAX_REPAIRS = 65_536  # boundaries whose repairs are remembered, of some 100 bytes each
+MAX_REPAIRS = 65_536  # cached starts of window repairs, of some 100 bytes each
 _EVERY_BLOCK = 1 << 40
 
 
@@ -36,8 +36,7 @@ class SharedRange(NamedTuple):
 
 
 class HitRules:
-    """The rules of one shape. A boundary, the end of a possible hit, counts hash blocks. Not thread-safe: the object caches where
-    repairs start."""
+    """The rules of one shape. A boundary, the end of a possible hit, counts hash blocks. Not thread-safe: it caches repairs."""
 
     def __init__(self, shape: CacheShape) -> None:
         self.shape = shape

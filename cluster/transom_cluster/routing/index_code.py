@@ -100,7 +100,7 @@ _values_at = _pointer_to(types.int32)
 
 @inner
 def _lowest_bit(word):
-    """The index of a word's lowest set bit."""
+    """Return the index of a word's lowest set bit."""
     return _BIT_INDEX[((word & (~word + _ONE)) * _BIT_FACTOR) >> np.uint64(58)]
 
 
@@ -119,7 +119,7 @@ def _is_empty(bits):
 
 @inner
 def _only_holder(bits):
-    """The only holder of a set, or -1 if there are several."""
+    """Return the only holder of a set, or -1 if there are several."""
     found = -1
     for i in range(len(bits)):
         word = bits[i]

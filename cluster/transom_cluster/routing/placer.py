@@ -109,8 +109,7 @@ class Placer:
             self._observer.forget(self.policy, worker_id)
 
     def update(self, worker_id: str, message: WorkerMessage) -> bool:
-        """Apply the index updates and the load report of a worker's message; return False if the worker must send its whole index
-        again."""
+        """Apply the index updates and load report of a worker's message; return False if it must send its whole index again."""
         worker = self.workers.get(worker_id)
         if worker is None:
             return True

@@ -111,8 +111,7 @@ class Candidates:
 
 
 def worker_seed(worker_id: str) -> int:
-    """Return a 64-bit number for a worker, from which prompts compute their homes. It depends only on the id, so all routers get
-    the same number."""
+    """Return the 64-bit number of a worker, by which prompts find their homes. All routers get it from the id alone."""
     return int.from_bytes(blake2b(worker_id.encode(), digest_size=8).digest(), "little")
 
 
@@ -262,8 +261,7 @@ def _typical(values: npt.NDArray[np.float64], default: float) -> float:
 
 
 def _is_worth_its_key(candidates: Candidates, costs: npt.NDArray[np.float64], key: int) -> bool:
-    """Return whether no worker has a longer hit than the key's worker, and costs at most the time of KEY_TOKENS more than the
-    best."""
+    """Return whether the key's worker costs at most the time of KEY_TOKENS more than the best, and no worker has a longer hit."""
     if candidates.num_to_compute[key] > candidates.num_to_compute.min():
         return False
     key_s = KEY_TOKENS / prefill_rates(candidates.facts[3])[key]

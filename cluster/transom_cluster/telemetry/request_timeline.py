@@ -196,7 +196,7 @@ class RequestTimelines:
 
     @property
     def num_events(self) -> int:
-        """The events of all timelines."""
+        """The number of events in all timelines."""
         return self._store.num_events
 
     def create(

@@ -86,7 +86,7 @@ class ChatWriter(ChunkWriter):
         super().add(index, event)
 
     def body(self) -> ChatCompletion:
-        """A `chat.completion` object."""
+        """Return a `chat.completion` object."""
         body: ChatCompletion = {
             "id": self.metadata.id,
             "object": "chat.completion",

@@ -104,7 +104,7 @@ class CompletionWriter(ChunkWriter):
             yield from self._chunks(waiting_index, waiting_event)
 
     def body(self) -> Completion:
-        """A `text_completion` object."""
+        """Return a `text_completion` object."""
         return {
             "id": self.metadata.id,
             "object": "text_completion",

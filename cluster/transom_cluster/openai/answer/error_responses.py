@@ -53,7 +53,7 @@ class WireError:
         return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
 
     def dumps(self) -> bytes:
-        """The body as JSON."""
+        """Return the body as JSON."""
         return json.dumps(self.body).encode()
 
 
@@ -117,7 +117,7 @@ def body_too_large(max_body_bytes: int) -> HttpError:
 
 
 def body_too_slow(body_timeout_s: float) -> HttpError:
-    """Status 408; the connection cannot be used for another request, since the rest of the body may still come."""
+    """Status 408. The connection is closed: it cannot carry another request, since the rest of the body may still come."""
     message = (
         f"The request body was not complete after {body_timeout_s:g} s; send it faster, or raise --body-timeout-s."
     )

@@ -19,7 +19,7 @@ class TokenBytes(Protocol):
     """The method of a tokenizer that this module needs."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to the text."""
+        """Return the bytes that a token adds to the text."""
 
 
 def chat_logprobs(positions: Iterable[TokenLogprobs], num_top: int, tokenizer: TokenBytes) -> Iterator[ChosenToken]:

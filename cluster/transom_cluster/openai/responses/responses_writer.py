@@ -56,7 +56,7 @@ class ResponsesWriter(ResponseWriter):
             pass
 
     def body(self) -> Mapping[str, Any]:
-        """A `response` object."""
+        """Return a `response` object."""
         return self._object(self._final_status)
 
     def stream_end(self) -> Iterator[str]:
