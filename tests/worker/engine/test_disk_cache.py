@@ -158,6 +158,27 @@ def test_a_held_request_that_is_aborted_leaves_nothing(tiny_model: Path, tmp_pat
     engine.shutdown()
 
 
+def test_a_client_whose_loads_wait_delays_another_by_no_more_than_computing_takes(
+    tiny_model: Path, tmp_path: Path, fast_reads: None
+) -> None:
+    write(tiny_model, tmp_path)
+    engine = engine_on(tiny_model, tmp_path)
+    engine.add(replace(make_request("hostile", prompts(1)[0], max_tokens=6), client="hostile"))
+    assert isinstance(engine._disk, EngineDiskTier)
+    (loading,) = engine._disk._loading.values()
+    waiting = engine.scheduler.admission.waiting
+    for estimate_s, names in ((0.0, ["hostile", "victim-0"]), (1e6, ["hostile", "victim-0", "own"])):
+        loading.estimate_s = estimate_s  # of reading: nothing, or more than computing the prefix takes
+        if estimate_s:
+            engine.add(replace(make_request("own", prompts(1)[0], max_tokens=6), client="hostile"))
+        request = make_request(f"victim-{int(estimate_s > 0)}", prompts(1)[0], max_tokens=6)
+        engine.add(replace(request, client="victim"))
+        assert [one.request.request_id for one in waiting.held] == names
+    while engine.has_work:
+        engine.step()
+    engine.shutdown()
+
+
 def test_a_restart_of_the_ranks_ends_imports(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
     expected = write(tiny_model, tmp_path)
     engine = engine_on(tiny_model, tmp_path, executor=Fragile)

@@ -94,8 +94,9 @@ class _Held:
 
 @dataclass(slots=True)
 class _Import:
-    """An import under way: `limit_s` is when it is late, on the tier's clock."""
+    """An import under way, which a request of `client` began: `limit_s` is when it is late, on the tier's clock."""
 
+    client: str
     blocks: BlockImport
     estimate_s: float
     limit_s: float
@@ -176,12 +177,14 @@ class EngineDiskTier(NoDiskTier):
         if not hit.num_read:
             return None
         under_way = self._bringing(sequence.chain[: hit.num_hash_blocks])
+        if self._is_crowded(request.client, under_way, hit.start - hit.memory_start):
+            return None
         if under_way is None:
             blocks = cache.tiers.imports.begin(sequence.chain, hit, sequence.retentions)
             if blocks is None:
                 return None
             estimate_s = self._estimate_s(blocks)
-            under_way = _Import(blocks, estimate_s, self._clock() + self._limit_s(estimate_s))
+            under_way = _Import(request.client, blocks, estimate_s, self._clock() + self._limit_s(estimate_s))
             self._loading[cache.tiers.imports.fetch(blocks)] = under_way
         under_way.held.append(held := _Held(request, hit.memory_start, hit.start))
         return held
@@ -231,6 +234,20 @@ class EngineDiskTier(NoDiskTier):
                 executor.receive()
         except Exception as error:  # the engine must end, even if the cache is lost
             logger.warning("What is cached could not be written to the disk tier: %s", error)
+
+    def _is_crowded(self, client: str, last: _Import | None, spared_tokens: int) -> bool:
+        """Return whether loads of other clients, up to `last` (None: all), take longer than computing what a load would spare.
+
+        The ranks read one load after the other. So what other clients read delays a request by no more than its own prefix takes.
+        """
+        rates = self._cache.changes.rates
+        others_s = 0.0
+        for one in self._loading.values():
+            if one.client != client:
+                others_s += one.estimate_s
+            if one is last:
+                break
+        return rates is not None and others_s * 1e9 > spared_tokens * rates.token_ns
 
     def _bringing(self, chain: Sequence[bytes]) -> _Import | None:
         """Return the import under way that brings a block of a chain in time."""
