@@ -47,7 +47,7 @@ def client_bounds(router: Router, limits: LimitSet) -> tuple[ClientBound, ...]:
     queue, timelines = router.queue, router.timelines
     waiting_bytes = MAX_WAITING * WAITING_REQUEST_BYTES + MAX_WAITING_TOKENS * TOKEN_BYTES + LONGEST_PROMPTS
     return (
-        ClientBound("bodies of requests that run", HELD_BODY_BYTES, CLIENT_SHARE, lambda: limits.bodies.num_bytes),
+        ClientBound("bodies of requests that run", HELD_BODY_BYTES, 1 / 2, lambda: limits.bodies.num_bytes),
         ClientBound("verdicts on grammars", verdicts.max_bytes, CLIENT_SHARE, lambda: verdicts.num_bytes),
         ClientBound("workers of cache keys", keys.max_bytes, CLIENT_SHARE, lambda: keys.num_bytes),
         ClientBound("requests that wait", waiting_bytes, "displaced", lambda: queue.waiting_bytes),

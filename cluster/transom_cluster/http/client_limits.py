@@ -26,6 +26,7 @@ from transom_core.errors import Overloaded, RateLimited, RequestError
 from transom_core.fair_cache import CLIENT_SHARE
 
 HELD_BODY_BYTES = 1 << 30
+MAX_CLIENT_REQUESTS = 7_500  # at once without a setting; Serve gives a router 10,000 (`app.MAX_ONGOING_REQUESTS`)
 MAX_IDLE_CLIENTS = 1024  # once there are this many clients, idle ones are forgotten
 CONCURRENCY_RETRY_S = 1.0
 
@@ -146,7 +147,9 @@ class LimitSet:
 
     def __init__(self, limits: LimitsConfig) -> None:
         self.posts = ClientLimits(
-            "requests", per_minute=limits.requests_per_minute, concurrent=limits.concurrent_requests
+            "requests",
+            per_minute=limits.requests_per_minute,
+            concurrent=MAX_CLIENT_REQUESTS if limits.concurrent_requests is None else limits.concurrent_requests,
         )
         self.gets = ClientLimits(
             "GET requests", per_minute=limits.get_requests_per_minute, concurrent=limits.concurrent_get_requests
@@ -164,8 +167,11 @@ class LimitSet:
 
 
 class HeldBodies:
-    """Counts the bytes of the bodies of all requests that have not ended. One client may hold at most the part CLIENT_SHARE of the
-    maximum."""
+    """The bytes of the bodies of all requests that have not ended.
+
+    All may hold `max_bytes`. A client that holds more than a quarter gets no more once half of that is in use: one alone may hold
+    half, and others find room beside it.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
@@ -181,7 +187,7 @@ class HeldBodies:
         """
         self.num_bytes += num_bytes
         self._by_client[client] += num_bytes
-        if self._by_client[client] > self._max_bytes * CLIENT_SHARE:
+        if self._by_client[client] > self._max_bytes * CLIENT_SHARE and self.num_bytes > self._max_bytes / 2:
             raise RateLimited(
                 "The bodies of this client's concurrent requests are too large together; wait until some have ended."
             )

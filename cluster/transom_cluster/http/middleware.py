@@ -250,7 +250,8 @@ class BodyLimitMiddleware:
         if scope["method"] in _WITHOUT_BODY:
             await self._app(scope, receive, send)
             return
-        body = _Body(request_state(scope).client, self._max_body_bytes, self._body_timeout_s, self._bodies)
+        state = request_state(scope)
+        body = _Body(state.sharer or state.client, self._max_body_bytes, self._body_timeout_s, self._bodies)
         try:
             await self._app(scope, partial(body.receive, receive), send)
         finally:

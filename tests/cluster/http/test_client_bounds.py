@@ -94,9 +94,9 @@ async def test_whatever_clients_fill_stays_within_its_bound(monkeypatch: pytest.
         directory.add(worker)
         assert await usual == 200
         assert Counter(await asyncio.gather(*hostile)) == {503: 31, 200: 9}
-        # Bodies that are half sent: a client holds a quarter of 40,000 bytes.
+        # Bodies that are half sent: one client alone holds half of 40,000 bytes.
         headers = {"authorization": "Bearer hostile"}
-        sent = [AsgiCall(app, "/v1/completions", {}, headers, body_so_far=b"x" * 6000) for _ in range(2)]
+        sent = [AsgiCall(app, "/v1/completions", {}, headers, body_so_far=b"x" * 11_000) for _ in range(2)]
         await sent[1].ended()
         measure()
         assert (sent[0].status, sent[1].status) == (None, 429)
@@ -109,15 +109,16 @@ async def test_whatever_clients_fill_stays_within_its_bound(monkeypatch: pytest.
 
 def test_bodies_of_all_clients_are_bounded_as_well() -> None:
     bodies = client_limits.HeldBodies(100)
-    for client in "abcd":
-        bodies.add(client, 25)
+    bodies.add("a", 50)  # while it is alone
     with pytest.raises(RateLimited):
         bodies.add("a", 1)
     bodies.remove("a", 1)
+    for client in "bc":
+        bodies.add(client, 25)
     with pytest.raises(Overloaded):
-        bodies.add("e", 1)
-    bodies.remove("e", 1)
-    for client in "abcd":
-        bodies.remove(client, 25)
+        bodies.add("d", 1)
+    bodies.remove("d", 1)
+    for client, num_bytes in {"a": 50, "b": 25, "c": 25}.items():
+        bodies.remove(client, num_bytes)
     assert bodies.num_bytes == 0
     assert not bodies._by_client

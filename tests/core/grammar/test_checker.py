@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,6 +126,24 @@ def test_a_vocabulary_that_cannot_be_read_is_told_as_such(monkeypatch: pytest.Mo
     for _ in range(2):
         assert "cannot be used with this model's vocabulary" in str(problem_of(broken, "start: /a/"))
     assert not broken.pids
+
+
+def test_equal_texts_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, may_answer, asked = GrammarChecker(tiny()), threading.Event(), []
+
+    def ask(task: dict[str, Any]) -> dict[str, Any]:
+        asked.append(task)
+        may_answer.wait()
+        return {"num_bytes": 1}
+
+    monkeypatch.setattr(made._children, "ask", ask)
+    threads = [threading.Thread(target=made.check, args=("start: /x/",)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    may_answer.set()
+    for thread in threads:
+        thread.join()
+    assert len(asked) == 1
 
 
 def test_a_child_that_was_killed_costs_nothing(checker: GrammarChecker) -> None:

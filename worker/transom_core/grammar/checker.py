@@ -70,6 +70,7 @@ class GrammarChecker:
             first=lambda: {"tokenizer": tokenizer.to_json(), "eos_token_ids": list(tokenizer.eos_token_ids)},
         )
         self._lock = threading.Lock()
+        self._asking: dict[bytes, threading.Event] = {}  # digest -> set when a child has answered
         self.kept: FairCache[bytes, Verdict] = FairCache(KEPT_BYTES, clock=clock)  # by digest
 
     @property
@@ -96,8 +97,18 @@ class GrammarChecker:
         digest = _digest(grammar)
         with self._lock:
             verdict = self.kept.get(digest)
+            asking = self._asking.get(digest)
+            if verdict is None and asking is None:
+                self._asking[digest] = threading.Event()
+        if verdict is None and asking is not None:  # another thread asks about the same text
+            asking.wait()
+            return self.check(grammar, param=param, client=client)
         if verdict is None:
-            verdict = self._ask(grammar, digest, client)
+            try:
+                verdict = self._ask(grammar, digest, client)
+            finally:
+                with self._lock:
+                    self._asking.pop(digest).set()
         if verdict.problem:
             raise RequestError(verdict.problem, param=param)
         return CheckedGrammar(grammar, verdict.num_bytes)

@@ -87,7 +87,7 @@ class ClientSettings(BaseModel):
         None, ge=1, description="Requests of each API key per minute; more are answered with 429."
     )
     concurrent_requests: int | None = Field(
-        None, ge=1, description="Requests of each API key at once; more are answered with 429."
+        None, ge=1, description="Requests of each API key at once; more are answered with 429. If unset: 7,500."
     )
     concurrent_sequences: int | None = Field(
         None,
