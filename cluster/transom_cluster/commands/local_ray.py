@@ -242,7 +242,11 @@ async def _stop_workers(settings: Settings) -> None:
 @contextlib.contextmanager
 def keep_signal_handlers() -> Iterator[None]:
     """Restore the signal handlers after Ray's start: Ray installs a SIGTERM handler that raises SystemExit in Python, and a native
-    one that dumps a stack."""
+    one that dumps a stack.
+
+    Ray's processes inherit that SIGHUP is blocked: the end of a terminal reaches all processes of its group, and this one decides.
+    """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
@@ -251,6 +255,7 @@ def keep_signal_handlers() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 @contextlib.contextmanager

@@ -170,8 +170,13 @@ def test_signal_handlers_are_restored_after_rays_start():
     """Ray makes SIGTERM a SystemExit in Python and a stack dump below it."""
     before = signal.getsignal(signal.SIGTERM)
     with local_ray.keep_signal_handlers():
+        child = subprocess.Popen(["sleep", "600"])  # a process of Ray
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    child.send_signal(signal.SIGHUP)
+    child.terminate()
+    assert child.wait() == -signal.SIGTERM
     with pytest.raises(KeyboardInterrupt), local_ray.keep_signal_handlers():
         sys.exit(15)
 

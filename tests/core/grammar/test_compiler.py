@@ -84,6 +84,36 @@ def test_a_grammar_counts_for_what_it_takes(grammars: GrammarCompiler[str]) -> N
     assert grammars.num_bytes < 4 << 20
 
 
+def test_a_client_holds_no_more_than_its_share() -> None:
+    """A text waits until the client's other requests end. Another client's does not, nor one that is held already."""
+    limited: GrammarCompiler[str] = GrammarCompiler(tiny_vocabulary, in_use_bytes=10 << 20)
+
+    def begin(owner: str, text: str, client: str) -> None:
+        limited.begin(owner, text, num_bytes=4 << 20, client=client)
+
+    def hold(owner: str, text: str, client: str) -> None:
+        limited.hold(owner, text, num_bytes=4 << 20, client=client)
+
+    for owner in ("a1", "a2"):
+        begin(owner, f"start: /{owner}+/", "a")
+        take(limited, 1)
+        hold(owner, f"start: /{owner}+/", "a")
+    begin("a3", "start: /a3+/", "a")
+    begin("b1", "start: /b1+/", "b")
+    assert [one.owner for one in take(limited, 1)] == ["b1"]
+    hold("b1", "start: /b1+/", "b")  # now each may hold half
+    begin("b2", "start: /a1+/", "b")
+    assert [one.owner for one in take(limited, 1)] == ["b2"]
+    hold("b2", "start: /a1+/", "b")
+    limited.cancel("a1")
+    limited.cancel("b1")
+    assert limited.is_busy  # 4 MiB of a's share of 10 MiB, but a1's text is b2's, too
+    limited.cancel("b2")
+    assert [one.owner for one in take(limited, 1)] == ["a3"]
+    assert not limited.is_busy
+    limited.close()
+
+
 MEMORY = """
 import os, resource
 from tests.core.grammar.vocabularies import tiny, tiny_vocabulary

@@ -119,11 +119,15 @@ class CompileQueue(Generic[Owner, Outcome]):
             self._remove(found[0])
         return found
 
-    def next_job(self) -> CompileJob[Owner] | None:
-        """Return the request whose text is compiled next; it stays in the queue until its outcome is known. None: none waits."""
-        if not self._num_jobs:
+    def next_job(self, may_compile: Callable[[CompileJob[Owner]], bool] = lambda _: True) -> CompileJob[Owner] | None:
+        """Return the request whose text is compiled next; it stays in the queue until its outcome is known.
+
+        `may_compile` says so of the first one of a client. None: none waits that may.
+        """
+        able = (one for one in self._clients.values() if one.jobs and may_compile(next(iter(one.jobs))))
+        client = min(able, key=lambda one: one.seconds, default=None)
+        if client is None:
             return None
-        client = min((one for one in self._clients.values() if one.jobs), key=lambda one: one.seconds)
         self._time.take_turn(client.seconds)
         return next(iter(client.jobs))
 

@@ -16,6 +16,8 @@ from transom_core.errors import RequestError
 from transom_core.fair_cache import CLIENT_SHARE, FairCache
 from transom_core.grammar.compile_grammar import compile_grammar
 from transom_core.grammar.compile_queue import CompileJob, CompileQueue
+from transom_core.grammar.grammars_in_use import MAX_BYTES as IN_USE_BYTES
+from transom_core.grammar.grammars_in_use import GrammarsInUse
 from transom_core.grammar.matcher import GrammarMatcher
 from transom_core.grammar.vocabulary import GrammarVocabulary
 
@@ -51,6 +53,7 @@ class GrammarCompiler(Generic[Owner]):
         make_vocabulary: Callable[[], GrammarVocabulary],
         *,
         cache_bytes: int = CACHE_BYTES,
+        in_use_bytes: int = IN_USE_BYTES,
         timeout_s: float = TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -61,6 +64,7 @@ class GrammarCompiler(Generic[Owner]):
         self._entries: FairCache[str, GrammarMatcher | RequestError] = FairCache(cache_bytes, clock=clock)  # by text
         self._changed = threading.Condition()  # guards everything below, and the entries
         self._jobs: CompileQueue[Owner, GrammarMatcher | RequestError] = CompileQueue(self._entries.get)
+        self._in_use: GrammarsInUse[Owner] = GrammarsInUse(in_use_bytes)
         self._running: CompileJob[Owner] | None = None
         self._running_since_s = 0.0
         self._is_replaying = False  # the running job's grammar is there, and consumes what the request has resumed
@@ -114,10 +118,17 @@ class GrammarCompiler(Generic[Owner]):
             self._jobs.add(job)
             self._changed.notify_all()
 
+    def hold(self, owner: Owner, text: str, *, num_bytes: int = 0, client: str = "") -> None:
+        """Note that a request holds its compiled grammar, until `cancel`."""
+        with self._changed:
+            self._in_use.hold(owner, client, text, num_bytes or _BYTES_PER_TEXT_BYTE * len(text))
+
     def cancel(self, owner: Owner) -> None:
         """Forget a request that has ended. A grammar that no other one waits for is not compiled, unless it is already."""
         with self._changed:
             self._jobs.cancel(owner)
+            self._in_use.release(owner)
+            self._changed.notify_all()  # there may be room for another one
 
     def wait(self, seconds: float) -> None:
         """Wait until a grammar is ready, for `seconds` at most; return at once if none is being compiled."""
@@ -168,8 +179,10 @@ class GrammarCompiler(Generic[Owner]):
         while self._wait_for_job(me):
             with self._changed:
                 known = self._jobs.next_known()
-                job = self._jobs.next_job() if known is None else known[0]
-                if job is None:  # it was cancelled
+                job = self._jobs.next_job(self._may_compile) if known is None else known[0]
+                if job is None:  # it was cancelled, or its client's requests hold as much as they may
+                    if self._jobs and not self._is_closed and self._thread is me:
+                        self._changed.wait()
                     continue
                 self._running, self._running_since_s, self._is_replaying = job, self._clock(), known is not None
             begin_s = time.perf_counter()
@@ -189,6 +202,9 @@ class GrammarCompiler(Generic[Owner]):
                 matcher, error = (None, outcome) if isinstance(outcome, RequestError) else (outcome, None)
                 self._ready.append(CompiledGrammar(job.owner, matcher, error))
                 self._changed.notify_all()
+
+    def _may_compile(self, job: CompileJob[Owner]) -> bool:
+        return self._in_use.has_room(job.client, job.text, job.num_bytes or _BYTES_PER_TEXT_BYTE * len(job.text))
 
     def _wait_for_job(self, me: threading.Thread) -> bool:
         """Wait until a request waits for its grammar; False if this thread is to end."""

@@ -78,7 +78,10 @@ class AnswerGrammars:
         running.hold_to(matcher)
         if running.finish_reason is not None:
             return None
-        self._matchers[running.request.request_id] = matcher
+        request = running.request
+        self._matchers[request.request_id] = matcher
+        if request.grammar is not None:
+            self.compiler.hold(running, request.grammar, num_bytes=request.grammar_bytes, client=request.client)
         return self.compute([running])[0]
 
     def compute(self, requests: Sequence[RunningRequest]) -> list[Exception | None]:
@@ -99,7 +102,7 @@ class AnswerGrammars:
         matcher = self._matchers.pop(running.request.request_id, None)
         if matcher is not None:
             self.masks.remove(matcher)
-        elif running.request.grammar is not None:
+        if running.request.grammar is not None:
             self.compiler.cancel(running)
 
     def stats(self) -> GrammarStats:

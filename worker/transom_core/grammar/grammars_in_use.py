@@ -1,0 +1,70 @@
+"""`GrammarsInUse`: how much memory the grammars take that the requests of an engine hold, and whether a client may have one more.
+
+A request holds its compiled grammar from when it is ready to the request's end, also while it waits for its turn in the scheduler.
+The cache of compiled grammars has a bound, but what a request holds stays in memory when the cache drops it: 1,000 waiting requests
+with grammars of 50 MiB each would take 50 GiB. So a further text is not compiled while its client's grammars take their share of
+`max_bytes`; its request waits until some of the client's others have ended. Each client may hold one grammar in any case.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+MAX_BYTES = 1 << 30
+
+Owner = TypeVar("Owner")
+
+
+@dataclass(slots=True)
+class _Text:
+    client: str  # the one that it counts for, which was the first to hold it
+    num_bytes: int
+    num_owners: int = 0
+
+
+class GrammarsInUse(Generic[Owner]):
+    """Not thread-safe."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._texts: dict[str, _Text] = {}
+        self._text_of: dict[Owner, str] = {}
+        self._client_bytes: Counter[str] = Counter()
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of all grammars that requests hold."""
+        return self._client_bytes.total()
+
+    def has_room(self, client: str, text: str, num_bytes: int) -> bool:
+        """Return whether a client may hold one more text. The clients that hold any share the bytes evenly."""
+        own = self._client_bytes[client]
+        if text in self._texts or not own:
+            return True
+        num_clients = sum(count > 0 for count in self._client_bytes.values())
+        return own + num_bytes <= self._max_bytes / num_clients
+
+    def hold(self, owner: Owner, client: str, text: str, num_bytes: int) -> None:
+        """Note that a request holds a grammar."""
+        self.release(owner)
+        held = self._texts.get(text)
+        if held is None:
+            held = self._texts[text] = _Text(client, num_bytes)
+            self._client_bytes[client] += num_bytes
+        held.num_owners += 1
+        self._text_of[owner] = text
+
+    def release(self, owner: Owner) -> None:
+        """Note that a request has ended; any other one is ignored."""
+        text = self._text_of.pop(owner, None)
+        if text is None:
+            return
+        held = self._texts[text]
+        held.num_owners -= 1
+        if not held.num_owners:
+            del self._texts[text]
+            self._client_bytes[held.client] -= held.num_bytes
+            if not self._client_bytes[held.client]:
+                del self._client_bytes[held.client]
