@@ -63,7 +63,7 @@ def chat(
     """Talk to a running server."""
     from transom_cluster.commands.chat import ChatSession, run_chat
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # children of a background shell inherit an ignored SIGINT
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     session = ChatSession(url=url, model=model, system=system, api_key=api_key, options=options)
     raise typer.Exit(run_chat(session))

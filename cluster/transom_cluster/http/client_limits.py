@@ -25,7 +25,7 @@ from transom_core.contract import Request
 from transom_core.errors import Overloaded, RateLimited, RequestError
 from transom_core.fair_cache import CLIENT_SHARE
 
-HELD_BODY_BYTES = 1 << 30
+HELD_BODY_BYTES = 1 << 30  # that the bodies of all requests at one router may have together
 MAX_CLIENT_REQUESTS = 7_500  # at once without a setting; Serve gives a router 10,000 (`app.MAX_ONGOING_REQUESTS`)
 MAX_IDLE_CLIENTS = 1024  # once there are this many clients, idle ones are forgotten
 CONCURRENCY_RETRY_S = 1.0

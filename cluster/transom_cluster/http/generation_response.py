@@ -40,7 +40,7 @@ STREAM_HEADERS = [
 
 
 class GenerationResponse(Response):
-    """Runs the engine requests when it is sent, so that no code path between admission and the last byte can leak one.
+    """Runs the engine requests when it is sent, so that no code path before the last byte can leave one running.
 
     A stream's headers are sent with its first output event, so that an error before that event still gets its own status code.
     `headers` are sent in addition to the usual ones.
@@ -154,8 +154,9 @@ class GenerationResponse(Response):
             events = await output.next()
 
     def _chunks(self, events: list[tuple[int, OutputEvent]], *, is_last: bool) -> Iterator[str | WireError]:
-        """Yield the server-sent events for these output events, and after the last ones those that close the stream. If the stream
-        fails, yield the error before the server-sent events that report it."""
+        """Yield the server-sent events for these output events and, if they are the last, those that close the stream.
+
+        If the stream fails, yield the error before the server-sent events that report it."""
         for index, event in events:
             error: WireError | None = None
             if event.error is not None:
@@ -184,7 +185,7 @@ class GenerationResponse(Response):
         logger.error("The stream of %s broke off: %s", request_id, reason, extra={"request_id": request_id})
 
     def _shown_event(self, index: int, event: OutputEvent) -> OutputEvent:
-        """Return the part of an event that the client gets, and count the event in metrics and usage."""
+        """Return the part of an event that the client gets; count the event in metrics and usage, and charge for its tokens."""
         self._metrics.event_received(index, event)
         self._work.tokens.charge(self._client, len(event.token_ids))
         event = self._writer.shown_event(event)
@@ -200,7 +201,7 @@ class ResponseMetrics:
         self._metrics = metrics
         self._requests = requests
         self._start_s = time.perf_counter()
-        self._last_token_s = [0.0] * len(requests)
+        self._last_token_s = [0.0] * len(requests)  # by choice; 0.0 before its first token
 
     def requests_submitted(self) -> None:
         """Count the prompt tokens of engine requests that the router has accepted; a prompt counts once for all its choices."""
@@ -219,6 +220,6 @@ class ResponseMetrics:
         self._last_token_s[index] = now_s
 
     def event_sent(self, event: OutputEvent) -> None:
-        """Count the tokens of an event that the client gets; with `echo` and `max_tokens` 0 it has none."""
+        """Count the tokens of an event that the client gets; the event of a request with `echo` and `max_tokens` 0 has none."""
         if event.token_ids:
             self._metrics.output_tokens.inc(len(event.token_ids))

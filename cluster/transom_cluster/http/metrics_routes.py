@@ -1,9 +1,10 @@
-"""The metrics routes: all processes on one page, one process, and the list of processes for Prometheus' HTTP service discovery.
+"""The metrics routes: `/metrics` (all processes on one page), `/metrics/process` (one process) and `/metrics/sd` (the list of
+processes, for Prometheus' HTTP service discovery).
 
 A page has Prometheus' text format or OpenMetrics' format, plain or compressed.
 
-Every process is a scrape target with the API's own address. So no process needs another port that Prometheus can reach, and the API
-keys protect all targets.
+Every process is a scrape target with the API's own address. So no process needs a port of its own that Prometheus can reach,
+and the API keys protect all targets.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def public_address(request: Request) -> PublicAddress:
     host = _forwarded(request, "host", _HOST) or request.url.netloc
     removed = _forwarded(request, "prefix", _PREFIX)
     mounted_at = request.scope.get("root_path", "").rstrip("/")
-    # Serve's `root_path` setting may repeat what the header says; the prefix must appear once.
+    # Ray Serve's `root_path` may already begin with the prefix that the header names, which must appear only once.
     prefix = mounted_at if f"{mounted_at}/".startswith(f"{removed}/") else removed + mounted_at
     is_https = request.url.scheme == "https" or request.headers.get("x-forwarded-proto", "").lower().startswith("https")
     return PublicAddress(host, prefix, is_https)
@@ -74,7 +75,7 @@ def discovery(names: Iterable[str], *, at: PublicAddress, model: str) -> list[di
     """Build the discovery document for processes by their names (`router/ID`, `worker/ID`).
 
     The metrics pages have the labels `model`, `router` and `worker` themselves, so targets carry none of these. Labels that begin
-    with `__meta_` are for relabelling. A target has `__scheme__` only if TLS is certain; else the scrape job's own `scheme` holds.
+    with `__meta_` are for relabelling. A target has `__scheme__` only if TLS is certain; else the scrape job's `scheme` is used.
     """
     shared = {"__metrics_path__": at.prefix + PROCESS_PATH, "__meta_transom_model": model}
     if at.is_https:
@@ -184,7 +185,7 @@ async def _page_of(client: WorkerClient, openmetrics: bool, *, timeout_s: float)
 
 
 def wants_openmetrics(request: Request) -> bool:
-    """Return whether the client prefers OpenMetrics' format; a client that states no preference gets Prometheus' text format."""
+    """Return whether the client names OpenMetrics' format and gives it at least the weight of Prometheus' text format."""
     weights = _weights(request.headers.get("accept", ""))
     weight = weights.get("application/openmetrics-text", 0.0)
     return weight > 0 and weight >= weights.get("text/plain", 0.0)
@@ -204,7 +205,7 @@ async def page_response(request: Request, page: str, *, openmetrics: bool) -> Re
 
 
 def _weights(header: str) -> dict[str, float]:
-    """Return the weight of each name in an Accept header: its largest `q`, or 1 if it has none."""
+    """Return the weight of each name in an Accept or Accept-Encoding header: its largest `q`, or 1 if it has none."""
     weights: dict[str, float] = {}
     for part in header.split(","):
         name, *parameters = (text.strip().lower() for text in part.split(";"))

@@ -28,11 +28,11 @@ class RequestState:
 
     x_request_id: str  # the header that the client or Ray Serve sent; empty if there was none
     trace: RequestTrace | None  # None: the request has no span
-    arrival_s: float = field(default_factory=time.monotonic)  # its first byte came, on this process's monotonic clock
+    arrival_s: float = field(default_factory=time.monotonic)  # when this object was created (monotonic clock)
     outcome: RequestOutcome = field(default_factory=RequestOutcome)
-    client: str = ONLY_CLIENT  # the owner of the API key, whose limits hold and who may see the timelines
-    sharer: str = ""  # who takes turns with others: the client, or the address if there are no keys; empty if unknown
-    weight: float = 1.0  # of the sharer's turns
+    client: str = ONLY_CLIENT  # the API key's owner: its limits apply, and it may see the timeline
+    sharer: str = ""  # takes turns with other sharers: the client, or the address if there are no keys; empty: unknown
+    weight: float = 1.0  # the sharer gets turns in proportion to it
     response_id: str = ""
     engine_request_id: str = ""
     timeline: RequestTimeline | None = None
@@ -57,8 +57,8 @@ def request_state(scope: Scope) -> RequestState:
 def routed_path(scope: Scope) -> str:
     """Return a request's path in the form that route patterns match.
 
-    The result excludes the prefix at which the app is mounted (Ray Serve's `route_prefix`). It also excludes a final line feed,
-    because patterns end in `$`, which also matches before a final line feed.
+    The result excludes the prefix at which the app is mounted (Ray Serve's `route_prefix`). It excludes a final line feed, too,
+    because patterns end in `$`, which matches before one.
     """
     path: str = scope["path"]
     inside = path.removeprefix(scope.get("root_path", ""))

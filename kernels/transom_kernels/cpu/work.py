@@ -1,7 +1,8 @@
-"""The frame of every kernel: it reads argument words, and claims work items until none is left.
+"""The frame of every CPU kernel: it reads the kernel's arguments, and claims work items until none is left.
 
 A kernel is a function (arguments, thread) without a result. `arguments` is the address of its argument words (int64); `thread` is
-the address of this thread's words. All threads of the pool call the kernel at once, and each work item goes to one of them:
+the address of this thread's own words, which `layout` numbers (`SYNC_OF`, `TAG_OF`, ...). All threads of the
+pool call the kernel at once, and each work item goes to one of them:
 
     def kernel(arguments, thread):                  # the same with a decorator:
         item = claim(thread)
@@ -36,13 +37,17 @@ from transom_kernels.cpu.simd import atomic_add, atomic_load, compare_and_swap, 
 
 @helper
 def row_address(arguments, rows, index):
-    """Return the address of row `index`; `rows` has the numbers of the words of an `arguments.RowArguments`."""
+    """Return the address of row `index`; `rows` says which argument words hold the tensor's address and its stride in bytes."""
     return argument(arguments, rows.tensor) + index * argument(arguments, rows.stride)
 
 
 @helper
 def claim(thread):
-    """Claim the next item that no thread has; return its number, or -1 if none is left."""
+    """Claim the next item that no thread has; return its number, or -1 if none is left.
+
+    The word at `sync` holds a tag and, in its low `ITEM_BITS` bits, the next item. A tag other than this thread's means that this
+    thread comes late.
+    """
     sync, tag = unchecked_i64(thread + 8 * SYNC_OF), unchecked_i64(thread + 8 * TAG_OF)
     while True:
         word = atomic_load(sync)
@@ -77,5 +82,5 @@ def each_item(work: Callable[..., None]) -> Callable[..., None]:
 
 @inlined
 def scratch(thread):
-    """Return the address of this thread's own memory, aligned to 4096. `launch` says how many bytes a kernel needs."""
+    """Return the address of this thread's own memory, aligned to 4096 bytes. `launch` says how many bytes of it a kernel needs."""
     return unchecked_i64(thread + 8 * SCRATCH_OF)

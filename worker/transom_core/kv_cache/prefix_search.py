@@ -3,8 +3,8 @@ workers (`transom_cluster.routing.fleet_index`) is tested against it.
 
 Terms:
 
-    hash block      `--block-size` tokens; their *digest* names them and all tokens before them (`hashing`). A KV block has one hash
-                    block (several in groups of compressed entries) and is found under the digest of its last one
+    hash block      `--block-size` tokens; their *digest* names them and all tokens before them (`hashing`). A KV block spans one
+                    hash block (several in groups of compressed entries) and is found under the digest of its last one
     boundary u      the position after the first `u` hash blocks of a prompt
     full groups     KV cache groups that keep every token; a hit needs all their blocks below the boundary
     sliding groups  groups with a window, chunk or compressor state; a hit needs their *live* blocks, which the next token reads
@@ -34,7 +34,7 @@ from transom_core.kv_cache.window_repair import repair_start
 
 _LOOKUP_BLOCKS = 512  # hash blocks that are looked up at once
 
-Present = tuple[Container[bytes], ...]  # one group's digests, by tier
+Present = tuple[Container[bytes], ...]  # the digests that one group has cached: a container for each tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class PrefixHit:
     device_start: int = 0  # where the sequence would start without the host tier; `start` if nothing is loaded
     memory_start: int = 0  # where it would start without the disk tier; `start` if nothing is read
     num_loaded: tuple[int, ...] = ()  # by group: blocks to load from the host tier; empty if none
-    num_read: tuple[int, ...] = ()  # by group: blocks to read from the disk tier before; empty if none
+    num_read: tuple[int, ...] = ()  # by group: how many of these must first be read from the disk tier; empty if none
 
     def needs_repair(self, block_size: int) -> bool:
         """Return whether windows must be repaired; `block_size` is the size of a hash block in tokens."""
@@ -75,7 +75,7 @@ def find_hit(
     disk: Sequence[Collection[bytes]] | None = None,
     rates: LoadRates | None = None,
 ) -> PrefixHit:
-    """Return the hit that leaves fewest tokens to compute, at a boundary of at most `limit`.
+    """Return the hit that leaves fewest tokens to compute, at a boundary of at most `limit`, if its loads are worth their time.
 
     `found[g]` has the digests of group `g`'s cached blocks on the device, `host[g]` those of its blocks in the host tier, and
     `disk[g]` those in the disk tier. With a host tier two hits compete: one on the device's blocks alone, and one on the blocks of
@@ -150,7 +150,7 @@ def shared_digests(
 def needed_blocks(
     retention: Retention, digests: Sequence[bytes], hit: PrefixHit, *, block_size: int
 ) -> list[tuple[bytes, int]]:
-    """Return (digest, logical index) of the blocks of `shared_digests`, each once."""
+    """Return, once for each block of `shared_digests`, its digest and its index in the sequence (its logical index)."""
     step = retention.block_size // block_size
     logical_of = {digest: index // step for index, digest in enumerate(digests[: hit.num_hash_blocks])}
     shared = shared_digests(retention, digests, hit, block_size=block_size)
@@ -176,7 +176,7 @@ def _hit_on(
     *,
     window_repair: bool,
 ) -> PrefixHit:
-    """Return the hit that leaves fewest tokens to compute, with blocks of any tier.
+    """Return the hit that leaves fewest tokens to compute, with blocks of any of the tiers in `found`.
 
     Two boundaries compete:
 
@@ -184,13 +184,13 @@ def _hit_on(
     - the largest boundary below which the full groups have all their blocks and every sink block is there, with a window repair.
 
     The second wins even if both leave the same number of tokens to compute, because it shares more blocks. No other boundary can
-    win: the repair of a larger boundary never starts further back than that of a smaller one. A repair that starts at token 0 saves
+    win: the repair of a larger boundary never starts earlier than that of a smaller one. A repair that starts at token 0 saves
     nothing and is not taken.
     """
     block_size = min(retention.block_size for retention in retentions)
     limit = min(limit, len(digests))
 
-    # The largest boundary for which the full groups, and then all sink blocks too, are cached.
+    # `full_groups_reach`: the largest boundary below which the full groups have all blocks. `reach`: the same, and all sink blocks.
     full_groups_reach, repairable = limit, False
     sliding: list[tuple[Retention, Present]] = []
     for retention, group in zip(retentions, found, strict=True):
@@ -203,7 +203,7 @@ def _hit_on(
     for retention, group in sliding:
         reach = min(reach, _sink_boundary(group, digests, reach, retention.num_sink_blocks))
 
-    # The largest boundary with all live blocks, unless a repair at `reach` leaves no more tokens to compute.
+    # The largest boundary with all live blocks. If none lies above `repaired_from`, the repair of boundary `reach` wins.
     specs = [retention.spec for retention in retentions]
     repaired_from = repair_start(specs, reach * block_size) // block_size if repairable else 0
     searches = [_WindowSearch(retention, group, digests, reach) for retention, group in sliding]
@@ -220,7 +220,7 @@ def _hit_on(
 
 
 def _leading_boundary(group: Present, digests: Sequence[bytes], end: int, hash_blocks_per_block: int) -> int:
-    """Return the largest boundary up to `end` whose whole blocks are all found in one group."""
+    """Return the largest boundary up to `end` for which the group has every block that lies wholly below it."""
     num_blocks = end // hash_blocks_per_block
     for begin in range(0, num_blocks, _LOOKUP_BLOCKS):
         stop = min(num_blocks, begin + _LOOKUP_BLOCKS)
@@ -232,7 +232,7 @@ def _leading_boundary(group: Present, digests: Sequence[bytes], end: int, hash_b
 
 
 def _sink_boundary(group: Present, digests: Sequence[bytes], end: int, num_sink_blocks: int) -> int:
-    """Return the largest boundary up to `end` whose sink blocks are all found."""
+    """Return the largest boundary up to `end` below which no sink block is missing."""
     missing = _presence(group, digests[: min(end, num_sink_blocks)]).find(0)
     return end if missing < 0 else missing
 
@@ -261,9 +261,9 @@ class _WindowSearch:
     """Searches one sliding group, from `end` down, for boundaries that have their live blocks, and looks up no more blocks than it
     must.
 
-    The search works for every group whose live range never starts earlier for a later boundary. So a missing block `i` that
-    boundary `b` needs is needed by every boundary from `i + 1` to `b`. Example: boundary 20 needs blocks 12 to 19, and block 15 is
-    missing: boundaries 16 to 20 are no hits, and the search continues at boundary 15 or below.
+    The search assumes that at a later boundary the live range starts at the same block or a later one. So if boundary `b` needs
+    block `i`, every boundary from `i + 1` to `b` needs it. Example: boundary 20 needs blocks 12 to 19, and block 15 is missing:
+    boundaries 16 to 20 are no hits, and the search continues at boundary 15 or below.
     """
 
     def __init__(self, retention: Retention, group: Present, digests: Sequence[bytes], end: int) -> None:
@@ -271,8 +271,8 @@ class _WindowSearch:
         self._group, self._digests = group, digests
         self._present = bytearray(end)  # by block: 1 if found; looked up from `_known_from` on
         self._known_from = end
-        # A window needs the same number of blocks at every boundary above `_steady_from`; below it, and in groups of other kinds, a
-        # boundary needs at least one block or none.
+        # A window needs `_num_live` blocks at every boundary above `_steady_from`. Below it, and in groups of other kinds, the
+        # number varies: a boundary needs no block, or at least the one before it.
         self._num_live, self._steady_from = 1, 0
         if retention.spec.window > 1:
             self._num_live = -(-(retention.spec.window - 1) // retention.block_size)
@@ -290,9 +290,9 @@ class _WindowSearch:
         return floor
 
     def _after_last_run(self, end: int, floor: int) -> int:
-        """Return a boundary below `end` such that every boundary above it, up to `end`, lacks a live block that it needs.
+        """Return the next boundary to try. Every boundary above it, up to `end`, lacks a live block or needs none.
 
-        The boundary itself may lack one, too.
+        The returned boundary may lack one, too. It may be `end` itself.
         """
         num_live, steady_from = (self._num_live, self._steady_from) if end > self._steady_from else (1, 0)
         lowest = max(floor, steady_from)

@@ -30,7 +30,7 @@ def render_chat(
     tool_parser: str | None = None,
     check_length: CheckLength,
 ) -> Prompt:
-    """Render messages with the chat template and tokenise the result. The call waits for the process that runs the template.
+    """Render messages with the chat template and tokenise the result. The call blocks until another process has run the template.
 
     `variables` are the template's variables, including `tools`. `tool_parser` names the markup of the model's tool calls.
 
@@ -61,7 +61,7 @@ async def chat_prompt(
 ) -> Prompt:
     """Call `render_chat` on a thread, for a request whose prompt must fit the model's length.
 
-    `num_variable_chars` is the length of the JSON of `variables`.
+    `num_variable_chars` is the length of the JSON of `variables`; it counts towards the size of the job for `threads`.
     """
     render = functools.partial(
         render_chat,

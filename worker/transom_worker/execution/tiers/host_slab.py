@@ -1,5 +1,5 @@
 """Allocates the host slab, the memory of a rank's host tier. It has the same groups, blocks and pages as the device's slab, but
-another number of pages.
+a different number of pages.
 
 For a GPU it is pinned, so that copies run beside steps. For a CPU it takes memory only as its pages are first touched.
 
@@ -23,8 +23,8 @@ def allocate_host_slab(
 ) -> torch.Tensor:
     """Allocate zeroed bytes for all pages of the host tier of a rank that computes on `device`.
 
-    `available_bytes` is the host's free memory, which `ranks_on_host` ranks share. Each rank's KV pool will take `pool_bytes` of
-    it, if the pool is in the host's memory and not touched yet.
+    `available_bytes` is the host's free memory, which `ranks_on_host` ranks share. `pool_bytes` is what
+    each rank's KV pool will still take of it: 0 unless the pool is in the host's memory and not touched yet.
 
     Raises:
         ConfigError: the host's memory is too small.

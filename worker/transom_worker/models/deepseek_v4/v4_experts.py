@@ -20,13 +20,13 @@ from transom_worker.models.layers.expert_router import ExpertRouter
 from transom_worker.models.layers.experts import apply_gate, make_experts
 from transom_worker.models.loading import Loader
 
-_NAMES = ("experts.{}.w1.weight", "experts.{}.w3.weight", "experts.{}.w2.weight")
+_NAMES = ("experts.{}.w1.weight", "experts.{}.w3.weight", "experts.{}.w2.weight")  # gate, up, down projection
 
 
 class ExpertLayer:
     """The experts of one layer.
 
-    `load` reads names below the layer's prefix `ffn.`. If `hashed`, a table gives the experts of each token id.
+    `load` reads tensors by their names after the layer's prefix `ffn.`. If `hashed`, a table gives the experts of each token id.
     """
 
     def __init__(self, load: Loader, architecture: Architecture, shape: DeepseekV4Shape, *, hashed: bool) -> None:
@@ -40,11 +40,11 @@ class ExpertLayer:
         correction = None if hashed else load.tensor("gate.bias", torch.float32, shape=(experts,))
         gate_EN = load.tensor("gate.weight", torch.float32, shape=(experts, hidden))
         self._router = ExpertRouter(gate_EN, routing, correction_E=correction)
-        self._rule = GateRule(limit=mixture.clamp)
+        self._rule = GateRule(limit=mixture.clamp)  # for w1 and w3 within an expert; `gate.weight` is the router's
         weights = experts_by_name(load, _NAMES, mixture, hidden)
         self._experts = make_experts(weights, self._rule, quantization=load.quantization)
         self._comm = load.comm
-        own = load.share(inner)
+        own = load.share(inner)  # this rank's part of the inner width
         shared = load.under("shared_experts.")
         self._shared_in = shared.linear("w1", "w3", shapes=[(inner, hidden)] * 2, rows=[own] * 2)
         # `partial`: no all-reduce within the shared expert, because this layer reduces routed and shared outputs together.
