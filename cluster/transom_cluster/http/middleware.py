@@ -191,7 +191,7 @@ class ClientLimitMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        client = request_state(scope).client
+        client = request_state(scope).counted_as
         if scope["method"] == "POST":
             send = self._with_budgets(client, send)
         with contextlib.ExitStack() as stack:
@@ -251,7 +251,7 @@ class BodyLimitMiddleware:
             await self._app(scope, receive, send)
             return
         state = request_state(scope)
-        body = _Body(state.sharer or state.client, self._max_body_bytes, self._body_timeout_s, self._bodies)
+        body = _Body(state.counted_as, self._max_body_bytes, self._body_timeout_s, self._bodies)
         try:
             await self._app(scope, partial(body.receive, receive), send)
         finally:

@@ -191,7 +191,7 @@ class OpenAiRoutes:
             requests,
             writer,
             work=self._work,
-            client=state.client,
+            client=state.counted_as,
             stream=stream,
             events=events,
             headers=raw_headers,

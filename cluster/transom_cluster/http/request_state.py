@@ -30,12 +30,17 @@ class RequestState:
     trace: RequestTrace | None  # None: the request has no span
     arrival_s: float = field(default_factory=time.monotonic)  # when this object was created (monotonic clock)
     outcome: RequestOutcome = field(default_factory=RequestOutcome)
-    client: str = ONLY_CLIENT  # the API key's owner: its limits apply, and it may see the timeline
+    client: str = ONLY_CLIENT  # the API key's owner, which may see the timeline
     sharer: str = ""  # takes turns with other sharers: the client, or the address if there are no keys; empty: unknown
     weight: float = 1.0  # the sharer gets turns in proportion to it
     response_id: str = ""
     engine_request_id: str = ""
     timeline: RequestTimeline | None = None
+
+    @property
+    def counted_as(self) -> str:
+        """The client whose limits hold: the API key's owner, or the address if there are no keys."""
+        return self.sharer or self.client
 
     @property
     def age_s(self) -> float:
