@@ -74,6 +74,7 @@ def check_clients(scheduler: Scheduler) -> None:
         for mine, everyones in (
             (client.queue, admission.waiting.queue),
             (client.awaiting_prefix, admission.waiting.awaiting_prefix),
+            (client.held, admission.waiting.held),
             (client.running, admission.running),
         ):
             assert list(mine) == [one for one in everyones if one.request.client == name]

@@ -213,10 +213,13 @@ def test_divide() -> None:
 
 def test_one_client_cannot_take_all_waiting_places_from_another() -> None:
     driver = several(12, max_num_seqs=4, max_waiting=8)
+    admission = driver.scheduler.admission
+    assert admission.waiting.num_before(driver.scheduler.by_request["0-11"]) == 11
     with pytest.raises(Overloaded):
         driver.add(request("more", [1], 4, client="0"))
     for number in range(6):  # half of 12 places
         driver.add(request(f"1-{number}", [1, number], 4, client="1"))
+    assert admission.waiting.num_before(driver.scheduler.by_request["1-3"]) == 3  # those of "0" are not before it
     for client in "01":
         with pytest.raises(Overloaded):
             driver.add(request("more", [1], 4, client=client))

@@ -1,7 +1,7 @@
 """`AdmissionControl`: admits waiting sequences, gives running ones KV blocks for their next tokens, and preempts when memory is
 short.
 
-Terms:
+Terms (those about clients are in `clients` and `fair_preemption`):
 
     sequence         one request inside the scheduler; sequences are served in the *order* of their keys: by arrival or priority
     step in flight   a step that has been planned and has not answered
@@ -17,7 +17,8 @@ Terms:
     blocked          said of the first sequence of the queue if it did not fit when it was last tried
     checkpoint       a boundary of a prompt at which the cache keeps what a later request needs to continue there
 
-Three rules:
+Three rules, for the sequences of one client; several clients take turns (`clients`), and `fair_preemption` chooses whose sequence
+is preempted:
 
 - The first running sequence in order always makes progress. Blocks that it lacks are taken from the last running sequence,
   which is preempted. Alone it always fits: requests that could not are refused (`request_validation`), and where

@@ -37,8 +37,9 @@ class Client:
         self.weight = 1.0
         self.queue = OrderedQueue()  # may be admitted, the first one first
         self.awaiting_prefix = OrderedQueue()
+        self.held = OrderedQueue()
         self.running = OrderedQueue()
-        self.num_sequences = 0  # at these places, or held
+        self.num_sequences = 0  # at these places
         self.service = service
         self.turn: tuple[float, float, OrderKey, Client] | None = None  # its entry in the order of turns
 
@@ -155,6 +156,10 @@ class ClientsQueue(OrderedQueue):
         client = self._clients.of(sequence)
         self._place(client).remove(sequence)
         self._clients.changed(client)
+
+    def num_before(self, sequence: Sequence) -> int:
+        """Return how many sequences of the same client come before this one in order; others' do not keep it waiting."""
+        return self._place(self._clients.of(sequence)).num_before(sequence)
 
 
 def num_computed(sequence: Sequence) -> int:

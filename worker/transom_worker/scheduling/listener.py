@@ -15,7 +15,7 @@ class SchedulerListener(Protocol):
     """
 
     def queued(self, sequence: Sequence, *, num_ahead: int) -> None:
-        """The scheduler has queued a request; `num_ahead` waiting requests stand before it."""
+        """The scheduler has queued a request; `num_ahead` waiting requests of its client stand before it."""
 
     def admitted(self, sequence: Sequence, *, tokens: Mapping[str, int]) -> None:
         """The scheduler has admitted a request, for the first time or after a preemption.

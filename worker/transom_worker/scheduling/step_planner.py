@@ -6,6 +6,7 @@ sequence computes now may become a *waiter*: it waits for that prefix (`in_fligh
 `max_num_batched_tokens` of 64: two running sequences decode one token each, and a new prompt of 100 tokens gets the other 62;
 the next step computes its last 38.
 
+Prompts of several clients divide the step's tokens by the clients' weights, and clients take turns at being admitted (`clients`).
 Where steps have a target time, a step computes fewer prompt tokens while other requests decode or wait, and prompts have *shares*
 of them (`prompt_pace`).
 """

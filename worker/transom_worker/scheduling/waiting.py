@@ -19,7 +19,7 @@ class WaitingSequences:
     def __init__(self, clients: Clients) -> None:
         self.queue = ClientsQueue(clients, lambda client: client.queue)  # may be admitted
         self.awaiting_prefix = ClientsQueue(clients, lambda client: client.awaiting_prefix)
-        self.held = OrderedQueue()
+        self.held = ClientsQueue(clients, lambda client: client.held)
         self._places: dict[type[Wait], OrderedQueue] = {
             InQueue: self.queue,
             AwaitsPrefix: self.awaiting_prefix,
@@ -33,7 +33,7 @@ class WaitingSequences:
         return chain.from_iterable(self._places.values())
 
     def num_before(self, sequence: Sequence) -> int:
-        """Return how many waiting sequences stand before this one."""
+        """Return how many waiting sequences of the same client stand before this one."""
         return sum(place.num_before(sequence) for place in self._places.values())
 
     def put(self, sequence: Sequence, wait: Wait) -> None:
