@@ -336,10 +336,7 @@ class RequestQueue:
                     self.give_up(request, "gave_up", error)
                 else:
                     request.fail(error)
-        if self._placing is not None:
-            self._placing.cancel()
-        self._sweep = None
-        self._place_waiting()
+        self.place_soon()  # a sweep that runs goes on to its end, so that it reaches every request
 
 
 def _log_error(request: InFlightRequest, message: str, *args: object) -> None:

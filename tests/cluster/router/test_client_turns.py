@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import running_api, until
+from tests.cluster.conftest import running_api, timings, until
 from transom_cluster.router import request_queue
 from transom_cluster.router.client_turns import MAX_ACCOUNTS, SEQUENCE_TOKENS, ClientTurns, TurnQueue, WaitingRequests
 from transom_cluster.router.in_flight_requests import InFlightRequest
@@ -60,6 +60,41 @@ def test_a_weight_is_a_share_and_priorities_count_inside_it() -> None:
 def test_streams_that_have_begun_go_first() -> None:
     queue = queue_of(ClientTurns(), [made("a"), made("b", resumed=3), made("b", resumed=3), made("c", resumed=1)])
     assert clients_of(queue.take(4)) == "bcba"
+
+
+def test_a_turn_does_not_look_at_every_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_looks = 0
+    own_account = ClientTurns.own_account
+
+    def noted(turns: ClientTurns, client: str) -> float:
+        nonlocal num_looks
+        num_looks += 1
+        return own_account(turns, client)
+
+    turns = ClientTurns()
+    queue = queue_of(turns, [made(f"client {i}") for i in range(500) for _ in range(2)])
+    monkeypatch.setattr(ClientTurns, "own_account", noted)
+    taken = queue.take(32)
+    assert len({request.original.client for request in taken}) == 32
+    assert num_looks <= 4 * 32
+    for request in taken:
+        turns.placed(request)
+    rest = queue.take(1000)
+    assert len({request.original.client for request in rest[:468]}) == 468
+    assert len(rest) == 968
+    assert not queue
+
+
+def test_a_clients_place_is_corrected_when_it_comes_up() -> None:
+    """Its account has grown elsewhere, or a request has come that goes before its others."""
+    turns = ClientTurns()
+    queue = queue_of(turns, [made("a"), made("b")])
+    turns.placed(made("a"))
+    urgent = made("b", priority=-4)
+    queue.add(urgent)
+    first, *others = queue.take(3)
+    assert first is urgent
+    assert sorted(clients_of(others)) == ["a", "b"]
 
 
 def test_what_was_placed_counts_later_and_a_pause_saves_up_nothing() -> None:
@@ -140,3 +175,28 @@ async def test_a_client_that_fills_the_queue_makes_room_for_others(monkeypatch: 
         api.directory.add(api.worker)
         assert (await victim).status_code == 200
         assert [(await answer).status_code for answer in attacking[:-1]] == [200] * 5
+
+
+async def test_retries_during_a_sweep_do_not_keep_it_from_its_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They began again at the first request, so that those after the first 100 or so were never tried."""
+    failover = FailoverConfig(wait_s=3600)
+    async with running_api(failover=failover, timings=timings(retry_s=3600.0)) as api:
+        queue = api.router.queue
+        api.directory.remove(api.worker)
+        await until(lambda: not api.router.connections)
+        answer = asyncio.create_task(api.complete(prompt=["x"] * 100, max_tokens=1))
+        await until(lambda: len(queue) == 100 and queue._placing is None)
+        tried, place = set(), queue._place
+
+        def noted(requests: Any) -> None:
+            requests = list(requests)
+            tried.update(requests)
+            place(requests)
+
+        monkeypatch.setattr(queue, "_place", noted)
+        for _ in range(20):
+            queue._on_retry()
+            await asyncio.sleep(0)
+        assert len(tried) == 100
+        api.directory.add(api.worker)
+        assert (await answer).status_code == 200
