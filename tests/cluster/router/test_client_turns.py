@@ -7,13 +7,38 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import running_api, timings, until
+from tests.cluster.conftest import Api, running_api, timings, until
+from tests.cluster.stub_worker import StubWorker
 from transom_cluster.router import request_queue
 from transom_cluster.router.client_turns import MAX_ACCOUNTS, SEQUENCE_TOKENS, ClientTurns, TurnQueue, WaitingRequests
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.output_stream import OutputStream
 from transom_core.config import FailoverConfig
-from transom_core.contract import Request, SamplingParams
+from transom_core.contract import ErrorInfo, Request, SamplingParams
+from transom_core.errors import Overloaded
+
+TWO_CLIENTS: dict[str, Any] = {"api_keys": ("attacker", "victim"), "failover": FailoverConfig(wait_s=3600)}
+
+
+class ShareWorker(StubWorker):
+    """Refuses one client, which has its share. `clients` has those of each submission."""
+
+    refused_client: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.clients: list[set[str]] = []
+
+    async def submit(self, router_id: str, requests: list[Request]) -> list[ErrorInfo | None]:
+        self.clients.append({request.client for request in requests})
+        full = ErrorInfo.of(Overloaded("full"))
+        refusals = [full if request.client == self.refused_client else None for request in requests]
+        return refusals if any(refusals) else await super().submit(router_id, requests)
+
+
+def complete_as(api: Api, key: str, **fields: Any) -> asyncio.Task[Any]:
+    headers, body = {"authorization": f"Bearer {key}"}, {"prompt": "x", "max_tokens": 1, **fields}
+    return asyncio.create_task(api.client.post("/v1/completions", json=body, headers=headers))
 
 
 def made(client: str, *, tokens: int = 1, weight: float = 1.0, priority: int = 0, resumed: int = 0) -> InFlightRequest:
@@ -200,3 +225,48 @@ async def test_retries_during_a_sweep_do_not_keep_it_from_its_last_request(monke
         assert len(tried) == 100
         api.directory.add(api.worker)
         assert (await answer).status_code == 200
+
+
+async def test_a_client_that_is_refused_takes_no_other_with_it() -> None:
+    """Their requests were one submission, which the worker accepts or refuses as a whole."""
+    async with running_api(**TWO_CLIENTS) as api:
+        api.directory.remove(api.worker)
+        await until(lambda: not api.router.connections)
+        attacking = complete_as(api, "attacker")
+        await until(lambda: len(api.router.queue) == 1)
+        attacker = next(iter(api.router.queue._waiting)).original.client
+        victims = [complete_as(api, "victim") for _ in range(2)]
+        await until(lambda: len(api.router.queue) == 3)
+        worker = ShareWorker(worker="w1")
+        worker.refused_client = attacker
+        api.directory.add(worker)
+        assert [(await victim).status_code for victim in victims] == [200, 200]
+        assert (await attacking).status_code == 503
+        assert sorted(len(clients) for clients in worker.clients) == [1, 1]
+
+
+async def test_a_worker_that_refuses_one_client_is_asked_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client's stream waits, because the only worker left has refused it until the next retry."""
+    first, other = StubWorker(max_events=2), ShareWorker(worker="w1", can_open=False)
+    async with running_api(first, other, timings=timings(retry_s=3600.0, silence_s=3600.0), **TWO_CLIENTS) as api:
+        attacking = complete_as(api, "attacker", max_tokens=6)
+        await until(lambda: first.num_silent and first.is_read)
+        other.refused_client = first.submitted[0].client
+        other.can_open = True
+        await until(lambda: api.router.connections["w1"].is_open)
+        first.kill()
+        await until(lambda: other.clients and api.router.queue._refusing)
+        waiting, wait = set(), api.router.queue._wait
+
+        def noted(request: InFlightRequest, **reasons: bool) -> None:
+            waiting.add(request.original.client)
+            wait(request, **reasons)
+
+        monkeypatch.setattr(api.router.queue, "_wait", noted)
+        victim = complete_as(api, "victim")
+        await until(lambda: victim.done() or waiting)
+        assert not waiting - {other.refused_client}
+        assert (await victim).status_code == 200
+        other.refused_client = None
+        api.router.queue._on_retry()
+        assert (await attacking).json()["choices"][0]["text"] == "abcdef"
