@@ -130,6 +130,7 @@ class WaitingRequests:
 
     def __init__(self) -> None:
         self._by_client: dict[str, dict[InFlightRequest, None]] = {}  # sets in the order of entry
+        self._tokens_of: dict[str, int] = {}  # client -> prompt tokens of its requests
         self._num_requests = 0
         self.num_tokens = 0  # prompt tokens; all choices of a prompt share it, so it counts once
 
@@ -149,7 +150,7 @@ class WaitingRequests:
         if request not in requests:
             requests[request] = None
             self._num_requests += 1
-            self.num_tokens += num_own_tokens(request)
+            self._count_tokens(request, 1)
 
     def discard(self, request: InFlightRequest) -> None:
         """Remove a request, if it is there."""
@@ -159,20 +160,39 @@ class WaitingRequests:
             return
         del requests[request]
         self._num_requests -= 1
-        self.num_tokens -= num_own_tokens(request)
+        self._count_tokens(request, -1)
         if not requests:
-            del self._by_client[client]
+            del self._by_client[client], self._tokens_of[client]
 
-    def one_to_displace(self, newcomer: InFlightRequest) -> InFlightRequest | None:
-        """Return the request that makes room for a newcomer: the newest new request of the client that has most for its weight.
+    def one_to_displace(
+        self, newcomer: InFlightRequest, *, max_requests: int, max_tokens: int
+    ) -> InFlightRequest | None:
+        """Return the request that makes room for a newcomer in a queue that is full with `max_requests` or `max_tokens`.
 
-        None if the newcomer's client would then have as many for its weight, so that the newcomer itself must go.
+        It is the newest new request of the client with the highest level that has one. A client's *level* is the share of the queue
+        that it has, by requests or by tokens, whichever is larger, divided by its weight. None if no such client has a higher level
+        than the newcomer's client would then have, so that the newcomer itself must go.
         """
-        client = max(self._by_client, key=self._level, default=newcomer.original.client)
-        if self._level(client) <= self._level(newcomer.original.client) + 1 / newcomer.original.client_weight:
-            return None
-        return next((request for request in reversed(self._by_client[client]) if not request.was_accepted), None)
 
-    def _level(self, client: str) -> float:
-        requests = self._by_client.get(client)
-        return len(requests) / next(iter(requests)).original.client_weight if requests else 0.0
+        def level(num_requests: int, num_tokens: int, weight: float) -> float:
+            return max(num_requests / max_requests, num_tokens / max_tokens) / weight
+
+        own, weight = newcomer.original.client, newcomer.original.client_weight
+        num_requests = len(self._by_client.get(own, ())) + 1
+        newcomers_level = level(num_requests, self._tokens_of.get(own, 0) + num_own_tokens(newcomer), weight)
+        levels = {
+            client: level(len(requests), self._tokens_of[client], next(iter(requests)).original.client_weight)
+            for client, requests in self._by_client.items()
+        }
+        for client in sorted(levels, key=levels.__getitem__, reverse=True):
+            if levels[client] <= newcomers_level:
+                return None
+            for request in reversed(self._by_client[client]):
+                if not request.was_accepted:  # a stream that migrates always waits
+                    return request
+        return None
+
+    def _count_tokens(self, request: InFlightRequest, sign: int) -> None:
+        client, num_tokens = request.original.client, sign * num_own_tokens(request)
+        self._tokens_of[client] = self._tokens_of.get(client, 0) + num_tokens
+        self.num_tokens += num_tokens

@@ -244,12 +244,9 @@ class RequestQueue:
             self._waiting.discard(request)
             request.fail(full)
             return
-        if not request.was_accepted and request not in self._waiting and self._is_full:
-            displaced = self._waiting.one_to_displace(request)
-            self._waiting.discard(displaced or request)
-            (displaced or request).fail(Overloaded(TOO_MANY.format(n=len(self._waiting) + (displaced is not None))))
-            if displaced is None:
-                return
+        if not request.was_accepted and request not in self._waiting and not self._makes_room(request):
+            request.fail(Overloaded(TOO_MANY.format(n=len(self._waiting))))
+            return
         if is_quarantined:  # it waits for suspects before it and not for a worker, so its time limit starts anew
             request.wait_until_s = time.monotonic() + self._config.wait_s
         if request not in self._waiting:
@@ -260,6 +257,17 @@ class RequestQueue:
         self._refusing.setdefault(request.original.client, set()).update(request.refusals)
         if self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(self._timings.retry_s, self._on_retry)
+
+    def _makes_room(self, newcomer: InFlightRequest) -> bool:
+        """Return whether the queue has room for a newcomer, after requests of clients that have more of it were failed."""
+        while self._is_full:
+            error = Overloaded(TOO_MANY.format(n=len(self._waiting)))
+            displaced = self._waiting.one_to_displace(newcomer, max_requests=MAX_WAITING, max_tokens=MAX_WAITING_TOKENS)
+            if displaced is None:
+                return False
+            self._waiting.discard(displaced)
+            displaced.fail(error)
+        return True
 
     async def _submit(self, connection: WorkerConnection, group: Attempts) -> None:
         """Submit attempts to their worker; those that the worker refuses are placed again, or end."""

@@ -136,21 +136,44 @@ def test_what_was_placed_counts_later_and_a_pause_saves_up_nothing() -> None:
     assert len(turns) <= MAX_ACCOUNTS
 
 
+def displaced_for(waiting: WaitingRequests, newcomer: InFlightRequest) -> InFlightRequest | None:
+    return waiting.one_to_displace(newcomer, max_requests=100, max_tokens=1000)
+
+
 def test_a_full_queue_displaces_the_newest_of_the_client_with_most() -> None:
     waiting = WaitingRequests()
     attacking = [made("a") for _ in range(5)]
     for request in attacking:
         waiting.add(request)
-    assert waiting.one_to_displace(made("a")) is None
-    assert waiting.one_to_displace(made("b")) is attacking[-1]
+    assert displaced_for(waiting, made("a")) is None
+    assert displaced_for(waiting, made("b")) is attacking[-1]
     attacking[-1].was_accepted = True  # a stream that migrates always waits
-    assert waiting.one_to_displace(made("b")) is attacking[-2]
+    assert displaced_for(waiting, made("b")) is attacking[-2]
     assert len(waiting) == len(list(waiting)) == 5
     waiting.discard(attacking[0])
     waiting.discard(attacking[0])
     waiting.add(attacking[1])
     assert len(waiting) == len(list(waiting)) == 4
     assert attacking[0] not in waiting
+
+
+def test_a_queue_that_is_full_of_tokens_displaces_who_has_most_tokens() -> None:
+    waiting = WaitingRequests()
+    long, short = [made("a", tokens=450) for _ in range(2)], [made("b", tokens=2) for _ in range(50)]
+    for request in [*long, *short]:
+        waiting.add(request)
+    assert displaced_for(waiting, made("c")) is long[-1]
+    assert displaced_for(waiting, made("b")) is long[-1]
+    assert displaced_for(waiting, made("a")) is None
+    assert displaced_for(waiting, made("c", tokens=950)) is None
+    assert displaced_for(waiting, made("c", tokens=950, weight=2.0)) is long[-1]
+    for request in long:
+        request.was_accepted = True  # the client with most has only streams that migrate: the next one makes room
+    assert displaced_for(waiting, made("c")) is short[-1]
+    for request in [*long, *short]:
+        waiting.discard(request)
+    assert (len(waiting), waiting.num_tokens) == (0, 0)
+    assert displaced_for(waiting, made("c")) is None
 
 
 async def test_a_large_group_is_placed_in_pieces_between_which_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,3 +293,19 @@ async def test_a_worker_that_refuses_one_client_is_asked_for_others(monkeypatch:
         other.refused_client = None
         api.router.queue._on_retry()
         assert (await attacking).json()["choices"][0]["text"] == "abcdef"
+
+
+async def test_many_short_prompts_make_room_where_the_queue_is_full_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One displaced request for each newcomer let the queue grow past its bound."""
+    monkeypatch.setattr(request_queue, "MAX_WAITING_TOKENS", 20)
+    async with running_api(**TWO_CLIENTS) as api:
+        api.directory.remove(api.worker)
+        await until(lambda: not api.router.connections)
+        attacking = [complete_as(api, "attacker") for _ in range(20)]
+        await until(lambda: len(api.router.queue) == 20)
+        victims = [complete_as(api, "victim", prompt="four") for _ in range(2)]
+        await until(lambda: sum(answer.done() for answer in attacking) == 5)
+        assert api.router.queue._waiting.num_tokens == 15 + 8
+        api.directory.add(api.worker)
+        assert [(await victim).status_code for victim in victims] == [200, 200]
+        assert sorted([(await answer).status_code for answer in attacking]) == [200] * 15 + [503] * 5
