@@ -240,7 +240,13 @@ class RequestQueue:
         """
         refusals = [info.error() for info in request.refusals.values()]
         full = next((error for error in refusals if isinstance(error, Overloaded)), None)
-        if full is not None and is_refused and not is_quarantined and not request.was_accepted:
+        if (
+            full is not None
+            and is_refused
+            and not is_quarantined
+            and not request.was_accepted
+            and not self._keeps_from_others(request)
+        ):
             self._waiting.discard(request)
             request.fail(full)
             return
@@ -257,6 +263,13 @@ class RequestQueue:
         self._refusing.setdefault(request.original.client, set()).update(request.refusals)
         if self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(self._timings.retry_s, self._on_retry)
+
+    def _keeps_from_others(self, request: InFlightRequest) -> bool:
+        """Return whether a request may go only to one identity, at which other choices of its answer are, while workers of another
+        one have not refused it. If these choices were not there, it could go to them, so that it waits instead of failing."""
+        pinned = request.output.identity
+        others = [one for one in self._available() if one.identity != pinned and one.worker_id not in request.refusals]
+        return pinned is not None and bool(others)
 
     def _makes_room(self, newcomer: InFlightRequest) -> bool:
         """Return whether the queue has room for a newcomer, after requests of clients that have more of it were failed."""
