@@ -48,7 +48,11 @@ class ClientTurns:
 
     def account(self, client: str) -> float:
         """Return a client's account, which is at least the account at the last turn."""
-        return max(self._now, self._accounts.get(client, 0.0))
+        return max(self._now, self.own_account(client))
+
+    def own_account(self, client: str) -> float:
+        """Return the account that a client's own requests have made; 0 if it is not known."""
+        return self._accounts.get(client, 0.0)
 
     def placed(self, request: InFlightRequest) -> None:
         """Add the cost of a request, for which a worker was chosen, to its client's account."""
@@ -62,13 +66,19 @@ class ClientTurns:
 
 
 class TurnQueue:
-    """A queue whose requests leave it by turns of their clients: first all requests whose streams have begun, then new ones."""
+    """A queue whose requests leave it by turns of their clients: first all requests whose streams have begun, then new ones.
+
+    A client's place is set when its first request comes and after each of its turns, so that a turn costs O(log clients). A place
+    is out of date if another request of the client is next now, or if its account has grown; `take` corrects it when it comes up.
+    """
 
     def __init__(self, turns: ClientTurns, policy: SchedulingPolicy) -> None:
         self._turns, self._policy = turns, policy
         self._numbers = count()  # numbers of entries, so that equal entries keep their order
         # (is a new request, client) -> heap of requests, the next one first
         self._heaps: dict[tuple[bool, str], list[tuple[tuple[bool, float], int, InFlightRequest]]] = {}
+        # Heap of clients' places: (is a new request, account, order and number of the client's next request, client)
+        self._places: list[tuple[bool, float, tuple[bool, float], int, str]] = []
         self._accounts: dict[str, float] = {}  # accounts that include the requests that have left the queue
 
     def __bool__(self) -> bool:
@@ -76,24 +86,40 @@ class TurnQueue:
 
     def add(self, request: InFlightRequest) -> None:
         """Add a request."""
-        order = request.queue_order(self._policy)
-        heap = self._heaps.setdefault((order[0], request.original.client), [])
-        heappush(heap, (order, next(self._numbers), request))
+        order, number = request.queue_order(self._policy), next(self._numbers)
+        key = order[0], request.original.client
+        heap = self._heaps.setdefault(key, [])
+        heappush(heap, (order, number, request))
+        if heap[0][1] == number:
+            self._enter_place(key)
 
     def take(self, num_requests: int) -> list[InFlightRequest]:
         """Remove up to `num_requests` requests that have not ended from the queue, and return them in order."""
         taken: list[InFlightRequest] = []
         while self._heaps and len(taken) < num_requests:
-            key = min(self._heaps, key=lambda one: (one[0], self._account(one[1]), self._heaps[one][0][:2]))
+            is_new, account, _, number, client = heappop(self._places)
+            key = is_new, client
+            if key not in self._heaps or self._heaps[key][0][1] != number:
+                continue  # the client has a place for the request that is next now
+            if account < max(self._turns.own_account(client), self._accounts.get(client, 0.0)):
+                self._enter_place(key)
+                continue
             _, _, request = heappop(self._heaps[key])
-            if not self._heaps[key]:
-                del self._heaps[key]
             if not request.has_ended:
-                self._accounts[key[1]] = self._account(key[1]) + cost_of(request)
+                self._accounts[client] = self._account(client) + cost_of(request)
                 taken.append(request)
+            if self._heaps[key]:
+                self._enter_place(key)
+            else:
+                del self._heaps[key]
         if not self._heaps:
             self._accounts.clear()
+            self._places.clear()
         return taken
+
+    def _enter_place(self, key: tuple[bool, str]) -> None:
+        order, number, _ = self._heaps[key][0]
+        heappush(self._places, (key[0], self._account(key[1]), order, number, key[1]))
 
     def _account(self, client: str) -> float:
         return max(self._turns.account(client), self._accounts.get(client, 0.0))
@@ -104,6 +130,7 @@ class WaitingRequests:
 
     def __init__(self) -> None:
         self._by_client: dict[str, dict[InFlightRequest, None]] = {}  # sets in the order of entry
+        self._tokens_of: dict[str, int] = {}  # client -> prompt tokens of its requests
         self._num_requests = 0
         self.num_tokens = 0  # prompt tokens; all choices of a prompt share it, so it counts once
 
@@ -123,7 +150,7 @@ class WaitingRequests:
         if request not in requests:
             requests[request] = None
             self._num_requests += 1
-            self.num_tokens += num_own_tokens(request)
+            self._count_tokens(request, 1)
 
     def discard(self, request: InFlightRequest) -> None:
         """Remove a request, if it is there."""
@@ -133,20 +160,39 @@ class WaitingRequests:
             return
         del requests[request]
         self._num_requests -= 1
-        self.num_tokens -= num_own_tokens(request)
+        self._count_tokens(request, -1)
         if not requests:
-            del self._by_client[client]
+            del self._by_client[client], self._tokens_of[client]
 
-    def one_to_displace(self, newcomer: InFlightRequest) -> InFlightRequest | None:
-        """Return the request that makes room for a newcomer: the newest new request of the client that has most for its weight.
+    def one_to_displace(
+        self, newcomer: InFlightRequest, *, max_requests: int, max_tokens: int
+    ) -> InFlightRequest | None:
+        """Return the request that makes room for a newcomer in a queue that is full with `max_requests` or `max_tokens`.
 
-        None if the newcomer's client would then have as many for its weight, so that the newcomer itself must go.
+        It is the newest new request of the client with the highest level that has one. A client's *level* is the share of the queue
+        that it has, by requests or by tokens, whichever is larger, divided by its weight. None if no such client has a higher level
+        than the newcomer's client would then have, so that the newcomer itself must go.
         """
-        client = max(self._by_client, key=self._level, default=newcomer.original.client)
-        if self._level(client) <= self._level(newcomer.original.client) + 1 / newcomer.original.client_weight:
-            return None
-        return next((request for request in reversed(self._by_client[client]) if not request.was_accepted), None)
 
-    def _level(self, client: str) -> float:
-        requests = self._by_client.get(client)
-        return len(requests) / next(iter(requests)).original.client_weight if requests else 0.0
+        def level(num_requests: int, num_tokens: int, weight: float) -> float:
+            return max(num_requests / max_requests, num_tokens / max_tokens) / weight
+
+        own, weight = newcomer.original.client, newcomer.original.client_weight
+        num_requests = len(self._by_client.get(own, ())) + 1
+        newcomers_level = level(num_requests, self._tokens_of.get(own, 0) + num_own_tokens(newcomer), weight)
+        levels = {
+            client: level(len(requests), self._tokens_of[client], next(iter(requests)).original.client_weight)
+            for client, requests in self._by_client.items()
+        }
+        for client in sorted(levels, key=levels.__getitem__, reverse=True):
+            if levels[client] <= newcomers_level:
+                return None
+            for request in reversed(self._by_client[client]):
+                if not request.was_accepted:  # a stream that migrates always waits
+                    return request
+        return None
+
+    def _count_tokens(self, request: InFlightRequest, sign: int) -> None:
+        client, num_tokens = request.original.client, sign * num_own_tokens(request)
+        self._tokens_of[client] = self._tokens_of.get(client, 0) + num_tokens
+        self.num_tokens += num_tokens

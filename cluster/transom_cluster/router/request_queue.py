@@ -77,7 +77,8 @@ class RequestQueue:
         self._waiting = WaitingRequests()
         self._sweep: TurnQueue | None = None  # waiting requests that the present sweep has still to try to place
         self._sweeps_again = False
-        self._refusing: set[str] = set()  # workers that refused a request which waits; emptied at each retry
+        # client -> workers that refused a request of it which waits; emptied at each retry
+        self._refusing: dict[str, set[str]] = {}
         self._placing_arrived: asyncio.Handle | None = None
         self._placing: asyncio.Handle | None = None  # where the queue is about to place what waits
         self._retry: asyncio.TimerHandle | None = None
@@ -171,17 +172,20 @@ class RequestQueue:
     def _place(self, requests: Iterable[InFlightRequest]) -> None:
         """Give each request to the best worker that may take it; requests that no worker may take wait.
 
-        A worker that refused a request which still waits gets no later request, because that would overtake the waiting one.
+        A worker that refused a request which still waits gets no later request of this client, because that would overtake the
+        waiting one. The requests of each client are a submission of their own, of which a worker accepts all or none: it may refuse
+        a client that has its share.
         """
-        groups: dict[str, list[tuple[InFlightRequest, Request]]] = {}
+        groups: dict[tuple[str, str], list[tuple[InFlightRequest, Request]]] = {}
         available = self._available()
         identities = {one.identity for one in available}
-        refusing = self._refusing if self._waiting else set()
+        refusing = self._refusing if self._waiting else {}
         for request in requests:
             if request.has_ended:
                 self._waiting.discard(request)
                 continue
-            refused = request.refusals if request in self._waiting else request.refusals.keys() | refusing
+            client = request.original.client
+            refused = request.refusals.keys() | (set() if request in self._waiting else refusing.get(client, set()))
             willing = [one for one in available if one.worker_id not in refused]
             if len(identities) > 1 or request.output.identity is not None:
                 willing = of_one_identity(willing, request.output.identity)
@@ -195,13 +199,13 @@ class RequestQueue:
                     _log_error(request, "Request %s could not be placed.\n%s", stack_of(error))
                     request.fail(error)
                     continue
-                groups.setdefault(worker_id, []).append((request, request.attempt))
+                groups.setdefault((worker_id, client), []).append((request, request.attempt))
             elif (pinned := request.output.identity) is not None and is_gone(pinned, self._connections):
                 self._waiting.discard(request)
                 self.give_up(request, "gave_up", model_gone())
             else:
                 self._wait(request, is_quarantined=bool(willing), is_refused=bool(available))
-        for worker_id, group in groups.items():
+        for (worker_id, _), group in groups.items():
             self._submissions.spawn(self._submit(self._connections[worker_id], group))
         if self._waiting and not available:
             self._wake_workers()
@@ -236,16 +240,19 @@ class RequestQueue:
         """
         refusals = [info.error() for info in request.refusals.values()]
         full = next((error for error in refusals if isinstance(error, Overloaded)), None)
-        if full is not None and is_refused and not is_quarantined and not request.was_accepted:
+        if (
+            full is not None
+            and is_refused
+            and not is_quarantined
+            and not request.was_accepted
+            and not self._keeps_from_others(request)
+        ):
             self._waiting.discard(request)
             request.fail(full)
             return
-        if not request.was_accepted and request not in self._waiting and self._is_full:
-            displaced = self._waiting.one_to_displace(request)
-            self._waiting.discard(displaced or request)
-            (displaced or request).fail(Overloaded(TOO_MANY.format(n=len(self._waiting) + (displaced is not None))))
-            if displaced is None:
-                return
+        if not request.was_accepted and request not in self._waiting and not self._makes_room(request):
+            request.fail(Overloaded(TOO_MANY.format(n=len(self._waiting))))
+            return
         if is_quarantined:  # it waits for suspects before it and not for a worker, so its time limit starts anew
             request.wait_until_s = time.monotonic() + self._config.wait_s
         if request not in self._waiting:
@@ -253,9 +260,27 @@ class RequestQueue:
             reason = "suspect" if is_quarantined else "workers full" if is_refused else "no worker"
             request.events.report(Queued(choice=request.index, reason=reason))
         self._waiting.add(request)
-        self._refusing |= request.refusals.keys()
+        self._refusing.setdefault(request.original.client, set()).update(request.refusals)
         if self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(self._timings.retry_s, self._on_retry)
+
+    def _keeps_from_others(self, request: InFlightRequest) -> bool:
+        """Return whether a request may go only to one identity, at which other choices of its answer are, while workers of another
+        one have not refused it. If these choices were not there, it could go to them, so that it waits instead of failing."""
+        pinned = request.output.identity
+        others = [one for one in self._available() if one.identity != pinned and one.worker_id not in request.refusals]
+        return pinned is not None and bool(others)
+
+    def _makes_room(self, newcomer: InFlightRequest) -> bool:
+        """Return whether the queue has room for a newcomer, after requests of clients that have more of it were failed."""
+        while self._is_full:
+            error = Overloaded(TOO_MANY.format(n=len(self._waiting)))
+            displaced = self._waiting.one_to_displace(newcomer, max_requests=MAX_WAITING, max_tokens=MAX_WAITING_TOKENS)
+            if displaced is None:
+                return False
+            self._waiting.discard(displaced)
+            displaced.fail(error)
+        return True
 
     async def _submit(self, connection: WorkerConnection, group: Attempts) -> None:
         """Submit attempts to their worker; those that the worker refuses are placed again, or end."""
@@ -336,10 +361,7 @@ class RequestQueue:
                     self.give_up(request, "gave_up", error)
                 else:
                     request.fail(error)
-        if self._placing is not None:
-            self._placing.cancel()
-        self._sweep = None
-        self._place_waiting()
+        self.place_soon()  # a sweep that runs goes on to its end, so that it reaches every request
 
 
 def _log_error(request: InFlightRequest, message: str, *args: object) -> None:

@@ -116,6 +116,15 @@ async def test_new_requests_go_to_the_newest_model_that_has_room() -> None:
         assert len(old.submitted) == 1
 
 
+async def test_choices_wait_for_the_model_that_has_the_others_while_another_model_has_room() -> None:
+    """The first 32 choices are placed at once, and the new model's worker has no room for more of them."""
+    old, new = v1("w0"), v2("w1", max_running=32)
+    async with running_api(old, new, **PATIENT) as api:
+        response = await api.complete(n=40)
+        assert [choice["text"] for choice in response.json()["choices"]] == ["abc"] * 40
+        assert not old.submitted
+
+
 def test_all_choices_of_an_answer_are_of_one_model() -> None:
     """It is chosen by the first choice that a worker gets, and again only if all leave their workers before there is any output."""
     one = Request(request_id="a", prompt_token_ids=(1,), params=SamplingParams(), seed=0)
