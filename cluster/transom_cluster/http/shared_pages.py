@@ -32,7 +32,7 @@ class SharedPages:
         return len(self._pages)
 
     async def get(self, key: Hashable, collect: Callable[[], Coroutine[Any, Any, str]]) -> str:
-        """Return the page. If it is time for a new one, `collect` makes it; all waiting callers get an error of `collect`."""
+        """Return the page. If it is time for a new one, `collect` makes it. An error of `collect` stands for its page."""
         now_s = self._clock()
         self._forget_full(now_s)
         page = self._pages.setdefault(key, _Page(now_s))
@@ -40,11 +40,7 @@ class SharedPages:
         if page.task is None or (page.task.done() and page.tokens >= 1):
             page.tokens -= 1
             page.task = self._tasks.spawn(collect())
-        try:
-            return await asyncio.shield(page.task)  # the collection continues if this caller leaves
-        except Exception:
-            self._pages.pop(key, None)  # only pages of processes that are there are kept
-            raise
+        return await asyncio.shield(page.task)  # the collection continues if this caller leaves
 
     def _forget_full(self, now_s: float) -> None:
         """Forget pages whose buckets are full again: nobody has asked for them for some seconds."""

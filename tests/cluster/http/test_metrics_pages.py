@@ -254,3 +254,23 @@ async def test_a_caller_that_leaves_takes_no_page_from_others() -> None:
     first.cancel()
     goes_on.set()
     assert await second == "page"
+
+
+async def test_a_failed_collection_takes_a_token_and_no_newer_page() -> None:
+    """Waiters of one failed collection wake up one after the other; the first one may have begun the next collection by then."""
+    num_collections = 0
+
+    async def collect() -> str:
+        nonlocal num_collections
+        num_collections += 1
+        await asyncio.sleep(0)
+        raise ConnectionError(f"collection {num_collections}")
+
+    async def ask_again() -> None:
+        for _ in range(10):
+            with pytest.raises(ConnectionError):
+                await pages.get("all", collect)
+
+    pages = SharedPages(clock=lambda: 0.0)
+    await asyncio.gather(*(ask_again() for _ in range(20)))
+    assert num_collections == 5

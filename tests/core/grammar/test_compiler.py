@@ -256,3 +256,14 @@ def test_the_texts_that_wait_are_bounded_and_each_client_has_its_share() -> None
     queue.clear()
     add("victim", "w" * 1000)
     assert len(queue) == 1
+
+
+def test_an_empty_text_of_two_clients_leaves_with_the_last_of_them() -> None:
+    queue: CompileQueue[str, int] = CompileQueue(lambda text: None)
+    jobs = [CompileJob(owner=client, text="", client=client) for client in ("first", "second")]
+    for job in jobs:
+        queue.add(job)
+    queue.cancel("first")
+    queue.compiled(jobs[1], 1)
+    assert queue.next_known() == (jobs[1], 1)
+    assert len(queue) == 0

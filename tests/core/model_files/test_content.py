@@ -12,7 +12,7 @@ import pytest
 
 from transom_core.errors import ModelError
 from transom_core.model_files import content
-from transom_core.model_files.content import ContentReading, join_parts
+from transom_core.model_files.content import ContentPart, ContentReading, join_parts
 from transom_core.model_files.resolve import ModelFiles, resolve_model
 from transom_core.model_files.weight_index import INDEX_FILE
 
@@ -35,13 +35,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def digest(folder: Path, num_ranks: int = 1) -> str:
     files = resolve_model(str(folder))
-    return join_parts([ContentReading(files, rank=r, num_ranks=num_ranks).finish() for r in range(num_ranks)]).hex()
+    return join_parts([ContentReading(files, index=r, count=num_ranks).finish() for r in range(num_ranks)]).hex()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 16])
 def test_ranks_share_the_pieces_and_find_the_same_digest(folder: Path, num_ranks: int) -> None:
     assert digest(folder, num_ranks) == digest(folder)
-    parts = [ContentReading(resolve_model(str(folder)), rank=r, num_ranks=num_ranks).finish() for r in range(num_ranks)]
+    parts = [ContentReading(resolve_model(str(folder)), index=r, count=num_ranks).finish() for r in range(num_ranks)]
     assert sum(len(part.digests) for part in parts) == 2 * 3 + 1  # pieces of both files of weights, and the tokenizer
 
 
@@ -92,6 +92,27 @@ def test_ranks_with_different_files_do_not_start(folder: Path) -> None:
     parts = [ContentReading(files).finish(), ContentReading(replace(files, config={"a": 1})).finish()]
     with pytest.raises(ModelError, match="different files"):
         join_parts(parts)
+
+
+@pytest.mark.parametrize("ranks_on_hosts", [(1, 1), (2, 1), (2, 3)])
+def test_hosts_with_other_weights_of_the_same_sizes_do_not_start(
+    folder: Path, tmp_path: Path, ranks_on_hosts: tuple[int, int]
+) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+
+    def parts() -> list[ContentPart]:
+        return [
+            ContentReading(resolve_model(str(path)), index=index, count=count).finish()
+            for path, count in zip((folder, tmp_path / "copy"), ranks_on_hosts, strict=True)
+            for index in range(count)
+        ]
+
+    assert join_parts(parts()).hex() == digest(folder)
+    with (tmp_path / "copy/b.safetensors").open("r+b") as file:
+        file.seek(1500)
+        file.write(b"x")
+    with pytest.raises(ModelError, match="different files"):
+        join_parts(parts())
 
 
 def test_a_model_without_files_has_no_digest() -> None:

@@ -40,7 +40,8 @@ class CompileJob(Generic[Owner]):
 class _Client(Generic[Owner]):
     seconds: float  # that compiling its texts took, divided by its weight
     jobs: dict[CompileJob[Owner], None] = field(default_factory=dict)  # the first one first
-    num_chars: int = 0  # of texts that it was the first one to wait for
+    num_texts: int = 0  # that it was the first one to wait for
+    num_chars: int = 0  # of these texts
 
 
 @dataclass(slots=True)
@@ -92,6 +93,7 @@ class CompileQueue(Generic[Owner, Outcome]):
         text = self._texts.get(job.text)
         if text is None:
             text = self._texts[job.text] = _Text(job.client)
+            client.num_texts += 1
             client.num_chars += len(job.text)
             self._num_chars += len(job.text)
         text.num_jobs += 1
@@ -160,10 +162,12 @@ class CompileQueue(Generic[Owner, Outcome]):
         text.num_jobs -= 1
         if not text.num_jobs:
             del self._texts[job.text]
-            self._clients[text.client].num_chars -= len(job.text)
+            first = self._clients[text.client]
+            first.num_texts -= 1
+            first.num_chars -= len(job.text)
             self._num_chars -= len(job.text)
         for name in {job.client, text.client}:
             client = self._clients[name]
-            if not (client.jobs or client.num_chars):
+            if not (client.jobs or client.num_texts):  # a text may be empty
                 del self._clients[name]
                 self._time.leave(name, client.seconds)

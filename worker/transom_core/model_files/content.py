@@ -2,13 +2,14 @@
 
 Names, sizes and times do not tell two models apart: a fine-tune has the shapes of its base, copies and archives may keep times, and
 a blob in the Hugging Face cache keeps its name even if somebody writes through the link. So every byte is read, on a few threads,
-while the weights are loaded, which needs the same pages of the page cache. The files are cut into *pieces*, and the ranks of a
-worker divide them: rank `i mod ranks` reads piece `i`. The digest is the same for any number of ranks:
+while the weights are loaded, which needs the same pages of the page cache. The files are cut into *pieces*, and the ranks on one
+host divide them: the rank with index `i mod ranks on the host` reads piece `i`. So every host reads all of its copy, and hosts
+with different weights are found. The digest is the same for any number of ranks:
 
-    reading = ContentReading(files, rank=0, num_ranks=2)     the threads run
+    reading = ContentReading(files, index=0, count=2)        the threads run
     ... load the weights ...
     part = reading.finish()                                  this rank's pieces; no file may have changed since
-    digest = join_parts([part, part of rank 1])
+    digest = join_parts([part, part of the other rank])
 """
 
 from __future__ import annotations
@@ -34,17 +35,24 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @dataclass(frozen=True, slots=True)
 class ContentPart:
-    """One rank's part of the contents: the list of all files, and the digests of this rank's pieces."""
+    """One rank's part of the contents: the list of all files, and the digests of the pieces `index`, `index + count` and so on."""
 
     files: bytes
     digests: tuple[bytes, ...]
+    index: int = 0
+    count: int = 1
 
 
 class ContentReading:
     """Reads the files of a model on threads of its own from its construction on; `finish` returns the result."""
 
-    def __init__(self, files: ModelFiles, *, rank: int = 0, num_ranks: int = 1) -> None:
-        """Raises ModelError if a file cannot be read."""
+    def __init__(self, files: ModelFiles, *, index: int = 0, count: int = 1) -> None:
+        """Begin to read the share with this index of `count` ranks that read the same files on one host.
+
+        Raises:
+            ModelError: a file cannot be read.
+        """
+        self._index, self._count = index, count
         self._paths = [files.path] if files.is_gguf else _files_of(files.path)
         self._before = [_status(path) for path in self._paths]
         listed = [
@@ -58,9 +66,7 @@ class ContentReading:
             for start in range(0, size, PIECE_BYTES)
         ]
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="transom-contents")
-        self._digests: list[Future[bytes]] = [
-            self._threads.submit(_digest, *piece) for piece in pieces[rank::num_ranks]
-        ]
+        self._digests: list[Future[bytes]] = [self._threads.submit(_digest, *piece) for piece in pieces[index::count]]
 
     def finish(self) -> ContentPart:
         """Wait for the digests of this rank's pieces, and return them.
@@ -72,7 +78,8 @@ class ContentReading:
         for path, before in zip(self._paths, self._before, strict=True):
             if _status(path) != before:
                 raise ModelError(f"{path} changed while the model was loaded; start again when it is complete.")
-        return ContentPart(self._files, tuple(digest.result() for digest in self._digests))
+        digests = tuple(digest.result() for digest in self._digests)
+        return ContentPart(self._files, digests, self._index, self._count)
 
     def cancel(self) -> None:
         """Stop reading and end the threads, because the model could not be loaded."""
@@ -80,18 +87,24 @@ class ContentReading:
 
 
 def join_parts(parts: Sequence[ContentPart]) -> bytes:
-    """Return the digest of the contents from the parts of all ranks, in order of rank: 32 bytes, or no bytes if there are no parts.
+    """Return the digest of the contents from the parts of all ranks: 32 bytes, or no bytes if there are no parts.
+
+    The ranks of each host must have all pieces between them.
 
     Raises:
         ModelError: the ranks have different files.
     """
     if not parts:
         return b""
-    if len({part.files for part in parts}) > 1:
+    pieces = {
+        (part.index + position * part.count, digest) for part in parts for position, digest in enumerate(part.digests)
+    }
+    num_pieces = len({number for number, _ in pieces})
+    if len({part.files for part in parts}) > 1 or len(pieces) > num_pieces:
         raise ModelError("The ranks found different files of the model on their hosts; copy the same model to each.")
     whole = sha256(sha256(parts[0].files).digest())
-    for number in range(sum(len(part.digests) for part in parts)):
-        whole.update(parts[number % len(parts)].digests[number // len(parts)])
+    for _, digest in sorted(pieces):
+        whole.update(digest)
     return whole.digest()
 
 

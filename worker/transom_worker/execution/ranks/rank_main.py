@@ -129,7 +129,13 @@ class _Rank:
         """Load the weights, allocate the KV pool, and report that the rank is ready."""
         parallel = Parallel(rank=self._setup.rank, size=self._setup.size, comm=self._comm)
         config = _on_own_cores(self._setup.config, load)
-        setup = ModelSetup(config, parallel, ranks_on_host=load.ranks_on_host, on_progress=self._send_progress)
+        setup = ModelSetup(
+            config,
+            parallel,
+            ranks_on_host=load.ranks_on_host,
+            index_on_host=load.index_on_host,
+            on_progress=self._send_progress,
+        )
         self._channel.send(Loaded(setup.contents))
         message = self._channel.receive()
         with compile_progress(lambda num_kernels: self._channel.send(Compiling(num_kernels))):

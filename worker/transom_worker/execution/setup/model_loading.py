@@ -47,9 +47,14 @@ class LoadedModel:
 
 
 def load_model(
-    config: ModelConfig, parallel: Parallel = ONE_RANK, on_progress: OnProgress | None = None
+    config: ModelConfig,
+    parallel: Parallel = ONE_RANK,
+    on_progress: OnProgress | None = None,
+    *,
+    index_on_host: int = 0,
+    ranks_on_host: int = 1,
 ) -> LoadedModel:
-    """Resolve a model and load the part of it that belongs to one rank.
+    """Resolve a model and load the part of it that belongs to one rank, which is number `index_on_host` of those on this host.
 
     Raises:
         ModelError: the model's files are missing, broken or of an unknown family.  ConfigError: the configured device does not
@@ -67,7 +72,7 @@ def load_model(
     architecture = model_architecture(files, config)
     check_size(architecture, parallel.size)
     device, dtype = choose_device(config.device), choose_dtype(config.dtype, architecture)
-    contents = ContentReading(files, rank=parallel.rank, num_ranks=parallel.size)
+    contents = ContentReading(files, index=index_on_host, count=ranks_on_host)
     try:
         weights = load_weights(files, in_memory=device.type == "cpu")
     except BaseException:

@@ -55,9 +55,11 @@ class ModelSetup:
         loaded: LoadedModel | None = None,
         *,
         ranks_on_host: int = 1,
+        index_on_host: int = 0,
         on_progress: OnProgress | None = None,
     ) -> None:
-        """Load the model, or use `loaded` instead. `ranks_on_host` ranks share this host's cores and memory.
+        """Load the model, or use `loaded` instead. `ranks_on_host` ranks share this host's cores and memory; this one is number
+        `index_on_host` of them, counted from 0.
 
         Raises:
             ConfigError: the model cannot meet the settings.  ModelError: the model cannot be loaded.
@@ -65,7 +67,9 @@ class ModelSetup:
         set_threads(config.num_threads, ranks_on_host=ranks_on_host)
         self._parallel = with_recorded_collectives(parallel)
         self._config, self._ranks_on_host = config, ranks_on_host
-        self._loaded = loaded or load_model(config.model, self._parallel, on_progress)
+        self._loaded = loaded or load_model(
+            config.model, self._parallel, on_progress, index_on_host=index_on_host, ranks_on_host=ranks_on_host
+        )
         self._cache = CacheSetup(config, self._loaded, self._parallel)
         self._decode_sizes = decode_sizes(
             config,
