@@ -119,7 +119,7 @@ def precompile_for_gpu(
             gpu.enter_context(absent_gpu(capability, count))
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        loaded = load_model(config.model, parallel)
+        loaded = load_model(config.model, parallel, ranks_on_host=tensor_parallel_size)
         max_model_len = min(_GPU_STEP_TOKENS, loaded.architecture.max_position)
         config = Settings.parse(**settings, max_model_len=max_model_len).engine_config()
         setup = ModelSetup(config, parallel, loaded)

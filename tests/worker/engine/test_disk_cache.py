@@ -24,6 +24,7 @@ from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.execution.executor import DiskUsage
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.kvcache.tiers.disk.listing import ListedChanges
+from transom_worker.scheduling.step import StepResult
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -309,6 +310,35 @@ def test_a_disk_that_hangs_is_not_waited_for_and_not_asked_until_it_answers(
     assert not engine.scheduler.cache.tiers.imports.opened
     (tokens, cached), *_ = answers(engine, [prompts(8)[5]])
     assert (tokens, cached >= 200) == (expected[5][0], True)
+    engine.shutdown()
+
+
+def test_a_late_load_that_fails_is_no_answer_of_the_disk(
+    tiny_model: Path, tmp_path: Path, fast_reads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tiny_model, tmp_path)
+    engine = engine_on(tiny_model, tmp_path)
+    disk = engine._disk
+    assert isinstance(disk, EngineDiskTier)
+    disk.watch._ended.set()  # no listing but those of the test
+    index = engine.scheduler.cache.tiers.disk
+    num_files = index.num_blocks
+    fails = hang(monkeypatch)
+    monkeypatch.setattr("transom_worker.engine.disk_tier.LATE_S", 0.0)
+    answers(engine, prompts(1))
+    assert disk.is_away
+    (ticket,) = disk._loading
+
+    disk.step_done(StepResult(step_id=0, failed=[ticket]))
+    assert disk.is_away
+    assert index.num_blocks < num_files
+    assert not engine.scheduler.cache.tiers.imports.opened
+    disk.take_news()
+    assert disk.is_away
+    disk.watch.look()
+    disk.take_news()
+    assert not disk.is_away  # no load is left that could tell, so the next one tries
+    fails()
     engine.shutdown()
 
 

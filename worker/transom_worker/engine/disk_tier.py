@@ -15,8 +15,9 @@ that routers know (`kvcache.load_rates`), whose prediction is the same hit.
 A disk may hang: one that dies, or a file server that is away. So a load has a limit of time (`_limit_s`). If it is *late*, its
 requests go on by computing, and the disk is *away*: its rates say that reading takes for ever, so that neither this worker nor a
 router finds a hit there. (The index stays as it is: taking a million files out of it would be a message of 32 MB to each router.)
-The host blocks of a late load stay taken, since the ranks may still write into them. When the ranks report a late load, read or
-not, the disk answers again and is used again; an engine without other work asks them once with each listing of the folder.
+The host blocks of a late load stay taken, since the ranks may still write into them. When the ranks report that a late load was
+read, the disk answers again and is used again; an engine without other work asks them once with each listing of the folder. Loads
+that fail late are no answer; if all have failed, the disk is tried again with the next listing, without the blocks that failed.
 """
 
 from __future__ import annotations
@@ -147,6 +148,7 @@ class EngineDiskTier(NoDiskTier):
 
     def take_news(self) -> None:
         """Take note of the files that have come and gone, and of loads that are late."""
+        was_listed = self.watch.has_news
         self.watch.take_news()
         now_s = self._clock()
         late = [one for one in self._loading.values() if not one.is_late and now_s >= one.limit_s]
@@ -157,6 +159,8 @@ class EngineDiskTier(NoDiskTier):
             self._cache.tiers.imports.give_up(one.blocks)
         for one in late:
             self._go_on(one, was_read=False)
+        if self.is_away and was_listed and not self._loading:
+            self._come_back()
 
     def begin(self, request: Request) -> bool:
         """Begin to import the prefix of a new request; False if it need not be held."""
@@ -192,24 +196,22 @@ class EngineDiskTier(NoDiskTier):
     def step_done(self, result: StepResult) -> None:
         """Take note of the loads that have ended."""
         for ticket, seconds in zip(result.loaded, result.load_s, strict=True):
-            if (ended := self._pop(ticket)) is not None:
+            if (ended := self._loading.pop(ticket, None)) is None:
+                continue
+            if ended.is_late:
+                self._cache.tiers.imports.end(ended.blocks)
+                self._come_back()
+            else:
                 self._kept.publish(ended.blocks, [held.request.request_id for held in ended.held])
                 self._measure(ended.blocks, seconds)
                 self._go_on(ended, was_read=True)
         for ticket in result.failed:
-            if (ended := self._pop(ticket)) is not None:
-                self._cache.tiers.imports.end(ended.blocks)
-                self.watch.forget([(one.group, one.digest) for one in ended.blocks.blocks])
+            if (ended := self._loading.pop(ticket, None)) is None:
+                continue
+            self._cache.tiers.imports.end(ended.blocks)
+            self.watch.forget([(one.group, one.digest) for one in ended.blocks.blocks])
+            if not ended.is_late:
                 self._go_on(ended, was_read=False)
-
-    def _pop(self, ticket: int) -> _Import | None:
-        """Return the import of a ticket that the ranks have reported, for whose end requests wait; None if there is none."""
-        ended = self._loading.pop(ticket, None)
-        if ended is None or not ended.is_late:
-            return ended
-        self._cache.tiers.imports.end(ended.blocks)
-        self._come_back()
-        return None
 
     def forget_loads(self) -> None:
         """End all imports, since the ranks were restarted. All requests have ended."""
