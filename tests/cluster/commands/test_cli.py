@@ -300,8 +300,16 @@ def _read_until(stream, end: bytes) -> bytes:
     return text
 
 
+@pytest.fixture
+def of_a_terminal():
+    """SIGHUP is not ignored, even if the tests run under nohup."""
+    given = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, given)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_the_end_of_its_terminal_ends_a_server_as_sigterm_does(monkeypatch, number):
+def test_the_end_of_its_terminal_ends_a_server_as_sigterm_does(of_a_terminal, monkeypatch, number):
     """Requests end first, and everything is stopped, even if nothing can be printed any more."""
     calls = []
 
@@ -336,7 +344,7 @@ def test_the_end_of_its_terminal_ends_a_server_as_sigterm_does(monkeypatch, numb
     assert calls == ["drain", "write_caches", "stop"]
 
 
-def test_a_server_under_nohup_outlives_its_terminal(monkeypatch):
+def test_a_server_under_nohup_outlives_its_terminal(of_a_terminal, monkeypatch):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     class Cluster:
