@@ -85,3 +85,16 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
         scheduler.add(request("r", [1]))
     scheduler.run()
     scheduler.add(request("r", [1]))
+
+
+def test_a_client_that_leaves_while_blocked_is_forgotten() -> None:
+    busy = driver(num_pages=8)
+    for name, first in (("one", 0), ("other", 100)):
+        busy.add(request(name, range(first, first + 80), 15, client=name))
+    blocked = busy.scheduler.admission.blocked
+    while busy.schedule() and not blocked:
+        busy.receive()
+    (client,) = blocked
+    busy.abort(client.name)
+    assert not blocked
+    busy.run()

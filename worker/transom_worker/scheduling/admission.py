@@ -106,7 +106,10 @@ class AdmissionControl:
             self._stops_running(sequence)
             if not sequence.num_in_flight:
                 self._release_finished(sequence)
+        client = self.clients.of(sequence)
         self.clients.leave(sequence)
+        if not client.num_sequences:
+            self.blocked.pop(client, None)
         sequence.move_to(SequenceStatus.FINISHED)
 
     def release_after_step(self, sequence: Sequence) -> None:
