@@ -217,6 +217,14 @@ class WorkLimits:
         Raises:
             RateLimited, RequestError: see `ClientLimits.request`.
         """
-        num_tokens = sum(request.num_prompt_tokens for request in requests if request.choice_index == 0)
-        with self.sequences.request(client, places=len(requests)), self.tokens.request(client, cost=num_tokens):
+        cost = _num_prompt_tokens(requests)
+        with self.sequences.request(client, places=len(requests)), self.tokens.request(client, cost=cost):
             yield
+
+    def give_back(self, client: str, requests: Sequence[Request]) -> None:
+        """Put the tokens of prompts back into the bucket: they were refused, or their worker was lost, before any output."""
+        self.tokens.charge(client, -_num_prompt_tokens(requests))
+
+
+def _num_prompt_tokens(requests: Sequence[Request]) -> int:
+    return sum(request.num_prompt_tokens for request in requests if request.choice_index == 0)

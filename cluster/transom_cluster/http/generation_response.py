@@ -26,6 +26,7 @@ from transom_cluster.telemetry.request_timeline import ONLY_CLIENT
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.tracebacks import traceback_lines
 from transom_core.contract import OutputEvent, Request
+from transom_core.errors import Overloaded, RequestError, WorkerLost
 
 logger = logging.getLogger("transom.router")
 
@@ -68,6 +69,7 @@ class GenerationResponse(Response):
         self._writer = writer
         self._stream = stream
         self._metrics = ResponseMetrics(router.metrics, requests)
+        self._has_output = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the requests and send their output; abort them if the client disconnects first."""
@@ -77,7 +79,13 @@ class GenerationResponse(Response):
 
     async def _run(self, scope: Scope, send: Send) -> None:
         with self._work.response(self._client, self._requests):
-            await self._generate(scope, send)
+            try:
+                await self._generate(scope, send)
+            except (Overloaded, RequestError, WorkerLost):
+                # Of several choices, one may have been computed while another was refused.
+                if len(self._requests) == 1 and not self._has_output:
+                    self._work.give_back(self._client, self._requests)
+                raise
 
     async def _generate(self, scope: Scope, send: Send) -> None:
         async with self._router.generate(self._requests, self._events) as output:
@@ -186,6 +194,7 @@ class GenerationResponse(Response):
 
     def _shown_event(self, index: int, event: OutputEvent) -> OutputEvent:
         """Return the part of an event that the client gets; count the event in metrics and usage, and charge for its tokens."""
+        self._has_output = True
         self._metrics.event_received(index, event)
         self._work.tokens.charge(self._client, len(event.token_ids))
         event = self._writer.shown_event(event)

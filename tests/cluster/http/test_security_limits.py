@@ -20,7 +20,7 @@ from transom_cluster.openai.request import request_limits
 from transom_cluster.openai.request.request_limits import MAX_TOKENIZE_BYTES
 from transom_core.config import MAX_CHOICES, LimitsConfig, PriorityConfig
 from transom_core.contract import ErrorInfo, OutputEvent
-from transom_core.errors import RateLimited, RequestTimeout, StepFailed
+from transom_core.errors import Overloaded, RateLimited, RequestError, RequestTimeout, StepFailed, WorkerLost
 
 
 class Clock:
@@ -387,6 +387,20 @@ async def test_tokens_of_a_client_are_bounded_and_headers_tell_what_is_left():
         api.client.headers["authorization"] = "Bearer b"
         response = await api.complete(prompt="x")
         assert response.headers["x-ratelimit-remaining-tokens"] != "0"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(Overloaded("full"), 503), (WorkerLost("It starts again."), 503), (RequestError("wrong", param="n"), 400)],
+)
+async def test_a_refused_request_gets_the_tokens_of_its_prompt_back(error, status):
+    async with running_api(limits=LimitsConfig(tokens_per_minute=100)) as api:
+        api.worker.admission_error = ErrorInfo.of(error)
+        for stream in (False, True, False):
+            problem(await api.complete(prompt="x" * 90, stream=stream), status)
+        api.worker.admission_error = None
+        assert (await api.complete(prompt="x" * 90)).status_code == 200
+        problem(await api.complete(prompt="x" * 90), 429)
 
 
 @pytest.mark.parametrize(
