@@ -128,7 +128,8 @@ def _hit_in_memory(
     either = [(group, in_host) for group, in_host in zip(found, host, strict=True)]
     with_loads = _hit_on(retentions, either, digests, limit, window_repair=window_repair)
     num_loaded = _num_outside(present, retentions, digests, with_loads)
-    if (with_loads.start - hit.start) * rates.token_ns >= rates.load_ns(num_loaded):
+    spared_tokens = with_loads.start - hit.start
+    if spared_tokens and spared_tokens * rates.token_ns >= rates.load_ns(num_loaded):
         return replace(with_loads, device_start=hit.start, num_loaded=num_loaded if any(num_loaded) else ())
     return replace(hit, full_groups_reach=with_loads.full_groups_reach)
 
