@@ -99,7 +99,7 @@ class FakeDriver:
 
 
 class UnreadWeights(RandomWeights):
-    """Memory that nobody writes or reads."""
+    """Memory that is neither written nor read."""
 
     def _make(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16)

@@ -67,7 +67,7 @@ async def grammars(client: httpx.AsyncClient, number: int) -> None:
 
 
 async def windows(client: httpx.AsyncClient, number: int) -> None:
-    """A long prompt under a window that nobody has used yet, left after a second."""
+    """A long prompt under a window that no request has used yet, left after a second."""
     policy = {"type": "window", "sinks": 0, "window": 100 + number}
     body = {"prompt": [5] * 120_000, "max_tokens": 1, "kv_policy": policy}
     await leave_after(1.0, client.post("/v1/completions", json=body))

@@ -43,7 +43,7 @@ class SharedPages:
         return await asyncio.shield(page.task)  # the collection continues if this caller leaves
 
     def _forget_full(self, now_s: float) -> None:
-        """Forget pages whose buckets are full again: nobody has asked for them for some seconds."""
+        """Forget pages whose buckets are full again: no client has asked for them for some seconds."""
         for key, page in list(self._pages.items()):
             page.refill(now_s)
             if page.tokens >= MAX_BURST and (page.task is None or page.task.done()):

@@ -71,7 +71,7 @@ class FairThreads:
             client, turns = self._waiting.popitem(last=False)
             turn = turns.popleft()
             if turns:
-                self._waiting[client] = turns  # behind all other clients
+                self._waiting[client] = turns  # after all other clients
             if not turn.done():
                 turn.set_result(None)
                 return

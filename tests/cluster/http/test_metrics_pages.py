@@ -238,7 +238,7 @@ async def test_one_collection_a_second_serves_all_callers() -> None:
     assert await pages.get("other", collect) == "page 7"
     now_s = 100.0
     await pages.get("third", collect)
-    assert len(pages) == 1  # those that nobody asks for any more are forgotten
+    assert len(pages) == 1  # those that no client asks for any more are forgotten
 
 
 async def test_a_caller_that_leaves_takes_no_page_from_others() -> None:

@@ -218,7 +218,7 @@ def test_a_request_that_was_aborted_leaves_nothing(engine: Engine) -> None:
     engine.add(make_request("never", [60], grammar="start: /[g-z]{5}/", max_tokens=5))
     assert engine.abort("never")
     assert engine.abort("r")
-    assert not len(engine.grammars.compiler._jobs)  # nobody wants these grammars any more
+    assert not len(engine.grammars.compiler._jobs)  # no request wants these grammars any more
     engine.add(make_request("r", [60], grammar="start: /[0-9]{5}/", max_tokens=5))
     events: list[OutputEvent] = []
     while engine.has_work:

@@ -1,10 +1,10 @@
 """`OwnedDirectory`: an open directory of this process's user, below which files are named by its descriptor.
 
-A path may lead elsewhere the next time that it is used: whoever may write into a directory above can put a link or another
+A path may lead elsewhere the next time that it is used: a user who may write into a directory above can put a link or another
 directory in its place. A descriptor stays what it was when it was opened. So the directories of the disk tier are opened once, one
 after the other, and no link is followed:
 
-    DIR                 the operator's: of this user or root, and nobody else may put anything in it
+    DIR                 the operator's: of this user or root, and no other user may put anything in it
     DIR/transom-kv      ours, mode 0700
     DIR/transom-kv/...  ours, mode 0700
 """
@@ -67,6 +67,8 @@ def open_directory(path: Path) -> OwnedDirectory:
     if status.st_uid not in (0, os.geteuid()):
         raise PermissionError("it belongs to another user")
     is_shared = status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and status.st_gid != os.getegid())
-    if is_shared and not status.st_mode & stat.S_ISVTX:  # in a sticky one, such as /tmp, nobody can move what is ours
+    if (
+        is_shared and not status.st_mode & stat.S_ISVTX
+    ):  # in a sticky one, such as /tmp, no other user can move what is ours
         raise PermissionError("other users may write into it; give a directory below it, or take that right from them")
     return opened
