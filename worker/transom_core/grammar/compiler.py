@@ -25,8 +25,8 @@ CACHE_BYTES = 256 << 20
 MAX_COMPILED_BYTES = int(CACHE_BYTES * CLIENT_SHARE)  # of one grammar, for `GrammarChecker`
 TIMEOUT_S = 30.0  # of one grammar; routers allow less (`GrammarChecker`), so that only a grammar that no router has seen takes it
 TIMEOUT_KEPT_S = 60.0  # a refusal because of that: a busy machine may have been why
-# What a compiled grammar counts for in the cache, at least, so that small ones are not too many; and where nobody has measured what
-# it takes, for each byte of its text: a schema takes 110 to 380.
+# What a compiled grammar counts for in the cache: `_LEAST_BYTES` at least, so that small ones are not too many. If no router has
+# measured what it takes, `_BYTES_PER_TEXT_BYTE` for each byte of its text: a schema takes 110 to 380.
 _LEAST_BYTES = 1 << 20
 _BYTES_PER_TEXT_BYTE = 400
 

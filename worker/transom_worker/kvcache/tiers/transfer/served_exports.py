@@ -93,7 +93,7 @@ class PrefixExports:
         self._end(export_id)
 
     def _end(self, export_id: str) -> None:
-        """Release the export's blocks. The engine does this after all earlier calls, even those that nobody awaits any more."""
+        """Release the export's blocks. The engine does this after all earlier calls, even those that no caller awaits any more."""
         lease = self._leases.pop(export_id)
         if lease is not None:
             lease.cancel()
