@@ -98,6 +98,9 @@ class ThreadComm:
         self.num_operations += 1
         return self._rendezvous.come(self._rank, what, x)
 
+    def end_step(self) -> None:
+        """The threads wait in every collective."""
+
     def check(self) -> None:
         pass
 

@@ -21,6 +21,7 @@ from tests.kernels.policy_case import PolicySequence, make_policy_case
 from tests.kernels.quantised_case import FORMATS_BY_NAME, poisoned_caches, quantised
 from tests.kernels.sample_case import params_of
 from transom_kernels import launch
+from transom_kernels.all_reduce.gpu import PeerMemory, one_shot_all_reduce_
 from transom_kernels.block_copy.gpu import copy_blocks_triton
 from transom_kernels.gated_mlp.gpu import gated_activation_triton
 from transom_kernels.hyper_connections.gpu import hc_head_triton, hc_norm_triton, hc_post_triton, hc_pre_triton
@@ -183,6 +184,10 @@ def small_calls() -> Iterator[Callable[[], Any]]:
         yield partial(gated_activation_triton, torch.empty(2, 8192, dtype=BF16), gelu=gelu, limit=limit)
     blocks = torch.empty(4, 4096, dtype=torch.uint8)
     yield partial(copy_blocks_triton, blocks, blocks.clone(), [(0, 1), (2, 3)])
+    for size, dtype in product((2, 3, 8), (BF16, F32)):
+        yield partial(
+            one_shot_all_reduce_, torch.empty(2, 4096, dtype=dtype), PeerMemory.of(1, [0] * size, blocks.device)
+        )
 
 
 def prepare_calls() -> Iterator[Callable[[], Any]]:

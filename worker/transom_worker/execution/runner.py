@@ -178,6 +178,7 @@ class ModelRunner:
                 plan, logits, result, sampler=self._sampler, store=self._store, queue=self._queue
             )
             clock.mark(Mark.SAMPLED)
+            self._parallel.comm.end_step()
 
     @torch.inference_mode()
     def _finish(self, step: LaunchedStep) -> StepResult:

@@ -67,6 +67,42 @@ def test_a_peer_that_hangs_is_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> No
     group.close()
 
 
+class Peers:
+    """What stands for peer memory: tensors of up to 8 bytes are summed there."""
+
+    def __init__(self) -> None:
+        self.num_sums = self.num_aborts = 0
+
+    def takes(self, x: torch.Tensor) -> bool:
+        return x.nbytes <= 8
+
+    def all_reduce_(self, x: torch.Tensor) -> None:
+        self.num_sums += 1
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+
+
+def test_small_sums_over_peer_memory_are_watched_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no collectives of nccl's; the mark after a step's last one does not come if a rank hangs."""
+    device, peers, mark = Device(num_answered=1), Peers(), Work()
+    monkeypatch.setattr(process_group, "DeviceMark", lambda: mark)
+    group: Any = group_over(device, monkeypatch, timeout_s=0.2)
+    group._peers = peers
+    for num in (1, 2, 3, 2):
+        group.all_reduce_(torch.ones(num))
+    assert (peers.num_sums, len(device.works)) == (3, 1)
+    group.check()
+    group.end_step()
+    assert not mark.ended.wait(0.01)
+    while not peers.num_aborts:
+        mark.ended.wait(0.01)
+    with pytest.raises(RankLost, match=r"the other ranks are late by 0\.2 s"):
+        group.all_reduce_(torch.ones(1))
+    assert (peers.num_sums, device.num_aborts) == (3, 1)
+    group.close()
+
+
 def test_collectives_that_end_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each keeps its tensors: what is watched is what the device has not computed yet."""
     group: Any = group_over(Device(num_answered=1000), monkeypatch, timeout_s=60.0)

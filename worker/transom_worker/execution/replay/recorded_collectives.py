@@ -30,6 +30,10 @@ class RecordedCollectives:
         host_call(lambda: self._comm.broadcast_(x))
         return x
 
+    def end_step(self) -> None:
+        """See `Communicator.end_step`."""
+        self._comm.end_step()
+
     def check(self) -> None:
         """See `Communicator.check`."""
         self._comm.check()

@@ -1,8 +1,10 @@
-"""Notices nccl collectives that never end.
+"""Notices collectives on GPUs that never end.
 
 `work.wait()` of an nccl collective does not block the host: it orders the device's later work after the collective. If another rank
 hangs, the device waits for ever, and so does the host when it next reads a result. nccl's own watchdog would end the process
 without a report. So a thread checks the collectives in order, and calls `on_late` when the oldest one is older than the timeout.
+
+Sums over peer memory, and the collectives in a CUDA graph, have no such `work`: a mark at the end of each step stands for them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,21 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 LOOKS = 20  # checks within a timeout; a collective that does not end is noticed 1/20 of the timeout late at most
+
+
+class DeviceMark:
+    """A point in the current stream, which is completed when the device has computed everything before it."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def is_completed(self) -> bool:
+        """Return whether the device has come here."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 class CollectiveWatch:
@@ -28,7 +44,7 @@ class CollectiveWatch:
         threading.Thread(target=self._look, name="transom-collectives", daemon=True).start()
 
     def add(self, work: Any) -> None:
-        """Watch one more collective. Collectives that have ended are dropped, because they keep their tensors alive."""
+        """Watch one more collective or `DeviceMark`. Those that have ended are dropped, because they keep their tensors alive."""
         with self._lock:
             self._drop_ended()
             self._works.append((work, time.monotonic()))

@@ -31,6 +31,10 @@ class Communicator(Protocol):
         """Replace `x` by rank 0's `x`, and return it."""
         ...
 
+    def end_step(self) -> None:
+        """Note that all collectives of a step have been launched. If the device does not come to their end, `check` will raise."""
+        ...
+
     def check(self) -> None:
         """Raise `RankLost` if an earlier collective was aborted before it completed, so that its result is invalid.
 
@@ -57,6 +61,9 @@ class SingleRank:
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x`."""
         return x
+
+    def end_step(self) -> None:
+        """Do nothing: no rank can be lost."""
 
     def check(self) -> None:
         """Do nothing: no rank can be lost."""

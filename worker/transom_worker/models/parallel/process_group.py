@@ -1,17 +1,23 @@
-"""The communicator for ranks on several hosts or on CUDA devices: torch.distributed, with gloo on CPUs and nccl on CUDA."""
+"""The communicator for ranks on several hosts or on CUDA devices: torch.distributed, with gloo on CPUs and nccl on CUDA.
+
+GPUs of one host add small tensors over peer memory instead (`peer_memory`).
+"""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 
 from transom_core.errors import RankLost
-from transom_worker.models.parallel.collective_watch import CollectiveWatch
+from transom_worker.models.parallel.collective_watch import CollectiveWatch, DeviceMark
+
+if TYPE_CHECKING:
+    from transom_worker.models.parallel.peer_memory import PeerAllReduce
 
 c10d: Any = torch.distributed  # its type stubs lack much of what it exports
 
@@ -27,16 +33,35 @@ class ProcessGroup:
         """
         self._rank, self._size, self._device, self._timeout_s = rank, size, device, timeout_s
         ip, _, port = address.rpartition(":")
+        self._place = (ip, int(port), rank, size, timedelta(seconds=timeout_s))
         make = _gloo if device == "cpu" else _nccl
-        self._group: Any = self._try(lambda: make(ip, int(port), rank, size, timedelta(seconds=timeout_s)))
+        self._group: Any = self._try(lambda: make(*self._place))
+        self._peers: PeerAllReduce | None = None
         self._is_late = False
         self._watch = None if device == "cpu" else CollectiveWatch(timeout_s, self._give_up)
+
+    def map_peers(self, host: str) -> None:
+        """Add small tensors over peer memory from now on, if all ranks are on `host` and their GPUs can map each other's memory.
+
+        All ranks make this call. Raises `RankLost`: a rank did not make it within the timeout.
+        """
+        from transom_worker.models.parallel.peer_memory import map_peers  # late: needs Triton
+
+        ip, port, rank, size, timeout = self._place
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._peers = self._try(
+            lambda: map_peers(_store(ip, port, timeout), rank=rank, size=size, host=host, device=device)
+        )
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         """See `Communicator.all_reduce_`."""
         if not x.is_contiguous():
             return x.copy_(self.all_reduce_(x.contiguous()))
-        self._run(lambda group: group.allreduce([x]))
+        if self._peers is not None and self._peers.takes(x):
+            self._open_group()
+            self._peers.all_reduce_(x)
+        else:
+            self._run(lambda group: group.allreduce([x]))
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
@@ -57,6 +82,11 @@ class ProcessGroup:
         self._run(lambda group: group.broadcast([x]))
         return x
 
+    def end_step(self) -> None:
+        """See `Communicator.end_step`."""
+        if self._watch is not None:
+            self._watch.add(DeviceMark())
+
     def check(self) -> None:
         """See `Communicator.check`."""
         if self._is_late:
@@ -70,23 +100,33 @@ class ProcessGroup:
             self._watch.close()
         group, self._group = self._group, None
         if group is not None:
-            group.abort()
+            self._abort(group)
 
     def _run(self, start: Callable[[Any], Any]) -> None:
-        group = self._group
-        if group is None:
-            raise RankLost(f"Rank {self._rank} was closed.")
-        self.check()
+        group = self._open_group()
         work = self._try(lambda: start(group))
-        if self._watch is not None:
+        if (
+            self._watch is not None and not _is_capturing()
+        ):  # a captured collective runs in replays, which `end_step` covers
             self._watch.add(work)
         self._try(work.wait)
 
+    def _open_group(self) -> Any:
+        if self._group is None:
+            raise RankLost(f"Rank {self._rank} was closed.")
+        self.check()
+        return self._group
+
     def _give_up(self) -> None:
-        """Abort the collective that does not end. The thread that waits for the device continues then; `check` tells it why."""
+        """Abort what does not end. The thread that waits for the device continues then; `check` tells it why."""
         self._is_late = True
         if (group := self._group) is not None:
-            group.abort()
+            self._abort(group)
+
+    def _abort(self, group: Any) -> None:
+        if self._peers is not None:
+            self._peers.abort()
+        group.abort()
 
     def _try(self, action: Callable[[], Any]) -> Any:
         try:
@@ -111,19 +151,25 @@ def listen(ip: str) -> Any:
     return c10d.TCPStore(ip, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
+def _store(ip: str, port: int, timeout: timedelta) -> Any:
+    return c10d.TCPStore(ip, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
 def _gloo(ip: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
-    store = c10d.TCPStore(ip, port, is_master=False, wait_for_workers=False, timeout=timeout)
     options = c10d.ProcessGroupGloo._Options()
     options._timeout = timeout
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_own_ip(ip, port))]
-    return c10d.ProcessGroupGloo(store, rank, size, options)
+    return c10d.ProcessGroupGloo(_store(ip, port, timeout), rank, size, options)
 
 
 def _nccl(ip: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
-    store = c10d.TCPStore(ip, port, is_master=False, wait_for_workers=False, timeout=timeout)
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return c10d.ProcessGroupNCCL(store, rank, size, options)
+    return c10d.ProcessGroupNCCL(_store(ip, port, timeout), rank, size, options)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def _own_ip(ip: str, port: int) -> str:

@@ -62,4 +62,7 @@ def connect(address: str, *, rank: int, size: int, timeout_s: float, device: str
         return SINGLE_RANK
     if address.startswith(MEMORY):
         return SharedMemory(address.removeprefix(MEMORY), rank=rank, size=size, timeout_s=timeout_s)
-    return ProcessGroup(address.removeprefix(TCP), rank=rank, size=size, timeout_s=timeout_s, device=device)
+    group = ProcessGroup(address.removeprefix(TCP), rank=rank, size=size, timeout_s=timeout_s, device=device)
+    if device != "cpu":
+        group.map_peers(host_id())
+    return group

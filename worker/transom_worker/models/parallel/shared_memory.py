@@ -91,6 +91,9 @@ class SharedMemory:
                 piece.copy_(self._views(piece)[0])
         return x
 
+    def end_step(self) -> None:
+        """Do nothing: every collective has ended when its method returns."""
+
     def check(self) -> None:
         """Do nothing: a collective on the CPU has completed when it returns."""
 
