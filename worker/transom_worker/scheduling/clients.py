@@ -95,7 +95,7 @@ class Clients:
         request = sequence.request
         client = self._by_name.get(request.client)
         if client is None:
-            client = self._by_name[request.client] = Client(request.client, self._time.join(request.client))
+            client = self._by_name[request.client] = Client(request.client, self._time.account(request.client))
         else:
             self._total_weight -= client.weight
         self._total_weight += request.client_weight
@@ -111,7 +111,7 @@ class Clients:
             return
         del self._by_name[client.name]
         self._total_weight = self._total_weight - client.weight if self._by_name else 0.0
-        self._time.leave(client.name, client.service)
+        self._time.remember(client.name, client.service)
 
     def admitted(self, sequence: Sequence) -> None:
         """Note that a sequence has its client's turn."""
