@@ -25,7 +25,7 @@ from transom_worker.engine.state_report import worker_load
 from transom_worker.engine.step_rates import StepRates
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
-from transom_worker.simulate.arrivals import RecordedArrivals
+from transom_worker.simulate.arrivals import Arrivals
 from transom_worker.simulate.stub_executor import StubExecutor
 from transom_worker.simulate.virtual_time import StepCost, VirtualClock
 from transom_worker.simulate.workload import SimulatedRequest, Workload
@@ -169,7 +169,7 @@ class FleetSimulation:
 
     def __init__(self, workload: Workload, workers: Sequence[Worker], routers: Sequence[Router]) -> None:
         self._requests = workload.requests
-        self._arrivals = RecordedArrivals(workload)
+        self._arrivals = Arrivals(workload)
         self._workers = {worker.worker_id: worker for worker in workers}
         self._routers = routers
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap: time, order, what happens
@@ -191,7 +191,7 @@ class FleetSimulation:
             arrival_s = self._arrivals.next_s()
             self._now_s = min(arrival_s if arrival_s is not None else math.inf, self._events[0][0])
             if self._now_s == arrival_s:
-                for index in self._arrivals.due(self._now_s, idle=False):
+                for index in self._arrivals.due(self._now_s):
                     self._arrive(index)
             else:
                 heapq.heappop(self._events)[2]()

@@ -11,7 +11,6 @@ from transom_core.config import SchedulerConfig
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
 from transom_worker.scheduling.scheduler import Scheduler
-from transom_worker.simulate.arrivals import SequentialArrivals
 from transom_worker.simulate.replay import Replay
 from transom_worker.simulate.virtual_time import StepCost, VirtualClock
 from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload
@@ -43,7 +42,7 @@ def hit_tokens_of(policy: str, prompts: list[tuple[Run, ...]], *, num_pages: int
         enable_prefix_caching=True,
         policy=POLICIES[policy](),
     )
-    replay = Replay(scheduler, workload, SequentialArrivals(workload), cost=StepCost(), clock=VirtualClock())
+    replay = Replay(scheduler, workload.one_by_one(), cost=StepCost(), clock=VirtualClock())
     assert replay.run().requests == len(prompts)
     outcome = scheduler.stats().outcome_tokens
     assert sum(outcome.values()) == sum(run.num_tokens for prompt in prompts for run in prompt)

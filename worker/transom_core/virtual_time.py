@@ -8,29 +8,36 @@ Language Models", Sheng et al. 2024) keep these accounts.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from heapq import nlargest
 
-MAX_REMEMBERED = 1024  # clients without requests whose service is beyond `now`
+MAX_ACCOUNTS = 1024  # with more accounts, the smaller ones are forgotten; their clients start as after a pause
 
 
 class VirtualTime:
-    """Has `now` and the accounts of clients without requests; the user of this class keeps the service of clients with requests."""
+    """Has `now` and the accounts of clients. While a client has requests, the user of this class may keep its service instead."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._remembered: OrderedDict[str, float] = OrderedDict()  # client -> service beyond `now`, the oldest first
+        self._accounts: dict[str, float] = {}
 
-    def join(self, client: str) -> float:
-        """Return the service with which a client begins that has had no request until now."""
-        return max(self.now, self._remembered.pop(client, 0.0))
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def own_account(self, client: str) -> float:
+        """Return the service that a client itself has had; 0 if it is not known."""
+        return self._accounts.get(client, 0.0)
+
+    def account(self, client: str) -> float:
+        """Return the service with which a client begins that has had no request until now: at least `now`."""
+        return max(self.now, self.own_account(client))
 
     def take_turn(self, service: float) -> None:
         """Note that a client with this service has the turn."""
         self.now = max(self.now, service)
 
-    def leave(self, client: str, service: float) -> None:
-        """Note that a client has no request any more, and the service that it has had."""
-        if service > self.now:
-            self._remembered[client] = service
-            if len(self._remembered) > MAX_REMEMBERED:
-                self._remembered.popitem(last=False)
+    def remember(self, client: str, service: float) -> None:
+        """Note the service that a client has had."""
+        self._accounts[client] = service
+        if len(self._accounts) > MAX_ACCOUNTS:
+            most = nlargest(MAX_ACCOUNTS // 2, self._accounts.items(), key=lambda account: account[1])
+            self._accounts = {name: known for name, known in most if known > self.now}

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from transom_cluster.http.client_limits import HELD_BODY_BYTES, MAX_IDLE_CLIENTS, LimitSet
-from transom_cluster.router.client_turns import MAX_ACCOUNTS
 from transom_cluster.router.request_queue import MAX_WAITING, MAX_WAITING_TOKENS, TOKEN_BYTES, WAITING_REQUEST_BYTES
 from transom_cluster.router.router import Router
 from transom_core.fair_cache import CLIENT_SHARE
 from transom_core.telemetry.request_timelines import MAX_EVENTS, MAX_TIMELINES
+from transom_core.virtual_time import MAX_ACCOUNTS
 
 ENTRY_BYTES = 300  # an entry for a client in a table
 EVENT_BYTES = 350  # an event of a timeline

@@ -1,13 +1,12 @@
-"""Lets clients take turns in a router's request queue: `ClientTurns`, `TurnQueue` and `WaitingRequests`.
+"""Lets clients take turns in a router's request queue: `TurnQueue` and `WaitingRequests`.
 
 Terms:
 
     cost     of a request: its prompt's tokens, and `SEQUENCE_TOKENS` more for the sequence itself, divided by its client's weight
-    account  of a client: the cost of all its requests that were placed so far. This is the *virtual time* of fair queueing
+    account  of a client: the cost of all its requests that were placed so far (`virtual_time`)
 
-The client with the smallest account is next. A client that comes back after a pause starts with the account of the client that had
-the last turn, so that a client cannot save up turns. The requests of one client are in the order of `InFlightRequest.queue_order`,
-which includes priorities.
+The client with the smallest account is next. The requests of one client are in the order of `InFlightRequest.queue_order`, which
+includes priorities.
 
 Example: A enters 1,000 requests, and 32 of them are placed. Then B enters 2 requests of the same cost. B's account begins where A's
 last turn began, so the order is B, A, B, A, A, A, ...: B waits for at most one of A's requests, however many A has.
@@ -16,14 +15,14 @@ last turn began, so the order is B, A, B, A, A, A, ...: B waits for at most one 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from heapq import heappop, heappush, nlargest
+from heapq import heappop, heappush
 from itertools import count
 
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_core.config import SchedulingPolicy
+from transom_core.virtual_time import VirtualTime
 
 SEQUENCE_TOKENS = 256  # a sequence with a short prompt takes a worker as long as about this many prompt tokens
-MAX_ACCOUNTS = 1024  # with more accounts, the smaller ones are forgotten; their clients start as after a pause
 
 
 def cost_of(request: InFlightRequest) -> float:
@@ -36,33 +35,12 @@ def num_own_tokens(request: InFlightRequest) -> int:
     return request.original.num_prompt_tokens if request.original.choice_index == 0 else 0
 
 
-class ClientTurns:
-    """The accounts of all clients."""
-
-    def __init__(self) -> None:
-        self._accounts: dict[str, float] = {}
-        self._now = 0.0  # the account of the client that had the last turn, as it was before this turn
-
-    def __len__(self) -> int:
-        return len(self._accounts)
-
-    def account(self, client: str) -> float:
-        """Return a client's account, which is at least the account at the last turn."""
-        return max(self._now, self.own_account(client))
-
-    def own_account(self, client: str) -> float:
-        """Return the account that a client's own requests have made; 0 if it is not known."""
-        return self._accounts.get(client, 0.0)
-
-    def placed(self, request: InFlightRequest) -> None:
-        """Add the cost of a request, for which a worker was chosen, to its client's account."""
-        client = request.original.client
-        begin = self.account(client)
-        self._accounts[client] = begin + cost_of(request)
-        self._now = max(self._now, begin)
-        if len(self._accounts) > MAX_ACCOUNTS:
-            most = nlargest(MAX_ACCOUNTS // 2, self._accounts.items(), key=lambda item: item[1])
-            self._accounts = {client: account for client, account in most if account > self._now}
+def charge(accounts: VirtualTime, request: InFlightRequest) -> None:
+    """Note the turn of a request, for which a worker was chosen, and add its cost to its client's account."""
+    client = request.original.client
+    begin = accounts.account(client)
+    accounts.take_turn(begin)
+    accounts.remember(client, begin + cost_of(request))
 
 
 class TurnQueue:
@@ -72,7 +50,7 @@ class TurnQueue:
     is out of date if another request of the client is next now, or if its account has grown; `take` corrects it when it comes up.
     """
 
-    def __init__(self, turns: ClientTurns, policy: SchedulingPolicy) -> None:
+    def __init__(self, turns: VirtualTime, policy: SchedulingPolicy) -> None:
         self._turns, self._policy = turns, policy
         self._numbers = count()  # numbers of entries, so that equal entries keep their order
         # (is a new request, client) -> heap of requests, the next one first

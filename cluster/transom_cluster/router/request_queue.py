@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from transom_cluster.router.background_tasks import BackgroundTasks
-from transom_cluster.router.client_turns import ClientTurns, TurnQueue, WaitingRequests
+from transom_cluster.router.client_turns import TurnQueue, WaitingRequests, charge
 from transom_cluster.router.identities import is_gone, model_gone, of_one_identity
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import NO_WORKER
@@ -35,6 +35,7 @@ from transom_cluster.telemetry.tracebacks import stack_of
 from transom_core.config import FailoverConfig, SchedulingPolicy
 from transom_core.contract import ErrorInfo, Request
 from transom_core.errors import Overloaded, RequestTimeout, WorkerLost
+from transom_core.virtual_time import VirtualTime
 
 logger = logging.getLogger("transom.router")
 
@@ -72,7 +73,7 @@ class RequestQueue:
         self._timings = timings
         self.quarantine = Quarantine(max_lost_workers=config.max_lost_workers)
         self._submissions = BackgroundTasks()
-        self._turns = ClientTurns()
+        self._turns = VirtualTime()
         self._arrived = TurnQueue(self._turns, policy)  # requests that the queue has not tried to place yet
         self._waiting = WaitingRequests()
         self._sweep: TurnQueue | None = None  # waiting requests that the present sweep has still to try to place
@@ -193,7 +194,7 @@ class RequestQueue:
             if allowed:
                 self._waiting.discard(request)
                 try:
-                    self._turns.placed(request)
+                    charge(self._turns, request)
                     worker_id = self._assign(request, [one.worker_id for one in allowed], available)
                 except Exception as error:  # a bug, because of which the request must not wait for ever
                     _log_error(request, "Request %s could not be placed.\n%s", stack_of(error))

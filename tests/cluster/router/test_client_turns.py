@@ -10,12 +10,13 @@ import pytest
 from tests.cluster.conftest import Api, running_api, timings, until
 from tests.cluster.stub_worker import StubWorker
 from transom_cluster.router import request_queue
-from transom_cluster.router.client_turns import MAX_ACCOUNTS, SEQUENCE_TOKENS, ClientTurns, TurnQueue, WaitingRequests
+from transom_cluster.router.client_turns import SEQUENCE_TOKENS, TurnQueue, WaitingRequests, charge
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.output_stream import OutputStream
 from transom_core.config import FailoverConfig
 from transom_core.contract import ErrorInfo, Request, SamplingParams
 from transom_core.errors import Overloaded
+from transom_core.virtual_time import MAX_ACCOUNTS, VirtualTime
 
 TWO_CLIENTS: dict[str, Any] = {"api_keys": ("attacker", "victim"), "failover": FailoverConfig(wait_s=3600)}
 
@@ -59,7 +60,7 @@ def clients_of(requests: list[InFlightRequest]) -> str:
     return "".join(request.original.client for request in requests)
 
 
-def queue_of(turns: ClientTurns, requests: list[InFlightRequest]) -> TurnQueue:
+def queue_of(turns: VirtualTime, requests: list[InFlightRequest]) -> TurnQueue:
     queue = TurnQueue(turns, "priority")
     for request in requests:
         queue.add(request)
@@ -67,43 +68,43 @@ def queue_of(turns: ClientTurns, requests: list[InFlightRequest]) -> TurnQueue:
 
 
 def test_clients_take_turns_by_sequences_and_tokens() -> None:
-    queue = queue_of(ClientTurns(), [made("a") for _ in range(6)] + [made("b") for _ in range(3)])
+    queue = queue_of(VirtualTime(), [made("a") for _ in range(6)] + [made("b") for _ in range(3)])
     assert clients_of(queue.take(4)) == "abab"
     assert clients_of(queue.take(9)) == "abaaa"
     assert not queue
     long = [made("a", tokens=3 * SEQUENCE_TOKENS) for _ in range(2)]
-    assert clients_of(queue_of(ClientTurns(), [*long, *(made("b") for _ in range(6))]).take(9)) == "abbbbabb"
+    assert clients_of(queue_of(VirtualTime(), [*long, *(made("b") for _ in range(6))]).take(9)) == "abbbbabb"
 
 
 def test_a_weight_is_a_share_and_priorities_count_inside_it() -> None:
-    queue = queue_of(ClientTurns(), [*(made("a") for _ in range(4)), *(made("b", weight=2.0) for _ in range(8))])
+    queue = queue_of(VirtualTime(), [*(made("a") for _ in range(4)), *(made("b", weight=2.0) for _ in range(8))])
     assert clients_of(queue.take(6)).count("b") == 4
     first, last = made("a", priority=4), made("a", priority=-4)
-    assert queue_of(ClientTurns(), [first, last]).take(2) == [last, first]
+    assert queue_of(VirtualTime(), [first, last]).take(2) == [last, first]
 
 
 def test_streams_that_have_begun_go_first() -> None:
-    queue = queue_of(ClientTurns(), [made("a"), made("b", resumed=3), made("b", resumed=3), made("c", resumed=1)])
+    queue = queue_of(VirtualTime(), [made("a"), made("b", resumed=3), made("b", resumed=3), made("c", resumed=1)])
     assert clients_of(queue.take(4)) == "bcba"
 
 
 def test_a_turn_does_not_look_at_every_client(monkeypatch: pytest.MonkeyPatch) -> None:
     num_looks = 0
-    own_account = ClientTurns.own_account
+    own_account = VirtualTime.own_account
 
-    def noted(turns: ClientTurns, client: str) -> float:
+    def noted(turns: VirtualTime, client: str) -> float:
         nonlocal num_looks
         num_looks += 1
         return own_account(turns, client)
 
-    turns = ClientTurns()
+    turns = VirtualTime()
     queue = queue_of(turns, [made(f"client {i}") for i in range(500) for _ in range(2)])
-    monkeypatch.setattr(ClientTurns, "own_account", noted)
+    monkeypatch.setattr(VirtualTime, "own_account", noted)
     taken = queue.take(32)
     assert len({request.original.client for request in taken}) == 32
     assert num_looks <= 4 * 32
     for request in taken:
-        turns.placed(request)
+        charge(turns, request)
     rest = queue.take(1000)
     assert len({request.original.client for request in rest[:468]}) == 468
     assert len(rest) == 968
@@ -112,9 +113,9 @@ def test_a_turn_does_not_look_at_every_client(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_clients_place_is_corrected_when_it_comes_up() -> None:
     """Its account has grown elsewhere, or a request has come that goes before its others."""
-    turns = ClientTurns()
+    turns = VirtualTime()
     queue = queue_of(turns, [made("a"), made("b")])
-    turns.placed(made("a"))
+    charge(turns, made("a"))
     urgent = made("b", priority=-4)
     queue.add(urgent)
     first, *others = queue.take(3)
@@ -123,16 +124,16 @@ def test_a_clients_place_is_corrected_when_it_comes_up() -> None:
 
 
 def test_what_was_placed_counts_later_and_a_pause_saves_up_nothing() -> None:
-    turns = ClientTurns()
+    turns = VirtualTime()
     for request in (many := [made("a") for _ in range(50)]):
-        turns.placed(request)
+        charge(turns, request)
     assert clients_of(queue_of(turns, [made("a"), made("a"), made("b")]).take(3)) == "baa"
     for _ in range(3):
-        turns.placed(made("b"))
+        charge(turns, made("b"))
     order = clients_of(queue_of(turns, [*many[:5], *(made("b") for _ in range(5))]).take(10))
     assert "bbb" not in order  # b has not been there for 50 turns, and gets no 50 turns for it
     for i in range(2 * MAX_ACCOUNTS):
-        turns.placed(made(f"client {i}"))
+        charge(turns, made(f"client {i}"))
     assert len(turns) <= MAX_ACCOUNTS
 
 

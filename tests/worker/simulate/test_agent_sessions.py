@@ -4,7 +4,7 @@ from statistics import median
 
 import pytest
 
-from transom_worker.simulate.arrivals import RecordedArrivals
+from transom_worker.simulate.arrivals import Arrivals
 from transom_worker.simulate.conversations import build_workload
 from transom_worker.simulate.workload import Run, SimulatedRequest, TokenSpace, Workload
 
@@ -47,10 +47,10 @@ def test_a_pause_begins_with_the_answer_before_it() -> None:
     space = TokenSpace()
     first = SimulatedRequest(prompt=(space.take(16),), answer=space.take(1), arrival_s=1.0)
     second = SimulatedRequest(prompt=(space.take(16),), answer=space.take(1), after=0, pause_s=2.5)
-    arrivals = RecordedArrivals(Workload(name="two", requests=(first, second)))
-    assert list(arrivals.due(1.0, idle=True)) == [0]
+    arrivals = Arrivals(Workload(name="two", requests=(first, second)))
+    assert list(arrivals.due(1.0)) == [0]
     assert arrivals.next_s() is None
     arrivals.answered(0, 10.0)
     assert arrivals.next_s() == 12.5
-    assert not list(arrivals.due(12.4, idle=True))
-    assert list(arrivals.due(12.5, idle=True)) == [1]
+    assert not list(arrivals.due(12.4))
+    assert list(arrivals.due(12.5)) == [1]

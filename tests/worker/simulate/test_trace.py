@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from transom_core.errors import ConfigError
-from transom_worker.simulate.arrivals import RecordedArrivals
+from transom_worker.simulate.arrivals import Arrivals
 from transom_worker.simulate.trace import read_trace
 
 GOOD: dict[str, object] = {"timestamp": 1500, "input_length": 700, "output_length": 3, "hash_ids": [10**18, 7]}
@@ -34,7 +34,7 @@ def test_requests_come_in_the_order_of_the_file_and_up_to_the_limit(tmp_path: Pa
     path = write(tmp_path / "t.jsonl", GOOD, GOOD | {"timestamp": 3}, "never read")
     workload = read_trace(path, limit=2)
     assert [request.arrival_s for request in workload.requests] == [1.5, 0.003]
-    assert list(RecordedArrivals(workload).due(2.0, idle=True)) == [1, 0]  # by the clock whatever the order
+    assert list(Arrivals(workload).due(2.0)) == [1, 0]  # by the clock whatever the order
 
 
 def test_the_first_requests_may_be_left_out(tmp_path: Path) -> None:

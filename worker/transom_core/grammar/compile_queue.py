@@ -89,7 +89,7 @@ class CompileQueue(Generic[Owner, Outcome]):
         """Let a request wait."""
         client = self._clients.get(job.client)
         if client is None:
-            client = self._clients[job.client] = _Client(self._time.join(job.client))
+            client = self._clients[job.client] = _Client(self._time.account(job.client))
         text = self._texts.get(job.text)
         if text is None:
             text = self._texts[job.text] = _Text(job.client)
@@ -144,7 +144,7 @@ class CompileQueue(Generic[Owner, Outcome]):
         if client is not None:
             client.seconds += seconds / job.weight
         else:
-            self._time.leave(job.client, self._time.join(job.client) + seconds / job.weight)
+            self._time.remember(job.client, self._time.account(job.client) + seconds / job.weight)
 
     def clear(self) -> None:
         """Forget all requests."""
@@ -170,4 +170,4 @@ class CompileQueue(Generic[Owner, Outcome]):
             client = self._clients[name]
             if not (client.jobs or client.num_texts):  # a text may be empty
                 del self._clients[name]
-                self._time.leave(name, client.seconds)
+                self._time.remember(name, client.seconds)

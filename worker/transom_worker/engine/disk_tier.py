@@ -34,8 +34,7 @@ from transom_core.kv_cache.hashing import extend_chain
 from transom_worker.execution.executor import Executor, ExecutorInfo
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.kvcache.tiers.disk.watch import DiskWatch
-from transom_worker.kvcache.tiers.imports import BlockImport
-from transom_worker.kvcache.tiers.kept_imports import KeptImports
+from transom_worker.kvcache.tiers.imports import BlockImport, KeptImports
 from transom_worker.scheduling.rate_meter import ReadMeter
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepResult

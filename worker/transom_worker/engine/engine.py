@@ -37,7 +37,7 @@ from transom_worker.engine.step_pipeline import StepPipeline
 from transom_worker.engine.step_rates import StepRates
 from transom_worker.engine.transfer_store import TransferStore
 from transom_worker.execution.executor import Executor, ExecutorInfo
-from transom_worker.kvcache.tiers.kept_imports import KeptImports
+from transom_worker.kvcache.tiers.imports import KeptImports
 from transom_worker.kvcache.tiers.transfer.kv_store import KvStore
 from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
 from transom_worker.scheduling.outputs import SequenceOutput

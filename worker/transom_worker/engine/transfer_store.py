@@ -18,8 +18,7 @@ from transom_worker.execution.executor import PIECE_BYTES, Executor
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
 from transom_worker.kvcache.tiers.block_format.convert import convert_blocks
 from transom_worker.kvcache.tiers.exports import BlockExport
-from transom_worker.kvcache.tiers.imports import BlockImport
-from transom_worker.kvcache.tiers.kept_imports import KeptImports
+from transom_worker.kvcache.tiers.imports import BlockImport, KeptImports
 from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan
 from transom_worker.scheduling.scheduler import Scheduler
 

@@ -181,14 +181,10 @@ class KvCache:
 
         `retentions` are as in `find`.
         """
-        if not hit.num_loaded or not any(self.tiers.loads.by_digest):
+        if not hit.num_loaded or not self.tiers.loads.by_ticket:
             return None
         lacking = [
-            [
-                digest
-                for digest in shared_digests(retention, chain, hit, block_size=self.block_size)
-                if digest not in on_device
-            ]
+            set(shared_digests(retention, chain, hit, block_size=self.block_size)).difference(on_device)
             for retention, on_device in zip(retentions or self.retentions, self.index.groups, strict=True)
         ]
         return self.tiers.loads.bringing_most(lacking)

@@ -47,14 +47,13 @@ from transom_worker.kvcache.manager import KvCache
 from transom_worker.kvcache.prefix.tree import CheckpointKind
 from transom_worker.kvcache.tiers.loads import Load
 from transom_worker.scheduling.attention_history import AttentionHistory
-from transom_worker.scheduling.clients import Client, Clients, ClientsQueue
+from transom_worker.scheduling.clients import Client, Clients, ClientsQueue, WaitingSequences
 from transom_worker.scheduling.fair_preemption import FairPreemption
 from transom_worker.scheduling.in_flight_prefixes import InFlightPrefixes
 from transom_worker.scheduling.listener import SchedulerListener
 from transom_worker.scheduling.policy_counts import PolicyCounts
 from transom_worker.scheduling.sequence import AwaitsPrefix, CachedPrompt, InQueue, Sequence, SequenceStatus, Wait
 from transom_worker.scheduling.sequence_moves import SequenceMoves
-from transom_worker.scheduling.waiting import WaitingSequences
 from transom_worker.scheduling.work_counts import WorkCounts
 
 MAX_TRIED_CLIENTS = 32  # in one step, of those whose turn it is: each may cost a search in the prefix cache

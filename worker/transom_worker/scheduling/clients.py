@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 
 from transom_core.contract import Request
 from transom_core.virtual_time import VirtualTime
 from transom_worker.scheduling.queue import OrderedQueue
-from transom_worker.scheduling.sequence import OrderKey, Sequence
+from transom_worker.scheduling.sequence import AwaitsPrefix, Held, InQueue, OrderKey, Sequence, Wait
 
 
 class Client:
@@ -95,7 +95,7 @@ class Clients:
         request = sequence.request
         client = self._by_name.get(request.client)
         if client is None:
-            client = self._by_name[request.client] = Client(request.client, self._time.join(request.client))
+            client = self._by_name[request.client] = Client(request.client, self._time.account(request.client))
         else:
             self._total_weight -= client.weight
         self._total_weight += request.client_weight
@@ -111,7 +111,7 @@ class Clients:
             return
         del self._by_name[client.name]
         self._total_weight = self._total_weight - client.weight if self._by_name else 0.0
-        self._time.leave(client.name, client.service)
+        self._time.remember(client.name, client.service)
 
     def admitted(self, sequence: Sequence) -> None:
         """Note that a sequence has its client's turn."""
@@ -160,6 +160,45 @@ class ClientsQueue(OrderedQueue):
     def num_before(self, sequence: Sequence) -> int:
         """Return how many sequences of the same client come before this one in order; others' do not keep it waiting."""
         return self._place(self._clients.of(sequence)).num_before(sequence)
+
+
+class WaitingSequences:
+    """Every WAITING sequence, each at one of three places; `Sequence.wait` says which, and what it waits for.
+
+    Iteration and length count all of them: those of the queue first, then those that await a prefix, then held ones.
+    """
+
+    def __init__(self, clients: Clients) -> None:
+        self.queue = ClientsQueue(clients, lambda client: client.queue)  # may be admitted
+        self.awaiting_prefix = ClientsQueue(clients, lambda client: client.awaiting_prefix)
+        self.held = ClientsQueue(clients, lambda client: client.held)
+        self._places: dict[type[Wait], OrderedQueue] = {
+            InQueue: self.queue,
+            AwaitsPrefix: self.awaiting_prefix,
+            Held: self.held,
+        }
+
+    def __len__(self) -> int:
+        return sum(map(len, self._places.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return chain.from_iterable(self._places.values())
+
+    def num_before(self, sequence: Sequence) -> int:
+        """Return how many waiting sequences of the same client stand before this one."""
+        return sum(place.num_before(sequence) for place in self._places.values())
+
+    def put(self, sequence: Sequence, wait: Wait) -> None:
+        """Let a sequence wait like this from now on, wherever it waited before. It keeps its place in the order."""
+        self.remove(sequence)
+        sequence.wait = wait
+        self._places[type(wait)].add(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence, if it waits."""
+        if sequence.wait is not None:
+            self._places[type(sequence.wait)].remove(sequence)
+            sequence.wait = None
 
 
 def num_computed(sequence: Sequence) -> int:

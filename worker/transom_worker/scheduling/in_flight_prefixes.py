@@ -40,8 +40,8 @@ from dataclasses import dataclass
 
 from transom_core.kv_cache.prefix_search import PrefixHit
 from transom_worker.kvcache.tiers.loads import Load
+from transom_worker.scheduling.clients import WaitingSequences
 from transom_worker.scheduling.sequence import AwaitsPrefix, InQueue, Sequence
-from transom_worker.scheduling.waiting import WaitingSequences
 
 # Waiting costs a sequence a step or two. Computing this many tokens takes about as long as a GPU takes to read a model's weights.
 MIN_SHARED_TOKENS = 128

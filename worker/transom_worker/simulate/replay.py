@@ -7,7 +7,6 @@ Times are those of a virtual clock:
         add the requests that have arrived
         plan = scheduler.schedule(); advance the clock by the plan's cost
         scheduler.receive(stub executor's answer to plan); end the requests that are complete
-        skip quiet steps
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from transom_core.errors import RequestError
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.simulate.arrivals import Arrivals
 from transom_worker.simulate.outcome import Counts
-from transom_worker.simulate.quiet_steps import num_quiet_steps
 from transom_worker.simulate.stub_executor import StubExecutor
 from transom_worker.simulate.virtual_time import StepCost, VirtualClock
 from transom_worker.simulate.workload import SimulatedRequest, Workload
@@ -39,7 +37,6 @@ class Replay:
         self,
         scheduler: Scheduler,
         workload: Workload,
-        arrivals: Arrivals,
         *,
         cost: StepCost,
         clock: VirtualClock,
@@ -49,7 +46,7 @@ class Replay:
         self.served: list[int] = []  # in order of arrival
         self._scheduler = scheduler
         self._requests = workload.requests
-        self._arrivals = arrivals
+        self._arrivals = Arrivals(workload)
         self._cost = cost
         self._clock = clock
         self._cache_salt = cache_salt
@@ -63,7 +60,6 @@ class Replay:
         begin_s = perf_counter()
         while self._admit_arrivals(on_progress) or self._scheduler.has_work:
             self._step(on_progress)
-            self._skip_quiet_steps()
         return Counts(
             requests=len(self.served),
             refused=dict(self.refused),
@@ -79,11 +75,10 @@ class Replay:
 
     def _admit_arrivals(self, on_progress: OnProgress) -> bool:
         """Add the requests that have arrived; return whether more will arrive."""
-        idle = not self._scheduler.has_work
         next_s = self._arrivals.next_s()
-        if idle and next_s is not None:
+        if next_s is not None and not self._scheduler.has_work:
             self._clock.wait_until(next_s)
-        for index in self._arrivals.due(self._clock.now_s, idle=idle):
+        for index in self._arrivals.due(self._clock.now_s):
             if not self._add(index, self._requests[index]):
                 self._end(index, on_progress)
         return self._arrivals.next_s() is not None
@@ -118,20 +113,6 @@ class Replay:
                 self._scheduler.abort(output.request_id)
                 self._executor.forget(output.request_id)
                 self._end(int(output.request_id), on_progress)
-
-    def _skip_quiet_steps(self) -> None:
-        """Decode the running sequences up to the next step in which anything else can happen."""
-        limit, num_running = num_quiet_steps(self._scheduler), len(self._scheduler.admission.running)
-        num_steps, clock = 0, self._clock
-        step_s, arrival_s = self._cost.of_tokens(num_running), self._arrivals.next_beside_others_s()
-        while num_steps < limit and clock.now_s < arrival_s:
-            clock.advance(step_s)
-            num_steps += 1
-        if num_steps:
-            for sequence in self._scheduler.admission.running:
-                self._executor.skip(sequence, num_steps)
-            self._num_steps += num_steps
-            self._num_output_tokens += num_steps * num_running
 
     def _end(self, index: int, on_progress: OnProgress) -> None:
         """Note that a request has ended or was refused."""

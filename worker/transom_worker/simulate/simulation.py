@@ -16,7 +16,6 @@ from transom_core.settings.byte_sizes import parse_bytes
 from transom_worker.kvcache.eviction.eviction_policy import EvictionPolicy
 from transom_worker.planner.pages import make_host_layout
 from transom_worker.scheduling.scheduler import Scheduler
-from transom_worker.simulate.arrivals import ARRIVALS
 from transom_worker.simulate.bounds import Footprint, hit_bounds
 from transom_worker.simulate.conversations import build_workload
 from transom_worker.simulate.geometry import Geometry, read_geometry
@@ -26,6 +25,7 @@ from transom_worker.simulate.trace import read_trace
 from transom_worker.simulate.virtual_time import StepCost, VirtualClock
 from transom_worker.simulate.workload import Workload
 
+ARRIVALS = ("sequential", "recorded")
 TRACE_BATCHED_TOKENS = 8_192
 SYNTHETIC_BATCHED_TOKENS = 2_048  # the setting with which other engines' figures were published
 
@@ -103,11 +103,9 @@ class Simulation:
     def run(self, on_progress: OnProgress = lambda num_ended: None) -> Report:
         """Replay the workload, and compute the bounds if the settings request them."""
         config = self._config
-        arrivals = ARRIVALS[config.arrivals](self.workload)
         replay = Replay(
             self.scheduler,
             self.workload,
-            arrivals,
             cost=config.cost,
             clock=self._clock,
             cache_salt=str(config.seed) if config.seed else None,
@@ -162,6 +160,9 @@ def _host_layout(host_memory: str, layout: ArenaLayout) -> ArenaLayout | None:
 def _workload(config: SimulationConfig) -> Workload:
     if config.trace is not None:
         end = None if config.limit is None else config.skip + config.limit
-        return read_trace(config.trace, limit=end).part(config.skip, config.limit)
-    assert config.workload is not None
-    return build_workload(config.workload, seed=config.seed).part(config.skip, config.limit)
+        workload = read_trace(config.trace, limit=end)
+    else:
+        assert config.workload is not None
+        workload = build_workload(config.workload, seed=config.seed)
+    part = workload.part(config.skip, config.limit)
+    return part.one_by_one() if config.arrivals == "sequential" else part

@@ -5,7 +5,6 @@ A *row* is one sequence's part of a step's plan (`scheduling.step.StepPlan`).
 
 from __future__ import annotations
 
-from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan, StepResult
 from transom_worker.simulate.workload import Run
 
@@ -25,14 +24,6 @@ class StubExecutor:
     def forget(self, request_id: str) -> None:
         """Remove the answer of a request that has ended."""
         del self._answers[request_id]
-
-    def skip(self, sequence: Sequence, num_steps: int) -> None:
-        """Give a sequence the tokens of `num_steps` quiet steps (`quiet_steps`), and leave it as these steps would."""
-        assert sequence.blocks is not None
-        first_token = self._id_offset[sequence.seq_id] + sequence.scheduled + 1
-        sequence.token_ids.extend(range(first_token, first_token + num_steps))
-        sequence.scheduled += num_steps
-        sequence.num_tokens_on_ranks = sequence.blocks.processed = sequence.scheduled
 
     def answer(self, plan: StepPlan) -> StepResult:
         """Return a result with one token per sampling row, which reports the plan's loads from the host tier as complete."""

@@ -27,11 +27,7 @@ class StepCost:
         """Return the seconds that a plan takes; `block_bytes` has, by group, the bytes of a block that is loaded."""
         loads = zip(plan.copy_group, plan.copy_ticket, strict=False)
         load_bytes = sum(block_bytes[group] for group, ticket in loads if ticket > 0)
-        return max(self.of_tokens(plan.num_tokens), load_bytes / self.load_bytes_per_s)
-
-    def of_tokens(self, num_tokens: int) -> float:
-        """Return the seconds that a step without loads takes."""
-        return self.step_s + self.token_s * num_tokens
+        return max(self.step_s + self.token_s * plan.num_tokens, load_bytes / self.load_bytes_per_s)
 
 
 class VirtualClock:

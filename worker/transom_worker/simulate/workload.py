@@ -88,10 +88,15 @@ def chained(turns: Iterable[tuple[int, SimulatedRequest]]) -> list[SimulatedRequ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests, in the order in which sequential arrivals serve them."""
+    """Requests, in the order in which `one_by_one` serves them."""
 
     name: str
     requests: tuple[SimulatedRequest, ...]
+
+    def one_by_one(self) -> Workload:
+        """Return a workload whose requests arrive one at a time, each when the one before it has ended, whatever was recorded."""
+        requests = chained((0, replace(request, arrival_s=0.0, pause_s=0.0)) for request in self.requests)
+        return Workload(name=self.name, requests=tuple(requests))
 
     def part(self, skip: int, limit: int | None) -> Workload:
         """Return a workload without the first `skip` requests, cut to `limit` requests (None: all).

@@ -19,9 +19,8 @@ from typing import NamedTuple
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_core.kv_cache.tiers import DEVICE
-from transom_worker.kvcache.eviction.eviction_costs import EvictionCosts
 from transom_worker.kvcache.eviction.eviction_policy import EvictionPolicy, GhostHit, near_blocks
-from transom_worker.kvcache.eviction.node_eviction import NodeEviction
+from transom_worker.kvcache.eviction.node_eviction import EvictionCosts, NodeEviction
 from transom_worker.kvcache.prefix.tree import CheckpointKind, Node, PrefixTree
 from transom_worker.kvcache.stats import CheckpointCounts
 from transom_worker.kvcache.tiers.disk.stores import DiskStores

@@ -11,7 +11,7 @@ The stations of a block:
       |       The host needs room: nodes are dropped, and `disk.stores` queues copies of their blocks to files.
     disk      `disk.watch` lists the files, `disk.index` knows their digests. A request whose prefix is worth reading is held while
       |       `imports` takes host blocks and the ranks read files into them; then it is an ordinary hit in the host tier, which
-      |       `kept_imports` keeps until the request is admitted.
+      |       `KeptImports` keeps until the request is admitted.
     peers     `transfer` does the same over the network: the source lends the blocks of a hit (`exports`), `block_format` converts
               them, and the target imports them.
 

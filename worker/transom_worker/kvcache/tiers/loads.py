@@ -26,10 +26,14 @@ from transom_worker.kvcache.tiers.host_tier import HostTier
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """One sequence's load. `is_void` is set if the cache was emptied meanwhile, so that the blocks must not be published."""
+    """One sequence's load. `is_void` is set if the cache was emptied meanwhile, so that the blocks must not be published.
+
+    `digests` are by group those of the blocks that it brings; the blocks of swapped sequences have none.
+    """
 
     blocks: SequenceBlocks
     copies: list[BlockCopy]
+    digests: list[set[bytes]]
     is_void: bool = False
 
 
@@ -38,7 +42,6 @@ class Loads:
 
     def __init__(self, registry: BlockRegistry, host: HostTier, copies: CopyQueue) -> None:
         self.by_ticket: dict[int, Load] = {}
-        self.by_digest: list[dict[bytes, Load]] = [{} for _ in host.pools]  # by group: digest -> load that brings it
         self.num_loaded = [0] * len(host.pools)  # blocks by group, since start
         self._registry = registry
         self._host = host
@@ -46,33 +49,33 @@ class Loads:
 
     def start(self, blocks: SequenceBlocks, targets: Sequence[Sequence[int]]) -> None:
         """Fill a sequence's holes with blocks of the device, by group, and queue the copies."""
-        copies = []
+        copies: list[BlockCopy] = []
+        digests: list[set[bytes]] = []
         host_blocks = blocks.load.host_blocks
         for group, (sources, of_group) in enumerate(zip(host_blocks, targets, strict=True)):
             blocks.tables[group].fill_holes(of_group)
             copies += [
                 BlockCopy(group, source, target, HOST, DEVICE) for source, target in zip(sources, of_group, strict=True)
             ]
+            published = self._host.pools[group].published
+            digests.append({published[source][0] for source in sources if source in published})
         ticket = self._copies.add_load(copies)
         blocks.move_to(BlocksState.LOADING, PendingLoad(host_blocks, ticket))
-        load = self.by_ticket[ticket] = Load(blocks, copies)
-        self._brings(load)
+        self.by_ticket[ticket] = Load(blocks, copies, digests)
 
-    def bringing_most(self, lacking: Sequence[Iterable[bytes]]) -> tuple[Load, list[int]] | None:
+    def bringing_most(self, lacking: Sequence[set[bytes]]) -> tuple[Load, list[int]] | None:
         """Return the load that brings most of the blocks that a sequence lacks, and how many of each group it brings.
         `lacking[group]` has their digests.
 
         None: no load brings any.
         """
         brought = [
-            Counter(by_digest[digest] for digest in digests if digest in by_digest)
-            for by_digest, digests in zip(self.by_digest, lacking, strict=True)
+            (load, [len(digests & wanted) for digests, wanted in zip(load.digests, lacking, strict=True)])
+            for load in self.by_ticket.values()
+            if not load.is_void
         ]
-        in_all = sum(brought, Counter[Load]())
-        if not in_all:
-            return None
-        load = max(in_all, key=in_all.__getitem__)
-        return load, [of_group[load] for of_group in brought]
+        most = max(brought, key=lambda one: sum(one[1]), default=None)
+        return most if most is not None and any(most[1]) else None
 
     def finish(self, ticket: int) -> Load | None:
         """Publish what a load has brought and release the host's blocks; return the load, None for an unknown ticket."""
@@ -84,7 +87,6 @@ class Loads:
             name = self._host.pools[copy.group].published.get(copy.source)
             if name is not None and not load.is_void and not self._registry.has(copy.group, name[0]):
                 self._registry.enter(copy.group, [copy.target], [name])
-        self._brings_nothing_more(load)
         self._end(load)
         return load
 
@@ -102,14 +104,12 @@ class Loads:
         """Let the running loads publish nothing when they finish."""
         for load in self.by_ticket.values():
             load.is_void = load.blocks.lost_contents = True
-        self._forget_digests()
 
     def abandon(self) -> None:
         """Forget all loads, since the ranks were restarted; their sequences hold their blocks until they are released."""
         for load in list(self.by_ticket.values()):
             self._end(load)
         self.by_ticket.clear()
-        self._forget_digests()
 
     def num_blocks(self, ticket: int) -> list[int]:
         """Return how many blocks of each group a load brings; zeros for an unknown ticket."""
@@ -132,29 +132,3 @@ class Loads:
         for load in self.by_ticket.values():
             for copy in load.copies:
                 yield copy.group, copy.target
-
-    def _digest(self, copy: BlockCopy) -> bytes | None:
-        """Return the digest of the block that a copy brings; None if the block is not in the index, like those of swapped
-        sequences."""
-        name = self._host.pools[copy.group].published.get(copy.source)
-        return None if name is None else name[0]
-
-    def _brings(self, load: Load) -> None:
-        """Note the blocks that a load brings, unless an earlier load brings them."""
-        for copy in load.copies:
-            if (digest := self._digest(copy)) is not None:
-                self.by_digest[copy.group].setdefault(digest, load)
-
-    def _brings_nothing_more(self, load: Load) -> None:
-        """Forget the blocks that a load brings, because it has ended."""
-        for copy in load.copies:
-            digest = self._digest(copy)
-            if digest is not None and self.by_digest[copy.group].get(digest) is load:
-                del self.by_digest[copy.group][digest]
-        for other in self.by_ticket.values():  # another load may bring some of the same blocks
-            if not other.is_void:
-                self._brings(other)
-
-    def _forget_digests(self) -> None:
-        for by_digest in self.by_digest:
-            by_digest.clear()

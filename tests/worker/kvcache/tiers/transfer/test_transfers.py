@@ -16,8 +16,7 @@ from transom_core.contract import PrefixSource, Request, SamplingParams
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import Bytes
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
-from transom_worker.kvcache.tiers.transfer.byte_budget import ByteBudget
-from transom_worker.kvcache.tiers.transfer.fetches import PrefixFetches
+from transom_worker.kvcache.tiers.transfer.fetches import ByteBudget, PrefixFetches
 from transom_worker.kvcache.tiers.transfer.served_exports import MAX_EXPORTS, PrefixExports
 from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
 

@@ -11,9 +11,11 @@ but the first find it here. A fetch runs on the worker's event loop and touches 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 from uuid import uuid4
 from weakref import WeakValueDictionary
@@ -22,7 +24,6 @@ from transom_core.config import TransferConfig
 from transom_core.contract import PrefixSource, Request
 from transom_core.contract.kv_transfer import BlockRange, PrefixOffer, PrefixQuery
 from transom_core.contract.prefix_peers import PrefixPeers
-from transom_worker.kvcache.tiers.transfer.byte_budget import ByteBudget
 from transom_worker.kvcache.tiers.transfer.kv_store import ImportPlan, KvStore, OnEngine
 from transom_worker.kvcache.tiers.transfer.transfer_report import FetchOutcome, FetchReport, TransferObserver
 
@@ -31,6 +32,46 @@ logger = logging.getLogger("transom.worker")
 T = TypeVar("T")
 OnEnd = Callable[[str, FetchReport], None]
 """Called with a request's id when its fetch has ended, exactly once unless the request was cancelled."""
+
+
+class ByteBudget:
+    """Bounds how many bytes of all transfers of a worker are on their way at once.
+
+    Callers get bytes in the order in which they asked. A caller that asks for more than the limit waits until no other holds any.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self.used_bytes = 0
+
+    @contextlib.asynccontextmanager
+    async def taken(self, num_bytes: int) -> AsyncIterator[None]:
+        """Hold `num_bytes` of the budget while the context is open."""
+        num_bytes = min(num_bytes, self._limit_bytes)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((num_bytes, turn))
+        self._admit()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self.used_bytes -= num_bytes
+            else:
+                self._waiting.remove((num_bytes, turn))
+            self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting:
+            num_bytes, turn = self._waiting[0]
+            if turn.cancelled():  # its caller removes it
+                return
+            if self.used_bytes + num_bytes > self._limit_bytes:
+                return
+            self._waiting.popleft()
+            self.used_bytes += num_bytes
+            turn.set_result(None)
 
 
 class _Ended(Exception):
