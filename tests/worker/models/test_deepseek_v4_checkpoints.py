@@ -17,7 +17,7 @@ from transom_core.errors import ConfigError, ModelError
 from transom_core.model_config.architecture import read_architecture, runnable
 from transom_core.model_files.resolve import resolve_model
 from transom_worker.execution.setup.model_loading import load_model
-from transom_worker.models.deepseek_v4.names import published_name
+from transom_worker.models.deepseek_v4.v4_model import published_name
 
 LENGTHS = (127, 128, 129, 300)
 NUM_TOKENS = 8

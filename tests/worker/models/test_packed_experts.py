@@ -19,7 +19,7 @@ from transom_worker.models.expert_loading import experts_by_name, experts_by_sta
 from transom_worker.models.layers.experts import GroupedExperts, make_experts
 from transom_worker.models.loading import Loader
 from transom_worker.models.parallel import Parallel
-from transom_worker.models.weights import RenamedWeights, Weights
+from transom_worker.models.weights.checkpoint import Weights
 from transom_worker.models.weights.quantised_checkpoint import open_quantised
 from transom_worker.models.weights.safetensors_files import SafetensorsWeights
 
@@ -53,9 +53,7 @@ def matrices(folder: Path) -> Weights:
 
 
 def load(weights: Weights, form: str, parallel: Parallel, kernels: Kernels) -> ExpertTensors:
-    loader = Loader(
-        weights=RenamedWeights(weights, lambda name: name), dtype=torch.float32, device=torch.device("cpu"), parallel=parallel
-    )  # fmt: skip
+    loader = Loader(weights=weights, dtype=torch.float32, device=torch.device("cpu"), parallel=parallel)
     with prefer(kernels):
         if form == "stacks":
             return experts_by_stack(loader, MIXTURE, HIDDEN, interleaved=True, biased=True)

@@ -34,7 +34,7 @@ def make_attention(architecture: Architecture, index: int, style: Style, load: L
         sink_logits=_sinks(layer, heads, style, load) if index in architecture.sink_layers else None,
         value_scale=architecture.scales.value,
         norm=_qk_norm(architecture, layer, heads, style, load),
-        norm_after_rotation=rope is not None and style.qk_norm_after_rotation,
+        norm_after_rotation=rope is not None and architecture.norm_after_rotation,
         value_norm=style.value_norm,
         eps=architecture.rms_norm_eps,
     )

@@ -15,8 +15,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from transom_core.errors import ModelError
 from transom_core.model_files.resolve import resolve_model
-from transom_worker.models.weights import Weights, load_weights
+from transom_worker.models.weights.checkpoint import Weights
 from transom_worker.models.weights.dequantise import dequantise_blockwise, dequantise_mxfp4
+from transom_worker.models.weights.load import load_weights
 
 EXPERTS, IN, OUT = 3, 96, 40
 NAME = "model.layers.0.mlp.experts.down_proj"

@@ -13,7 +13,7 @@ import torch
 from tests.tiny_checkpoints import load_reference, tiny_llama
 from transom_core.errors import ModelError
 from transom_core.model_files.resolve import resolve_model
-from transom_worker.models.weights import load_weights
+from transom_worker.models.weights.load import load_weights
 
 NORM = "model.layers.0.input_layernorm.weight"
 
