@@ -18,7 +18,7 @@ from transom_kernels.moe import ExpertTensors, MxTensor
 from transom_worker.models.expert_loading import experts_by_name, experts_by_stack
 from transom_worker.models.layers.experts import GroupedExperts, make_experts
 from transom_worker.models.loading import Loader
-from transom_worker.models.parallel import Parallel
+from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.models.weights.checkpoint import Weights
 from transom_worker.models.weights.quantised_checkpoint import open_quantised
 from transom_worker.models.weights.safetensors_files import SafetensorsWeights

@@ -17,7 +17,7 @@ from transom_core.model_config.architecture import read_architecture
 from transom_core.model_files.resolve import resolve_model
 from transom_worker.execution.executor import ExecutorInfo
 from transom_worker.models.model import Model
-from transom_worker.models.parallel import Parallel
+from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.models.registry import build_model
 from transom_worker.models.weights.checkpoint import WHOLE, Part, Weights, WeightsView
 from transom_worker.models.weights.load import load_weights

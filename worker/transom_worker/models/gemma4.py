@@ -30,7 +30,7 @@ from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.layers.moe import ExpertRouter
 from transom_worker.models.layers.residual import Residual, select_rows
 from transom_worker.models.loading import Loader
-from transom_worker.models.parallel import SINGLE_RANK
+from transom_worker.models.parallel.communicator import SINGLE_RANK
 from transom_worker.models.style import Style, dense_feed_forward
 
 STYLE = Style(

@@ -19,7 +19,7 @@ from transom_worker.models.layers.linear import Linear, make_linear, make_row_pa
 from transom_worker.models.layers.mlp import GatedMlp
 from transom_worker.models.layers.norm import RmsNorm
 from transom_worker.models.layers.quantisation import Quantization, Weight, check_quantization
-from transom_worker.models.parallel import SINGLE_RANK, Communicator, Parallel
+from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator, Parallel
 from transom_worker.models.weights.checkpoint import ALL, WHOLE, Part, Weights
 
 

@@ -17,7 +17,7 @@ from transom_worker.models.layers.quantisation import Quantization
 from transom_worker.models.loading import Loader
 from transom_worker.models.mixtures import MIXTURE_STYLES
 from transom_worker.models.model import Model
-from transom_worker.models.parallel import Parallel
+from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.models.weights.checkpoint import Weights
 
 FAMILIES: dict[str, Callable[[Architecture, Loader], Model]] = {

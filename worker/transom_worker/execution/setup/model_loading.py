@@ -21,7 +21,7 @@ from transom_core.model_files.resolve import ModelFiles, eos_token_ids, resolve_
 from transom_kernels.cpu import threads
 from transom_worker.execution.setup.load_progress import OnProgress, ProgressWeights, fetch_with_progress
 from transom_worker.models.model import Model
-from transom_worker.models.parallel import Parallel
+from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.models.registry import build_model
 from transom_worker.models.weights.checkpoint import Weights
 from transom_worker.models.weights.load import load_weights

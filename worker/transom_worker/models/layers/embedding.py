@@ -14,7 +14,7 @@ from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.linear import PackedWeight, embedding_rows
 from transom_worker.models.layers.linear import KernelLinear, Linear, PlainLinear, make_linear
 from transom_worker.models.layers.quantisation import Quantization, Weight
-from transom_worker.models.parallel import SINGLE_RANK, Communicator
+from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator
 
 
 class Embedding:

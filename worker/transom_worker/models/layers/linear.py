@@ -18,7 +18,7 @@ from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.linear import PackedWeight, can_pack, linear, pack_weight
 from transom_kernels.quantised_linear import PackedPanels, pack, quantised_linear
 from transom_worker.models.layers.quantisation import Quantization, Weight, quantised_rows
-from transom_worker.models.parallel import SINGLE_RANK, Communicator
+from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator
 
 
 class Linear(ABC):

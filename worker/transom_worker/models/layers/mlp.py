@@ -14,7 +14,7 @@ from transom_kernels.linear import PackedWeight, gated_linear, pack_weight
 from transom_kernels.quantised_linear import PackedPanels, pack_gated, quantised_gated_linear
 from transom_worker.models.layers.linear import Linear, make_linear, make_row_parallel, runs_packed
 from transom_worker.models.layers.quantisation import Quantization, Weight, quantised_rows
-from transom_worker.models.parallel import SINGLE_RANK, Communicator
+from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator
 
 
 class GatedMlp:

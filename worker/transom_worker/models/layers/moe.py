@@ -10,7 +10,7 @@ import torch
 from transom_kernels.route import Routing, route, router_layout
 from transom_worker.models.layers.experts import Experts
 from transom_worker.models.layers.mlp import GatedMlp
-from transom_worker.models.parallel import SINGLE_RANK, Communicator
+from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator
 
 
 class ExpertRouter:

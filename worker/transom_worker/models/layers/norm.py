@@ -14,7 +14,7 @@ import torch
 
 from transom_kernels.layer_norm import layer_norm
 from transom_kernels.rms_norm import rms_norm
-from transom_worker.models.parallel import Communicator
+from transom_worker.models.parallel.communicator import Communicator
 
 
 class Norm(Protocol):

@@ -1,8 +1,17 @@
-"""The communicator for ranks on several hosts or on CUDA devices: torch.distributed, with gloo on CPUs and nccl on CUDA."""
+"""The communicator for ranks on several hosts or on CUDA devices: torch.distributed, with gloo on CPUs and nccl on CUDA.
+
+`work.wait()` of an nccl collective does not block the host: it orders the device's later work after the collective. If another rank
+hangs, the device waits for ever, and so does the host when it next reads a result. nccl's own watchdog would end the process
+without a report. So a thread (`CollectiveWatch`) checks the collectives in order, and calls `on_late` when the oldest one is older
+than the timeout.
+"""
 
 from __future__ import annotations
 
 import socket
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,9 +20,45 @@ import torch
 import torch.distributed
 
 from transom_core.errors import RankLost
-from transom_worker.models.parallel.collective_watch import CollectiveWatch
+
+LOOKS = 20  # checks within a timeout; a collective that does not end is noticed 1/20 of the timeout late at most
 
 c10d: Any = torch.distributed  # its type stubs lack much of what it exports
+
+
+class CollectiveWatch:
+    """The collectives of one process group that may not have ended yet."""
+
+    def __init__(self, timeout_s: float, on_late: Callable[[], None]) -> None:
+        """`on_late` is called once, on the watch's own thread."""
+        self._timeout_s, self._on_late = timeout_s, on_late
+        self._lock = threading.Lock()
+        self._works: deque[tuple[Any, float]] = deque()  # (collective, time at which it was started), oldest first
+        self._closed = threading.Event()
+        threading.Thread(target=self._look, name="transom-collectives", daemon=True).start()
+
+    def add(self, work: Any) -> None:
+        """Watch one more collective. Collectives that have ended are dropped, because they keep their tensors alive."""
+        with self._lock:
+            self._drop_ended()
+            self._works.append((work, time.monotonic()))
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        self._closed.set()
+
+    def _look(self) -> None:
+        while not self._closed.wait(self._timeout_s / LOOKS):
+            with self._lock:
+                self._drop_ended()
+                is_late = bool(self._works) and time.monotonic() - self._works[0][1] > self._timeout_s
+            if is_late:
+                self._on_late()
+                return
+
+    def _drop_ended(self) -> None:
+        while self._works and self._works[0][0].is_completed():
+            self._works.popleft()
 
 
 class ProcessGroup:
