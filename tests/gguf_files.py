@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from transom_core.model_files.resolve import resolve_model
-from transom_worker.models.weights import load_weights
+from transom_worker.models.weights.load import load_weights
 
 ARCHITECTURES = {  # Hugging Face's name -> llama.cpp's, where they differ
     "mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "olmo3": "olmo2", "llama4_text": "llama4",

@@ -25,9 +25,9 @@ from transom_worker.execution.executor import Executor, ExecutorInfo, RankInfo, 
 from transom_worker.execution.forward_pass import ForwardPass
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup.model_setup import ModelSetup
-from transom_worker.execution.step_logits import StepLogits
+from transom_worker.execution.step_sampling import StepLogits
 from transom_worker.execution.tiers.load_reports import LoadReports
-from transom_worker.models.parallel import SINGLE_RANK, Parallel
+from transom_worker.models.parallel.communicator import SINGLE_RANK, Parallel
 from transom_worker.scheduling.step import StepPlan, StepResult
 from transom_worker.telemetry.metrics import EngineMetrics
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from transom_worker.models.weights import Mxfp4Tensors
-from transom_worker.models.weights.checkpoint import GROUP
+from transom_worker.models.weights.checkpoint import GROUP, Mxfp4Tensors, Weights
 from transom_worker.models.weights.dequantise import dequantise_mxfp4
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -57,14 +56,18 @@ def config_json(config: PreTrainedConfig) -> Mapping[str, Any]:
     return config.to_dict() | {"dtype": "bfloat16"}
 
 
-class RandomWeights:
-    """A checkpoint of the worker's `Weights` protocol without files: a tensor is a function of its name and shape."""
+class RandomWeights(Weights):
+    """A checkpoint without files: a tensor is a function of its name and shape."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._last: tuple[str, torch.Tensor] | None = None  # a tensor may be read part by part
-        self.names: tuple[str, ...] = ()
-        self.unread: tuple[str, ...] = ()
+        self.names = ()
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """None: nothing is in files."""
+        return ()
 
     def __call__(
         self, name: str, *, shape: tuple[int, ...] | None = None, part: tuple[slice, ...] = ()

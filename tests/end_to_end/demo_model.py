@@ -20,7 +20,7 @@ from transom_core.model_files.resolve import resolve_model
 from transom_core.text.tokenizer import Tokenizer
 from transom_worker import LLM, SamplingParams
 from transom_worker.llm import RequestOutput
-from transom_worker.models.weights import load_weights
+from transom_worker.models.weights.load import load_weights
 
 NUM_TOKENS = 12 if ALL_TESTS else 5
 NEAR_TIE = 1e-4  # design section 5: a divergence is excused only below this margin

@@ -15,7 +15,7 @@ from transom_kernels.cpu.kernel import statistics
 from transom_worker.execution.setup.model_loading import load_model
 from transom_worker.execution.setup.model_setup import ModelSetup
 from transom_worker.llm import LLM
-from transom_worker.models.parallel import Parallel
+from transom_worker.models.parallel.communicator import Parallel
 
 # The two requests (`_SAMPLING`) end after 4 and after 6 tokens, so there are decode steps of several sequences and of one.
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 40, 4

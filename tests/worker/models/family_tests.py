@@ -1,6 +1,7 @@
 """The tests that every family runs: the engine computes what transformers computes, by every path through scheduler and cache.
 
-A test module makes checkpoints, gives them as the fixture `family`, and inherits `FamilyTests`.
+A test module makes checkpoints, gives them as the fixture `family`, and inherits `FamilyTests`. Small pools, and pools that keep
+all keys and values, are tested on several ranks (`test_sharded_families`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class FamilyCase:
     family: str
     config: dict[str, Any] = field(default_factory=dict)
     mistakes: tuple[dict[str, Any], ...] = ()
+    records: bool = True  # whether its decode steps are recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +114,6 @@ class Family:
 class FamilyTests:
     """What every family is asked every day. Inherit, and give the fixture `family`."""
 
-    records = True  # whether its decode steps are recorded
-
     def test_margins_are_clear_and_text_is_not_degenerate(self, family: Family) -> None:
         assert all(answer.is_clear for answer in family.answers), [
             (f"prompt of {len(answer.prompt)}", answer.margin, answer.choice_margin) for answer in family.answers
@@ -143,7 +143,7 @@ class FamilyTests:
         family.ask(engine, "replayed-", [1])
         use = engine.executor.rank_reports()[0].usage
         num_decodes = NUM_TOKENS - 1
-        expected = (0, num_decodes) if self.records else (num_decodes, 0)
+        expected = (0, num_decodes) if family.case.records else (num_decodes, 0)
         assert (use.num_eager_decodes, use.num_graph_steps) == expected, caplog.text
 
     @pytest.mark.parametrize("steps_in_flight", some_daily([1, 2], daily=[2]))
@@ -168,23 +168,6 @@ class FamilyTests:
             long.ask(engine, name, [len(LENGTHS)])
         lose_windows(engine.scheduler.cache)
         long.ask(engine, "repaired", [len(LENGTHS)])
-
-
-class SmallPoolTests:
-    """What some families are asked every day: pools that make sequences wait, and pools that keep all keys and values."""
-
-    def test_preempted(self, family: Family) -> None:
-        few = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
-        plan = family.engine(**few).info.plan
-        tight = plan.request_bytes + plan.in_flight_bytes + 4 * plan.page_bytes
-        engine = family.engine(kv_cache_memory_bytes=tight, **few)
-        family.ask(engine, "tight", [3, 1, 0, 3, 1, 3, 0, 3, 2, 1, 2])
-        assert engine.scheduler.work.num_preemptions > 0
-
-    def test_without_the_hybrid_cache(self, family: Family) -> None:
-        engine = family.engine(hybrid_kv_cache=False, max_num_batched_tokens=200)
-        family.ask(engine, "dense")
-        family.ask(engine, "dense-hit")
 
 
 def worst_difference(whole: Whole, answer: Answer) -> float:

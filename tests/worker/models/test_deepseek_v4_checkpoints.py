@@ -1,12 +1,14 @@
-"""DeepSeek V4 checkpoints in their published form, the published compression ratios, and errors."""
+"""DeepSeek V4 checkpoints in their published form, compression ratios and number formats, and errors."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import greedy, load_oracle, prompt
@@ -17,10 +19,13 @@ from transom_core.errors import ConfigError, ModelError
 from transom_core.model_config.architecture import read_architecture, runnable
 from transom_core.model_files.resolve import resolve_model
 from transom_worker.execution.setup.model_loading import load_model
-from transom_worker.models.deepseek_v4.names import published_name
+from transom_worker.models.deepseek_v4.v4_model import published_name
 
 LENGTHS = (127, 128, 129, 300)
 NUM_TOKENS = 8
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+_UNQUANTISED = ("embed", "head", "gate.weight", "compressor", "weights_proj")
+_BLOCK = 128  # rows and columns with one fp8 scale
 PUBLISHED: dict[str, Any] = {"compress_rates": {SPARSE: 4, HEAVY: 128}, "index_topk": 40}
 
 
@@ -90,3 +95,43 @@ def test_sinks_and_wrong_values_are_refused(folder: Path) -> None:
     ):
         with pytest.raises(ModelError, match=message):
             read_architecture(config | change)
+
+
+def scales(rows: int, columns: int, exponent: int) -> torch.Tensor:
+    return torch.full((rows, columns), 127 + exponent, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def in_fp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two numbers a byte, a scale for each 32 of a row, and what they stand for."""
+    codes = (weight[..., None] * 8 - _FP4).abs().argmin(-1)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8).view(torch.int8)
+    return packed, scales(len(weight), -(-weight.shape[1] // 32), -3), _FP4[codes] / 8
+
+
+def in_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A scale for each block of rows and columns."""
+    values = (weight * 4).to(torch.float8_e4m3fn)
+    return values, scales(-(-weight.shape[0] // _BLOCK), -(-weight.shape[1] // _BLOCK), -2), values.float() / 4
+
+
+def test_quantised_weights_give_what_their_numbers_give(tmp_path: Path) -> None:
+    plain = make_deepseek_v4(tmp_path / "plain")
+    packed, rounded = tmp_path / "packed", tmp_path / "rounded"
+    tensors, numbers = load_file(plain / "model.safetensors"), {}
+    for name, weight in list(tensors.items()):
+        numbers[name] = weight
+        if weight.dim() == 2 and name.endswith(".weight") and not any(part in name for part in _UNQUANTISED):
+            quantise = in_fp4 if ".experts." in name else in_fp8
+            tensors[name], tensors[name.replace(".weight", ".scale")], numbers[name] = quantise(weight)
+    for folder, contents in ((packed, tensors), (rounded, numbers)):
+        shutil.copytree(plain, folder)
+        save_file(contents, folder / "model.safetensors")
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [_BLOCK, _BLOCK]}
+    (packed / "config.json").write_text(json.dumps(config))
+    found = []
+    for folder in (packed, rounded):
+        engine = make_engine(str(folder), dtype="float32")
+        requests = [make_request(str(length), prompt(length), max_tokens=12) for length in (5, 40, 200)]
+        found.append([answer.token_ids for answer in run(engine, requests)])
+    assert found[0] == found[1]

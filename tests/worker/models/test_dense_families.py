@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.checkpoints import VOCAB_SIZE
-from tests.matrices import some_daily
-from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests, SmallPoolTests
+from tests.worker.models.family_tests import Family, FamilyCase, FamilyTests
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
@@ -155,8 +154,3 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 class TestDenseFamilies(FamilyTests):
     """All of `FamilyTests`, by family."""
-
-
-@pytest.mark.parametrize("family", some_daily(CASES, daily=["llama3", "gemma3"]), indirect=True)
-class TestDenseFamiliesInSmallPools(SmallPoolTests):
-    """All of `SmallPoolTests`; every day one family without windows and one of windows and full attention."""

@@ -37,14 +37,10 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma3"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "gemma3" else pytest.mark.interpreter) for name in LAYERS]
+)
 def test_launches_of_a_layer(tmp_path: Path, name: str) -> None:
-    assert layer_of(tmp_path, name) == LAYERS[name]
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("name", [name for name in LAYERS if name not in ("llama3", "gemma3")])
-def test_launches_of_other_layers(tmp_path: Path, name: str) -> None:
     assert layer_of(tmp_path, name) == LAYERS[name]
 
 

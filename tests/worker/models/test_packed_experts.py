@@ -11,15 +11,15 @@ pytest.importorskip("triton")
 import torch
 from safetensors.torch import save_file
 
-from tests.worker.models.test_deepseek_v4_quantised import in_fp4
+from tests.worker.models.test_deepseek_v4_checkpoints import in_fp4
 from transom_core.model_config.mixture import Mixture
 from transom_kernels.launch import INTERPRETED, Kernels, prefer
 from transom_kernels.moe import ExpertTensors, MxTensor
 from transom_worker.models.expert_loading import experts_by_name, experts_by_stack
 from transom_worker.models.layers.experts import GroupedExperts, make_experts
 from transom_worker.models.loading import Loader
-from transom_worker.models.parallel import Parallel
-from transom_worker.models.weights import RenamedWeights, Weights
+from transom_worker.models.parallel.communicator import Parallel
+from transom_worker.models.weights.checkpoint import Weights
 from transom_worker.models.weights.quantised_checkpoint import open_quantised
 from transom_worker.models.weights.safetensors_files import SafetensorsWeights
 
@@ -53,9 +53,7 @@ def matrices(folder: Path) -> Weights:
 
 
 def load(weights: Weights, form: str, parallel: Parallel, kernels: Kernels) -> ExpertTensors:
-    loader = Loader(
-        weights=RenamedWeights(weights, lambda name: name), dtype=torch.float32, device=torch.device("cpu"), parallel=parallel
-    )  # fmt: skip
+    loader = Loader(weights=weights, dtype=torch.float32, device=torch.device("cpu"), parallel=parallel)
     with prefer(kernels):
         if form == "stacks":
             return experts_by_stack(loader, MIXTURE, HIDDEN, interleaved=True, biased=True)

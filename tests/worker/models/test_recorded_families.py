@@ -35,7 +35,7 @@ def test_no_torch_operator_in_a_recorded_step(tmp_path: Path, name: str, dtype: 
 
 
 def test_every_family_is_asked_whether_it_records() -> None:
-    """DeepSeek V4 has a module of its own."""
+    """DeepSeek V4 does not record."""
     assert {case.family for case in CASES.values()} == set(FAMILIES) - {"deepseek_v4"}
 
 

@@ -17,34 +17,31 @@ from transom_core.model_config.architecture import read_architecture
 from transom_core.model_files.resolve import resolve_model
 from transom_worker.execution.executor import ExecutorInfo
 from transom_worker.models.model import Model
-from transom_worker.models.parallel import Parallel
+from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.models.registry import build_model
-from transom_worker.models.weights import WHOLE, Part, Weights, load_weights
+from transom_worker.models.weights.checkpoint import WHOLE, Part, Weights, WeightsView
+from transom_worker.models.weights.load import load_weights
 
 CUT = ("embed_tokens", "lm_head", "_proj", "experts", "sinks")  # and their biases; what is left are norms and routers
 WIDE = {"hidden_size": 96, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 
 
-class ProgressWeights:
+class CountedWeights(WeightsView):
     """Remembers how many elements were asked for by name."""
 
     def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-        self.names, self.unread = weights.names, weights.unread
+        super().__init__(weights)
         self.num_elements: dict[str, int] = {}
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
-        tensor = self._weights(name, shape=shape, part=part)
+        tensor = super().__call__(name, shape=shape, part=part)
         self.num_elements[name] = self.num_elements.get(name, 0) + tensor.numel()
         return tensor
-
-    def close(self) -> None:
-        self._weights.close()
 
 
 def build(folder: Path, parallel: Parallel) -> tuple[Model, dict[str, int]]:
     files = resolve_model(str(folder))
-    weights = ProgressWeights(load_weights(files))
+    weights = CountedWeights(load_weights(files))
     model = build_model(read_architecture(files.config), weights, dtype=torch.float32, device="cpu", parallel=parallel)
     return model, weights.num_elements
 

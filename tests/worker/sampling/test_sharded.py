@@ -12,7 +12,7 @@ from tests.how_many import num_examples
 from tests.thread_ranks import ThreadComm, on_ranks
 from tests.worker.sampling.test_sampler import KINDS
 from transom_core.contract import SamplingParams
-from transom_worker.models.parallel import Parallel
+from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.sampling.logprobs import token_logprobs
 from transom_worker.sampling.sampler import Sampler, SamplerOutput
 from transom_worker.sampling.sharded import ShardedSampler

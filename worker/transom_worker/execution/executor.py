@@ -101,7 +101,7 @@ class ExecutorInfo:
     compile_s: float = 0.0  # seconds for which this start compiled CPU kernels
     kv_policy_obstacle: str = ""  # why the model's layers cannot follow a request's KV policy; empty if they can
     num_graphs: int = 0  # captured CUDA graphs, one for each size of decode steps
-    # The model and all else that decides the numbers of these ranks (`setup.model_identity`); empty for a model without files.
+    # The model and all else that decides the numbers of these ranks (`setup.cache_setup`); empty for a model without files.
     identity: str = ""
     disk_fingerprint: bytes = b""  # which files of a disk tier the first rank can read
     shares: KvShares | None = None  # what the blocks of every rank contain; None for executors without tensors

@@ -14,7 +14,7 @@ from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.device_queue import with_sampled
 from transom_worker.execution.policy_report import PolicyReport
 from transom_worker.execution.replay.decode_replay import DecodeReplay, DecodeStep, PolicyVariant
-from transom_worker.execution.step_logits import StepLogits, ready_logits
+from transom_worker.execution.step_sampling import StepLogits, ready_logits
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.model import Model
 from transom_worker.scheduling.step import StepPlan

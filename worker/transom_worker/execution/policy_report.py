@@ -29,11 +29,11 @@ from transom_worker.execution.batch.batch import BatchBuilder, MeasuredRows
 from transom_worker.execution.batch.policy_arrays import RowMask, policy_arrays
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.batch.step_arrays import StepArrays
-from transom_worker.execution.step_logits import StepLogits
+from transom_worker.execution.step_sampling import StepLogits
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.layers.policy_rows import MassMeter, MixedBatch
 from transom_worker.models.model import Model
-from transom_worker.models.parallel import Parallel
+from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import PolicyQuality, StepPlan, StepResult
 

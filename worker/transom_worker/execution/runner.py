@@ -30,12 +30,12 @@ from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.device_queue import DeviceQueue, in_row
 from transom_worker.execution.executor import ExecutorInfo, RankUsage
 from transom_worker.execution.forward_pass import ForwardPass
+from transom_worker.execution.loss_causes import free_cached_memory, is_out_of_memory, release_tensors
 from transom_worker.execution.memory import process_memory_bytes
-from transom_worker.execution.out_of_memory import free_cached_memory, is_out_of_memory, release_tensors
 from transom_worker.execution.step_clock import Mark, StepClock, step_clock
 from transom_worker.execution.step_sampling import SampledIds, sample_step
 from transom_worker.execution.tiers.rank_tiers import RankTiers
-from transom_worker.models.parallel import Parallel
+from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import NO_ID, STEP_VERSION, StepPlan, StepResult, StepTimings
 

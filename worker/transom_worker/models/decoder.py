@@ -15,6 +15,7 @@ import torch
 from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.rope import Rope
 from transom_kernels.paged_attention.batch import PagedBatch
+from transom_kernels.position_scale import position_scale
 from transom_worker.models.layer_factory import make_attention, make_norm, make_rms_norm, make_rotary
 from transom_worker.models.layers.forward_batch import ForwardBatch, LayerCache
 from transom_worker.models.layers.norm import Norm, RmsNorm
@@ -41,7 +42,7 @@ class Decoder:
         """`load` reads tensors by their Hugging Face names."""
         scales, tied = architecture.scales, architecture.tie_embeddings
         table = (architecture.vocab_size, architecture.hidden_size)
-        self.architecture, self._style = architecture, style
+        self.architecture = architecture
         self.vocab = load.share(architecture.vocab_size)
         self._embedding = load.embedding("model.embed_tokens", table, scale=scales.embedding)
         self._layers = [
@@ -78,8 +79,11 @@ class Decoder:
     def _rotations(self, batch: ForwardBatch, dtype: torch.dtype) -> Rotations:
         """Return the rotary tables and query factors of the tokens' positions."""
         tables = {rope: rotary(batch.positions, batch.sink_positions) for rope, rotary in self._rotary.items()}
-        scale = self._style.query_scale
-        return Rotations(tables, None if scale is None else scale(batch.positions, dtype)[:, None, None])
+        scale = self.architecture.scales.query_by_position
+        if scale is None:
+            return Rotations(tables, None)
+        scale_T = position_scale(batch.positions, factor=scale.factor, interval=scale.interval, dtype=dtype)
+        return Rotations(tables, scale_T[:, None, None])
 
     def _layer(self, index: int, residual: Residual, rotations: Rotations, batch: ForwardBatch) -> None:
         """Run layer `index`. After the last layer the residual has only the rows whose logits are requested."""

@@ -14,9 +14,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from transom_core.model_config.architecture import Architecture
-from transom_worker.models.decoder import Decoder
-from transom_worker.models.loading import Loader
 from transom_worker.models.style import Style
 
 _GEMMA = Style(
@@ -25,7 +22,7 @@ _GEMMA = Style(
     norm_after_mlp="post_feedforward_layernorm",
     norm_plus_one=True,
 )
-_STYLES = {
+DENSE_STYLES = {
     "llama": Style(),
     "smollm3": Style(),
     "mistral": Style(),
@@ -44,9 +41,3 @@ _STYLES = {
     ),
     "cohere2": Style(norm_before_mlp="", parallel_residual=True, norm_takes_mean=True),
 }
-DENSE_FAMILIES = tuple(_STYLES)
-
-
-def dense(architecture: Architecture, load: Loader) -> Decoder:
-    """Build the decoder of a model of one of DENSE_FAMILIES."""
-    return Decoder(architecture, load, _STYLES[architecture.family])

@@ -20,7 +20,7 @@ from transom_core.model_config.mixture import Mixture
 from transom_kernels.moe import ExpertTensors, MxTensor
 from transom_worker.models.layers.experts import runs_grouped
 from transom_worker.models.loading import Loader
-from transom_worker.models.weights import ALL, Mxfp4Tensors, Part, read_mxfp4
+from transom_worker.models.weights.checkpoint import ALL, Mxfp4Tensors, Part
 
 
 def experts_by_name(load: Loader, names: Sequence[str], mixture: Mixture, hidden_size: int) -> ExpertTensors:
@@ -105,10 +105,9 @@ def _takes_packed(load: Loader) -> bool:
 def _packed_pair(load: Loader, mixture: Mixture, hidden_size: int, rows: slice, own: slice) -> ExpertTensors | None:
     """Return `gate_up_proj` and `down_proj` as stored, with alternating gates and ups; None if they are not in MXFP4."""
     experts, inner = mixture.num_experts, mixture.inner_size
-    gate_up = read_mxfp4(
-        load.weights, f"{load.prefix}gate_up_proj", shape=(experts, hidden_size, 2 * inner), part=(ALL, ALL, rows)
-    )
-    down = read_mxfp4(load.weights, f"{load.prefix}down_proj", shape=(experts, inner, hidden_size), part=(ALL, own))
+    prefix, read = load.prefix, load.weights.mxfp4
+    gate_up = read(f"{prefix}gate_up_proj", shape=(experts, hidden_size, 2 * inner), part=(ALL, ALL, rows))
+    down = read(f"{prefix}down_proj", shape=(experts, inner, hidden_size), part=(ALL, own))
     if gate_up is None or down is None:
         return None
     return ExpertTensors(gate_up=_on_device(load, gate_up), down=_on_device(load, down), interleaved=True)
@@ -117,8 +116,8 @@ def _packed_pair(load: Loader, mixture: Mixture, hidden_size: int, rows: slice, 
 def _packed_stack(load: Loader, num_experts: int, name: str, shape: tuple[int, int], part: Part) -> MxTensor | None:
     """Return one matrix of every expert as stored; None if the first expert's is not in MXFP4."""
     found = [
-        read_mxfp4(load.weights, name.format(expert), shape=shape, part=part)
-        for expert in range(num_experts if read_mxfp4(load.weights, name.format(0), shape=shape, part=part) else 0)
+        load.weights.mxfp4(name.format(expert), shape=shape, part=part)
+        for expert in range(num_experts if load.weights.mxfp4(name.format(0), shape=shape, part=part) else 0)
     ]
     blocks, scales = ([half[at] for half in filter(None, found)] for at in range(2))
     return _on_device(load, (torch.stack(blocks), torch.stack(scales))) if blocks else None

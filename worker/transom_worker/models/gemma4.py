@@ -3,11 +3,12 @@
 - The last layers have no KV cache of their own: each reads the cache of an earlier layer of its type (window or full).
 - Each layer has its own embedding of every token (per-layer embedding), which is added after the layer; then the sum is scaled.
 - Layers with a window and full layers differ in head width and number of KV heads. Each query, key and value head is normalised.
-- Some models have experts besides the dense MLP (`gemma4_experts.py`).
+- Some models have experts besides the dense MLP (`DenseAndExperts`).
 
 Sources: the model card of Gemma 4, transformers' `Gemma4ForCausalLM`.
 
-Legend: T tokens, R rows whose logits are requested, N hidden width, L layers, P width of a per-layer embedding.
+Legend: T tokens, R rows whose logits are requested, N hidden width, L layers, P width of a per-layer embedding,
+E experts.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ import torch
 
 from transom_core.model_config.architecture import Architecture
 from transom_kernels.gated_mlp import activated_product
+from transom_kernels.hyper_connections import hc_norm
+from transom_kernels.moe import GateRule
 from transom_kernels.rms_norm import rms_norm
+from transom_kernels.route import Routing
 from transom_worker.models.decoder import Decoder
-from transom_worker.models.gemma4_experts import DenseAndExperts
+from transom_worker.models.expert_loading import experts_by_rows
+from transom_worker.models.layers.experts import make_experts
 from transom_worker.models.layers.forward_batch import ForwardBatch
+from transom_worker.models.layers.moe import ExpertRouter
 from transom_worker.models.layers.residual import Residual, select_rows
 from transom_worker.models.loading import Loader
-from transom_worker.models.style import Style
+from transom_worker.models.parallel.communicator import SINGLE_RANK
+from transom_worker.models.style import Style, dense_feed_forward
 
 STYLE = Style(
     norm_after_attention="post_attention_layernorm",
@@ -104,3 +111,46 @@ class LayerAddition:
         """Add the gated, projected and normalised embedding `own` [T, P] of each token to the residual."""
         gated_TP = activated_product(self._gate(residual.read()), own_TP, "gelu_tanh")
         residual.add(self._back(gated_TP), self._norm)
+
+
+class DenseAndExperts:
+    """A dense MLP and routed experts in parallel, each with its own norms around it.
+
+    The output is `norm(mlp(norm(x))) + norm(experts(norm(x)))`. The router reads x / rms(x), without a norm weight.
+    """
+
+    adds_in_product = False
+
+    def __init__(self, architecture: Architecture, index: int, load: Loader) -> None:
+        """Load layer `index`; `load` reads names within the layer."""
+        mixture, eps, hidden = architecture.mixture, architecture.rms_norm_eps, architecture.hidden_size
+        assert mixture is not None
+        experts = mixture.num_experts
+        self._mlp = dense_feed_forward(architecture, index, load.partial())
+        weights = experts_by_rows(load.under("experts."), mixture, hidden)
+        rule = GateRule(activation=architecture.gate_activation)
+        self._experts = make_experts(weights, rule, quantization=load.quantization)
+        scale_N = load.tensor("router.scale", torch.float32, shape=(hidden,)) * hidden**-0.5
+        weight_EN = load.tensor("router.proj.weight", torch.float32, shape=(experts, hidden)) * scale_N
+        expert_scale_E = load.tensor("router.per_expert_scale", torch.float32, shape=(experts,))
+        self._router = ExpertRouter(weight_EN, Routing(num_chosen=mixture.num_chosen), expert_scale_E=expert_scale_E)
+        self._eps, self._comm = eps, load.comm
+        self._before_mlp = load.norm("pre_feedforward_layernorm", eps, size=hidden, wide=True)
+        self._after_mlp = load.norm("post_feedforward_layernorm_1", eps, size=hidden, wide=True)
+        self._before_experts = load.norm("pre_feedforward_layernorm_2", eps, size=hidden, wide=True)
+        self._after_experts = load.norm("post_feedforward_layernorm_2", eps, size=hidden, wide=True)
+        norms = (self._before_mlp, self._after_mlp, self._before_experts, self._after_experts)
+        self.weight_bytes = sum(part.weight_bytes for part in (self._mlp, self._experts, self._router, *norms))
+
+    def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
+        """Return the output [T, N] of `x` [T, N]."""
+        dense_TN = self._mlp(self._before_mlp(x_TN))
+        direction_TN = hc_norm(x_TN[:, None], self._eps)  # x / rms(x) in float32, the router's number format
+        routed_TN = self._experts(self._before_experts(x_TN), *self._router(direction_TN))
+        if self._comm is not SINGLE_RANK:
+            dense_TN, routed_TN = self._comm.all_reduce_(torch.stack((dense_TN, routed_TN)))  # one all-reduce for both
+        return self._after_mlp.add_to(self._after_experts(routed_TN), dense_TN)
+
+    def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
+        """Return `residual + self(x)`, [T, N]."""
+        return residual_TN + self(x_TN)

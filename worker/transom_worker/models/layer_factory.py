@@ -5,15 +5,19 @@ Legend: H query heads and KV heads, D head width.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from transom_core.model_config.architecture import Architecture, LayerAttention
 from transom_core.model_config.rope import Rope
 from transom_core.model_config.sharding import HeadShare, head_share, kv_holders
+from transom_kernels.kv_write import Preparation
 from transom_worker.models.frequencies import frequencies
-from transom_worker.models.layers.attention import Attention, AttentionOptions, AttentionShape
+from transom_worker.models.layers.attention import Attention
 from transom_worker.models.layers.linear import Linear
-from transom_worker.models.layers.norm import AllHeadsQkNorm, LayerNorm, Norm, QkNorm, RmsNorm, ShardedAllHeadsQkNorm
+from transom_worker.models.layers.norm import AllHeadsQkNorm, LayerNorm, Norm, RmsNorm, ShardedAllHeadsQkNorm
+from transom_worker.models.layers.policy_rows import ScoreOptions
 from transom_worker.models.layers.rotary_embedding import RotaryEmbedding
 from transom_worker.models.loading import Loader
 from transom_worker.models.style import Style
@@ -28,17 +32,25 @@ def make_attention(architecture: Architecture, index: int, style: Style, load: L
     widths = (architecture.hidden_size, layer.num_heads * value_size)
     columns = _rows(heads.queries, value_size)
     output = load.row_parallel("o_proj", shape=widths, columns=columns, bias=architecture.output_bias)
-    options = AttentionOptions(
-        scale=architecture.scales.query,
+    scale = architecture.scales.query
+    scores = ScoreOptions(
+        scale=float(layer.head_size**-0.5 if scale is None else scale),
         soft_cap=architecture.scales.attention_cap,
         sink_logits=_sinks(layer, heads, style, load) if index in architecture.sink_layers else None,
-        value_scale=architecture.scales.value,
-        norm=_qk_norm(architecture, layer, heads, style, load),
-        norm_after_rotation=rope is not None and style.qk_norm_after_rotation,
+    )
+    q_weight, k_weight = _head_norms(layer, heads, style, load) if style.qk_norm == "each" else (None, None)
+    preparation = Preparation(
+        norm=q_weight is not None,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        norm_after_rotation=rope is not None and architecture.norm_after_rotation,
         value_norm=style.value_norm,
+        value_factor=architecture.scales.value,
         eps=architecture.rms_norm_eps,
     )
-    return Attention(qkv, output, attention_shape(layer, heads), options)
+    norm = _norm_over_all_heads(architecture, layer, heads, load) if style.qk_norm == "all" else None
+    own = replace(layer, num_heads=heads.num_queries, num_kv_heads=heads.num_kv)
+    return Attention(qkv, output, own, scores, preparation, norm)
 
 
 def _projections(architecture: Architecture, index: int, heads: HeadShare, load: Loader) -> Linear:
@@ -67,20 +79,6 @@ def _sinks(layer: LayerAttention, heads: HeadShare, style: Style, load: Loader) 
     return load.tensor(style.sink_logits, torch.float32, shape=(layer.num_heads,), part=(heads.queries,))
 
 
-def attention_shape(layer: LayerAttention, heads: HeadShare) -> AttentionShape:
-    """Return the heads that this rank has of a layer, and the layer's window, sinks and attention chunk."""
-    return AttentionShape(
-        num_heads=heads.num_queries,
-        num_kv_heads=heads.num_kv,
-        head_size=layer.head_size,
-        window=layer.window,
-        num_sink_tokens=layer.sinks,
-        chunk=layer.chunk,
-        value_size=layer.value_size,
-        has_cache=layer.reads_cache_of is None,
-    )
-
-
 def make_norm(name: str, architecture: Architecture, style: Style, load: Loader) -> Norm:
     """Load a norm over rows: LayerNorm or RMS norm, as the style says."""
     if style.norm_takes_mean:
@@ -94,21 +92,18 @@ def make_rms_norm(name: str, architecture: Architecture, style: Style, load: Loa
     return load.norm(name, eps, size=size, plus_one=style.norm_plus_one, wide=style.norm_wide)
 
 
-def _qk_norm(
-    architecture: Architecture, layer: LayerAttention, heads: HeadShare, style: Style, load: Loader
-) -> QkNorm | AllHeadsQkNorm | ShardedAllHeadsQkNorm | None:
-    """Load the QK norm of this rank's heads; None if the family has none."""
-    if style.qk_norm == "none":
-        return None
-    if style.qk_norm == "all":
-        return _norm_over_all_heads(architecture, layer, heads, load)
+def _head_norms(
+    layer: LayerAttention, heads: HeadShare, style: Style, load: Loader
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Load the QK norm's weights of this rank's query heads [H, D] and key heads [H, D]: none if another layer has the keys."""
     dtype = torch.float32 if style.norm_plus_one or style.norm_wide else load.dtype
-    size = (layer.head_size,)
-    weight_HD = load.tensor("q_norm.weight", dtype, shape=size).expand(heads.num_queries, -1)
-    if layer.reads_cache_of is None:
-        key = load.tensor("k_norm.weight", dtype, shape=size)
-        weight_HD = torch.cat([weight_HD, key.expand(heads.num_kv, -1)])
-    return QkNorm(weight_HD + 1.0 if style.norm_plus_one else weight_HD)
+    names = ("q_norm", "k_norm") if layer.reads_cache_of is None else ("q_norm", "q_norm")
+    query, key = (load.tensor(f"{name}.weight", dtype, shape=(layer.head_size,)) for name in names)
+    num_keys = heads.num_kv if layer.reads_cache_of is None else 0
+    weight_HD = torch.cat([query.expand(heads.num_queries, -1), key.expand(num_keys, -1)])
+    if style.norm_plus_one:
+        weight_HD += 1.0
+    return weight_HD[: heads.num_queries], weight_HD[heads.num_queries :]
 
 
 def _norm_over_all_heads(

@@ -14,15 +14,13 @@ from transom_core.model_config.scales import NO_SCALES, Scales
 from transom_core.model_config.sharding import width_share
 from transom_kernels.gated_mlp import Activation
 from transom_kernels.quantised_linear import QuantisedRows, concatenated
-from transom_worker.models.layers.embedding import Embedding, LmHead, make_embedding
-from transom_worker.models.layers.linear import Linear, make_linear
+from transom_worker.models.layers.embedding import Embedding, LmHead
+from transom_worker.models.layers.linear import Linear, make_linear, make_row_parallel
 from transom_worker.models.layers.mlp import GatedMlp
 from transom_worker.models.layers.norm import RmsNorm
-from transom_worker.models.layers.parallel_linear import make_row_parallel
 from transom_worker.models.layers.quantisation import Quantization, Weight, check_quantization
-from transom_worker.models.model import Weights
-from transom_worker.models.parallel import SINGLE_RANK, Communicator, Parallel
-from transom_worker.models.weights import ALL, WHOLE, Part, read_groups
+from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator, Parallel
+from transom_worker.models.weights.checkpoint import ALL, WHOLE, Part, Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +79,7 @@ class Loader:
         """Load this rank's rows of a token embedding."""
         rows = self.share(shape[0])
         table = self.tensor(f"{name}.weight", shape=shape, part=(rows,))
-        return make_embedding(table, first_id=rows.start, comm=self.parallel.comm, scale=scale)
+        return Embedding(table, first_id=rows.start, comm=self.parallel.comm, scale=scale)
 
     def head(
         self, name: str, shape: tuple[int, int], *, tied_to: Embedding | None, scales: Scales = NO_SCALES
@@ -166,16 +164,7 @@ class Loader:
         if self.quantization != "gguf":
             return None
         check_quantization(self.quantization, self.device, self.dtype)
-        found = read_groups(self.weights, self.prefix + name, shape=shape, part=part)
-        if found is None:
-            return None
-        return QuantisedRows(
-            format=found.format,
-            levels=found.levels,
-            scales=found.scales,
-            minima=found.minima,
-            width=found.levels.shape[1],
-        )
+        return self.weights.groups(self.prefix + name, shape=shape, part=part)
 
     def _rows(self, name: str, shape: tuple[int, ...], rows: slice, num_heads: int | None) -> torch.Tensor:
         """Return these rows of a tensor; with `num_heads`, reordered from interleaved rotary pairs to pairs half a head apart."""

@@ -1,11 +1,18 @@
-"""The MoE families whose checkpoints hold each expert's matrices as separate tensors: Mixtral, Qwen3-MoE, MiMo-V2-Flash.
+"""The MoE families of the shared decoder, except Gemma 4. Each row names a family's differences from mixtral:
 
-    mixtral         all layers MoE, softmax over the chosen experts
+    mixtral         none here: all layers are MoE, with a softmax over the chosen experts
     qwen3_moe       QK norm of each head; some layers may be dense
     mimo_v2_flash   sigmoid scores, with a learned correction that only the choice of experts uses; sink logits in sliding-window
                     layers; values narrower than keys
+    gpt_oss         a sink logit for each head; biases in router and experts; the experts' gate is
+                    gate * sigmoid(1.702 * gate) * (up + 1), with `gate` and `up` clamped first
+    llama4_text     chunked attention with RoPE, and every fourth layer global without RoPE (NoPE), both in `Architecture`; a shared
+                    expert besides the routed ones; a routing weight (a sigmoid) multiplies the expert's input
 
-Sources: the classes of these names in transformers (`models/<family>/modeling_<family>.py`).
+Checkpoints hold an expert's matrices as separate tensors, but for gpt_oss and llama4_text all experts in two stacks. gpt_oss is
+published in MXFP4: the package `weights` gives it as bfloat16 tensors, or as MXFP4 if the device computes with MXFP4.
+
+Sources: the classes of these names in transformers (`models/<family>/modeling_<family>.py`); model cards of gpt-oss and Llama 4.
 
 Legend: E experts, N hidden width.
 """
@@ -15,13 +22,12 @@ from __future__ import annotations
 import torch
 
 from transom_core.model_config.architecture import Architecture
+from transom_core.model_config.mixture import Mixture
 from transom_kernels.moe import GateRule
 from transom_kernels.route import Routing
-from transom_worker.models.decoder import Decoder
-from transom_worker.models.expert_loading import experts_by_name
-from transom_worker.models.layers.expert_router import ExpertRouter
+from transom_worker.models.expert_loading import experts_by_name, experts_by_stack
 from transom_worker.models.layers.experts import make_experts
-from transom_worker.models.layers.moe import Moe
+from transom_worker.models.layers.moe import ExpertRouter, Moe
 from transom_worker.models.loading import Loader
 from transom_worker.models.style import FeedForward, Style, dense_feed_forward
 
@@ -40,8 +46,7 @@ def _mimo(architecture: Architecture, index: int, load: Loader) -> FeedForward:
 
 def _routed_or_dense(architecture: Architecture, index: int, load: Loader, *, corrected: bool) -> FeedForward:
     """Build the MoE layer, or a dense MLP if the config excludes layer `index` from MoE."""
-    assert architecture.mixture is not None
-    if index not in architecture.mixture.layers:
+    if index not in _mixture(architecture).layers:
         return dense_feed_forward(architecture, index, load)
     names = ("gate_proj", "up_proj", "down_proj")
     return _routed(architecture, load.under("mlp."), names=names, corrected=corrected)
@@ -54,8 +59,7 @@ def _routed(
 
     `corrected`: the scores are sigmoids, and the router chooses the experts by score plus a learned correction.
     """
-    mixture = architecture.mixture
-    assert mixture is not None
+    mixture = _mixture(architecture)
     correction_E = load.tensor("gate.e_score_correction_bias", torch.float32) if corrected else None
     routing = Routing(
         num_chosen=mixture.num_chosen,
@@ -63,8 +67,7 @@ def _routed(
         normalise=mixture.normalise,
         scale=mixture.scale,
     )
-    gate_EN = load.tensor("gate.weight", torch.float32, shape=(mixture.num_experts, architecture.hidden_size))
-    router = ExpertRouter(gate_EN, routing, correction_E=correction_E)
+    router = ExpertRouter(_gate(architecture, load, "gate"), routing, correction_E=correction_E)
     weights = experts_by_name(
         load, [f"experts.{{}}.{name}.weight" for name in names], mixture, architecture.hidden_size
     )
@@ -72,14 +75,51 @@ def _routed(
     return Moe(router, experts, comm=load.comm)
 
 
-_STYLES = {
+def _gpt_oss(architecture: Architecture, index: int, load: Loader) -> FeedForward:
+    mixture, load = _mixture(architecture), load.under("mlp.")
+    assert mixture.clamp is not None
+    router = ExpertRouter(
+        _gate(architecture, load, "router"),
+        Routing(num_chosen=mixture.num_chosen),
+        bias_E=load.tensor("router.bias", torch.float32, shape=(mixture.num_experts,)),
+    )
+    weights = experts_by_stack(load.under("experts."), mixture, architecture.hidden_size, interleaved=True, biased=True)
+    rule = GateRule(limit=mixture.clamp, gain=mixture.gate_gain, up_offset=1.0)
+    return Moe(router, make_experts(weights, rule, quantization=load.quantization), comm=load.comm)
+
+
+def _llama4(architecture: Architecture, index: int, load: Loader) -> FeedForward:
+    """Build the MoE layer, or the dense MLP of a layer without experts."""
+    mixture, hidden_size, activation = _mixture(architecture), architecture.hidden_size, architecture.gate_activation
+    if index not in mixture.layers:
+        return load.mlp(activation, (hidden_size, mixture.dense_size), prefix="feed_forward.")
+    load = load.under("feed_forward.")
+    routing = Routing(num_chosen=mixture.num_chosen, score="sigmoid", normalise=False)
+    experts = make_experts(
+        experts_by_stack(load.under("experts."), mixture, hidden_size),
+        GateRule(activation=activation),
+        quantization=load.quantization,
+        scales_input=True,
+    )
+    shared = load.partial().mlp(activation, (hidden_size, mixture.inner_size), prefix="shared_expert.")
+    return Moe(ExpertRouter(_gate(architecture, load, "router"), routing), experts, shared, comm=load.comm)
+
+
+def _gate(architecture: Architecture, load: Loader, name: str) -> torch.Tensor:
+    """Load the router's weight [E, N]."""
+    shape = (_mixture(architecture).num_experts, architecture.hidden_size)
+    return load.tensor(f"{name}.weight", torch.float32, shape=shape)
+
+
+def _mixture(architecture: Architecture) -> Mixture:
+    assert architecture.mixture is not None
+    return architecture.mixture
+
+
+MIXTURE_STYLES = {
     "mixtral": Style(feed_forward=_mixtral),
     "qwen3_moe": Style(qk_norm="each", feed_forward=_qwen3),
     "mimo_v2_flash": Style(sink_logits="attention_sink_bias", feed_forward=_mimo),
+    "gpt_oss": Style(norm_wide=True, sink_logits="sinks", feed_forward=_gpt_oss),
+    "llama4_text": Style(feed_forward=_llama4),
 }
-MIXTURE_FAMILIES = tuple(_STYLES)
-
-
-def mixture_of_matrices(architecture: Architecture, load: Loader) -> Decoder:
-    """Build the decoder of a model of one of MIXTURE_FAMILIES."""
-    return Decoder(architecture, load, _STYLES[architecture.family])

@@ -11,9 +11,6 @@ import torch
 
 from transom_core.model_config.architecture import Architecture
 from transom_worker.models.layers.forward_batch import ForwardBatch
-from transom_worker.models.weights import Weights
-
-__all__ = ["Model", "Weights"]
 
 
 class Model(Protocol):

@@ -1,29 +1,28 @@
-"""Builds the model of an architecture: maps the family (`model_type` of config.json) to its class or function."""
+"""Builds the model of an architecture: maps the family (`model_type` of config.json) to its class, or to the shared
+`Decoder` with the family's `Style`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from transom_core.model_config.architecture import Architecture
+from transom_worker.models.decoder import Decoder
 from transom_worker.models.deepseek_v4.v4_model import DeepseekV4
-from transom_worker.models.dense import DENSE_FAMILIES, dense
+from transom_worker.models.dense import DENSE_STYLES
 from transom_worker.models.gemma4 import Gemma4
-from transom_worker.models.gpt_oss import gpt_oss
 from transom_worker.models.layers.quantisation import Quantization
-from transom_worker.models.llama4 import llama4
 from transom_worker.models.loading import Loader
-from transom_worker.models.mixtures import MIXTURE_FAMILIES, mixture_of_matrices
-from transom_worker.models.model import Model, Weights
-from transom_worker.models.parallel import Parallel
+from transom_worker.models.mixtures import MIXTURE_STYLES
+from transom_worker.models.model import Model
+from transom_worker.models.parallel.communicator import Parallel
+from transom_worker.models.weights.checkpoint import Weights
 
 FAMILIES: dict[str, Callable[[Architecture, Loader], Model]] = {
-    **dict.fromkeys(DENSE_FAMILIES, dense),
-    **dict.fromkeys(MIXTURE_FAMILIES, mixture_of_matrices),
+    **{family: partial(Decoder, style=style) for family, style in (DENSE_STYLES | MIXTURE_STYLES).items()},
     "gemma4_text": Gemma4,
-    "gpt_oss": gpt_oss,
-    "llama4_text": llama4,
     "deepseek_v4": DeepseekV4,
 }
 

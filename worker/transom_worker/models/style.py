@@ -14,34 +14,18 @@ from typing import Literal, Protocol
 import torch
 
 from transom_core.model_config.architecture import Architecture
+from transom_worker.models.layers.residual import Sublayer
 from transom_worker.models.loading import Loader
 
 
-class FeedForward(Protocol):
-    """The feed-forward network of a layer: a dense MLP or an MoE layer."""
+class FeedForward(Sublayer[[torch.Tensor]], Protocol):
+    """The feed-forward network of a layer: a dense MLP or an MoE layer. It maps `x` [T, N] to its output [T, N]."""
 
     weight_bytes: int
 
-    @property
-    def adds_in_product(self) -> bool:
-        """Return whether `add_to` adds the residual within the layer's last matrix product."""
-        ...
 
-    def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
-        """Return the output [T, N] for `x` [T, N]."""
-        ...
-
-    def add_to(self, residual_TN: torch.Tensor, x_TN: torch.Tensor) -> torch.Tensor:
-        """Return `residual + self(x)`, [T, N]."""
-        ...
-
-
-class MakeFeedForward(Protocol):
-    """A function that loads the feed-forward network of a layer; `load` reads names within the layer."""
-
-    def __call__(self, architecture: Architecture, index: int, load: Loader) -> FeedForward:
-        """Return the feed-forward network of layer `index`."""
-        ...
+# Loads the feed-forward network of layer `index`; the loader reads names within the layer.
+MakeFeedForward = Callable[[Architecture, int, Loader], FeedForward]
 
 
 def dense_feed_forward(architecture: Architecture, index: int, load: Loader) -> FeedForward:
@@ -69,9 +53,6 @@ class Style:
     norm_wide: bool = False  # norm weights multiply in float32
     # RMS norm of queries and keys before RoPE: of each head, or over all heads.
     qk_norm: Literal["none", "each", "all"] = "none"
-    qk_norm_after_rotation: bool = False  # RMS norm of each query and key head without a weight, in layers with RoPE
     value_norm: bool = False  # RMS norm of each value head without a weight
     sink_logits: str = ""  # name of the sinks' tensor within attention, for the architecture's `sink_layers`; "": none
     feed_forward: MakeFeedForward = dense_feed_forward
-    # Maps positions [T] and a dtype to the factor [T] of queries, in layers without RoPE.
-    query_scale: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None

@@ -24,7 +24,7 @@ import torch
 from transom_core.contract import LogprobTable
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.sample import best_of_slice
-from transom_worker.models.parallel import Parallel
+from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.sampling.adjustments import HeldRows
 from transom_worker.sampling.fused_sampling import sampling_arrays
 from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS, logprob_table

@@ -26,8 +26,7 @@ from transom_worker.execution.replay import backends
 from transom_worker.execution.replay.decode_replay import ReplayMismatch, check_replay
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup import dummy_run
-from transom_worker.execution.step_logits import StepLogits
-from transom_worker.execution.step_sampling import SampledIds, sample_step
+from transom_worker.execution.step_sampling import SampledIds, StepLogits, sample_step
 from transom_worker.scheduling.step import StepPlan
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")

@@ -10,9 +10,9 @@ from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.triton.launches import LaunchKey, launches_of
 from transom_kernels.paged_attention.triton.work_items import ITEM_FIELDS
 from transom_worker.execution.batch.step_arrays import StepArrays
+from transom_worker.execution.replay.backends import GRAPH_BYTES, graph_bytes
 from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
 from transom_worker.execution.replay.graph_inputs import GraphInputs, buffer_bytes, plan_work_by_key, size_of
-from transom_worker.execution.replay.graph_memory import GRAPH_BYTES, graph_bytes
 from transom_worker.execution.runner import ModelRunner
 
 CONFIG = engine_config(pool_bytes=2**20)

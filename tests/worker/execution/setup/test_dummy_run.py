@@ -17,9 +17,9 @@ from transom_worker.execution.setup.dummy_run import (
     worst_case_start,
     worst_case_step,
 )
-from transom_worker.execution.tiers.device_slab import allocate_slab, block_rows
+from transom_worker.execution.tiers.slabs import allocate_slab, block_rows
 from transom_worker.models.layers.forward_batch import ForwardBatch
-from transom_worker.models.parallel import SINGLE_RANK, Parallel
+from transom_worker.models.parallel.communicator import SINGLE_RANK, Parallel
 from transom_worker.sampling.logprobs import MAX_ROWS_PER_PASS
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import StepPlan

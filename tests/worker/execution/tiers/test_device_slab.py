@@ -8,7 +8,7 @@ import torch
 from tests.worker.execution.toy_decoder import architecture, layer
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.model_config.layer_attention import Compression, LayerAttention
-from transom_worker.execution.tiers.device_slab import (
+from transom_worker.execution.tiers.slabs import (
     allocate_slab,
     block_rows,
     compressed_caches,

@@ -11,7 +11,7 @@ from tests.worker.execution.hand_scheduler import engine_config, make_runner
 from tests.worker.execution.toy_decoder import layer, load_toy
 from transom_core.errors import ConfigError
 from transom_core.kv_cache.layout import ArenaLayout
-from transom_worker.execution.tiers.host_slab import allocate_host_slab, pinned_bytes
+from transom_worker.execution.tiers.slabs import allocate_host_slab, pinned_bytes
 
 LAYOUT = ArenaLayout(page_bytes=1 << 20, num_pages=64, groups=())
 CPU = torch.device("cpu")

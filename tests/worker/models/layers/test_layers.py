@@ -13,7 +13,6 @@ from transom_kernels.launch import prefer
 from transom_kernels.linear import pack_weight
 from transom_kernels.moe import ExpertTensors, GateRule
 from transom_worker.models.layers.embedding import Embedding, LmHead
-from transom_worker.models.layers.expert_router import Routes
 from transom_worker.models.layers.experts import GroupedExperts, SequentialExperts, make_experts
 from transom_worker.models.layers.linear import KernelLinear, PlainLinear, make_linear
 from transom_worker.models.layers.norm import RmsNorm
@@ -45,13 +44,13 @@ def test_experts_in_torch_and_in_8_bits_are_the_kernels(
 ) -> None:
     """Experts that run one after the other, against grouped products in float32."""
     weights, x = make_weights(dtype=getattr(torch, dtype)), torch.randn(num_tokens, HIDDEN).to(getattr(torch, dtype))
-    routes = Routes(torch.rand(num_tokens, EXPERTS).topk(CHOSEN).indices, torch.rand(num_tokens, CHOSEN))
+    routes = torch.rand(num_tokens, EXPERTS).topk(CHOSEN).indices, torch.rand(num_tokens, CHOSEN)
     with prefer("reference" if quantization == "none" else "auto"):
         experts = make_experts(weights, CLAMPED, quantization=quantization, scales_input=scales_input)
-        got = experts(x, routes).float()
+        got = experts(x, *routes).float()
     assert isinstance(experts, SequentialExperts)
     wide = replace(weights, **{name: getattr(weights, name).float() for name in SHAPES})
-    wanted = make_experts(wide, CLAMPED, quantization="none", scales_input=scales_input)(x.float(), routes)
+    wanted = make_experts(wide, CLAMPED, quantization="none", scales_input=scales_input)(x.float(), *routes)
     assert got.shape == x.shape
     assert (got - wanted).norm() <= (1e-5 if quantization == "none" else 0.03) * wanted.norm()
 

@@ -26,9 +26,8 @@ from transom_core.errors import ConfigError, ModelError
 from transom_core.model_config.architecture import read_architecture
 from transom_core.model_files.gguf_header import read_gguf_header
 from transom_core.model_files.resolve import resolve_model
-from transom_kernels.quantised_linear import QuantisedRows
 from transom_worker.execution.setup.model_loading import load_model
-from transom_worker.models.weights import load_weights, read_groups
+from transom_worker.models.weights.load import load_weights
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -199,24 +198,17 @@ def test_groups_as_stored_are_the_dequantised_numbers(tmp_path: Path, llama: Pat
     weights = load_weights(resolve_model(str(write_gguf(tmp_path / "model.gguf", llama, kind))))
     num_rows, width = weights(name).shape
     for part in ((), (slice(5, 27),), (slice(0, num_rows), slice(32, width))):
-        found = read_groups(weights, name, shape=(num_rows, width), part=part)
+        found = weights.groups(name, shape=(num_rows, width), part=part)
         assert found is not None
-        rows = QuantisedRows(
-            format=found.format,
-            levels=found.levels,
-            scales=found.scales,
-            minima=found.minima,
-            width=found.levels.shape[1],
-        )
-        assert rows.dequantised().equal(weights(name, part=part))
-    assert read_groups(weights, name, shape=(num_rows, width), part=(slice(0, num_rows), slice(0, 16))) is None
+        assert found.dequantised().equal(weights(name, part=part))
+    assert weights.groups(name, shape=(num_rows, width), part=(slice(0, num_rows), slice(0, 16))) is None
     with pytest.raises(ModelError, match="shape"):
-        read_groups(weights, name, shape=(num_rows + 1, width))
+        weights.groups(name, shape=(num_rows + 1, width))
 
 
 def test_other_types_and_checkpoints_have_no_groups_as_stored(tmp_path: Path, llama: Path) -> None:
     weights = load_weights(resolve_model(str(write_gguf(tmp_path / "model.gguf", llama, Kind.F16))))
     num_rows, width = weights(Q_PROJ).shape
-    assert read_groups(weights, Q_PROJ, shape=(num_rows, width)) is None
+    assert weights.groups(Q_PROJ, shape=(num_rows, width)) is None
     with pytest.raises(ConfigError, match="no GGUF file"):
         load_model(ModelConfig(model=str(llama), device="cpu", quantization="gguf"))

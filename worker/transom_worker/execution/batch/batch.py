@@ -17,7 +17,7 @@ from transom_kernels.policy_attention import PolicyBatch
 from transom_worker.execution.batch.policy_arrays import PolicyArrays
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.batch.step_arrays import GroupArrays, RowRanges, StepArrays, row_ranges, step_arrays
-from transom_worker.execution.tiers.device_slab import compressed_caches, group_of_layer, layer_caches
+from transom_worker.execution.tiers.slabs import compressed_caches, group_of_layer, layer_caches
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.layers.policy_rows import MassMeter, MixedBatch
 from transom_worker.scheduling.step import StepPlan

@@ -46,7 +46,7 @@ from transom_worker.execution.ranks.messages import (
 from transom_worker.execution.setup.load_progress import compile_progress
 from transom_worker.execution.setup.model_loading import choose_device
 from transom_worker.execution.setup.model_setup import ModelSetup
-from transom_worker.models.parallel import SINGLE_RANK, Communicator, Parallel
+from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator, Parallel
 from transom_worker.models.parallel.rendezvous import Rendezvous, connect, host_id
 
 logger = logging.getLogger("transom.worker")

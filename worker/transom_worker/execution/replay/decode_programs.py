@@ -24,7 +24,7 @@ from transom_core.errors import RankLost
 from transom_kernels.cpu.program import Program, ReplayMemory, record_program
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
-from transom_worker.execution.out_of_memory import is_out_of_memory
+from transom_worker.execution.loss_causes import is_out_of_memory
 from transom_worker.execution.replay.decode_replay import (
     DecodeReplay,
     DecodeStep,

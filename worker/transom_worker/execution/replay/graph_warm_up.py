@@ -29,7 +29,7 @@ from transom_worker.execution.replay.decode_replay import ReplayMismatch
 from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
 from transom_worker.execution.replay.graph_capture import CudaCapture
 from transom_worker.execution.replay.graph_inputs import GroupLaunchKey
-from transom_worker.execution.tiers.device_slab import block_rows
+from transom_worker.execution.tiers.slabs import block_rows
 from transom_worker.models.model import Model
 from transom_worker.scheduling.step import NewSequence, StepPlan
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from transom_kernels.cpu.recording import host_call
-from transom_worker.models.parallel import SINGLE_RANK, Communicator, Parallel
+from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator, Parallel
 
 
 class RecordedCollectives:

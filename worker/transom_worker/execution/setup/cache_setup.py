@@ -1,17 +1,34 @@
-"""Plans the KV cache of one rank's model: its groups, the arena of all ranks, and the fingerprint of this rank's blocks."""
+"""Plans the KV cache of one rank's model: its groups, the arena of all ranks, the model's identity and the blocks' fingerprint.
+
+Workers of equal identities compute the same numbers from the same tokens. The identity is a digest of the contents of the model's
+files (`model_files.content`) and of all else that decides numbers: number formats, quantisation, windows, and which kernels
+compute. The number of ranks, memory, batches and layout have no part in it: workers that differ in these share results. The
+identity is part of
+
+- the root of every chain of hash blocks (`kv_cache.hashing`), so that no index, tier, mirror or transfer can take one model's
+  blocks for another's;
+- `CacheShape`, from which routers know it, so that an answer continues only on a worker with the identity that began it;
+- the fingerprint of the disk tier's files, which has the layout of a rank's blocks as well.
+"""
 
 from __future__ import annotations
+
+from hashlib import blake2b
 
 from transom_core.config import EngineConfig
 from transom_core.kv_cache.kv_shares import KvShares
 from transom_core.kv_cache.layout import GroupLayout
 from transom_core.model_config.architecture import choose_max_model_len
 from transom_core.model_config.sharding import head_share
+from transom_kernels.launch import kernels_on
 from transom_worker.execution import memory
-from transom_worker.execution.setup.model_identity import disk_fingerprint, model_identity
 from transom_worker.execution.setup.model_loading import LoadedModel
-from transom_worker.models.parallel import Parallel
+from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.planner import CachePlan, cache_groups, check_runs, plan_cache, with_rank_shares
+
+NUMERICS = 1  # raise this when a change of kernels or layers changes numbers by more than rounding
+IDENTITY_BYTES = 16
+_DISK_FORMAT = "transom-disk-2"
 
 
 class CacheSetup:
@@ -59,12 +76,23 @@ class CacheSetup:
         )
 
     def identity(self, contents: bytes) -> str:
-        """Return the identity of the model; `contents` is the digest of its files."""
-        return model_identity(contents, self._config.model, self._loaded, self._groups_of(0))
+        """Return the identity of the model, in hexadecimal digits; empty for a model without files.
+
+        `contents` is the digest of its files.
+        """
+        if not contents:
+            return ""
+        config, loaded = self._config.model, self._loaded
+        formats = {group.spec.name: sorted({layer.format for layer in group.layers}) for group in self._groups_of(0)}
+        windows = (config.window, config.sinks, config.chunk, config.window_pattern)
+        kernels = (NUMERICS, loaded.device.type, kernels_on(loaded.device))
+        facts = (contents.hex(), loaded.dtype, config.quantization, formats, windows, kernels)
+        return _digest(IDENTITY_BYTES, *facts).hex()
 
     def disk_fingerprint(self, identity: str, rank: int) -> bytes:
-        """Return the fingerprint of a rank's blocks. The rank cannot use blocks in files with another fingerprint."""
-        return disk_fingerprint(identity, self._groups_of(rank), rank=rank, num_ranks=self._parallel.size)
+        """Return the 32 bytes that tell the files of a rank's blocks from those of other models and layouts, which the rank cannot
+        use."""
+        return _digest(32, _DISK_FORMAT, identity, rank, self._parallel.size, tuple(self._groups_of(rank)))
 
     def _groups_of(self, rank: int) -> tuple[GroupLayout, ...]:
         return cache_groups(
@@ -76,3 +104,8 @@ class CacheSetup:
             rank=rank,
             hybrid=self._config.model.hybrid_kv_cache,
         )
+
+
+def _digest(num_bytes: int, *facts: object) -> bytes:
+    """Return a digest of facts; the `repr` of each fact must be the same in every process."""
+    return blake2b(repr(facts).encode(), digest_size=num_bytes).digest()

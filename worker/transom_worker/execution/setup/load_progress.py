@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 
 from transom_kernels.compile_news import compile_news
-from transom_worker.models.weights import Weights
-from transom_worker.models.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, StoredGroups, read_groups, read_mxfp4
+from transom_kernels.quantised_linear import QuantisedRows
+from transom_worker.models.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, Weights, WeightsView
 
 logger = logging.getLogger("transom.worker")
 
@@ -69,53 +69,39 @@ def compile_progress(on_compiled: Callable[[int], None] | None = None) -> Iterat
         yield
 
 
-class ProgressWeights:
+class ProgressWeights(WeightsView):
     """An open checkpoint that reports how much of it was read: the share of its tensors, and their bytes, at most once a
     second.
     """
 
     def __init__(self, weights: Weights, on_progress: OnProgress) -> None:
-        self._weights, self._on_progress = weights, on_progress
+        super().__init__(weights)
+        self._on_progress = on_progress
         self._num_tensors = max(1, len(weights.names))
         self._num_bytes = 0
         self._reported_s = time.monotonic()
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the checkpoint's tensors."""
-        return self._weights.names
-
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """The names of the tensors that were not read yet."""
-        return self._weights.unread
-
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
         """Read one tensor, or a part of it, from the checkpoint."""
-        tensor = self._weights(name, shape=shape, part=part)
-        self._count(tensor.nbytes)
+        tensor = super().__call__(name, shape=shape, part=part)
+        self._count(tensor)
         return tensor
 
     def mxfp4(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Mxfp4Tensors | None:
-        """Read one tensor as the checkpoint stores it, if it is stored as MXFP4; else return None."""
-        found = read_mxfp4(self._weights, name, shape=shape, part=part)
-        if found is not None:
-            self._count(sum(half.nbytes for half in found))
+        """See `Weights.mxfp4`."""
+        found = super().mxfp4(name, shape=shape, part=part)
+        self._count(*(found or ()))
         return found
 
-    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredGroups | None:
-        """Read a matrix as the checkpoint stores it, if it is stored in groups; else return None."""
-        found = read_groups(self._weights, name, shape=shape, part=part)
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> QuantisedRows | None:
+        """See `Weights.groups`."""
+        found = super().groups(name, shape=shape, part=part)
         if found is not None:
-            self._count(found.nbytes)
+            self._count(found.levels, found.scales, found.minima)
         return found
 
-    def _count(self, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
+    def _count(self, *tensors: torch.Tensor | None) -> None:
+        self._num_bytes += sum(tensor.nbytes for tensor in tensors if tensor is not None)
         if time.monotonic() - self._reported_s > PERIOD_S:
             self._reported_s = time.monotonic()
-            self._on_progress(1 - len(self._weights.unread) / self._num_tensors, self._num_bytes)
-
-    def close(self) -> None:
-        """Close the checkpoint's files."""
-        self._weights.close()
+            self._on_progress(1 - len(self.unread) / self._num_tensors, self._num_bytes)

@@ -21,9 +21,10 @@ from transom_core.model_files.resolve import ModelFiles, eos_token_ids, resolve_
 from transom_kernels.cpu import threads
 from transom_worker.execution.setup.load_progress import OnProgress, ProgressWeights, fetch_with_progress
 from transom_worker.models.model import Model
-from transom_worker.models.parallel import Parallel
+from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.models.registry import build_model
-from transom_worker.models.weights import load_weights
+from transom_worker.models.weights.checkpoint import Weights
+from transom_worker.models.weights.load import load_weights
 
 logger = logging.getLogger("transom.worker")
 
@@ -74,7 +75,7 @@ def load_model(
     device, dtype = choose_device(config.device), choose_dtype(config.dtype, architecture)
     contents = ContentReading(files, index=index_on_host, count=ranks_on_host)
     try:
-        weights = load_weights(files, in_memory=device.type == "cpu")
+        weights: Weights = load_weights(files, in_memory=device.type == "cpu")
     except BaseException:
         contents.cancel()
         raise

@@ -24,18 +24,16 @@ from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.device_queue import device_queue
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport
 from transom_worker.execution.forward_pass import ForwardPass
-from transom_worker.execution.replay.backends import decode_sizes, make_replay
-from transom_worker.execution.replay.graph_memory import graph_bytes
+from transom_worker.execution.replay.backends import decode_sizes, graph_bytes, make_replay
 from transom_worker.execution.replay.recorded_collectives import with_recorded_collectives
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup.cache_setup import CacheSetup
 from transom_worker.execution.setup.dummy_run import warm_up, worst_case_counts, worst_case_start, worst_case_step
 from transom_worker.execution.setup.load_progress import OnProgress
 from transom_worker.execution.setup.model_loading import ONE_RANK, LoadedModel, load_model, set_threads
-from transom_worker.execution.tiers.device_slab import allocate_slab
-from transom_worker.execution.tiers.host_slab import allocate_host_slab
 from transom_worker.execution.tiers.rank_tiers import RankTiers, TierMemory, open_disk_folder
-from transom_worker.models.parallel import Parallel
+from transom_worker.execution.tiers.slabs import allocate_host_slab, allocate_slab
+from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.planner import CachePlan, make_layout, rank_layout
 from transom_worker.sampling.sharded import ShardedSampler
 from transom_worker.scheduling.step import TIER_DEVICE, TIER_HOST

@@ -8,6 +8,6 @@
     writes to the disk        a thread writes what is queued; it drops blocks if it does not keep up
     read, write               between steps: the contents of blocks, to and from other workers
 
-The runner and the executors use `rank_tiers`. `device_slab` and `host_slab` allocate the memory, `load_copies` and `disk_blocks`
+The runner and the executors use `rank_tiers`. `slabs` allocates the memory, `load_copies` and `disk_blocks`
 make the loads and have the threads, and `load_reports` collects from all ranks which loads have ended.
 """

@@ -21,9 +21,9 @@ from transom_core.errors import ConfigError, StepFailed, TransomError
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_kernels.block_copy import block_copy, block_copy_between
 from transom_worker.execution.executor import PIECE_BYTES, DiskUsage
-from transom_worker.execution.tiers.device_slab import block_rows
 from transom_worker.execution.tiers.disk_blocks import DiskTier, FetchedBlock, StoredBlock
 from transom_worker.execution.tiers.load_copies import EndedLoads, LoadBoard, RowCopies, make_loads
+from transom_worker.execution.tiers.slabs import block_rows
 from transom_worker.kvcache.tiers.disk.block_file import HEADER_BYTES
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.scheduling.step import LOAD_WAIT_S, TIER_DEVICE, TIER_DISK, TIER_HOST, StepPlan

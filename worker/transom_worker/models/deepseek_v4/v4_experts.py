@@ -16,8 +16,8 @@ from transom_core.model_config.deepseek_v4 import DeepseekV4Shape
 from transom_kernels.moe import GateRule
 from transom_kernels.route import Routing
 from transom_worker.models.expert_loading import experts_by_name
-from transom_worker.models.layers.expert_router import ExpertRouter
 from transom_worker.models.layers.experts import apply_gate, make_experts
+from transom_worker.models.layers.moe import ExpertRouter
 from transom_worker.models.loading import Loader
 
 _NAMES = ("experts.{}.w1.weight", "experts.{}.w3.weight", "experts.{}.w2.weight")  # gate, up, down projection
@@ -56,7 +56,7 @@ class ExpertLayer:
     def __call__(self, x_TN: torch.Tensor, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Return the output [T, N] for `x` [T, N]."""
         chosen_TK = None if self._chosen_VK is None else self._chosen_VK[token_ids_T]
-        routed_TN = self._experts(x_TN, self._router(x_TN, chosen_TK))
+        routed_TN = self._experts(x_TN, *self._router(x_TN, chosen_TK))
         return self._comm.all_reduce_(self._shared_out.add_to(routed_TN, apply_gate(self._shared_in(x_TN), self._rule)))
 
 

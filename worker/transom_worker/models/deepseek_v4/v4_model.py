@@ -21,13 +21,23 @@ from transom_core.model_config.deepseek_v4 import DeepseekV4Shape
 from transom_core.model_config.rope import Rope
 from transom_worker.models.deepseek_v4.attention_metadata import AttentionMetadata
 from transom_worker.models.deepseek_v4.hyper_connections import HyperConnection, HyperConnectionHead
-from transom_worker.models.deepseek_v4.names import either_name
 from transom_worker.models.deepseek_v4.v4_attention import LatentAttention
 from transom_worker.models.deepseek_v4.v4_experts import ExpertLayer
 from transom_worker.models.frequencies import frequencies
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.layers.rotary_embedding import RotaryEmbedding, RotaryTables
 from transom_worker.models.loading import Loader
+from transom_worker.models.weights.checkpoint import Weights
+from transom_worker.models.weights.renamed_weights import RenamedWeights
+
+# Names that transformers saves, and the published ones. transformers puts most names under `model.` and calls a layer's latent norm
+# `norm`; the other names within layers are equal.
+_PUBLISHED = (
+    ("model.embed_tokens.", "embed."),
+    ("model.hc_head.hc_", "hc_head_"),
+    ("model.", ""),
+    (".attn.norm.", ".attn.kv_norm."),
+)
 
 
 class DeepseekV4:
@@ -41,7 +51,7 @@ class DeepseekV4:
             ConfigError: --sinks or --chunk was given, which these layers do not support.
         """
         shape = _checked(architecture)
-        load = replace(load, weights=either_name(load.weights))
+        load = replace(load, weights=_either_name(load.weights))
         eps, table = architecture.rms_norm_eps, (architecture.vocab_size, architecture.hidden_size)
         self.architecture, self._num_residual_streams = architecture, shape.num_residual_streams
         self.vocab = load.share(architecture.vocab_size)
@@ -145,3 +155,16 @@ def _entry_rope(architecture: Architecture) -> Rope | None:
     """Return the RoPE of compressed entries: that of the layers with entries. None if no layer has entries."""
     pairs = zip(architecture.layers, architecture.ropes, strict=True)
     return next((rope for layer, rope in pairs if layer.compression is not None), None)
+
+
+def _either_name(weights: Weights) -> Weights:
+    """Return the weights under transformers' names, whichever of the two namings the checkpoint has."""
+    saved = any(name.startswith("model.") for name in weights.names)
+    return weights if saved else RenamedWeights(weights, published_name)
+
+
+def published_name(name: str) -> str:
+    """Return the published name of a tensor that transformers saves as `name`."""
+    for saved, published in _PUBLISHED:
+        name = name.replace(saved, published, 1)
+    return name

@@ -8,64 +8,39 @@ Legend: T tokens, N hidden width, H query heads, KVH KV heads, D key width, Dv v
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
+from transom_core.model_config.layer_attention import LayerAttention
 from transom_kernels.kv_write import Preparation, prepare_qkv
 from transom_kernels.paged_attention import paged_attention
 from transom_kernels.paged_attention.batch import PagedBatch
 from transom_worker.models.layers.forward_batch import LayerCache
 from transom_worker.models.layers.linear import Linear
-from transom_worker.models.layers.norm import AllHeadsQkNorm, QkNorm, ShardedAllHeadsQkNorm
+from transom_worker.models.layers.norm import AllHeadsQkNorm, ShardedAllHeadsQkNorm
 from transom_worker.models.layers.policy_rows import MixedBatch, ScoreOptions, attend_mixed
 from transom_worker.models.layers.rotary_embedding import RotaryTables
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
-    """The heads of one rank, and which keys a query reads.
-
-    A query reads the last `window` tokens, itself included, and the first `num_sink_tokens` tokens. In chunked attention it reads
-    only keys of its own chunk of `chunk` tokens. None means that there is no such limit.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    window: int | None
-    num_sink_tokens: int
-    chunk: int | None
-    value_size: int | None = None  # None: as wide as a key
-    has_cache: bool = True  # False: the projection gives only queries, which read an earlier layer's cache
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionOptions:
-    """What model families add to plain attention; the default adds nothing."""
-
-    scale: float | None = None  # factor of the scores; None: head_size ** -0.5
-    soft_cap: float | None = None
-    sink_logits: torch.Tensor | None = None  # [H] float32, one learned sink for each of this rank's heads
-    norm: QkNorm | AllHeadsQkNorm | ShardedAllHeadsQkNorm | None = None  # of queries and keys, before rotation
-    norm_after_rotation: bool = False  # normalise each query and key head after rotation, without a weight
-    value_norm: bool = False  # normalise each value head, without a weight
-    eps: float = 1e-6  # of the norms of single heads
-    value_scale: float = 1.0
-
-
-PLAIN = AttentionOptions()
 
 
 class Attention:
     """An attention layer: fused q, k, v projection, rotary embedding, cache write, attention, output projection."""
 
-    def __init__(self, qkv: Linear, output: Linear, shape: AttentionShape, options: AttentionOptions = PLAIN) -> None:
-        self._qkv, self._output, self._shape, self._options = qkv, output, shape, options
-        self._preparation = _preparation(shape, options)
-        self._scale = float(shape.head_size**-0.5 if options.scale is None else options.scale)
-        parts, sinks = (qkv, output, options.norm), options.sink_logits
-        self.weight_bytes = sum(part.weight_bytes for part in parts if part) + (0 if sinks is None else sinks.nbytes)
+    def __init__(
+        self,
+        qkv: Linear,
+        output: Linear,
+        layer: LayerAttention,
+        scores: ScoreOptions,
+        preparation: Preparation,
+        norm: AllHeadsQkNorm | ShardedAllHeadsQkNorm | None = None,
+    ) -> None:
+        """`layer` counts the heads of this rank. `norm` runs before `preparation`, which has the norms of single heads."""
+        self._qkv, self._output, self._layer = qkv, output, layer
+        self._scores, self._preparation, self._norm = scores, preparation, norm
+        tensors = (scores.sink_logits, preparation.q_weight, preparation.k_weight)
+        self.weight_bytes = sum(part.weight_bytes for part in (qkv, output, norm) if part)
+        self.weight_bytes += sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     @property
     def adds_in_product(self) -> bool:
@@ -107,22 +82,21 @@ class Attention:
         query_scale_T11: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the outputs of all heads, concatenated, [T, H * Dv]."""
-        shape, options = self._shape, self._options
+        layer, scores = self._layer, self._scores
         q_THD, sink_q_THD = self._prepare(x_TN, tables, cache, batch, query_scale_T11)
         if isinstance(batch, MixedBatch):
-            score_options = ScoreOptions(scale=self._scale, soft_cap=options.soft_cap, sink_logits=options.sink_logits)
-            return attend_mixed(q_THD, sink_q_THD, cache, batch, score_options).flatten(1)
+            return attend_mixed(q_THD, sink_q_THD, cache, batch, scores).flatten(1)
         return paged_attention(
             q_THD,
             cache.k,
             cache.v,
             batch,
-            scale=self._scale,
-            window=shape.window,
-            num_sink_tokens=shape.num_sink_tokens,
-            chunk=shape.chunk,
-            soft_cap=options.soft_cap,
-            sink_logits=options.sink_logits,
+            scale=scores.scale,
+            window=layer.window,
+            num_sink_tokens=layer.sinks,
+            chunk=layer.chunk,
+            soft_cap=scores.soft_cap,
+            sink_logits=scores.sink_logits,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
         ).flatten(1)
@@ -140,16 +114,13 @@ class Attention:
         Write keys and values to the cache if the layer has its own. One operator does all this after the projection; only a norm
         over all heads runs by itself before it.
         """
-        heads, norm = self._shape.num_heads, self._options.norm
-        kv_heads = self._shape.num_kv_heads if self._shape.has_cache else 0
-        q, k, v = self._project(x_TN, heads, kv_heads)
-        if norm is not None and not isinstance(norm, QkNorm):
-            q, k = norm(q, k)
+        q, k, v = self._project(x_TN)
+        if self._norm is not None:
+            q, k = self._norm(q, k)
         preparation, cos_sin = self._preparation, None
         if cache.hadamard:
             preparation = replace(preparation, hadamard=True)
         if tables is not None:
-            preparation = replace(preparation, interleaved=True) if tables.interleaved else preparation
             cos_sin = (tables.cos, tables.signed_sin)
         scale_T = None if query_scale_T11 is None else query_scale_T11.flatten()
         sink_q = None
@@ -161,13 +132,11 @@ class Attention:
         scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
         return prepare_qkv(q, k, v, cache.k, cache.v, batch.slots, cos_sin, preparation, scale_T, **scales), sink_q
 
-    def _project(
-        self, x_TN: torch.Tensor, heads: int, kv_heads: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _project(self, x_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return queries [T, H, D] and keys [T, KVH, D], and values [T, KVH, Dv] if the layer has its own cache."""
-        size, value_size = self._shape.head_size, self._shape.value_size
-        projected = self._qkv(x_TN)
-        if not kv_heads:
+        layer, projected = self._layer, self._qkv(x_TN)
+        heads, kv_heads, size, value_size = layer.num_heads, layer.num_kv_heads, layer.head_size, layer.value_size
+        if layer.reads_cache_of is not None:
             q = projected.view(-1, heads, size)
             return q, q[:, :0], None
         if value_size is None or value_size == size:
@@ -177,18 +146,3 @@ class Attention:
         widths = (heads * size, kv_heads * size, kv_heads * value_size)
         q, k, v = projected.split_with_sizes(widths, dim=1)
         return q.view(-1, heads, size), k.view(-1, kv_heads, size), v.view(-1, kv_heads, value_size)
-
-
-def _preparation(shape: AttentionShape, options: AttentionOptions) -> Preparation:
-    """Return the norms of single heads, and the value factor, in the form that `prepare_qkv` takes."""
-    norm = options.norm if isinstance(options.norm, QkNorm) else None
-    weight_HD = None if norm is None else norm.weight_HD
-    return Preparation(
-        norm=norm is not None,
-        q_weight=None if weight_HD is None else weight_HD[: shape.num_heads],
-        k_weight=None if weight_HD is None else weight_HD[shape.num_heads :],
-        norm_after_rotation=options.norm_after_rotation,
-        value_norm=options.value_norm,
-        value_factor=options.value_scale,
-        eps=options.eps,
-    )

@@ -14,59 +14,40 @@ from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.linear import PackedWeight, embedding_rows
 from transom_worker.models.layers.linear import KernelLinear, Linear, PlainLinear, make_linear
 from transom_worker.models.layers.quantisation import Quantization, Weight
-from transom_worker.models.parallel import SINGLE_RANK, Communicator
+from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator
 
 
 class Embedding:
     """Looks up tokens in a table, and multiplies their rows by `scale`, rounded to the table's dtype.
 
-    The table is a tensor [V, N]. A tied head may pack it (`LmHead`); then head and embedding share the packed weight.
+    The table is a tensor [V, N]. A tied head may pack it (`LmHead`); then head and embedding share the packed weight. On one of
+    several ranks, another rank's token gets a row of zeros, and an all-reduce adds the ranks' rows.
     """
 
-    def __init__(self, weight_VN: torch.Tensor, *, scale: float = 1.0) -> None:
+    def __init__(
+        self, weight_VN: torch.Tensor, *, first_id: int = 0, comm: Communicator = SINGLE_RANK, scale: float = 1.0
+    ) -> None:
+        """`first_id` is the token id of the table's first row."""
         self.table: torch.Tensor | PackedWeight = weight_VN
+        self._first_id, self._comm, self._num_rows = first_id, comm, len(weight_VN)
         self._scale = float(torch.tensor(scale, dtype=weight_VN.dtype))
         self.weight_bytes = weight_VN.nbytes
 
     def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Return the rows of these tokens, [T, N]."""
-        if self._runs_kernel:
-            return self._rows(token_ids_T)
-        assert isinstance(self.table, torch.Tensor)
-        rows_TN = F.embedding(token_ids_T, self.table)
-        return rows_TN if self._scale == 1.0 else rows_TN.mul_(self._scale)
-
-    @property
-    def _runs_kernel(self) -> bool:
-        return isinstance(self.table, PackedWeight) or uses_cpu_kernels(self.table)
-
-    def _rows(self, token_ids_T: torch.Tensor, first_id: int = 0) -> torch.Tensor:
-        return embedding_rows(token_ids_T, self.table, first_id=first_id, scale=self._scale)
-
-
-class ShardedEmbedding(Embedding):
-    """The embedding on one of several ranks. Another rank's token gets a row of zeros, and an all-reduce adds the ranks' rows."""
-
-    def __init__(self, weight_VN: torch.Tensor, *, first_id: int, comm: Communicator, scale: float = 1.0) -> None:
-        """`first_id` is the token id of the table's first row."""
-        super().__init__(weight_VN, scale=scale)
-        self._first_id, self._comm, self._num_rows = first_id, comm, len(weight_VN)
-
-    def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """Return the rows of these tokens, [T, N]."""
-        if self._runs_kernel:
-            return self._comm.all_reduce_(self._rows(token_ids_T, self._first_id))
+        if isinstance(self.table, PackedWeight) or uses_cpu_kernels(self.table):
+            rows_TN = embedding_rows(token_ids_T, self.table, first_id=self._first_id, scale=self._scale)
+            return self._comm.all_reduce_(rows_TN)
+        if self._comm is SINGLE_RANK:
+            return self._look_up(token_ids_T, self.table)
         rows_T = token_ids_T - self._first_id
         absent_T = (rows_T < 0) | (rows_T >= self._num_rows)
-        rows_TN = super().__call__(rows_T.masked_fill_(absent_T, 0))
+        rows_TN = self._look_up(rows_T.masked_fill_(absent_T, 0), self.table)
         return self._comm.all_reduce_(rows_TN.masked_fill_(absent_T[:, None], 0.0))
 
-
-def make_embedding(weight_VN: torch.Tensor, *, first_id: int, comm: Communicator, scale: float = 1.0) -> Embedding:
-    """Return the embedding over this rank's rows of a table."""
-    if comm is SINGLE_RANK:
-        return Embedding(weight_VN, scale=scale)
-    return ShardedEmbedding(weight_VN, first_id=first_id, comm=comm, scale=scale)
+    def _look_up(self, rows_T: torch.Tensor, table_VN: torch.Tensor) -> torch.Tensor:
+        rows_TN = F.embedding(rows_T, table_VN)
+        return rows_TN if self._scale == 1.0 else rows_TN.mul_(self._scale)
 
 
 class LmHead:

@@ -18,7 +18,6 @@ from transom_kernels.gated_mlp import gated_activation
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
 from transom_kernels.moe import ExpertTensors, GateRule, MxTensor, PackedExperts, moe, pack_experts
 from transom_kernels.moe.op import gated
-from transom_worker.models.layers.expert_router import Routes
 from transom_worker.models.layers.linear import Linear, make_linear
 from transom_worker.models.layers.quantisation import Quantization
 
@@ -29,8 +28,8 @@ class Experts(ABC):
     weight_bytes: int
 
     @abstractmethod
-    def __call__(self, x_TN: torch.Tensor, routes: Routes) -> torch.Tensor:
-        """Return the weighted sum of each token's experts, [T, N]."""
+    def __call__(self, x_TN: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of each token's experts, [T, N]; `experts_TK` and `weights_TK` come from a router."""
 
 
 def make_experts(
@@ -75,12 +74,10 @@ class GroupedExperts(Experts):
             interleaved=weights.interleaved,
         )
 
-    def __call__(self, x_TN: torch.Tensor, routes: Routes) -> torch.Tensor:
+    def __call__(self, x_TN: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each token's experts, added in the order in which the token chose them, [T, N]."""
         x_TN = x_TN.contiguous()
-        return moe(
-            x_TN, routes.experts_TK, routes.weights_TK, self._weights, self._rule, scales_input=self._scales_input
-        )
+        return moe(x_TN, experts_TK, weights_TK, self._weights, self._rule, scales_input=self._scales_input)
 
 
 class SequentialExperts(Experts):
@@ -110,20 +107,20 @@ class SequentialExperts(Experts):
         self._rule, self._scales_input = rule, scales_input
         self.weight_bytes = sum(linear.weight_bytes for linear in (*self._gate_up, *self._down))
 
-    def __call__(self, x_TN: torch.Tensor, routes: Routes) -> torch.Tensor:
+    def __call__(self, x_TN: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each token's experts, [T, N]."""
-        chosen_P, num_chosen = routes.experts_TK.flatten(), routes.experts_TK.shape[1]
+        chosen_P, num_chosen = experts_TK.flatten(), experts_TK.shape[1]
         order_P = chosen_P.argsort(stable=True)  # by expert, then by token
         x_PN = x_TN.index_select(0, order_P // num_chosen)
         if self._scales_input:
-            x_PN = (x_PN.float() * routes.weights_TK.flatten()[order_P, None]).to(x_TN.dtype)
+            x_PN = (x_PN.float() * weights_TK.flatten()[order_P, None]).to(x_TN.dtype)
         y_PN = torch.empty_like(x_PN)
         refuse_recording("experts in torch read the number of tokens of each expert in Python")
         y_PN[order_P] = self._apply(x_PN, torch.bincount(chosen_P, minlength=len(self._down)).tolist())
-        y_TKN = y_PN.view(*routes.experts_TK.shape, x_TN.shape[1]).float()
+        y_TKN = y_PN.view(*experts_TK.shape, x_TN.shape[1]).float()
         if self._scales_input:
             return y_TKN.sum(dim=1).to(x_TN.dtype)
-        return torch.bmm(routes.weights_TK[:, None], y_TKN).squeeze(1).to(x_TN.dtype)
+        return torch.bmm(weights_TK[:, None], y_TKN).squeeze(1).to(x_TN.dtype)
 
     def _apply(self, x_PN: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Return every expert's output for its rows of `x_PN`, [P, N]; `counts` has the number of rows of each expert."""

@@ -1,5 +1,8 @@
 """Linear layers: torch's own, and CPU kernels with packed weights in the model's dtype, 8 bits or 4 bits.
 
+In a row-parallel layer each rank has some columns of the weight [N, K], and an all-reduce sums the ranks' products. A
+column-parallel layer needs no class of its own: each rank has some rows of the weight, which is a linear layer with fewer rows.
+
 Legend: M rows, K input width, N output width.
 """
 
@@ -15,6 +18,7 @@ from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.linear import PackedWeight, can_pack, linear, pack_weight
 from transom_kernels.quantised_linear import PackedPanels, pack, quantised_linear
 from transom_worker.models.layers.quantisation import Quantization, Weight, quantised_rows
+from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator
 
 
 class Linear(ABC):
@@ -95,3 +99,39 @@ class KernelLinear(Linear):
     def logits(self, x_MK: torch.Tensor, *, scale: float, soft_cap: float | None) -> torch.Tensor:
         """See `Linear.logits`."""
         return self._product(x_MK, self.weight, scale=scale, soft_cap=soft_cap, out_dtype=torch.float32)
+
+
+class RowParallelLinear(Linear):
+    """`x @ weight.T + bias`, summed over the ranks. Only rank 0 has a bias.
+
+    The residual is added after the sum. It may be far larger than the ranks' products, so adding it to one of them would round
+    that product's low bits away.
+    """
+
+    def __init__(self, linear: Linear, comm: Communicator) -> None:
+        self._linear, self._comm = linear, comm
+        self.weight_bytes = linear.weight_bytes
+
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks, [M, N]."""
+        return self._comm.all_reduce_(self._linear(x_MK))
+
+    def add_to(self, residual_MN: torch.Tensor, x_MK: torch.Tensor) -> torch.Tensor:
+        """Return `residual + self(x)`, [M, N]."""
+        return self(x_MK).add_(residual_MN)
+
+
+def make_row_parallel(
+    weight_NK: Weight,
+    bias_N: torch.Tensor | None = None,
+    *,
+    quantization: Quantization = "none",
+    comm: Communicator = SINGLE_RANK,
+) -> Linear:
+    """Return the layer for this rank's columns of a weight. With `SINGLE_RANK` as `comm` it does not sum over the ranks; if there
+    are several, the caller does.
+
+    A weight is divided among ranks before it is quantised, so a rank's groups of columns begin at its first column.
+    """
+    linear = make_linear(weight_NK, bias_N, quantization=quantization)
+    return linear if comm is SINGLE_RANK else RowParallelLinear(linear, comm)

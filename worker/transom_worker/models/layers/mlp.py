@@ -12,10 +12,9 @@ import torch
 from transom_kernels.gated_mlp import Activation, gated_activation
 from transom_kernels.linear import PackedWeight, gated_linear, pack_weight
 from transom_kernels.quantised_linear import PackedPanels, pack_gated, quantised_gated_linear
-from transom_worker.models.layers.linear import Linear, make_linear, runs_packed
-from transom_worker.models.layers.parallel_linear import make_row_parallel
+from transom_worker.models.layers.linear import Linear, make_linear, make_row_parallel, runs_packed
 from transom_worker.models.layers.quantisation import Quantization, Weight, quantised_rows
-from transom_worker.models.parallel import SINGLE_RANK, Communicator
+from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator
 
 
 class GatedMlp:

@@ -1,6 +1,7 @@
 """Normalisation layers.
 
-QK norms normalise queries and keys before attention, each head by itself or all heads together.
+QK norms normalise queries and keys before attention: those below all heads together. `kv_write.Preparation` has those of single
+heads.
 
 Legend: T tokens, N hidden width, H heads, D head width.
 """
@@ -13,7 +14,7 @@ import torch
 
 from transom_kernels.layer_norm import layer_norm
 from transom_kernels.rms_norm import rms_norm
-from transom_worker.models.parallel import Communicator
+from transom_worker.models.parallel.communicator import Communicator
 
 
 class Norm(Protocol):
@@ -52,13 +53,6 @@ class LayerNorm:
     def __call__(self, x_TN: torch.Tensor) -> torch.Tensor:
         """Return the normalised rows, [T, N]."""
         return layer_norm(x_TN, self._weight_N, self._eps)
-
-
-class QkNorm:
-    """The weights [H, D], query heads first, of a root-mean-square norm of each head by itself, which `prepare_qkv` computes."""
-
-    def __init__(self, weight_HD: torch.Tensor) -> None:
-        self.weight_HD, self.weight_bytes = weight_HD.contiguous(), weight_HD.nbytes
 
 
 class AllHeadsQkNorm:

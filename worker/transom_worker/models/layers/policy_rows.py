@@ -50,7 +50,7 @@ class ScoreOptions:
 
     scale: float
     soft_cap: float | None
-    sink_logits: torch.Tensor | None
+    sink_logits: torch.Tensor | None  # [H] float32, one learned sink for each of this rank's heads
 
 
 def attend_mixed(

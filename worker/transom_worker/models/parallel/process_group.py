@@ -105,9 +105,8 @@ class ProcessGroup:
     def _run(self, start: Callable[[Any], Any]) -> None:
         group = self._open_group()
         work = self._try(lambda: start(group))
-        if (
-            self._watch is not None and not _is_capturing()
-        ):  # a captured collective runs in replays, which `end_step` covers
+        # A captured collective runs when its graph is replayed, which `end_step` covers.
+        if self._watch is not None and not _is_capturing():
             self._watch.add(work)
         self._try(work.wait)
 

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 
 import torch
 
-from transom_worker.models.weights.checkpoint import ALL, WHOLE, Part, StoredGroups, Weights, read_groups
+from transom_kernels.quantised_linear import QuantisedRows
+from transom_worker.models.weights.checkpoint import ALL, WHOLE, Part, Weights, WeightsView
 
 # Families with a tensor for each matrix of each expert: model_type -> (name of the matrix -> name of its stack).
 _PER_EXPERT: Mapping[str, Mapping[str, str]] = {
@@ -39,75 +40,59 @@ def with_hf_experts(stacks: Weights, family: str, *, num_experts: int) -> Weight
     return FusedGateUp(stacks, interleaved=_FUSED[family]) if family in _FUSED else stacks
 
 
-class PerExpertNames:
+class PerExpertNames(WeightsView):
     """Weights in which each matrix of each expert has a name of its own."""
 
     def __init__(self, stacks: Weights, parts: Mapping[str, str], *, num_experts: int) -> None:
-        self._stacks, self._parts, self._num_experts = stacks, parts, num_experts
+        super().__init__(stacks)
+        self._parts, self._num_experts = parts, num_experts
         back = {stack: hf_name for hf_name, stack in parts.items()}
         names = [name for name in stacks.names if not _STACK.fullmatch(name)]
         for found in filter(None, map(_STACK.fullmatch, stacks.names)):
             names += [f"{found[1]}.{expert}.{back[found[2]]}.{found[3]}" for expert in range(num_experts)]
         self.names = tuple(sorted(names))
 
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """Return the names of the tensors in the file that were not read yet."""
-        return self._stacks.unread
-
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
         """Read one tensor; see `Weights.__call__`. Only the requested expert of a stack is dequantised."""
         found = _EXPERT.fullmatch(name)
         if found is None or found[3] not in self._parts:
-            return self._stacks(name, shape=shape, part=part)
+            return self._weights(name, shape=shape, part=part)
         expert, stack = int(found[2]), f"{found[1]}.{self._parts[found[3]]}.weight"
         whole = None if shape is None else (self._num_experts, *shape)
-        return self._stacks(stack, shape=whole, part=(slice(expert, expert + 1), *part))[0]
+        return self._weights(stack, shape=whole, part=(slice(expert, expert + 1), *part))[0]
 
-    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredGroups | None:
-        """Return a matrix as stored (`read_groups`); None for an expert's matrix, which can only be read dequantised."""
-        return None if _EXPERT.fullmatch(name) else read_groups(self._stacks, name, shape=shape, part=part)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._stacks.close()
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> QuantisedRows | None:
+        """Return a matrix as stored (`Weights.groups`); None for an expert's matrix, which can only be read dequantised."""
+        return None if _EXPERT.fullmatch(name) else super().groups(name, shape=shape, part=part)
 
 
-class FusedGateUp:
+class FusedGateUp(WeightsView):
     """Weights in which the stacks of gates and ups are one tensor, and each expert's matrix is transposed."""
 
     def __init__(self, stacks: Weights, *, interleaved: bool) -> None:
-        self._stacks, self._interleaved = stacks, interleaved
+        super().__init__(stacks)
+        self._interleaved = interleaved
         self.names = tuple(sorted({_fused_name(name) for name in stacks.names}))
-
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """Return the names of the tensors in the file that were not read yet."""
-        return self._stacks.unread
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
         """Read one tensor; see `Weights.__call__`. A part of the fused gates and ups can be read only if `shape` is given."""
         found = _FUSED_NAME.fullmatch(name)
         if found is None:
-            return self._stacks(name, shape=shape, part=part)
+            return self._weights(name, shape=shape, part=part)
         prefix, is_bias, is_fused = found[1], found[3] is not None, found[2] == "gate_up"
         kind, stack_shape = "bias" if is_bias else "weight", _stack_shape(shape, halves=2 if is_fused else 1)
         experts, *across, along = (*part, *[ALL] * ((2 if is_bias else 3) - len(part)))
         halves = self._halves(along, shape) if is_fused else [("down", along)]
         rows = [
-            self._stacks(f"{prefix}.{half}.{kind}", shape=stack_shape, part=(experts, chosen, *across))
+            self._weights(f"{prefix}.{half}.{kind}", shape=stack_shape, part=(experts, chosen, *across))
             for half, chosen in halves
         ]
         fused = self._fuse(rows, along) if is_fused else rows[0]
         return fused if is_bias else fused.transpose(-1, -2)
 
-    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredGroups | None:
-        """Return a matrix as stored (`read_groups`); None for experts, which can only be read dequantised."""
-        return None if _FUSED_NAME.fullmatch(name) else read_groups(self._stacks, name, shape=shape, part=part)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._stacks.close()
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> QuantisedRows | None:
+        """Return a matrix as stored (`Weights.groups`); None for experts, which can only be read dequantised."""
+        return None if _FUSED_NAME.fullmatch(name) else super().groups(name, shape=shape, part=part)
 
     def _halves(self, along: slice, shape: tuple[int, ...] | None) -> list[tuple[str, slice]]:
         """Return the rows of the gates' stack and of the ups' stack that make up these columns of the fused tensor."""

@@ -1,4 +1,5 @@
-"""Reads a GGUF file's tensors by their Hugging Face names (`gguf_names`), dequantised to float32 or as stored (`gguf_groups`)."""
+"""Reads a GGUF file's tensors by their Hugging Face names (`gguf_names`), dequantised to float32 or as stored in
+groups (Q8_0, Q4_0 and Q4_1)."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
+from gguf import GGMLQuantizationType as Kind
 
 from transom_core.errors import ModelError
 from transom_core.model_files.gguf_header import GgufTensor, read_gguf_header
 from transom_core.model_files.resolve import ModelFiles
-from transom_worker.models.weights.checkpoint import ALL, GROUP, WHOLE, Part, StoredGroups, check_shape
-from transom_worker.models.weights.gguf_groups import STORED_KINDS, stored_groups
+from transom_kernels.quantised_linear import QuantisedRows
+from transom_worker.models.weights.checkpoint import ALL, GROUP, WHOLE, Part, Weights, check_shape
 from transom_worker.models.weights.gguf_names import INTERLEAVED_ROPE, NAMES, NORMS_PLUS_ONE, NOT_WEIGHTS, PARAMETERS
 
+_STORED_KINDS = (Kind.Q8_0, Kind.Q4_0, Kind.Q4_1)
 _REORDERED_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 # The gguf package dequantises 16 rows at a time; with rows of this many bytes it makes fewer and larger numpy calls.
 _ROW_BYTES = 1 << 17
@@ -29,7 +32,7 @@ Floats = npt.NDArray[np.float32]
 Number = TypeVar("Number", np.float32, np.uint8)
 
 
-class GgufWeights:
+class GgufWeights(Weights):
     """The tensors of one GGUF file, read through a memory map and dequantised on request.
 
     Raises:
@@ -63,11 +66,11 @@ class GgufWeights:
             values -= 1.0
         return torch.from_numpy(values)
 
-    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> StoredGroups | None:
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> QuantisedRows | None:
         """Return a matrix, or a part of it, as stored; None if it is not stored in groups, or the part cuts a group."""
         tensor = self._find(name, shape)
-        kind = gguf.GGMLQuantizationType(tensor.ggml_type)
-        if kind not in STORED_KINDS:
+        kind = Kind(tensor.ggml_type)
+        if kind not in _STORED_KINDS:
             return None
         rows, columns = (*part, *[ALL] * (2 - len(part)))
         first, end, _ = columns.indices(tensor.shape[1])
@@ -84,7 +87,7 @@ class GgufWeights:
         if num_heads:
             flat = np.ascontiguousarray(blocks).reshape(len(blocks), -1)
             blocks = _half_split(flat, end_head - first_head).reshape(blocks.shape)
-        return stored_groups(blocks[start - first_head * head_rows : stop - first_head * head_rows], kind)
+        return _stored_groups(blocks[start - first_head * head_rows : stop - first_head * head_rows], kind)
 
     def close(self) -> None:
         """Drop the memory map; tensors that were read stay valid."""
@@ -113,7 +116,7 @@ class GgufWeights:
 
     def _num_bytes(self, tensor: GgufTensor) -> int:
         try:
-            block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.ggml_type)]
+            block, size = gguf.GGML_QUANT_SIZES[Kind(tensor.ggml_type)]
         except (KeyError, ValueError):
             raise ModelError(f"{self._path}: tensor {tensor.name!r} has unknown type {tensor.ggml_type}.") from None
         if math.prod(tensor.shape[-1:]) % int(block):
@@ -134,13 +137,13 @@ class GgufWeights:
 
     def _blocks(self, tensor: GgufTensor) -> npt.NDArray[np.uint8]:
         """Return the tensor's bytes, [its axes, bytes of a block]; the last of its axes counts quantisation blocks."""
-        _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.ggml_type)]
+        _, num_bytes = gguf.GGML_QUANT_SIZES[Kind(tensor.ggml_type)]
         raw = self._data[tensor.offset : tensor.offset + self._num_bytes(tensor)]
         return raw.reshape(*tensor.shape[:-1], -1, num_bytes)
 
     def _dequantise(self, tensor: GgufTensor, part: Part) -> Floats:
         """Return a part in float32. Only the quantisation blocks that hold it are read; every row consists of whole blocks."""
-        kind = gguf.GGMLQuantizationType(tensor.ggml_type)
+        kind = Kind(tensor.ggml_type)
         length, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         *leading, columns = (*part, *[ALL] * (len(tensor.shape) - len(part)))
         start, stop, _ = columns.indices(tensor.shape[-1])
@@ -153,7 +156,7 @@ class GgufWeights:
                 f"{self._path}: tensor {tensor.name!r} has type {kind.name}, which cannot be read."
             ) from None
         # `gguf.dequantize` returns F32 as a view of the file, so it is copied: `__call__` may change the values in place.
-        own = np.array(values, dtype=np.float32, copy=kind is gguf.GGMLQuantizationType.F32)
+        own = np.array(values, dtype=np.float32, copy=kind is Kind.F32)
         return own.reshape(*chosen.shape[:-2], -1)[..., start - first * length : stop - first * length]
 
 
@@ -170,3 +173,27 @@ def _half_split(weight: npt.NDArray[Number], num_heads: int) -> npt.NDArray[Numb
     """Undo llama.cpp's order of rows in each head: neighbouring rotary pairs become all first elements, then all second ones."""
     pairs = weight.reshape(num_heads, weight.shape[0] // num_heads // 2, 2, -1)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def _stored_groups(blocks: npt.NDArray[np.uint8], kind: Kind) -> QuantisedRows:
+    """Split blocks [N, K / 32, bytes] into levels, scales and minima, without changing a number.
+
+    A block holds 32 columns of a row, in bytes:
+
+        Q8_0   scale (float16), 32 signed integers
+        Q4_0   scale (float16), 16 bytes of two levels: the low halves are columns 0 to 15, the high halves columns 16 to 31
+        Q4_1   scale (float16), minimum (float16), 16 bytes of two levels as in Q4_0
+    """
+    num_rows, num_groups, _ = blocks.shape
+    head = 4 if kind is Kind.Q4_1 else 2
+    factors = torch.from_numpy(np.ascontiguousarray(blocks[:, :, :head])).view(torch.float16)
+    body = torch.from_numpy(np.ascontiguousarray(blocks[:, :, head:]))
+    # Flipping the sign bit of a signed byte adds 128, the format's zero.
+    levels = body ^ 0x80 if kind is Kind.Q8_0 else torch.cat((body & 15, body >> 4), dim=-1)
+    return QuantisedRows(
+        format="int8" if kind is Kind.Q8_0 else "int4" if kind is Kind.Q4_0 else "int4_min",
+        levels=levels.view(num_rows, 32 * num_groups),
+        scales=factors[..., 0].contiguous(),
+        minima=factors[..., 1].contiguous() if kind is Kind.Q4_1 else None,
+        width=32 * num_groups,
+    )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from transom_core.errors import ModelError
-from transom_worker.models.weights.checkpoint import ALL, WHOLE, Mxfp4Tensors, Part, check_shape
+from transom_worker.models.weights.checkpoint import ALL, WHOLE, Mxfp4Tensors, Part, WeightsView, check_shape
 from transom_worker.models.weights.dequantise import GROUP, dequantise_blockwise, dequantise_mxfp4
 from transom_worker.models.weights.safetensors_files import SafetensorsWeights
 
@@ -43,10 +43,11 @@ def open_quantised(plain: SafetensorsWeights, config: Any) -> QuantisedWeights:
     return QuantisedWeights(plain, (block[0], block[1]))
 
 
-class QuantisedWeights:
+class QuantisedWeights(WeightsView):
     """Weights that dequantise the tensors with scales, and give all others as stored."""
 
     def __init__(self, plain: SafetensorsWeights, block: tuple[int, int]) -> None:
+        super().__init__(plain)
         self._plain, self._block = plain, block
         stored_names = set(plain.names)
         self._mxfp4_experts = {
@@ -58,25 +59,16 @@ class QuantisedWeights:
         }
         self.names = tuple(sorted((stored_names - internal_names) | self._mxfp4_experts))
 
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """Return the names of the tensors in the files that were not read yet."""
-        return self._plain.unread
-
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
         """Read one tensor; see `Weights.__call__`."""
         if name in self._mxfp4_experts:
             return self._experts(name, shape, part)
         if name in self._scale_of:
             return self._matrix(name, shape, part)
-        return self._plain(name, shape=shape, part=part)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._plain.close()
+        return super().__call__(name, shape=shape, part=part)
 
     def mxfp4(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Mxfp4Tensors | None:
-        """Return one tensor as stored, if it is stored in MXFP4; see `read_mxfp4`."""
+        """Return one tensor as stored, if it is stored in MXFP4; see `Weights.mxfp4`."""
         if name in self._mxfp4_experts:
             experts, columns, rows = (*part, *[ALL] * (3 - len(part)))
             blocks, scales, _ = self._blocks_and_scales(name, shape)

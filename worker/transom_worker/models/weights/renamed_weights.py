@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from transom_worker.models.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, Weights, read_mxfp4
+from transom_kernels.quantised_linear import QuantisedRows
+from transom_worker.models.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, Weights, WeightsView
 
 # Name prefix in a text-only model -> prefix in a multimodal model's checkpoint, first in the older layout, then in the newer one.
 _DECODERS = (
@@ -16,33 +17,24 @@ _DECODERS = (
 )
 
 
-class RenamedWeights:
+class RenamedWeights(WeightsView):
     """Weights that read tensor `rename(name)` when `name` is requested. `names` and `unread` are the checkpoint's own names."""
 
     def __init__(self, weights: Weights, rename: Callable[[str], str]) -> None:
-        self._weights, self._rename = weights, rename
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the checkpoint's tensors, not renamed."""
-        return self._weights.names
-
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """Return the names of the tensors that were not read yet, not renamed."""
-        return self._weights.unread
+        super().__init__(weights)
+        self._rename = rename
 
     def __call__(self, name: str, *, shape: tuple[int, ...] | None = None, part: Part = WHOLE) -> torch.Tensor:
         """Read one tensor; see `Weights.__call__`."""
-        return self._weights(self._rename(name), shape=shape, part=part)
+        return super().__call__(self._rename(name), shape=shape, part=part)
 
     def mxfp4(self, name: str, *, shape: tuple[int, ...], part: Part = WHOLE) -> Mxfp4Tensors | None:
-        """Return one tensor as stored, if it is stored in MXFP4; see `read_mxfp4`."""
-        return read_mxfp4(self._weights, self._rename(name), shape=shape, part=part)
+        """See `Weights.mxfp4`."""
+        return super().mxfp4(self._rename(name), shape=shape, part=part)
 
-    def close(self) -> None:
-        """Close the files."""
-        self._weights.close()
+    def groups(self, name: str, *, shape: tuple[int, int], part: Part = WHOLE) -> QuantisedRows | None:
+        """See `Weights.groups`."""
+        return super().groups(self._rename(name), shape=shape, part=part)
 
 
 def text_decoder(weights: Weights) -> Weights:

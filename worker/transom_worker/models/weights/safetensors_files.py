@@ -10,10 +10,10 @@ from safetensors import SafetensorError, safe_open
 
 from transom_core.errors import ModelError
 from transom_core.model_files.weight_index import INDEX_FILE, read_weight_index, weight_files
-from transom_worker.models.weights.checkpoint import WHOLE, Part, check_shape
+from transom_worker.models.weights.checkpoint import WHOLE, Part, Weights, check_shape
 
 
-class SafetensorsWeights:
+class SafetensorsWeights(Weights):
     """Weights that map tensors from the files of one folder, so that the operating system reads pages on first use.
 
     If something later overwrites a file, a mapped tensor changes too. So a model that computes on the CPU with these very tensors
