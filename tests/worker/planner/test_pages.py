@@ -15,7 +15,7 @@ from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
 from transom_core.model_config.architecture import read_architecture
 from transom_worker.planner.blocks import cache_groups
-from transom_worker.planner.pages import MAX_PAGES, choose_pages, group_waste, make_host_layout, make_layout
+from transom_worker.planner.pages import MAX_PAGES, group_waste, make_host_layout, make_layout
 
 SIZES = st.lists(st.integers(1, 400 * 256), min_size=1, max_size=4)
 
@@ -75,22 +75,24 @@ def test_thousand_pages_waste_less_than_two_percent(name: str, dtype: str, ranks
     ],
 )
 def test_pages_are_the_smallest_that_fit_evenly(sizes: list[int], pool: int, page: int) -> None:
-    choice = choose_pages(sizes, pool)
-    assert (choice.page_bytes, choice.stride_bytes, choice.waste) == (page, tuple(sizes), 0.0)
+    layout = layout_of(sizes, pool)
+    assert layout.page_bytes == page
+    assert [group.stride_bytes for group in layout.groups] == sizes
+    assert [group_waste(layout, index) for index in range(len(sizes))] == [0.0] * len(sizes)
 
 
 def test_strides_are_padded_where_that_loses_less() -> None:
-    choice = choose_pages([100 * 256, 33 * 256], 10_000 * 256)
-    assert choice.page_bytes == 102 * 256
-    assert choice.stride_bytes == (102 * 256, 34 * 256)
-    assert choice.waste == pytest.approx(1 - 33 / 34)
+    layout = layout_of([100 * 256, 33 * 256], 10_000 * 256)
+    assert layout.page_bytes == 102 * 256
+    assert [group.stride_bytes for group in layout.groups] == [102 * 256, 34 * 256]
+    assert group_waste(layout, 1) == pytest.approx(1 - 33 / 34)
 
 
 def test_a_pool_of_one_page_per_group_is_enough_and_less_is_refused_with_numbers() -> None:
-    assert choose_pages([4096], 4096).page_bytes == 4096
-    assert choose_pages([8192, 4000], 16384).page_bytes == 8192
+    assert layout_of([4096], 4096).page_bytes == 4096
+    assert layout_of([8192, 4000], 16384).page_bytes == 8192
     with pytest.raises(ConfigError, match=r"16383 bytes .* each of 2 cache group\(s\), which take 8192, 4096 bytes"):
-        choose_pages([8192, 4000], 16383)
+        layout_of([8192, 4000], 16383)
 
 
 def test_a_host_tier_under_a_page_for_each_group_is_refused_with_a_size_that_is_enough() -> None:

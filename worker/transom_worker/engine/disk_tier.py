@@ -45,42 +45,8 @@ FLUSH_S = 5.0  # for which an engine that is stopped writes what is cached
 FLUSH_PIECE_BYTES = 8 << 20  # of each rank, in one plan
 LATE_S = 10.0  # for which a disk may answer nothing
 LATE_FACTOR = 4  # a load may take this many times as long as was estimated: other processes read from the disk, too
-AWAY_NS = (
-    10**12
-)  # to read a block from a disk that does not answer, in the rates: longer than computing any block takes
-
-
-class NoDiskTier:
-    """The disk tier of an engine without one: no file comes or goes, and no request waits for one."""
-
-    exists = False
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a request waits for a load from the disk, or files were found to have come or gone."""
-        return False
-
-    def on_news(self, call: Callable[[], object]) -> None:
-        """Call this, on another thread, when files have come or gone."""
-
-    def begin(self, request: Request) -> bool:
-        """Begin to import the prefix of a new request; False if it need not be held."""
-        return False
-
-    def take_news(self) -> None:
-        """Take note of the files that have come and gone."""
-
-    def step_done(self, result: StepResult) -> None:
-        """Take note of the loads that have ended."""
-
-    def forget_loads(self) -> None:
-        """End all imports, since the ranks were restarted. All requests have ended."""
-
-    def close(self) -> None:
-        """End the thread that lists the files."""
-
-    def flush(self, executor: Executor) -> None:
-        """Write what is cached, the most valuable prefixes first, as far as it takes no longer than `FLUSH_S`."""
+# To read a block from a disk that does not answer, in the rates: longer than computing any block takes.
+AWAY_NS = 10**12
 
 
 @dataclass(slots=True)
@@ -104,14 +70,12 @@ class _Import:
     is_late: bool = False
 
 
-class EngineDiskTier(NoDiskTier):
+class EngineDiskTier:
     """The disk tier of one engine, whose thread calls it and whose requests `scheduler` holds meanwhile.
 
     `end_hold` lets a request be admitted; it takes its id and how many tokens of its prefix were imported. `kept` keeps what was
     imported. `clock` gives seconds.
     """
-
-    exists = True
 
     def __init__(
         self,
@@ -140,10 +104,6 @@ class EngineDiskTier(NoDiskTier):
     def is_busy(self) -> bool:
         """Whether a request waits for a load from the disk, or the watch has news."""
         return any(not one.is_late for one in self._loading.values()) or self.watch.has_news
-
-    def on_news(self, call: Callable[[], object]) -> None:
-        """Call this, on another thread, when files have come or gone."""
-        self.watch.on_news(call)
 
     def take_news(self) -> None:
         """Take note of the files that have come and gone, and of loads that are late."""
@@ -218,10 +178,6 @@ class EngineDiskTier(NoDiskTier):
             self._cache.tiers.imports.end(one.blocks)
         self._loading = {}
         self._come_back()
-
-    def close(self) -> None:
-        """End the thread that lists the files."""
-        self.watch.close()
 
     def flush(self, executor: Executor) -> None:
         """Write what is cached, the most valuable prefixes first, as far as it takes no longer than `FLUSH_S`."""
@@ -328,9 +284,9 @@ def open_disk_tier(
     *,
     end_hold: Callable[[str, int], object],
     clock: Callable[[], float],
-) -> NoDiskTier:
-    """Return the disk tier that the settings say."""
+) -> EngineDiskTier | None:
+    """Return the disk tier that the settings say, if they say one."""
     if config.disk_cache is None:
-        return NoDiskTier()
+        return None
     folder = BlockFolder(Path(config.disk_cache), info.disk_fingerprint, space_bytes=config.disk_space_bytes)
     return EngineDiskTier(scheduler, folder, kept, end_hold=end_hold, clock=clock)

@@ -30,10 +30,9 @@ from transom_core.errors import (
 from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.answer_grammars import AnswerGrammars
 from transom_worker.engine.deadlines import Deadlines
-from transom_worker.engine.disk_tier import NoDiskTier, open_disk_tier
+from transom_worker.engine.disk_tier import EngineDiskTier, open_disk_tier
 from transom_worker.engine.running_request import RunningRequest
 from transom_worker.engine.state_report import worker_load, worker_state
-from transom_worker.engine.step_pipeline import StepPipeline
 from transom_worker.engine.step_rates import StepRates
 from transom_worker.engine.transfer_store import TransferStore
 from transom_worker.execution.executor import Executor, ExecutorInfo
@@ -125,12 +124,11 @@ class Engine:
         self.transfer_store: KvStore | None = None  # None: this worker takes no part in KV transfer
         if info.shares is not None and config.cache.enable_prefix_caching:
             self.transfer_store = TransferStore(self.scheduler, executor, info.shares, self._kept_imports)
-        self._disk = open_disk_tier(
+        self._disk: EngineDiskTier | None = open_disk_tier(
             config.cache, info, self.scheduler, self._kept_imports, end_hold=self._end_disk_hold, clock=clock
         )
         self._eos_token_ids = frozenset(info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
         self.grammars = AnswerGrammars(tokenizer, vocab_size=info.vocab_size, eos_token_ids=self._eos_token_ids)
-        self._pipeline = StepPipeline(self.scheduler, executor, self.grammars)
         self.clock = clock
         self._deadlines = Deadlines(self.requests)
         self._ready: list[OutputEvent] = []  # events for the next step's return
@@ -155,14 +153,15 @@ class Engine:
         return bool(
             self._ready
             or self.grammars.is_compiling
-            or self._disk.is_busy
+            or (self._disk is not None and self._disk.is_busy)
             or self._has_unpublished_abort
             or self.executor.lost
         )
 
     def on_disk_news(self, call: Callable[[], object]) -> None:
         """Call this, on another thread, when files of the disk tier have come or gone, so that an idle engine takes note of it."""
-        self._disk.on_news(call)
+        if self._disk is not None:
+            self._disk.watch.on_news(call)
 
     @property
     def blocked_s(self) -> float:
@@ -213,14 +212,14 @@ class Engine:
         if running.finish_reason is not None:
             self._ready.append(running.end_event())
             return
-        looks_on_disk = self._disk.exists and not is_held
-        running.num_holds = int(is_held or looks_on_disk) + (request.grammar is not None) + awaits_group
+        disk = None if is_held else self._disk
+        running.num_holds = int(is_held or disk is not None) + (request.grammar is not None) + awaits_group
         self.grammars.check_room(request)
         self.scheduler.add(request, is_held=running.num_holds > 0)
         self.requests[request.request_id] = running
         if request.grammar is not None:
             self.grammars.begin(running, request.grammar)
-        if looks_on_disk and not self._disk.begin(request):
+        if disk is not None and not disk.begin(request):
             self._end_hold(request.request_id)
         if request.time_left_s is not None:
             self._deadlines.watch(running, arrival_s + request.time_left_s)
@@ -299,34 +298,45 @@ class Engine:
         begin_s = time.perf_counter()
         self.executor.check()
         self._take_grammars(events)
-        self._disk.take_news()
+        if self._disk is not None:
+            self._disk.take_news()
         self._fill()
         self._kept_imports.end_admitted()
-        if not self._pipeline.is_busy:
+        if not self.scheduler.steps_in_flight:
             self.publish()
             self._made_no_plan = True
             return
         self._made_no_plan = False
         scheduled_s = time.perf_counter()
-        done = self._pipeline.receive()
-        self._disk.step_done(done.result)
+        plan = self.scheduler.steps_in_flight[0].plan
+        result = self.executor.receive()
+        received_s = time.perf_counter()
+        outputs = self.scheduler.receive(result)
+        if self._disk is not None:
+            self._disk.step_done(result)
         self._num_out_of_memory = 0
-        self.forward_s += done.timings.forward_s
+        self.forward_s += result.timings.forward_s
         now_s = self.clock()
-        self._rates.stepped(done.num_tokens, done.num_seqs, done.received_s - begin_s, now_s=now_s)
-        for output in done.outputs:
+        self._rates.stepped(plan.num_tokens, len(plan.seq_ids), received_s - begin_s, now_s=now_s)
+        for output in outputs:
             if output.request_id in self.requests:
                 events.append(self._advance(output, now_s))
-        self._compute_masks(done.outputs, events)
+        self._compute_masks(outputs, events)
         end_s = time.perf_counter()
-        times = EngineStepTimes(scheduled_s - begin_s, done.received_s - scheduled_s, end_s - done.received_s)
-        self.events.stepped(done.timings, times)
+        times = EngineStepTimes(scheduled_s - begin_s, received_s - scheduled_s, end_s - received_s)
+        self.events.stepped(result.timings, times)
         if end_s - self._published_s > PUBLISH_PERIOD_S or not self.requests:
             self.publish()
 
     def _fill(self) -> None:
-        """Submit plans until `steps_in_flight` are in flight, or there is nothing to plan."""
-        for plan in self._pipeline.fill():
+        """Submit plans until `steps_in_flight` are in flight, or there is nothing to plan.
+
+        With two in flight, the ranks begin the next step while the engine still handles the last one's tokens.
+        """
+        while (plan := self.scheduler.schedule()) is not None:
+            if grammar_rows := self.scheduler.steps_in_flight[-1].grammar_rows:
+                plan.grammar_mask = self.grammars.plan_mask(grammar_rows, sum(plan.sample))
+            self.executor.submit(plan)
             self._report_plan(plan)
 
     def _advance(self, output: SequenceOutput, now_s: float) -> OutputEvent:
@@ -397,7 +407,6 @@ class Engine:
         """End the engine: `add` refuses from now on, and every request gets an error event, with which it can migrate."""
         self.dead = self.dead or reason
         self.is_restarting = False
-        self._pipeline.forget()
         if not isinstance(reason, WorkerLost):
             cause = reason.loss_cause if isinstance(reason, StepFailed) else "exception"
             reason = EngineDead(f"The worker's engine has ended: {reason}", loss_cause=cause)
@@ -412,7 +421,6 @@ class Engine:
         if self._num_out_of_memory == MAX_OUT_OF_MEMORY:
             return events + self.fail(error)
         logger.error("%s One request ends; the others of the step are computed again.", error)
-        self._pipeline.forget()
         self.scheduler.compute_again()
         self.publish()
         return events
@@ -441,8 +449,8 @@ class Engine:
         events = self._end_largest() if isinstance(error.__cause__, OutOfMemory) else []
         if events and self._num_out_of_memory == MAX_OUT_OF_MEMORY:
             return events + self.fail(error)
-        self._pipeline.forget()
-        self._disk.forget_loads()
+        if self._disk is not None:
+            self._disk.forget_loads()
         self._kept_imports.forget()
         self.scheduler.reset()
         lost = WorkerLost(f"The worker lost a rank: {error}", loss_cause=error.loss_cause)
@@ -473,11 +481,12 @@ class Engine:
         failure.
         """
         self.grammars.close()
-        disk, self._disk = self._disk, NoDiskTier()
-        disk.close()
+        disk, self._disk = self._disk, None
         was_stopped = isinstance(self.dead, EngineDead) and self.dead.loss_cause == "stopped"
-        if not self.is_restarting and (self.dead is None or was_stopped):
-            disk.flush(self.executor)
+        if disk is not None:
+            disk.watch.close()
+            if not self.is_restarting and (self.dead is None or was_stopped):
+                disk.flush(self.executor)
         self.executor.shutdown()
         self.events.close()
 

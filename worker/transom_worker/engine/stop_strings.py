@@ -3,11 +3,76 @@
 Example: with the stop string `abc`, the piece `xab` gives the final text `x`; `ab` is held back, since it could be the
 beginning of the stop string. The next piece `d` gives `abd`, and the next piece `c` instead of it would have ended the text
 after `x`.
+
+The search is an Aho-Corasick automaton over the stop strings, which is built only as far as the text reaches.
+
+A **node** is a beginning of one or more stop strings. The node of a text is the longest one that the text ends with. Its **fail**
+node is the next shorter one that the text ends with. Example with the stop strings `abcd` and `bcx`: the node of the text `xabc`
+is `abc`, and its fail node is `bc`. The next character `d` leads to `abcd`, which is a stop string; the character `x` leads by way
+of the fail node to `bcx`; any other character leads to the root, the empty beginning.
+
+A character costs one move to a longer node or to the root, and each move along a fail node shortens the text's node. So n
+characters make at most 2n moves, for any number and length of stop strings. A node is made when the text first reaches
+its parent: a request pays for the part of its stop strings that its text repeats, and nothing when it starts. The library
+`pyahocorasick` builds the whole automaton first, and does not tell how long the present node is, which is the length of the text
+to hold back.
 """
 
 from __future__ import annotations
 
-from transom_worker.engine.stop_automaton import StopAutomaton, StopNode
+
+class StopNode:
+    """One beginning of stop strings: the first `length` characters of `stops`, all the sorted stop strings that share it.
+
+    `match_length` is the length of the longest stop string that this beginning ends with, or 0.
+    """
+
+    __slots__ = ("children", "fail", "length", "match_length", "stops")
+
+    def __init__(self, stops: list[str], length: int) -> None:
+        self.stops = stops
+        self.length = length
+        self.children: dict[str, StopNode] = {}  # by the next character
+        self.fail: StopNode | None = None  # of the root, and of a node that no text has reached
+        self.match_length = 0
+
+    def make_children(self) -> None:
+        """Make the nodes that are one character longer."""
+        by_character: dict[str, list[str]] = {}
+        for stop in self.stops:
+            if len(stop) > self.length:
+                by_character.setdefault(stop[self.length], []).append(stop)
+        self.children = {character: StopNode(stops, self.length + 1) for character, stops in by_character.items()}
+
+
+class StopAutomaton:
+    """The nodes of one request's stop strings, none of which is empty."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.root = StopNode(sorted(set(stops)), 0)
+        self.root.make_children()
+
+    def move(self, node: StopNode, character: str) -> StopNode:
+        """The node of a text that had `node` and is continued by `character`."""
+        while True:
+            child = node.children.get(character)
+            if child is not None:
+                return child if child.fail is not None else self._reach(node, character, child)
+            if node.fail is None:
+                return node  # the root
+            node = node.fail
+
+    def _reach(self, parent: StopNode, character: str, node: StopNode) -> StopNode:
+        """Complete a node that a text reaches for the first time.
+
+        The search for its fail node may complete that one as well, at most one for each stop string: a stop string's beginnings
+        are reached from the shortest on.
+        """
+        node.fail = self.root if parent.fail is None else self.move(parent.fail, character)
+        is_stop = len(node.stops[0]) == node.length  # sorted: a stop string stands before those that continue it
+        node.match_length = node.length if is_stop else node.fail.match_length
+        node.make_children()
+        return node
 
 
 class StopStrings:

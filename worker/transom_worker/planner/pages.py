@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from transom_core.errors import ConfigError
 from transom_core.kv_cache.layout import BLOCK_ALIGNMENT_BYTES, ArenaLayout, GroupLayout, blocks_inside
@@ -37,28 +37,28 @@ NUM_BLOCK_COUNTS = 64
 MAX_PADDING_FRACTION = 32  # a stride is padded by at most 1/32 of the block
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageChoice:
-    """A page size, every group's stride, and the waste of the group with most waste."""
-
-    page_bytes: int
-    stride_bytes: tuple[int, ...]
-    waste: float
-
-
 def make_layout(groups: Sequence[GroupLayout], pool_bytes: int) -> ArenaLayout:
     """Return the arena of at most `pool_bytes` for these blocks, with the page size that loses least memory.
 
     Raises:
         ConfigError: the pool cannot hold one page per group.
     """
-    choice = choose_pages([group.block_bytes for group in groups], pool_bytes)
+    # All sizes from here on are in multiples of the alignment.
+    sizes = [-(-group.block_bytes // BLOCK_ALIGNMENT_BYTES) for group in groups]
+    pool = pool_bytes // BLOCK_ALIGNMENT_BYTES
+    largest, num_groups = max(sizes), len(sizes)
+    if largest * num_groups > pool:
+        raise ConfigError(
+            f"The KV pool of {pool_bytes} bytes cannot hold one block of each of {num_groups} cache group(s), which take "
+            f"{', '.join(str(size * BLOCK_ALIGNMENT_BYTES) for size in sizes)} bytes; give a pool "
+            f"(--kv-cache-memory-bytes) of at least {2 * num_groups * largest * BLOCK_ALIGNMENT_BYTES}."
+        )
+    page = _best_page(sizes, pool)
+    strides = [_best_stride(page, size)[1] * BLOCK_ALIGNMENT_BYTES for size in sizes]
     return ArenaLayout(
-        page_bytes=choice.page_bytes,
-        num_pages=pool_bytes // choice.page_bytes,
-        groups=tuple(
-            replace(group, stride_bytes=stride) for group, stride in zip(groups, choice.stride_bytes, strict=True)
-        ),
+        page_bytes=page * BLOCK_ALIGNMENT_BYTES,
+        num_pages=pool // page,
+        groups=tuple(replace(group, stride_bytes=stride) for group, stride in zip(groups, strides, strict=True)),
     )
 
 
@@ -80,31 +80,6 @@ def make_host_layout(layout: ArenaLayout, host_bytes: int) -> ArenaLayout:
 def group_waste(layout: ArenaLayout, group: int) -> float:
     """Return the waste of a group in a layout."""
     return 1.0 - layout.blocks_per_page(group) * layout.groups[group].block_bytes / layout.page_bytes
-
-
-def choose_pages(block_bytes: Sequence[int], pool_bytes: int) -> PageChoice:
-    """Return the page size and strides for blocks of these sizes.
-
-    Raises:
-        ConfigError: the pool cannot hold one page per group.
-    """
-    # All sizes from here on are in multiples of the alignment.
-    sizes = [-(-size // BLOCK_ALIGNMENT_BYTES) for size in block_bytes]
-    pool = pool_bytes // BLOCK_ALIGNMENT_BYTES
-    largest, num_groups = max(sizes), len(sizes)
-    if largest * num_groups > pool:
-        raise ConfigError(
-            f"The KV pool of {pool_bytes} bytes cannot hold one block of each of {num_groups} cache group(s), which take "
-            f"{', '.join(str(size * BLOCK_ALIGNMENT_BYTES) for size in sizes)} bytes; give a pool "
-            f"(--kv-cache-memory-bytes) of at least {2 * num_groups * largest * BLOCK_ALIGNMENT_BYTES}."
-        )
-    page = _best_page(sizes, pool)
-    fits = [_best_stride(page, size) for size in sizes]
-    return PageChoice(
-        page_bytes=page * BLOCK_ALIGNMENT_BYTES,
-        stride_bytes=tuple(stride * BLOCK_ALIGNMENT_BYTES for _, stride in fits),
-        waste=max(_waste(page, size) for size in sizes),
-    )
 
 
 def _best_page(sizes: Sequence[int], pool: int) -> int:

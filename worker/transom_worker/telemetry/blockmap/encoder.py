@@ -15,9 +15,8 @@ from transom_worker.kvcache.cache_snapshot import GroupCopy
 from transom_worker.kvcache.tiers.host_snapshot import HostCopy
 from transom_worker.telemetry.blockmap.block_records import BlockRecords
 from transom_worker.telemetry.blockmap.frame import Frame, Words, make_frame
-from transom_worker.telemetry.blockmap.history import History
 from transom_worker.telemetry.blockmap.host_frames import HostFrames
-from transom_worker.telemetry.blockmap.log import MAX_EVENTS, MapEvent
+from transom_worker.telemetry.blockmap.log import MAX_EVENTS, History, MapEvent
 from transom_worker.telemetry.blockmap.runs import TableRuns
 from transom_worker.telemetry.blockmap.snapshot import SequenceSnapshot, Snapshot
 

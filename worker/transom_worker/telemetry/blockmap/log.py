@@ -11,13 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from transom_worker.kvcache.prefix.prefix_outcome import HIT, REPAIRED
+from transom_worker.kvcache.stats import CacheStats
 from transom_worker.scheduling.sequence import Sequence
 from transom_worker.scheduling.step import StepPlan, StepTimings
-from transom_worker.telemetry.blockmap.history import History
 from transom_worker.telemetry.engine_events import EngineEventSink, EngineStepTimes, RequestTimes
 from transom_worker.telemetry.worker_state import WorkerState
 
 MAX_EVENTS = 256
+MAX_ENTRIES = 300
+PERIOD_S = 1.0
+
+# Time, free pages, and (active, pinned, evictable, free) blocks by group.
+Entry = tuple[float, int, tuple[tuple[int, int, int, int], ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,44 @@ class MapEvent:
     group: int | None
     count: int
     detail: str
+
+
+class History:
+    """The last five minutes of the KV pool, one small entry per second, even while no watcher is connected.
+
+    One thread adds entries, and any thread may read them. An idle engine adds none: its last entry holds until the next one.
+    """
+
+    def __init__(self) -> None:
+        self._entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
+
+    def add(self, stats: CacheStats) -> None:
+        """Add an entry; it replaces the newest entry if that is less than a second after the one before it."""
+        now_s = time.time()
+        groups = tuple(
+            (group.active_blocks, group.pinned_blocks, group.cached_blocks - group.pinned_blocks, group.free_blocks)
+            for group in stats.groups
+        )
+        entries = self._entries
+        if len(entries) > 1 and entries[-1][0] - entries[-2][0] < PERIOD_S:
+            entries.pop()
+        entries.append((now_s, stats.free_pages, groups))
+
+    def entries(self, now_s: float) -> list[list[object]]:
+        """Return the entries of a frame: one per second of the last five minutes up to `now_s`, the oldest first."""
+        known = list(self._entries)
+        if not known:
+            return []
+        found: list[list[object]] = []
+        at_s = max(known[0][0], now_s - (MAX_ENTRIES - 1) * PERIOD_S)
+        index = 0
+        while at_s <= now_s and len(found) < MAX_ENTRIES:
+            while index + 1 < len(known) and known[index + 1][0] <= at_s:
+                index += 1
+            _, free_pages, groups = known[index]
+            found.append([round(at_s, 3), free_pages, *map(list, groups)])
+            at_s += PERIOD_S
+        return found
 
 
 class BlockMapLog(EngineEventSink):
