@@ -14,18 +14,16 @@ from transom_core.limited_children import LimitedChildren
 
 CHILD = """
 import os, signal
-from transom_core.limited_children import serve
 
 def prepare(first):
     if first.get("is_broken"):
         raise ValueError("no vocabulary")
+    return respond
 
 def respond(task):
     if task.get("stops"):
         os.kill(os.getpid(), signal.SIGSTOP)
     return {"sum": sum(task["numbers"]), "nice": os.nice(0)}
-
-serve(respond, prepare=prepare)
 """
 
 
@@ -38,7 +36,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def children(module: str) -> Iterator[LimitedChildren]:
-    made = LimitedChildren(module, cpu_s=10.0, memory_bytes=256 << 20, wall_s=60.0, first=dict)
+    made = LimitedChildren(module, cpu_s=10.0, memory_bytes=256 << 20, wall_s=60.0)
     yield made
     made.close()
 
@@ -49,7 +47,7 @@ def test_a_child_yields_to_its_parent(children: LimitedChildren) -> None:
 
 
 def test_a_child_that_does_not_answer_is_killed_and_replaced(module: str) -> None:
-    children = LimitedChildren(module, cpu_s=10.0, memory_bytes=256 << 20, wall_s=1.0, first=dict)
+    children = LimitedChildren(module, cpu_s=10.0, memory_bytes=256 << 20, wall_s=1.0)
     answer = children.ask({"numbers": [1], "stops": True})
     assert answer == {"killed": "its process did not answer for 1 s"}
     assert not children.pids
@@ -57,7 +55,7 @@ def test_a_child_that_does_not_answer_is_killed_and_replaced(module: str) -> Non
 
 
 def test_a_child_that_is_stopped_while_idle_costs_its_task_nothing(module: str) -> None:
-    children = LimitedChildren(module, cpu_s=10.0, memory_bytes=256 << 20, wall_s=20.0, first=dict)
+    children = LimitedChildren(module, cpu_s=10.0, memory_bytes=256 << 20, wall_s=20.0)
     assert children.ask({"numbers": [1]})["sum"] == 1
     (pid,) = children.pids
     psutil.Process(pid).suspend()
