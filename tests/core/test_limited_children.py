@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
-from transom_core.limited_children import LimitedChildren
+from transom_core.limited_children import MAX_PROCESSES, LimitedChildren
 
 CHILD = """
 import os, signal
@@ -82,6 +83,26 @@ def test_an_idle_child_is_taken_under_the_lock(children: LimitedChildren, monkey
 
     children._idle = Watched()
     assert [children.ask({"numbers": [i]})["sum"] for i in range(3)] == [0, 1, 2]
+
+
+def test_a_child_that_was_killed_costs_nothing(children: LimitedChildren) -> None:
+    children.ask({"numbers": [1]})
+    (pid,) = children.pids
+    psutil.Process(pid).kill()
+    assert children.ask({"numbers": [2]})["sum"] == 2
+    assert pid not in children.pids
+
+
+def test_many_threads_share_few_children_which_have_no_secrets(
+    children: LimitedChildren, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSOM_API_KEYS", "secret")
+    with ThreadPoolExecutor(8) as threads:
+        sums = list(threads.map(lambda i: children.ask({"numbers": [i]})["sum"], range(40)))
+    assert sums == list(range(40))
+    assert len(children.pids) <= MAX_PROCESSES
+    for pid in children.pids:
+        assert "TRANSOM_API_KEYS" not in psutil.Process(pid).environ()
 
 
 def test_a_child_that_cannot_prepare_itself_is_started_once(
