@@ -24,7 +24,7 @@ NAMES = {
     "default_worker.py": "Ray worker that starts",
     "ray::IDLE": "idle Ray worker",
     "haproxy": "HAProxy",
-    "text.template_process": "chat template",
+    "text.template_renderer": "chat template",
     "transom_core.grammar.check": "grammar check",
     "/bin/sh -c printf": "stand-in for a service of Ray",
     "transom_cluster.cli": "transom serve",

@@ -5,27 +5,26 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
-from transom_core.limited_children import LimitedChildren
+from transom_core.limited_children import MAX_PROCESSES, LimitedChildren
 
 CHILD = """
 import os, signal
-from transom_core.limited_children import serve
 
 def prepare(first):
     if first.get("is_broken"):
         raise ValueError("no vocabulary")
+    return respond
 
 def respond(task):
     if task.get("stops"):
         os.kill(os.getpid(), signal.SIGSTOP)
     return {"sum": sum(task["numbers"]), "nice": os.nice(0)}
-
-serve(respond, prepare=prepare)
 """
 
 
@@ -38,7 +37,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def children(module: str) -> Iterator[LimitedChildren]:
-    made = LimitedChildren(module, cpu_s=10.0, memory_bytes=256 << 20, wall_s=60.0, first=dict)
+    made = LimitedChildren(module, cpu_s=10.0, memory_bytes=256 << 20, wall_s=60.0)
     yield made
     made.close()
 
@@ -49,7 +48,7 @@ def test_a_child_yields_to_its_parent(children: LimitedChildren) -> None:
 
 
 def test_a_child_that_does_not_answer_is_killed_and_replaced(module: str) -> None:
-    children = LimitedChildren(module, cpu_s=10.0, memory_bytes=256 << 20, wall_s=1.0, first=dict)
+    children = LimitedChildren(module, cpu_s=10.0, memory_bytes=256 << 20, wall_s=1.0)
     answer = children.ask({"numbers": [1], "stops": True})
     assert answer == {"killed": "its process did not answer for 1 s"}
     assert not children.pids
@@ -57,7 +56,7 @@ def test_a_child_that_does_not_answer_is_killed_and_replaced(module: str) -> Non
 
 
 def test_a_child_that_is_stopped_while_idle_costs_its_task_nothing(module: str) -> None:
-    children = LimitedChildren(module, cpu_s=10.0, memory_bytes=256 << 20, wall_s=20.0, first=dict)
+    children = LimitedChildren(module, cpu_s=10.0, memory_bytes=256 << 20, wall_s=20.0)
     assert children.ask({"numbers": [1]})["sum"] == 1
     (pid,) = children.pids
     psutil.Process(pid).suspend()
@@ -84,6 +83,26 @@ def test_an_idle_child_is_taken_under_the_lock(children: LimitedChildren, monkey
 
     children._idle = Watched()
     assert [children.ask({"numbers": [i]})["sum"] for i in range(3)] == [0, 1, 2]
+
+
+def test_a_child_that_was_killed_costs_nothing(children: LimitedChildren) -> None:
+    children.ask({"numbers": [1]})
+    (pid,) = children.pids
+    psutil.Process(pid).kill()
+    assert children.ask({"numbers": [2]})["sum"] == 2
+    assert pid not in children.pids
+
+
+def test_many_threads_share_few_children_which_have_no_secrets(
+    children: LimitedChildren, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSOM_API_KEYS", "secret")
+    with ThreadPoolExecutor(8) as threads:
+        sums = list(threads.map(lambda i: children.ask({"numbers": [i]})["sum"], range(40)))
+    assert sums == list(range(40))
+    assert len(children.pids) <= MAX_PROCESSES
+    for pid in children.pids:
+        assert "TRANSOM_API_KEYS" not in psutil.Process(pid).environ()
 
 
 def test_a_child_that_cannot_prepare_itself_is_started_once(

@@ -7,15 +7,20 @@ busy, further tasks wait. A child that does not answer for `wall_s` (because it 
 another one gets the task. Children run at a lower priority (`nice`) than the processes that serve requests. They end with their
 parent.
 
-Both pipes carry messages: four bytes with the length (little-endian), then JSON in ASCII. A child's module runs as `python -m
-MODULE CPU_S MEMORY_BYTES`, calls `serve`, and ends when its standard input is closed. Its answer to a task is any object;
-`{"too_large": "it needs more than ..."}` says that the task has exceeded a limit, after which the child is replaced. A child that
-cannot prepare itself answers `{"unprepared": "..."}`; since no other child could either, none is started again.
+A child runs this module as its main program, `python -m transom_core.limited_children MODULE CPU_S MEMORY_BYTES`, and ends when
+its standard input is closed. Both pipes carry messages: four bytes with the length (little-endian), then JSON in ASCII.
+
+    first message    the child calls `prepare(first)` of MODULE, which returns the function `respond`; there are no limits yet
+    each task        the child calls `respond(task)` under the limits, and sends the answer, which is any object
+
+The answer `{"too_large": "it needs more than ..."}` says that the task has exceeded a limit, after which the child is replaced. A
+child that cannot prepare itself answers `{"unprepared": "..."}`; since no other child could either, none is started again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -28,6 +33,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 Message = dict[str, Any]
+Respond = Callable[[Message], Message]
 
 logger = logging.getLogger("transom")
 
@@ -52,9 +58,9 @@ class LimitedChildren:
         cpu_s: float,
         memory_bytes: int,
         wall_s: float = WALL_S,
-        first: Callable[[], Message] | None = None,
+        first: Callable[[], Message] = dict,
     ) -> None:
-        """`first` makes the message that a new child reads before its first task, without a limit of CPU time."""
+        """`module` has the function `prepare`, and `first` makes the message that a new child gives it before its first task."""
         self._module, self._first = module, first
         self._cpu_s, self._memory_bytes, self._wall_s = cpu_s, memory_bytes, wall_s
         self._free = threading.BoundedSemaphore(MAX_PROCESSES)
@@ -134,7 +140,7 @@ class LimitedChildren:
         timer.start()
         try:
             with contextlib.suppress(OSError):  # the child has ended: its exit status says why
-                if self._first is not None and process not in self._prepared:
+                if process not in self._prepared:
                     self._prepared.add(process)
                     _send(process.stdin, self._first())
                 _send(process.stdin, task)
@@ -162,7 +168,7 @@ class LimitedChildren:
         paths = os.pathsep.join(path for path in sys.path if path)
         kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
         process = subprocess.Popen(
-            [sys.executable, "-S", "-m", self._module, str(self._cpu_s), str(self._memory_bytes)],
+            [sys.executable, "-S", "-m", __name__, self._module, str(self._cpu_s), str(self._memory_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**kept, "PYTHONPATH": paths, "PYTHONUTF8": "1"},
@@ -183,30 +189,24 @@ class LimitedChildren:
                 pipe.close()
 
 
-def serve(respond: Callable[[Message], Message], *, prepare: Callable[[Message], None] | None = None) -> None:
-    """Do the parent's tasks one by one, each under the limits of this process's command line.
-
-    `prepare` takes the first message, before there are limits; what the process uses then is not counted as a task's memory.
-    """
-    cpu_s, memory_bytes = float(sys.argv[1]), int(sys.argv[2])
+def _serve(module: str, cpu_s: float, memory_bytes: int) -> None:
+    """Do the parent's tasks one by one. What the process uses before the first one is not counted as a task's memory."""
     for terminal in (signal.SIGINT, signal.SIGHUP):
         signal.signal(terminal, signal.SIG_IGN)  # they reach every process of the terminal; the parent decides
     os.nice(_NICENESS)
     tasks, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
-    limit = memory_bytes
-    if prepare is not None:
-        first = _receive(tasks)
-        if first is None:
-            return
-        try:
-            prepare(first)
-        except MemoryError:
-            raise  # there may be more memory for the next one
-        except BaseException as error:  # of native code as well, whose panics are no Exceptions
-            _send(answers, {"unprepared": f"{type(error).__name__}: {error}"[:_MAX_REASON]})
-            return
-        limit += _address_space_bytes()
+    first = _receive(tasks)
+    if first is None:
+        return
+    try:
+        respond: Respond = importlib.import_module(module).prepare(first)
+    except MemoryError:
+        raise  # there may be more memory for the next one
+    except BaseException as error:  # of native code as well, whose panics are no Exceptions
+        _send(answers, {"unprepared": f"{type(error).__name__}: {error}"[:_MAX_REASON]})
+        return
+    limit = memory_bytes + _address_space_bytes()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while (task := _receive(tasks)) is not None:
@@ -246,3 +246,7 @@ def _receive(pipe: IO[bytes]) -> Message | None:
         return None
     message: Message = json.loads(data)
     return message
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))

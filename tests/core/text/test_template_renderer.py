@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -11,7 +10,6 @@ import pytest
 
 from tests.tiny_checkpoints import tiny_llama
 from transom_core.errors import ModelError, RequestError
-from transom_core.limited_children import MAX_PROCESSES
 from transom_core.model_files.resolve import resolve_model
 from transom_core.text.chat_template import ChatTemplate
 from transom_core.text.template_renderer import TemplateRenderer, TemplateTooExpensive
@@ -64,9 +62,9 @@ def test_a_template_without_bounds_is_stopped(renderer: TemplateRenderer, source
 
 def test_a_prompt_of_too_many_characters_is_refused() -> None:
     """With seconds to spare: on a busy machine making the text takes longer than 0.3 s."""
-    renderer = TemplateRenderer(cpu_s=30.0, memory_bytes=256 << 20)
-    with pytest.raises(TemplateTooExpensive, match="20000000 characters"):
-        render(renderer, "{{ 'a' * 20000000 }}")
+    renderer = TemplateRenderer(cpu_s=30.0, memory_bytes=64 << 20)
+    with pytest.raises(TemplateTooExpensive, match="5000000 characters"):
+        render(renderer, "{{ 'a' * 5000000 }}")
     renderer.close()
 
 
@@ -79,31 +77,9 @@ def test_a_refusal_keeps_the_child(renderer: TemplateRenderer, source: str) -> N
     assert renderer.pids == pids
 
 
-def test_the_child_has_no_secrets(renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRANSOM_API_KEYS", "secret")
-    render(renderer, ECHO)
-    (pid,) = renderer.pids
-    assert "TRANSOM_API_KEYS" not in psutil.Process(pid).environ()
-
-
-def test_many_threads_share_few_children(renderer: TemplateRenderer) -> None:
-    with ThreadPoolExecutor(8) as threads:
-        texts = list(threads.map(lambda i: render(renderer, ECHO, extra={"extra": i}), range(40)))
-    assert texts == [f"Hi \ud83d.{i}" for i in range(40)]
-    assert len(renderer.pids) <= MAX_PROCESSES
-
-
-def test_a_child_that_was_killed_costs_nothing(renderer: TemplateRenderer) -> None:
-    render(renderer, ECHO)
-    (pid,) = renderer.pids
-    psutil.Process(pid).kill()
-    assert render(renderer, ECHO) == "Hi \ud83d."
-    assert renderer.pids != (pid,)
-
-
-def test_the_start_refuses_a_template_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_refuses_a_template_that_takes_too_much(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path, layers=1)
-    (folder / "chat_template.jinja").write_text(DOUBLES)
+    (folder / "chat_template.jinja").write_text("{{ 'a' * 10000000000 }}")
     with pytest.raises(ModelError, match="chat template is broken"):
         Tokenizer.load(resolve_model(str(folder))).check_chat_template()
     (folder / "chat_template.jinja").write_text("{{ raise_exception('a system message first') }}")

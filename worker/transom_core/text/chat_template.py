@@ -72,7 +72,7 @@ class ChatTemplate:
     ) -> RenderedChat:
         """Render messages that `read_messages` has checked, in this process.
 
-        A template can loop or allocate without bound, so servers call this through `template_process`, which has limits. A message
+        A template can loop or allocate without bound, so servers call this through `TemplateRenderer`, which has limits. A message
         has no turn end if the messages up to it, rendered alone, are not the beginning of the whole chat's text.
 
         Raises:

@@ -1,6 +1,16 @@
-"""Renders chats in child processes (`template_process`), which stop a template that loops or allocates without bound.
+"""Renders chats in child processes under limits of CPU time and memory.
 
-The first chat starts a child, which takes about 0.1 s; later chats reuse it.
+A chat template is code from the model's author. Jinja's sandbox keeps it away from files, network and Python's internals, but
+does not stop endless loops or strings of many gigabytes. So templates never run in a process that serves requests
+(`limited_children`). The first chat starts a child, which takes about 0.1 s; later chats reuse it. A task:
+
+    {"template": {the fields of ChatTemplate}, "messages": [...], "add_generation_prompt": true, "extra": null, "max_chars": 1000}
+
+Its answer is one of
+
+    {"text": "...", "turn_ends": [12, 40]}
+    {"refused": "The chat template refuses ...", "param": "messages"}       a RequestError
+    {"too_large": "it needs more than ... of memory"}
 """
 
 from __future__ import annotations
@@ -9,14 +19,17 @@ import atexit
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from transom_core.errors import RequestError
-from transom_core.limited_children import LimitedChildren
+from transom_core.limited_children import LimitedChildren, Message, Respond
 from transom_core.text.chat_template import ChatTemplate, RenderedChat
 
 CPU_S = 10.0  # for one chat; 128,000 tokens in 40 turns take 0.2 s
-MEMORY_BYTES = 1 << 30  # for one child
+MEMORY_BYTES = 1 << 30  # for one chat
+# The answer as ASCII JSON takes up to 6 bytes per character, twice while it is written; the text itself takes up to 4.
+_BYTES_PER_CHAR = 16
 
 
 class TemplateTooExpensive(RequestError):
@@ -26,11 +39,12 @@ class TemplateTooExpensive(RequestError):
 class TemplateRenderer:
     """Renders chats in a few child processes; any thread may call `render`.
 
-    `cpu_s` limits the CPU time of one chat, and `memory_bytes` the memory of one child.
+    `cpu_s` limits the CPU time of one chat, and `memory_bytes` its memory.
     """
 
     def __init__(self, *, cpu_s: float = CPU_S, memory_bytes: int = MEMORY_BYTES) -> None:
-        self._children = LimitedChildren("transom_core.text.template_process", cpu_s=cpu_s, memory_bytes=memory_bytes)
+        self._children = LimitedChildren(__name__, cpu_s=cpu_s, memory_bytes=memory_bytes)
+        self._max_chars = memory_bytes // _BYTES_PER_CHAR
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -52,15 +66,11 @@ class TemplateRenderer:
         """
         answer = self._children.ask(
             {
-                "template": {
-                    "source": template.source,
-                    "tool_source": template.tool_source,
-                    "special_tokens": dict(template.special_tokens),
-                    "param": template.param,
-                },
+                "template": asdict(template),
                 "messages": list(messages),
                 "add_generation_prompt": add_generation_prompt,
                 "extra": extra,
+                "max_chars": self._max_chars,
             }
         )
         if "text" in answer:
@@ -91,3 +101,20 @@ def shared_renderer() -> TemplateRenderer:
             renderer = _RENDERERS[os.getpid()] = TemplateRenderer()
             atexit.register(renderer.close)
         return renderer
+
+
+def prepare(first: Message) -> Respond:
+    """Return the function that does a child's tasks."""
+    return _render
+
+
+def _render(task: Message) -> Message:
+    try:
+        chat = ChatTemplate(**task["template"]).render_chat(
+            task["messages"], add_generation_prompt=task["add_generation_prompt"], extra=task["extra"]
+        )
+    except RequestError as error:
+        return {"refused": str(error), "param": error.param}
+    if len(chat.text) > task["max_chars"]:
+        return {"too_large": f"it makes a prompt of {len(chat.text)} characters; {task['max_chars']} are allowed"}
+    return {"text": chat.text, "turn_ends": chat.turn_ends}

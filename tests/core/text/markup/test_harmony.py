@@ -1,7 +1,8 @@
 """gpt-oss's answers are read as OpenAI's own library reads them.
 
 `harmony_answers.json` has random answers as pieces, [text, 1 where it is one special token], each with the messages that
-`openai-harmony` 0.0.8 reads in it, or null where the library raises an error. Git has the script that recorded them.
+`openai-harmony` 0.0.8 reads in it. The library takes any text in a header, and a marker inside a message as text, where this
+parser lets the marker begin the next message; answers of these kinds are left out. Git has the script that recorded them.
 """
 
 from __future__ import annotations
@@ -72,28 +73,8 @@ def _said_by_the_library(messages: list[dict[str, Any]]) -> tuple[str, str, list
 
 
 def test_answers_are_read_as_openais_library_reads_them() -> None:
-    sound = [answer for answer in ANSWERS if answer["messages"] is not None and _is_sound(answer["messages"])]
-    assert len(sound) > 150
-    for answer in sound:
+    for answer in ANSWERS:
         assert _said(_read(answer["pieces"])) == _said_by_the_library(answer["messages"]), answer
-
-
-def _is_sound(messages: list[dict[str, Any]]) -> bool:
-    """Whether the headers say what they may, and no marker stands inside a message.
-
-    The library takes any text in a header, and a marker inside a message as text; here such a marker begins the next message.
-    """
-    markers = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
-    return not any(marker in message["text"] for message in messages for marker in markers) and all(
-        message["channel"] in ("analysis", "commentary", "final")
-        and (message["recipient"] is None or _is_call(message))
-        for message in messages
-    )
-
-
-def _is_call(message: dict[str, Any]) -> bool:
-    is_tool = message["recipient"] in ("functions.f", "functions.get_weather")
-    return is_tool and message["text"].startswith("{") and message["text"].endswith("}")
 
 
 def test_an_answer_may_go_on_from_a_header_that_the_prompt_has_begun() -> None:
