@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from transom_cluster.http.client_limits import WorkLimits
 from transom_cluster.http.generation_response import GenerationResponse
-from transom_cluster.http.request_id_middleware import set_response_id
+from transom_cluster.http.request_middleware import set_response_id
 from transom_cluster.http.request_preparation import RequestPreparation
 from transom_cluster.http.request_state import RequestState, request_state, routed_path
 from transom_cluster.openai.answer.answer_markup import PLAIN
