@@ -17,11 +17,11 @@ from transom_cluster.http import block_map_routes, metrics_routes, request_timel
 from transom_cluster.http.admission_middleware import BLOCK_STREAM_PATH, OPEN_PATHS, AdmissionMiddleware
 from transom_cluster.http.api_keys import ApiKeys, shows_all_clients
 from transom_cluster.http.client_limits import LimitSet
+from transom_cluster.http.client_threads import RequestThreads
 from transom_cluster.http.cross_origin import CrossOriginMiddleware
 from transom_cluster.http.declared_statuses import declared_statuses
 from transom_cluster.http.openai_routes import OpenAiRoutes
 from transom_cluster.http.request_middleware import ErrorMiddleware, RequestMiddleware
-from transom_cluster.http.request_preparation import RequestPreparation
 from transom_cluster.http.tokenize_routes import TokenizeRoutes
 from transom_cluster.openai.answer.error_responses import HttpError, wire_error
 from transom_cluster.openai.openapi_document import complete_openapi_document
@@ -60,9 +60,9 @@ def build_api(router: Router) -> FastAPI:
         RequestMiddleware, metrics=router.metrics, tracing=router.tracing, logs_access=config.log_format == "json"
     )
     _add_error_handlers(api)
-    preparation = RequestPreparation(router)
-    OpenAiRoutes(router, preparation, limits.work).add_routes(api)
-    TokenizeRoutes(router, preparation).add_routes(api)
+    threads = RequestThreads()
+    OpenAiRoutes(router, threads, limits.work).add_routes(api)
+    TokenizeRoutes(router, threads).add_routes(api)
     for routes in (server_routes, metrics_routes, request_timeline_routes, block_map_routes):
         routes.add_routes(api, router)
     document = api.openapi()

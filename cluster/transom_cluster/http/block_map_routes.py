@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from transom_cluster.blockmap.feed import Feed, describe_error, sse_json
 from transom_cluster.blockmap.outbox import Outbox
 from transom_cluster.blockmap.static_files import DEMO, PAGE, file_response
-from transom_cluster.http.client_disconnect import run_until_disconnect
+from transom_cluster.http.client_disconnect import until_disconnect
 from transom_cluster.http.request_state import request_state
 from transom_cluster.openai.answer.error_responses import HttpError
 from transom_cluster.router.background_tasks import BackgroundTasks
@@ -110,7 +110,7 @@ class BlockStream(Response):
         """Send frames, and cancel all feeds at the end."""
         request_state(scope).outcome.mark_endless()
         try:
-            await run_until_disconnect(self._send_all(send), receive)
+            await until_disconnect(self._send_all(send), receive)
         finally:
             await self._tasks.cancel()
 
