@@ -14,26 +14,16 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from transom_cluster.http import block_map_routes, metrics_routes, request_timeline_routes, server_routes
+from transom_cluster.http.admission_middleware import BLOCK_STREAM_PATH, OPEN_PATHS, AdmissionMiddleware
 from transom_cluster.http.api_keys import ApiKeys, shows_all_clients
-from transom_cluster.http.client_bounds import client_bounds
 from transom_cluster.http.client_limits import LimitSet
+from transom_cluster.http.client_threads import RequestThreads
 from transom_cluster.http.cross_origin import CrossOriginMiddleware
 from transom_cluster.http.declared_statuses import declared_statuses
-from transom_cluster.http.middleware import (
-    BLOCK_STREAM_PATH,
-    OPEN_PATHS,
-    ApiKeyMiddleware,
-    BodyLimitMiddleware,
-    ClientLimitMiddleware,
-    ErrorMiddleware,
-    HeaderLimitMiddleware,
-    MetricsMiddleware,
-)
 from transom_cluster.http.openai_routes import OpenAiRoutes
-from transom_cluster.http.request_id_middleware import RequestIdMiddleware
-from transom_cluster.http.request_preparation import RequestPreparation
+from transom_cluster.http.request_middleware import ErrorMiddleware, RequestMiddleware
 from transom_cluster.http.tokenize_routes import TokenizeRoutes
-from transom_cluster.openai.answer.error_responses import HttpError, WireError, http_status_error, wire_error
+from transom_cluster.openai.answer.error_responses import HttpError, wire_error
 from transom_cluster.openai.openapi_document import complete_openapi_document
 from transom_cluster.router.router import Router
 from transom_core import __version__
@@ -59,12 +49,20 @@ def build_api(router: Router) -> FastAPI:
     )
     keys, admins = ApiKeys.from_config(router.config), ApiKeys.admins_from_config(router.config)
     limits = LimitSet(router.config.limits)
-    api.state.client_bounds = client_bounds(router, limits)
-    _add_middleware(api, router, keys, admins, limits)
+    api.state.limits = limits
+    # The innermost layer comes first: outer layers count and log the requests that inner layers refuse.
+    config = router.config
+    api.add_middleware(AdmissionMiddleware, config=config, keys=keys, admins=admins, limits=limits)
+    api.add_middleware(ErrorMiddleware, show_messages=config.log_prompts)
+    if config.allowed_origins:
+        api.add_middleware(CrossOriginMiddleware, origins=config.allowed_origins)
+    api.add_middleware(
+        RequestMiddleware, metrics=router.metrics, tracing=router.tracing, logs_access=config.log_format == "json"
+    )
     _add_error_handlers(api)
-    preparation = RequestPreparation(router)
-    OpenAiRoutes(router, preparation, limits.work).add_routes(api)
-    TokenizeRoutes(router, preparation).add_routes(api)
+    threads = RequestThreads()
+    OpenAiRoutes(router, threads, limits.work).add_routes(api)
+    TokenizeRoutes(router, threads).add_routes(api)
     for routes in (server_routes, metrics_routes, request_timeline_routes, block_map_routes):
         routes.add_routes(api, router)
     document = api.openapi()
@@ -74,25 +72,6 @@ def build_api(router: Router) -> FastAPI:
     for endpoint, statuses in declared_statuses(api.routes, document, router.config).items():
         router.metrics.may_end(endpoint, statuses)
     return api
-
-
-def _add_middleware(api: FastAPI, router: Router, keys: ApiKeys, admins: ApiKeys, limits: LimitSet) -> None:
-    """Add the middleware, the innermost layer first, so that outer layers count and log the requests that inner layers refuse."""
-    config = router.config
-    api.add_middleware(
-        BodyLimitMiddleware,
-        max_body_bytes=config.max_body_bytes,
-        body_timeout_s=config.limits.body_timeout_s,
-        bodies=limits.bodies,
-    )
-    api.add_middleware(ClientLimitMiddleware, limits=limits)
-    api.add_middleware(ApiKeyMiddleware, keys=keys, admins=admins)
-    api.add_middleware(HeaderLimitMiddleware, max_header_bytes=config.limits.max_header_bytes)
-    api.add_middleware(ErrorMiddleware, show_messages=config.log_prompts)
-    if config.allowed_origins:
-        api.add_middleware(CrossOriginMiddleware, origins=config.allowed_origins)
-    api.add_middleware(MetricsMiddleware, metrics=router.metrics)
-    api.add_middleware(RequestIdMiddleware, tracing=router.tracing, logs_access=config.log_format == "json")
 
 
 def _answer_head_requests(api: FastAPI) -> None:
@@ -109,22 +88,26 @@ def _add_error_handlers(api: FastAPI) -> None:
     async def on_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, (RequestError, HttpError)):
             logger.warning("%s %s: %r", request.method, request.url.path, error)
-        return _response(wire_error(error))
+        return _response(error)
 
     async def on_http_exception(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         headers = getattr(error, "headers", None) or {}
         if status == 405 and request.method == "OPTIONS":  # the path exists: list the methods that it allows
             return Response(status_code=204, headers={"allow": f"{headers['Allow']}, OPTIONS"})
-        response = _response(http_status_error(status, request.method, request.url.path))
-        response.headers.update(headers)
-        return response
+        if status == 404:
+            message, code = f"There is no route {request.url.path}; GET / lists all paths.", "not_found"
+        elif status == 405:
+            message, code = f"{request.method} is not allowed at {request.url.path}.", "method_not_allowed"
+        else:
+            message, code = f"The request was refused with status {status}.", None
+        return _response(HttpError(status, message, code=code, headers=headers))
 
     async def on_validation_error(request: Request, error: Exception) -> Response:
         problems = error.errors() if isinstance(error, RequestValidationError) else []
         name = ".".join(str(part) for part in problems[0]["loc"][1:]) if problems else None
         message = f"{name}: {problems[0]['msg']}." if problems else str(error)
-        return _response(wire_error(RequestError(message, param=name)))
+        return _response(RequestError(message, param=name))
 
     api.add_exception_handler(TransomError, on_error)
     api.add_exception_handler(HttpError, on_error)
@@ -132,5 +115,6 @@ def _add_error_handlers(api: FastAPI) -> None:
     api.add_exception_handler(RequestValidationError, on_validation_error)
 
 
-def _response(error: WireError) -> Response:
-    return Response(error.dumps(), status_code=error.status, media_type="application/json", headers=error.headers)
+def _response(error: Exception) -> Response:
+    wire = wire_error(error)
+    return Response(wire.dumps(), status_code=wire.status, media_type="application/json", headers=wire.headers)

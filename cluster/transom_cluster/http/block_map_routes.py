@@ -9,16 +9,16 @@ import asyncio
 import time
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, HTTPException, Query, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from transom_cluster.blockmap.feed import Feed, describe_error, sse_json
 from transom_cluster.blockmap.outbox import Outbox
 from transom_cluster.blockmap.static_files import DEMO, PAGE, file_response
-from transom_cluster.http.client_disconnect import run_until_disconnect
+from transom_cluster.http.client_disconnect import until_disconnect
 from transom_cluster.http.request_state import request_state
-from transom_cluster.openai.answer.error_responses import HttpError, http_status_error, not_found
+from transom_cluster.openai.answer.error_responses import HttpError
 from transom_cluster.router.background_tasks import BackgroundTasks
 from transom_cluster.router.router import Router
 from transom_core.errors import WorkerLost
@@ -52,7 +52,7 @@ def _add_file_routes(api: FastAPI) -> None:
 def _file(name: str, request: Request) -> Response:
     response = file_response(name, request)
     if response is None:
-        raise HttpError(http_status_error(404, request.method, request.url.path))
+        raise HTTPException(404)
     return response
 
 
@@ -75,16 +75,15 @@ def _add_data_routes(api: FastAPI, router: Router) -> None:
         except Exception as error:
             raise WorkerLost(describe_error(error)) from error
         if "error" in described:
-            raise not_found(described["error"], param="block", code="block_not_found")
+            raise HttpError(404, described["error"], param="block", code="block_not_found")
         return {"worker": worker, **described}
 
 
 def _check_worker(router: Router, worker: str) -> None:
     if worker not in router.connections:
         known = ", ".join(sorted(router.connections)) or "none"
-        raise not_found(
-            f"There is no worker {worker!r}; the workers are: {known}.", param="worker", code="worker_not_found"
-        )
+        message = f"There is no worker {worker!r}; the workers are: {known}."
+        raise HttpError(404, message, param="worker", code="worker_not_found")
 
 
 HEADERS = [
@@ -111,7 +110,7 @@ class BlockStream(Response):
         """Send frames, and cancel all feeds at the end."""
         request_state(scope).outcome.mark_endless()
         try:
-            await run_until_disconnect(self._send_all(send), receive)
+            await until_disconnect(self._send_all(send), receive)
         finally:
             await self._tasks.cancel()
 

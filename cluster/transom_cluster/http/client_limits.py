@@ -159,12 +159,6 @@ class LimitSet:
         self.work = WorkLimits(limits)
         self.bodies = HeldBodies(HELD_BODY_BYTES)
 
-    @property
-    def num_entries(self) -> int:
-        """The number of clients' entries in all tables together."""
-        tables = (self.posts, self.gets, self.costly_gets, self.streams, self.work.sequences, self.work.tokens)
-        return sum(table.num_clients for table in tables)
-
 
 class HeldBodies:
     """The bytes of the bodies of all requests that have not ended.

@@ -8,21 +8,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from transom_cluster.http.client_disconnect import run_until_disconnect
+from transom_cluster.http.client_disconnect import until_disconnect
 from transom_cluster.http.client_limits import WorkLimits
-from transom_cluster.http.request_state import request_state
+from transom_cluster.http.request_state import RequestState
 from transom_cluster.openai.answer.error_responses import STREAM_CODES, WireError, wire_error
 from transom_cluster.openai.answer.json_pieces import PIECE_CHARS, joined_pieces, json_pieces
 from transom_cluster.openai.answer.writers import ResponseWriter
 from transom_cluster.router.output_stream import OutputStream
 from transom_cluster.router.router import Router
 from transom_cluster.telemetry.request_events import ClientLeft, RequestEvents
-from transom_cluster.telemetry.request_timeline import ONLY_CLIENT
 from transom_cluster.telemetry.router_metrics import RouterMetrics
 from transom_cluster.telemetry.tracebacks import traceback_lines
 from transom_core.contract import OutputEvent, Request
@@ -53,16 +52,16 @@ class GenerationResponse(Response):
         requests: Sequence[Request],
         writer: ResponseWriter,
         *,
+        state: RequestState,
         work: WorkLimits,
-        client: str = ONLY_CLIENT,
         stream: bool,
         events: RequestEvents,
-        headers: Sequence[tuple[bytes, bytes]] = (),
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        self._more_headers = list(headers)
+        self._more_headers = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
         self._work = work
-        self._client = client
+        self._client, self._outcome = state.counted_as, state.outcome
         self._events = events
         self._router = router
         self._requests = requests
@@ -73,26 +72,24 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the requests and send their output; abort them if the client disconnects first."""
-        await run_until_disconnect(
-            self._run(scope, send), receive, on_disconnect=lambda: self._events.report(ClientLeft())
-        )
+        await until_disconnect(self._run(send), receive, on_disconnect=lambda: self._events.report(ClientLeft()))
 
-    async def _run(self, scope: Scope, send: Send) -> None:
+    async def _run(self, send: Send) -> None:
         with self._work.response(self._client, self._requests):
             try:
-                await self._generate(scope, send)
+                await self._generate(send)
             except (Overloaded, RequestError, WorkerLost):
                 # Of several choices, one may have been computed while another was refused.
                 if len(self._requests) == 1 and not self._has_output:
                     self._work.give_back(self._client, self._requests)
                 raise
 
-    async def _generate(self, scope: Scope, send: Send) -> None:
+    async def _generate(self, send: Send) -> None:
         async with self._router.generate(self._requests, self._events) as output:
             self._metrics.requests_submitted()
             try:
                 if self._stream:
-                    await self._send_stream(output, scope, send)
+                    await self._send_stream(output, send)
                 else:
                     await self._collect(output)
                     self._writer.identity = output.identity or ""
@@ -124,7 +121,7 @@ class GenerationResponse(Response):
             piece, following = following, next(pieces, None)
         await send({"type": "http.response.body", "body": piece, "more_body": False})
 
-    async def _send_stream(self, output: OutputStream, scope: Scope, send: Send) -> None:
+    async def _send_stream(self, output: OutputStream, send: Send) -> None:
         first = await output.next()
         for _, event in first:
             if event.error is not None:
@@ -133,19 +130,17 @@ class GenerationResponse(Response):
         self._writer.identity = output.identity or ""
         self._router.metrics.open_streams.inc()
         try:
-            await self._send_chunks(output, first, scope, send)
+            await self._send_chunks(output, first, send)
         finally:
             self._router.metrics.open_streams.dec()
 
-    async def _send_chunks(
-        self, output: OutputStream, events: list[tuple[int, OutputEvent]], scope: Scope, send: Send
-    ) -> None:
+    async def _send_chunks(self, output: OutputStream, events: list[tuple[int, OutputEvent]], send: Send) -> None:
         """Send chunks until the stream ends. Events that arrive during a send go out in the next one, unless they are large."""
         while True:
             text, ended = "", output.num_unfinished == 0
             for piece in self._chunks(events, is_last=ended):
                 if isinstance(piece, WireError):  # status 200 was sent already, so the stream itself carries the error
-                    request_state(scope).outcome.break_with(piece)
+                    self._outcome.break_with(piece)
                     ended = True
                     continue
                 text += piece

@@ -23,7 +23,7 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as CONT
 from starlette.responses import Response
 
 from transom_cluster.http.shared_pages import SharedPages
-from transom_cluster.openai.answer.error_responses import process_silent, unknown_process
+from transom_cluster.openai.answer.error_responses import HttpError
 from transom_cluster.router.peers import MetricsQuery, ProcessMetricsQuery, ProcessNameQuery
 from transom_cluster.router.router import Router
 from transom_cluster.router.worker_client import WorkerClient
@@ -123,7 +123,7 @@ def add_routes(api: FastAPI, router: Router) -> None:
     async def process(request: Request, name: str) -> Response:
         openmetrics = wants_openmetrics(request)
         if len(name) > MAX_NAME_CHARS:
-            raise unknown_process(name)
+            raise _unknown_process(name)
         collect = functools.partial(process_page, router, name, openmetrics=openmetrics)
         page = await pages.get((name, openmetrics), collect)
         return await page_response(request, page, openmetrics=openmetrics)
@@ -165,15 +165,24 @@ async def process_page(router: Router, name: str, *, openmetrics: bool = False) 
     if kind == "worker" and (connection := router.connections.get(process_id)) is not None:
         page = await _page_of(connection.client, openmetrics, timeout_s=timeout_s)
         if page is None:
-            raise process_silent(name)
+            raise _silent_process(name)
         return page
     answers = await router.peers.ask_others(query, timeout_s=timeout_s) if kind == "router" else []
     for answer in answers:
         if isinstance(answer, str):
             return answer
-    raise (
-        process_silent(name) if any(isinstance(answer, BaseException) for answer in answers) else unknown_process(name)
-    )
+    is_silent = any(isinstance(answer, BaseException) for answer in answers)
+    raise _silent_process(name) if is_silent else _unknown_process(name)
+
+
+def _unknown_process(name: str) -> HttpError:
+    message = f"There is no process {name!r}; /metrics/sd lists all processes."
+    return HttpError(404, message, param="name", code="process_not_found")
+
+
+def _silent_process(name: str) -> HttpError:
+    message = f"The process {name!r} does not answer; try again, or look at its log."
+    return HttpError(504, message, kind="server_error", param="name", code="process_silent")
 
 
 async def _page_of(client: WorkerClient, openmetrics: bool, *, timeout_s: float) -> str | None:

@@ -1,6 +1,6 @@
 """`RequestState`: what the middleware and the routes know about the HTTP request that they handle, in one typed object.
 
-`RequestIdMiddleware`, the outermost layer, creates the object and stores it in the ASGI scope. Inner layers and routes read it with
+`RequestMiddleware`, the outermost layer, creates the object and stores it in the ASGI scope. Inner layers and routes read it with
 `request_state`.
 """
 
@@ -22,7 +22,7 @@ _KEY = "transom"
 class RequestState:
     """The state of one HTTP request.
 
-    Later layers set the fields that are empty at first: `ApiKeyMiddleware` sets `client`, `sharer` and `weight`. A route sets
+    Later layers set the fields that are empty at first: `AdmissionMiddleware` sets `client`, `sharer` and `weight`. A route sets
     `response_id` at once, and `engine_request_id` (of the first choice) and `timeline` after the prompt is tokenised.
     """
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 from fastapi import FastAPI, Query, Request
 
 from transom_cluster.http.request_state import request_state
-from transom_cluster.openai.answer.error_responses import HttpError, not_found
+from transom_cluster.openai.answer.error_responses import HttpError
 from transom_cluster.router.peers import RecentRequestsQuery, TimelineQuery
 from transom_cluster.router.router import Router
 from transom_core.telemetry.request_timelines import MAX_TIMELINES, prompt_and_choice_of
@@ -43,16 +43,12 @@ def add_routes(api: FastAPI, router: Router) -> None:
     async def timeline(request: Request, request_id: str) -> dict[str, Any]:
         found = await request_report(router, request_id, request_state(request.scope).client)
         if found is None:
-            raise _unknown_request(request_id)
+            message = (
+                f"This client has no request {request_id!r}; each router remembers its last {MAX_TIMELINES:,} requests, "
+                "without those that were refused before their prompt was read."
+            )
+            raise HttpError(404, message, param="request_id", code="request_not_found")
         return found
-
-
-def _unknown_request(request_id: str) -> HttpError:
-    message = (
-        f"This client has no request {request_id!r}; each router remembers its last {MAX_TIMELINES:,} requests, without "
-        "those that were refused before their prompt was read."
-    )
-    return not_found(message, param="request_id", code="request_not_found")
 
 
 ASK_TIMEOUT_S = 2.0

@@ -8,7 +8,8 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from transom_cluster.http.request_preparation import RequestPreparation
+from transom_cluster.http.client_threads import RequestThreads
+from transom_cluster.http.prompt_request import PromptRequest
 from transom_cluster.openai.answer.response_types import Text, Tokens
 from transom_cluster.openai.prompt.prompts import MAX_INLINE_CHARS, render_chat
 from transom_cluster.openai.request.body import BodyParser
@@ -26,9 +27,9 @@ _DETOKENIZE = BodyParser(DetokenizeRequest, NO_RULES)
 class TokenizeRoutes:
     """Route handlers for one router. They use no worker, but the model's limits, which workers have reported."""
 
-    def __init__(self, router: Router, preparation: RequestPreparation) -> None:
+    def __init__(self, router: Router, threads: RequestThreads) -> None:
         self._router = router
-        self._preparation = preparation
+        self._threads = threads
 
     def add_routes(self, api: FastAPI) -> None:
         """Add the routes to the app."""
@@ -41,12 +42,12 @@ class TokenizeRoutes:
         One call on a thread does all the work from the body to the response. A client's parallel requests take turns on the
         threads, so few of them have their ids in memory at a time.
         """
-        threads = self._preparation.client_threads(request)
-        raw = await self._preparation.body(request)
+        asked = PromptRequest(self._router, self._threads, request)
+        raw = await asked.body()
         await self._router.prepare(None)
         waits = b"messages" in raw  # a chat waits for the process that renders the chat template
         respond = functools.partial(self._tokens_response, raw)
-        return await threads.run(respond, num_chars=len(raw), inline_chars=-1 if waits else MAX_INLINE_CHARS)
+        return await asked.threads.run(respond, num_chars=len(raw), inline_chars=-1 if waits else MAX_INLINE_CHARS)
 
     def _tokens_response(self, raw: bytes) -> Response:
         body = _TOKENIZE.parse(raw)
@@ -64,9 +65,8 @@ class TokenizeRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """Convert token ids to text."""
-        threads = self._preparation.client_threads(request)
-        body = await self._preparation.parse(request, _DETOKENIZE, threads)
-        await self._router.prepare(body.model)
+        asked = PromptRequest(self._router, self._threads, request)
+        body = await asked.parse(_DETOKENIZE)
         limits, decode = self._router.limits.current, self._router.tokenizer.decode
 
         def answer() -> Response:
@@ -74,7 +74,7 @@ class TokenizeRoutes:
             check_vocabulary(token_ids, limits.vocab_size, param="tokens")
             return JSONResponse(Text(prompt=decode(token_ids, skip_special_tokens=False)))
 
-        return await threads.run(answer, num_chars=len(memoryview(body.tokens)), inline_chars=MAX_INLINE_CHARS)
+        return await asked.threads.run(answer, num_chars=len(memoryview(body.tokens)), inline_chars=MAX_INLINE_CHARS)
 
     def _token_ids(self, body: TokenizeRequest, limits: ModelLimits) -> list[int]:
         tokenizer = self._router.tokenizer

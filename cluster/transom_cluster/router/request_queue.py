@@ -41,8 +41,6 @@ logger = logging.getLogger("transom.router")
 
 MAX_PLACED_AT_ONCE = 32  # placed in one turn of the event loop, which carries every client's stream: about 3 ms
 MAX_WAITING_TOKENS = 2**23  # prompt tokens of new requests in the queue, which take up to 300 MB
-# Memory of a waiting choice with its deadline and events, and of a token id: an int object and its place in a tuple.
-WAITING_REQUEST_BYTES, TOKEN_BYTES = 8192, 36
 MAX_WAITING = 4096  # new requests in the queue; requests whose worker was lost always enter it
 
 LATE = "The request's deadline has passed."
@@ -86,16 +84,6 @@ class RequestQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Roughly how much memory the waiting requests take."""
-        return len(self) * WAITING_REQUEST_BYTES + self._waiting.num_tokens * TOKEN_BYTES
-
-    @property
-    def num_accounts(self) -> int:
-        """The number of clients that have an account of what was placed for them."""
-        return len(self._turns)
 
     @property
     def _is_full(self) -> bool:

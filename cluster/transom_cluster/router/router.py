@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Sequence
 from zlib import crc32
 
 from transom_cluster.openai.answer.answer_markup import AnswerMarkup
-from transom_cluster.openai.answer.error_responses import unknown_model
+from transom_cluster.openai.answer.error_responses import HttpError
 from transom_cluster.router.identities import by_identity
 from transom_cluster.router.in_flight_requests import InFlightRequest
 from transom_cluster.router.model_limits import ModelLimitsTracker
@@ -167,7 +167,8 @@ class Router:
             HttpError: the model is not served here (status 404).
         """
         if name is not None and name != self.config.served_model_name:
-            raise unknown_model(name, self.config.served_model_name)
+            message = f"The model {name!r} does not exist; this server has {self.config.served_model_name!r}."
+            raise HttpError(404, message, param="model", code="model_not_found")
 
     async def prepare(self, model: str | None) -> None:
         """Check the model's name in a request that has a prompt, and wait until the model's limits are known.

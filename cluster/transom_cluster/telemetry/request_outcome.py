@@ -23,10 +23,11 @@ disconnected."""
 class RequestOutcome:
     """The outcome of one request. The middleware feeds it with the response's messages, and reads it once the request has ended."""
 
-    __slots__ = ("_error", "_is_complete", "_is_endless", "_sent_status")
+    __slots__ = ("_error", "_is_complete", "_is_endless", "has_begun", "sent_status")
 
     def __init__(self) -> None:
-        self._sent_status: int | None = None
+        self.has_begun = False
+        self.sent_status = CLIENT_DISCONNECTED_STATUS  # until the response begins
         self._is_complete = False
         self._is_endless = False
         self._error: WireError | None = None
@@ -34,7 +35,7 @@ class RequestOutcome:
     def message_sending(self, message: Message) -> None:
         """Note a message of the response before it is sent."""
         if message["type"] == "http.response.start":
-            self._sent_status = message["status"]
+            self.has_begun, self.sent_status = True, message["status"]
 
     def message_sent(self, message: Message) -> None:
         """Note a message of the response after it was sent."""
@@ -57,9 +58,7 @@ class RequestOutcome:
         """
         if self._error is not None:
             return self._error.status
-        if self._sent_status is None or self._client_disconnected:
-            return CLIENT_DISCONNECTED_STATUS
-        return self._sent_status
+        return CLIENT_DISCONNECTED_STATUS if self._client_disconnected else self.sent_status
 
     @property
     def break_reason(self) -> str | None:
@@ -71,4 +70,4 @@ class RequestOutcome:
     @property
     def _client_disconnected(self) -> bool:
         """Whether the client disconnected after the response's first byte and before its last."""
-        return self._sent_status is not None and not self._is_complete and not self._is_endless
+        return self.has_begun and not self._is_complete and not self._is_endless

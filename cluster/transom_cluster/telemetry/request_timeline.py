@@ -194,11 +194,6 @@ class RequestTimelines:
         self._router_id = router_id
         self._store = TimelineStore() if store is None else store
 
-    @property
-    def num_events(self) -> int:
-        """The number of events in all timelines."""
-        return self._store.num_events
-
     def create(
         self,
         requests: Sequence[Request],

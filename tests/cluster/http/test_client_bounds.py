@@ -1,9 +1,19 @@
-"""What clients can fill stays within its bound: each place is filled over HTTP, beside a client that sends little."""
+"""What clients can fill stays within its bound: each place is filled over HTTP, beside a client that sends little.
+
+Clients decide what they send and how often (new texts, keys, sizes, bodies), and whether they read their answers. Every table or
+queue that keeps such data has a row in `client_bounds`. The rest of a router's memory is bounded by the operator's settings (keys),
+the model (the tokenizer's table of tokens; the starts of window repairs, `hit_rules.MAX_REPAIRS`), the workers (prefix index,
+metrics pages), or the request itself (an answer that is not read: its own tokens).
+
+A cache gives one client at most a quarter (`FairCache`); bodies give it half. A queue takes a client's new requests until it is
+full, and then displaces requests of the client that has most. Sizes are computed from the measured bytes per entry.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -12,15 +22,50 @@ import pytest
 from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.conftest import make_router, running, until
 from tests.cluster.stub_worker import ByteTokenizer, StubDirectory, StubWorker
-from transom_cluster.http import client_bounds, client_limits
+from transom_cluster.http import client_limits
 from transom_cluster.http.api import build_api
+from transom_cluster.http.client_limits import MAX_IDLE_CLIENTS, ClientLimits, LimitSet
 from transom_cluster.router import request_queue
+from transom_cluster.router.router import Router
 from transom_core.config import FailoverConfig
 from transom_core.errors import Overloaded, RateLimited
 from transom_core.fair_cache import FairCache
 from transom_core.grammar import GrammarChecker
+from transom_core.telemetry.request_timelines import MAX_EVENTS, MAX_TIMELINES
+from transom_core.virtual_time import MAX_ACCOUNTS
 
 NUM_REQUESTS = 150
+ENTRY_BYTES = 300  # an entry for a client in a table
+EVENT_BYTES = 350  # an event of a timeline
+WAITING_REQUEST_BYTES = 8192  # a waiting choice with its deadline and events
+TOKEN_BYTES = 36  # a token id: an int object and its place in a tuple
+LONGEST_PROMPTS = 300  # tokens: the last request before the queue is full may exceed the bound by its prompts
+
+
+def client_bounds(router: Router, limits: LimitSet) -> dict[str, tuple[int, Callable[[], int]]]:
+    """All places of a router that clients can fill, by name: the bound in bytes, and how many there are now."""
+    keys, verdicts, waiting = router.placer.cache_keys.workers, router.grammar_checker.kept, router.queue._waiting
+    tables = [one for part in (limits, limits.work) for one in vars(part).values() if isinstance(one, ClientLimits)]
+    max_waiting_tokens = request_queue.MAX_WAITING_TOKENS + LONGEST_PROMPTS
+    waiting_bytes = request_queue.MAX_WAITING * WAITING_REQUEST_BYTES + max_waiting_tokens * TOKEN_BYTES
+    return {
+        "bodies of requests that run": (client_limits.HELD_BODY_BYTES, lambda: limits.bodies.num_bytes),
+        "verdicts on grammars": (verdicts.max_bytes, lambda: verdicts.num_bytes),
+        "workers of cache keys": (keys.max_bytes, lambda: keys.num_bytes),
+        "requests that wait": (
+            waiting_bytes,
+            lambda: len(waiting) * WAITING_REQUEST_BYTES + waiting.num_tokens * TOKEN_BYTES,
+        ),
+        "timelines": (
+            MAX_TIMELINES * MAX_EVENTS * EVENT_BYTES,
+            lambda: router.timelines._store.num_events * EVENT_BYTES,
+        ),
+        "accounts of clients": (MAX_ACCOUNTS * ENTRY_BYTES, lambda: len(router.queue._turns) * ENTRY_BYTES),
+        "limits of clients": (
+            len(tables) * (MAX_IDLE_CLIENTS + 1) * ENTRY_BYTES,
+            lambda: sum(table.num_clients for table in tables) * ENTRY_BYTES,
+        ),
+    }
 
 
 class RefusingChildren:
@@ -38,10 +83,7 @@ class RefusingChildren:
 
 async def test_whatever_clients_fill_stays_within_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_queue, "MAX_WAITING", 12)
-    monkeypatch.setattr(client_bounds, "MAX_WAITING", 12)
     monkeypatch.setattr(request_queue, "MAX_WAITING_TOKENS", 500)
-    monkeypatch.setattr(client_bounds, "MAX_WAITING_TOKENS", 500)
-    monkeypatch.setattr(client_bounds, "LONGEST_PROMPTS", 300 * request_queue.TOKEN_BYTES)
     monkeypatch.setattr(client_limits, "HELD_BODY_BYTES", 40_000)
     worker, checker = StubWorker(), GrammarChecker(ByteTokenizer())  # type: ignore[arg-type]
     children = checker._children = RefusingChildren()  # type: ignore[assignment]
@@ -55,13 +97,13 @@ async def test_whatever_clients_fill_stays_within_its_bound(monkeypatch: pytest.
     for cache in caches.values():
         cache.max_bytes = 16_000
     app = build_api(router)
+    bounds = client_bounds(router, app.state.limits)
     peaks: Counter[str] = Counter()
 
     def measure() -> None:
-        for bound in app.state.client_bounds:
-            num_bytes = bound.num_bytes()
-            assert num_bytes <= bound.max_bytes, bound.name
-            peaks[bound.name] = max(peaks[bound.name], num_bytes)
+        for name, (max_bytes, num_bytes) in bounds.items():
+            assert num_bytes() <= max_bytes, name
+            peaks[name] = max(peaks[name], num_bytes())
         for name, cache in caches.items():
             assert all(cache.bytes_of(client) <= cache.max_bytes / 4 for client in cache._by_client), name
 
@@ -104,7 +146,7 @@ async def test_whatever_clients_fill_stays_within_its_bound(monkeypatch: pytest.
         await sent[0].leave()
         measure()
         assert await send(client, "hostile") == 200
-    assert not [bound.name for bound in app.state.client_bounds if not peaks[bound.name]], "a row that is not filled"
+    assert not [name for name in bounds if not peaks[name]], "a row that is not filled"
 
 
 def test_bodies_of_all_clients_are_bounded_as_well() -> None:

@@ -13,9 +13,9 @@ from tests.cluster.asgi_call import AsgiCall
 from tests.cluster.conftest import GIVE_UP_S, http_server, running_api
 from tests.cluster.http.test_http_errors import problem
 from tests.cluster.stub_worker import StubWorker
+from transom_cluster.http.admission_middleware import duration_text
 from transom_cluster.http.api import build_api
 from transom_cluster.http.client_limits import MAX_IDLE_CLIENTS, Budget, ClientLimits
-from transom_cluster.http.middleware import duration_text
 from transom_cluster.openai.request import request_limits
 from transom_cluster.openai.request.request_limits import MAX_TOKENIZE_BYTES
 from transom_core.config import MAX_CHOICES, LimitsConfig, PriorityConfig

@@ -23,7 +23,7 @@ from tests.cluster.stub_worker import VOCAB_SIZE, ByteTokenizer, StubDirectory
 from tests.how_many import ALL_TESTS
 from transom_cluster.http.client_limits import WorkLimits
 from transom_cluster.http.generation_response import GenerationResponse
-from transom_cluster.http.request_state import RequestState, attach_request_state
+from transom_cluster.http.request_state import RequestState
 from transom_cluster.openai.answer.answer_reader import AnswerReader
 from transom_cluster.openai.answer.chat_answer import ChatAnswer
 from transom_cluster.openai.answer.chat_writer import ChatWriter
@@ -133,8 +133,15 @@ async def answered(router: Router, case: Case) -> str:
         include_usage=True,
         answers=answers,
     )
-    work = WorkLimits(router.config.limits)
-    response = GenerationResponse(router, requests, writer, work=work, stream=case.stream, events=RequestEvents())
+    response = GenerationResponse(
+        router,
+        requests,
+        writer,
+        state=RequestState(x_request_id="", trace=None),
+        work=WorkLimits(router.config.limits),
+        stream=case.stream,
+        events=RequestEvents(),
+    )
     body = b""
 
     async def send(message: Any) -> None:
@@ -144,9 +151,7 @@ async def answered(router: Router, case: Case) -> str:
     async def receive() -> Any:
         await asyncio.Event().wait()
 
-    scope: dict[str, Any] = {"type": "http"}
-    attach_request_state(scope, RequestState(x_request_id="", trace=None))
-    await response(scope, receive, send)
+    await response({"type": "http"}, receive, send)
     return body.decode()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from transom_cluster.openai.answer.response_types import ErrorBody
@@ -62,11 +63,22 @@ def _cut(text: str, max_chars: int) -> str:
 
 
 class HttpError(Exception):
-    """An error of HTTP itself (unknown model, missing key, body too large), raised anywhere below a route."""
+    """An error of HTTP itself (unknown model, missing key, body too large) with its own status; `kind` is OpenAI's type."""
 
-    def __init__(self, error: WireError) -> None:
-        super().__init__(error.message)
-        self.error = error
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.error = WireError(
+            status=status, message=message, type=kind, param=param, code=code, headers=dict(headers or {})
+        )
 
 
 def wire_error(error: BaseException) -> WireError:
@@ -83,89 +95,3 @@ def wire_error(error: BaseException) -> WireError:
     return WireError(
         status=status, message=message, type=type_, param=getattr(error, "param", None), code=code, headers=headers
     )
-
-
-def unknown_model(name: str, served: str) -> HttpError:
-    """Status 404 for a model that this server does not serve."""
-    message = f"The model {name!r} does not exist; this server has {served!r}."
-    return not_found(message, param="model", code="model_not_found")
-
-
-def unknown_process(name: str) -> HttpError:
-    """Status 404 for a process that is not in the cluster."""
-    message = f"There is no process {name!r}; /metrics/sd lists all processes."
-    return not_found(message, param="name", code="process_not_found")
-
-
-def not_found(message: str, *, param: str, code: str) -> HttpError:
-    """Status 404 for something that the field `param` names and that does not exist."""
-    return HttpError(WireError(status=404, message=message, type="invalid_request_error", param=param, code=code))
-
-
-def process_silent(name: str) -> HttpError:
-    """Status 504 for a process that does not answer, although the cluster lists it or may have it."""
-    message = f"The process {name!r} does not answer; try again, or look at its log."
-    return HttpError(WireError(status=504, message=message, type="server_error", param="name", code="process_silent"))
-
-
-def body_too_large(max_body_bytes: int) -> HttpError:
-    """Status 413; the message has the limit."""
-    message = f"The request body is larger than {max_body_bytes:,} bytes; send less, or raise --max-body-bytes."
-    return HttpError(
-        WireError(status=413, message=message, type="invalid_request_error", code="request_body_too_large")
-    )
-
-
-def body_too_slow(body_timeout_s: float) -> HttpError:
-    """Status 408. The connection is closed: it cannot carry another request, since the rest of the body may still come."""
-    message = (
-        f"The request body was not complete after {body_timeout_s:g} s; send it faster, or raise --body-timeout-s."
-    )
-    return HttpError(
-        WireError(
-            status=408, message=message, type="timeout_error", code="request_timeout", headers={"connection": "close"}
-        )
-    )
-
-
-def headers_too_large(max_header_bytes: int) -> WireError:
-    """Status 431; the message has the limit."""
-    return WireError(
-        status=431,
-        message=f"The request's headers are larger than {max_header_bytes:,} bytes; send less, or raise --max-header-bytes.",
-        type="invalid_request_error",
-        code="request_headers_too_large",
-    )
-
-
-def wrong_api_key(*, missing: bool) -> WireError:
-    """Status 401 for a missing or wrong key."""
-    reason = "No API key was given" if missing else "The API key is wrong"
-    return WireError(
-        status=401,
-        message=f"{reason}; send a valid one as 'Authorization: Bearer KEY'.",
-        type="authentication_error",
-        code="invalid_api_key",
-        headers={"www-authenticate": "Bearer"},
-    )
-
-
-def admin_key_required() -> WireError:
-    """Status 403 for a client's key on a route that needs an admin key."""
-    return WireError(
-        status=403,
-        message="This route shows data of all clients together; send a key from --admin-api-key-file.",
-        type="permission_error",
-        code="admin_api_key_required",
-    )
-
-
-def http_status_error(status: int, method: str, path: str) -> WireError:
-    """Return the client's form of an error that FastAPI itself raises: for an unknown path or a wrong method."""
-    if status == 404:
-        message, code = f"There is no route {path}; GET / lists all paths.", "not_found"
-    elif status == 405:
-        message, code = f"{method} is not allowed at {path}.", "method_not_allowed"
-    else:
-        message, code = f"The request was refused with status {status}.", None
-    return WireError(status=status, message=message, type="invalid_request_error", code=code)

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transom_cluster.openai.fair_threads import ClientThreads
 from transom_cluster.openai.prompt.call_id_forms import with_learnt_call_ids
 from transom_cluster.openai.request.message_fields import ChatMessage, template_messages
 from transom_cluster.openai.request.request_limits import ModelLimits, check_length, check_total
@@ -48,39 +47,10 @@ def render_chat(
     )
 
 
-async def chat_prompt(
-    tokenizer: Tokenizer,
-    messages: list[ChatMessage],
-    *,
-    threads: ClientThreads,
-    limits: ModelLimits,
-    add_generation_prompt: bool = True,
-    variables: Mapping[str, Any] | None = None,
-    num_variable_chars: int = 0,
-    tool_parser: str | None = None,
-) -> Prompt:
-    """Call `render_chat` on a thread, for a request whose prompt must fit the model's length.
-
-    `num_variable_chars` is the length of the JSON of `variables`; it counts towards the size of the job for `threads`.
-    """
-    render = functools.partial(
-        render_chat,
-        tokenizer,
-        messages,
-        add_generation_prompt=add_generation_prompt,
-        variables=variables,
-        tool_parser=tool_parser,
-        check_length=_length_check(limits, param="messages"),
-    )
-    num_chars = sum(message.num_chars for message in messages) + num_variable_chars
-    return await threads.run(render, num_chars=num_chars)
-
-
-async def completion_prompts(
+def encode_prompts(
     tokenizer: Tokenizer,
     prompts: Sequence[str] | Sequence[list[int]],
     *,
-    threads: ClientThreads,
     limits: ModelLimits,
     add_special_tokens: bool = True,
 ) -> list[Prompt]:
@@ -90,28 +60,19 @@ async def completion_prompts(
         RequestError: a prompt has no tokens, or all prompts together have too many.
         PromptTooLong: a text exceeds the limits.
     """
-    check = _length_check(limits, param="prompt")
-
-    def encode() -> list[tuple[int, ...]]:
-        found, num_tokens = [], 0
-        for prompt in prompts:
-            ids = (
-                tokenizer.encode(prompt, add_special_tokens=add_special_tokens, check_length=check)
-                if isinstance(prompt, str)
-                else prompt
-            )
-            num_tokens += len(ids)
-            check_total(num_tokens, 1, limits, param="prompt")  # before the next prompt is encoded
-            found.append(tuple(ids))
-        return found
-
-    num_chars = sum(len(prompt) for prompt in prompts)
-    token_ids = await threads.run(encode, num_chars=num_chars, inline_chars=MAX_INLINE_CHARS)
-    for index, ids in enumerate(token_ids):
-        if not ids:
+    check = functools.partial(check_length, max_tokens=None, limits=limits, param="prompt")
+    found: list[Prompt] = []
+    num_tokens = 0
+    for prompt in prompts:
+        ids = (
+            tokenizer.encode(prompt, add_special_tokens=add_special_tokens, check_length=check)
+            if isinstance(prompt, str)
+            else prompt
+        )
+        num_tokens += len(ids)
+        check_total(num_tokens, 1, limits, param="prompt")  # before the next prompt is encoded
+        found.append(Prompt(token_ids=tuple(ids)))
+    for index, one in enumerate(found):
+        if not one.token_ids:
             raise RequestError(f"prompt {index} has no tokens; send at least one.", param="prompt")
-    return [Prompt(token_ids=ids) for ids in token_ids]
-
-
-def _length_check(limits: ModelLimits, *, param: str) -> CheckLength:
-    return functools.partial(check_length, max_tokens=None, limits=limits, param=param)
+    return found

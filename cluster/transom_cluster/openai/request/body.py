@@ -19,13 +19,19 @@ from transom_core.errors import RequestError
 
 NULL = Raw(b"null")
 
-Model = TypeVar("Model", bound="WireModel")
+Model = TypeVar("Model", bound="BodyModel")
 Value = TypeVar("Value")
 
 
 class WireModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Base class of request bodies. Values must have JSON's own types (no conversion from strings), and unknown fields are
-    errors."""
+    """Base class of request bodies and their parts. Values must have JSON's own types (no conversion from strings), and unknown
+    fields are errors."""
+
+
+class BodyModel(WireModel, frozen=True, kw_only=True):
+    """Base class of request bodies. All may name the model, which must be the served one."""
+
+    model: str | None = None
 
 
 class OpenModel(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Raw
 
 from transom_cluster.openai.request.answer_options import AnswerOptions
-from transom_cluster.openai.request.body import WireModel, any_json
+from transom_cluster.openai.request.body import BodyModel, any_json
 from transom_cluster.openai.request.message_fields import MAX_MESSAGES, ChatMessage
 from transom_cluster.openai.request.prompt_field import PROMPT_SCHEMA, TOKENS_SCHEMA, read_prompts, read_tokens
 from transom_cluster.openai.request.request_limits import ModelLimits
@@ -76,10 +76,9 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         return AnswerOptions(form=self.answer_form(find_marker), num_chars=self.num_form_bytes)
 
 
-class TokenizeRequest(WireModel, frozen=True, kw_only=True):
+class TokenizeRequest(BodyModel, frozen=True, kw_only=True):
     """A text, or messages for the chat template."""
 
-    model: str | None = None
     prompt: Annotated[str, Meta(examples=["Once upon a time"])] | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None  # default: true for a prompt; for messages the chat template decides
@@ -103,10 +102,9 @@ class TokenizeRequest(WireModel, frozen=True, kw_only=True):
         return {**variables, "tools": template_tools(tools)} if tools else variables
 
 
-class DetokenizeRequest(WireModel, frozen=True, kw_only=True):
+class DetokenizeRequest(BodyModel, frozen=True, kw_only=True):
     """Token ids to decode."""
 
-    model: str | None = None
     tokens: Annotated[Raw, Meta(extra_json_schema=TOKENS_SCHEMA)]
 
     def token_ids(self, limits: ModelLimits) -> list[int]:

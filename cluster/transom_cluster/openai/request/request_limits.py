@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from transom_cluster.openai.request.token_id_lists import check_vocabulary
 from transom_core.config import MAX_CHOICES
 from transom_core.contract import KvPolicy, SamplingParams, check_kv_policy, max_prompt_len, max_stream_len
 from transom_core.errors import PromptTooLong, RequestError
@@ -30,14 +31,15 @@ class ModelLimits:
     """The model's limits, against which the router checks a request before it goes to a worker.
 
     `block_size` is the number of tokens in a KV cache block. `kv_policy_obstacle` says why the model's layers cannot follow a KV
-    policy; it is empty if they can. `max_stream_len` is the longest stream of one request if its policy lets it run past the
-    model's length. `max_choices` is the server's own limit on the sequences of one request.
+    policy; it is empty if they can. `kv_policy` is the request's own, and `max_stream_len` its longest stream if the policy lets it
+    run past the model's length. `max_choices` is the server's own limit on the sequences of one request.
     """
 
     max_model_len: int
     vocab_size: int
     block_size: int = 16
     kv_policy_obstacle: str = ""
+    kv_policy: KvPolicy | None = None
     max_stream_len: int | None = None
     max_choices: int = MAX_CHOICES
 
@@ -65,7 +67,26 @@ class ModelLimits:
             obstacle=self.kv_policy_obstacle,
         )
         longest = max_stream_len(policy, kv_quality=kv_quality, max_tokens=max_tokens, max_model_len=self.max_model_len)
-        return replace(self, max_stream_len=longest)
+        return replace(self, kv_policy=policy, max_stream_len=longest)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], params: SamplingParams, limits: ModelLimits, *, param: str) -> None:
+    """Check the token ids of all prompts of a request, and its parameters that depend on the model; `param` is the prompts' field.
+
+    Raises:
+        RequestError: a token id is outside the vocabulary, the prompts have too many choices or tokens together, or the response
+            could have too many log-probabilities.
+        PromptTooLong: a prompt, or prompt and output together, exceeds the model's length.
+    """
+    check_vocabulary(params.stop_token_ids, limits.vocab_size, param="stop_token_ids")
+    check_vocabulary(tuple(params.logit_bias), limits.vocab_size, param="logit_bias")
+    lengths = [len(token_ids) for token_ids in prompts]
+    check_choices(len(prompts), params.n, limits, param="n")
+    check_total(sum(lengths), params.n, limits, param=param)
+    check_logprob_budget(lengths, params, limits, param="top_logprobs" if param == "messages" else "logprobs")
+    for token_ids in prompts:
+        check_vocabulary(token_ids, limits.vocab_size, param=param)
+        check_length(len(token_ids), params.max_tokens, limits, param=param)
 
 
 def check_choices(num_prompts: int, num_choices: int, limits: ModelLimits, *, param: str) -> None:

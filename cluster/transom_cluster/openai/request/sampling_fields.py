@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Raw
 
-from transom_cluster.openai.request.body import WireModel, any_json
+from transom_cluster.openai.request.body import BodyModel, WireModel, any_json
 from transom_cluster.openai.request.kv_policy_field import KvPolicyField
 from transom_cluster.openai.request.late_field import LateField
 from transom_cluster.openai.request.structured_output_fields import (
@@ -40,10 +40,9 @@ class StreamOptions(WireModel, frozen=True, kw_only=True):
     include_obfuscation: bool = False
 
 
-class SharedFields(WireModel, frozen=True, kw_only=True):
+class SharedFields(BodyModel, frozen=True, kw_only=True):
     """The fields that chats, text completions and responses all have: OpenAI's, then vLLM's. `None` means the default."""
 
-    model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
@@ -58,7 +57,7 @@ class SharedFields(WireModel, frozen=True, kw_only=True):
     stop: StopString | list[StopString] | None = None
     min_tokens: Annotated[int, Meta(le=MAX_NUMBER)] | None = None
     ignore_eos: bool | None = None
-    priority: int | None = None  # `engine_requests` checks the deployment's range
+    priority: int | None = None  # `check_priority` checks the deployment's range
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     kv_policy: KvPolicyField | None = None  # None: the deployment's default policy
     kv_quality: bool | None = None
@@ -118,6 +117,17 @@ class SamplingFields(SharedFields, frozen=True, kw_only=True):
             )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream to be true.", param="stream_options")
+
+    def check_priority(self, max_priority: int) -> None:
+        """Raise RequestError for a priority outside `-max_priority ... max_priority`."""
+        priority = self.priority or 0
+        if abs(priority) > max_priority:
+            given = priority if abs(priority) < 2**63 else f"a number of {len(str(priority))} digits"
+            raise RequestError(
+                f"priority is {given}; this server takes priorities from {-max_priority} (runs first) to {max_priority} "
+                "(runs last). Send one of these, or none, which means 0.",
+                param="priority",
+            )
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """Convert these fields to the sampling parameters that the worker receives; `more` has those of the endpoint's own fields.

@@ -13,9 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
+
+from starlette.types import Receive
+
+from transom_cluster.http.client_disconnect import until_disconnect
 
 MAX_SHORT_CHARS = 100_000
 # There are fewer threads for long work than chat template processes, so that a short chat finds a free process.
@@ -87,13 +91,11 @@ class RequestThreads:
 
 
 class ClientThreads:
-    """Runs the work of one HTTP request on the router's threads. `left` waits until the client has disconnected, and raises an
-    error then: the request's work is cancelled, and work that waits for its turn never runs."""
+    """Runs the work of one HTTP request on the router's threads. When the client disconnects (`receive` says so), ClientDisconnect
+    is raised, the request's work is cancelled, and work that waits for its turn never runs."""
 
-    def __init__(
-        self, threads: RequestThreads, client: str, left: Callable[[], Coroutine[Any, Any, NoReturn]] | None = None
-    ) -> None:
-        self._threads, self.client, self._left = threads, client, left
+    def __init__(self, threads: RequestThreads, client: str, receive: Receive) -> None:
+        self._threads, self.client, self._receive = threads, client, receive
 
     async def run(self, function: Callable[[], Result], *, num_chars: int, inline_chars: int = 0) -> Result:
         """Call `function` on a thread and return its result. `num_chars` says how much work it is, in characters of text. With at
@@ -101,20 +103,8 @@ class ClientThreads:
         if num_chars <= inline_chars:
             return function()
         threads = self._threads.short if num_chars <= MAX_SHORT_CHARS else self._threads.long
-        return await self._until_left(threads.run(self.client, function))
+        return await until_disconnect(threads.run(self.client, function), self._receive)
 
     async def check(self, function: Callable[[], Result]) -> Result:
         """Call `function`, which waits for a grammar check, on a thread that only checks use."""
-        return await self._until_left(self._threads.checks.run(self.client, function))
-
-    async def _until_left(self, work: Coroutine[Any, Any, Result]) -> Result:
-        if self._left is None:
-            return await work
-        task, left = asyncio.ensure_future(work), asyncio.ensure_future(self._left())
-        try:
-            await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
-            return task.result() if task.done() else left.result()
-        finally:
-            for one in (task, left):
-                one.cancel()
-            await asyncio.gather(task, left, return_exceptions=True)
+        return await until_disconnect(self._threads.checks.run(self.client, function), self._receive)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
 from tests.cluster.asgi_call import AsgiCall
 from transom_cluster.http.api import build_api
-from transom_cluster.openai.fair_threads import MAX_SHORT_CHARS, THREAD_NAME, ClientThreads, FairThreads, RequestThreads
+from transom_cluster.http.client_threads import MAX_SHORT_CHARS, THREAD_NAME, ClientThreads, FairThreads, RequestThreads
 from transom_cluster.openai.request.body import BodyParser
 from transom_cluster.openai.request.body_shape import SMALL_BODY_BYTES
 from transom_cluster.openai.request.message_fields import MAX_MESSAGES
@@ -71,8 +72,12 @@ async def test_an_error_is_raised_and_frees_the_thread():
             await threads.run("a", lambda: 1 // 0)
 
 
+async def never() -> Any:
+    await asyncio.Event().wait()
+
+
 async def test_short_work_does_not_wait_for_long_work():
-    threads, order = ClientThreads(RequestThreads(), "a"), []
+    threads, order = ClientThreads(RequestThreads(), "a", never), []
     long = [Held(order, f"long {i}") for i in range(5)]
     tasks = [asyncio.create_task(threads.run(work, num_chars=MAX_SHORT_CHARS + 1)) for work in long]
     await settle()
