@@ -75,9 +75,9 @@ docs: $(DEV) ## Write docs/metrics.md and docs/flags.md anew, from the code
 	@$(BIN)/python scripts/metrics_page.py
 	@$(BIN)/python scripts/flags_page.py
 
-images: $(DEV) ## Draw the plots and take the README's pictures again (needs Chromium and npm; ARGS=block_map for one picture)
+images: $(DEV) ## Draw the README's plot and take its picture of the block map again (needs Chromium)
 	@$(BIN)/python docs/images/plots.py
-	@$(BIN)/python docs/images/make.py $(ARGS)
+	@$(BIN)/python -m docs.images.make
 
 lock: $(DEV) ## Pin what is installed now in constraints.txt
 	@$(BIN)/python scripts/lock

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from grafana_foundation_sdk.builders import dashboard
@@ -47,23 +48,17 @@ ANNOTATIONS = {  # name: (colour, query, labels that become tags)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """A row's title and its panels, from left to right; once for each value of the variable `repeat`, if it is given."""
-
-    title: str
-    panels: Sequence[Panel]
-    repeat: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """One dashboard. `variables` are those that its panels use; the others are kept for the links, without being shown."""
+    """One dashboard. `variables` are those that its panels use; the others are kept for the links, without being shown.
+
+    `sections`: title -> panels, from left to right. A title that names a variable has the section once for each of its values.
+    """
 
     uid: str
     title: str
     description: str
     variables: frozenset[str]
-    sections: Sequence[Section] = field(default_factory=tuple)
+    sections: Mapping[str, Sequence[Panel]]
 
     def build(self) -> dict[str, Any]:
         """As Grafana's JSON."""
@@ -74,19 +69,20 @@ class Board:
         for name, values in VARIABLES.items():
             board.with_variable(_variable(name, values, is_hidden=name not in self.variables))
         top = 0
-        for number, section in enumerate(self.sections, start=1):
-            top = _place(board, section, first_id=100 * number, top=top)
+        for number, (title, panels) in enumerate(self.sections.items(), start=1):
+            top = _place(board, title, panels, first_id=100 * number, top=top)
         built: dict[str, Any] = board.build().to_json()
         built["annotations"] = {"list": [_annotation(name, *rest) for name, rest in ANNOTATIONS.items()]}
         return built
 
 
-def _place(board: dashboard.Dashboard, section: Section, *, first_id: int, top: int) -> int:
+def _place(board: dashboard.Dashboard, title: str, panels: Sequence[Panel], *, first_id: int, top: int) -> int:
     """Put a section on the grid; the first line below it. Ids count from the section's own, so that other sections may grow."""
-    row = dashboard.Row(section.title).id(first_id).grid_pos(GridPos(h=1, w=GRID_COLUMNS, x=0, y=top))
-    board.with_row(row if section.repeat is None else row.repeat(section.repeat))
+    row = dashboard.Row(title).id(first_id).grid_pos(GridPos(h=1, w=GRID_COLUMNS, x=0, y=top))
+    variable = re.search(r"\$(\w+)", title)
+    board.with_row(row if variable is None else row.repeat(variable[1]))
     left, line, height = 0, top + 1, 0
-    for number, panel in enumerate(section.panels, start=1):
+    for number, panel in enumerate(panels, start=1):
         size = panel.build().grid_pos
         assert size is not None  # every kind of panel sets its size
         if left + size.w > GRID_COLUMNS:

@@ -15,7 +15,7 @@ FOLDER = Path(__file__).with_name("json")
 
 def documents() -> dict[str, str]:
     """File name and text of every dashboard."""
-    boards = [module.build() for module in (overview, kv_cache, workers, router)]
+    boards = [module.BOARD for module in (overview, kv_cache, workers, router)]
     return {f"{board.uid}.json": _text(board.build()) for board in boards}
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dashboards import kv_reuse, kv_shortage
-from dashboards.board import Board, Section
+from dashboards.board import Board
 from dashboards.colors import BLOCK_STATES, PAGE_STATES
-from dashboards.kv_disk import DISK
 from dashboards.kv_policies import POLICIES
-from dashboards.kv_transfers import TRANSFERS
-from dashboards.panels import About, grid, high_is_bad, lines, low_is_bad, number
-from dashboards.queries import GROUP, WORKER, Query, each_of, or_zero, rate, ratio, split, total
+from dashboards.kv_tiers import DISK, TRANSFERS
+from dashboards.panels import Panel, grid, high_is_bad, lines, low_is_bad, number
+from dashboards.queries import GROUP, WORKER, each_of, or_zero, rate, ratio, split, total
 
 UID = "transom-kv-cache"
 PAGES = total("transom_kv_pages", WORKER)
@@ -19,250 +18,196 @@ HEADROOM = f"sum ({HEADROOM_OF % (WORKER, 1024)} or on (model, worker) {HEADROOM
 USED_BY_WORKER = total("transom_kv_utilization_ratio", WORKER, "worker")
 
 
-def build() -> Board:
-    """The dashboard."""
-    return Board(
-        uid=UID,
-        title="KV cache",
-        description="Every block by group and state, what hits and what does not, what is evicted, and what a "
-        "lack of memory costs.",
-        variables=frozenset({"model", "worker", "group"}),
-        sections=(
-            NOW,
-            POOL,
-            kv_reuse.HITS,
-            kv_reuse.EVICTION,
-            kv_reuse.CHECKPOINTS,
-            kv_shortage.SHORTAGE,
-            POLICIES,
-            kv_shortage.EACH_WORKER,
-            TRANSFERS,
-            DISK,
-        ),
-    )
-
-
-NOW = Section(
-    title="Now",
-    panels=[
-        number(
-            About(
-                title="In use",
-                shows="Share of the pool that running requests use, of the fullest worker. Orange from "
-                "80 %, red from 95 %.",
-                act="Near 100 % with preemptions: add workers or memory, or lower `--max-num-seqs`.",
-            ),
-            Query(expr=f"max({USED_BY_WORKER})"),
-            "percentunit",
-            limits=high_is_bad(0.8, 0.95),
-        ),
-        number(
-            About(
-                title="Free pages",
-                shows="Share of the arena's pages that no group has leased. Zero is normal in a warm "
-                "cache: cached blocks fill it.",
-                act="Nothing by itself; *Headroom* counts cached blocks as room.",
-            ),
-            Query(expr=FREE_SHARE),
-            "percentunit",
-        ),
-        number(
-            About(
-                title="Headroom",
-                shows="Requests of 1,024 tokens (of the longest, where that is less) that could start now on all "
-                "workers together. Red below 1, orange below 4.",
-                act="At zero new requests wait: see *Shortage and repairs* below, and add workers.",
-            ),
-            Query(expr=HEADROOM),
-            "short",
-            limits=low_is_bad(1, 4),
-        ),
-        number(
-            About(
-                title="Hit rate",
-                shows="Share of prompt tokens that were not computed again, hits and repaired ones.",
-                act="A drop: *Prompt tokens by outcome* gives the reason for each that was missed.",
-            ),
-            Query(expr=kv_reuse.HIT_RATE),
-            "percentunit",
-        ),
-        number(
-            About(
-                title="Evicted",
-                shows="Blocks evicted, a second.",
-                act="High with misses for `full_evicted` or `window_evicted`: the cache is too small for the traffic.",
-            ),
-            Query(expr=or_zero(rate("transom_kv_evicted_blocks_total", GROUP))),
-            "ops",
-        ),
-        number(
-            About(
-                title="Repairs",
-                shows="Windows that were computed again below a hit's boundary, a second.",
-                act="They are exact and cheaper than a miss; *Repairs and their tokens* has what they cost.",
-            ),
-            Query(expr=rate("transom_kv_repairs_total", WORKER)),
-            "ops",
-        ),
-        number(
-            About(
-                title="Preempted",
-                shows="Requests sent back to the queue for want of blocks, a second. Orange from one in "
-                "ten seconds, red from one.",
-                act="Lower `--max-num-seqs`, add memory (`--kv-cache-memory-bytes`) or workers.",
-            ),
-            Query(expr=or_zero(rate("transom_preemptions_total", WORKER))),
-            "ops",
-            limits=high_is_bad(0.1, 1),
-        ),
-        number(
-            About(
-                title="Fragmentation",
-                shows="Bytes in empty blocks over those of leased pages, of the worst worker. Orange "
-                "from 20 %, red from 40 %.",
-                act="Compaction moves blocks when an allocation needs it. High for long: groups take "
-                "turns; watch *Pages by state*.",
-            ),
-            Query(expr=f"max(transom_kv_fragmentation_ratio{{{WORKER}}})"),
-            "percentunit",
-            limits=high_is_bad(0.2, 0.4),
-        ),
-    ],
-)
+NOW = [
+    number(
+        "In use",
+        f"max({USED_BY_WORKER})",
+        "percentunit",
+        shows="Share of the pool that running requests use, of the fullest worker. Orange from 80 %, red from 95 %.",
+        act="Near 100 % with preemptions: add workers or memory, or lower `--max-num-seqs`.",
+        limits=high_is_bad(0.8, 0.95),
+    ),
+    number(
+        "Free pages",
+        FREE_SHARE,
+        "percentunit",
+        shows="Share of the arena's pages that no group has leased. "
+        "Zero is normal in a warm cache: cached blocks fill it.",
+        act="Nothing by itself; *Headroom* counts cached blocks as room.",
+    ),
+    number(
+        "Headroom",
+        HEADROOM,
+        "short",
+        shows="Requests of 1,024 tokens (of the longest, "
+        "where that is less) that could start now on all workers together. Red below 1, orange below 4.",
+        act="At zero new requests wait: see *Shortage and repairs* below, and add workers.",
+        limits=low_is_bad(1, 4),
+    ),
+    number(
+        "Hit rate",
+        kv_reuse.HIT_RATE,
+        "percentunit",
+        shows="Share of prompt tokens that were not computed again, hits and repaired ones.",
+        act="A drop: *Prompt tokens by outcome* gives the reason for each that was missed.",
+    ),
+    number(
+        "Evicted",
+        or_zero(rate("transom_kv_evicted_blocks_total", GROUP)),
+        "ops",
+        shows="Blocks evicted, a second.",
+        act="High with misses for `full_evicted` or `window_evicted`: the cache is too small for the traffic.",
+    ),
+    number(
+        "Repairs",
+        rate("transom_kv_repairs_total", WORKER),
+        "ops",
+        shows="Windows that were computed again below a hit's boundary, a second.",
+        act="They are exact and cheaper than a miss; *Repairs and their tokens* has what they cost.",
+    ),
+    number(
+        "Preempted",
+        or_zero(rate("transom_preemptions_total", WORKER)),
+        "ops",
+        shows="Requests sent back to the queue for want of blocks, a second. "
+        "Orange from one in ten seconds, red from one.",
+        act="Lower `--max-num-seqs`, add memory (`--kv-cache-memory-bytes`) or workers.",
+        limits=high_is_bad(0.1, 1),
+    ),
+    number(
+        "Fragmentation",
+        f"max(transom_kv_fragmentation_ratio{{{WORKER}}})",
+        "percentunit",
+        shows="Bytes in empty blocks over those of leased pages, of the worst worker. Orange from 20 %, red from 40 %.",
+        act="Compaction moves blocks when an allocation needs it. "
+        "High for long: groups take turns; watch *Pages by state*.",
+        limits=high_is_bad(0.2, 0.4),
+    ),
+]
 
 
 POOL_BYTES = total("transom_kv_pool_bytes", WORKER)
 ACTIVE_BYTES = total("transom_kv_bytes", f'{GROUP},state="active"', "group")
-POOL = Section(
-    title="Pool",
-    panels=[
-        lines(
-            About(
-                title="Bytes by group and state",
-                shows="Active blocks belong to running requests, cached ones can be hit, empty ones are free inside "
-                "leased pages. Dashed: the whole pool, all groups.",
-                act="Cached near nothing: prefixes do not survive, so add memory. Empty large: see "
-                "*Fragmentation and waste*.",
-            ),
-            [
-                Query(expr=total("transom_kv_bytes", GROUP, "group", "state"), legend="{{group}} {{state}}"),
-                Query(expr=POOL_BYTES, legend="pool"),
-            ],
-            "bytes",
-            stack=True,
-            unstacked=["pool"],
-            shades=BLOCK_STATES,
-            width=12,
-        ),
-        lines(
-            About(
-                title="Cached bytes by worker",
-                shows="What could be hit at each worker; the sections at the end have the other states.",
-                act="Workers differ much: the router sends prefixes to few of them, see *Router*, placements. One falls "
-                "to zero: it was started again.",
-            ),
-            split(total, "transom_kv_bytes", f'{GROUP},state="cached"', "worker"),
-            "bytes",
-            stack=True,
-            width=12,
-        ),
-        lines(
-            About(
-                title="In use by group",
-                shows="Bytes of active blocks over all pools; the sum is how full they are.",
-                act="One group takes nearly all: its layers decide how many requests fit; `transom plan` says why.",
-            ),
-            [Query(expr=each_of(ACTIVE_BYTES, POOL_BYTES), legend="{{group}}")],
-            "percentunit",
-            stack=True,
-            maximum=1,
-        ),
-        lines(
-            About(
-                title="Blocks by group and state",
-                shows="Numbers of blocks; a group's blocks all have one size.",
-                act="Active blocks of a window group grow with the length of requests: its window does not slide.",
-            ),
-            split(total, "transom_kv_blocks", GROUP, "group", "state"),
-            "short",
-            stack=True,
-            shades=BLOCK_STATES,
-        ),
-        lines(
-            About(
-                title="Pinned cached blocks",
-                shows="Cached blocks that a checkpoint pins, by group; the other cached blocks are evicted first.",
-                act="Near zero though blocks are cached: hits end early; see *Checkpoints by kind*.",
-            ),
-            split(total, "transom_kv_held_blocks", GROUP, "group"),
-            "short",
-        ),
-        lines(
-            About(
-                title="Pages by state",
-                shows="Arena pages: leased by a group, or free for any.",
-                act="Leased at the top is normal. Pages that change hands often show up as compaction below.",
-            ),
-            split(total, "transom_kv_pages", WORKER, "state"),
-            "short",
-            stack=True,
-            colors=PAGE_STATES,
-        ),
-        lines(
-            About(
-                title="Fragmentation and waste",
-                shows="Fragmentation: bytes in empty blocks over leased ones. Waste: share of a page that no block "
-                "covers, by geometry, of the worst worker. Dashed: 20 % and 40 %.",
-                act="Waste does not change while a worker runs: another `--block-size` does. "
-                "Fragmentation: watch compaction.",
-            ),
-            [
-                Query(
-                    expr=f"max by (worker) (transom_kv_fragmentation_ratio{{{WORKER}}})",
-                    legend="{{worker}} fragmentation",
-                ),
-                Query(expr=f"max (transom_kv_waste_ratio{{{WORKER}}})", legend="waste"),
-            ],
-            "percentunit",
-            limits=high_is_bad(0.2, 0.4),
-        ),
-        lines(
-            About(
-                title="Headroom in requests",
-                shows="How many requests of each length in tokens could start now, all workers together; `max` is the "
-                "longest that the model takes. Cached blocks count as room. Dashed: 1 and 4.",
-                act="At zero for a length, such requests wait or preempt others: add workers or memory.",
-            ),
-            split(total, "transom_kv_headroom_requests", WORKER, "length"),
-            "short",
-            limits=low_is_bad(1, 4),
-        ),
-        lines(
-            About(
-                title="Bytes per token",
-                shows="What a token takes in a group's blocks on the first rank, with the scales of fp8, int8 and int4.",
-                act="Two formats of one group: workers have different --kv-cache-dtype, or a redeploy is under way.",
-            ),
-            [Query(expr=f"max by (group, dtype) (transom_kv_token_bytes{{{WORKER}}})", legend="{{group}} {{dtype}}")],
-            "bytes",
-        ),
-        grid(
-            About(
-                title="In use, worker by worker",
-                shows="A row for each worker; a cell's colour is the share of its pool that running requests use.",
-                act="One row near 100 % and others not: see *Router*, placements. All: add workers or memory.",
-            ),
-            Query(expr=USED_BY_WORKER, legend="{{worker}}"),
-            "percentunit",
-        ),
-        grid(
-            About(
-                title="In use, group by group",
-                shows="A row for each worker's groups; a cell's colour is the share of the pool that its active blocks take.",
-                act="A window group with as much as the full one: windows are wide for the prompts; `transom plan` has figures.",
-            ),
-            Query(expr=total("transom_kv_utilization_ratio", GROUP, "worker", "group"), legend="{{worker}} {{group}}"),
-            "percentunit",
-        ),
-    ],
+POOL: list[Panel] = [
+    lines(
+        "Bytes by group and state",
+        {"{{group}} {{state}}": total("transom_kv_bytes", GROUP, "group", "state"), "pool": POOL_BYTES},
+        "bytes",
+        shows="Active blocks belong to running requests, cached ones can be hit, "
+        "empty ones are free inside leased pages. Dashed: the whole pool, all groups.",
+        act="Cached near nothing: prefixes do not survive, so add memory. Empty large: see *Fragmentation and waste*.",
+        stack=True,
+        unstacked=["pool"],
+        shades=BLOCK_STATES,
+        width=12,
+    ),
+    lines(
+        "Cached bytes by worker",
+        split(total, "transom_kv_bytes", f'{GROUP},state="cached"', "worker"),
+        "bytes",
+        shows="What could be hit at each worker; the sections at the end have the other states.",
+        act="Workers differ much: the router sends prefixes to few of them, see *Router*, placements. "
+        "One falls to zero: it was started again.",
+        stack=True,
+        width=12,
+    ),
+    lines(
+        "In use by group",
+        {"{{group}}": each_of(ACTIVE_BYTES, POOL_BYTES)},
+        "percentunit",
+        shows="Bytes of active blocks over all pools; the sum is how full they are.",
+        act="One group takes nearly all: its layers decide how many requests fit; `transom plan` says why.",
+        stack=True,
+        maximum=1,
+    ),
+    lines(
+        "Blocks by group and state",
+        split(total, "transom_kv_blocks", GROUP, "group", "state"),
+        "short",
+        shows="Numbers of blocks; a group's blocks all have one size.",
+        act="Active blocks of a window group grow with the length of requests: its window does not slide.",
+        stack=True,
+        shades=BLOCK_STATES,
+    ),
+    lines(
+        "Pinned cached blocks",
+        split(total, "transom_kv_held_blocks", GROUP, "group"),
+        "short",
+        shows="Cached blocks that a checkpoint pins, by group; the other cached blocks are evicted first.",
+        act="Near zero though blocks are cached: hits end early; see *Checkpoints by kind*.",
+    ),
+    lines(
+        "Pages by state",
+        split(total, "transom_kv_pages", WORKER, "state"),
+        "short",
+        shows="Arena pages: leased by a group, or free for any.",
+        act="Leased at the top is normal. Pages that change hands often show up as compaction below.",
+        stack=True,
+        colors=PAGE_STATES,
+    ),
+    lines(
+        "Fragmentation and waste",
+        {
+            "{{worker}} fragmentation": f"max by (worker) (transom_kv_fragmentation_ratio{{{WORKER}}})",
+            "waste": f"max (transom_kv_waste_ratio{{{WORKER}}})",
+        },
+        "percentunit",
+        shows="Fragmentation: bytes in empty blocks over leased ones. "
+        "Waste: share of a page that no block covers, by geometry, of the worst worker. Dashed: 20 % and 40 %.",
+        act="Waste does not change while a worker runs: another `--block-size` does. Fragmentation: watch compaction.",
+        limits=high_is_bad(0.2, 0.4),
+    ),
+    lines(
+        "Headroom in requests",
+        split(total, "transom_kv_headroom_requests", WORKER, "length"),
+        "short",
+        shows="How many requests of each length in tokens could start now, all workers together; "
+        "`max` is the longest that the model takes. Cached blocks count as room. Dashed: 1 and 4.",
+        act="At zero for a length, such requests wait or preempt others: add workers or memory.",
+        limits=low_is_bad(1, 4),
+    ),
+    lines(
+        "Bytes per token",
+        {"{{group}} {{dtype}}": f"max by (group, dtype) (transom_kv_token_bytes{{{WORKER}}})"},
+        "bytes",
+        shows="What a token takes in a group's blocks on the first rank, with the scales of fp8, int8 and int4.",
+        act="Two formats of one group: workers have different --kv-cache-dtype, or a redeploy is under way.",
+    ),
+    grid(
+        "In use, worker by worker",
+        USED_BY_WORKER,
+        "percentunit",
+        shows="A row for each worker; a cell's colour is the share of its pool that running requests use.",
+        act="One row near 100 % and others not: see *Router*, placements. All: add workers or memory.",
+        legend="{{worker}}",
+    ),
+    grid(
+        "In use, group by group",
+        total("transom_kv_utilization_ratio", GROUP, "worker", "group"),
+        "percentunit",
+        shows="A row for each worker's groups; a cell's colour is the share of the pool that its active blocks take.",
+        act="A window group with as much as the full one: windows are wide for the prompts; `transom plan` has figures.",
+        legend="{{worker}} {{group}}",
+    ),
+]
+
+
+BOARD = Board(
+    uid=UID,
+    title="KV cache",
+    description="Every block by group and state, what hits and what does not, what is evicted, and what a "
+    "lack of memory costs.",
+    variables=frozenset({"model", "worker", "group"}),
+    sections={
+        "Now": NOW,
+        "Pool": POOL,
+        "Hits": kv_reuse.HITS,
+        "Eviction": kv_reuse.EVICTION,
+        "Checkpoints": kv_reuse.CHECKPOINTS,
+        "Shortage and repairs": kv_shortage.SHORTAGE,
+        "KV policies": POLICIES,
+        "Worker $worker": kv_shortage.EACH_WORKER,
+        "Transfers between workers": TRANSFERS,
+        "Disk tier": DISK,
+    },
 )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dashboards import kv_cache, router, service_levels
-from dashboards.board import Board, Section, firing, to_board
+from dashboards.board import Board, firing, to_board
 from dashboards.colors import BREAKS, ENDPOINTS, ENDS, STATUSES
 from dashboards.colors import ERRORS as ERROR_COLORS
-from dashboards.panels import About, high_is_bad, lines, low_is_bad, named_numbers, number
-from dashboards.queries import API, ROUTER, WORKER, Query, happening, or_zero, quantile, rate, ratio, seen, split, total
+from dashboards.panels import high_is_bad, lines, low_is_bad, named_numbers, number
+from dashboards.queries import API, ROUTER, WORKER, happening, or_zero, quantile, rate, ratio, seen, split, total
 from dashboards.service_levels import BUSY, FIRST_TOKEN_LIMITS, INTER_TOKEN_LIMITS
 
 UID = "transom-overview"
@@ -16,200 +16,159 @@ REQUESTS = rate("transom_router_requests_total", f"{ROUTER},{API}")
 ERRORS = or_zero(rate("transom_router_requests_total", f'{ROUTER},{API},status=~"5.."'))
 
 
-def build() -> Board:
-    """The dashboard."""
-    return Board(
-        uid=UID,
-        title="Overview",
-        description="What clients see: traffic, errors, latency, and how full the service is.",
-        variables=frozenset({"model", "worker", "router"}),
-        sections=(NOW, TRAFFIC, service_levels.LATENCY, service_levels.SATURATION, service_levels.LENGTHS),
-    )
-
-
-NOW = Section(
-    title="Now",
-    panels=[
-        named_numbers(
-            About(
-                title="Alerts",
-                shows="Alerts that fire now, of all models: critical ones, red from 1, and warnings, orange from 1.",
-                act="Prometheus' page of alerts names them, as the marks on every panel do; each has a runbook.",
-            ),
-            [
-                (Query(expr=or_zero(f"count({firing('critical')})"), legend="critical"), high_is_bad(1, 1)),
-                (Query(expr=or_zero(f"count({firing('warning')})"), legend="warning"), high_is_bad(1, 1000)),
-            ],
-            "short",
-        ),
-        number(
-            About(
-                title="Requests",
-                shows="Requests to `/v1` that ended, a second.",
-                act="None though clients say that they send some: look at *Workers open*, then at "
-                "Prometheus' page of targets.",
-            ),
-            Query(expr=or_zero(REQUESTS)),
-            "reqps",
-        ),
-        number(
-            About(
-                title="Errors",
-                shows="Share of requests that ended with 5xx, answers that broke off while they streamed among them. Orange from "
-                "0.1 %, the objective; red from 1 %.",
-                act="Split by status below, then read the router's log for the requests' ids.",
-            ),
-            Query(expr=ratio(f"({ERRORS})", REQUESTS)),
-            "percentunit",
-            limits=ERROR_LIMITS,
-        ),
-        number(
-            About(
-                title="First token p95",
-                shows="From a request's arrival to its first token. Orange from half the objective of 2 "
-                "s, red above it.",
-                act="*Parts of the first token* says whether requests wait in the queue (add workers) or compute long "
-                "prompts (look at the hit rate).",
-            ),
-            Query(expr=quantile(0.95, "transom_router_first_token_seconds", ROUTER)),
-            "s",
-            limits=FIRST_TOKEN_LIMITS,
-        ),
-        number(
-            About(
-                title="Inter-token p95",
-                shows="Between two tokens of one answer. Orange from 0.1 s, red from 0.25 s: slower than people read.",
-                act="Long prompts in the batch slow every request: lower `--max-num-batched-tokens`, or add workers.",
-            ),
-            Query(expr=quantile(0.95, "transom_router_inter_token_seconds", ROUTER)),
-            "s",
-            limits=INTER_TOKEN_LIMITS,
-        ),
-        number(
-            About(
-                title="Waiting",
-                shows="Requests that no worker computes yet: in workers' queues and at routers. "
-                "Orange from 10, red from 100.",
-                act="Growing for minutes: add workers, or limit clients with `--concurrent-requests`.",
-            ),
-            Query(
-                expr=f"({or_zero(total('transom_requests_waiting', WORKER))}) + {total('transom_router_waiting_requests', ROUTER)}"
-            ),
-            "short",
-            limits=high_is_bad(10, 100),
-        ),
-        number(
-            About(
-                title="Workers open",
-                shows="Workers that take requests. Red at none, which is right only after a scale-down to zero.",
-                act="None while requests wait: read the workers' logs for why they do not start, and see *Router*.",
-            ),
-            Query(expr=seen("transom_router_workers", f'{ROUTER},state="open"')),
-            "short",
-            limits=low_is_bad(1, 1),
-        ).links([to_board(router.UID, "Router")]),
-        number(
-            About(
-                title="Fullest cache",
-                shows="Share of the KV pool in use by running requests, of the worker with the most. "
-                "Orange from 80 %, red from 95 %.",
-                act="Near 100 % requests are preempted: see *KV cache*, and add workers or memory.",
-            ),
-            Query(expr=f"max({BUSY})"),
-            "percentunit",
-            limits=high_is_bad(0.8, 0.95),
-        ).links([to_board(kv_cache.UID, "KV cache")]),
-    ],
-)
+NOW = [
+    named_numbers(
+        "Alerts",
+        {
+            "critical": (or_zero(f"count({firing('critical')})"), high_is_bad(1, 1)),
+            "warning": (or_zero(f"count({firing('warning')})"), high_is_bad(1, 1000)),
+        },
+        "short",
+        shows="Alerts that fire now, of all models: critical ones, red from 1, and warnings, orange from 1.",
+        act="Prometheus' page of alerts names them, as the marks on every panel do; each has a runbook.",
+    ),
+    number(
+        "Requests",
+        or_zero(REQUESTS),
+        "reqps",
+        shows="Requests to `/v1` that ended, a second.",
+        act="None though clients say that they send some: look at *Workers open*, then at Prometheus' page of targets.",
+    ),
+    number(
+        "Errors",
+        ratio(f"({ERRORS})", REQUESTS),
+        "percentunit",
+        shows="Share of requests that ended with 5xx, answers that broke off while they streamed among them. "
+        "Orange from 0.1 %, the objective; red from 1 %.",
+        act="Split by status below, then read the router's log for the requests' ids.",
+        limits=ERROR_LIMITS,
+    ),
+    number(
+        "First token p95",
+        quantile(0.95, "transom_router_first_token_seconds", ROUTER),
+        "s",
+        shows="From a request's arrival to its first token. Orange from half the objective of 2 s, red above it.",
+        act="*Parts of the first token* says whether requests wait in the queue (add workers) or compute long prompts "
+        "(look at the hit rate).",
+        limits=FIRST_TOKEN_LIMITS,
+    ),
+    number(
+        "Inter-token p95",
+        quantile(0.95, "transom_router_inter_token_seconds", ROUTER),
+        "s",
+        shows="Between two tokens of one answer. Orange from 0.1 s, red from 0.25 s: slower than people read.",
+        act="Long prompts in the batch slow every request: lower `--max-num-batched-tokens`, or add workers.",
+        limits=INTER_TOKEN_LIMITS,
+    ),
+    number(
+        "Waiting",
+        f"({or_zero(total('transom_requests_waiting', WORKER))}) + {total('transom_router_waiting_requests', ROUTER)}",
+        "short",
+        shows="Requests that no worker computes yet: in workers' queues and at routers. Orange from 10, red from 100.",
+        act="Growing for minutes: add workers, or limit clients with `--concurrent-requests`.",
+        limits=high_is_bad(10, 100),
+    ),
+    number(
+        "Workers open",
+        seen("transom_router_workers", f'{ROUTER},state="open"'),
+        "short",
+        shows="Workers that take requests. Red at none, which is right only after a scale-down to zero.",
+        act="None while requests wait: read the workers' logs for why they do not start, and see *Router*.",
+        limits=low_is_bad(1, 1),
+    ).links([to_board(router.UID, "Router")]),
+    number(
+        "Fullest cache",
+        f"max({BUSY})",
+        "percentunit",
+        shows="Share of the KV pool in use by running requests, of the worker with the most. "
+        "Orange from 80 %, red from 95 %.",
+        act="Near 100 % requests are preempted: see *KV cache*, and add workers or memory.",
+        limits=high_is_bad(0.8, 0.95),
+    ).links([to_board(kv_cache.UID, "KV cache")]),
+]
 
 
 REFUSED = or_zero(rate("transom_router_requests_total", f'{ROUTER},{API},status="429"'))
 LEFT = or_zero(rate("transom_router_requests_total", f'{ROUTER},{API},status="499"'))
-TRAFFIC = Section(
-    title="Traffic and errors",
-    panels=[
-        lines(
-            About(
-                title="Requests by status",
-                shows="Requests to `/v1` by HTTP status, a second; 499 means that the client left first. A stream that broke "
-                "off counts as its error, though it began with 200.",
-                act="5xx: the router's log names the request. 429: a client is over its limit. 503: "
-                "there is no worker, or all queues are full: see *Workers*.",
-            ),
-            [
-                Query(
-                    expr=happening(rate("transom_router_requests_total", f"{ROUTER},{API}", "status")),
-                    legend="{{status}}",
-                )
-            ],
-            "reqps",
-            stack=True,
-            shades=STATUSES,
-        ),
-        lines(
-            About(
-                title="Requests by endpoint",
-                shows="All HTTP requests by route, a second, scrapes and health checks included.",
-                act="`other` are paths that do not exist: a client has the wrong base URL.",
-            ),
-            [Query(expr=happening(rate("transom_router_requests_total", ROUTER, "endpoint")), legend="{{endpoint}}")],
-            "reqps",
-            stack=True,
-            colors=ENDPOINTS,
-        ),
-        lines(
-            About(
-                title="Error ratio",
-                shows="Shares of `/v1` requests: server errors (5xx), refused for a client's limit (429), left by the "
-                "client (499). Dashed: the objective of 0.1 %, and ten times that.",
-                act="5xx over the line: runbook of TransomErrorsBurnBudget. Many 499: clients give "
-                "up, look at latency.",
-            ),
-            [
-                Query(expr=ratio(f"({ERRORS})", REQUESTS), legend="5xx"),
-                Query(expr=ratio(f"({REFUSED})", REQUESTS), legend="429"),
-                Query(expr=ratio(f"({LEFT})", REQUESTS), legend="499"),
-            ],
-            "percentunit",
-            limits=ERROR_LIMITS,
-            colors=ERROR_COLORS,
-        ),
-        lines(
-            About(
-                title="How requests ended",
-                shows="Requests that workers ended, a second, by reason.",
-                act="`length` for most: clients' `max_tokens` cuts answers. `error`: read the "
-                "worker's log. `abort`: clients leave.",
-            ),
-            split(rate, "transom_requests_total", WORKER, "finish_reason"),
-            "reqps",
-            stack=True,
-            colors=ENDS,
-        ),
-        lines(
-            About(
-                title="Tokens in and out",
-                shows="Prompt and answer tokens a second, as billed over HTTP.",
-                act="Out low while requests wait: see *Workers*, step time. Many more in than out make the hit rate of "
-                "*KV cache* what costs depend on.",
-            ),
-            [
-                Query(expr=rate("transom_router_prompt_tokens_total", ROUTER), legend="prompt"),
-                Query(expr=rate("transom_router_output_tokens_total", ROUTER), legend="answer"),
-            ],
-            "short",
-        ),
-        lines(
-            About(
-                title="Broken answers",
-                shows="Answers that ended after their first byte and before their last, a second, by reason.",
-                act="`client_left` is the client's doing. `worker_unavailable`: see *Router*, failovers. Others are "
-                "the codes of errors that clients got: the router's log has each.",
-            ),
-            [Query(expr=happening(rate("transom_router_broken_answers_total", ROUTER, "reason")), legend="{{reason}}")],
-            "reqps",
-            stack=True,
-            colors=BREAKS,
-        ).no_value("none"),
-    ],
+TRAFFIC = [
+    lines(
+        "Requests by status",
+        {"{{status}}": happening(rate("transom_router_requests_total", f"{ROUTER},{API}", "status"))},
+        "reqps",
+        shows="Requests to `/v1` by HTTP status, a second; 499 means that the client left first. "
+        "A stream that broke off counts as its error, though it began with 200.",
+        act="5xx: the router's log names the request. 429: a client is over its limit. "
+        "503: there is no worker, or all queues are full: see *Workers*.",
+        stack=True,
+        shades=STATUSES,
+    ),
+    lines(
+        "Requests by endpoint",
+        {"{{endpoint}}": happening(rate("transom_router_requests_total", ROUTER, "endpoint"))},
+        "reqps",
+        shows="All HTTP requests by route, a second, scrapes and health checks included.",
+        act="`other` are paths that do not exist: a client has the wrong base URL.",
+        stack=True,
+        colors=ENDPOINTS,
+    ),
+    lines(
+        "Error ratio",
+        {
+            "5xx": ratio(f"({ERRORS})", REQUESTS),
+            "429": ratio(f"({REFUSED})", REQUESTS),
+            "499": ratio(f"({LEFT})", REQUESTS),
+        },
+        "percentunit",
+        shows="Shares of `/v1` requests: server errors (5xx), refused for a client's limit (429), "
+        "left by the client (499). Dashed: the objective of 0.1 %, and ten times that.",
+        act="5xx over the line: runbook of TransomErrorsBurnBudget. Many 499: clients give up, look at latency.",
+        limits=ERROR_LIMITS,
+        colors=ERROR_COLORS,
+    ),
+    lines(
+        "How requests ended",
+        split(rate, "transom_requests_total", WORKER, "finish_reason"),
+        "reqps",
+        shows="Requests that workers ended, a second, by reason.",
+        act="`length` for most: clients' `max_tokens` cuts answers. `error`: read the worker's log. "
+        "`abort`: clients leave.",
+        stack=True,
+        colors=ENDS,
+    ),
+    lines(
+        "Tokens in and out",
+        {
+            "prompt": rate("transom_router_prompt_tokens_total", ROUTER),
+            "answer": rate("transom_router_output_tokens_total", ROUTER),
+        },
+        "short",
+        shows="Prompt and answer tokens a second, as billed over HTTP.",
+        act="Out low while requests wait: see *Workers*, step time. "
+        "Many more in than out make the hit rate of *KV cache* what costs depend on.",
+    ),
+    lines(
+        "Broken answers",
+        {"{{reason}}": happening(rate("transom_router_broken_answers_total", ROUTER, "reason"))},
+        "reqps",
+        shows="Answers that ended after their first byte and before their last, a second, by reason.",
+        act="`client_left` is the client's doing. `worker_unavailable`: see *Router*, failovers. "
+        "Others are the codes of errors that clients got: the router's log has each.",
+        stack=True,
+        colors=BREAKS,
+    ).no_value("none"),
+]
+
+
+BOARD = Board(
+    uid=UID,
+    title="Overview",
+    description="What clients see: traffic, errors, latency, and how full the service is.",
+    variables=frozenset({"model", "worker", "router"}),
+    sections={
+        "Now": NOW,
+        "Traffic and errors": TRAFFIC,
+        "Latency": service_levels.LATENCY,
+        "Saturation": service_levels.SATURATION,
+        "Lengths": service_levels.LENGTHS,
+    },
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from grafana_foundation_sdk.builders import bargauge, common, dashboard, heatmap, prometheus, stat, table, timeseries
 from grafana_foundation_sdk.models import common as shapes
@@ -23,37 +23,23 @@ from grafana_foundation_sdk.models.dashboard import (
 )
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat, QueryEditorMode
 
-from dashboards.queries import Query
+from dashboards.queries import Series
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 IDLE = "idle"  # where a share or a quantile has no value: nothing happened
-LEAST_TOPS = {
-    "percentunit": 0.01,
-    "reqps": 1,
-    "ops": 1,
-    "short": 1,
-    "s": 1e-4,
-}  # of axes: Grafana draws nothing but zeros up to 100
+# Unit -> the least top of an axis: Grafana draws nothing but zeros up to 100.
+LEAST_TOPS = {"percentunit": 0.01, "reqps": 1, "ops": 1, "short": 1, "s": 1e-4}
 HIDDEN_COLUMNS = ("Time", "Value")
 
 Panel = timeseries.Panel | stat.Panel | heatmap.Panel | table.Panel | bargauge.Panel
-
-
 P = TypeVar("P")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class About:
-    """A panel's words. `act` is what to do when it looks wrong."""
+class Words(TypedDict):
+    """What a panel shows, and what to do when it looks wrong."""
 
-    title: str
     shows: str
     act: str
-
-    @property
-    def description(self) -> str:
-        """Both parts as Grafana's Markdown."""
-        return f"{self.shows}\n\n**When it looks wrong:** {self.act}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +72,8 @@ def low_is_bad(red_below: float, orange_below: float) -> Limits:
 
 
 def lines(
-    about: About,
-    queries: Sequence[Query],
+    title: str,
+    series: Series,
     unit: str,
     *,
     stack: bool = False,
@@ -97,12 +83,16 @@ def lines(
     unstacked: Sequence[str] = (),
     colors: Mapping[str, str] = {},
     shades: Mapping[str, str] = {},
+    exemplars: str = "",
+    **words: Unpack[Words],
 ) -> timeseries.Panel:
     """Values over time. Stacked ones are areas; series named in `unstacked` stay dashed lines over them.
 
-    `colors` are those of series whose names have these words; `shades` where several series have the same word.
+    `colors` are those of series whose names have these words; `shades` where several series have the same word. `exemplars` is the
+    series of a histogram whose buckets name requests, which are shown as dots.
     """
-    panel = _common(timeseries.Panel(), about, queries, unit, limits).span(width).height(8)
+    panel = _common(timeseries.Panel(), title, series, unit, words, limits=limits, exemplars=exemplars)
+    panel.span(width).height(8)
     panel.line_width(1).fill_opacity(60 if stack else 8).show_points(shapes.VisibilityMode.NEVER).min(0)
     panel.tooltip(common.VizTooltipOptions().mode(shapes.TooltipDisplayMode.MULTI).sort(shapes.SortOrder.DESCENDING))
     panel.legend(_legend()).color_scheme(dashboard.FieldColor().mode(FieldColorModeId.PALETTE_CLASSIC))
@@ -115,61 +105,72 @@ def lines(
     if limits.steps:
         panel.thresholds_style(common.GraphThresholdsStyleConfig().mode(shapes.GraphTresholdsStyleMode.DASHED))
     for mode, named in (("fixed", colors), ("shades", shades)):
-        for words, color in named.items():
+        for word, color in named.items():
             value = DynamicConfigValue(id_val="color", value={"mode": mode, "fixedColor": color})
-            panel.override_by_regexp(f"/(^| ){words}( |$)/", [value])
+            panel.override_by_regexp(f"/(^| ){word}( |$)/", [value])
     for name in unstacked:
         panel.override_by_name(name, _as_line())
     return panel
 
 
 def number(
-    about: About, query: Query, unit: str, *, limits: Limits = NO_LIMITS, width: int = 3, decimals: int | None = None
+    title: str,
+    query: str,
+    unit: str,
+    *,
+    limits: Limits = NO_LIMITS,
+    width: int = 3,
+    decimals: int | None = None,
+    instant: bool = False,
+    **words: Unpack[Words],
 ) -> stat.Panel:
-    """One value, coloured by its limits, with its course over time in the background."""
-    panel = _common(stat.Panel(), about, [query], unit, limits).span(width).height(4)
-    graph = shapes.BigValueGraphMode.NONE if query.instant else shapes.BigValueGraphMode.AREA
-    panel.graph_mode(graph).color_mode(shapes.BigValueColorMode.VALUE).justify_mode(shapes.BigValueJustifyMode.AUTO)
-    panel.color_scheme(dashboard.FieldColor().mode(FieldColorModeId.THRESHOLDS))
-    panel.text_mode(shapes.BigValueTextMode.VALUE).orientation(shapes.VizOrientation.AUTO)
-    panel.reduce_options(common.ReduceDataOptions().values(False).calcs(["lastNotNull"]).fields(""))
+    """One value, coloured by its limits, with its course over time in the background unless it is an `instant` one."""
+    panel = _common(stat.Panel(), title, {"": query}, unit, words, limits=limits, instant=instant)
+    graph = shapes.BigValueGraphMode.NONE if instant else shapes.BigValueGraphMode.AREA
+    _show_values(panel.graph_mode(graph).text_mode(shapes.BigValueTextMode.VALUE).span(width))
     return panel if decimals is None else panel.decimals(decimals)
 
 
-def named_numbers(about: About, judged: Sequence[tuple[Query, Limits]], unit: str, *, width: int = 3) -> stat.Panel:
-    """A few values beside each other, with the names of their queries and limits of their own."""
-    panel = number(about, judged[0][0], unit, limits=judged[0][1], width=width, decimals=0)
-    panel.text_mode(shapes.BigValueTextMode.VALUE_AND_NAME).graph_mode(shapes.BigValueGraphMode.NONE)
-    for letter, (query, limits) in zip("BCDEFGH", judged[1:], strict=False):
-        value = DynamicConfigValue(id_val="thresholds", value=limits.build().build())
-        panel.with_target(_target(query, letter, PromQueryFormat.TIME_SERIES)).override_by_name(query.legend, [value])
+def named_numbers(
+    title: str, judged: Mapping[str, tuple[str, Limits]], unit: str, *, width: int = 3, **words: Unpack[Words]
+) -> stat.Panel:
+    """A few values beside each other by name: each one's query, and limits of its own."""
+    series = {name: query for name, (query, _) in judged.items()}
+    (_, first), *others = judged.values()
+    panel = _common(stat.Panel(), title, series, unit, words, limits=first).decimals(0).span(width)
+    _show_values(panel.graph_mode(shapes.BigValueGraphMode.NONE).text_mode(shapes.BigValueTextMode.VALUE_AND_NAME))
+    for name, (_, limits) in zip(list(judged)[1:], others, strict=True):
+        panel.override_by_name(name, [DynamicConfigValue(id_val="thresholds", value=limits.build().build())])
     return panel
 
 
 def bars(
-    about: About, queries: Sequence[Query], unit: str, *, limits: Limits = NO_LIMITS, width: int = 8
+    title: str, series: Series, unit: str, *, limits: Limits = NO_LIMITS, width: int = 8, **words: Unpack[Words]
 ) -> bargauge.Panel:
     """The latest value of every series as a horizontal bar."""
-    panel = _common(bargauge.Panel(), about, queries, unit, limits).span(width).height(8).min(0)
+    panel = _common(bargauge.Panel(), title, series, unit, words, limits=limits, instant=True)
+    panel.span(width).height(8).min(0)
     panel.display_mode(shapes.BarGaugeDisplayMode.BASIC).orientation(shapes.VizOrientation.HORIZONTAL)
     panel.value_mode(shapes.BarGaugeValueMode.COLOR).show_unfilled(True)
     panel.color_scheme(dashboard.FieldColor().mode(FieldColorModeId.THRESHOLDS))
     return panel.reduce_options(common.ReduceDataOptions().values(False).calcs(["lastNotNull"]).fields(""))
 
 
-def grid(about: About, query: Query, unit: str, *, width: int = 12) -> heatmap.Panel:
+def grid(title: str, query: str, unit: str, *, legend: str, width: int = 12, **words: Unpack[Words]) -> heatmap.Panel:
     """A row of cells for each series, coloured by its value, a share from 0 to 1."""
-    panel = _common(heatmap.Panel(), about, [query], unit, NO_LIMITS).span(width).height(8)
+    panel = _common(heatmap.Panel(), title, {legend: query}, unit, words).span(width).height(8)
     panel.calculate(False).cell_gap(1).show_legend().show_tooltip().show_value(shapes.VisibilityMode.NEVER)
     panel.color(_heat_colors().min(0).max(1)).cell_values(heatmap.CellValues().unit(unit))
     panel.filter_values(heatmap.FilterValueRange().le(-1))  # zeros are cells too: idle is not absent
     return panel.y_axis(heatmap.YAxisConfig().axis_placement(shapes.AxisPlacement.LEFT))
 
 
-def heat(about: About, expr: str, unit: str, *, cells: str = "short", width: int = 12) -> heatmap.Panel:
+def heat(
+    title: str, query: str, unit: str, *, cells: str = "short", width: int = 12, **words: Unpack[Words]
+) -> heatmap.Panel:
     """A histogram over time: colour says how many observations fell into a cell, and empty cells are left out."""
-    query = Query(expr=expr, legend="{{le}}")
-    panel = _common(heatmap.Panel(), about, [query], cells, NO_LIMITS, PromQueryFormat.HEATMAP).span(width).height(8)
+    panel = _common(heatmap.Panel(), title, {"{{le}}": query}, cells, words, form=PromQueryFormat.HEATMAP)
+    panel.span(width).height(8)
     panel.calculate(False).cell_gap(1).show_legend().show_tooltip().show_y_histogram()
     panel.show_value(shapes.VisibilityMode.NEVER).exemplars_color("rgba(255,0,255,0.7)")
     panel.color(_heat_colors())
@@ -177,10 +178,12 @@ def heat(about: About, expr: str, unit: str, *, cells: str = "short", width: int
     return panel.y_axis(heatmap.YAxisConfig().unit(unit).axis_placement(shapes.AxisPlacement.LEFT))
 
 
-def rows(about: About, expr: str, columns: Sequence[str], *, width: int = 24, height: int = 6) -> table.Panel:
+def rows(
+    title: str, query: str, columns: Sequence[str], *, width: int = 24, height: int = 6, **words: Unpack[Words]
+) -> table.Panel:
     """A table of labels, a row a series."""
-    query = Query(expr=expr, instant=True)
-    panel = _common(table.Panel(), about, [query], "none", NO_LIMITS, PromQueryFormat.TABLE).span(width).height(height)
+    panel = _common(table.Panel(), title, {"": query}, "none", words, form=PromQueryFormat.TABLE, instant=True)
+    panel.span(width).height(height)
     order = {
         "excludeByName": dict.fromkeys(HIDDEN_COLUMNS, True),
         "indexByName": {name: place for place, name in enumerate(columns)},
@@ -192,30 +195,37 @@ def rows(about: About, expr: str, columns: Sequence[str], *, width: int = 24, he
 
 def _common(
     panel: P,
-    about: About,
-    queries: Sequence[Query],
+    title: str,
+    series: Series,
     unit: str,
-    limits: Limits,
+    words: Words,
+    *,
+    limits: Limits = NO_LIMITS,
     form: PromQueryFormat = PromQueryFormat.TIME_SERIES,
+    instant: bool = False,
+    exemplars: str = "",
 ) -> P:
     """What all kinds have; their builders share no class."""
     one: Any = panel
-    one.title(about.title).description(about.description).datasource(SOURCE).unit(unit)
-    one.thresholds(limits.build()).no_value(IDLE).mappings([_idle()])
-    for letter, query in zip("ABCDEFGH", queries, strict=False):
-        one.with_target(_target(query, letter, form))
+    one.title(title).description(f"{words['shows']}\n\n**When it looks wrong:** {words['act']}")
+    one.datasource(SOURCE).unit(unit).thresholds(limits.build()).no_value(IDLE).mappings([_idle()])
+    for letter, (legend, query) in zip("ABCDEFGH", series.items(), strict=False):
+        target = prometheus.Dataquery().ref_id(letter).datasource(SOURCE).expr(query).legend_format(legend)
+        target.format(form).editor_mode(QueryEditorMode.CODE).exemplar(bool(exemplars) and legend == exemplars)
+        one.with_target(target.instant() if instant else target.range())
     return panel
+
+
+def _show_values(panel: stat.Panel) -> None:
+    """The last values, coloured by their limits."""
+    panel.height(4).color_mode(shapes.BigValueColorMode.VALUE).justify_mode(shapes.BigValueJustifyMode.AUTO)
+    panel.color_scheme(dashboard.FieldColor().mode(FieldColorModeId.THRESHOLDS)).orientation(shapes.VizOrientation.AUTO)
+    panel.reduce_options(common.ReduceDataOptions().values(False).calcs(["lastNotNull"]).fields(""))
 
 
 def _heat_colors() -> heatmap.HeatmapColorOptions:
     """Grafana turns the scheme around in its light theme, so no panel's words may say which end is bright."""
     return heatmap.HeatmapColorOptions().mode(heatmaps.HeatmapColorMode.SCHEME).scheme("Viridis").steps(64)
-
-
-def _target(query: Query, letter: str, form: PromQueryFormat) -> prometheus.Dataquery:
-    target = prometheus.Dataquery().ref_id(letter).datasource(SOURCE).expr(query.expr).legend_format(query.legend)
-    target.format(form).editor_mode(QueryEditorMode.CODE).exemplar(query.exemplars)
-    return target.instant() if query.instant else target.range()
 
 
 def _idle() -> SpecialValueMap:

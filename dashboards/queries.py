@@ -5,8 +5,7 @@ Rates are taken over `$__rate_interval`, which Grafana makes long enough for the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 WORKER = 'model=~"$model",worker=~"$worker"'
 GROUP = f'{WORKER},group=~"$group"'
@@ -15,14 +14,7 @@ PLACED = f'{ROUTER},worker=~"$worker"'  # router series of one worker
 API = 'endpoint=~"/v1/.*"'  # what clients ask for: neither health checks nor scrapes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Query:
-    """One query of a panel. `legend` is Grafana's template of a series' name; `exemplars` shows a histogram's requests."""
-
-    expr: str
-    legend: str = ""
-    exemplars: bool = False
-    instant: bool = False
+Series = Mapping[str, str]  # Grafana's template of a series' name -> its query
 
 
 def total(metric: str, labels: str, *by: str) -> str:
@@ -46,9 +38,9 @@ def seen(metric: str, labels: str, *by: str) -> str:
     return f"sum{_by(by)} ({each})"
 
 
-def split(function: Callable[..., str], metric: str, labels: str, *by: str) -> list[Query]:
+def split(function: Callable[..., str], metric: str, labels: str, *by: str) -> Series:
     """A series for each value of the labels `by`, with these values as its name; `function` is one of the above."""
-    return [Query(expr=function(metric, labels, *by), legend=" ".join(f"{{{{{label}}}}}" for label in by))]
+    return {" ".join(f"{{{{{label}}}}}" for label in by): function(metric, labels, *by)}
 
 
 def happening(expr: str) -> str:
@@ -83,12 +75,9 @@ def mean(metric: str, labels: str, *by: str) -> str:
     return ratio(rate(f"{metric}_sum", labels, *by), rate(f"{metric}_count", labels, *by), *by)
 
 
-def quantiles(metric: str, labels: str, *, exemplars: bool = False) -> list[Query]:
-    """Median, p95 and p99. `exemplars`: of a histogram whose buckets name requests; asked for once, with the last."""
-    return [
-        Query(expr=quantile(share, metric, labels), legend=legend, exemplars=exemplars and share == 0.99)
-        for share, legend in ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
-    ]
+def quantiles(metric: str, labels: str, *percents: int) -> Series:
+    """The quantiles of these percents; median, p95 and p99 if none is given."""
+    return {f"p{percent}": quantile(percent / 100, metric, labels) for percent in percents or (50, 95, 99)}
 
 
 def or_zero(expr: str) -> str:

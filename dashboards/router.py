@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dashboards import router_fleet
-from dashboards.board import Board, Section
-from dashboards.panels import About, heat, high_is_bad, lines, number
+from dashboards.board import Board
+from dashboards.colors import CALL_OUTCOMES
+from dashboards.panels import Panel, heat, high_is_bad, lines, number
 from dashboards.queries import (
     PLACED,
     ROUTER,
-    Query,
     buckets,
+    happening,
     increase,
     or_zero,
     quantile,
@@ -20,7 +21,6 @@ from dashboards.queries import (
     split,
     total,
 )
-from dashboards.router_answers import ANSWERS
 
 UID = "transom-router"
 PREDICTED = rate("transom_router_predicted_hit_tokens_total", ROUTER)
@@ -29,221 +29,204 @@ OFF = ratio(rate("transom_router_hit_error_tokens_sum", ROUTER), f"({PREDICTED} 
 OFF_LIMITS = high_is_bad(0.1, 0.25)
 
 
-def build() -> Board:
-    """The dashboard."""
-    return Board(
-        uid=UID,
-        title="Router",
-        description="Placement and its predictions, mirrors of the workers' indexes, failover, drains and autoscaling.",
-        variables=frozenset({"model", "router", "worker"}),
-        sections=(
-            NOW,
-            PLACEMENT,
-            PREDICTION,
-            ANSWERS,
-            router_fleet.MIRRORS,
-            router_fleet.FLEET,
-            router_fleet.ROUTERS,
-        ),
-    )
+NOW = [
+    number(
+        "Placements",
+        or_zero(rate("transom_router_placements_total", PLACED)),
+        "reqps",
+        shows="Requests sent to a worker, a second.",
+        act="None while *Waiting* grows: no worker is open.",
+    ),
+    number(
+        "Waiting",
+        total("transom_router_waiting_requests", ROUTER),
+        "short",
+        shows="Requests that no worker has. Orange from 1, red from 10.",
+        act="They wait for room or for a worker: see *Workers by state, and wanted*.",
+        limits=high_is_bad(1, 10),
+    ),
+    number(
+        "Workers open",
+        seen("transom_router_workers", f'{ROUTER},state="open"'),
+        "short",
+        shows="Workers that take requests.",
+        act="Fewer than wanted for minutes: runbook of TransomScaleUpStuck.",
+    ),
+    number(
+        "Workers wanted",
+        seen("transom_router_desired_workers", ROUTER),
+        "short",
+        shows="What the autoscaling policy would ask for; `off` without autoscaling.",
+        act="Above *Workers open* for long: hosts or devices are missing.",
+    ).no_value("off"),
+    number(
+        "Prediction off by",
+        OFF,
+        "percentunit",
+        shows="Tokens between predicted and actual hit, over the greater of both. Orange from 10 %, red from 25 %.",
+        act="Runbook of TransomHitPredictionOff.",
+        limits=OFF_LIMITS,
+    ),
+    number(
+        "Choice p95",
+        quantile(0.95, "transom_router_placement_seconds", ROUTER),
+        "s",
+        shows="Cost of one choice, hashing included. Orange from 5 ms, red from 20 ms.",
+        act="It grows with prompts' length: add routers (`--router-replicas`).",
+        limits=high_is_bad(0.005, 0.02),
+    ),
+    number(
+        "Failovers",
+        increase("transom_router_failovers_total", ROUTER),
+        "short",
+        shows="Requests whose worker was lost, in the time range. Orange from 1.",
+        act="See *Failovers by outcome*: `resumed` cost clients nothing but time.",
+        instant=True,
+        limits=high_is_bad(1, 100),
+        decimals=0,
+    ),
+    number(
+        "Dropped scrapes",
+        increase("transom_router_dropped_scrapes_total", ROUTER),
+        "short",
+        shows="Pages of workers and routers that came too late for a scrape, in the time range. Orange from 1.",
+        act="Runbook of TransomScrapesDropped: figures have gaps until it ends.",
+        instant=True,
+        limits=high_is_bad(1, 100),
+        decimals=0,
+    ),
+]
 
 
-NOW = Section(
-    title="Now",
-    panels=[
-        number(
-            About(
-                title="Placements",
-                shows="Requests sent to a worker, a second.",
-                act="None while *Waiting* grows: no worker is open.",
-            ),
-            Query(expr=or_zero(rate("transom_router_placements_total", PLACED))),
-            "reqps",
-        ),
-        number(
-            About(
-                title="Waiting",
-                shows="Requests that no worker has. Orange from 1, red from 10.",
-                act="They wait for room or for a worker: see *Workers by state, and wanted*.",
-            ),
-            Query(expr=total("transom_router_waiting_requests", ROUTER)),
-            "short",
-            limits=high_is_bad(1, 10),
-        ),
-        number(
-            About(
-                title="Workers open",
-                shows="Workers that take requests.",
-                act="Fewer than wanted for minutes: runbook of TransomScaleUpStuck.",
-            ),
-            Query(expr=seen("transom_router_workers", f'{ROUTER},state="open"')),
-            "short",
-        ),
-        number(
-            About(
-                title="Workers wanted",
-                shows="What the autoscaling policy would ask for; `off` without autoscaling.",
-                act="Above *Workers open* for long: hosts or devices are missing.",
-            ),
-            Query(expr=seen("transom_router_desired_workers", ROUTER)),
-            "short",
-        ).no_value("off"),
-        number(
-            About(
-                title="Prediction off by",
-                shows="Tokens between predicted and actual hit, over the greater of both. Orange from 10 %, red from 25 %.",
-                act="Runbook of TransomHitPredictionOff.",
-            ),
-            Query(expr=OFF),
-            "percentunit",
-            limits=OFF_LIMITS,
-        ),
-        number(
-            About(
-                title="Choice p95",
-                shows="Cost of one choice, hashing included. Orange from 5 ms, red from 20 ms.",
-                act="It grows with prompts' length: add routers (`--router-replicas`).",
-            ),
-            Query(expr=quantile(0.95, "transom_router_placement_seconds", ROUTER)),
-            "s",
-            limits=high_is_bad(0.005, 0.02),
-        ),
-        number(
-            About(
-                title="Failovers",
-                shows="Requests whose worker was lost, in the time range. Orange from 1.",
-                act="See *Failovers by outcome*: `resumed` cost clients nothing but time.",
-            ),
-            Query(expr=increase("transom_router_failovers_total", ROUTER), instant=True),
-            "short",
-            limits=high_is_bad(1, 100),
-            decimals=0,
-        ),
-        number(
-            About(
-                title="Dropped scrapes",
-                shows="Pages of workers and routers that came too late for a scrape, in the time range. Orange from 1.",
-                act="Runbook of TransomScrapesDropped: figures have gaps until it ends.",
-            ),
-            Query(expr=increase("transom_router_dropped_scrapes_total", ROUTER), instant=True),
-            "short",
-            limits=high_is_bad(1, 100),
-            decimals=0,
-        ),
-    ],
-)
+PLACEMENT = [
+    lines(
+        "Placements by worker",
+        split(rate, "transom_router_placements_total", PLACED, "worker"),
+        "reqps",
+        shows="Requests sent to each worker, a second.",
+        act="One worker has most: one prefix has most of the traffic; see *In flight by worker* for whether it copes.",
+        stack=True,
+    ),
+    lines(
+        "Placements by policy",
+        split(rate, "transom_router_placements_total", PLACED, "policy"),
+        "reqps",
+        shows="Requests sent, a second, by the policy that chose.",
+        act="Another policy than `--routing-policy` names: routers were started with different settings.",
+        stack=True,
+    ),
+    lines(
+        "In flight by worker",
+        split(total, "transom_router_in_flight_requests", PLACED, "worker"),
+        "short",
+        shows="Requests that each worker has from these routers.",
+        act="Far apart while the low ones' pools have room: hits are weighed too high, or loads come late.",
+        stack=True,
+    ),
+    lines(
+        "Cost of a choice",
+        quantiles("transom_router_placement_seconds", ROUTER),
+        "s",
+        shows="From request to worker, hashing the prompt included. Dashed: 5 ms and 20 ms.",
+        act="Compare with *CPU of routers*: near one core, add routers (`--router-replicas`).",
+        limits=high_is_bad(0.005, 0.02),
+        width=12,
+    ),
+    lines(
+        "Waiting requests by router",
+        split(total, "transom_router_waiting_requests", ROUTER, "router"),
+        "short",
+        shows="Requests that no worker has, by router.",
+        act="All routers: no worker has room. One router: it does not see the workers; restart it if that lasts.",
+        stack=True,
+        width=12,
+    ),
+]
 
 
-PLACEMENT = Section(
-    title="Placement",
-    panels=[
-        lines(
-            About(
-                title="Placements by worker",
-                shows="Requests sent to each worker, a second.",
-                act="One worker has most: one prefix has most of the traffic; see *In flight by "
-                "worker* for whether it copes.",
-            ),
-            split(rate, "transom_router_placements_total", PLACED, "worker"),
-            "reqps",
-            stack=True,
-        ),
-        lines(
-            About(
-                title="Placements by policy",
-                shows="Requests sent, a second, by the policy that chose.",
-                act="Another policy than `--routing-policy` names: routers were started with different settings.",
-            ),
-            split(rate, "transom_router_placements_total", PLACED, "policy"),
-            "reqps",
-            stack=True,
-        ),
-        lines(
-            About(
-                title="In flight by worker",
-                shows="Requests that each worker has from these routers.",
-                act="Far apart while the low ones' pools have room: hits are weighed too high, or loads come late.",
-            ),
-            split(total, "transom_router_in_flight_requests", PLACED, "worker"),
-            "short",
-            stack=True,
-        ),
-        lines(
-            About(
-                title="Cost of a choice",
-                shows="From request to worker, hashing the prompt included. Dashed: 5 ms and 20 ms.",
-                act="Compare with *CPU of routers*: near one core, add routers (`--router-replicas`).",
-            ),
-            quantiles("transom_router_placement_seconds", ROUTER),
-            "s",
-            limits=high_is_bad(0.005, 0.02),
-            width=12,
-        ),
-        lines(
-            About(
-                title="Waiting requests by router",
-                shows="Requests that no worker has, by router.",
-                act="All routers: no worker has room. One router: it does not see the workers; "
-                "restart it if that lasts.",
-            ),
-            split(total, "transom_router_waiting_requests", ROUTER, "router"),
-            "short",
-            stack=True,
-            width=12,
-        ),
-    ],
-)
+PREDICTION: list[Panel] = [
+    lines(
+        "Predicted and actual hits",
+        {"predicted": PREDICTED, "actual": ACTUAL},
+        "short",
+        shows="Prompt tokens a second that mirrors said were cached, and that workers found cached, "
+        "of the same requests.",
+        act="Actual below predicted: blocks are evicted between choice and start; the queue is long or the cache small.",
+    ),
+    lines(
+        "Predicted and actual hits by tier",
+        {
+            "{{tier}} predicted": rate("transom_router_predicted_hit_tokens_total", ROUTER, "tier"),
+            "{{tier}} actual": rate("transom_router_actual_hit_tokens_total", ROUTER, "tier"),
+        },
+        "short",
+        shows="The same by where the tokens' KV was: "
+        "on the device, in the worker's host tier, on its disk, or at a peer from which the worker fetched it.",
+        act="`disk` predicted and not there: files were removed or broken since the worker listed them. "
+        "`peer` predicted and not there: transfers fail, see *KV cache*, transfers by outcome.",
+    ),
+    lines(
+        "Prediction off by, over time",
+        {"off by": OFF},
+        "percentunit",
+        shows="Tokens between predicted and actual hit, over the greater of both. Dashed: 10 % and 25 %.",
+        act="Runbook of TransomHitPredictionOff; look for resyncs below at the same time.",
+        limits=OFF_LIMITS,
+    ),
+    heat(
+        "Error of predictions",
+        buckets("transom_router_hit_error_tokens", ROUTER),
+        "short",
+        shows="Requests by how many tokens predicted and actual hit lie apart; the lowest row is exact.",
+        act="A band far up: whole prefixes were gone. Compare with *KV cache*, age at eviction.",
+        width=8,
+    ),
+]
 
 
-PREDICTION = Section(
-    title="Prediction",
-    panels=[
-        lines(
-            About(
-                title="Predicted and actual hits",
-                shows="Prompt tokens a second that mirrors said were cached, and that workers found "
-                "cached, of the same requests.",
-                act="Actual below predicted: blocks are evicted between choice and start; the queue "
-                "is long or the cache small.",
-            ),
-            [Query(expr=PREDICTED, legend="predicted"), Query(expr=ACTUAL, legend="actual")],
-            "short",
-        ),
-        lines(
-            About(
-                title="Predicted and actual hits by tier",
-                shows="The same by where the tokens' KV was: on the device, in the worker's host tier, on its disk, or at a peer "
-                "from which the worker fetched it.",
-                act="`disk` predicted and not there: files were removed or broken since the worker listed them. "
-                "`peer` predicted and not there: transfers fail, see *KV cache*, transfers by outcome.",
-            ),
-            [
-                Query(
-                    expr=rate("transom_router_predicted_hit_tokens_total", ROUTER, "tier"), legend="{{tier}} predicted"
-                ),
-                Query(expr=rate("transom_router_actual_hit_tokens_total", ROUTER, "tier"), legend="{{tier}} actual"),
-            ],
-            "short",
-        ),
-        lines(
-            About(
-                title="Prediction off by, over time",
-                shows="Tokens between predicted and actual hit, over the greater of both. Dashed: 10 % and 25 %.",
-                act="Runbook of TransomHitPredictionOff; look for resyncs below at the same time.",
-            ),
-            [Query(expr=OFF, legend="off by")],
-            "percentunit",
-            limits=OFF_LIMITS,
-        ),
-        heat(
-            About(
-                title="Error of predictions",
-                shows="Requests by how many tokens predicted and actual hit lie apart; the lowest row is exact.",
-                act="A band far up: whole prefixes were gone. Compare with *KV cache*, age at eviction.",
-            ),
-            buckets("transom_router_hit_error_tokens", ROUTER),
-            "short",
-            width=8,
-        ),
-    ],
+OUTPUT = rate("transom_router_output_tokens_total", ROUTER)
+
+ANSWERS = [
+    lines(
+        "Tool calls by outcome",
+        {"{{outcome}}": happening(rate("transom_router_tool_calls_total", ROUTER, "outcome"))},
+        "ops",
+        shows="Calls in answers, a second: `parsed`, `malformed` (markup that the model's family does not have) or "
+        "`incomplete` (the answer ended inside the call).",
+        act="`malformed`: the parser does not suit the model (`--tool-call-parser`), or the model is too weak for its "
+        "tools; clients hold it to them with `strict`. `incomplete`: clients' `max_tokens` cut calls.",
+        stack=True,
+        colors=CALL_OUTCOMES,
+    ).no_value("none"),
+    lines(
+        "Degraded answers by parser",
+        {"{{parser}}": happening(rate("transom_router_degraded_answers_total", ROUTER, "parser"))},
+        "ops",
+        shows="Answers, a second, whose markup could not be read: clients got it as text.",
+        act="All answers with tools: `--tool-call-parser` is not the model's. Now and then: the model errs.",
+    ).no_value("none"),
+    lines(
+        "Reasoning, of all output tokens",
+        {"reasoning": ratio(rate("transom_router_reasoning_tokens_total", ROUTER), OUTPUT)},
+        "percentunit",
+        shows="The share of output tokens that were reasoning, of answers that have ended.",
+        act="Most of the output: clients may ask for less with `reasoning_effort`.",
+    ),
+]
+
+
+BOARD = Board(
+    uid=UID,
+    title="Router",
+    description="Placement and its predictions, mirrors of the workers' indexes, failover, drains and autoscaling.",
+    variables=frozenset({"model", "router", "worker"}),
+    sections={
+        "Now": NOW,
+        "Placement": PLACEMENT,
+        "Prediction": PREDICTION,
+        "Tool calls and reasoning": ANSWERS,
+        "Mirrors": router_fleet.MIRRORS,
+        "Workers": router_fleet.FLEET,
+        "Routers": router_fleet.ROUTERS,
+    },
 )

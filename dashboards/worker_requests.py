@@ -2,85 +2,67 @@
 
 from __future__ import annotations
 
-from dashboards.board import Section
 from dashboards.colors import BREAKS
-from dashboards.panels import About, high_is_bad, lines
-from dashboards.queries import WORKER, Query, quantile, rate, split, total
+from dashboards.panels import high_is_bad, lines
+from dashboards.queries import WORKER, quantile, rate, split, total
 
 TIMES = (("queue", "transom_queue_seconds"), ("prefill", "transom_prefill_seconds"))
-REQUESTS = Section(
-    title="Requests",
-    panels=[
-        lines(
-            About(
-                title="Requests running by worker",
-                shows="How many requests each worker's batch has.",
-                act="One worker has few while others queue: it is new, or closed to requests; see *Router*.",
-            ),
-            split(total, "transom_requests_running", WORKER, "worker"),
-            "short",
-            stack=True,
-            width=12,
-        ),
-        lines(
-            About(
-                title="Requests waiting by worker",
-                shows="How many requests each worker's queue has.",
-                act="One queue grows alone: its worker is slow or gets one prefix's traffic; see *Router*.",
-            ),
-            split(total, "transom_requests_waiting", WORKER, "worker"),
-            "short",
-            stack=True,
-            width=12,
-        ),
-        lines(
-            About(
-                title="Queue and prefill by worker (p95)",
-                shows="Waiting for the first step, and computing the prompt.",
-                act="Queue: too few workers. Prefill: long prompts, or misses.",
-            ),
-            [
-                Query(expr=quantile(0.95, metric, WORKER, "worker"), legend=f"{{{{worker}}}} {name}")
-                for name, metric in TIMES
-            ],
-            "s",
-            width=12,
-        ),
-        lines(
-            About(
-                title="Time between tokens by worker (p95)",
-                shows="Between two tokens of one request, in the worker. Dashed: 0.1 s and 0.25 s.",
-                act="One worker slow: its machine is; compare step times and CPU below.",
-            ),
-            [Query(expr=quantile(0.95, "transom_inter_token_seconds", WORKER, "worker"), legend="{{worker}}")],
-            "s",
-            limits=high_is_bad(0.1, 0.25),
-            width=12,
-        ),
-        lines(
-            About(
-                title="Requests not taken",
-                shows="Requests that workers refused, a second, by reason. After `overloaded` (the queue is full) and "
-                "`worker_unavailable` (ranks start again) the router tries another worker, and clients get 503 if none takes them.",
-                act="`overloaded`: add workers, or raise `--max-waiting` if clients would rather wait. `internal_error`: a bug; "
-                "the worker's log has it.",
-            ),
-            split(rate, "transom_requests_refused_total", WORKER, "reason"),
-            "reqps",
-            stack=True,
-            colors=BREAKS,
-            width=12,
-        ),
-        lines(
-            About(
-                title="Preemptions by worker",
-                shows="Running requests that each worker put back into its queue to free memory, a second.",
-                act="One worker alone: it has the long requests; see *Router*, placements. All: the pool is too small for "
-                "the batch; runbook of TransomCacheThrashing.",
-            ),
-            split(rate, "transom_preemptions_total", WORKER, "worker"),
-            "ops",
-            width=12,
-        ),
-    ],
-)
+REQUESTS = [
+    lines(
+        "Requests running by worker",
+        split(total, "transom_requests_running", WORKER, "worker"),
+        "short",
+        shows="How many requests each worker's batch has.",
+        act="One worker has few while others queue: it is new, or closed to requests; see *Router*.",
+        stack=True,
+        width=12,
+    ),
+    lines(
+        "Requests waiting by worker",
+        split(total, "transom_requests_waiting", WORKER, "worker"),
+        "short",
+        shows="How many requests each worker's queue has.",
+        act="One queue grows alone: its worker is slow or gets one prefix's traffic; see *Router*.",
+        stack=True,
+        width=12,
+    ),
+    lines(
+        "Queue and prefill by worker (p95)",
+        {f"{{{{worker}}}} {name}": quantile(0.95, metric, WORKER, "worker") for name, metric in TIMES},
+        "s",
+        shows="Waiting for the first step, and computing the prompt.",
+        act="Queue: too few workers. Prefill: long prompts, or misses.",
+        width=12,
+    ),
+    lines(
+        "Time between tokens by worker (p95)",
+        {"{{worker}}": quantile(0.95, "transom_inter_token_seconds", WORKER, "worker")},
+        "s",
+        shows="Between two tokens of one request, in the worker. Dashed: 0.1 s and 0.25 s.",
+        act="One worker slow: its machine is; compare step times and CPU below.",
+        limits=high_is_bad(0.1, 0.25),
+        width=12,
+    ),
+    lines(
+        "Requests not taken",
+        split(rate, "transom_requests_refused_total", WORKER, "reason"),
+        "reqps",
+        shows="Requests that workers refused, a second, by reason. After `overloaded` (the queue is full) and "
+        "`worker_unavailable` (ranks start again) the router tries another worker, "
+        "and clients get 503 if none takes them.",
+        act="`overloaded`: add workers, or raise `--max-waiting` if clients would rather wait. "
+        "`internal_error`: a bug; the worker's log has it.",
+        stack=True,
+        colors=BREAKS,
+        width=12,
+    ),
+    lines(
+        "Preemptions by worker",
+        split(rate, "transom_preemptions_total", WORKER, "worker"),
+        "ops",
+        shows="Running requests that each worker put back into its queue to free memory, a second.",
+        act="One worker alone: it has the long requests; see *Router*, placements. "
+        "All: the pool is too small for the batch; runbook of TransomCacheThrashing.",
+        width=12,
+    ),
+]

@@ -8,6 +8,7 @@ prefix, windows that slide, evictions, repairs, preemptions. Fails if one of the
 
 from __future__ import annotations
 
+import gzip
 import random
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from transom_worker.engine.startup import build_engine
 from transom_worker.telemetry.blockmap.encoder import Encoder, WorkerIdentity
 from transom_worker.telemetry.blockmap.snapshot import SnapshotTaker
 
-TRACE = Path(__file__).parent.parent / "cluster" / "transom_cluster" / "blockmap" / "static" / "demo.bin"
+TRACE = Path(__file__).parent.parent / "cluster" / "transom_cluster" / "blockmap" / "static" / "demo.bin.gz"
 MAX_BYTES = 400_000
 STEP_S = 0.025  # besides what it takes, so that eyes can follow
 FRAME_S = 0.2
@@ -157,7 +158,7 @@ def main(target: Path) -> None:
     missing = {"hit", "repair", "preempted", "admitted", "finished"} - recording.events.keys()
     if missing or not all(totals.values()) or len(trace) > MAX_BYTES:
         sys.exit(f"not written: {missing or 'no event'} missing, or evictions, or more than {MAX_BYTES:,} bytes")
-    target.write_bytes(trace)
+    target.write_bytes(gzip.compress(trace, 6, mtime=0))
 
 
 if __name__ == "__main__":

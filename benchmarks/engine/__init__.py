@@ -1,1 +1,1 @@
-"""How fast the engine is: beside other engines, beside another variant of itself, and kernel by kernel."""
+"""How fast the engine is: beside other engines or another variant of itself, and kernel by kernel."""

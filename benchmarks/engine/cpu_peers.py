@@ -2,6 +2,7 @@
 
     python -m benchmarks.engine.cpu_peers --model FOLDER --gguf FILE --vllm-python VENV/bin/python --llama-cpp BUILD/bin
     python -m benchmarks.engine.cpu_peers --quick --only decode --engines transom,vllm
+    python -m benchmarks.engine.cpu_peers --only prefill,decode --compare TRANSOM_KERNELS=reference
 
 The paths can be environment variables instead: CPU_PEERS_MODEL, CPU_PEERS_GGUF, CPU_PEERS_VLLM_PYTHON, CPU_PEERS_TCMALLOC,
 CPU_PEERS_LLAMA_CPP. An engine that is not installed is named and left out; `docs/performance.md` says how each is set up. A full
@@ -12,6 +13,9 @@ run takes about 45 minutes. `--only` chooses among:
     http     closed loops of 1, 4 and 16 clients: output tokens per second, median time to the first token
     start    from the start of the server's process to its first answer; the first of several starts is not counted
     idle     processor time of the server while nothing is asked, and its memory then
+
+`--compare` measures Transom beside itself with other environment variables (NAME=VALUE, separated by commas), which is then the
+base: for a change of kernels, or of the whole code by `PYTHONPATH=OTHER/cluster:OTHER/worker:OTHER/kernels`.
 
 The engines take turns in every round, and a ratio compares values of one round: a machine's speed can move by two times within a
 day, so only ratios inside one run mean much. Ratios are against vLLM where it runs, else against the first engine. Nothing else
@@ -38,7 +42,7 @@ from typing import Any
 from benchmarks.engine.peers.engine import Engine
 from benchmarks.engine.peers.figures import Figures
 from benchmarks.engine.peers.llama_cpp_peer import LlamaCpp
-from benchmarks.engine.peers.transom_peer import Transom
+from benchmarks.engine.peers.transom_peer import Transom, Variant
 from benchmarks.engine.peers.turns import BANDWIDTH, FLOOR_CASE, MEMORY, Bench, Plan, say
 from benchmarks.engine.peers.vllm_peer import Vllm
 from benchmarks.engine.peers.weight_floor import ReadBandwidth, bytes_of_a_step
@@ -129,8 +133,14 @@ def add_floor(figures: Figures, names: list[str], model: str) -> None:
 
 
 def all_engines(options: argparse.Namespace) -> list[Engine]:
-    """Every engine that this benchmark knows, installed or not."""
+    """Every engine that this benchmark knows, installed or not; with `--compare` Transom twice."""
     model, threads = options.model, options.threads
+    if options.compare:
+        variables = dict(assignment.split("=", 1) for assignment in options.compare.split(","))
+        return [
+            Variant(model=model, num_threads=threads, variables=variables),
+            Transom(model=model, num_threads=threads),
+        ]
     return [
         Vllm(model=model, num_threads=threads, python=options.vllm_python, tcmalloc=options.tcmalloc),
         Transom(model=model, num_threads=threads, serve_arguments=tuple(options.transom_arguments.split())),
@@ -193,6 +203,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--llama-cpp", **path("--llama-cpp"), help="folder of llama.cpp's programs")
     parser.add_argument("--transom-arguments", default="", help="added to `transom serve`, such as --haproxy")
     parser.add_argument("--engines", type=lambda text: text.split(","), default=[], help="names, separated by commas")
+    parser.add_argument("--compare", default="", metavar="NAME=VALUE", help="variables of a second Transom, the base")
     parser.add_argument("--only", type=sections, default=list(SECTIONS), help="sections, separated by commas")
     parser.add_argument("--quick", action="store_true", help="one round of few, short cases, to see that all works")
     parser.add_argument("--rounds", type=int, default=0, help="3 if unset, with --quick 1")

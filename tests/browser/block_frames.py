@@ -185,7 +185,12 @@ class FakeWorker:
         if self.host_pages:
             header["host"] = self._host_header(whole)
         if whole:
-            header |= {"model": "demo", "page_bytes": self.page_bytes, "num_pages": self.num_pages}
+            header |= {
+                "model": "demo",
+                "identity": "0123456789abcdef" * 4,
+                "page_bytes": self.page_bytes,
+                "num_pages": self.num_pages,
+            }
             header |= {"groups": self._groups(), "history": self.history}
         return header
 

@@ -26,7 +26,7 @@ PIXELS = """([x, y, w, h]) => {
   }
   return rows;
 }"""
-TAKEN = "(n) => transomBlockMap.stopwatch.numFrames >= n && !transomBlockMap.isRenderDue"
+TAKEN = "(n) => transomBlockMap.numFrames >= n && !transomBlockMap.isRenderDue"
 ALL_PIXELS = """() => {
   const canvas = document.getElementById("map");
   const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;

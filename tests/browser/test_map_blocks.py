@@ -192,7 +192,9 @@ def test_every_worker_is_a_section(block_map: MapPage, worker: FakeWorker) -> No
     assert block_map.colours(0, 0, "w0") == {BLUE}
     assert block_map.colours(0, 0, "w1") == {VERMILLION}, "the same name has the same hue everywhere"
     assert block_map.rect(0, 0, "w1")[1] > block_map.rect(0, 383, "w0")[1]
-    assert [text[:2] for text in block_map.page.locator(".worker-heading").all_inner_texts()] == ["w0", "w1"]
+    headings = block_map.page.locator(".worker-heading").all_inner_texts()
+    assert [text[:2] for text in headings] == ["w0", "w1"]
+    assert all("demo · identity 0123456789abcdef · " in text for text in headings)
     block_map.server.send_event("workers", [{"worker": "w1", "model": "demo", "state": "ready"}])
     block_map.page.wait_for_function("() => document.querySelector('.worker-heading').innerText.includes('gone since')")
     block_map.server.send_event("problem", {"worker": "w1", "message": "does not answer"})

@@ -1,1 +1,1 @@
-"""The engines that `cpu_peers` and `cpu_decode` measure, each in processes of its own."""
+"""The engines that `cpu_peers` measures, each in processes of its own."""

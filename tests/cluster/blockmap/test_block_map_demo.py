@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
+
+from starlette.requests import Request
+
 from tests.block_map_decoder import ACTIVE, EVICTED, HELD, LOOSE, REPAIR, Map
-from transom_cluster.blockmap.static_files import DEMO, STATIC
+from transom_cluster.blockmap.static_files import DEMO, STATIC, file_response
 
 MAX_BYTES = 400_000
 
 
 def test_the_demo_shows_sharing_sliding_evictions_repairs_and_preemptions() -> None:
-    trace = (STATIC / DEMO).read_bytes()
+    trace = gzip.decompress((STATIC / DEMO).read_bytes())
     assert len(trace) <= MAX_BYTES
     seen, states, slides, times_s, at = Map(), set(), set(), [], 0
     most_references = 0
@@ -35,3 +39,9 @@ def test_the_demo_shows_sharing_sliding_evictions_repairs_and_preemptions() -> N
     assert kinds == {"admitted", "finished", "hit", "repair", "evicted", "preempted"}
     assert times_s == sorted(times_s)
     assert 10 < times_s[-1] - times_s[0] < 120
+
+
+def test_browsers_are_told_to_unpack_it() -> None:
+    response = file_response(DEMO, Request({"type": "http", "headers": []}))
+    assert response is not None
+    assert response.headers["content-encoding"] == "gzip"

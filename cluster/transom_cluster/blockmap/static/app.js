@@ -9,7 +9,6 @@ import { Timeline } from "./timeline.js";
 import { AWAY, JUST_GONE, PRESENT, WorkerList } from "./workers.js";
 
 const STRIP_EVERY_MS = 1000;
-const MAX_DURATIONS = 2000;
 
 /** `parts` are the functions and objects that draw the page; main.js sets them. */
 export class App {
@@ -21,7 +20,7 @@ export class App {
     this.timeline = new Timeline({
       workers: () => [...this.workers.values()], recorded: () => this.recordedWorkers(), onChange: () => this.requestRender(true),
     });
-    this.stopwatch = new Stopwatch();
+    this.numFrames = 0;
     this.parts = null;
     this.source = null; // a Connection; null in the demo
     this.isConnected = false;
@@ -86,13 +85,12 @@ export class App {
   }
 
   takeEvent(event, data) {
-    const started_ms = performance.now();
-    if (event === "frame") this.takeFrame(fromBase64(data), 0, started_ms);
+    if (event === "frame") this.takeFrame(fromBase64(data));
     else if (event === "workers") this.#takeWorkers(JSON.parse(data));
     else if (event === "problem") this.#takeProblem(JSON.parse(data));
   }
 
-  takeFrame(bytes, shift_s = 0, started_ms = performance.now()) {
+  takeFrame(bytes, shift_s = 0) {
     const at_s = this.timeline.momentOf(Date.now() / 1000);
     const frame = decodeFrame(bytes, shift_s);
     const id = frame.header.worker;
@@ -103,7 +101,7 @@ export class App {
     }
     this.hues.of(worker.live.geometry);
     this.parts.eventLog.take(worker, frame.header, at_s);
-    this.stopwatch.frameTaken(performance.now() - started_ms, frame.header.whole);
+    this.numFrames += 1;
     this.requestRender(frame.header.whole);
   }
 
@@ -135,14 +133,13 @@ export class App {
 
   #render() {
     this.isRenderDue = false;
-    const started_ms = performance.now();
+    const now_ms = performance.now();
     this.parts.draw();
-    if (this.isStripDue || started_ms - this.lastStrip_ms > STRIP_EVERY_MS) {
+    if (this.isStripDue || now_ms - this.lastStrip_ms > STRIP_EVERY_MS) {
       this.parts.drawStrip();
-      this.lastStrip_ms = started_ms;
+      this.lastStrip_ms = now_ms;
       this.isStripDue = false;
     }
-    this.stopwatch.rendered(performance.now() - started_ms);
   }
 
   #presenceOf({ presence }) {
@@ -179,40 +176,4 @@ export class App {
     if (known) known.problem = message;
     this.requestRender(false);
   }
-}
-
-/** How long frames and drawing keep the main thread busy. `transomBlockMap.stopwatch.report()` in the console shows it. */
-class Stopwatch {
-  constructor() {
-    this.numFrames = 0;
-    this.diffs_ms = [];
-    this.wholes_ms = [];
-    this.renders_ms = [];
-  }
-
-  frameTaken(duration_ms, isWhole) {
-    this.numFrames += 1;
-    keep(isWhole ? this.wholes_ms : this.diffs_ms, duration_ms);
-  }
-
-  rendered(duration_ms) {
-    keep(this.renders_ms, duration_ms);
-  }
-
-  /** Medians and 95th percentiles in milliseconds. */
-  report() {
-    const { numFrames, diffs_ms, wholes_ms, renders_ms } = this;
-    return { numFrames, diffs_ms: spread(diffs_ms), wholes_ms: spread(wholes_ms), renders_ms: spread(renders_ms) };
-  }
-}
-
-function keep(list, value) {
-  list.push(value);
-  if (list.length > MAX_DURATIONS) list.shift();
-}
-
-function spread(list) {
-  const sorted = [...list].sort((a, b) => a - b);
-  const at = (share) => Number((sorted[Math.floor(share * (sorted.length - 1))] ?? 0).toFixed(2));
-  return { median: at(0.5), p95: at(0.95), most: at(1), count: sorted.length };
 }

@@ -21,6 +21,7 @@ const BORDER_PX = 1;
 export class Geometry {
   constructor(header) {
     this.model = header.model;
+    this.identity = header.identity ?? ""; // of the model: hexadecimal digits
     this.pageBytes = header.page_bytes;
     this.numPages = header.num_pages;
     this.groups = header.groups;
@@ -29,7 +30,7 @@ export class Geometry {
     this.firstBlocks = header.groups.map((group) => this.#edges(group, 0));
     this.endBlocks = header.groups.map((group) => this.#edges(group, 1));
     this.maxBlocksPerPage = header.groups.map((_, g) => this.#mostBlocks(g));
-    this.key = JSON.stringify([this.model, this.pageBytes, this.numPages, this.groups]);
+    this.key = JSON.stringify([this.model, this.identity, this.pageBytes, this.numPages, this.groups]);
   }
 
   /** The index of a block's record in arrays of all blocks. */

@@ -11,6 +11,8 @@ import { Painter } from "./painter.js";
 import { Pixels } from "./pixels.js";
 import { element, formatBytes, formatCount, formatNoun, setText } from "./text.js";
 
+const IDENTITY_DIGITS = 16; // as in `system_fingerprint`
+
 /** The state of the blocks of a hit's tier at the moment on the screen; null where the worker has no such tier then. */
 export function stateOf({ worker, tier }) {
   return tier === "host" ? worker.shown.host : worker.shown;
@@ -133,7 +135,7 @@ export class MapView {
   }
 }
 
-/** The line above each worker's pages: its id, its problem, its free pages and its requests. */
+/** The line above each worker's pages: its id, its problem, its model and that one's identity, its free pages and its requests. */
 class SectionHeadings {
   constructor(world, view) {
     this.world = world;
@@ -187,6 +189,7 @@ function hostSummaryOf({ host, sequences }) {
 function summaryOf({ info, shown }) {
   const { geometry, freePages, running, waiting } = shown;
   const pages = `${formatCount(freePages)} of ${formatNoun(geometry.numPages, "page")} free (${formatBytes(geometry.pageBytes)} each)`;
-  const parts = [geometry.model || info.model, info.state, pages, `${running} running, ${waiting} waiting`];
+  const identity = geometry.identity && `identity ${geometry.identity.slice(0, IDENTITY_DIGITS)}`;
+  const parts = [geometry.model || info.model, identity, info.state, pages, `${running} running, ${waiting} waiting`];
   return parts.filter(Boolean).join(" · ");
 }

@@ -1,1 +1,0 @@
-export default { esbuild: { jsx: 'automatic' }, build: { target: 'esnext', chunkSizeWarningLimit: 20000 } };
