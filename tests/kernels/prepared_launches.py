@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from benchmarks.gpu.launch_costs import FakeDriver
 from transom_kernels.prepared_launch import PreparedLaunch
 
 launches: list[dict[str, Any]] = []
@@ -32,32 +32,6 @@ class NotingLauncher:
         _, _, _, *arguments = rest  # metadata of the launch, and its two hooks
         as_numbers = [part.data_ptr() if isinstance(part, torch.Tensor) else part for part in arguments]
         launches.append({"grid": [x, y, z], "arguments": as_numbers, "kernel": self._kernel})
-
-
-class FakeUtils:
-    """An H200 that loads every kernel."""
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232_448, "multiprocessor_count": 132, "max_num_regs": 65_536, "warpSize": 32}
-
-    def load_binary(self, *arguments: Any) -> tuple[int, int, int, int, int]:
-        """Module, function, registers, spills, threads."""
-        return 1, 1, 64, 0, 1024
-
-
-class FakeDriver:
-    """Triton's driver of one device of compute capability 9.0."""
-
-    utils, launcher_cls = FakeUtils(), NotingLauncher
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -77,28 +51,29 @@ def noted(launch: Callable[[], None]) -> dict[str, Any]:
 
 
 def main() -> None:
-    driver.set_active(FakeDriver())
-    arguments = {"stride": 64, "factor": 2.0, "BLOCK": 64}
-    prepared = PreparedLaunch(scale_rows, arguments, num_warps=4)
-    x, out, others = torch.empty(3, 64), torch.empty(3, 64), torch.empty(2, 3, 64)
-    grid = (3, 1, 1)
-    told = {
-        "first": noted(lambda: prepared(grid, (x, out), 64)),
-        "again": noted(lambda: prepared(grid, (x, out), 64)),
-        "other numbers": noted(lambda: prepared(grid, (others[0], others[1]), 5)),
-        "addresses of others": [others[0].data_ptr(), others[1].data_ptr()],
-        "other dtype": noted(lambda: prepared(grid, (x.half(), out), 64)),
-        "unaligned": noted(lambda: prepared(grid, (x[0, 1:], out), 8)),
-        "after unaligned": noted(lambda: prepared(grid, (x, out), 64)),
-    }
-    hook = knobs.runtime.launch_enter_hook
-    hook.add(print_nothing)
-    told["profiled"] = noted(lambda: prepared(grid, (x, out), 64))
-    hook.remove(print_nothing)
-    with patch.object(triton, "__version__", "4.0.0"):
-        newer = PreparedLaunch(scale_rows, arguments, num_warps=4)
-    newer(grid, (x, out), 64)
-    told["unknown version"] = noted(lambda: newer(grid, (x, out), 64))
+    with patch.object(FakeDriver, "launcher_cls", NotingLauncher):
+        driver.set_active(FakeDriver())
+        arguments = {"stride": 64, "factor": 2.0, "BLOCK": 64}
+        prepared = PreparedLaunch(scale_rows, arguments, num_warps=4)
+        x, out, others = torch.empty(3, 64), torch.empty(3, 64), torch.empty(2, 3, 64)
+        grid = (3, 1, 1)
+        told = {
+            "first": noted(lambda: prepared(grid, (x, out), 64)),
+            "again": noted(lambda: prepared(grid, (x, out), 64)),
+            "other numbers": noted(lambda: prepared(grid, (others[0], others[1]), 5)),
+            "addresses of others": [others[0].data_ptr(), others[1].data_ptr()],
+            "other dtype": noted(lambda: prepared(grid, (x.half(), out), 64)),
+            "unaligned": noted(lambda: prepared(grid, (x[0, 1:], out), 8)),
+            "after unaligned": noted(lambda: prepared(grid, (x, out), 64)),
+        }
+        hook = knobs.runtime.launch_enter_hook
+        hook.add(print_nothing)
+        told["profiled"] = noted(lambda: prepared(grid, (x, out), 64))
+        hook.remove(print_nothing)
+        with patch.object(triton, "__version__", "4.0.0"):
+            newer = PreparedLaunch(scale_rows, arguments, num_warps=4)
+        newer(grid, (x, out), 64)
+        told["unknown version"] = noted(lambda: newer(grid, (x, out), 64))
     print(json.dumps(told))
 
 
