@@ -98,6 +98,8 @@ class ThreadComm:
         self.num_operations += 1
         return self._rendezvous.come(self._rank, what, x)
 
+    can_capture = False
+
     def end_step(self) -> None:
         """The threads wait in every collective."""
 

@@ -10,6 +10,7 @@ from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup.model_loading import LoadedModel
 from transom_worker.execution.setup.model_setup import ModelSetup
+from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.scheduling.step import NO_ID, NewSequence, StepPlan, StepResult
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -26,9 +27,11 @@ def engine_config(
     )
 
 
-def make_runner(config: EngineConfig, loaded: LoadedModel | None = None) -> ModelRunner:
+def make_runner(
+    config: EngineConfig, loaded: LoadedModel | None = None, parallel: Parallel | None = None
+) -> ModelRunner:
     """Return a rank's runner, of the config's model or of a loaded one."""
-    setup = ModelSetup(config, loaded=loaded)
+    setup = ModelSetup(config, parallel or Parallel(), loaded=loaded)
     return setup.allocate(setup.pool_bytes())
 
 

@@ -27,6 +27,7 @@ from transom_worker.execution.replay.decode_replay import ReplayMismatch, check_
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup import dummy_run
 from transom_worker.execution.step_sampling import SampledIds, StepLogits, sample_step
+from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.scheduling.step import StepPlan
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
@@ -50,14 +51,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def runner_of(
-    checkpoint: Path, device: RecorderDevice | None, *, kernels: Kernels = "interpreted", **settings: Any
+    checkpoint: Path,
+    device: RecorderDevice | None,
+    *,
+    kernels: Kernels = "interpreted",
+    parallel: Parallel | None = None,
+    **settings: Any,
 ) -> Iterator[ModelRunner]:
     """A runner on interpreted kernels that records on `device`."""
     with prefer(kernels), pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "capture_device", lambda _: device)
         patch.setattr(tuning, "DECODE_SPLIT_KEYS", 8)  # so that a dozen tokens are shared out
         patch.setattr(dummy_run, "WARM_UP_TOKENS", 1)
-        yield make_runner(Settings.parse(model=str(checkpoint), **(SETTINGS | settings)).engine_config())
+        config = Settings.parse(model=str(checkpoint), **(SETTINGS | settings)).engine_config()
+        yield make_runner(config, parallel=parallel)
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ Decode steps always run eagerly where a recording would be wrong or would gain n
 
 - `--enforce-eager`, and devices without kernels that can be recorded.
 - Latent and compressed attention layers (DeepSeek V4), on any device: the host takes part in choosing what a step reads.
-- On GPUs with several ranks: gloo's collectives go through the host, which a graph cannot record, and with nccl each rank would
-  have to capture, and give up, the same sizes as the others.
+- On GPUs with several ranks whose collectives go through the host (gloo), which a graph cannot record. nccl's can be captured.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def decode_sizes(
     config: EngineConfig, parallel: Parallel, groups: Sequence[GroupSpec], *, max_model_len: int, device: torch.device
 ) -> DecodeSizes | None:
     """Return the sizes of decode steps to capture as CUDA graphs; None if no graphs are captured."""
-    if not _may_record(config, groups) or parallel.size > 1 or capture_device(device) is None:
+    if not _may_record(config, groups) or not parallel.comm.can_capture or capture_device(device) is None:
         return None
     if not uses_triton(torch.empty(0, device=device)):
         return None
@@ -64,6 +63,7 @@ def make_replay(
     slab: torch.Tensor,
     sizes: DecodeSizes | None,
     max_model_len: int,
+    parallel: Parallel,
 ) -> DecodeReplay | None:
     """Return the backend for a model's decode steps; None if they run eagerly.
 
@@ -71,7 +71,7 @@ def make_replay(
     """
     device = capture_device(slab.device)
     if sizes is not None and device is not None:
-        return capture_decode_graphs(model, builder, sizes, device, slab=slab)
+        return capture_decode_graphs(model, builder, sizes, device, slab=slab, parallel=parallel)
     if not _may_record(config, [group.spec for group in builder.layout.groups]) or not uses_cpu_kernels(slab):
         return None
     from transom_worker.execution.replay.decode_programs import DecodePrograms  # late: needs the compiler for CPUs

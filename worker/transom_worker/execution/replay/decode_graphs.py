@@ -112,6 +112,10 @@ class DecodeGraphs(DecodeReplay):
         check_replay(str(size), replayed_BV, logits_BV, tolerance=self.tolerance)
         self._captured[size] = _Captured(inputs, graph)
 
+    def drop(self, size: DecodeSize) -> None:
+        """Run steps of a size eagerly, because its graph on this or another rank is wrong."""
+        self._captured.pop(size, None)
+
     def _replayed(self, graph: Replayable, num_seqs: int) -> torch.Tensor:
         graph.replay()
         return self._logits_BV[:num_seqs]

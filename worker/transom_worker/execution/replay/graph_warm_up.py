@@ -4,6 +4,10 @@ If a size's graph gives other logits than the forward pass, it is captured and c
 a product differently on the capture's stream, which may change the choice of an expert in a mixture of experts. If the second graph
 differs too, steps of this size run eagerly; other sizes keep their graphs.
 
+With several ranks, a step's collectives complete only if all ranks replay it, or all run it eagerly. So ranks capture the same
+sizes in the same order and exchange the outcome of each try; all keep a graph, or none does. They choose the same size for a step
+because they plan the same work items, which depend on the plan and on launch keys that are equal on all ranks.
+
 The made-up decode steps read blocks of random numbers. Over a blank cache, a graph that reads the wrong keys would give the
 right result.
 """
@@ -13,11 +17,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from enum import IntEnum
+from zlib import crc32
 
 import numpy as np
 import torch
 
 from transom_core.contract import SamplingParams
+from transom_core.errors import RankLost
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_kernels.paged_attention.triton.launches import launch_keys_of
 from transom_kernels.quantised_kv import FORMATS, head_width, quantise_rows
@@ -31,6 +38,7 @@ from transom_worker.execution.replay.graph_capture import CudaCapture
 from transom_worker.execution.replay.graph_inputs import GroupLaunchKey
 from transom_worker.execution.tiers.slabs import block_rows
 from transom_worker.models.model import Model
+from transom_worker.models.parallel.communicator import Parallel
 from transom_worker.scheduling.step import NewSequence, StepPlan
 
 LIMIT_S = 120.0  # sizes not captured within this time run without a graph; the most used sizes come first
@@ -40,60 +48,120 @@ MAX_RANDOM_BLOCKS = 64  # per group, besides the blocks that the sequences write
 logger = logging.getLogger("transom.worker")
 
 
+class _Outcome(IntEnum):
+    """What came of one rank's try to capture one size."""
+
+    RIGHT = 0
+    DIFFERS = 1  # the replay gives other logits than the forward pass
+    FAILED = 2
+
+
 def capture_decode_graphs(
-    model: Model, builder: BatchBuilder, sizes: DecodeSizes, device: CudaCapture, *, slab: torch.Tensor
+    model: Model,
+    builder: BatchBuilder,
+    sizes: DecodeSizes,
+    device: CudaCapture,
+    *,
+    slab: torch.Tensor,
+    parallel: Parallel,
 ) -> DecodeGraphs | None:
-    """Capture the graphs of as many sizes as `LIMIT_S` allows. If a capture fails, or no size has a graph, return None; a warning
-    says why.
+    """Capture the graphs of as many sizes as `LIMIT_S` allows. If a capture fails on any rank, or no size has a graph, return None;
+    a warning says why.
 
     The slab is blank again afterwards. An error of a forward pass that is not captured is raised.
     """
     steps = _RandomSteps(builder.layout, vocab_size=model.architecture.vocab_size, max_seqs=sizes.num_seqs[-1])
     launch_keys = _launch_keys(model, builder, steps.step(builder, DecodeSize(level=0, num_seqs=1), sizes, seed=1))
+    if len(set(parallel.exchange(crc32(repr(launch_keys).encode()), slab.device))) > 1:
+        logger.warning("Decode steps run without CUDA graphs: ranks have attention layers of different shapes.")
+        return None
+    capture = _Capture(steps, parallel, slab.device)
 
     def make() -> DecodeGraphs:
         steps.fill_blocks(builder, slab)
         return DecodeGraphs(model, builder, sizes, launch_keys, device)
 
     try:
-        return _capture_all(make, steps)
+        return capture.all(make)
     finally:
         steps.clear_blocks(builder.layout, slab)
 
 
-def _capture_all(make: Callable[[], DecodeGraphs], steps: _RandomSteps) -> DecodeGraphs | None:
-    """Create the graphs with `make`, and capture and check every size until `LIMIT_S` is over."""
-    begin_s, size = time.perf_counter(), None
-    try:
-        graphs = make()
+class _Capture:
+    """Captures all sizes on one rank, in step with the other ranks."""
+
+    def __init__(self, steps: _RandomSteps, parallel: Parallel, device: torch.device) -> None:
+        self._steps, self._parallel, self._device = steps, parallel, device
+
+    def all(self, make: Callable[[], DecodeGraphs]) -> DecodeGraphs | None:
+        """Create the graphs with `make`, and capture and check every size until `LIMIT_S` is over on any rank."""
+        begin_s = time.perf_counter()
+        try:
+            graphs = make()
+        except Exception as error:
+            self._exchange(_Outcome.FAILED)
+            return _without_graphs("them", error)
+        if self._exchange(_Outcome.RIGHT) is _Outcome.FAILED:
+            return _without_graphs("them", None)
         for size in graphs.sizes.all:
-            if time.perf_counter() - begin_s > LIMIT_S:
+            is_late = time.perf_counter() - begin_s > LIMIT_S
+            if any(self._parallel.exchange(is_late, self._device)):
                 logger.warning("Decode steps from %s on run without CUDA graphs: capturing took too long.", size)
                 break
-            _capture(graphs, size, steps)
-    except Exception as error:
-        logger.warning(
-            "Decode steps run without CUDA graphs: capturing %s failed (%s: %s). --enforce-eager does without the attempt.",
-            size or "them", type(error).__name__, error,
+            outcome, error = self._one(graphs, size)
+            if outcome is _Outcome.FAILED:
+                return _without_graphs(str(size), error)
+            if outcome is _Outcome.DIFFERS:
+                graphs.drop(size)
+                logger.warning(
+                    "Decode steps of %s run without CUDA graphs, which is slower: %s.",
+                    size,
+                    error or "another rank's differs",
+                )
+        spent_s, sizes = time.perf_counter() - begin_s, graphs.sizes
+        logger.info(
+            "Captured %d CUDA graphs in %.1f s: decode steps of up to %d sequences, %d levels of context.",
+            graphs.num_graphs, spent_s, sizes.num_seqs[-1], sizes.num_levels,
         )  # fmt: skip
-        return None
-    spent_s, sizes = time.perf_counter() - begin_s, graphs.sizes
-    logger.info(
-        "Captured %d CUDA graphs in %.1f s: decode steps of up to %d sequences, %d levels of context.",
-        graphs.num_graphs, spent_s, sizes.num_seqs[-1], sizes.num_levels,
-    )  # fmt: skip
-    return graphs if graphs.num_graphs else None
+        return graphs if graphs.num_graphs else None
+
+    def _one(self, graphs: DecodeGraphs, size: DecodeSize) -> tuple[_Outcome, Exception | None]:
+        """Capture one size, with one try for each seed of `TRIES`.
+
+        Returns the worst outcome of all ranks in the last try, and this rank's error in it.
+        """
+        worst, error = _Outcome.RIGHT, None
+        for seed in TRIES:
+            error = None
+            try:
+                first, second = (
+                    self._steps.step(graphs.builder, size, graphs.sizes, seed=one) for one in (seed, seed + 1)
+                )
+                graphs.capture(size, first, second)
+                own = _Outcome.RIGHT
+            except ReplayMismatch as mismatch:
+                own, error = _Outcome.DIFFERS, mismatch
+            except RankLost:
+                raise
+            except Exception as failure:
+                own, error = _Outcome.FAILED, failure
+            worst = self._exchange(own)
+            if worst is not _Outcome.DIFFERS:
+                break
+        return worst, error
+
+    def _exchange(self, own: _Outcome) -> _Outcome:
+        """Return the worst outcome of all ranks."""
+        return _Outcome(max(self._parallel.exchange(own, self._device)))
 
 
-def _capture(graphs: DecodeGraphs, size: DecodeSize, steps: _RandomSteps) -> None:
-    """Capture one size, with one try for each seed of `TRIES`; leave the size out, with a warning, if no graph is right."""
-    for seed in TRIES:
-        first, second = (steps.step(graphs.builder, size, graphs.sizes, seed=one) for one in (seed, seed + 1))
-        try:
-            return graphs.capture(size, first, second)
-        except ReplayMismatch as error:
-            mismatch = error
-    logger.warning("Decode steps of %s run without CUDA graphs, which is slower: %s.", size, mismatch)
+def _without_graphs(what: str, error: Exception | None) -> None:
+    reason = "another rank's capture failed" if error is None else f"{type(error).__name__}: {error}"
+    logger.warning(
+        "Decode steps run without CUDA graphs: capturing %s failed (%s). --enforce-eager does without the attempt.",
+        what,
+        reason,
+    )
 
 
 def _launch_keys(model: Model, builder: BatchBuilder, arrays: StepArrays) -> tuple[GroupLaunchKey, ...]:

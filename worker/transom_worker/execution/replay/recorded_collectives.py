@@ -30,6 +30,11 @@ class RecordedCollectives:
         host_call(lambda: self._comm.broadcast_(x))
         return x
 
+    @property
+    def can_capture(self) -> bool:
+        """See `Communicator.can_capture`."""
+        return self._comm.can_capture
+
     def end_step(self) -> None:
         """See `Communicator.end_step`."""
         self._comm.end_step()

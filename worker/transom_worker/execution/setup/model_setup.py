@@ -212,6 +212,12 @@ class ModelSetup:
             sampler.sample(logits_1V, [warm_up_id])
             sampler.remove(warm_up_id)
         replay = make_replay(
-            self._config, model, builder, slab, sizes=self._decode_sizes, max_model_len=self._cache.max_model_len
+            self._config,
+            model,
+            builder,
+            slab,
+            sizes=self._decode_sizes,
+            max_model_len=self._cache.max_model_len,
+            parallel=self._parallel,
         )
         return ForwardPass(model, builder, replay)

@@ -32,6 +32,11 @@ class Communicator(Protocol):
         """Replace `x` by rank 0's `x`, and return it."""
         ...
 
+    @property
+    def can_capture(self) -> bool:
+        """Whether a CUDA graph may contain `all_reduce_` and `broadcast_`."""
+        ...
+
     def end_step(self) -> None:
         """Note that all collectives of a step have been launched. If the device does not come to their end, `check` will raise."""
         ...
@@ -63,6 +68,11 @@ class SingleRank:
         """Return `x`."""
         return x
 
+    @property
+    def can_capture(self) -> bool:
+        """Return True: there is nothing to capture."""
+        return True
+
     def end_step(self) -> None:
         """Do nothing: no rank can be lost."""
 
@@ -92,3 +102,12 @@ class Parallel:
     def is_first(self) -> bool:
         """Return whether this is rank 0, which samples tokens and reports results."""
         return self.rank == 0
+
+    def exchange(self, number: int, device: torch.device) -> list[int]:
+        """Return every rank's number, in order of rank. All ranks make this call; for errors see `Communicator`."""
+        if self.size == 1:
+            return [number]
+        numbers_R = torch.zeros(self.size, dtype=torch.int64, device=device)
+        numbers_R[self.rank] = number
+        numbers: list[int] = self.comm.all_reduce_(numbers_R).tolist()
+        return numbers

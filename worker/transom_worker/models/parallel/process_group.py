@@ -60,6 +60,8 @@ class ProcessGroup:
         if self._peers is not None and self._peers.takes(x):
             self._open_group()
             self._peers.all_reduce_(x)
+            if not _is_capturing():
+                self.end_step()
         else:
             self._run(lambda group: group.allreduce([x]))
         return x
@@ -82,8 +84,13 @@ class ProcessGroup:
         self._run(lambda group: group.broadcast([x]))
         return x
 
+    @property
+    def can_capture(self) -> bool:
+        """Return whether nccl, and not gloo on the host, computes the collectives."""
+        return self._device != "cpu"
+
     def end_step(self) -> None:
-        """See `Communicator.end_step`."""
+        """See `Communicator.end_step`. A step whose collectives are in a CUDA graph is watched by its end alone."""
         if self._watch is not None:
             self._watch.add(DeviceMark())
 

@@ -91,6 +91,11 @@ class SharedMemory:
                 piece.copy_(self._views(piece)[0])
         return x
 
+    @property
+    def can_capture(self) -> bool:
+        """Return False: CPUs have no graphs."""
+        return False
+
     def end_step(self) -> None:
         """Do nothing: every collective has ended when its method returns."""
 

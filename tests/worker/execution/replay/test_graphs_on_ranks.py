@@ -1,0 +1,52 @@
+"""Several ranks replay the same graphs, and give up the same ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.tiny_checkpoints import tiny_llama
+from tests.worker.execution.hand_scheduler import HandScheduler
+from tests.worker.execution.replay import test_decode_graphs
+from tests.worker.execution.replay.graph_ranks import LENGTHS, MAX_SEQS, NUM_STEPS, SIZE, rank_steps
+from tests.worker.models.parallel.rank_processes import ranks
+from transom_kernels.launch import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
+NUM_SIZES = 4  # one or two sequences, at two levels of context
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("graphed"), **test_decode_graphs.SIZE)
+
+
+def on_ranks(checkpoint: Path, fault: str) -> list[Any]:
+    with ranks("memory", SIZE, rank_steps) as processes:
+        for process in processes:
+            process.send((checkpoint, fault))
+        return [process.receive() for process in processes]
+
+
+def test_ranks_replay_what_one_rank_computes(checkpoint: Path) -> None:
+    with test_decode_graphs.runner_of(checkpoint, None, kernels="reference", **LENGTHS) as runner:
+        hand = HandScheduler(runner.info.layout)
+        steps = test_decode_graphs.random_steps(0, NUM_STEPS, MAX_SEQS)
+        wanted = [test_decode_graphs.logits_of(runner, hand, step(hand)) for step in steps]
+    (num_graphs, num_replayed, logits), others = on_ranks(checkpoint, "none")
+    assert (num_graphs, num_replayed) == others[:2]
+    assert num_graphs == NUM_SIZES
+    assert num_replayed >= NUM_STEPS // 4
+    for ours, theirs in zip(logits, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("fault", "num_graphs"), [("once", NUM_SIZES), ("twice", NUM_SIZES - 1), ("fails", 0)])
+def test_what_fails_on_one_rank_is_given_up_by_all(checkpoint: Path, fault: str, num_graphs: int) -> None:
+    """Rank 1's first graph is wrong once, or twice; or its second capture fails."""
+    assert [found[:2] for found in on_ranks(checkpoint, fault)] == [(num_graphs, 0)] * SIZE
