@@ -23,13 +23,13 @@ from unittest.mock import patch
 os.environ.pop("TRITON_INTERPRET", None)  # Triton reads it when it is imported
 
 import torch
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from benchmarks.gpu.geometries import RandomWeights, config_json, geometry
 from transom_core.model_config.architecture import read_architecture
 from transom_kernels import launch
-from transom_kernels.paged_attention.batch import PagedBatch
+from transom_kernels.absent_device import AbsentDriver
+from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_worker.models.layers.forward_batch import LayerCache
 from transom_worker.models.layers.residual import Residual
 from transom_worker.models.registry import build_model
@@ -68,34 +68,10 @@ class FakeLauncher:
         trace.note(self._name)
 
 
-class FakeUtils:
-    """An H200 that loads every kernel."""
+class FakeDriver(AbsentDriver):
+    """Triton's driver of one device of compute capability 9.0, whose launches are noted."""
 
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        """What limits a program."""
-        return {"max_shared_mem": 232_448, "multiprocessor_count": 132, "max_num_regs": 65_536, "warpSize": 32}
-
-    def load_binary(self, *arguments: Any) -> tuple[int, int, int, int, int]:
-        """Module, function, registers, spills, threads."""
-        return 1, 1, 64, 0, 1024
-
-
-class FakeDriver:
-    """Triton's driver of one device of compute capability 9.0."""
-
-    utils, launcher_cls = FakeUtils(), FakeLauncher
-
-    def get_current_target(self) -> GPUTarget:
-        """What kernels are compiled for."""
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        """The only device."""
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        """The default stream."""
-        return 0
+    launcher_cls = FakeLauncher
 
 
 class UnreadWeights(RandomWeights):
@@ -187,7 +163,7 @@ def main() -> None:
         M_MMAP_THRESHOLD,
     ):  # freed memory is kept, as CUDA's allocator of torch keeps it
         ctypes.CDLL(None).mallopt(parameter, 1 << 30)
-    driver.set_active(FakeDriver())
+    driver.set_active(FakeDriver((9, 0)))
     launch._chosen = "interpreted"  # for CPU tensors, but with the kernels compiled
     with patch("torch.nn.functional.linear", product), torch.inference_mode():
         for name in NAMES:

@@ -1,1 +1,1 @@
-"""Operators on torch tensors, one folder each: `op.py` (contract, specification), `cpu.py` and `gpu.py` (launches and kernels)."""
+"""Operators on torch tensors, a folder or a file each: `op.py` has the contract, `cpu.py` and `gpu.py` launches and kernels."""

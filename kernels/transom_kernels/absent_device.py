@@ -74,7 +74,7 @@ class AbsentUtils:
 class AbsentDriver:
     """Triton's driver of one GPU that is not there."""
 
-    launcher_cls = AbsentLauncher
+    launcher_cls: type[Any] = AbsentLauncher
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self._arch = 10 * capability[0] + capability[1]

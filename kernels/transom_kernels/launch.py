@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -89,6 +90,27 @@ def compile_seconds() -> float:
 
 
 @contextmanager
+def compile_news(on_compiled: Callable[[], None]) -> Iterator[None]:
+    """Within this context, call `on_compiled` on the compiling thread after each compiled kernel, of Triton or for CPUs."""
+    _tell(on_compiled)
+    try:
+        yield
+    finally:
+        _tell(None)
+
+
+def _tell(on_compiled: Callable[[], None] | None) -> None:
+    if has_triton():
+        from triton import knobs
+
+        knobs.runtime.jit_post_compile_hook = None if on_compiled is None else lambda **_: on_compiled()
+    if has_cpu_kernels():
+        from transom_kernels.cpu.kernel import statistics
+
+        statistics.on_compiled = on_compiled
+
+
+@contextmanager
 def prefer(kernels: Kernels) -> Iterator[None]:
     """Use `kernels` instead of TRANSOM_KERNELS within this context, for all operators in all threads of the process."""
     global _chosen
@@ -135,6 +157,15 @@ def _check(kernels: str, source: str) -> Kernels:
     if kernels == "interpreted" and not INTERPRETED:
         raise ValueError(f"{source} is 'interpreted', which needs TRITON_INTERPRET=1 before anything imports triton.")
     return cast(Kernels, kernels)
+
+
+@cache
+def implementation(module: str, name: str) -> Callable[..., Any]:
+    """Return a function of a module of `transom_kernels` that may need Triton.
+
+    It is imported once, here: an import statement would cost every call of an operator a microsecond.
+    """
+    return cast(Callable[..., Any], getattr(import_module(f"transom_kernels.{module}"), name))
 
 
 def next_power_of_two(number: int) -> int:

@@ -29,7 +29,7 @@ from transom_kernels.kv_write import Preparation
 from transom_kernels.kv_write.gpu import prepare_qkv_triton
 from transom_kernels.kv_write.inputs import QkvInputs
 from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
-from transom_kernels.latent_attention.inputs import LatentInputs
+from transom_kernels.latent_attention.reference import LatentInputs
 from transom_kernels.moe.gpu import moe_triton
 from transom_kernels.moe.row_blocks import block_rows_triton
 from transom_kernels.paged_attention.triton import launcher as paged_launcher

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from transom_kernels.kv_write.reference import write_rows
-from transom_kernels.latent_attention.inputs import LatentInputs
+from transom_kernels.latent_attention.reference import LatentInputs
 
 IDS, SIZE = 50, 3  # blocks of a cache, and rows of a block
 

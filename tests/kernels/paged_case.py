@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from transom_kernels.paged_attention.batch import PagedBatch
-from transom_kernels.paged_attention.inputs import PagedInputs
+from transom_kernels.paged_attention.inputs import PagedBatch, PagedInputs
 from transom_kernels.paged_attention.rule import MaskRule
 
 MASK_OPTIONS = ("window", "num_sink_tokens", "chunk")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tests.kernels.paged_case import TOLERANCE, Shape, empty_caches
+from tests.kernels.paged_case import TOLERANCE, Sequence, Shape, make_case
 from tests.kernels.quantised_case import FORMATS_BY_NAME, quantised
-from transom_kernels.policy_attention import PolicyBatch
-from transom_kernels.policy_attention.inputs import PolicyInputs
+from transom_kernels.policy_attention import PolicyBatch, PolicyInputs
 from transom_kernels.policy_attention.reference import add_block_mass_reference, policy_attention_reference
 
 
@@ -27,7 +25,7 @@ class PolicySequence:
     dropped: tuple[int, ...] = ()
 
 
-@dataclass(kw_only=True)
+@dataclass
 class PolicyCase:
     q: torch.Tensor
     sink_q: torch.Tensor
@@ -42,40 +40,32 @@ class PolicyCase:
 
 
 def make_policy_case(sequences: list[PolicySequence], shape: Shape, seed: int = 0) -> PolicyCase:
-    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-
-    def normal(*dims: int) -> torch.Tensor:
-        return torch.randn(*dims, generator=generator).to(shape.dtype)
-
-    size = shape.block_size
-    kept = [[block for block in range(-(-(s.start + s.count) // size)) if block not in s.dropped] for s in sequences]
-    free = list(range(sum(map(len, kept)) + 3))
-    rng.shuffle(free)
-    k_cache, v_cache = empty_caches(shape, len(free))
-    width = max(map(len, kept)) + 1
-    tables = torch.full((len(sequences), width), -1, dtype=torch.int32)
+    """An ordinary case whose dropped blocks leave the tables and become NaN."""
+    paged = make_case([Sequence(start=s.start, count=s.count) for s in sequences], shape, seed)
+    kept = [
+        [block for block in range(-(-(s.start + s.count) // shape.block_size)) if block not in s.dropped]
+        for s in sequences
+    ]
+    tables = torch.full((len(sequences), max(map(len, kept)) + 1), -1, dtype=torch.int32)
     key_blocks = torch.zeros_like(tables)
     for b, (s, blocks) in enumerate(zip(sequences, kept, strict=True)):
-        for column, logical in enumerate(blocks):
-            block = free.pop()
-            tables[b, column], key_blocks[b, column] = block, logical
-            filled = min(size, s.start + s.count - logical * size)
-            k_cache[block, :filled] = normal(filled, shape.kv_heads, shape.size)
-            v_cache[block, :filled] = normal(filled, shape.kv_heads, shape.v_size or shape.size)
-    counts = [s.count for s in sequences]
+        own = paged.batch.block_table[b].long()
+        tables[b, : len(blocks)], key_blocks[b, : len(blocks)] = own[blocks].int(), torch.tensor(blocks)
+        for cache in (paged.k_cache, paged.v_cache):
+            cache[own[list(s.dropped)]] = float("nan")
     batch = PolicyBatch(
-        block_size=size,
+        block_size=shape.block_size,
         block_table=tables,
         key_blocks=key_blocks,
         num_columns=torch.tensor([len(blocks) for blocks in kept], dtype=torch.int32),
         window=torch.tensor([s.window for s in sequences], dtype=torch.int32),
         sinks=torch.tensor([s.sinks for s in sequences], dtype=torch.int32),
-        start=torch.tensor([s.start for s in sequences], dtype=torch.int32),
-        query_offset=torch.tensor([0, *counts]).cumsum(0).int(),
-        count_host=counts,
+        start=paged.batch.start,
+        query_offset=paged.batch.query_offset,
+        count_host=paged.batch.count_host,
     )
-    queries = [normal(sum(counts), shape.heads, shape.size) for _ in range(2)]
-    return PolicyCase(q=queries[0], sink_q=queries[1], k_cache=k_cache, v_cache=v_cache, batch=batch)
+    sink_q = torch.randn(paged.q.shape, generator=torch.Generator().manual_seed(seed + 1)).to(shape.dtype)
+    return PolicyCase(paged.q, sink_q, paged.k_cache, paged.v_cache, batch)
 
 
 def check_policy(

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime import driver
 
-from benchmarks.gpu.launch_costs import FakeDriver
+from transom_kernels.absent_device import AbsentDriver
 from transom_kernels.prepared_launch import PreparedLaunch
 
 launches: list[dict[str, Any]] = []
@@ -51,8 +51,8 @@ def noted(launch: Callable[[], None]) -> dict[str, Any]:
 
 
 def main() -> None:
-    with patch.object(FakeDriver, "launcher_cls", NotingLauncher):
-        driver.set_active(FakeDriver())
+    with patch.object(AbsentDriver, "launcher_cls", NotingLauncher):
+        driver.set_active(AbsentDriver((9, 0)))
         arguments = {"stride": 64, "factor": 2.0, "BLOCK": 64}
         prepared = PreparedLaunch(scale_rows, arguments, num_warps=4)
         x, out, others = torch.empty(3, 64), torch.empty(3, 64), torch.empty(2, 3, 64)

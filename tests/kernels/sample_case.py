@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from transom_kernels.sample.cpu import sample_records
-from transom_kernels.sample.params import SampleParams
-from transom_kernels.sample.reference import sample_reference
+from transom_kernels.sample.reference import SampleParams, sample_reference
 from transom_kernels.sample.table import SampleTable
 
 MANY = 10**6  # more than any vocabulary here
@@ -22,6 +21,16 @@ KINDS = (  # temperature, top_k, top_p, min_p of rows in one batch
     (1.0, 0, 0.6, 0.0), (1.0, 0, 1e-6, 0.0), (1.0, 0, 1 - 1e-7, 0.0), (0.8, 0, 1.0, 0.1), (1.1, 0, 0.7, 0.3), (1.0, 30, 0.95, 0.02),
 )  # fmt: skip
 COLUMNS = ("temperature", "top_k", "top_p", "min_p", "keys")
+SHAPE = (len(KINDS), 1500)
+LOGITS: dict[str, Callable[[], torch.Tensor]] = {
+    "flat": lambda: torch.full(SHAPE, -3.5),
+    "two levels": lambda: torch.randint(0, 2, SHAPE) * 2.0,
+    "whole numbers": lambda: (torch.randn(SHAPE) * 2).round(),
+    "a peak": lambda: torch.zeros(SHAPE).index_fill(1, torch.tensor([777]), 40.0),
+    "mostly forbidden": lambda: torch.randn(SHAPE).masked_fill(torch.rand(SHAPE) < 0.99, -math.inf),
+    "forbidden blocks": lambda: torch.randn(SHAPE).index_fill(1, torch.arange(64, 1472), -math.inf),
+    "all but one forbidden": lambda: torch.full(SHAPE, -math.inf).index_fill(1, torch.tensor([1100]), -7.0),
+}
 Kernel = Callable[[torch.Tensor, SampleParams], torch.Tensor]
 
 
@@ -72,30 +81,9 @@ def check_sample(kernel: Kernel, logits: torch.Tensor, params: SampleParams) -> 
 class SampleTests:
     """All kinds of parameters in one batch, over rows of any shape."""
 
-    @pytest.mark.parametrize(
-        "name",
-        [
-            "flat",
-            "two levels",
-            "whole numbers",
-            "a peak",
-            "mostly forbidden",
-            "forbidden blocks",
-            "all but one forbidden",
-        ],
-    )
+    @pytest.mark.parametrize("name", LOGITS)
     def test_rows_of_special_shape(self, kernel: Kernel, name: str) -> None:
-        shape = (len(KINDS), 1500)
-        logits = {
-            "flat": torch.full(shape, -3.5),
-            "two levels": torch.randint(0, 2, shape) * 2.0,
-            "whole numbers": (torch.randn(shape) * 2).round(),
-            "a peak": torch.zeros(shape).index_fill(1, torch.tensor([777]), 40.0),
-            "mostly forbidden": torch.randn(shape).masked_fill(torch.rand(shape) < 0.99, -math.inf),
-            "forbidden blocks": torch.randn(shape).index_fill(1, torch.arange(64, 1472), -math.inf),
-            "all but one forbidden": torch.full(shape, -math.inf).index_fill(1, torch.tensor([1100]), -7.0),
-        }[name]
-        check_sample(kernel, logits, all_kinds())
+        check_sample(kernel, LOGITS[name](), all_kinds())
 
     def test_equal_logits_stay_or_go_together_and_the_lowest_id_wins(self, kernel: Kernel) -> None:
         logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0, -1.0, -0.0, 0.0]] * 30)

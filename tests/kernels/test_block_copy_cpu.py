@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transom_kernels.block_copy import block_copy, block_copy_between
-from transom_kernels.block_copy.cpu import ITEM_BYTES
-from transom_kernels.block_copy.op import block_copy_reference
+from transom_kernels.block_copy.op import ITEM_BYTES, block_copy_reference
 from transom_kernels.launch import INTERPRETED, Kernels, prefer
 
 INTERPRETER = pytest.param("interpreted", marks=pytest.mark.skipif(not INTERPRETED, reason="there is a GPU"))

@@ -6,50 +6,84 @@ All cases run in one child process for each build: starting one takes longer tha
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
+from tests.how_many import ALL_TESTS
 from tests.kernels import (
     test_block_copy_cpu,
-    test_gated_mlp_cpu,
     test_hyper_connections_cpu,
+    test_kv_write,
+    test_latent_attention,
     test_linear_cpu,
-    test_logprobs,
     test_moe_cpu,
+    test_paged_attention_cpu,
+    test_policy_attention,
     test_quantised_linear_cpu,
-    test_rms_norm_cpu,
-    test_rotary_cpu,
-    test_route_cpu,
-    test_rows_cpu,
+    test_route,
     test_sample_cpu,
+    test_small_operators_cpu,
 )
-from tests.kernels.checked import run_as, run_checked
 from transom_kernels.cpu.bounds import CHECKED
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import launch
+from transom_kernels.cpu.target import CPU_VARIABLE, cpu_target, named_target
+from transom_kernels.linear.cpu import method_of
 
 MODULES = (
     test_block_copy_cpu,
-    test_gated_mlp_cpu,
     test_hyper_connections_cpu,
+    test_kv_write,
+    test_latent_attention,
     test_linear_cpu,
-    test_logprobs,
     test_moe_cpu,
+    test_paged_attention_cpu,
+    test_policy_attention,
     test_quantised_linear_cpu,
-    test_rms_norm_cpu,
-    test_rotary_cpu,
-    test_route_cpu,
-    test_rows_cpu,
+    test_route,
     test_sample_cpu,
+    test_small_operators_cpu,
 )
 
 
+# processor -> how it multiplies bfloat16 in linear layers
+PROCESSORS = {
+    "x86-64": "wide",
+    "haswell": "wide",
+    "alderlake": "wide",
+    "skylake-avx512": "wide",
+    "cascadelake": "wide",
+    "cooperlake": "pairs",
+    "znver4": "pairs",
+}
+
+
 def small_cases() -> None:
+    processor = os.environ.get(CPU_VARIABLE)
+    if processor:
+        assert method_of(torch.bfloat16) == PROCESSORS[processor]
     for module in MODULES:
         print(module.__name__)
         module.small_case()
     if CHECKED:
         a_kernel_that_touches_other_memory_raises()
+
+
+def run_in_child(**environment: str) -> None:
+    """Run `small_cases` in a new process with these environment variables; fail with its output if it fails."""
+    program = f"from {__name__} import small_cases; small_cases()"
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def a_kernel_that_touches_other_memory_raises() -> None:
@@ -62,10 +96,16 @@ def a_kernel_that_touches_other_memory_raises() -> None:
 
 
 def test_no_access_outside_of_its_memory() -> None:
-    run_checked(small_cases)
+    """The daily tests compile for a processor with AVX2 alone, so that one child process tests both."""
+    run_in_child(TRANSOM_CHECKED_KERNELS="1", TRANSOM_CPU="" if ALL_TESTS else "haswell")
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("processor", ["x86-64", "haswell", "alderlake", "skylake-avx512", "cascadelake", "cooperlake"])
+@pytest.mark.parametrize("processor", PROCESSORS)
 def test_other_processors(processor: str) -> None:
-    run_as(processor, small_cases)
+    other, own = named_target(processor), cpu_target()
+    names = ("avx2", "avx512", "bf16", "vnni", "amx", "avx_vnni")
+    missing = [name for name in names if getattr(other, name) and not getattr(own, name)]
+    if missing:
+        pytest.skip(f"this processor has no {', '.join(missing)}")
+    run_in_child(TRANSOM_CPU=processor)

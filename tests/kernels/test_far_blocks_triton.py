@@ -17,7 +17,7 @@ from transom_kernels.block_copy.gpu import copy_blocks_triton
 from transom_kernels.kv_write.gpu import prepare_qkv_triton
 from transom_kernels.kv_write.inputs import QkvInputs
 from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
-from transom_kernels.latent_attention.inputs import LatentInputs
+from transom_kernels.latent_attention.reference import LatentInputs
 from transom_kernels.launch import INTERPRETED
 from transom_kernels.paged_attention.triton.launcher import paged_attention_triton
 

@@ -77,8 +77,7 @@ def test_operators_give_what_a_layer_has_to_triton(monkeypatch):
     caches = {"k_cache": made.k_cache, "v_cache": made.v_cache, "slots": made.slots}
     with prefer("interpreted"):
         scale = made.query_scale.bfloat16()
-        how = {"tables": made.tables, "preparation": made.preparation, "query_scale": scale}
-        out = prepare_qkv(made.q, made.k, made.v, **caches, **how)
+        out = prepare_qkv(replace(made, query_scale=scale))
         torch.testing.assert_close(out, prepare_qkv_reference(replace(expected, query_scale=scale.float())))
         kv_write(made.k, made.v, **caches)
         kv_write(made.k[:0], made.v[:0], **{**caches, "slots": made.slots[:0]})

@@ -10,7 +10,7 @@ import torch
 
 from tests.kernels.latent_case import filled_cache, latent_inputs, random_slots
 from tests.matrices import matrix
-from transom_kernels.latent_attention import tuning
+from transom_kernels.latent_attention import gpu
 from transom_kernels.latent_attention.gpu import latent_attention_triton, pool_rows_triton, select_entries_triton
 from transom_kernels.latent_attention.reference import (
     latent_attention_reference,
@@ -60,7 +60,7 @@ def test_entries_are_the_same_however_scores_are_cut(
     cache, visible = filled_cache(slots, 16), torch.tensor([150, 1, 0, 64, 149, 65, 128])
     inputs = (torch.randn(7, 4, 16), torch.rand(7, 4), cache, slots, torch.tensor([0, 1, 0, 1, 1, 0, 0]), visible)
     wanted = select_entries_triton(*inputs, top_k=20, scale=0.2)
-    monkeypatch.setattr(tuning, "SCORE_BYTES", score_bytes)
+    monkeypatch.setattr(gpu, "SCORE_BYTES", score_bytes)
     monkeypatch.setattr("transom_kernels.latent_attention.gpu.score_rounds", lambda _: rounds)
     largest, empty = [], torch.empty
 
@@ -75,8 +75,8 @@ def test_entries_are_the_same_however_scores_are_cut(
 
 def test_scores_at_once_have_a_bound() -> None:
     for num_entries in (1, 8192, 32_768, 262_144, 2**26):
-        queries = tuning.queries_at_once(num_entries)
-        assert queries == 1 or 4 * queries * num_entries <= tuning.SCORE_BYTES
+        queries = gpu.queries_at_once(num_entries)
+        assert queries == 1 or 4 * queries * num_entries <= gpu.SCORE_BYTES
 
 
 @pytest.mark.parametrize(("groups", "ratio", "width"), [(1, 1, 5), (1, 6, 10), (2, 4, 150), (1, 36, 7)])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.checked import run_as
 from tests.kernels.row_case import limit, strided
 from tests.matrices import some_daily
 from transom_kernels.cpu.kernel import cpu_kernel, object_code
@@ -16,7 +13,6 @@ from transom_kernels.cpu.program import ReplayMemory, record_program
 from transom_kernels.cpu.target import CpuTarget
 from transom_kernels.launch import prefer, uses_cpu_kernels
 from transom_kernels.linear import embedding_rows, gated_linear, linear, pack_weight
-from transom_kernels.linear.cpu import method_of
 from transom_kernels.linear.op import embedding_rows_reference, gated_linear_reference, linear_reference
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
@@ -162,32 +158,21 @@ def small_case() -> None:
     test_embedding(torch.bfloat16, 33)
 
 
-def wanted_method() -> None:
-    assert method_of(torch.bfloat16) == os.environ["WANTED_METHOD"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("processor", "method"),
-    [("cooperlake", "pairs"), ("skylake-avx512", "wide"), ("haswell", "wide"), ("x86-64", "wide")],
-)
-def test_other_processors(processor, method, monkeypatch):
-    monkeypatch.setenv("WANTED_METHOD", method)
-    run_as(processor, wanted_method)
-
-
 ARM = CpuTarget(
     triple="aarch64-unknown-linux-gnu", name="neoverse-n1", features="", x86=False, avx512=False, bf16=False, vnni=False,
     amx=False,
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", some_daily(["bf16", "f32"], ["f32"]))
-def test_arm_code_can_be_made(dtype):
-    kernel = cpu_kernel(
-        "transom_kernels.linear.cpu_kernel", "make_linear", method="wide", dtype=dtype, out_dtype=dtype, activation="silu",
-        registers=8,
-    )  # fmt: skip
-    code = object_code(kernel, ARM)
+@pytest.mark.parametrize(
+    ("module", "maker"),
+    some_daily(
+        [("linear.cpu_kernel", "make_linear"), ("sample.cpu_kernel", "make_sample"), ("logprobs", "make_logprobs")],
+        [("linear.cpu_kernel", "make_linear")],
+    ),
+)
+def test_arm_code_can_be_made(module, maker):
+    of_linear = {"method": "wide", "dtype": "f32", "out_dtype": "f32", "activation": "silu", "registers": 8}
+    code = object_code(cpu_kernel(f"transom_kernels.{module}", maker, **(of_linear if "linear" in maker else {})), ARM)
     assert code[:4] == b"\x7fELF"
     assert int.from_bytes(code[18:20], "little") == 183  # EM_AARCH64

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.how_many import num_examples
 from tests.kernels.moe_case import GPT_OSS, PLAIN, Kernel, MoeTests, plain_experts, routes
 from tests.matrices import some_daily
 from transom_kernels.moe.gpu import moe_triton
@@ -27,7 +28,7 @@ class TestMoe(MoeTests):
     """All of `MoeTests`."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(daily=20, exhaustive=60), deadline=None)
 @given(st.lists(st.integers(0, 6), max_size=70), st.sampled_from([1, 4, 16]))
 def test_every_pair_is_in_one_block_of_its_expert(experts: list[int], block_m: int) -> None:
     pairs, block_expert = block_rows(torch.tensor(experts, dtype=torch.int64), 7, block_m)

@@ -1,6 +1,7 @@
 """`paged_attention` on CPUs: torch against attention written out key by key, and the CPU kernels against torch."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def brute_force(case: Case, inputs: PagedInputs) -> torch.Tensor:
 
 
 def attend(case: Case, **options) -> torch.Tensor:
-    return paged_attention(case.q, case.k_cache, case.v_cache, case.batch, scale=0.3, **options)
+    return paged_attention(case.inputs(**options))
 
 
 def check(case: Case, *, brute: bool = True, **options) -> None:
@@ -169,11 +170,10 @@ def test_random_shapes(data):
 
 def test_wrong_arguments_name_what_does_not_fit():
     case = make_case(MIXED, Shape())
-    arguments = (case.k_cache, case.v_cache, case.batch)
     with pytest.raises(ValueError, match="float64"):
-        paged_attention(case.q.double(), *arguments, scale=1.0)
+        attend(replace(case, q=case.q.double()))
     with pytest.raises(ValueError, match="multiple of KV heads"):
-        paged_attention(case.q[:, :3], *arguments, scale=1.0)
+        attend(replace(case, q=case.q[:, :3]))
     for options, words in (
         ({"window": 0}, "window is 0"),
         ({"num_sink_tokens": -1}, "num_sink_tokens is -1"),

@@ -11,12 +11,11 @@ import torch
 
 from tests.cpu_threads import kernel_threads
 from tests.how_many import ALL_TESTS
-from tests.kernels.checked import run_checked, run_in_child
 from tests.kernels.paged_case import TOLERANCE, Case, Sequence, Shape, make_case
 from tests.kernels.quantised_case import FORMATS_BY_NAME, quantised
 from tests.matrices import some_daily
 from transom_kernels.cpu.program import ReplayMemory, record_program
-from transom_kernels.kv_write import Preparation, prepare_qkv
+from transom_kernels.kv_write import Preparation, QkvInputs, prepare_qkv
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.paged_attention import paged_attention
 from transom_kernels.paged_attention.cpu.launcher import fits_cpu_kernel, paged_attention_cpu
@@ -173,8 +172,8 @@ def test_a_recorded_step_calls_nothing_but_kernels() -> None:
 
     def step() -> torch.Tensor:
         how = Preparation(hadamard=True)
-        q = prepare_qkv(case.q, k, v, slots=slots, tables=None, preparation=how, **caches)
-        return paged_attention(q, batch=case.batch, scale=0.3, **caches)
+        q = prepare_qkv(QkvInputs(q=case.q, k=k, v=v, slots=slots, preparation=how, **caches))
+        return paged_attention(replace(case, q=q).inputs(**caches))
 
     program, result = record_program(step, ReplayMemory())
     assert program.num_calls == 0
@@ -193,14 +192,3 @@ def small_case() -> None:
             case = make_case(sequences, replace(SHAPE, size=22 if kv_format else 23, dtype=dtype))
             assert uses_cpu_kernels(case.q)
             check(case.inputs(**caches_of(case, kv_format), window=400, num_sink_tokens=3))
-
-
-def test_no_access_outside_of_its_memory() -> None:
-    run_checked(small_case)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("processor", ["x86-64", "haswell", "skylake-avx512", "cascadelake", "cooperlake", "znver4"])
-def test_other_processors(processor: str) -> None:
-    """Without vectors of 512 bits, with pairs of bfloat16 but without tile registers, with products of 8-bit integers."""
-    run_in_child(small_case, TRANSOM_CPU=processor)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.cpu_threads import kernel_threads
-from tests.kernels.checked import run_checked
 from tests.kernels.paged_case import Case, Sequence, Shape, make_case
 from tests.kernels.policy_case import PolicyCase, PolicySequence, check_policy, make_policy_case
 from tests.kernels.quantised_case import FORMATS_BY_NAME
@@ -18,11 +17,9 @@ from transom_kernels.launch import prefer
 from transom_kernels.paged_attention import paged_attention
 from transom_kernels.paged_attention import reference as paged_reference
 from transom_kernels.policy_attention import PolicyBatch, add_block_mass, policy_attention
-from transom_kernels.policy_attention.inputs import PolicyInputs
 
 SHAPE = Shape(block_size=16)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-NAMES = ("k_cache", "batch", "scale", "k_scale", "sink_q", "soft_cap")
 SEQUENCES = [
     PolicySequence(start=700, window=300, sinks=20, dropped=tuple(range(2, 25))),  # a window whose run has slid
     PolicySequence(start=700, count=40, window=300, sinks=20, dropped=tuple(range(2, 25))),  # the same for a prompt
@@ -36,16 +33,7 @@ SEQUENCES = [
 
 def check(case: PolicyCase, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the operators, which choose this device's implementation. Integer products round to 16 bits."""
-
-    def attend(inputs: PolicyInputs) -> torch.Tensor:
-        given = {name: getattr(inputs, name) for name in (*NAMES, "v_cache", "v_scale", "sink_logits", "statistics")}
-        return policy_attention(inputs.q, **given)
-
-    def add_mass(mass: torch.Tensor, inputs: PolicyInputs) -> None:
-        assert inputs.statistics is not None
-        add_block_mass(mass, inputs.q, statistics=inputs.statistics, **{name: getattr(inputs, name) for name in NAMES})
-
-    return check_policy(attend, add_mass, case, rounding=1e-3 if "kv_format" in how else 0.0, **how)
+    return check_policy(policy_attention, add_block_mass, case, rounding=1e-3 if "kv_format" in how else 0.0, **how)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -106,14 +94,14 @@ def test_a_table_without_gaps_gives_the_bits_of_paged_attention(dtype):
     slid = [Sequence(start=900, count=1, first_key=601), Sequence(start=300, count=1, first_key=1)]
     for sequences, num_sink_blocks, window, sinks in ((decoding, 0, 0, 0), (prompts, 0, 0, 0), (slid, 2, 300, 20)):
         case = make_case(sequences, replace(SHAPE, dtype=dtype, num_sink_blocks=num_sink_blocks))
-        inputs = (case.q, case.k_cache, case.v_cache)
-        expected = paged_attention(*inputs, case.batch, scale=0.3, window=window or None, num_sink_tokens=sinks)
-        assert torch.equal(policy_attention(*inputs, compact(case, window, sinks), scale=0.3), expected)
+        expected = paged_attention(case.inputs(window=window or None, num_sink_tokens=sinks))
+        own = PolicyCase(case.q, case.q, case.k_cache, case.v_cache, compact(case, window, sinks))
+        assert torch.equal(policy_attention(own.inputs()), expected)
 
 
 def attend(case: PolicyCase, batch: PolicyBatch, rows: slice, *, with_sink_query: bool = False) -> torch.Tensor:
     sink_q = case.sink_q[rows] if with_sink_query else None
-    return policy_attention(case.q[rows], case.k_cache, case.v_cache, batch, scale=0.3, sink_q=sink_q)
+    return policy_attention(replace(case, q=case.q[rows], batch=batch).inputs(sink_q=sink_q))
 
 
 @pytest.mark.parametrize("count", [1, 40])
@@ -184,16 +172,14 @@ def test_torch_computes_long_prompts_in_tiles_of_query_tokens(monkeypatch):
 def test_what_does_not_fit_is_refused(changed, words):
     case = make_policy_case([PolicySequence(start=9)], SHAPE)
     with pytest.raises(ValueError, match=words):
-        policy_attention(changed["q"], case.k_cache, case.v_cache, case.batch, scale=1.0)
+        policy_attention(replace(case, q=changed["q"]).inputs())
     with pytest.raises(ValueError, match="statistics has shape"):
-        policy_attention(case.q, case.k_cache, case.v_cache, case.batch, scale=1.0, statistics=torch.zeros(1, 6))
+        policy_attention(case.inputs(statistics=torch.zeros(1, 6)))
     with pytest.raises(ValueError, match="mass is"):
-        add_block_mass(torch.zeros(2, 2), case.q, case.k_cache, case.batch, torch.zeros(1, 6, 2), scale=1.0)
+        add_block_mass(torch.zeros(2, 2), case.inputs(statistics=torch.zeros(1, 6, 2)))
+    with pytest.raises(ValueError, match="no statistics"):
+        add_block_mass(torch.zeros(case.batch.block_table.shape), case.inputs())
 
 
 def small_case() -> None:
     check(make_policy_case(SEQUENCES[:4], replace(SHAPE, size=23, dtype=torch.bfloat16)), with_sink_query=True)
-
-
-def test_no_access_outside_of_its_memory():
-    run_checked(small_case)

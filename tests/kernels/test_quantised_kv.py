@@ -9,7 +9,7 @@ import torch
 
 from tests.kernels.paged_case import Sequence, Shape, make_case
 from tests.kernels.quantised_case import FORMATS_BY_NAME, QuantisedCaches, quantised
-from transom_kernels.kv_write import kv_write, prepare_qkv
+from transom_kernels.kv_write import QkvInputs, kv_write, prepare_qkv
 from transom_kernels.paged_attention import paged_attention
 from transom_kernels.paged_attention.reference import paged_attention_reference
 from transom_kernels.quantised_kv import dequantise_rows, quantise_rows
@@ -66,7 +66,7 @@ def test_an_odd_width_is_refused_where_two_numbers_share_a_byte() -> None:
 
 
 def attend(caches: QuantisedCaches, case: Any, **changes: Any) -> torch.Tensor:
-    return paged_attention(case.q, batch=case.batch, scale=0.25, **{**caches.arguments, **changes})
+    return paged_attention(case.inputs(**{**caches.arguments, **changes}))
 
 
 def test_caches_and_scales_that_do_not_fit_are_refused() -> None:
@@ -90,11 +90,11 @@ def test_caches_and_scales_that_do_not_fit_are_refused() -> None:
         attend(caches, case, k_cache=caches.k.view(torch.uint8), v_cache=caches.v.view(torch.uint8))
     rows = torch.zeros(1, 2, 20)
     with pytest.raises(ValueError, match=r"v \(1, 2, 20\) does not fit v_cache .* of heads of 12 numbers"):
-        prepare_qkv(rows, rows, rows, slots=case.batch.slots, tables=None, **caches.arguments)
+        prepare_qkv(QkvInputs(q=rows, k=rows, v=rows, slots=case.batch.slots, **caches.arguments))
     with pytest.raises(ValueError, match=r"k_cache is torch.int8 without k_scale"):
         kv_write(rows, rows[..., :12], caches.k, caches.v, case.batch.slots)
     with pytest.raises(ValueError, match=r"k_cache is torch.int8 without k_scale"):
-        prepare_qkv(rows, rows, None, caches.k, None, case.batch.slots, None)
+        prepare_qkv(QkvInputs(q=rows, k=rows, k_cache=caches.k, slots=case.batch.slots))
 
 
 @every_format

@@ -1,27 +1,32 @@
-"""The CPU kernels of `quantised_linear` against the reference, and the packing of weights."""
+"""The CPU kernels of `linear` over quantised weights against the reference, and the packing of weights."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from tests.kernels.row_case import strided
-from transom_kernels.launch import uses_cpu_kernels
+from transom_kernels.launch import prefer, uses_cpu_kernels
+from transom_kernels.linear import gated_linear, linear
 from transom_kernels.quantised_linear import (
     Format,
     concatenated,
     pack,
     pack_gated,
     quantise,
-    quantised_gated_linear,
-    quantised_linear,
 )
-from transom_kernels.quantised_linear.cpu import fits
-from transom_kernels.quantised_linear.op import quantised_gated_linear_reference, quantised_linear_reference
 
 FORMATS: list[Format] = ["int8", "int8_min", "int4", "int4_min"]
 # one row, blocks of all sizes, and more than one item's rows; widths and columns at, below and above groups and panels
 SHAPES = [(1, 32, 16), (3, 31, 15), (7, 33, 17), (13, 1, 1), (67, 70, 50)]
+
+
+def in_torch(operator: Callable[..., torch.Tensor], *arguments: Any, **options: Any) -> torch.Tensor:
+    with prefer("reference"):
+        return operator(*arguments, **options)
 
 
 def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -46,11 +51,10 @@ def test_the_product_is_the_reference(format, dtype, shape):
     levels, bias = quantise(torch.randn(columns, width), format), torch.randn(columns)
     x, residual = strided(rows, width, dtype), strided(rows, columns, dtype)
     assert uses_cpu_kernels(x)
-    assert fits(x, dtype)
     for weight, added in ((pack(levels), None), (pack(levels, bias), residual)):
-        got = quantised_linear(x, weight, added)
+        got = linear(x, weight, added)
         assert got.dtype == dtype
-        assert_close(got, quantised_linear_reference(x, weight, added))
+        assert_close(got, in_torch(linear, x, weight, added))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -65,7 +69,7 @@ def test_integers_are_exact(format):
     x = torch.randint(-127, 128, (11, 160)).float()
     x[:, ::32] = 127
     x[2], x[3, :80] = 127, -127
-    assert quantised_linear(x, pack(rows)).equal((x.double() @ weight.T.double()).float())
+    assert linear(x, pack(rows)).equal((x.double() @ weight.T.double()).float())
 
 
 @pytest.mark.parametrize(("format", "activation"), [("int8_min", "silu"), ("int4_min", "gelu_tanh")])
@@ -73,33 +77,33 @@ def test_gated_weights(format, activation):
     gate, up = (quantise(part, format) for part in torch.randn(2, 37, 70) / 4)
     x, biases = torch.randn(5, 70).bfloat16(), (torch.randn(37), torch.randn(37))
     for weight in (pack_gated(gate, up), pack_gated(gate, up, biases)):
-        got = quantised_gated_linear(x, weight, activation)
-        assert_close(got, quantised_gated_linear_reference(x, weight, activation))
+        got = gated_linear(x, weight, activation)
+        assert_close(got, in_torch(gated_linear, x, weight, activation))
 
 
 def test_logits():
     x, weight = torch.randn(6, 64).bfloat16(), pack(quantise(torch.randn(50, 64), "int8"))
     for scale, cap in ((1.0, None), (0.3, None), (1.0, 5.0), (0.3, 5.0)):
-        got = quantised_linear(x, weight, scale=scale, soft_cap=cap, out_dtype=torch.float32)
-        assert_close(got, quantised_linear_reference(x, weight, scale=scale, soft_cap=cap, out_dtype=torch.float32))
+        got = linear(x, weight, scale=scale, soft_cap=cap, out_dtype=torch.float32)
+        assert_close(got, in_torch(linear, x, weight, scale=scale, soft_cap=cap, out_dtype=torch.float32))
 
 
 def test_zeros_and_tiny_numbers_give_zeros():
     for weight in (torch.zeros(20, 40), torch.randn(20, 40)):
         for x in (torch.zeros(2, 40), torch.full((2, 40), 1e-38)):
             for format in FORMATS:
-                assert not quantised_linear(x, pack(quantise(weight, format))).any()
+                assert not linear(x, pack(quantise(weight, format))).any()
 
 
 def test_wrong_shapes_are_refused():
     rows = quantise(torch.randn(20, 40), "int8")
     plain, gated, x = pack(rows), pack_gated(rows, rows), torch.zeros(2, 40)
     for call, match in (
-        (lambda: quantised_linear(torch.zeros(2, 39), plain), "fit"),
-        (lambda: quantised_linear(x, plain, torch.zeros(1, 20)), "residual"),
-        (lambda: quantised_linear(x, plain, torch.zeros(2, 20).bfloat16()), "residual"),
-        (lambda: quantised_linear(x, gated), "is gated"),
-        (lambda: quantised_gated_linear(x, plain, "silu"), "not gated"),
+        (lambda: linear(torch.zeros(2, 39), plain), "fit"),
+        (lambda: linear(x, plain, torch.zeros(1, 20)), "residual"),
+        (lambda: linear(x, plain, torch.zeros(2, 20).bfloat16()), "residual"),
+        (lambda: linear(x, gated), "is gated"),
+        (lambda: gated_linear(x, plain, "silu"), "not gated"),
     ):
         with pytest.raises(ValueError, match=match):
             call()
@@ -147,6 +151,6 @@ def small_case() -> None:
     for format in FORMATS[::3]:
         rows = quantise(torch.randn(21, 70), format)
         for x in (torch.randn(3, 70), torch.randn(9, 70)):
-            assert_close(quantised_linear(x, pack(rows)), quantised_linear_reference(x, pack(rows)))
+            assert_close(linear(x, pack(rows)), in_torch(linear, x, pack(rows)))
         test_integers_are_exact(format)
     assert uses_cpu_kernels(x)

@@ -13,17 +13,17 @@ from tests.kernels.latent_case import latent_inputs
 from tests.kernels.moe_case import GPT_OSS, mx_experts, plain_experts, routes
 from tests.kernels.sample_case import sample_cpu, some_rows
 from tests.kernels.test_sample_cpu import random_params
-from transom_kernels.gated_mlp import cpu as gated_mlp_kernel
+from transom_kernels import layer_norm as layer_norm_kernel
 from transom_kernels.gated_mlp import gated_activation
+from transom_kernels.gated_mlp import op as gated_mlp_kernel
 from transom_kernels.hyper_connections import hc_head, hc_norm, hc_post, hc_pre, hc_project
 from transom_kernels.latent_attention.cpu import latent_attention_cpu
-from transom_kernels.layer_norm import cpu as layer_norm_kernel
 from transom_kernels.layer_norm import layer_norm
 from transom_kernels.linear import linear, pack_weight
 from transom_kernels.logprobs import logprobs
 from transom_kernels.moe import moe, pack_experts
-from transom_kernels.quantised_linear import Format, pack, quantise, quantised_linear
-from transom_kernels.rms_norm import cpu as rms_norm_kernel
+from transom_kernels.quantised_linear import Format, pack, quantise
+from transom_kernels.rms_norm import op as rms_norm_kernel
 from transom_kernels.rms_norm import rms_norm
 from transom_kernels.rotary import rotary_, rotary_tables
 from transom_kernels.route import Routing, route
@@ -82,7 +82,7 @@ def products(dtype: torch.dtype) -> Rows:
 
 def quantised_products(kind: Format) -> Rows:
     x, weight = torch.randn(150, 100), pack(quantise(torch.randn(700, 100), kind))
-    return Rows(x, lambda rows: [quantised_linear(x[rows], weight), quantised_linear(x[rows], weight, soft_cap=5.0)])
+    return Rows(x, lambda rows: [linear(x[rows], weight), linear(x[rows], weight, soft_cap=5.0)])
 
 
 def router() -> Rows:

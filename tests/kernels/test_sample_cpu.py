@@ -9,20 +9,12 @@ import pytest
 import torch
 
 from tests.kernels.sample_case import Kernel, SampleTests, check_sample, sample_cpu
-from transom_kernels.cpu.kernel import cpu_kernel, object_code
-from transom_kernels.cpu.target import CpuTarget
 from transom_kernels.sample.cpu import sample_records
-from transom_kernels.sample.params import SampleParams
-from transom_kernels.sample.reference import gumbel
+from transom_kernels.sample.reference import SampleParams, gumbel
 from transom_kernels.sample.table import Adjustments, SampleTable
 
 ROWS = 24
 NO_INTS, NO_FLOATS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
-
-ARM = CpuTarget(
-    triple="aarch64-unknown-linux-gnu", name="neoverse-n1", features="", x86=False, avx512=False, bf16=False, vnni=False,
-    amx=False,
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -144,12 +136,3 @@ def small_case() -> None:
         check_sample(sample_cpu, torch.randn(ROWS, vocabulary) * 3, random_params(ROWS, vocabulary))
     test_adjustments()
     test_slices_of_a_vocabulary_find_the_sample_of_the_whole(100)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kernel", ["sample.cpu_kernel make_sample", "logprobs.cpu make_logprobs"])
-def test_arm_code_can_be_made(kernel: str) -> None:
-    module, maker = kernel.split()
-    code = object_code(cpu_kernel(f"transom_kernels.{module}", maker), ARM)
-    assert code[:4] == b"\x7fELF"
-    assert int.from_bytes(code[18:20], "little") == 183  # EM_AARCH64

@@ -88,7 +88,7 @@ def test_lists_that_are_too_short_for_a_row(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(gpu, "ROUND_BLOCKS", 2)
     monkeypatch.setattr(gpu, "LISTED_IDS", 256)
     monkeypatch.setattr(gpu, "COMPARED_IDS", 16)
-    for scale in (0.0, 0.1, 2.0):
+    for scale in (0.0, 2.0):
         check_sample(sample_triton, torch.randn(len(KINDS), 1000) * scale, all_kinds())
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.kernels.hyper_connections_case import SIZES, Sizes, check, streams_of
 from tests.matrices import matrix
 from transom_kernels.block_copy import gpu as block_copy_gpu
 from transom_kernels.block_copy.gpu import copy_blocks_triton
 from transom_kernels.gated_mlp.gpu import gated_activation_triton
 from transom_kernels.gated_mlp.op import activated_product_reference
+from transom_kernels.hyper_connections.gpu import hc_head_triton, hc_norm_triton, hc_post_triton, hc_pre_triton
 from transom_kernels.rms_norm.gpu import rms_norm_triton
 from transom_kernels.rms_norm.op import rms_norm_reference
 from transom_kernels.rotary.gpu import rotary_triton_
@@ -96,3 +99,19 @@ def test_numbers_of_blocks_are_where_the_kernel_runs(to_host: bool, monkeypatch:
     copy = block_copy_gpu.copy_blocks_triton
     copy(*((device, host) if to_host else (host, device)), [(0, 1), (2, 3)])
     assert [(ids.shape, ids.device.type) for ids in seen] == [((2,), "meta")] * 2
+
+
+def check_streams(x: torch.Tensor, *, rounds: int) -> None:
+    kernels = {"hc_norm": hc_norm_triton, "hc_pre": hc_pre_triton, "hc_head": hc_head_triton, "hc_post": hc_post_triton}
+    check(SimpleNamespace(**kernels), x, rounds=rounds)
+
+
+@pytest.mark.usefixtures("memory_full_of_nan")
+@pytest.mark.parametrize(("sizes", "dtype", "rounds"), matrix(SIZES, DTYPES, [1, 20]))
+def test_hyper_connections(sizes: Sizes, dtype: torch.dtype, rounds: int) -> None:
+    check_streams(streams_of(sizes, dtype), rounds=rounds)
+
+
+@pytest.mark.usefixtures("memory_full_of_nan")
+def test_streams_that_are_one_tensor_still() -> None:
+    check_streams(torch.randn(3, 1, 40).expand(-1, 4, -1), rounds=5)

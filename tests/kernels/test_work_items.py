@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.how_many import num_examples
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.triton.work_items import NO_PARTIAL, Tiling, Work, plan_work
 
@@ -86,7 +87,7 @@ def batches(draw: st.DrawFn) -> Batch:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(daily=80, exhaustive=300), deadline=None)
 @given(
     batch=batches(),
     rule=st.builds(

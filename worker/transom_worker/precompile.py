@@ -10,8 +10,7 @@ from pathlib import Path
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, SamplingParams, WindowPolicy
 from transom_core.errors import ConfigError
 from transom_core.settings.settings import Settings
-from transom_kernels.cpu.code_cache import cache_directory
-from transom_kernels.cpu.kernel import statistics
+from transom_kernels.cpu.kernel import cache_directory, statistics
 from transom_worker.execution.setup.model_loading import load_model
 from transom_worker.execution.setup.model_setup import ModelSetup
 from transom_worker.llm import LLM

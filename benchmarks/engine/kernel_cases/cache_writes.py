@@ -20,7 +20,7 @@ from transom_kernels.kv_write.gpu import prepare_qkv_triton
 from transom_kernels.kv_write.inputs import Preparation, QkvInputs
 from transom_kernels.kv_write.reference import prepare_qkv_reference
 from transom_kernels.quantised_kv import FORMATS, KvFormat
-from transom_kernels.quantised_kv.reference import dequantise_rows
+from transom_kernels.quantised_kv.format import dequantise_rows
 from transom_worker.execution.tiers.load_copies import LoadBoard, RowCopies, make_loads
 
 ERROR_LIMIT = 6e-3

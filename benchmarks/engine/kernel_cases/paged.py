@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.engine.kernel_cases.case import Run
-from transom_kernels.paged_attention.batch import PagedBatch
-from transom_kernels.paged_attention.inputs import PagedInputs
+from transom_kernels.paged_attention.inputs import PagedBatch, PagedInputs
 from transom_kernels.paged_attention.reference import paged_attention_reference
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.quantised_kv import KvFormat
-from transom_kernels.quantised_kv.reference import quantise_rows
+from transom_kernels.quantised_kv.format import quantise_rows
 
 BLOCK = 16  # tokens of a cache block, as served by default
 # For partial results, references in float32 and rivals' copies, none of which is of the largest slabs.

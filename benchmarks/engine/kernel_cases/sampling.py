@@ -12,8 +12,7 @@ import torch
 
 from benchmarks.engine.kernel_cases.case import Case, Check, Prepared, Promise, Scale
 from transom_kernels.sample.gpu import sample_triton
-from transom_kernels.sample.params import SampleParams
-from transom_kernels.sample.reference import sample_reference
+from transom_kernels.sample.reference import SampleParams, sample_reference
 
 SAMPLING = Promise(name="sampling", of="bandwidth", least=0.80)
 CHECKED_ROWS = 2  # the reference goes id by id

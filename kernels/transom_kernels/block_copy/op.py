@@ -6,11 +6,16 @@ launch performs a batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-from transom_kernels.launch import uses_cpu_kernels, uses_triton
+from transom_kernels.cpu.kernel import cpu_kernel
+from transom_kernels.cpu.launching import launch
+from transom_kernels.cpu.simd import load_i64, load_u8, load_words, store_u8, store_words
+from transom_kernels.cpu.work import argument, each_item
+from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
 
 Pairs = Sequence[tuple[int, int]]  # (source, target) block ids
 
@@ -28,14 +33,11 @@ def block_copy(blocks: torch.Tensor, pairs: Pairs) -> None:
         ValueError: an id is outside the view.
     """
     _check_ids(blocks, blocks, pairs)
-    if uses_triton(blocks) and _is_rows_of_words(blocks):
-        from transom_kernels.block_copy.gpu import copy_blocks_triton as copy_blocks
-    elif uses_cpu_kernels(blocks) and _is_rows_of_bytes(blocks):
-        from transom_kernels.block_copy.cpu import copy_blocks_cpu as copy_blocks
-    else:
+    copy_blocks = _kernel(blocks, blocks, blocks)
+    if copy_blocks is None:
         block_copy_reference(blocks, pairs)
         return
-    for batch in _independent_batches(pairs):
+    for batch in _batches(pairs, within_one_memory=True):
         copy_blocks(blocks, blocks, batch)
 
 
@@ -53,16 +55,12 @@ def block_copy_between(source: torch.Tensor, target: torch.Tensor, pairs: Pairs)
     if source.shape[1:] != target.shape[1:]:
         raise ValueError(f"blocks of {source.shape[1:]} bytes cannot be copied to blocks of {target.shape[1:]} bytes.")
     device = source if source.is_cuda else target
-    by_kernel = not device.is_cuda or source.shape[1] < ENGINE_BYTES
-    if uses_triton(device) and by_kernel and _is_rows_of_words(source) and _is_rows_of_words(target):
-        from transom_kernels.block_copy.gpu import copy_blocks_triton as copy_blocks
-    elif uses_cpu_kernels(device) and _is_rows_of_bytes(source) and _is_rows_of_bytes(target):
-        from transom_kernels.block_copy.cpu import copy_blocks_cpu as copy_blocks
-    else:
+    copy_blocks = None if device.is_cuda and source.shape[1] >= ENGINE_BYTES else _kernel(device, source, target)
+    if copy_blocks is None:
         for first, to, count in _runs(pairs):
             target[to : to + count].copy_(source[first : first + count], non_blocking=True)
         return
-    for batch in _batches_of_targets(pairs):
+    for batch in _batches(pairs, within_one_memory=False):
         copy_blocks(source, target, batch)
 
 
@@ -80,31 +78,30 @@ def _check_ids(sources: torch.Tensor, targets: torch.Tensor, pairs: Pairs) -> No
             )
 
 
-def _independent_batches(pairs: Pairs) -> list[list[tuple[int, int]]]:
-    """Cut copies within one memory into batches: no copy reads or writes a block that another copy of its batch writes."""
+def _kernel(device: torch.Tensor, *memories: torch.Tensor) -> Callable[..., None] | None:
+    """Return the function that copies a batch of blocks between these memories on a tensor's device; None: no kernel can."""
+    if not all(blocks.dtype == torch.uint8 and blocks.dim() == 2 and blocks.stride(1) == 1 for blocks in memories):
+        return None
+    if uses_triton(device) and all(blocks.shape[1] % 4 == 0 for blocks in memories):  # it copies words of 32 bits
+        return implementation("block_copy.gpu", "copy_blocks_triton")
+    return copy_blocks_cpu if uses_cpu_kernels(device) else None
+
+
+def _batches(pairs: Pairs, *, within_one_memory: bool) -> list[list[tuple[int, int]]]:
+    """Cut copies into batches that do not depend on each other: no copy reads or writes what another copy of its batch writes.
+
+    A block of one memory and a block of another memory differ, even if their ids are equal.
+    """
     batches: list[list[tuple[int, int]]] = []
     read: set[int] = set()
     written: set[int] = set()
     for source, target in pairs:
-        if not batches or source in written or target in written or target in read:
+        if not batches or target in written or (within_one_memory and (source in written or target in read)):
             batches.append([])
             read, written = set(), set()
         batches[-1].append((source, target))
         read.add(source)
         written.add(target)
-    return batches
-
-
-def _batches_of_targets(pairs: Pairs) -> list[list[tuple[int, int]]]:
-    """Cut copies to another memory into batches: no two copies of a batch have the same target."""
-    batches: list[list[tuple[int, int]]] = []
-    written: set[int] = set()
-    for pair in pairs:
-        if not batches or pair[1] in written:
-            batches.append([])
-            written = set()
-        batches[-1].append(pair)
-        written.add(pair[1])
     return batches
 
 
@@ -118,11 +115,46 @@ def _runs(pairs: Pairs) -> Iterator[tuple[int, int, int]]:
             first = end
 
 
-def _is_rows_of_bytes(blocks: torch.Tensor) -> bool:
-    """Return whether `blocks` is a matrix of bytes whose rows are contiguous."""
-    return blocks.dtype == torch.uint8 and blocks.dim() == 2 and blocks.stride(1) == 1
+# --- the CPU kernel and its launch
+
+ITEM_BYTES = 32 << 10  # bytes of a block that one work item copies
 
 
-def _is_rows_of_words(blocks: torch.Tensor) -> bool:
-    """Return whether `blocks` is a matrix of bytes whose rows are contiguous 32-bit words, as the Triton kernel needs."""
-    return _is_rows_of_bytes(blocks) and not blocks.shape[1] % 4
+def copy_blocks_cpu(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy `source[s]` to `target[t]` for each pair (s, t), all at once: no copy may read or write what another copy writes.
+
+    `source` and `target` are [ids, bytes] of uint8 with contiguous rows of equal length; they may be the same tensor.
+    """
+    if not pairs:
+        return
+    sources, targets = torch.tensor(pairs, dtype=torch.int64).T.contiguous()
+    num_bytes = source.shape[1]
+    launch(
+        cpu_kernel("transom_kernels.block_copy.op", "make_copy_blocks"),
+        len(pairs) * -(-num_bytes // ITEM_BYTES),
+        [source, sources, targets, num_bytes, source.stride(0), ITEM_BYTES, target, target.stride(0)],
+    )
+
+
+def make_copy_blocks() -> Any:
+    """Build the kernel. A work item is a part of one block.
+
+    Arguments: 0 source blocks, 1 sources [copies] int64, 2 targets [copies] int64, 3 bytes of a block, 4 stride of the source
+    blocks in bytes, 5 bytes of an item, a multiple of 64, 6 target blocks, 7 their stride in bytes.
+    """
+
+    @each_item
+    def copy_blocks(arguments, thread, item):
+        num_bytes, step = argument(arguments, 3), argument(arguments, 5)
+        parts = (num_bytes + step - 1) // step
+        copy, first = item // parts, item % parts * step
+        last = min(first + step, num_bytes)
+        full = last // 64 * 64
+        source = argument(arguments, 0) + load_i64(argument(arguments, 1) + copy * 8) * argument(arguments, 4)
+        target = argument(arguments, 6) + load_i64(argument(arguments, 2) + copy * 8) * argument(arguments, 7)
+        for at in range(first, full, 64):
+            store_words(target + at, load_words(source + at))
+        for at in range(max(first, full), last):
+            store_u8(target + at, load_u8(source + at))
+
+    return copy_blocks

@@ -95,3 +95,21 @@ def _add_words(arguments: Arguments, words: list[int], tensors: list[torch.Tenso
 def float_bits(number: float) -> int:
     """Return the bits of a float32 as an argument word."""
     return int(struct.unpack("<i", struct.pack("<f", number))[0])
+
+
+class CacheArguments(NamedTuple):
+    """A cache [ids, P, KVH, elements of a row], or the scales [ids, P, KVH] of a cache; strides are in bytes."""
+
+    cache: torch.Tensor | None
+    block: int
+    token: int
+    head: int
+
+    @classmethod
+    def of(cls, cache: torch.Tensor | None) -> CacheArguments:
+        """Return the words of a tensor; zeros if it is None."""
+        if cache is None:
+            return cls(None, 0, 0, 0)
+        size = cache.element_size()
+        block, token, head = cache.stride()[:3]
+        return cls(cache, block * size, token * size, head * size)

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 # These modules run kernels, and no code of theirs is compiled into one. Launchers import them and may share a file with a kernel.
-_RUNTIME = {
+_RUNTIME = {"transom_kernels.launch"} | {
     f"transom_kernels.cpu.{name}"
     for name in (
-        "code_cache",
         "kernel",
         "kernel_sources",
         "launching",

@@ -8,8 +8,8 @@
     def length(x, y):                        # called by kernels; numba derives the kinds of its arguments
         return sqrt(x * x + y * y)
 
-Decorated functions are only descriptions, which Python cannot call. The compiler (`compiler.py`) shows them to numba. Since numba
-is imported only when something is compiled, a launcher may share a file with its kernel.
+Decorated functions are only descriptions, which Python cannot call as a kernel does. The compiler (`compiler.py`) shows them to
+numba. Since numba is imported only when something is compiled, a launcher may share a file with its kernel.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ class Emitted:
     emit: Callable[..., Any]
     result: Kind
     arguments: tuple[Kinds, ...]
+
+    def __call__(self, b: Any, *values: Any) -> Any:
+        """Append the code on behalf of another function that emits code."""
+        return self.emit(b, *values)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

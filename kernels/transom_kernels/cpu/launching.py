@@ -57,6 +57,17 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
+# new launches use the last one; a recorded program may still use an earlier one
+_counters = [torch.zeros(64, dtype=torch.int64)]
+
+
+def counters(num_rows: int) -> torch.Tensor:
+    """Return zeros in which a launch counts the finished pieces of each row; its kernel sets them to zero again."""
+    if len(_counters[-1]) < num_rows:
+        _counters.append(torch.zeros(2 * num_rows, dtype=torch.int64))
+    return _counters[-1]
+
+
 def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address and the bytes of a tensor's whole storage."""
     storage = tensor.untyped_storage()

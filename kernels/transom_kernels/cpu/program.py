@@ -91,7 +91,7 @@ class _Allocator:
 
 
 class Program:
-    """A recorded function. While it is recorded, launches and calls are added to it (`recording.Recorder`); `close` ends that."""
+    """A recorded function. While it is recorded, launches and calls are added to it (`recording.Recorder`)."""
 
     def __init__(self, memory: ReplayMemory) -> None:
         self._allocator = _Allocator(memory)
@@ -123,7 +123,7 @@ class Program:
 
     def add_call(self, call: Callable[[], object]) -> None:
         """Add a Python call."""
-        self._end_run()
+        self.end_run()
         self._steps.append(call)
         self.num_calls += 1
 
@@ -135,10 +135,6 @@ class Program:
         if not num_bytes:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._allocator.allocate(num_bytes), dtype=dtype).view(shape)
-
-    def close(self) -> None:
-        """End the recording."""
-        self._end_run()
 
     def replay(self) -> None:
         """Do what was recorded, with the present contents of the inputs.
@@ -157,7 +153,7 @@ class Program:
                 return True
         return False
 
-    def _end_run(self) -> None:
+    def end_run(self) -> None:
         """Make one step of the instructions that were added since the last Python call."""
         if not self._pending:
             return
@@ -183,7 +179,7 @@ def record_program(function: Callable[[], T], memory: ReplayMemory) -> tuple[Pro
     program = Program(memory)
     with record(program), _TorchCalls(program):
         result = function()
-    program.close()
+    program.end_run()
     return program, result
 
 

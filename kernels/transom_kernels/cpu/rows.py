@@ -1,4 +1,5 @@
-"""Functions that several kernels call: RMS norm, rotary position embedding (RoPE), Hadamard products, gated activations.
+"""Functions that several kernels call: RMS norm, rotary position embedding (RoPE), Hadamard products, gated activations,
+and the inner product of small matrices.
 
 Each `make_*` builds a function for the given dtypes. Rows are given by address and may have any width; gates and ups are vectors.
 
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from transom_kernels.cpu.language import helper, inlined
+from llvmlite import ir
+
+from transom_kernels.cpu.language import INT, NOTHING, emits, helper, inlined
 from transom_kernels.cpu.simd import (
     ADD_PAIRS,
     LOAD,
@@ -28,6 +31,19 @@ from transom_kernels.cpu.simd import (
     tanh,
     vector_max,
     vector_min,
+)
+from transom_kernels.cpu.vector_code import (
+    F32_16,
+    LANES,
+    Loop,
+    constant,
+    emit_load,
+    emit_load_part,
+    horizontal_sum,
+    int64,
+    multiply_add,
+    repeated_rows,
+    store,
 )
 
 _GELU_SLOPE = 2 * 0.7978845608028654  # 2 sqrt(2 / pi)
@@ -54,7 +70,7 @@ def make_inverse_rms(dtype: str) -> Any:
 
 
 def make_hadamard() -> Any:
-    """Build hadamard(x, N, block), which multiplies a row of float32 by the Hadamard matrix (`kv_write.hadamard`) in place.
+    """Build hadamard(x, N, block), which multiplies a row of float32 by the Hadamard matrix (`kv_write.reference`) in place.
 
     The matrix has blocks of `block`, a power of two that divides N. The row's memory is padded with zeros to whole vectors. The
     product is computed as sums and differences of elements that are 1, 2, 4, ... apart.
@@ -161,3 +177,50 @@ def limited_up(up, limit):
 def soft_capped(y, cap):
     """Return cap * tanh(y / cap); NaN stays NaN."""
     return keep_nan(tanh(y / splat(cap)) * splat(cap), y)
+
+
+def make_row_products(dtype: str, size: int) -> Any:
+    """Build the function that multiplies a tile: up to `size` rows of x, in `dtype`, by up to `size` rows of the weight.
+
+    out[m, n] = sum over k of x[m, k] * weight[n, k], in float32. Arguments (strides are in bytes):
+
+        x, x_stride, last_x                  address of the tile's first row of x, stride, and index of its last row, from 0
+        weight, weight_stride, last_weight   the same of the weight
+        width                                K, the length of all rows
+        out, out_stride                      address of out[0, 0], and stride
+    """
+    x_bytes = 4 if dtype == "f32" else 2
+
+    @emits(NOTHING, *[INT] * 9)
+    def row_products(b, x, x_stride, last_x, weight, weight_stride, last_weight, width, out, out_stride):
+        # a tile with fewer rows computes its last row several times, and stores it to the same place
+        x_rows, weight_rows = (
+            repeated_rows(b, x, x_stride, last_x, size),
+            repeated_rows(b, weight, weight_stride, last_weight, size),
+        )
+        full, rest = b.and_(width, int64(-LANES)), b.and_(width, int64(LANES - 1))
+
+        def add_products(totals: list[ir.Value], of_x: list[ir.Value], of_weight: list[ir.Value]) -> list[ir.Value]:
+            pairs = [(left, right) for left in of_x for right in of_weight]
+            return [multiply_add(b, left, right, total) for (left, right), total in zip(pairs, totals, strict=True)]
+
+        def whole_vectors(k: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+            of_x = [emit_load(b, b.add(row, b.mul(k, int64(x_bytes))), dtype) for row in x_rows]
+            return add_products(
+                totals, of_x, [emit_load(b, b.add(row, b.mul(k, int64(4))), "f32") for row in weight_rows]
+            )
+
+        def last_part(_: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+            of_x = [emit_load_part(b, b.add(row, b.mul(full, int64(x_bytes))), rest, dtype) for row in x_rows]
+            of_weight = [emit_load_part(b, b.add(row, b.mul(full, int64(4))), rest, "f32") for row in weight_rows]
+            return add_products(totals, of_x, of_weight)
+
+        totals = [constant(F32_16, 0.0)] * size**2
+        totals = Loop(b, full, LANES, totals, whole_vectors, may_be_empty=True).results
+        totals = Loop(b, rest, LANES, totals, last_part, may_be_empty=True).results  # once, or not at all
+        out_rows = repeated_rows(b, out, out_stride, last_x, size)
+        places = [place for row in out_rows for place in repeated_rows(b, row, int64(4), last_weight, size)]
+        for place, total in zip(places, totals, strict=True):
+            store(b, horizontal_sum(b, total), place, 4)
+
+    return row_products

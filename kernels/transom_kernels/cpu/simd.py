@@ -107,17 +107,13 @@ def store_words(b, address, x):
 
 # --- arithmetic
 
+fma, lane_sum = multiply_add, horizontal_sum
+
 
 @emits(FLOATS, FLOAT)
 def splat(b, x):
     """Return a vector with `x` in every lane."""
     return broadcast(b, x, F32_16)
-
-
-@emits(FLOATS, FLOATS, FLOATS, FLOATS)
-def fma(b, x, y, z):
-    """Return x * y + z, rounded once."""
-    return multiply_add(b, x, y, z)
 
 
 @emits(FLOATS, FLOATS, FLOATS)
@@ -165,23 +161,13 @@ def keep_nan(b, result, x):
 
 # --- functions of float32
 
+exp2 = emit_exp2
 
-@emits(FLOATS, FLOATS)
-def exp2(b, x):
-    """Return 2 ** x for x up to 127; 0 for x below -126."""
-    return emit_exp2(b, x)
+weight_f32, weight_bf16 = (emits(FLOATS, FLOATS)(partial(emit_weight, degree=degree)) for degree in (5, 3))
+"""weight(x) is 2 ** x for finite x up to 0, to the precision of float32, or to more than that of bfloat16."""
 
-
-@emits(FLOATS, FLOATS)
-def weight_f32(b, x):
-    """Return 2 ** x for finite x up to 0, to the precision of float32."""
-    return emit_weight(b, x, 5)
-
-
-@emits(FLOATS, FLOATS)
-def weight_bf16(b, x):
-    """Return 2 ** x for finite x up to 0, to more than the precision of bfloat16."""
-    return emit_weight(b, x, 3)
+sine, cosine = (emits(FLOATS, FLOATS)(partial(emit_sine, quarters=quarters)) for quarters in (0, 1))
+"""sine(x) and cosine(x), within 1e-7 for x up to some millions."""
 
 
 LOG2_E = 1.4426950408889634
@@ -242,18 +228,6 @@ def logarithm(b, x):
     return multiply_add(b, whole, constant(F32_16, 0.693359375), low)
 
 
-@emits(FLOATS, FLOATS)
-def sine(b, x):
-    """Return sin(x) within 1e-7, for x up to some millions."""
-    return emit_sine(b, x, 0)
-
-
-@emits(FLOATS, FLOATS)
-def cosine(b, x):
-    """Return cos(x) within 1e-7, for x up to some millions."""
-    return emit_sine(b, x, 1)
-
-
 # --- lanes
 
 
@@ -271,12 +245,6 @@ def _add_pairs(b, x, distance):
 
 ADD_PAIRS = {distance: emits(FLOATS, FLOATS)(partial(_add_pairs, distance=distance)) for distance in (1, 2, 4, 8)}
 """Distance -> add_pairs(x), for pairs of lanes that far apart: the first lane gets the sum, the second the difference."""
-
-
-@emits(FLOAT, FLOATS)
-def lane_sum(b, x):
-    """Return the sum of the lanes, added in a fixed order."""
-    return horizontal_sum(b, x)
 
 
 @emits(FLOAT, FLOATS)

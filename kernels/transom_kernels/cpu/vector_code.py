@@ -20,6 +20,7 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from transom_kernels.cpu.bounds import checked_address
+from transom_kernels.cpu.language import FLOAT, FLOATS, emits
 from transom_kernels.cpu.target import cpu_target
 
 LANES = 16
@@ -170,6 +171,19 @@ def shuffle(b: ir.IRBuilder, first: ir.Value, second: ir.Value, lanes: list[int]
     return b.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
+def transpose(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """Return the transpose of 16 vectors: lane i of vector j becomes lane j of vector i."""
+    rows = list(rows)
+    for s in (1, 2, 4, 8):  # swap the off-diagonal halves of all blocks of 2, 4, 8 and 16
+        low = [lane if not lane & s else LANES + lane - s for lane in range(LANES)]
+        high = [lane + s if not lane & s else LANES + lane for lane in range(LANES)]
+        for i in (i for i in range(LANES) if not i & s):
+            x, y = rows[i], rows[i + s]
+            rows[i], rows[i + s] = shuffle(b, x, y, low), shuffle(b, x, y, high)
+    return rows
+
+
+@emits(FLOAT, FLOATS)
 def horizontal_sum(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """Return the sum of the lanes. Halves are added to each other, so that the order is fixed."""
     for half in (8, 4, 2, 1):
@@ -181,6 +195,7 @@ def horizontal_sum(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 # --- products of float32 and of pairs
 
 
+@emits(FLOATS, FLOATS, FLOATS, FLOATS)
 def multiply_add(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     """Return x * y + z, rounded once."""
     return lanewise(b, "fma", x, y, z)
@@ -410,6 +425,7 @@ _EXP2_FACTORS = (
 )  # fmt: skip
 
 
+@emits(FLOATS, FLOATS)
 def emit_exp2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """Return 2 ** x for x up to 127, with a relative error of at most 3e-7; 0 for x below -126."""
     low = b.fcmp_ordered("<", x, constant(F32_16, -126.0))

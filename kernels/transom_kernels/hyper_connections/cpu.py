@@ -16,7 +16,7 @@ import torch
 from transom_kernels.cpu.arguments import numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
-from transom_kernels.cpu.row_products import make_row_products
+from transom_kernels.cpu.rows import make_row_products
 from transom_kernels.cpu.simd import (
     LOAD,
     LOAD_PART,

@@ -1,6 +1,6 @@
 """Operators that write a step's keys and values into the paged KV cache, as they are or after norms and rotation."""
 
-from transom_kernels.kv_write.inputs import Preparation
+from transom_kernels.kv_write.inputs import Preparation, QkvInputs
 from transom_kernels.kv_write.op import kv_write, prepare_qkv
 
-__all__ = ["Preparation", "kv_write", "prepare_qkv"]
+__all__ = ["Preparation", "QkvInputs", "kv_write", "prepare_qkv"]

@@ -16,7 +16,7 @@ from transom_kernels.quantised_kv import FORMATS, check_cache, head_width
 class Preparation:
     """The steps that a layer applies to queries, keys and values before attention; the default is none.
 
-    Order: RMS norm of each head, rotation (RoPE), a second norm without a weight, the Hadamard rotation (`hadamard.py`).
+    Order: RMS norm of each head, rotation (RoPE), a second norm without a weight, the Hadamard rotation (`reference.py`).
     """
 
     norm: bool = False  # RMS norm of each query and key head, before rotation (QK norm)
@@ -39,11 +39,11 @@ class QkvInputs:
     """Queries, keys and values, and the caches to write to. Without `v` only keys are written, without `k` nothing is written."""
 
     q: torch.Tensor  # [T, H, D]; H may be 0
-    k: torch.Tensor | None  # [T, KVH, D]
-    v: torch.Tensor | None  # [T, KVH, Dv]
-    k_cache: torch.Tensor | None  # [ids, P, KVH, D], any strides
-    v_cache: torch.Tensor | None  # [ids, P, KVH, Dv]
     slots: torch.Tensor  # [T] int64: block * P + offset; below 0: not written
+    k: torch.Tensor | None = None  # [T, KVH, D]
+    v: torch.Tensor | None = None  # [T, KVH, Dv]
+    k_cache: torch.Tensor | None = None  # [ids, P, KVH, D], any strides
+    v_cache: torch.Tensor | None = None  # [ids, P, KVH, Dv]
     # cosines and signed sines [T, R] or [T, 1, R] (see `rotary_`)
     tables: tuple[torch.Tensor, torch.Tensor] | None = None
     preparation: Preparation = PLAIN

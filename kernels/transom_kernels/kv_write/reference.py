@@ -1,15 +1,46 @@
 """`prepare_qkv` and `kv_write` in torch and float32: the specification, and the fallback where no kernel runs.
 
+The *Hadamard rotation* of query and key heads spreads the outlier channels of keys before they are quantised to 4 bits. Its
+matrix M is symmetric and orthonormal, so it is its own inverse: (q M) . (k M) = q . k, and rotation does not change scores. Blocks
+along its diagonal are as wide as the largest power of two that divides the head's width. A head of width 6 has three blocks:
+
+    [1  1]
+    [1 -1] / sqrt(2)
+
 Legend: T tokens, H query heads, D key width, R rotated width, P block size in tokens.
 """
 
 from __future__ import annotations
 
+import math
+from functools import cache
+
 import torch
 
-from transom_kernels.kv_write.hadamard import rotate_heads
 from transom_kernels.kv_write.inputs import Preparation, QkvInputs
 from transom_kernels.quantised_kv import FORMATS, quantise_rows
+
+
+def rotate_heads(x: torch.Tensor) -> torch.Tensor:
+    """Return heads [..., D] times the Hadamard matrix, computed in float32; the result is contiguous, in the dtype of `x`."""
+    width = x.shape[-1]
+    block = block_of(width)
+    rows = x.float().reshape(*x.shape[:-1], width // block, block)
+    return (rows @ _matrix(block, x.device)).flatten(-2).to(x.dtype).contiguous()
+
+
+def block_of(width: int) -> int:
+    """Return the width of the matrix's blocks: the largest power of two that divides the head's width."""
+    return width & -width
+
+
+@cache
+def _matrix(width: int, device: torch.device) -> torch.Tensor:
+    """Return one block of the matrix, [width, width]; `width` is a power of two."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < width:
+        matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
+    return (matrix / math.sqrt(width)).to(device)
 
 
 def prepare_qkv_reference(inputs: QkvInputs) -> torch.Tensor:

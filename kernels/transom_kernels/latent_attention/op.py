@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import torch
 
-from transom_kernels.latent_attention.inputs import LatentInputs
 from transom_kernels.latent_attention.reference import (
+    LatentInputs,
     latent_attention_reference,
     pool_rows_reference,
     select_entries_reference,
@@ -24,39 +24,20 @@ from transom_kernels.latent_attention.reference import (
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
 
 
-def latent_attention(
-    q: torch.Tensor,
-    window_cache: torch.Tensor,
-    window_slots: torch.Tensor,
-    sink_logits: torch.Tensor,
-    *,
-    scale: float,
-    entry_cache: torch.Tensor | None = None,
-    entry_slots: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return attention [T, H, D] of `q` [T, H, D] over rows of `window_cache` and `entry_cache` [ids, P, 1, D], all of one dtype.
+def latent_attention(inputs: LatentInputs) -> torch.Tensor:
+    """Return attention [T, H, D] of `inputs.q` over the rows at its slots of the window and of the entries.
 
-    Query `t` sees the rows at the slots `window_slots[t]` [W] and `entry_slots[t]` [K]; negative slots name no row. A score is
-    `(q . row) * scale`. `sink_logits` [H] float32 add to the softmax's denominator only. A query that sees no row gets zeros.
+    A score is `(q . row) * scale`. `sink_logits` add to the softmax's denominator only. A query that sees no row gets zeros.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    inputs = LatentInputs(
-        q=q,
-        window_cache=window_cache,
-        window_slots=window_slots,
-        entry_cache=entry_cache,
-        entry_slots=entry_slots,
-        sink_logits=sink_logits,
-        scale=scale,
-    )
     inputs.check()
-    if uses_triton(q) and q.stride(2) == 1:
+    if uses_triton(inputs.q) and inputs.q.stride(2) == 1:
         from transom_kernels.latent_attention.gpu import latent_attention_triton
 
         return latent_attention_triton(inputs)
-    if uses_cpu_kernels(q):
+    if uses_cpu_kernels(inputs.q):
         from transom_kernels.latent_attention.cpu import fits_cpu_kernel, latent_attention_cpu
 
         if fits_cpu_kernel(inputs):

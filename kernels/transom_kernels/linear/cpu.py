@@ -19,6 +19,8 @@ from transom_kernels.cpu.target import cpu_target
 from transom_kernels.cpu.tiles import CONFIG_BYTES
 from transom_kernels.linear.layout import GROUPS_OF_CHUNK, LINE, STEP_BYTES, TILE_ROWS, Method, padded_width
 from transom_kernels.linear.weights import PackedWeight
+from transom_kernels.quantised_linear import PackedPanels
+from transom_kernels.quantised_linear.cpu import launch_quantised
 
 _BLOCK_BYTES = 1 << 20  # most bytes of x that a block multiplies at once: half of a usual second-level cache
 _MOST_ROWS, _MANY_ROWS = 512, 256  # most rows of a block; and of one whose rows are so long that K is cut into chunks
@@ -50,7 +52,7 @@ AT = numbers_of(LinearArguments)
 
 def linear_cpu(
     x: torch.Tensor,
-    weight: PackedWeight,
+    weight: PackedWeight | PackedPanels,
     residual: torch.Tensor | None,
     *,
     scale: float,
@@ -68,19 +70,14 @@ def linear_cpu(
         scale=scale,
         soft_cap=soft_cap or 0.0,
     )
-    _launch(x, weight, output, out_dtype, activation=None)
+    _launch(x, weight, output, out_dtype, None)
     return out
 
 
-def gated_linear_cpu(
-    x: torch.Tensor,
-    weight: PackedWeight,
-    activation: str,
-) -> torch.Tensor:
+def gated_linear_cpu(x: torch.Tensor, weight: PackedWeight | PackedPanels, activation: str) -> torch.Tensor:
     """Return `activation(x @ gate.T + gate bias) * (x @ up.T + up bias)` [M, N] of `x` [M, K]."""
     out = empty((x.shape[0], weight.num_outputs), x.dtype)
-    output = OutputArguments(RowArguments.of(out), weight.num_outputs, weight.bias)
-    _launch(x, weight, output, x.dtype, activation=activation)
+    _launch(x, weight, OutputArguments(RowArguments.of(out), weight.num_outputs, weight.bias), x.dtype, activation)
     return out
 
 
@@ -128,12 +125,14 @@ def _num_registers() -> int:
 
 def _launch(
     x: torch.Tensor,
-    weight: PackedWeight,
+    weight: PackedWeight | PackedPanels,
     output: OutputArguments,
     out_dtype: torch.dtype,
-    *,
     activation: str | None,
 ) -> None:
+    if isinstance(weight, PackedPanels):
+        launch_quantised(x, weight, output, out_dtype, activation)
+        return
     x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
     num_rows, width = x.shape
     dtype, method = DTYPES[x.dtype], method_of(x.dtype)

@@ -1,4 +1,6 @@
-"""The operators `linear`, `gated_linear` and `embedding_rows` over packed weights (`weights.py`), on CPUs.
+"""The operators `linear`, `gated_linear` and `embedding_rows` over packed weights, on CPUs.
+
+Weights are packed in the dtype of the model (`weights.py`), or in 8 or 4 bits (`quantised_linear`).
 
 A row's result does not depend on other rows, nor on the number of rows or threads. Products are summed in float32; bias, scale,
 cap, activation and residual follow in float32, and the result is rounded once.
@@ -8,20 +10,22 @@ Legend: M rows, K input width, N output width.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
+from transom_kernels.cpu.launching import DTYPES
+from transom_kernels.gated_mlp import Activation
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.linear.weights import PackedWeight
-
-Activation = Literal["silu", "gelu_tanh"]
+from transom_kernels.quantised_linear import PackedPanels
+from transom_kernels.quantised_linear.reference import products
 
 
 def linear(
     x: torch.Tensor,
-    weight: PackedWeight,
+    weight: PackedWeight | PackedPanels,
     residual: torch.Tensor | None = None,
     *,
     scale: float = 1.0,
@@ -30,8 +34,8 @@ def linear(
 ) -> torch.Tensor:
     """Return `residual + cap(scale * (x @ weight.T + bias))`, [M, N], where cap(y) is `soft_cap * tanh(y / soft_cap)`.
 
-    `x` is [M, K] in the weight's dtype; its rows may lie any stride apart. `residual` is [M, N]. The result is in the dtype of
-    `x`, or in float32 if `out_dtype` is float32.
+    `x` is [M, K] in the weight's dtype, or in any if the weight is quantised; its rows may lie any stride apart. `residual` is
+    [M, N]. The result is in the dtype of `x`, or in float32 if `out_dtype` is float32.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or a residual is not in the result's dtype.
@@ -43,33 +47,34 @@ def linear(
     wanted = (x.shape[0], weight.num_outputs)
     if residual is not None and (residual.shape != wanted or residual.dtype != dtype):
         raise ValueError(f"The residual is {residual.dtype} {tuple(residual.shape)}; it must be {dtype} {wanted}.")
-    if not uses_cpu_kernels(x):
-        (plain,), (bias, _) = weight.unpack(), weight.biases()
-        return linear_reference(x, plain, bias, residual, scale=scale, soft_cap=soft_cap, out_dtype=out_dtype)
-    from transom_kernels.linear.cpu import linear_cpu
+    if uses_cpu_kernels(x):
+        from transom_kernels.linear.cpu import linear_cpu
 
-    return linear_cpu(x, weight, residual, scale=scale, soft_cap=soft_cap, out_dtype=dtype)
+        return linear_cpu(x, weight, residual, scale=scale, soft_cap=soft_cap, out_dtype=dtype)
+    if isinstance(weight, PackedPanels):
+        (product,) = products(x, weight)
+        return _finished(product, residual, scale, soft_cap, dtype)
+    (plain,), (bias, _) = weight.unpack(), weight.biases()
+    return linear_reference(x, plain, bias, residual, scale=scale, soft_cap=soft_cap, out_dtype=out_dtype)
 
 
-def gated_linear(
-    x: torch.Tensor,
-    weight: PackedWeight,
-    activation: Activation,
-) -> torch.Tensor:
+def gated_linear(x: torch.Tensor, weight: PackedWeight | PackedPanels, activation: Activation) -> torch.Tensor:
     """Return `activation(x @ gate.T + gate bias) * (x @ up.T + up bias)`, [M, N] in the dtype of `x`.
 
-    `x` is [M, K] in the weight's dtype; its rows may lie any stride apart.
+    `x` is as in `linear`.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or the weight is not gated.
     """
     _check(x, weight, is_gated=True)
-    if not uses_cpu_kernels(x):
-        gate, up = weight.unpack()
-        return gated_linear_reference(x, gate, up, weight.biases(), activation=activation)
-    from transom_kernels.linear.cpu import gated_linear_cpu
+    if uses_cpu_kernels(x):
+        from transom_kernels.linear.cpu import gated_linear_cpu
 
-    return gated_linear_cpu(x, weight, activation)
+        return gated_linear_cpu(x, weight, activation)
+    if isinstance(weight, PackedPanels):
+        return _activated(products(x, weight), activation).to(x.dtype)
+    gate, up = weight.unpack()
+    return gated_linear_reference(x, gate, up, weight.biases(), activation=activation)
 
 
 def embedding_rows(
@@ -89,10 +94,11 @@ def embedding_rows(
             raise ValueError("A gated weight is no table.")
     elif table.dim() != 2:
         raise ValueError(f"The table is {tuple(table.shape)}; give a matrix.")
-    from transom_kernels.linear.cpu import embedding_rows_cpu, table_fits
+    if uses_cpu_kernels(ids):
+        from transom_kernels.linear.cpu import embedding_rows_cpu, table_fits
 
-    if uses_cpu_kernels(ids) and table_fits(table):
-        return embedding_rows_cpu(ids, table, first_id=first_id, scale=scale)
+        if table_fits(table):
+            return embedding_rows_cpu(ids, table, first_id=first_id, scale=scale)
     plain = table.unpack()[0] if isinstance(table, PackedWeight) else table
     return embedding_rows_reference(ids, plain, first_id=first_id, scale=scale)
 
@@ -108,10 +114,7 @@ def linear_reference(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Compute `linear` in torch, over plain weights: the specification."""
-    y = F.linear(x.float(), weight.float(), bias) * scale
-    if soft_cap is not None:
-        y = torch.tanh(y / soft_cap) * soft_cap
-    return (y if residual is None else y + residual.float()).to(out_dtype or x.dtype)
+    return _finished(F.linear(x.float(), weight.float(), bias), residual, scale, soft_cap, out_dtype or x.dtype)
 
 
 def gated_linear_reference(
@@ -124,9 +127,8 @@ def gated_linear_reference(
 ) -> torch.Tensor:
     """Compute `gated_linear` in torch, over plain weights: the specification."""
     wide = x.float()
-    gates, ups = F.linear(wide, gate.float(), biases[0]), F.linear(wide, up.float(), biases[1])
-    active = F.silu(gates) if activation == "silu" else F.gelu(gates, approximate="tanh")
-    return (active * ups).to(x.dtype)
+    parts = [F.linear(wide, part.float(), bias) for part, bias in zip((gate, up), biases, strict=True)]
+    return _activated(parts, activation).to(x.dtype)
 
 
 def embedding_rows_reference(
@@ -139,10 +141,28 @@ def embedding_rows_reference(
     return found.masked_fill(absent[:, None], 0.0).to(table.dtype)
 
 
-def _check(x: torch.Tensor, weight: PackedWeight, *, is_gated: bool) -> None:
-    if x.dim() != 2 or x.shape[1] != weight.width or x.dtype != weight.dtype:
+def _finished(
+    y: torch.Tensor, residual: torch.Tensor | None, scale: float, soft_cap: float | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return `residual + cap(scale * y)` of a product in float32."""
+    y = y * scale
+    if soft_cap is not None:
+        y = torch.tanh(y / soft_cap) * soft_cap
+    return (y if residual is None else y + residual.float()).to(dtype)
+
+
+def _activated(parts: Sequence[torch.Tensor], activation: Activation) -> torch.Tensor:
+    """Return `activation(gate) * up` of the two products of a gated weight."""
+    gate, up = parts
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def _check(x: torch.Tensor, weight: PackedWeight | PackedPanels, *, is_gated: bool) -> None:
+    fits = x.dtype in DTYPES if isinstance(weight, PackedPanels) else x.dtype == weight.dtype
+    if x.dim() != 2 or x.shape[1] != weight.width or not fits:
+        kind = weight.format if isinstance(weight, PackedPanels) else weight.dtype
         raise ValueError(
-            f"x {x.dtype} {tuple(x.shape)} does not fit a {weight.dtype} weight [{weight.num_outputs}, {weight.width}]."
+            f"x {x.dtype} {tuple(x.shape)} does not fit a {kind} weight [{weight.num_outputs}, {weight.width}]."
         )
     if is_gated != weight.is_gated:
         raise ValueError(f"The weight is {'' if weight.is_gated else 'not '}gated; use the other of the two operators.")

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-
 from transom_kernels.cpu.language import INT, NOTHING, emits, helper
 from transom_kernels.cpu.simd import (
     float_of_bits,
@@ -21,7 +19,7 @@ from transom_kernels.cpu.simd import (
     store_i64,
     store_u8,
 )
-from transom_kernels.cpu.vector_code import I32_16, int64, load, shuffle, store
+from transom_kernels.cpu.vector_code import I32_16, int64, load, store, transpose
 from transom_kernels.cpu.work import argument, each_item, scratch
 from transom_kernels.linear.layout import LINE, OUTPUTS, WORD
 
@@ -30,19 +28,8 @@ from transom_kernels.linear.layout import LINE, OUTPUTS, WORD
 def _transpose(b, source, stride, target):
     """Transpose a block of 16 rows of 16 words; store it as 16 lines of 64 bytes at `target`."""
     rows = [load(b, b.add(source, b.mul(stride, int64(m))), I32_16, 4) for m in range(16)]
-    for distance in (1, 2, 4, 8):  # swap the off-diagonal halves of all blocks of 2, 4, 8 and 16
-        for first in (m for m in range(16) if not m & distance):
-            rows[first], rows[first + distance] = _exchange(b, rows[first], rows[first + distance], distance)
-    for m, row in enumerate(rows):
+    for m, row in enumerate(transpose(b, rows)):
         store(b, row, b.add(target, int64(LINE * m)), LINE)
-
-
-def _exchange(b: ir.IRBuilder, upper: ir.Value, lower: ir.Value, distance: int) -> tuple[ir.Value, ir.Value]:
-    """Return two rows of a square after their off-diagonal blocks of `distance` words are exchanged."""
-    lanes = range(16)
-    first = [16 + (lane ^ distance) if lane & distance else lane for lane in lanes]
-    second = [16 + lane if lane & distance else lane ^ distance for lane in lanes]
-    return shuffle(b, upper, lower, first), shuffle(b, upper, lower, second)
 
 
 def make_pack() -> Any:

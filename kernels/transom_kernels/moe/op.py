@@ -5,13 +5,10 @@ Legend: T tokens, N hidden width, I inner width, E experts, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 
-from transom_kernels.launch import uses_triton
+from transom_kernels.launch import implementation, uses_triton
 from transom_kernels.moe.packed import PackedExperts
 from transom_kernels.moe.weights import ExpertTensors, GateRule, MxTensor
 
@@ -41,7 +38,10 @@ def moe(
         return moe_cpu(x, experts, weights, tensors, rule, scales_input=scales_input)
     _check(x, experts, weights, tensors)
     if uses_triton(x):
-        return _triton()(x, experts, weights, tensors, rule, scales_input=scales_input)
+        out: torch.Tensor = implementation("moe.gpu", "moe_triton")(
+            x, experts, weights, tensors, rule, scales_input=scales_input
+        )
+        return out
     return moe_reference(x, experts, weights, tensors, rule, scales_input=scales_input)
 
 
@@ -117,11 +117,3 @@ def _check_routes(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor)
         raise ValueError(
             f"{len(x)} tokens need experts and weights [T, K], not {tuple(experts.shape)} and {tuple(weights.shape)}."
         )
-
-
-@cache
-def _triton() -> Callable[..., torch.Tensor]:
-    """Return the implementation. It is imported once, here: an import statement would cost every call a microsecond."""
-    from transom_kernels.moe.gpu import moe_triton
-
-    return moe_triton

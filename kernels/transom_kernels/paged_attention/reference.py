@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from transom_kernels.paged_attention.batch import PagedBatch
-from transom_kernels.paged_attention.inputs import AttentionInputs, PagedInputs
+from transom_kernels.paged_attention.inputs import AttentionInputs, PagedBatch, PagedInputs
 from transom_kernels.quantised_kv import dequantise_rows
 
 MAX_SCORES = 1 << 24  # of a tile: 64 MiB of float32

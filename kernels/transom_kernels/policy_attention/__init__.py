@@ -1,6 +1,6 @@
 """Attention over block tables from which a KV policy may have dropped blocks. See `op.py` for the contract."""
 
-from transom_kernels.policy_attention.batch import PolicyBatch
+from transom_kernels.policy_attention.inputs import PolicyBatch, PolicyInputs
 from transom_kernels.policy_attention.op import add_block_mass, empty_statistics, policy_attention
 
-__all__ = ["PolicyBatch", "add_block_mass", "empty_statistics", "policy_attention"]
+__all__ = ["PolicyBatch", "PolicyInputs", "add_block_mass", "empty_statistics", "policy_attention"]

@@ -6,12 +6,13 @@ from transom_kernels.quantised_kv.format import (
     KvFormat,
     check_cache,
     check_kv,
+    dequantise_rows,
     format_of,
     head_width,
     is_packed,
+    quantise_rows,
     refuse_old_device,
 )
-from transom_kernels.quantised_kv.reference import dequantise_rows, quantise_rows
 
 __all__ = [
     "FORMATS",

@@ -1,27 +1,40 @@
-"""Launches the CPU kernels of `quantised_linear` and `quantised_gated_linear`, and declares their arguments.
+"""The CPU kernels of linear layers over quantised weights, and their launches.
+
+A kernel computes products, then bias, scale, cap, residual or activation in float32, then one rounding.
 
 Legend: M rows, K input width, N output width, G groups of 32 columns.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from transom_kernels.cpu.arguments import RowArguments, numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
-from transom_kernels.cpu.layer_output import OutputArguments
-from transom_kernels.quantised_linear.layout import GROUP, LINE, MOST_ROWS, PANEL, RECORD, ZERO
-from transom_kernels.quantised_linear.weights import Activation, PackedPanels
+from transom_kernels.cpu.layer_output import OutputArguments, make_store_gated, make_store_output
+from transom_kernels.cpu.simd import load_f32
+from transom_kernels.cpu.work import argument, claim, each_item, finish, row_address, scratch
+from transom_kernels.quantised_linear.row_products import block_rows, make_round_rows, make_tile_product
+from transom_kernels.quantised_linear.weights import (
+    GROUP,
+    LINE,
+    MOST_ROWS,
+    PANEL,
+    RECORD,
+    ZERO,
+    PackedPanels,
+    group_bytes,
+)
 
-_MODULE = "transom_kernels.quantised_linear.cpu_kernel"
+_MODULE = "transom_kernels.quantised_linear.cpu"
 # up to this many rows are rounded by every thread for itself, which costs less than another launch
 _ROWS_EACH_THREAD_ROUNDS = 4
 _ROWS_OF_ITEM = 64
 _LEAST_ITEMS, _MOST_PANELS = 32, 16  # small items (of up to 16 panels) let all threads finish at about the same time
-_SUMS_BYTES = 2 * MOST_ROWS * LINE
+_SUMS = MOST_ROWS * LINE  # bytes of the sums of a block of rows
 
 
 class RoundedRowsArguments(NamedTuple):
@@ -53,45 +66,8 @@ class QuantisedLinearArguments(NamedTuple):
 ROUNDED, AT = numbers_of(RoundedRowsArguments), numbers_of(QuantisedLinearArguments)
 
 
-def fits(x: torch.Tensor, out_dtype: torch.dtype) -> bool:
-    """Return whether the kernels support rows of this dtype."""
-    return x.dtype in DTYPES and out_dtype in DTYPES
-
-
-def quantised_linear_cpu(
-    x: torch.Tensor,
-    weight: PackedPanels,
-    residual: torch.Tensor | None,
-    *,
-    scale: float,
-    soft_cap: float | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return `residual + cap(scale * (x @ weight.T + bias))` [M, N] of `x` [M, K]; cap(y) is `soft_cap * tanh(y / soft_cap)`."""
-    out = empty((x.shape[0], weight.num_outputs), out_dtype)
-    residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
-    output = OutputArguments(
-        out=RowArguments.of(out),
-        num_outputs=weight.num_outputs,
-        bias=weight.bias,
-        residual=RowArguments.of(residual),
-        scale=scale,
-        soft_cap=soft_cap or 0.0,
-    )
-    _launch(x, weight, output, out_dtype, activation=None)
-    return out
-
-
-def quantised_gated_linear_cpu(x: torch.Tensor, weight: PackedPanels, activation: Activation) -> torch.Tensor:
-    """Return `activation(x @ gate.T + gate bias) * (x @ up.T + up bias)` [M, N] of `x` [M, K]."""
-    out = empty((x.shape[0], weight.num_outputs), x.dtype)
-    output = OutputArguments(RowArguments.of(out), weight.num_outputs, weight.bias)
-    _launch(x, weight, output, x.dtype, activation=activation)
-    return out
-
-
 def rounded_rows(x: torch.Tensor, zero: int) -> torch.Tensor:
-    """Return the records of rows (`rounded_rows.py`), for weights in which level `zero` stands for 0."""
+    """Return the records of rows (`row_products.py`), for weights in which level `zero` stands for 0."""
     num_rows, width = x.shape
     records = empty((num_rows * -(-width // GROUP) * RECORD,), torch.uint8)
     kernel = cpu_kernel(_MODULE, "make_rounded_rows", dtype=DTYPES[x.dtype])
@@ -100,9 +76,10 @@ def rounded_rows(x: torch.Tensor, zero: int) -> torch.Tensor:
     return records
 
 
-def _launch(
-    x: torch.Tensor, weight: PackedPanels, output: OutputArguments, out_dtype: torch.dtype, *, activation: str | None
+def launch_quantised(
+    x: torch.Tensor, weight: PackedPanels, output: OutputArguments, out_dtype: torch.dtype, activation: str | None
 ) -> None:
+    """Multiply `x` [M, K] by the weight and write the output in `out_dtype`; with an activation, that of a gated layer."""
     num_rows, width = x.shape
     if num_rows == 0:
         return
@@ -134,5 +111,80 @@ def _launch(
             items_of_rows=num_parts,
             output=output,
         ),
-        scratch_bytes=_SUMS_BYTES + (num_rows * -(-width // GROUP) * RECORD if rounds else 0),
+        scratch_bytes=2 * _SUMS + (num_rows * -(-width // GROUP) * RECORD if rounds else 0),
     )
+
+
+# --- kernels
+
+
+def make_rounded_rows(dtype: str) -> Any:
+    """Build the kernel that rounds rows to 16 bits. A work item is MOST_ROWS rows."""
+    round_rows = make_round_rows(dtype)
+
+    @each_item
+    def rounded_rows(arguments, thread, item):
+        first, width, stride = (
+            item * MOST_ROWS,
+            argument(arguments, ROUNDED.width),
+            argument(arguments, ROUNDED.x.stride),
+        )
+        count = min(MOST_ROWS, argument(arguments, ROUNDED.num_rows) - first)
+        records = argument(arguments, ROUNDED.records) + first * ((width + GROUP - 1) // GROUP) * RECORD
+        x = row_address(arguments, ROUNDED.x, first)
+        round_rows(x, stride, count, width, argument(arguments, ROUNDED.zero), records)
+
+    return rounded_rows
+
+
+def make_quantised_linear(dtype: str, out_dtype: str, format: str, activation: str | None) -> Any:
+    """Build the kernel: out = residual + cap(scale * (x @ weight.T + bias)).
+
+    With an activation, out = activation(x @ gate.T + bias) * (x @ up.T + bias). A work item is a range of panels (of pairs of
+    panels, if gated) and a range of rows.
+    """
+    round_rows, product, zero = make_round_rows(dtype), make_tile_product(format), ZERO[format]
+    halves = 1 if activation is None else 2
+    level_bytes, scale_bytes = group_bytes(format)
+    store_output = make_store_output(out_dtype, AT.output)
+    store_gated = make_store_gated(out_dtype, activation or "silu", AT.output)
+
+    def quantised_linear(arguments, thread):
+        item = claim(thread)
+        if item < 0:
+            return
+        num_rows, width = argument(arguments, AT.num_rows), argument(arguments, AT.width)
+        num_groups = (width + GROUP - 1) // GROUP
+        sums, records = scratch(thread), argument(arguments, AT.records)
+        if records == 0:
+            records = sums + halves * _SUMS
+            for first in range(0, num_rows, MOST_ROWS):
+                x, stride = row_address(arguments, AT.x, first), argument(arguments, AT.x.stride)
+                here = records + first * num_groups * RECORD
+                round_rows(x, stride, min(MOST_ROWS, num_rows - first), width, zero, here)
+        levels, scales = argument(arguments, AT.levels), argument(arguments, AT.scales)
+        panels_each, rows_each = argument(arguments, AT.panels_of_item), argument(arguments, AT.rows_of_item)
+        num_parts = argument(arguments, AT.items_of_rows)
+        while item >= 0:
+            first_row, first_panel = item % num_parts * rows_each, item // num_parts * panels_each
+            last_row = min(num_rows, first_row + rows_each)
+            for panel in range(first_panel, min(argument(arguments, AT.num_panels), first_panel + panels_each)):
+                row = first_row
+                while row < last_row:
+                    count = block_rows(last_row - row)
+                    here = records + row * num_groups * RECORD
+                    for half in range(halves):
+                        group = (panel * halves + half) * num_groups
+                        weight, factors = levels + group * level_bytes, scales + group * scale_bytes
+                        product(count, weight, factors, here, num_groups, sums + half * _SUMS)
+                    for r in range(count):
+                        y = load_f32(sums + r * LINE)
+                        if halves == 2:
+                            store_gated(arguments, y, load_f32(sums + _SUMS + r * LINE), row + r, panel * PANEL)
+                        else:
+                            store_output(arguments, y, row + r, panel * PANEL)
+                    row += count
+            finish(thread)
+            item = claim(thread)
+
+    return quantised_linear

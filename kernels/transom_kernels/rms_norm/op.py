@@ -8,11 +8,17 @@ Legend: T rows, N row width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
-from transom_kernels.launch import uses_cpu_kernels, uses_triton
+from transom_kernels.cpu.arguments import RowArguments, numbers_of
+from transom_kernels.cpu.kernel import cpu_kernel
+from transom_kernels.cpu.launching import DTYPES, empty, launch
+from transom_kernels.cpu.rows import make_inverse_rms
+from transom_kernels.cpu.simd import LOAD, LOAD_PART, NUM_BYTES, ROUND, float_argument, row_access, splat
+from transom_kernels.cpu.work import argument, each_item, helper, row_address
+from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
 
 
 def rms_norm(
@@ -35,14 +41,12 @@ def rms_norm(
     """
     _check(x, weight, residual, inner, factor)
     if uses_triton(x) and x.stride(-1) == 1 and (residual is None or (x.dim() == 2 and residual.stride(-1) == 1)):
+        by_triton: Callable[..., tuple[torch.Tensor, torch.Tensor]] = implementation("rms_norm.gpu", "rms_norm_triton")
         if x.dim() == 2:
-            return _triton()(x, weight, eps, residual, inner=inner, factor=factor)
-        return _triton()(x.reshape(-1, x.shape[-1]), weight, eps)[0].view_as(x), x
-    if uses_cpu_kernels(x):
-        from transom_kernels.rms_norm.cpu import rms_norm_cpu, rows_fit
-
-        if rows_fit(x, weight, residual, inner):
-            return rms_norm_cpu(x, weight, eps, residual, inner=inner, factor=factor)
+            return by_triton(x, weight, eps, residual, inner=inner, factor=factor)
+        return by_triton(x.reshape(-1, x.shape[-1]), weight, eps)[0].view_as(x), x
+    if uses_cpu_kernels(x) and rows_fit(x, weight, residual, inner):
+        return rms_norm_cpu(x, weight, eps, residual, inner=inner, factor=factor)
     if residual is not None:
         x = (residual + (x if inner is None else rms_norm_reference(x, inner, eps))) * factor
     return x if weight is None else rms_norm_reference(x, weight, eps), x
@@ -74,9 +78,156 @@ def _check(
         raise ValueError("weight None, inner and factor are for sums: give a residual.")
 
 
-@cache
-def _triton() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Return the implementation. It is imported once, here: an import statement would cost every call a microsecond."""
-    from transom_kernels.rms_norm.gpu import rms_norm_triton
+# --- the CPU kernel and its launch
 
-    return rms_norm_triton
+ITEM_ELEMENTS = 2048  # about as many elements as one work item normalises
+_MODULE = "transom_kernels.rms_norm.op"
+
+
+class RmsNormArguments(NamedTuple):
+    """The argument words of the kernel `rms_norm`. The kernel skips a step whose tensor is None."""
+
+    x: RowArguments  # [T, N]
+    residual: RowArguments  # [T, N]
+    inner: torch.Tensor | None  # [N]
+    weight: torch.Tensor | None  # [N]
+    out: torch.Tensor  # [T, N], contiguous
+    sums: torch.Tensor  # [T, N], contiguous
+    num_rows: int  # T
+    rows_of_item: int
+    width: int  # N
+    factor: float
+    eps: float
+
+
+AT = numbers_of(RmsNormArguments)
+
+
+def rows_fit(
+    x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None, inner: torch.Tensor | None
+) -> bool:
+    """Return whether the kernel takes these dtypes and strides."""
+    weights = [part for part in (weight, inner) if part is not None]
+    rows = [x] if residual is None else [x, residual]
+    return (
+        len({part.dtype for part in weights}) < 2
+        and all(part.dtype in DTYPES and part.stride(-1) == 1 for part in weights)
+        and x.dtype in DTYPES
+        and all(part.dtype == x.dtype and part.stride(-1) == 1 and _is_matrix(part) for part in rows)
+    )
+
+
+def rms_norm_cpu(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    *,
+    inner: torch.Tensor | None = None,
+    factor: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rms_norm(sum, weight) and the sum, both [T, N]; sum = (residual + rms_norm(x, inner)) * factor.
+
+    Without `residual` the sum is `x`, without `inner` it is (residual + x) * factor, without `weight` both results are the sum.
+    """
+    width = x.shape[-1]
+    num_rows = x.numel() // width
+    sums = x if residual is None else empty(x.shape, x.dtype)
+    out = sums if weight is None else empty(x.shape, x.dtype)
+    per_item = max(1, ITEM_ELEMENTS // width)
+    like = inner if weight is None else weight
+    launch(
+        cpu_kernel(
+            _MODULE,
+            "make_rms_norm",
+            dtype=DTYPES[x.dtype],
+            weight_dtype=DTYPES[x.dtype if like is None else like.dtype],
+        ),
+        -(-num_rows // per_item),
+        RmsNormArguments(
+            x=RowArguments(x, x.stride(-2) * x.element_size()),
+            residual=RowArguments.of(residual),
+            inner=inner,
+            weight=weight,
+            out=out,
+            sums=sums,
+            num_rows=num_rows,
+            rows_of_item=per_item,
+            width=width,
+            factor=factor,
+            eps=eps,
+        ),
+    )
+    return out, sums
+
+
+def _is_matrix(x: torch.Tensor) -> bool:
+    """Return whether all rows of a tensor of two or more dimensions lie one stride apart, as those of a matrix do."""
+    return all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
+
+
+def _make_normalise(dtype: str, weight_dtype: str) -> Any:
+    """Build normalise(x, weight, out, width, eps), which stores x / rms(x) * weight of one row; weight 0 stands for none."""
+    load, load_part, store, store_part, size = row_access(dtype)
+    load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]
+    inverse_rms = make_inverse_rms(dtype)
+
+    @helper
+    def normalise(x, weight, out, width, eps):
+        full, rest = width // 16 * 16, width % 16
+        scale = splat(inverse_rms(x, width, eps))
+        for k in range(0, full, 16):
+            lanes = load(x + k * size) * scale
+            store(out + k * size, lanes * load_weight(weight + k * weight_size) if weight else lanes)
+        if rest:
+            lanes = load_part(x + full * size, rest) * scale
+            if weight:
+                lanes = lanes * load_weight_part(weight + full * weight_size, rest)
+            store_part(out + full * size, lanes, rest)
+
+    return normalise
+
+
+def make_rms_norm(dtype: str, weight_dtype: str) -> Any:
+    """Build the kernel of `rms_norm_cpu`: y = rms_norm(x, inner); sum = (residual + y) * factor; out = rms_norm(sum, weight).
+
+    A work item is a group of rows. The kernel skips steps whose argument is 0: without `inner` y is x, without `residual` the sum
+    is y. Values are rounded wherever separate operators would have written a tensor, so that results equal theirs.
+    """
+    load, load_part, store, store_part, size = row_access(dtype)
+    load_weight, load_weight_part, weight_size = LOAD[weight_dtype], LOAD_PART[weight_dtype], NUM_BYTES[weight_dtype]
+    rounded, inverse_rms, normalise = ROUND[dtype], make_inverse_rms(dtype), _make_normalise(dtype, weight_dtype)
+
+    @helper
+    def add(x, residual, inner, sums, width, factor, eps):
+        """Store the sum of one row."""
+        full, rest = width // 16 * 16, width % 16
+        scale = splat(inverse_rms(x, width, eps)) if inner else splat(1.0)
+        for k in range(0, full, 16):
+            y = load(x + k * size)
+            if inner:
+                y = rounded(y * scale * load_weight(inner + k * weight_size))
+            store(sums + k * size, rounded(load(residual + k * size) + y) * factor)
+        if rest:
+            y = load_part(x + full * size, rest)
+            if inner:
+                y = rounded(y * scale * load_weight_part(inner + full * weight_size, rest))
+            total = rounded(load_part(residual + full * size, rest) + y) * factor
+            store_part(sums + full * size, total, rest)
+
+    @each_item
+    def rms_norm(arguments, thread, item):
+        inner, weight = argument(arguments, AT.inner), argument(arguments, AT.weight)
+        width, eps = argument(arguments, AT.width), float_argument(arguments, AT.eps)
+        factor = splat(float_argument(arguments, AT.factor))
+        first = item * argument(arguments, AT.rows_of_item)
+        for row in range(first, min(first + argument(arguments, AT.rows_of_item), argument(arguments, AT.num_rows))):
+            x = row_address(arguments, AT.x, row)
+            if argument(arguments, AT.residual.tensor):
+                sums = argument(arguments, AT.sums) + row * width * size
+                add(x, row_address(arguments, AT.residual, row), inner, sums, width, factor, eps)
+                x = sums
+            if weight:
+                normalise(x, weight, argument(arguments, AT.out) + row * width * size, width, eps)
+
+    return rms_norm

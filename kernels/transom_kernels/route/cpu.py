@@ -19,7 +19,7 @@ from transom_kernels.cpu.arguments import RowArguments, numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.language import FLOATS, INT, INTS, emits
 from transom_kernels.cpu.launching import DTYPES, empty, launch
-from transom_kernels.cpu.row_products import make_row_products
+from transom_kernels.cpu.rows import make_row_products
 from transom_kernels.cpu.simd import (
     exp,
     float_argument,

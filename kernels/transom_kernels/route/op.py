@@ -8,13 +8,10 @@ Legend: T tokens, N hidden width, E experts, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 
-from transom_kernels.launch import uses_cpu_kernels, uses_triton
+from transom_kernels.launch import implementation, uses_cpu_kernels, uses_triton
 from transom_kernels.route.rule import TINY, Routing, Score
 
 
@@ -40,7 +37,10 @@ def route(
     """
     _check(x, weight, routing, (bias, correction, expert_scale), chosen)
     if uses_triton(x):
-        return _triton()(x, weight, routing, bias=bias, correction=correction, expert_scale=expert_scale, chosen=chosen)
+        found: tuple[torch.Tensor, torch.Tensor] = implementation("route.gpu", "route_triton")(
+            x, weight, routing, bias=bias, correction=correction, expert_scale=expert_scale, chosen=chosen
+        )
+        return found
     if uses_cpu_kernels(x):
         from transom_kernels.route.cpu import fits_cpu, route_cpu
 
@@ -142,11 +142,3 @@ def _check(
         raise ValueError(
             f"chosen is {tuple(chosen.shape)} {chosen.dtype}; {len(x)} tokens take [{len(x)}, {num_chosen}] int64."
         )
-
-
-@cache
-def _triton() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Return the implementation. It is imported once, here: an import statement would cost every call a microsecond."""
-    from transom_kernels.route.gpu import route_triton
-
-    return route_triton

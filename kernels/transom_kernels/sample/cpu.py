@@ -12,8 +12,8 @@ import torch
 from transom_kernels.cpu.arguments import RowArguments, numbers_of
 from transom_kernels.cpu.bounds import CHECKED
 from transom_kernels.cpu.kernel import cpu_kernel
-from transom_kernels.cpu.launching import empty, launch
-from transom_kernels.sample.params import NOISE_BLOCK
+from transom_kernels.cpu.launching import counters, empty, launch
+from transom_kernels.sample.reference import NOISE_BLOCK
 from transom_kernels.sample.table import SampleTable
 
 PIECE_BLOCKS = 128  # noise blocks of a piece, which is a work item
@@ -72,7 +72,7 @@ def sample_records(
             scores=scores,
             area=empty((num_rows * num_pieces * AREA_BYTES,), torch.uint8),
             num_pieces=num_pieces,
-            counters=_counters(num_rows),
+            counters=counters(num_rows),
             copies=table.copies(num_rows, num_ids),
             masks=allowed,
         ),
@@ -80,14 +80,3 @@ def sample_records(
         linked=table.linked_memory() if CHECKED else (),
     )
     return out
-
-
-# new launches use the last one; a recorded program may still use an earlier one
-_zeros = [torch.zeros(64, dtype=torch.int64)]
-
-
-def _counters(num_rows: int) -> torch.Tensor:
-    """Return zeros in which a launch counts the finished pieces of each row; it sets them to zero again."""
-    if len(_zeros[-1]) < num_rows:
-        _zeros.append(torch.zeros(2 * num_rows, dtype=torch.int64))
-    return _zeros[-1]

@@ -61,7 +61,7 @@ from transom_kernels.cpu.simd import (
 from transom_kernels.cpu.work import argument, each_item, helper, row_address, scratch
 from transom_kernels.sample.cpu import AREA_BYTES, AT, PIECE_BLOCKS
 from transom_kernels.sample.cpu_noise import exponential, least_exponential, mixed, negative_log, store_noise
-from transom_kernels.sample.params import NOISE_BLOCK
+from transom_kernels.sample.reference import NOISE_BLOCK
 from transom_kernels.sample.table import KEY_IS_FINAL, RECORD_BYTES, Word
 
 BLOCK = NOISE_BLOCK

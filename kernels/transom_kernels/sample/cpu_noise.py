@@ -14,8 +14,7 @@ from llvmlite import ir
 
 from transom_kernels.cpu.language import DOUBLE, INT, NOTHING, emits
 from transom_kernels.cpu.vector_code import F64, I64, broadcast, function, store
-from transom_kernels.sample.params import NOISE_BLOCK
-from transom_kernels.sample.reference import GOLDEN, MIX_1, MIX_2
+from transom_kernels.sample.reference import GOLDEN, MIX_1, MIX_2, NOISE_BLOCK
 
 BLOCKS_AT_ONCE = 8
 _SQRT_HALF_BITS = 0x3FE6A09E667F3BCD

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from transom_kernels.sample.gumbel_max import NO_ID
 from transom_kernels.sample.gumbel_noise import NOISE_BLOCK, gumbel, least_exponential, load_scaled
-from transom_kernels.sample.params import SampleParams
+from transom_kernels.sample.reference import SampleParams
 from transom_kernels.sample.sample_rows import sample_rows
 
 # blocks of a `block_maxima` program, which is one warp: each thread computes the largest noise of one block

@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 
 from transom_kernels.launch import uses_triton
-from transom_kernels.sample.params import SampleParams
-from transom_kernels.sample.reference import best_of_slice_reference, sample_reference
+from transom_kernels.sample.reference import SampleParams, best_of_slice_reference, sample_reference
 
 
 def sample(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:

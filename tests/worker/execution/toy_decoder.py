@@ -10,7 +10,7 @@ import math
 import torch
 
 from transom_core.model_config.architecture import Architecture, LayerAttention
-from transom_kernels.paged_attention.batch import PagedBatch
+from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_worker.execution.setup.model_loading import LoadedModel
 from transom_worker.models.layers.forward_batch import ForwardBatch, LayerCache
 from transom_worker.models.layers.policy_rows import MixedBatch

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from transom_core.contract import SamplingParams
-from transom_kernels.sample.params import SampleParams
-from transom_kernels.sample.reference import apply_changes
+from transom_kernels.sample.reference import SampleParams, apply_changes
 from transom_worker.sampling.penalties import TokenCounts
 from transom_worker.sampling.token_table import TokenTable
 from transom_worker.uploads import SharedMemory

@@ -14,7 +14,7 @@ import torch
 
 from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.rope import Rope
-from transom_kernels.paged_attention.batch import PagedBatch
+from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_kernels.position_scale import position_scale
 from transom_worker.models.layer_factory import make_attention, make_norm, make_rms_norm, make_rotary
 from transom_worker.models.layers.forward_batch import ForwardBatch, LayerCache

@@ -17,7 +17,6 @@ from transom_worker.models.frequencies import frequencies
 from transom_worker.models.layers.attention import Attention
 from transom_worker.models.layers.linear import Linear
 from transom_worker.models.layers.norm import AllHeadsQkNorm, LayerNorm, Norm, RmsNorm, ShardedAllHeadsQkNorm
-from transom_worker.models.layers.policy_rows import ScoreOptions
 from transom_worker.models.layers.rotary_embedding import RotaryEmbedding
 from transom_worker.models.loading import Loader
 from transom_worker.models.style import Style
@@ -33,11 +32,6 @@ def make_attention(architecture: Architecture, index: int, style: Style, load: L
     columns = _rows(heads.queries, value_size)
     output = load.row_parallel("o_proj", shape=widths, columns=columns, bias=architecture.output_bias)
     scale = architecture.scales.query
-    scores = ScoreOptions(
-        scale=float(layer.head_size**-0.5 if scale is None else scale),
-        soft_cap=architecture.scales.attention_cap,
-        sink_logits=_sinks(layer, heads, style, load) if index in architecture.sink_layers else None,
-    )
     q_weight, k_weight = _head_norms(layer, heads, style, load) if style.qk_norm == "each" else (None, None)
     preparation = Preparation(
         norm=q_weight is not None,
@@ -50,7 +44,16 @@ def make_attention(architecture: Architecture, index: int, style: Style, load: L
     )
     norm = _norm_over_all_heads(architecture, layer, heads, load) if style.qk_norm == "all" else None
     own = replace(layer, num_heads=heads.num_queries, num_kv_heads=heads.num_kv)
-    return Attention(qkv, output, own, scores, preparation, norm)
+    return Attention(
+        qkv,
+        output,
+        own,
+        preparation,
+        norm,
+        scale=float(layer.head_size**-0.5 if scale is None else scale),
+        soft_cap=architecture.scales.attention_cap,
+        sink_logits=_sinks(layer, heads, style, load) if index in architecture.sink_layers else None,
+    )
 
 
 def _projections(architecture: Architecture, index: int, heads: HeadShare, load: Loader) -> Linear:

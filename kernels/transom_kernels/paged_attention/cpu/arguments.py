@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from transom_kernels.cpu.arguments import numbers_of
-from transom_kernels.quantised_kv.cpu_arguments import CacheArguments
+from transom_kernels.cpu.arguments import CacheArguments, numbers_of
 
 
 class ResultArguments(NamedTuple):

@@ -2,7 +2,7 @@
 
 - A row sees the keys [0, sinks_end) (sink tokens) and [run_begin, position + 1), the *run*; `tables.TableReader` finds them.
 - unit: the keys of one of these two ranges that lie between two multiples of UNIT_KEYS.
-- partial result: a unit's attention, for each query head of the KV head (`partial_results.py`).
+- partial result: a unit's attention, for each query head of the KV head (`row_results.py`).
 - slot: one of several work items that share a row. Slot s of S computes the units s, s + S, ...
 
 Partial results are merged in the order of their keys: by the item that computed them or, if slots share a row, by a second launch.
@@ -19,12 +19,10 @@ from typing import Any
 from transom_kernels.cpu.simd import load_i32
 from transom_kernels.cpu.work import argument, helper
 from transom_kernels.paged_attention.cpu.arguments import AT, RESULT
-from transom_kernels.paged_attention.cpu.integers import integer_words
 from transom_kernels.paged_attention.cpu.layout import UNIT_KEYS, AttentionKind, decode_layout
-from transom_kernels.paged_attention.cpu.partial_results import make_partial_results
-from transom_kernels.paged_attention.cpu.tables import TableReader
-from transom_kernels.paged_attention.cpu.units import make_attend_unit, make_load_queries
-from transom_kernels.paged_attention.cpu.walks import make_find_groups, make_write_scales
+from transom_kernels.paged_attention.cpu.row_results import make_partial_results
+from transom_kernels.paged_attention.cpu.tables import TableReader, make_find_groups, make_write_scales
+from transom_kernels.paged_attention.cpu.units import integer_words, make_attend_unit, make_load_queries
 
 
 @helper

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from transom_kernels.cpu.arguments import Arguments
+from transom_kernels.cpu.arguments import Arguments, CacheArguments
 from transom_kernels.cpu.kernel import CpuKernel, cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
-from transom_kernels.paged_attention.batch import PagedBatch
 from transom_kernels.paged_attention.cpu.arguments import (
     AttentionArguments,
     PagedArguments,
@@ -25,10 +24,9 @@ from transom_kernels.paged_attention.cpu.arguments import (
 )
 from transom_kernels.paged_attention.cpu.layout import UNIT_KEYS, AttentionKind, decode_layout, prompt_layout
 from transom_kernels.paged_attention.cpu.plan import num_slots_for, plan_of
-from transom_kernels.paged_attention.inputs import AttentionInputs, PagedInputs
+from transom_kernels.paged_attention.inputs import AttentionInputs, PagedBatch, PagedInputs
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.quantised_kv import STORED
-from transom_kernels.quantised_kv.cpu_arguments import CacheArguments
 
 
 def fits_cpu_kernel(inputs: AttentionInputs) -> bool:

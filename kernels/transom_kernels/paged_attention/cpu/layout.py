@@ -35,7 +35,7 @@ class Words:
 
     stored: str  # type of the numbers in memory (`quantised_kv.cpu_rows`)
     pairs: bool  # bfloat16 in pairs; else float32
-    halves: bool = False  # 16-bit integers in pairs (`integers.py`)
+    halves: bool = False  # 16-bit integers in pairs (`units.py`)
 
     @property
     def elements(self) -> int:

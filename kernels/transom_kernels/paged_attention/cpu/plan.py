@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from transom_kernels.cpu.pool import pool
-from transom_kernels.paged_attention.batch import AttentionBatch
 from transom_kernels.paged_attention.cpu.layout import MAX_DECODING_ROWS
+from transom_kernels.paged_attention.inputs import AttentionBatch
 
 # slots share decoding rows until there are this many items, so that threads end at about the same time
 _ITEMS_PER_THREAD = 4

@@ -46,12 +46,16 @@ from transom_kernels.paged_attention.cpu.layout import (
     AttentionKind,
     prompt_layout,
 )
-from transom_kernels.paged_attention.cpu.products import make_multiply_keys, make_multiply_values
-from transom_kernels.paged_attention.cpu.prompt_loops import make_pack_keys, make_pack_values
-from transom_kernels.paged_attention.cpu.row_result import make_store_row
+from transom_kernels.paged_attention.cpu.products import (
+    make_multiply_keys,
+    make_multiply_values,
+    make_pack_keys,
+    make_pack_values,
+)
+from transom_kernels.paged_attention.cpu.row_results import make_store_row
 from transom_kernels.paged_attention.cpu.row_vectors import keep_visible, make_copy_row
-from transom_kernels.paged_attention.cpu.tables import TableReader
-from transom_kernels.paged_attention.cpu.walks import (
+from transom_kernels.paged_attention.cpu.tables import (
+    TableReader,
     clear_floats,
     fill_addresses,
     make_write_addresses,

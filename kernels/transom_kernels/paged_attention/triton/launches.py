@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from transom_kernels.paged_attention.batch import PagedBatch
+from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_kernels.paged_attention.rule import MaskRule
 from transom_kernels.paged_attention.triton.tuning import tilings
 from transom_kernels.paged_attention.triton.work_items import Tiling, Work, plan_work

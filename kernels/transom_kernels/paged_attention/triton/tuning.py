@@ -42,9 +42,7 @@ def kernel_config(
 
     `key_size` and `value_size` are numbers of a head.
     """
-    block_m = MIN_DOT_ROWS
-    while block_m < rows:
-        block_m *= 2
+    block_m = max(MIN_DOT_ROWS, next_power_of_two(rows))
     widest = max(key_size, value_size)
     # rows that are widened take registers twice, and a head that is computed as two tiles (`attend.py`) has two such rows
     is_widened = cache_bytes < element_bytes

@@ -42,7 +42,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from transom_kernels.paged_attention.batch import HostBatch
+from transom_kernels.paged_attention.inputs import HostBatch
 from transom_kernels.paged_attention.rule import Integers, MaskRule
 
 ITEM_FIELDS = 9  # of a work item; the table above names them

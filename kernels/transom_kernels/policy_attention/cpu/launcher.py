@@ -22,9 +22,8 @@ from transom_kernels.paged_attention.cpu.launcher import (
     scratch_bytes_of,
 )
 from transom_kernels.paged_attention.cpu.layout import UNIT_KEYS
-from transom_kernels.policy_attention.batch import PolicyBatch
-from transom_kernels.policy_attention.cpu.arguments import PolicyArguments
-from transom_kernels.policy_attention.inputs import PolicyInputs
+from transom_kernels.policy_attention.cpu.table import PolicyArguments
+from transom_kernels.policy_attention.inputs import PolicyBatch, PolicyInputs
 
 
 def policy_attention_cpu(inputs: PolicyInputs) -> torch.Tensor:
@@ -46,7 +45,7 @@ def policy_attention_cpu(inputs: PolicyInputs) -> torch.Tensor:
 def add_block_mass_cpu(mass: torch.Tensor, inputs: PolicyInputs) -> None:
     """Add to `mass` [B, N] the probabilities exp2(score - maximum) / sum of each block's keys, summed over all rows and heads."""
     inputs, batch = _with_equal_strides(inputs), inputs.batch
-    kind = kind_of(inputs)._replace(sink_dtype=None)
+    kind = kind_of(inputs)
     units = -(-mass.shape[1] * batch.block_size // UNIT_KEYS)
     shared = attention_arguments(inputs, WorkArguments(), out=None, sink_q=inputs.sink_q, statistics=inputs.statistics)
     own = _own(batch)._replace(mass=mass, mass_units=units)

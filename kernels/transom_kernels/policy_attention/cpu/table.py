@@ -1,17 +1,38 @@
-"""Reads compact block tables in the CPU kernels of `policy_attention`: the ranges of visible keys, and the blocks of keys.
+"""The argument words of the CPU kernels of `policy_attention` that follow those that they share with `paged_attention`, and the
+functions that read compact block tables: the ranges of visible keys, and the blocks of keys.
 
 Keys are numbered in two ways. A *table index* is a key's place in the table (column * P + offset). The keys of a row's run are cut
 into units by their *aligned index* = table index + shift. The shift is such that the aligned index of the row's own key is its
 position. So a row whose run has no gaps is cut where `paged_attention` would cut it, however many blocks were dropped.
+
+Legend: B sequences, N table columns, P block size in tokens.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
+
+from transom_kernels.cpu.arguments import numbers_of
 from transom_kernels.cpu.simd import load_i32, load_i64, store_i64
 from transom_kernels.cpu.work import argument, helper
-from transom_kernels.paged_attention.cpu.arguments import AT
+from transom_kernels.paged_attention.cpu.arguments import AT, AttentionArguments
 from transom_kernels.paged_attention.cpu.tables import TableReader
-from transom_kernels.policy_attention.cpu.arguments import POLICY
+
+
+class PolicyArguments(NamedTuple):
+    """Compact block tables with their windows, all int32, and the tensor to which `add_mass` adds."""
+
+    key_blocks: torch.Tensor  # [B, N]: logical block of each column
+    num_columns: torch.Tensor  # [B]
+    windows: torch.Tensor  # [B] tokens; 0: none
+    sinks: torch.Tensor  # [B]: keys below this position are sink tokens
+    mass: torch.Tensor | None = None  # [B, N] float32
+    mass_units: int = 0  # items of `add_mass` for each sequence
+
+
+POLICY = numbers_of(PolicyArguments, after=AttentionArguments)
 
 
 @helper

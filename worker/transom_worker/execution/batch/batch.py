@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_kernels.launch import uses_cpu_kernels, uses_triton
-from transom_kernels.paged_attention.batch import PagedBatch
+from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_kernels.policy_attention import PolicyBatch
 from transom_worker.execution.batch.policy_arrays import PolicyArrays
 from transom_worker.execution.batch.sequences import SequenceStore

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from transom_kernels.paged_attention.batch import PagedBatch
+from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.models.layers.forward_batch import ForwardBatch

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from transom_kernels.compile_news import compile_news
+from transom_kernels.launch import compile_news
 from transom_kernels.quantised_linear import QuantisedRows
 from transom_worker.models.weights.checkpoint import WHOLE, Mxfp4Tensors, Part, Weights, WeightsView
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from transom_kernels.paged_attention.batch import PagedBatch
+from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_worker.models.layers.forward_batch import CompressedCache, ForwardBatch
 from transom_worker.models.layers.rotary_embedding import RotaryEmbedding, RotaryTables
 

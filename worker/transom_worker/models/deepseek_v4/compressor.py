@@ -16,7 +16,7 @@ import torch
 
 from transom_core.model_config.deepseek_v4 import DeepseekV4Shape
 from transom_core.model_config.layer_attention import Compression
-from transom_kernels.kv_write import Preparation, kv_write, prepare_qkv
+from transom_kernels.kv_write import Preparation, QkvInputs, kv_write, prepare_qkv
 from transom_kernels.latent_attention import pool_rows, select_entries
 from transom_kernels.rotary import rotary_
 from transom_worker.models.deepseek_v4.attention_metadata import AttentionMetadata
@@ -128,7 +128,10 @@ def write_rotated(
     )
     k_T1D = rows_TD[:, None]
     q_THD = k_T1D[:, :0] if q_THD is None else q_THD
-    return prepare_qkv(q_THD, k_T1D, None, cache.k, None, slots_T, (tables.cos, tables.signed_sin), preparation)
+    cos_sin = (tables.cos, tables.signed_sin)
+    return prepare_qkv(
+        QkvInputs(q=q_THD, k=k_T1D, k_cache=cache.k, slots=slots_T, tables=cos_sin, preparation=preparation)
+    )
 
 
 def rotate(x_THD: torch.Tensor, tables: RotaryTables) -> None:

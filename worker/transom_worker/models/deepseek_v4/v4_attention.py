@@ -14,7 +14,7 @@ import torch
 from transom_core.model_config.architecture import Architecture
 from transom_core.model_config.deepseek_v4 import DeepseekV4Shape
 from transom_core.model_config.sharding import head_share
-from transom_kernels.latent_attention import latent_attention
+from transom_kernels.latent_attention import LatentInputs, latent_attention
 from transom_worker.models.deepseek_v4.attention_metadata import AttentionMetadata
 from transom_worker.models.deepseek_v4.compressor import Compressor, EntrySizes, Indexer, rotate, write_rotated
 from transom_worker.models.layers.forward_batch import CompressedCache, LayerCache
@@ -81,15 +81,16 @@ class LatentAttention:
         slots_T = metadata.batch.groups[group].slots
         q_THD = write_rotated(down_T[:, self._query_rank :], self._latent_norm, tables, cache, slots_T, q_THD)
         assert self._layer.window is not None
-        y_THD = latent_attention(
-            q_THD,
-            cache.k,
-            metadata.window(group, self._layer.window),
-            self._sinks_H,
-            scale=self._scale,
+        inputs = LatentInputs(
+            q=q_THD,
+            window_cache=cache.k,
+            window_slots=metadata.window(group, self._layer.window),
             entry_cache=None if compressed is None else compressed.entries.cache.k,
             entry_slots=None if compressed is None else self._entries(x_TN, query_TQ, tables, compressed, metadata),
+            sink_logits=self._sinks_H,
+            scale=self._scale,
         )
+        y_THD = latent_attention(inputs)
         rotate(y_THD, RotaryTables(tables.cos, -tables.signed_sin, tables.interleaved))
         return self._project(y_THD)
 

@@ -13,13 +13,13 @@ from dataclasses import replace
 import torch
 
 from transom_core.model_config.layer_attention import LayerAttention
-from transom_kernels.kv_write import Preparation, prepare_qkv
-from transom_kernels.paged_attention import paged_attention
-from transom_kernels.paged_attention.batch import PagedBatch
+from transom_kernels.kv_write import Preparation, QkvInputs, prepare_qkv
+from transom_kernels.paged_attention import MaskRule, PagedInputs, paged_attention
+from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_worker.models.layers.forward_batch import LayerCache
 from transom_worker.models.layers.linear import Linear
 from transom_worker.models.layers.norm import AllHeadsQkNorm, ShardedAllHeadsQkNorm
-from transom_worker.models.layers.policy_rows import MixedBatch, ScoreOptions, attend_mixed
+from transom_worker.models.layers.policy_rows import MixedBatch, attend_mixed
 from transom_worker.models.layers.rotary_embedding import RotaryTables
 
 
@@ -31,14 +31,21 @@ class Attention:
         qkv: Linear,
         output: Linear,
         layer: LayerAttention,
-        scores: ScoreOptions,
         preparation: Preparation,
         norm: AllHeadsQkNorm | ShardedAllHeadsQkNorm | None = None,
+        *,
+        scale: float,
+        soft_cap: float | None,
+        sink_logits: torch.Tensor | None,
     ) -> None:
-        """`layer` counts the heads of this rank. `norm` runs before `preparation`, which has the norms of single heads."""
+        """`layer` counts the heads of this rank. `norm` runs before `preparation`, which has the norms of single heads.
+        `sink_logits` [H] are float32.
+        """
         self._qkv, self._output, self._layer = qkv, output, layer
-        self._scores, self._preparation, self._norm = scores, preparation, norm
-        tensors = (scores.sink_logits, preparation.q_weight, preparation.k_weight)
+        self._preparation, self._norm = preparation, norm
+        self._scale, self._soft_cap, self._sink_logits = scale, soft_cap, sink_logits
+        self._rule = MaskRule(window=layer.window, num_sink_tokens=layer.sinks, chunk=layer.chunk)
+        tensors = (sink_logits, preparation.q_weight, preparation.k_weight)
         self.weight_bytes = sum(part.weight_bytes for part in (qkv, output, norm) if part)
         self.weight_bytes += sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
@@ -82,24 +89,21 @@ class Attention:
         query_scale_T11: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the outputs of all heads, concatenated, [T, H * Dv]."""
-        layer, scores = self._layer, self._scores
         q_THD, sink_q_THD = self._prepare(x_TN, tables, cache, batch, query_scale_T11)
-        if isinstance(batch, MixedBatch):
-            return attend_mixed(q_THD, sink_q_THD, cache, batch, scores).flatten(1)
-        return paged_attention(
-            q_THD,
-            cache.k,
-            cache.v,
-            batch,
-            scale=scores.scale,
-            window=layer.window,
-            num_sink_tokens=layer.sinks,
-            chunk=layer.chunk,
-            soft_cap=scores.soft_cap,
-            sink_logits=scores.sink_logits,
+        inputs = PagedInputs(
+            q=q_THD,
+            k_cache=cache.k,
+            v_cache=cache.v,
+            batch=batch,
+            scale=self._scale,
+            soft_cap=self._soft_cap,
+            sink_logits=self._sink_logits,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
-        ).flatten(1)
+            rule=self._rule,
+        )
+        out_THD = attend_mixed(inputs, batch, sink_q_THD) if isinstance(batch, MixedBatch) else paged_attention(inputs)
+        return out_THD.flatten(1)
 
     def _prepare(
         self,
@@ -122,15 +126,22 @@ class Attention:
             preparation = replace(preparation, hadamard=True)
         if tables is not None:
             cos_sin = (tables.cos, tables.signed_sin)
-        scale_T = None if query_scale_T11 is None else query_scale_T11.flatten()
+        queries = QkvInputs(
+            q=q,
+            slots=batch.slots,
+            tables=cos_sin,
+            preparation=preparation,
+            query_scale=None if query_scale_T11 is None else query_scale_T11.flatten(),
+        )
         sink_q = None
         if tables is not None and tables.for_sinks is not None:
-            cos_sin_of_sinks = (tables.for_sinks.cos, tables.for_sinks.signed_sin)
-            sink_q = prepare_qkv(q, None, None, None, None, batch.slots, cos_sin_of_sinks, preparation, scale_T)
+            sink_q = prepare_qkv(replace(queries, tables=(tables.for_sinks.cos, tables.for_sinks.signed_sin)))
         if v is None:
-            return prepare_qkv(q, None, None, None, None, batch.slots, cos_sin, preparation, scale_T), sink_q
-        scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
-        return prepare_qkv(q, k, v, cache.k, cache.v, batch.slots, cos_sin, preparation, scale_T, **scales), sink_q
+            return prepare_qkv(queries), sink_q
+        inputs = replace(
+            queries, k=k, v=v, k_cache=cache.k, v_cache=cache.v, k_scale=cache.k_scale, v_scale=cache.v_scale
+        )
+        return prepare_qkv(inputs), sink_q
 
     def _project(self, x_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return queries [T, H, D] and keys [T, KVH, D], and values [T, KVH, Dv] if the layer has its own cache."""

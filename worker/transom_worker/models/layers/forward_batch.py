@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from transom_kernels.paged_attention.batch import PagedBatch
+from transom_kernels.paged_attention.inputs import PagedBatch
 
 
 @dataclass(frozen=True, slots=True)

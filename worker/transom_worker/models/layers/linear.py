@@ -9,14 +9,13 @@ Legend: M rows, K input width, N output width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from transom_kernels.launch import uses_cpu_kernels
 from transom_kernels.linear import PackedWeight, can_pack, linear, pack_weight
-from transom_kernels.quantised_linear import PackedPanels, pack, quantised_linear
+from transom_kernels.quantised_linear import PackedPanels, pack
 from transom_worker.models.layers.quantisation import Quantization, Weight, quantised_rows
 from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator
 
@@ -85,20 +84,19 @@ class KernelLinear(Linear):
     def __init__(self, weight: PackedWeight | PackedPanels) -> None:
         """`weight` is packed, with its bias: in the model's dtype (`PackedWeight`), or in 8 or 4 bits (`PackedPanels`)."""
         self.weight = weight
-        self._product: Callable[..., torch.Tensor] = linear if isinstance(weight, PackedWeight) else quantised_linear
         self.weight_bytes = weight.nbytes
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
         """Return `x @ weight.T + bias`, [M, N]."""
-        return self._product(x_MK, self.weight)
+        return linear(x_MK, self.weight)
 
     def add_to(self, residual_MN: torch.Tensor, x_MK: torch.Tensor) -> torch.Tensor:
         """Return `residual + self(x)`, rounded once, [M, N]."""
-        return self._product(x_MK, self.weight, residual_MN)
+        return linear(x_MK, self.weight, residual_MN)
 
     def logits(self, x_MK: torch.Tensor, *, scale: float, soft_cap: float | None) -> torch.Tensor:
         """See `Linear.logits`."""
-        return self._product(x_MK, self.weight, scale=scale, soft_cap=soft_cap, out_dtype=torch.float32)
+        return linear(x_MK, self.weight, scale=scale, soft_cap=soft_cap, out_dtype=torch.float32)
 
 
 class RowParallelLinear(Linear):

@@ -11,7 +11,7 @@ import torch
 
 from transom_kernels.gated_mlp import Activation, gated_activation
 from transom_kernels.linear import PackedWeight, gated_linear, pack_weight
-from transom_kernels.quantised_linear import PackedPanels, pack_gated, quantised_gated_linear
+from transom_kernels.quantised_linear import PackedPanels, pack_gated
 from transom_worker.models.layers.linear import Linear, make_linear, make_row_parallel, runs_packed
 from transom_worker.models.layers.quantisation import Quantization, Weight, quantised_rows
 from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator
@@ -58,11 +58,9 @@ class GatedMlp:
 
     def _inner(self, x_TN: torch.Tensor) -> torch.Tensor:
         """Return activation(gate(x)) * up(x), [T, I]."""
-        if isinstance(self._gate_up, PackedWeight):
-            return gated_linear(x_TN, self._gate_up, self._activation)
-        if isinstance(self._gate_up, PackedPanels):
-            return quantised_gated_linear(x_TN, self._gate_up, self._activation)
-        return gated_activation(self._gate_up(x_TN), self._activation)
+        if isinstance(self._gate_up, Linear):
+            return gated_activation(self._gate_up(x_TN), self._activation)
+        return gated_linear(x_TN, self._gate_up, self._activation)
 
 
 def _gate_and_up(

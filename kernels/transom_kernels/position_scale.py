@@ -1,4 +1,6 @@
-"""`position_scale` on CPUs: 1 + factor * log(1 + floor((p + 1) / interval)) of each position p, in float32.
+"""The operator `position_scale`: the factor that Llama 4's layers without RoPE multiply queries by. It grows with the position p:
+
+    1 + factor * log(1 + floor((p + 1) / interval))
 
 Legend: T tokens.
 """
@@ -13,6 +15,31 @@ from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.simd import NUM_BYTES, STORE_PART, float_of_bits, fma, load_i64, logarithm, splat, vector_floor
 from transom_kernels.cpu.work import argument, each_item
+from transom_kernels.launch import uses_cpu_kernels
+
+
+def position_scale(positions: torch.Tensor, *, factor: float, interval: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the factors [T] of `positions` [T] int64, computed in float32 and rounded to `dtype`.
+
+    Raises:
+        ValueError: the interval is below 1.
+    """
+    if interval < 1:
+        raise ValueError(f"interval is {interval}; give at least 1.")
+    if uses_cpu_kernels(positions) and fits_cpu(positions, dtype):
+        return position_scale_cpu(positions, factor=factor, interval=interval, dtype=dtype)
+    return position_scale_reference(positions, factor=factor, interval=interval, dtype=dtype)
+
+
+def position_scale_reference(
+    positions: torch.Tensor, *, factor: float, interval: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Compute `position_scale` in torch: the specification."""
+    intervals_T = ((positions.float() + 1.0) / interval).floor()
+    return (intervals_T.log1p() * factor + 1.0).to(dtype)
+
+
+# --- the CPU kernel and its launch
 
 ITEM_TOKENS = 32  # most tokens of one work item
 
@@ -27,7 +54,7 @@ def position_scale_cpu(positions: torch.Tensor, *, factor: float, interval: int,
     num_tokens = len(positions)
     out = empty((num_tokens,), dtype)
     launch(
-        cpu_kernel("transom_kernels.position_scale.cpu", "make_position_scale", dtype=DTYPES[dtype]),
+        cpu_kernel("transom_kernels.position_scale", "make_position_scale", dtype=DTYPES[dtype]),
         -(-num_tokens // ITEM_TOKENS),
         [positions, out, num_tokens, ITEM_TOKENS, float(factor), float(interval)],
     )

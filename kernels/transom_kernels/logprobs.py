@@ -1,8 +1,9 @@
-"""`logprobs` on CPUs: the kernel, which reads memory once for each row's logits, and its launch.
+"""The operator `logprobs`: log-probabilities and ranks of each row's chosen token and of its most likely tokens.
 
-A work item is a *piece* of a row: 8192 ids. The thread that reads it writes a summary: the largest logit of each block of 64 ids,
-the sum of exp(logit - largest logit of the piece), and how many logits are larger than the chosen token's. The thread that finishes
-the last piece of a row adds the sums, and finds the likely tokens in the blocks whose largest logit is large enough.
+The CPU kernel reads memory once for each row's logits. A work item is a *piece* of a row: 8192 ids. The thread that reads it writes
+a summary: the largest logit of each block of 64 ids, the sum of exp(logit - largest logit of the piece), and how many logits are
+larger than the chosen token's. The thread that finishes the last piece of a row adds the sums, and finds the likely tokens in the
+blocks whose largest logit is large enough.
 
 Legend: L rows, V vocabulary, K likely tokens, P pieces of a row.
 """
@@ -16,7 +17,7 @@ import torch
 
 from transom_kernels.cpu.arguments import RowArguments, numbers_of
 from transom_kernels.cpu.kernel import cpu_kernel
-from transom_kernels.cpu.launching import empty, launch
+from transom_kernels.cpu.launching import counters, empty, launch
 from transom_kernels.cpu.simd import (
     atomic_add,
     count_bits,
@@ -41,6 +42,51 @@ from transom_kernels.cpu.simd import (
     vector_max,
 )
 from transom_kernels.cpu.work import argument, each_item, helper, row_address
+from transom_kernels.launch import uses_cpu_kernels
+
+
+class RowLogprobs(NamedTuple):
+    """Column 0 is each row's chosen token; the others are its K most likely tokens, best first, equal logits by ascending id.
+
+    A rank is one plus the number of tokens with a strictly larger logit.
+    """
+
+    ids: torch.Tensor  # [L, 1 + K] int64
+    logprobs: torch.Tensor  # [L, 1 + K] float32, natural logarithms
+    ranks: torch.Tensor  # [L, 1 + K] int64
+
+
+def logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> RowLogprobs:
+    """Return the log-probabilities of `chosen` [L] int64 and of the K = min(`num_top`, V) most likely tokens of `logits` [L, V].
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    if logits.dim() != 2 or not logits.shape[1] or chosen.shape != (len(logits),):
+        raise ValueError(
+            f"logits {tuple(logits.shape)} and chosen {tuple(chosen.shape)}: give [rows, vocabulary], [rows]."
+        )
+    num_top = min(num_top, logits.shape[1])
+    if uses_cpu_kernels(logits) and logits.dtype == torch.float32 and logits.stride(1) == 1:
+        return RowLogprobs(*logprobs_cpu(logits, chosen, num_top))
+    return RowLogprobs(*logprobs_reference(logits, chosen, num_top))
+
+
+def logprobs_reference(
+    logits: torch.Tensor, chosen: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the fields of `RowLogprobs`: the specification of `logprobs`, in torch."""
+    logprobs = logits.to(torch.float32).log_softmax(-1)
+    top = logits.topk(num_top, -1).indices.sort(-1).values  # ids ascending, so that the stable sort orders ties by id
+    top = top.gather(1, logits.gather(1, top).sort(dim=-1, descending=True, stable=True).indices)
+    top_logits, chosen_logits = logits.gather(1, top), logits.gather(1, chosen[:, None])
+    num_above_top = (top_logits[:, None, :] > top_logits[:, :, None]).sum(-1)
+    num_above_chosen = (logits > chosen_logits).sum(-1, keepdim=True)
+    ids = torch.cat([chosen[:, None], top], 1)
+    return ids, logprobs.gather(1, ids), torch.cat([num_above_chosen, num_above_top], 1) + 1
+
+
+# --- the CPU kernel and its launch
 
 BLOCK = 64  # ids of a block
 PIECE_BLOCKS = 128  # blocks of a piece, which is a work item
@@ -69,14 +115,11 @@ class LogprobsArguments(NamedTuple):
 
 AT = numbers_of(LogprobsArguments)
 
-# new launches use the last one; a recorded program may still use an earlier one
-_zeros = [torch.zeros(64, dtype=torch.int64)]
-
 
 def logprobs_cpu(
     logits: torch.Tensor, chosen: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the fields of `op.RowLogprobs`: ids, log-probabilities and ranks, each [L, 1 + K].
+    """Return the fields of `RowLogprobs`: ids, log-probabilities and ranks, each [L, 1 + K].
 
     Column 0 is the token `chosen` [L]; the others are the K = `num_top` most likely tokens of `logits` [L, V].
     """
@@ -84,10 +127,8 @@ def logprobs_cpu(
     num_pieces = -(-num_ids // PIECE)
     shape = (num_rows, 1 + num_top)
     ids, logprobs, ranks = empty(shape, torch.int64), empty(shape, torch.float32), empty(shape, torch.int64)
-    if len(_zeros[-1]) < num_rows:
-        _zeros.append(torch.zeros(2 * num_rows, dtype=torch.int64))
     launch(
-        cpu_kernel("transom_kernels.logprobs.cpu", "make_logprobs"),
+        cpu_kernel("transom_kernels.logprobs", "make_logprobs"),
         num_rows * num_pieces,
         LogprobsArguments(
             logits=RowArguments.of(logits),
@@ -99,7 +140,7 @@ def logprobs_cpu(
             ranks=ranks,
             area=empty((num_rows * num_pieces * AREA_BYTES,), torch.uint8),
             num_pieces=num_pieces,
-            counters=_zeros[-1],
+            counters=counters(num_rows),
         ),
     )
     return ids, logprobs, ranks

@@ -1,4 +1,4 @@
-"""`layer_norm` on CPUs: (x - mean) / sqrt(variance + eps) * weight of each row, in float32, in three passes over the row.
+"""The operator `layer_norm`: (x - mean(x)) / sqrt(variance(x) + eps) * weight of each row, in float32. CPUs have a kernel.
 
 Legend: T rows, N width.
 """
@@ -13,6 +13,31 @@ from transom_kernels.cpu.kernel import cpu_kernel
 from transom_kernels.cpu.launching import DTYPES, empty, launch
 from transom_kernels.cpu.simd import float_of_bits, fma, keep_part, lane_sum, row_access, splat, sqrt
 from transom_kernels.cpu.work import argument, each_item, helper
+from transom_kernels.launch import uses_cpu_kernels
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the normalised rows of `x` [T, N], rounded once; `weight` is [N] in the dtype of `x`.
+
+    Raises:
+        ValueError: the width does not fit.
+    """
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}.")
+    if uses_cpu_kernels(x) and fits_cpu(x, weight):
+        return layer_norm_cpu(x, weight, eps)
+    return layer_norm_reference(x, weight, eps)
+
+
+def layer_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Compute `layer_norm` in torch: the specification."""
+    wide = x.float()
+    centred = wide - wide.mean(dim=-1, keepdim=True)
+    scale = torch.rsqrt(centred.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return (centred * scale * weight.float()).to(x.dtype)
+
+
+# --- the CPU kernel and its launch
 
 ITEM_ELEMENTS = 2048  # about as many elements as one work item normalises
 
@@ -27,7 +52,7 @@ def layer_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     rows, width = x.shape
     out = empty(x.shape, x.dtype)
     per_item = max(1, ITEM_ELEMENTS // width)
-    kernel = cpu_kernel("transom_kernels.layer_norm.cpu", "make_layer_norm", dtype=DTYPES[x.dtype])
+    kernel = cpu_kernel("transom_kernels.layer_norm", "make_layer_norm", dtype=DTYPES[x.dtype])
     launch(kernel, -(-rows // per_item), [x, weight, out, rows, per_item, width, x.stride(0) * x.element_size(), eps])
     return out
 
