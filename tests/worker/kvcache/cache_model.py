@@ -269,7 +269,7 @@ def held_digests(cache: KvCache) -> list[list[Counter[bytes]]]:
                     holds[node.tier][group][digest] += 1
         for group, num_sink_blocks in node.retentions.sliding_groups:
             holds[node.tier][group].update(node.segment[: max(0, num_sink_blocks - node.parent.boundary)])
-        for (group, _), digests in zip(node.retentions.sliding_groups, node.windows or (), strict=False):
+        for group, digests in node.window_blocks():
             holds[node.windows_tier][group].update(digests)
     return holds
 
@@ -294,7 +294,7 @@ def check_tree(cache: KvCache) -> None:
         assert node.num_held_children == sum(child.is_held for child in node.children)
         chain = chains[id(node)] = [*chains[id(node.parent)], *node.segment]
         assert node.windows is None or len(node.windows) == len(node.retentions.sliding_groups)
-        for (group, _), digests in zip(node.retentions.sliding_groups, node.windows or (), strict=False):
+        for group, digests in node.window_blocks():
             live = live_blocks(node.retentions.specs[group], node.boundary * cache.block_size)
             pinned = node.retentions.specs[group].num_sink_blocks
             assert {chain[block] for block in live if block >= pinned} <= set(digests) <= set(chain[pinned:])
