@@ -174,8 +174,9 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
     sequences = list(sequences)
     for sequence in sequences:
         sequence.check()
-    check_tree(cache)
-    check_host(cache, sequences)
+    holds = held_digests(cache)
+    check_tree(cache, holds[DEVICE])
+    check_host(cache, sequences, holds[HOST])
     assert cache.enable_prefix_caching or not any(cache.index.groups)
     for group, pool in enumerate(cache.pools):
         tables = [sequence.tables[group] for sequence in sequences]
@@ -221,10 +222,9 @@ def check_cache(cache: KvCache, sequences: Iterable[SequenceBlocks]) -> None:
     assert cache.arena.num_free == cache.arena.owner.count(FREE)
 
 
-def check_host(cache: KvCache, sequences: Sequence[SequenceBlocks]) -> None:
+def check_host(cache: KvCache, sequences: Sequence[SequenceBlocks], holds: Sequence[Counter[bytes]]) -> None:
     """Each block of the host tier is needed by what says so, is a leftover that can be hit, or is free."""
     host = cache.tiers.host
-    holds = held_digests(cache)[HOST]
     for group, pool in enumerate(host.pools):
         found = cache.index.tiers[HOST][group]
         needs = Counter({found[digest]: count for digest, count in holds[group].items()})
@@ -269,12 +269,12 @@ def held_digests(cache: KvCache) -> list[list[Counter[bytes]]]:
                     holds[node.tier][group][digest] += 1
         for group, num_sink_blocks in node.retentions.sliding_groups:
             holds[node.tier][group].update(node.segment[: max(0, num_sink_blocks - node.parent.boundary)])
-        for (group, _), digests in zip(node.retentions.sliding_groups, node.windows or (), strict=False):
+        for group, digests in node.window_blocks():
             holds[node.windows_tier][group].update(digests)
     return holds
 
 
-def check_tree(cache: KvCache) -> None:
+def check_tree(cache: KvCache, holds: Sequence[Counter[bytes]]) -> None:
     """Pins are what the tree's nodes say, chains are whole, checkpoints complete."""
     checkpoints, tree = cache.checkpoints, cache.checkpoints.tree
     owned: dict[bytes, object] = {}
@@ -294,13 +294,13 @@ def check_tree(cache: KvCache) -> None:
         assert node.num_held_children == sum(child.is_held for child in node.children)
         chain = chains[id(node)] = [*chains[id(node.parent)], *node.segment]
         assert node.windows is None or len(node.windows) == len(node.retentions.sliding_groups)
-        for (group, _), digests in zip(node.retentions.sliding_groups, node.windows or (), strict=False):
+        for group, digests in node.window_blocks():
             live = live_blocks(node.retentions.specs[group], node.boundary * cache.block_size)
             pinned = node.retentions.specs[group].num_sink_blocks
             assert {chain[block] for block in live if block >= pinned} <= set(digests) <= set(chain[pinned:])
             assert len(set(digests)) == len(digests)
     assert owned == tree.owner
-    for group, counts in enumerate(held_digests(cache)[DEVICE]):
+    for group, counts in enumerate(holds):
         found = cache.index.groups[group]
         by_block = {found[digest]: count for digest, count in counts.items()}
         assert by_block == {block: count for block, count in enumerate(cache.pools[group].pins) if count}

@@ -123,7 +123,7 @@ def test_attacks(attack: Attack) -> None:
     assert sum(tenants.waits) < 8 * len(tenants.waits)
 
 
-@settings(max_examples=num_examples(daily=6, exhaustive=500), deadline=None)
+@settings(max_examples=num_examples(daily=3, exhaustive=500), deadline=None)
 @given(
     attacks=ATTACKS,
     num_victims=st.integers(1, 3),

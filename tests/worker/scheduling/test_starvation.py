@@ -128,7 +128,7 @@ class Attack:
         return item.num_prompt_tokens + (item.params.max_tokens or 0)
 
 
-@settings(max_examples=num_examples(daily=25, exhaustive=1500), deadline=None)
+@settings(max_examples=num_examples(daily=12, exhaustive=1500), deadline=None)
 @given(
     turns=TURNS,
     priority=st.integers(-MAX_PRIORITY, MAX_PRIORITY),

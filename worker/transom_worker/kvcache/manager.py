@@ -104,7 +104,7 @@ class KvCache:
         tree = PrefixTree(self.retentions, pins=(self.registry, host))
         moves = TierMoves(tree, self.index, self.registry, self.pools, host, self.copies, layout=layout)
         block_bytes = [group.block_bytes for group in layout.groups]
-        stores = DiskStores(tree, self.index, self.copies, block_bytes=block_bytes)
+        stores = DiskStores(self.index, self.copies, block_bytes=block_bytes)
         self.checkpoints = Checkpoints(
             layout,
             tree,

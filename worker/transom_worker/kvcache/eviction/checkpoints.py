@@ -96,8 +96,7 @@ class Checkpoints:
             if num_sink_blocks is None or index < num_sink_blocks:
                 found.append((owner, "chain"))
         for node in self.tree.nodes():
-            sliding = zip(node.retentions.sliding_groups, node.windows or (), strict=False)
-            found += [(node, "window") for (at, _), digests in sliding if at == group and digest in digests]
+            found += [(node, "window") for at, digests in node.window_blocks() if at == group and digest in digests]
         return found
 
     def lock(self, chain: Sequence[bytes], num_hash_blocks: int) -> Node | None:

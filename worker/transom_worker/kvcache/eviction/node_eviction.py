@@ -75,7 +75,7 @@ class EvictionCosts:
         below = node.checkpoint_below().boundary
         return sum(
             min(len(digests), node.boundary - below) * self._stride_bytes[group]
-            for (group, _), digests in zip(node.retentions.sliding_groups, node.windows, strict=True)
+            for group, digests in node.window_blocks()
         )
 
     def _repair_tokens(self, node: Node) -> int:
@@ -186,12 +186,9 @@ class NodeEviction:
         rank = None if with_segment and node.children else victim.rank
         if not self.make_room(lambda: moves.needs(node, with_segment=with_segment), rank=rank):
             return False
-        if not with_segment:
-            moves.demote_windows(node)
-        else:
-            if len(node.segment) > moves.piece:
-                self.add(self._tree.split_off(node, moves.piece))
-            moves.demote(node)
+        if with_segment and len(node.segment) > moves.piece:
+            self.add(self._tree.split_off(node, moves.piece))
+        moves.demote(node, with_segment=with_segment)
         self.add(node)
         self.tidy(node)
         return True

@@ -21,14 +21,12 @@ windows in the host tier, but never the other way round.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Protocol
 
 from transom_core.kv_cache.retention_set import RetentionSet
 from transom_core.kv_cache.tiers import DEVICE
-
-ActOnBlocks = Callable[[int, Iterable[bytes]], None]  # (group, digests of its blocks)
 
 
 class Pins(Protocol):
@@ -99,6 +97,22 @@ class Node:
     def is_held(self) -> bool:
         """Whether the segments above must stay where they are: this one is on the device, or a lock is here or below."""
         return self.tier == DEVICE or self.locks > 0 or self.num_held_children > 0
+
+    def segment_blocks(self) -> Iterator[tuple[int, Iterable[bytes]]]:
+        """Yield (group, digests) of the blocks that the segment pins, those farthest from the root first."""
+        begin = self.boundary - len(self.segment)
+        for group, hash_blocks_per_block in self.retentions.full_groups:
+            # The segment's first hash block that ends a block of the group: such a block is found under its last hash block.
+            first = (-begin - 1) % hash_blocks_per_block
+            yield group, reversed(self.segment[first::hash_blocks_per_block])
+        for group, num_sink_blocks in self.retentions.sliding_groups:
+            if begin < num_sink_blocks:
+                yield group, reversed(self.segment[: num_sink_blocks - begin])
+
+    def window_blocks(self) -> Iterator[tuple[int, list[bytes]]]:
+        """Yield (group, digests) of the windows, if the node has any."""
+        for (group, _), digests in zip(self.retentions.sliding_groups, self.windows or (), strict=False):
+            yield group, digests
 
     def checkpoint_below(self) -> Node:
         """Return the nearest ancestor that has windows, or the root."""
@@ -182,7 +196,8 @@ class PrefixTree:
         parent.children[node] = None
         for digest in node.segment:
             self.owner[digest] = node
-        self.for_each_block(node, self._pins[DEVICE].pin)
+        for group, digests in node.segment_blocks():
+            self._pins[DEVICE].pin(group, digests)
         self._count_held(parent, 1)
         return node, True
 
@@ -195,23 +210,23 @@ class PrefixTree:
 
     def pin_windows(self, node: Node, windows: tuple[list[bytes], ...]) -> None:
         """Pin a node's windows on the device, which must have the blocks."""
-        for (group, _), digests in zip(node.retentions.sliding_groups, windows, strict=True):
-            self._pins[DEVICE].pin(group, digests)
         node.windows, node.windows_tier = windows, DEVICE
+        for group, digests in node.window_blocks():
+            self._pins[DEVICE].pin(group, digests)
 
     def unpin_windows(self, node: Node) -> None:
         """Unpin a node's windows, if it has any."""
-        if node.windows is not None:
-            for (group, _), digests in zip(node.retentions.sliding_groups, node.windows, strict=True):
-                self._pins[node.windows_tier].unpin(group, digests)
-            node.windows = None
+        for group, digests in node.window_blocks():
+            self._pins[node.windows_tier].unpin(group, digests)
+        node.windows = None
 
     def drop_leaf(self, node: Node) -> None:
         """Remove a node without children and unpin its blocks, those farthest from the root first."""
         assert not node.children
         assert node.parent is not None
         self.unpin_windows(node)
-        self.for_each_block(node, self._pins[node.tier].unpin)
+        for group, digests in node.segment_blocks():
+            self._pins[node.tier].unpin(group, digests)
         for digest in node.segment:
             del self.owner[digest]
         if node.is_held:
@@ -273,14 +288,3 @@ class PrefixTree:
             if node.is_held == was_held:
                 return
             node = node.parent
-
-    def for_each_block(self, node: Node, act: ActOnBlocks) -> None:
-        """Call `act` for the blocks that the segment pins, group by group, the blocks farthest from the root first."""
-        begin = node.boundary - len(node.segment)
-        for group, hash_blocks_per_block in node.retentions.full_groups:
-            # The segment's first hash block that ends a block of the group: such a block is found under its last hash block.
-            first = (-begin - 1) % hash_blocks_per_block
-            act(group, reversed(node.segment[first::hash_blocks_per_block]))
-        for group, num_sink_blocks in node.retentions.sliding_groups:
-            if begin < num_sink_blocks:
-                act(group, reversed(node.segment[: num_sink_blocks - begin]))

@@ -11,7 +11,7 @@ running sequence still references stay on the device until it is released, but s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.kv_cache.tiers import DEVICE, HOST
@@ -62,25 +62,22 @@ class TierMoves:
             for group, num_sink_blocks in node.retentions.sliding_groups:
                 needs[group] += max(0, min(node.boundary, num_sink_blocks) - begin)
         if node.windows_tier == DEVICE:
-            for (group, _), digests in zip(node.retentions.sliding_groups, node.windows or (), strict=False):
+            for group, digests in node.window_blocks():
                 needs[group] += len(digests)
         return needs
 
-    def demote(self, node: Node) -> None:
-        """Move a node's segment, at most one piece, and its windows to the host, which must have room."""
+    def demote(self, node: Node, *, with_segment: bool) -> None:
+        """Move a node's windows to the host, which must have room, and with `with_segment` its segment, at most one piece."""
         digests: list[list[bytes]] = [[] for _ in self._pools]
-        self._tree.for_each_block(node, lambda group, some: digests[group].extend(some))
+        if with_segment:
+            for group, of_segment in node.segment_blocks():
+                digests[group].extend(of_segment)
         if node.windows_tier == DEVICE:
-            self._add_windows(node, digests)
+            for group, of_windows in node.window_blocks():
+                digests[group].extend(reversed(of_windows))
         self._spill(digests)
-        self._tree.set_tier(node, HOST)
-        node.windows_tier = HOST
-
-    def demote_windows(self, node: Node) -> None:
-        """Move a node's windows to the host, which must have room; its segment stays on the device."""
-        digests: list[list[bytes]] = [[] for _ in self._pools]
-        self._add_windows(node, digests)
-        self._spill(digests)
+        if with_segment:
+            self._tree.set_tier(node, HOST)
         node.windows_tier = HOST
 
     def promote(self, node: Node) -> list[Node]:
@@ -94,10 +91,12 @@ class TierMoves:
             above = above.parent
         changed = []
         for each in reversed(path):
-            if not self._has_segment(each):
+            if not self._has_all(each.segment_blocks()):
                 break
-            self._tree.for_each_block(each, self._registry.pin)
-            self._tree.for_each_block(each, self.host.unpin)
+            for group, digests in each.segment_blocks():
+                self._registry.pin(group, digests)
+            for group, digests in each.segment_blocks():
+                self.host.unpin(group, digests)
             self._tree.set_tier(each, DEVICE)
             self._promote_windows(each)
             changed.append(each)
@@ -107,29 +106,17 @@ class TierMoves:
 
     def _promote_windows(self, node: Node) -> bool:
         """Let a node pin its windows on the device, if the device has all their blocks; return whether that changed anything."""
-        if node.windows_tier == DEVICE:
+        if node.windows_tier == DEVICE or not self._has_all(node.window_blocks()):
             return False
-        windows = list(zip(node.retentions.sliding_groups, node.windows or (), strict=False))
-        if not all(digest in self._on_device[group] for (group, _), digests in windows for digest in digests):
-            return False
-        for (group, _), digests in windows:
+        for group, digests in node.window_blocks():
             self._registry.pin(group, digests)
             self.host.unpin(group, digests)
         node.windows_tier = DEVICE
         return True
 
-    def _has_segment(self, node: Node) -> bool:
-        """Return whether the device has all blocks of a node's segment."""
-        found = []
-        self._tree.for_each_block(
-            node, lambda group, digests: found.append(all(map(self._on_device[group].__contains__, digests)))
-        )
-        return all(found)
-
-    def _add_windows(self, node: Node, digests: list[list[bytes]]) -> None:
-        """Add the digests of a node's windows, by group, the last ones first."""
-        for (group, _), windows in zip(node.retentions.sliding_groups, node.windows or (), strict=False):
-            digests[group].extend(reversed(windows))
+    def _has_all(self, blocks: Iterable[tuple[int, Iterable[bytes]]]) -> bool:
+        """Return whether the device has all of these blocks, given as (group, digests)."""
+        return all(all(map(self._on_device[group].__contains__, digests)) for group, digests in blocks)
 
     def _spill(self, digests: Sequence[list[bytes]]) -> None:
         """Move the device's blocks under these digests, which are given by group and which one node pins, to the host."""

@@ -8,19 +8,18 @@ prefix that could be hit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from transom_worker.kvcache.blocks.block_copies import CopyQueue
 from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
-from transom_worker.kvcache.prefix.tree import Node, PrefixTree
+from transom_worker.kvcache.prefix.tree import Node
 
 
 class DiskStores:
-    """Queues copies to the disk for nodes of `tree`, whose blocks `index` finds. `block_bytes` has the bytes of a block by
-    group."""
+    """Queues copies to the disk for nodes whose blocks `index` finds. `block_bytes` has the bytes of a block by group."""
 
-    def __init__(self, tree: PrefixTree, index: PrefixIndex, copies: CopyQueue, *, block_bytes: Sequence[int]) -> None:
+    def __init__(self, index: PrefixIndex, copies: CopyQueue, *, block_bytes: Sequence[int]) -> None:
         self.is_on = False  # whether there is a disk tier
-        self._tree = tree
         self._index = index
         self._copies = copies
         self._block_bytes = block_bytes
@@ -29,9 +28,7 @@ class DiskStores:
         """Store a node's windows, and with `with_segment` its segment too; do nothing without a disk tier."""
         if not self.is_on:
             return
-        if with_segment:
-            self._tree.for_each_block(node, self._store)
-        for (group, _), digests in zip(node.retentions.sliding_groups, node.windows or (), strict=False):
+        for group, digests in chain(node.segment_blocks() if with_segment else (), node.window_blocks()):
             self._store(group, digests)
 
     def store_in_pieces(self, nodes: Iterable[Node], *, piece_bytes: int) -> Iterator[None]:
