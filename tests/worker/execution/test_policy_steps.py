@@ -229,7 +229,7 @@ def test_blocks_removed_from_the_middle_are_not_read(checkpoint: Any) -> None:
     assert all(0 < result.quality[0].dropped_mass < 1 for result in measured)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("kernels", some_daily(["auto", "reference"], daily=["auto"]))
 def test_streams_beyond_the_trained_length_rotate_a_second_query_for_sinks(
     kernels: Any, checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,14 +55,8 @@ def before(message: type, monkeypatch: pytest.MonkeyPatch, action: Callable[[], 
     monkeypatch.setattr(channel, "encode", act_and_encode)
 
 
-@pytest.mark.parametrize(
-    ("message", "rank"),
-    [
-        pytest.param(OpenRendezvous, 1, marks=pytest.mark.exhaustive),
-        (Load, 0),
-        pytest.param(Allocate, 1, marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive  # `test_ranks_that_die` kills running ranks
+@pytest.mark.parametrize(("message", "rank"), [(OpenRendezvous, 1), (Load, 0), (Allocate, 1)])
 def test_a_rank_killed_in_start_up(
     tiny_model: Path, pids: list[int], monkeypatch: pytest.MonkeyPatch, message: type, rank: int
 ) -> None:
