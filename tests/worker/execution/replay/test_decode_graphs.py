@@ -1,6 +1,6 @@
 """Graphs that are captured at start-up, captures that fail, and the comparison of a replay with a forward pass.
 
-`test_graphed_models` compares engines that replay graphs with engines that do not.
+`test_interpreted_models` compares engines that replay graphs with engines that do not.
 """
 
 from __future__ import annotations

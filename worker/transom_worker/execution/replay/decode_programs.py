@@ -27,7 +27,6 @@ from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.loss_causes import is_out_of_memory
 from transom_worker.execution.replay.decode_replay import (
     DecodeReplay,
-    DecodeStep,
     PolicyVariant,
     ReplayMismatch,
     check_replay,
@@ -75,20 +74,22 @@ class DecodePrograms(DecodeReplay):
         """See `DecodeReplay.block_mass`."""
         return self._inputs.block_mass
 
-    def prepare(self, step: DecodeStep) -> Callable[[], torch.Tensor] | None:
+    def prepare(
+        self, arrays: StepArrays, policy: PolicyVariant | None, eager_batch: Callable[[], ForwardBatch]
+    ) -> Callable[[], torch.Tensor] | None:
         """See `DecodeReplay.prepare`."""
-        arrays, key = step.arrays, (len(step.arrays.token_ids), step.policy)
+        key = (len(arrays.token_ids), policy)
         if self._is_refused or not arrays.only_decodes or not self._fits(arrays):
             return None
         self._inputs.write(arrays, len(arrays.token_ids))
         recorded = self._recorded.get(key)
         if recorded is None:
-            run = partial(self._record, key, step.eager_batch)
+            run = partial(self._record, key, eager_batch)
         elif not recorded.is_checked:
             run = partial(self._check, key, recorded)
         else:
             run = partial(_replay, recorded)
-        return partial(self._run_with_mass, run) if step.policy is not None and step.policy.wants_mass else run
+        return partial(self._run_with_mass, run) if policy is not None and policy.wants_mass else run
 
     def _fits(self, arrays: StepArrays) -> bool:
         """Return whether the fixed arrays have room for a step. If any row of a step has a KV policy, all must be policy rows."""
