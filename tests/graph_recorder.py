@@ -32,10 +32,11 @@ class NotCapturable(Exception):
 
 
 class Recording(TorchDispatchMode):
-    """The operations since recording began."""
+    """The operations since recording began; `refuses` says whether one that a graph cannot hold is an error."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, refuses: bool) -> None:
         super().__init__()
+        self._refuses = refuses
         self.steps: list[Callable[[], None]] = []
         self.names: Counter[str] = Counter()
         self.made: list[torch.Tensor] = []  # memory that belongs to the recording
@@ -44,7 +45,8 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
-        if name in UNCAPTURED or f"{name}.{func._overloadname}" in UNCAPTURED or _picks_by_mask(name, args):
+        needs_host = name in UNCAPTURED or f"{name}.{func._overloadname}" in UNCAPTURED or _picks_by_mask(name, args)
+        if needs_host and self._refuses:
             raise NotCapturable(f"{func} needs the host")
         with self:
             parts = func.decompose(*args, **kwargs)
@@ -126,11 +128,11 @@ class RecorderDevice(CudaCapture):
 
 
 @contextmanager
-def recorded() -> Iterator[Recording]:
-    """Records the operations inside the context; raises NotCapturable for an operation that a graph cannot hold."""
+def recorded(*, refuses: bool = True) -> Iterator[Recording]:
+    """Records the operations inside the context; if it refuses, raises NotCapturable for an operation that a graph cannot hold."""
     from triton.runtime.interpreter import GridExecutor
 
-    recording, interpret = Recording(), GridExecutor.__call__
+    recording, interpret = Recording(refuses=refuses), GridExecutor.__call__
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
         def again() -> None:
@@ -144,7 +146,7 @@ def recorded() -> Iterator[Recording]:
 
     def refused(name: str, plain: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if recording.inside_launch:
+            if recording.inside_launch or not refuses:
                 return plain(*args, **kwargs)
             raise NotCapturable(f"{name} needs the host")
 

@@ -27,7 +27,7 @@ from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup.model_setup import ModelSetup
 from transom_worker.execution.step_sampling import StepLogits
 from transom_worker.execution.tiers.load_reports import LoadReports
-from transom_worker.models.parallel.communicator import SINGLE_RANK, Parallel
+from transom_worker.models.parallel.communicator import SINGLE_RANK, Communicator, Parallel
 from transom_worker.scheduling.step import StepPlan, StepResult
 from transom_worker.telemetry.metrics import EngineMetrics
 
@@ -75,24 +75,24 @@ class Rendezvous:
                 self._made = tensors[0].clone()
 
 
-class ThreadComm:
-    """One thread's `Communicator`; sums are in order of rank. Counts the tensors that it exchanges."""
+class ThreadComm(Communicator):
+    """One thread's communicator; sums are in order of rank. Counts the tensors that it exchanges."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self._rendezvous, self._rank = rendezvous, rank
         self.num_operations = 0
         self.gathered_elements = 0
 
-    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(self._come("sum", x))
+    def _all_reduce(self, x: torch.Tensor) -> None:
+        x.copy_(self._come("sum", x))
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
         self.gathered_elements += x.numel()
         gathered: list[torch.Tensor] = self._come("gather", x)
         return gathered if self._rank == 0 else None
 
-    def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(self._come("broadcast", x))
+    def _broadcast(self, x: torch.Tensor) -> None:
+        x.copy_(self._come("broadcast", x))
 
     def _come(self, what: str, x: torch.Tensor) -> Any:
         self.num_operations += 1

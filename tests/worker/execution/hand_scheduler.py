@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from transom_core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from transom_core.contract import SamplingParams
@@ -54,6 +55,7 @@ class Blocks:
 class HandSequence:
     def __init__(self, new: NewSequence, num_groups: int) -> None:
         self.new = new
+        self.tokens = list(new.token_ids)
         self.num_computed = 0
         self.num_known = len(new.token_ids)
         self.blocks: list[dict[int, int]] = [{} for _ in range(num_groups)]  # by group: logical to id
@@ -81,6 +83,7 @@ class HandScheduler:
         num_prompt_tokens: int | None = None,
         params: SamplingParams = GREEDY,
         seed: int = 0,
+        **policy: Any,
     ) -> HandSequence:
         new = NewSequence(
             seq_id=seq_id,
@@ -89,6 +92,7 @@ class HandScheduler:
             num_prompt_tokens=len(tokens) if num_prompt_tokens is None else num_prompt_tokens,
             params=params,
             seed=seed,
+            **policy,
         )
         self.sequences[seq_id] = HandSequence(new, len(self.specs))
         self._new.append(new)
@@ -164,6 +168,7 @@ class HandScheduler:
         for seq_id, token in sampled.items():
             if seq_id in self.sequences:
                 self.sequences[seq_id].next_id = token
+                self.sequences[seq_id].tokens.append(token)
         return sampled
 
     def _schedule(self, plan: StepPlan, sequence: HandSequence, count: int, *, by_row: bool) -> None:
@@ -197,12 +202,19 @@ class HandScheduler:
             for block in dropped:
                 del held[block]
             first_new = max(held, default=-1) + 1
-            new = list(range(first_new, -(-end // spec.block_size)))
-            held.update(zip(new, self.pool.take(group, len(new)), strict=True))
-            if new or dropped:
-                plan.delta_seq.append(sequence.new.seq_id)
-                plan.delta_group.append(group)
-                plan.delta_dropped.append(len(dropped))
-                plan.delta_first_block.append(min((block for block in held if block >= pinned), default=pinned))
-                plan.delta_blocks += [held[block] for block in new]
-                plan.delta_offset.append(len(plan.delta_blocks))
+            new = range(first_new, -(-end // spec.block_size))
+            run = min((block for block in (*held, *new) if block >= pinned), default=pinned)
+            self._add_delta(plan, sequence, group, len(dropped), run, new)
+
+    def _add_delta(
+        self, plan: StepPlan, sequence: HandSequence, group: int, num_dropped: int, first_block: int, new: range
+    ) -> None:
+        held = sequence.blocks[group]
+        held.update(zip(new, self.pool.take(group, len(new)), strict=True))
+        if new or num_dropped:
+            plan.delta_seq.append(sequence.new.seq_id)
+            plan.delta_group.append(group)
+            plan.delta_dropped.append(num_dropped)
+            plan.delta_first_block.append(first_block)
+            plan.delta_blocks += [held[block] for block in new]
+            plan.delta_offset.append(len(plan.delta_blocks))

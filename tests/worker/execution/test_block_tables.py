@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.how_many import num_examples
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_worker.execution.batch.block_tables import BlockTables
 
@@ -18,22 +19,15 @@ def spec(num_sink_blocks: int) -> GroupSpec:
     return GroupSpec(name="s", kind=GroupKind.SINKS_WINDOW, layers=(0,), block_size=SIZE, window=9, sinks=sinks)
 
 
-class Model:
-    """A row as a map from logical block to id."""
-
-    def __init__(self) -> None:
-        self.held: dict[int, int] = {}
-
-
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=num_examples(daily=30, exhaustive=300))
 @given(data=st.data(), num_sink_blocks=st.integers(0, 2))
 def test_rows_equal_a_map_of_logical_blocks(data: st.DataObject, num_sink_blocks: int) -> None:
     tables = BlockTables(spec(num_sink_blocks), num_rows=3, num_columns=2)
-    rows = [Model() for _ in range(3)]
+    rows: list[dict[int, int]] = [{} for _ in range(3)]  # logical block -> id
     ids = iter(range(10_000))
     for _ in range(data.draw(st.integers(1, 25))):
         row = data.draw(st.integers(0, 2))
-        held = rows[row].held
+        held = rows[row]
         if data.draw(st.integers(0, 9)) == 0:
             tables.clear(row)
             held.clear()
@@ -54,7 +48,7 @@ def test_rows_equal_a_map_of_logical_blocks(data: st.DataObject, num_sink_blocks
             held[block] = next(ids)
             tables.move(row, logical=block, block=held[block])
         for check in range(3):
-            _check(tables, check, rows[check].held, num_sink_blocks)
+            _check(tables, check, rows[check], num_sink_blocks)
 
 
 def _check(tables: BlockTables, row: int, held: dict[int, int], num_sink_blocks: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.checkpoints import load_oracle, make_checkpoint, prompt
+from tests.matrices import some_daily
 from tests.tiny_checkpoints import visible
 from tests.worker.execution.hand_scheduler import engine_config, make_runner
 from tests.worker.execution.policy_scheduler import PolicyScheduler
@@ -92,26 +93,26 @@ def window_mask(window: int, sinks: int) -> Callable[[int], torch.Tensor]:
     return lambda length: visible(length, length, window=window, sinks=sinks)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_daily(FAMILIES, daily=["qwen3", "gemma2", "olmo3", "gpt_oss", "smollm3"]))
 def test_a_window_with_sinks_equals_transformers_with_the_same_mask(family: str, checkpoint: Any) -> None:
     folder = checkpoint(family)
     hand, model = PolicyScheduler(start_runner(folder)), load_oracle(folder)
     tokens = prompt(150)
-    hand.add(0, tokens, WindowPolicy(sinks=5, window=21))
+    hand.add_row(0, tokens, WindowPolicy(sinks=5, window=21))
     for count in (40, 1, 63, 46):
         hand.step({0: count})
     hand.decode(0, 30)
-    assert len(hand.rows[0].held) <= 2 + -(-21 // 4) + 1
-    check_greedy(model, hand.rows[0].tokens, 150, window_mask(21, 5))
+    assert len(hand.sequences[0].blocks[0]) <= 2 + -(-21 // 4) + 1
+    check_greedy(model, hand.sequences[0].tokens, 150, window_mask(21, 5))
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_rows_of_all_kinds_side_by_side(checkpoint: Any, enforce_eager: bool) -> None:
     folder = checkpoint("llama")
     hand, model = PolicyScheduler(start_runner(folder, enforce_eager=enforce_eager)), load_oracle(folder)
-    hand.add(0, prompt(50), WindowPolicy(sinks=0, window=9))
-    hand.add(1, prompt(60, salt=1))
-    hand.add(2, prompt(3, salt=2), WindowPolicy(sinks=17, window=30))
+    hand.add_row(0, prompt(50), WindowPolicy(sinks=0, window=9))
+    hand.add_row(1, prompt(60, salt=1))
+    hand.add_row(2, prompt(3, salt=2), WindowPolicy(sinks=17, window=30))
     hand.step({1: 20})
     hand.step({0: 30, 1: 10, 2: 3})
     hand.step({2: 1, 0: 20, 1: 30})
@@ -122,18 +123,18 @@ def test_rows_of_all_kinds_side_by_side(checkpoint: Any, enforce_eager: bool) ->
         hand.step({1: 1, 2: 1})
     hand.step({0: 1, 1: 1, 2: 1})  # more rows than are recorded
     assert hand.runner.usage.num_graph_steps == (0 if enforce_eager else 22)
-    check_greedy(model, hand.rows[0].tokens, 50, window_mask(9, 0))
-    check_greedy(model, hand.rows[1].tokens, 60, lambda length: visible(length, length, window=None, sinks=0))
-    check_greedy(model, hand.rows[2].tokens, 3, window_mask(30, 17))
+    check_greedy(model, hand.sequences[0].tokens, 50, window_mask(9, 0))
+    check_greedy(model, hand.sequences[1].tokens, 60, lambda length: visible(length, length, window=None, sinks=0))
+    check_greedy(model, hand.sequences[2].tokens, 3, window_mask(30, 17))
 
 
 def test_attention_mass_is_that_of_transformers_by_block(checkpoint: Any) -> None:
     folder = checkpoint("qwen3")
     hand, model = PolicyScheduler(start_runner(folder)), load_oracle(folder)
-    hand.add(0, prompt(30), WindowPolicy(sinks=3, window=11))
+    hand.add_row(0, prompt(30), WindowPolicy(sinks=3, window=11))
     results = [hand.step({0: 17}, mass=True), hand.step({0: 13}, mass=True), *hand.decode(0, 6, mass=True)]
     assert hand.runner.usage.num_graph_steps == 6
-    tokens = hand.rows[0].tokens[:-1]
+    tokens = hand.sequences[0].tokens[:-1]
     with masked(model, window_mask(11, 3)), torch.inference_mode():
         attentions = model(torch.tensor([tokens]), use_cache=False, output_attentions=True).attentions
     share = torch.stack(attentions).mean(dim=(0, 1, 2))  # [queries, keys]
@@ -150,12 +151,12 @@ def test_attention_mass_is_that_of_transformers_by_block(checkpoint: Any) -> Non
 def test_quality_compares_with_attention_to_all_that_was_dropped(checkpoint: Any) -> None:
     folder = checkpoint("llama")
     hand, model = PolicyScheduler(start_runner(folder)), load_oracle(folder)
-    hand.add(0, prompt(60), WindowPolicy(sinks=3, window=11), quality=True)
-    hand.add(1, prompt(20))
+    hand.add_row(0, prompt(60), WindowPolicy(sinks=3, window=11), quality=True)
+    hand.add_row(1, prompt(20))
     hand.step({0: 60})
     hand.step({1: 20, 0: 1}, measure=True)
     results = [hand.step({1: 1, 0: 1}, measure=True) for _ in range(3)]
-    tokens = hand.rows[0].tokens[:-1]
+    tokens = hand.sequences[0].tokens[:-1]
     for result, length in zip(results, (62, 63, 64), strict=True):
 
         def last_row_sees_all(count: int) -> torch.Tensor:
@@ -180,7 +181,7 @@ def test_the_device_is_read_once_for_all_rows(num_rows: int, checkpoint: Any, mo
     """Once for their mass and once for their quality: each reading waits for the device."""
     hand, reads = PolicyScheduler(start_runner(checkpoint("llama"), enforce_eager=True)), list[str]()
     for seq_id in range(num_rows):
-        hand.add(seq_id, prompt(20, salt=seq_id), WindowPolicy(sinks=3, window=11), quality=True)
+        hand.add_row(seq_id, prompt(20, salt=seq_id), WindowPolicy(sinks=3, window=11), quality=True)
     hand.step(dict.fromkeys(range(num_rows), 20))
 
     def counted(name: str) -> Callable[..., Any]:
@@ -209,7 +210,7 @@ def test_blocks_removed_from_the_middle_are_not_read(checkpoint: Any) -> None:
     """As if the mask had hidden these keys from the row on that first lacks them."""
     folder = checkpoint("llama")
     hand, model = PolicyScheduler(start_runner(folder)), load_oracle(folder)
-    hand.add(0, prompt(41), HeavyPolicy(sinks=4, budget=32), quality=True)
+    hand.add_row(0, prompt(41), HeavyPolicy(sinks=4, budget=32), quality=True)
     hand.step({0: 41})
     hand.decode(0, 2)
     for logical in (3, 7, 8):
@@ -224,11 +225,11 @@ def test_blocks_removed_from_the_middle_are_not_read(checkpoint: Any) -> None:
             seen[first_row:, 4 * logical : 4 * logical + 4] = False
         return seen
 
-    check_greedy(model, hand.rows[0].tokens, 41, mask)
+    check_greedy(model, hand.sequences[0].tokens, 41, mask)
     assert all(0 < result.quality[0].dropped_mass < 1 for result in measured)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("kernels", some_daily(["auto", "reference"], daily=["auto"]))
 def test_streams_beyond_the_trained_length_rotate_a_second_query_for_sinks(
     kernels: Any, checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,16 +256,18 @@ def test_streams_beyond_the_trained_length_rotate_a_second_query_for_sinks(
 
     with prefer(kernels):
         hand = PolicyScheduler(start_runner(folder))
-        hand.add(0, prompt(50), WindowPolicy(sinks=6, window=20))
-        hand.add(1, prompt(40, salt=1))
+        hand.add_row(0, prompt(50), WindowPolicy(sinks=6, window=20))
+        hand.add_row(1, prompt(40, salt=1))
         hand.step({0: 50, 1: 14})
         hand.step({0: 1, 1: 26})
         for _ in range(15):
             hand.step({0: 1, 1: 1})
         hand.decode(0, 120)
-    assert max(len(row.held) for row in hand.rows.values()) <= 15
-    check_greedy(model, hand.rows[0].tokens[:64], 50, window_mask(20, 6))  # below the trained length: the ordinary mask
+    assert max(len(row.blocks[0]) for row in hand.sequences.values()) <= 15
+    check_greedy(
+        model, hand.sequences[0].tokens[:64], 50, window_mask(20, 6)
+    )  # below the trained length: the ordinary mask
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", attend)
-    check_greedy(model, hand.rows[0].tokens, 50, window_mask(20, 6))
+    check_greedy(model, hand.sequences[0].tokens, 50, window_mask(20, 6))
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", plain)
-    check_greedy(model, hand.rows[1].tokens, 40, lambda length: visible(length, length, window=None, sinks=0))
+    check_greedy(model, hand.sequences[1].tokens, 40, lambda length: visible(length, length, window=None, sinks=0))

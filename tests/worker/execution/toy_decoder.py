@@ -14,6 +14,7 @@ from transom_kernels.paged_attention.inputs import PagedBatch
 from transom_worker.execution.setup.model_loading import LoadedModel
 from transom_worker.models.layers.forward_batch import ForwardBatch, LayerCache
 from transom_worker.models.layers.policy_rows import MixedBatch
+from transom_worker.models.model import Model
 
 VOCABULARY = 64
 HIDDEN = 32
@@ -48,7 +49,7 @@ def load_toy(layers: list[LayerAttention], *, eos: tuple[int, ...] = (), max_pos
     )
 
 
-class ToyDecoder:
+class ToyDecoder(Model):
     weight_bytes = 1000
     vocab = slice(0, VOCABULARY)
 
@@ -65,9 +66,6 @@ class ToyDecoder:
         self.head = weight(VOCABULARY, HIDDEN) * 4.0
         self.num_forwards = 0
         self.most_logit_rows = 0  # of one call
-
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        return self.logits(self.hidden(batch))
 
     def logits(self, hidden_RN: torch.Tensor) -> torch.Tensor:
         self.most_logit_rows = max(self.most_logit_rows, len(hidden_RN))

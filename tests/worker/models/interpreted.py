@@ -57,12 +57,12 @@ def run_engine(
     folder: Path,
     kernels: Kernels,
     *,
-    lengths: tuple[int, int] = LENGTHS,
+    lengths: tuple[int, ...] = LENGTHS,
     size: int = 1,
     situations: tuple[str, ...] = SITUATIONS,
     **settings: Any,
 ) -> Run:
-    """Two prompts together in chunks; the longer one again from the cache, and again with lost windows."""
+    """Prompts together in chunks; all but the first again from the cache, and again with lost windows."""
     with kernels_of(kernels):
         engine, ranks = make_sharded_engine(str(folder), size, **(SETTINGS | settings))
         ranks.logits()

@@ -1,35 +1,52 @@
 """Engines on Triton's kernels, in the interpreter, against equal engines on torch's operators.
 
-Two small models in `make test`, more in `make test-all`; every family and several ranks in `make test-interpreter`.
+One small model in `make test`, more in `make test-all`; every family, several ranks and replayed CUDA graphs in
+`make test-interpreter`.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from tests.checkpoints import make_checkpoint
+from tests.cpu_threads import NUM_THREADS
+from tests.graph_recorder import RecorderDevice
 from tests.tiny_checkpoints import tiny_llama
+from tests.worker.execution.hand_scheduler import make_runner
 from tests.worker.models.deepseek_v4_checkpoint import HEAVY, SLIDING, SPARSE, make_deepseek_v4
 from tests.worker.models.interpreted import check, check_preempted, run_engine
 from tests.worker.models.test_moe_families import CASES as MIXTURES
 from tests.worker.models.test_moe_families import QUANTISED
-from tests.worker.models.test_sharded_families import CASES, make_folder
-from transom_kernels.launch import INTERPRETED
+from tests.worker.models.test_sharded_families import CASES, FAMILIES, make_folder
+from transom_core.settings.settings import Settings
+from transom_kernels.launch import INTERPRETED, prefer
+from transom_kernels.paged_attention.triton import tuning
+from transom_worker.execution.replay import backends
+from transom_worker.execution.setup import dummy_run
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
 WINDOW = 6  # so small that lost windows of short prompts are cheaper to repair than to compute anew
 SEVERAL_RANKS = ("gpt_oss", "gpt_oss in MXFP4", "gemma4", "gemma4 with experts", "llama4", "olmo3", "deepseek_v4")
+# Engines that replay their decode steps as CUDA graphs.
+SPLIT_KEYS = 16  # so that short sequences are shared out over programs, and levels differ
+LENGTHS = (9, 5, 26)  # three sequences in a graph for four
+GRAPHED: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 32, "window": 6, "sinks": 2, "window_pattern": "SF"}
+ROUNDING = 2e-5  # rows that are added change how torch's products round
 
 
 def test_windows_and_sinks(tmp_path: Path) -> None:
     tiny_llama(tmp_path, layers=2, hidden=48, heads=4, kv_heads=2)
     settings: dict[str, Any] = {"window": WINDOW, "sinks": 2, "window_pattern": "SF"}
-    assert check(tmp_path, **settings).outcomes["repaired"] > 0
+    assert check(tmp_path, situations=("cold", "repaired"), **settings).outcomes["repaired"] > 0
 
 
 @pytest.mark.exhaustive
@@ -87,3 +104,51 @@ def test_two_runs_give_the_same_bits(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, "gpt_oss")
     first, second = (run_engine(folder, "interpreted") for _ in range(2))
     assert all(one.equal(other) for one, other in zip(first.logits, second.logits, strict=True))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "deepseek_v4"])
+def test_a_decode_step_is_captured_and_checked(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, device = make_folder(tmp_path, name), RecorderDevice()
+    monkeypatch.setattr(backends, "capture_device", lambda _: device)
+    monkeypatch.setattr(dummy_run, "WARM_UP_TOKENS", 1)
+    settings = {
+        "kv_cache_memory_bytes": "4MiB",
+        "block_size": 8,
+        "max_model_len": 24,
+        "max_num_seqs": 1,
+        "num_threads": NUM_THREADS,
+    }
+    with prefer("interpreted"), caplog.at_level(logging.INFO):
+        runner = make_runner(Settings.parse(model=str(folder), dtype="float32", **settings).engine_config())
+    assert runner.info.num_graphs == len(device.graphs) == 1
+    assert "differs by" not in caplog.text
+
+
+@contextmanager
+def recording() -> Iterator[RecorderDevice]:
+    """Engines that are made within record and replay their decode steps."""
+    device = RecorderDevice()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "capture_device", lambda _: device)
+        yield device
+    assert sum(graph.num_replays - 1 for graph in device.graphs) > 0, "nothing was replayed"
+
+
+@pytest.mark.interpreter
+def test_replayed_steps_in_hits_repairs_and_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_llama(tmp_path, layers=2, hidden=48, heads=4, kv_heads=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning, "DECODE_SPLIT_KEYS", SPLIT_KEYS)
+        wanted = run_engine(tmp_path, "interpreted", lengths=LENGTHS, **GRAPHED)
+        with recording():
+            got = run_engine(tmp_path, "interpreted", lengths=LENGTHS, **GRAPHED)
+    for situation, wholes in wanted.wholes.items():
+        assert [w.token_ids for w in got.wholes[situation]] == [w.token_ids for w in wholes], situation
+    for theirs, ours in zip(wanted.logits, got.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=ROUNDING, rtol=ROUNDING)
+    assert got.outcomes["repaired"] > 0
+    with recording():
+        check_preempted(tmp_path, **GRAPHED)

@@ -8,20 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, prompt
+from tests.engine_driver import make_request, run
+from tests.graph_recorder import recorded
+from tests.thread_ranks import make_sharded_engine
 from tests.worker.models.deepseek_v4_checkpoint import SLIDING, make_deepseek_v4
-from tests.worker.models.launches import decoding_step
+from tests.worker.models.interpreted import SETTINGS, kernels_of
 from tests.worker.models.test_dense_families import CASES as DENSE
 from tests.worker.models.test_moe_families import CASES as MIXTURES
 from transom_kernels.launch import INTERPRETED
+from transom_worker.execution.setup import model_loading
+from transom_worker.models.registry import build_model
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
 DENSE_LAYER = Counter(norm_rows=2, product=4, prepare_and_write=1, attend=1, activate=1)
 ROUTER = Counter(score_experts=1, choose_experts=1)  # for every kind of score
-EXPERTS = Counter(full=1, sort_pairs=1, into_experts=1, out_of_experts=1, sum_experts=1)
+EXPERTS = Counter(new_full=1, sort_pairs=1, into_experts=1, out_of_experts=1, sum_experts=1)
 MIXTURE_LAYER = Counter(norm_rows=2, product=2, prepare_and_write=1, attend=1) + ROUTER + EXPERTS
 # Of a sublayer, for any number of rounds.
 HYPER_CONNECTION = Counter(normalise_streams=1, product=1, pre_and_mix=1, post_and_mix=1)
@@ -74,3 +80,28 @@ def added_by_a_layer(make: Callable[[int], Path]) -> Counter[str]:
     layer = Counter({kind: count for kind, count in two.items() if count})
     layer["product"] = layer.pop("mm", 0) + layer.pop("addmm", 0)
     return layer
+
+
+def decoding_step(folder: Path, **settings: Any) -> Counter[str]:
+    """Launches of the last forward pass of a short request: one token."""
+    steps: list[Counter[str]] = []
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        model = build_model(*args, **kwargs)
+        forward = model.forward
+
+        def counting(batch: Any) -> torch.Tensor:
+            with recorded(refuses=False) as recording:
+                logits: torch.Tensor = forward(batch)
+            steps.append(recording.names)
+            return logits
+
+        model.forward = counting  # type: ignore[method-assign]
+        return model
+
+    with kernels_of("interpreted"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_loading, "build_model", build)
+        engine, _ = make_sharded_engine(str(folder), 1, **(SETTINGS | settings))
+        run(engine, [make_request("one", prompt(3), max_tokens=2)])
+        engine.shutdown()
+    return steps[-1]

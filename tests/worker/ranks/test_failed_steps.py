@@ -82,6 +82,7 @@ def test_results_of_forgotten_plans_are_dropped(engine: Engine) -> None:
     assert executor.receive().step_id == 2_001
 
 
+@pytest.mark.exhaustive  # `test_one_rank_alone` is the same with too little memory
 def test_a_plan_that_one_rank_refuses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank began the plan and waits; the error names the refusing rank's reason."""
     send = ExecutorChannel._send

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-START = """
-import sys
-from transom_worker.execution.ranks import process_launcher
-from transom_worker.execution.ranks.ranks_executor import RanksExecutor
-from transom_core.logs import show_logs
+from transom_core.errors import RankLost
 from transom_core.settings.settings import Settings
+from transom_worker.execution.ranks import group, process_launcher
+from transom_worker.execution.ranks.ranks_executor import RanksExecutor
 
-process_launcher.PROGRAM = (sys.executable, "-P", "-c", sys.argv[2])
-show_logs("json", "worker/abc")
-settings = {"kv_cache_memory_bytes": "8MiB", "num_threads": 1, "device": "cpu", "tensor_parallel_size": 2, "log_format": "json"}
-executor = RanksExecutor(Settings.parse(model=sys.argv[1], **settings).engine_config(), process_launcher.RankProcesses)
-try:
-    executor.start()
-except Exception as error:
-    print(f"{type(error).__name__}: {error}")
-executor.shutdown()
-"""
 RANK = """
 import logging, threading, warnings
 from transom_worker.execution.ranks import rank_main
@@ -45,16 +33,32 @@ TALK = (
 )
 
 
-def lines_of_ranks(model: Path, what_they_do: str) -> tuple[list[dict[str, Any]], str]:
+@pytest.fixture
+def lines_of_ranks(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[[str], tuple[list[dict[str, Any]], str]]:
     """What two ranks write on standard error while they start, and the error that their executor raises."""
-    command = [sys.executable, "-c", START, str(model), RANK.format(what_they_do)]
-    done = subprocess.run(command, check=True, timeout=240, capture_output=True, text=True)
-    lines = [json.loads(line) for line in done.stderr.splitlines()]  # nothing but JSON
-    return [line for line in lines if line["process"].startswith("rank/")], done.stdout
+    settings = {"kv_cache_memory_bytes": "8MiB", "num_threads": 1, "device": "cpu", "tensor_parallel_size": 2}
+    config = Settings.parse(model=str(tiny_model), log_format="json", **settings).engine_config()
+    monkeypatch.setattr(group, "process_name", lambda: "worker/abc")
+
+    def start(what_they_do: str) -> tuple[list[dict[str, Any]], str]:
+        program, told = (sys.executable, "-P", "-c", RANK.format(what_they_do)), ""
+        monkeypatch.setattr(process_launcher, "PROGRAM", program)
+        executor = RanksExecutor(config, process_launcher.RankProcesses)
+        try:
+            executor.start()
+        except RankLost as error:
+            told = str(error)
+        executor.shutdown()
+        lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]  # nothing but JSON
+        return [line for line in lines if line["process"].startswith("rank/")], told
+
+    return start
 
 
-def test_every_line_of_a_rank_is_json_with_its_rank_and_worker(tiny_model: Path) -> None:
-    lines, error = lines_of_ranks(tiny_model, TALK)
+def test_every_line_of_a_rank_is_json_with_its_rank_and_worker(lines_of_ranks: Any) -> None:
+    lines, error = lines_of_ranks(TALK)
     assert error == ""
     assert {(line["process"], line["rank"], line["worker"]) for line in lines} == {
         ("rank/0", 0, "abc"),
@@ -72,9 +76,9 @@ def test_every_line_of_a_rank_is_json_with_its_rank_and_worker(tiny_model: Path)
 
 
 @pytest.mark.exhaustive
-def test_a_ranks_error_at_start_is_json_and_its_executors(tiny_model: Path) -> None:
+def test_a_ranks_error_at_start_is_json_and_its_executors(lines_of_ranks: Any) -> None:
     """The other rank may be ended before it comes as far."""
-    lines, error = lines_of_ranks(tiny_model, 'raise KeyError("broken")')
+    lines, error = lines_of_ranks('raise KeyError("broken")')
     assert "KeyError: 'broken'" in error
     assert lines
     for line in lines:

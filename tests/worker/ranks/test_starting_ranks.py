@@ -1,11 +1,15 @@
-"""Failures while ranks start: each error names its rank, and no process or file is left."""
+"""Failures while ranks start: each error names its rank, and no process or file is left.
+
+Start-up waits for ranks as long as one of them reports progress; when it gives up, it closes everything.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,9 +21,21 @@ from transom_core.config import EngineConfig
 from transom_core.errors import ConfigError, ModelError, RankLost
 from transom_core.settings.settings import Settings
 from transom_worker.execution.ranks import channel
+from transom_worker.execution.ranks import rank_startup as startup
 from transom_worker.execution.ranks import ranks_executor as executor
 from transom_worker.execution.ranks.group import RankGroup
-from transom_worker.execution.ranks.messages import Allocate, Load, OpenRendezvous, encode
+from transom_worker.execution.ranks.launcher import Launcher, OnRankExit
+from transom_worker.execution.ranks.messages import (
+    Allocate,
+    Hello,
+    Load,
+    Loaded,
+    LoadProgress,
+    OpenRendezvous,
+    RankSetup,
+    RendezvousOpened,
+    encode,
+)
 from transom_worker.execution.ranks.process_launcher import RankProcesses
 from transom_worker.execution.ranks.ranks_executor import RanksExecutor
 
@@ -55,14 +71,8 @@ def before(message: type, monkeypatch: pytest.MonkeyPatch, action: Callable[[], 
     monkeypatch.setattr(channel, "encode", act_and_encode)
 
 
-@pytest.mark.parametrize(
-    ("message", "rank"),
-    [
-        pytest.param(OpenRendezvous, 1, marks=pytest.mark.exhaustive),
-        (Load, 0),
-        pytest.param(Allocate, 1, marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive  # `test_ranks_that_die` kills running ranks
+@pytest.mark.parametrize(("message", "rank"), [(OpenRendezvous, 1), (Load, 0), (Allocate, 1)])
 def test_a_rank_killed_in_start_up(
     tiny_model: Path, pids: list[int], monkeypatch: pytest.MonkeyPatch, message: type, rank: int
 ) -> None:
@@ -127,3 +137,80 @@ def test_too_few_devices(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     asked = replace(asked, model=replace(asked.model, device="cuda"))
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES is 3"):
         RanksExecutor(asked, RankProcesses).start()
+
+
+SILENCE_S = 10.0
+
+
+class NoProcesses(Launcher):
+    """Starts no process, so that no message ever arrives."""
+
+    ip = None
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def launch(self, setups: Sequence[RankSetup], on_exit: OnRankExit) -> None:
+        self.done.append("launch")
+
+    def kill(self) -> None:
+        self.done.append("kill")
+
+    def close(self) -> None:
+        self.done.append("close")
+
+
+class KillFails(NoProcesses):
+    def kill(self) -> None:
+        raise OSError("no connection")
+
+
+class Script:
+    """A group of two whose messages come with a pause before each, on a clock of its own."""
+
+    size = 2
+
+    def __init__(self, messages: list[tuple[float, int, object]], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._messages, self.now_s = messages, 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+
+    def send(self, rank: int, message: object) -> None:
+        pass
+
+    def send_all(self, message: object) -> None:
+        pass
+
+    def receive(self, deadline_s: float) -> tuple[int, object]:
+        if not self._messages or self.now_s + self._messages[0][0] > deadline_s:
+            self.now_s = deadline_s
+            raise RankLost("silence")
+        pause_s, rank, message = self._messages.pop(0)
+        self.now_s += pause_s
+        return rank, message
+
+
+def test_ranks_that_send_nothing(tiny_model: Path) -> None:
+    launcher = NoProcesses()
+    with pytest.raises(RankLost, match="hangs"):
+        RanksExecutor(config(tiny_model), lambda: launcher, silence_timeout_s=0.05).start()
+    assert launcher.done == ["launch", "kill", "close"]
+    assert not left_behind(os.getpid())
+
+
+def test_a_long_load_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank reports its progress and the other does not; silence counts from the last message of either."""
+    hellos = [(1.0, rank, Hello("host", "", rank)) for rank in range(2)]
+    loading = [(0.9 * SILENCE_S, 1, LoadProgress(share / 100, share)) for share in range(100)]
+    script = Script([*hellos, (1.0, 0, RendezvousOpened("")), *loading, (1.0, 1, Loaded())], monkeypatch)
+    with pytest.raises(RankLost, match="silence"):
+        startup.start_ranks(script, timeout_s=SILENCE_S)  # type: ignore[arg-type]
+    assert script.now_s == pytest.approx(4.0 + 90 * SILENCE_S + SILENCE_S)
+
+
+def test_ranks_that_cannot_be_killed(tiny_model: Path) -> None:
+    """The channel is closed all the same."""
+    group = RankGroup(config(tiny_model), KillFails(), lambda: None)
+    assert left_behind(os.getpid())
+    with pytest.raises(OSError, match="no connection"):
+        group.close()
+    assert not left_behind(os.getpid())

@@ -107,6 +107,7 @@ def test_wrong_pieces_are_refused(executor: RanksExecutor) -> None:
         executor.write_blocks(TIER_HOST, 0, [0], [b"a", b"b"])
 
 
+@pytest.mark.exhaustive  # `test_failed_steps` has another plan that fails in the middle
 def test_a_copy_that_fails_loses_the_ranks(executor: RanksExecutor, info: ExecutorInfo) -> None:
     executor.submit(copies(300, [(0, 1 << 20)], TIER_DEVICE, TIER_HOST, 0))
     with pytest.raises(RankLost, match="block copies of step 300 failed"):

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.how_many import num_examples
 from transom_kernels.sample.reference import kept
 
 
@@ -33,7 +34,7 @@ ROW = st.tuples(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(daily=60, exhaustive=1_000), deadline=None)
 @given(row=ROW, seed=st.integers(0, 2**16), scale=st.sampled_from([0.1, 1.0, 6.0]), banned=st.sampled_from([0.0, 0.9]))
 def test_every_row_equals_numpy(row: tuple[int, float, float], seed: int, scale: float, banned: float) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -13,8 +13,8 @@ from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.device_queue import with_sampled
 from transom_worker.execution.policy_report import PolicyReport
-from transom_worker.execution.replay.decode_replay import DecodeReplay, DecodeStep, PolicyVariant
-from transom_worker.execution.step_sampling import StepLogits, ready_logits
+from transom_worker.execution.replay.decode_replay import DecodeReplay, PolicyVariant
+from transom_worker.execution.step_sampling import StepLogits
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.model import Model
 from transom_worker.scheduling.step import StepPlan
@@ -63,8 +63,7 @@ class ForwardPass:
         policy = None
         if report is not None:
             policy = PolicyVariant(report.wants_mass, self._builder.passes_trained_len(arrays))
-        step = DecodeStep(arrays=arrays, eager_batch=eager_batch, policy=policy)
-        replay = None if self._replay is None else self._replay.prepare(step)
+        replay = None if self._replay is None else self._replay.prepare(arrays, policy, eager_batch)
         if replay is None:
             self.num_eager_steps += 1
             self.num_eager_decodes += arrays.only_decodes
@@ -89,9 +88,9 @@ class ForwardPass:
     def _run(self, plan: StepPlan, batch: ForwardBatch) -> StepLogits:
         """Run the model eagerly."""
         if len(batch.logit_rows) == plan.sample.count(1):
-            return ready_logits(plan, self._model.forward(batch))
+            return StepLogits(plan, self._model.forward(batch))
         return StepLogits(plan, self._model.hidden(batch), self._model.logits)
 
 
 def _replayed(plan: StepPlan, replay: Callable[[], torch.Tensor]) -> StepLogits:
-    return ready_logits(plan, replay())
+    return StepLogits(plan, replay())

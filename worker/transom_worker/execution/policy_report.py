@@ -26,7 +26,7 @@ import torch
 
 from transom_core.model_config.architecture import Architecture
 from transom_worker.execution.batch.batch import BatchBuilder, MeasuredRows
-from transom_worker.execution.batch.policy_arrays import RowMask, policy_arrays
+from transom_worker.execution.batch.policy_arrays import policy_arrays
 from transom_worker.execution.batch.sequences import SequenceStore
 from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.step_sampling import StepLogits
@@ -149,22 +149,21 @@ def _measuring_batch(
     groups = []
     for index, group in enumerate(arrays.groups):
         tables = [compact[index] for b in measured if (compact := store[plan.seq_ids[b]].compact) is not None]
-        masks = [RowMask(window=plan.row_window[b], sinks=plan.row_sinks[b]) for b in measured]
         one_token_each = partial(
             policy_arrays,
+            sinks=[plan.row_sinks[b] for b in measured],
             block_size=group.block_size,
             start=[plan.start[b] for b in measured],
             count=[1] * len(measured),
             batch_rows=measured,
             token_rows=np.arange(len(measured)),
         )
-        no_window = [RowMask(window=0, sinks=mask.sinks) for mask in masks]
         whole_tables = [table.with_gone() for table in tables]
         groups.append(
             MeasuredRows(
                 slots=group.slots[tokens],
-                everything=one_token_each(whole_tables, no_window),
-                masked=one_token_each(tables, masks),
+                everything=one_token_each(whole_tables, window=[0] * len(measured)),
+                masked=one_token_each(tables, window=[plan.row_window[b] for b in measured]),
             )
         )
     return builder.measured_batch(arrays, tokens, groups, dropped_M)

@@ -35,8 +35,13 @@ def logit_row_ends(plan: StepPlan) -> list[int]:
 class StepLogits:
     """Logits of one step. `sampled_SV` are those of the sampled rows, in order."""
 
-    def __init__(self, plan: StepPlan, rows_R: torch.Tensor, to_logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """`to_logits` turns any of the rows `rows_R` into logits; the rows are hidden states [R, N], or already logits."""
+    def __init__(
+        self,
+        plan: StepPlan,
+        rows_R: torch.Tensor,
+        to_logits: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
+    ) -> None:
+        """`to_logits` turns any of the hidden states `rows_R` [R, N] into logits; by default the rows are logits already."""
         self._rows, self._to_logits = rows_R, to_logits
         self.has_others = len(rows_R) > plan.sample.count(1)  # rows that are not sampled
         sampled = rows_R
@@ -50,11 +55,6 @@ class StepLogits:
         """Yield the logits of the rows [first, end) of the R rows in slices, each with its first row."""
         for begin in range(first, end, MAX_ROWS_PER_PASS):
             yield begin, self._to_logits(self._rows[begin : min(end, begin + MAX_ROWS_PER_PASS)])
-
-
-def ready_logits(plan: StepPlan, logits_RV: torch.Tensor) -> StepLogits:
-    """Return the logits of a step whose forward pass computes all of them, as decode steps do."""
-    return StepLogits(plan, logits_RV, lambda rows: rows)
 
 
 @dataclass(slots=True)

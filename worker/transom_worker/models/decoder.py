@@ -22,6 +22,7 @@ from transom_worker.models.layers.norm import Norm, RmsNorm
 from transom_worker.models.layers.residual import Residual, select_rows
 from transom_worker.models.layers.rotary_embedding import RotaryTables
 from transom_worker.models.loading import Loader
+from transom_worker.models.model import Model
 from transom_worker.models.style import Style
 
 _AttentionArguments = tuple[torch.Tensor, RotaryTables | None, LayerCache, PagedBatch, torch.Tensor | None]
@@ -35,7 +36,7 @@ class Rotations:
     query_scale_T11: torch.Tensor | None
 
 
-class Decoder:
+class Decoder(Model):
     """Embedding, layers, final norm and output head of a model."""
 
     def __init__(self, architecture: Architecture, load: Loader, style: Style) -> None:
@@ -58,18 +59,13 @@ class Decoder:
         self.weight_bytes = ends + sum(layer.weight_bytes for layer in self._layers)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return logits [R, V] in float32 of this rank's `vocab`; write the batch's keys and values into its caches."""
-        return self.logits(self.hidden(batch))
-
-    @torch.inference_mode()
     def logits(self, hidden_RN: torch.Tensor) -> torch.Tensor:
-        """Return logits [R, V] in float32 of this rank's `vocab` for normalised hidden states [R, N]."""
+        """See `Model.logits`."""
         return self._head(hidden_RN)
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return normalised hidden states [R, N]; write the batch's keys and values into its caches."""
+        """See `Model.hidden`."""
         x_TN = self._embedding(batch.token_ids)
         rotations, residual = self._rotations(batch, x_TN.dtype), Residual(x_TN)
         for index in range(len(self._layers)):

@@ -5,7 +5,7 @@ Legend: R rows whose logits are requested, N hidden width, V this rank's part of
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 
@@ -13,35 +13,29 @@ from transom_core.model_config.architecture import Architecture
 from transom_worker.models.layers.forward_batch import ForwardBatch
 
 
-class Model(Protocol):
-    """A decoder with its weights loaded."""
+class Model(ABC):
+    """A decoder with its weights loaded.
 
-    @property
-    def architecture(self) -> Architecture:
-        """Return the sizes and layers of the model."""
-        ...
+    `weight_bytes` are the bytes of the weights in memory, packed copies included. `vocab` are the token ids whose logits this rank
+    computes; all ids if there is one rank.
+    """
 
-    @property
-    def weight_bytes(self) -> int:
-        """Return the bytes of the weights in memory, packed copies included."""
-        ...
+    architecture: Architecture
+    weight_bytes: int
+    vocab: slice
 
-    @property
-    def vocab(self) -> slice:
-        """Return the token ids whose logits this rank computes; all ids if there is one rank."""
-        ...
-
+    @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return logits [R, V] in float32 of `batch.logit_rows` over `vocab`; write the batch's keys and values into its caches.
 
-        Equal to `logits(hidden(batch))`. All ranks call it at the same time with equal batches, each with its own caches.
+        All ranks call it at the same time with equal batches, each with its own caches.
         """
-        ...
+        return self.logits(self.hidden(batch))
 
+    @abstractmethod
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """Return normalised hidden states [R, N] of `batch.logit_rows`; everything else is as in `forward`."""
-        ...
 
+    @abstractmethod
     def logits(self, hidden_RN: torch.Tensor) -> torch.Tensor:
         """Return logits [R, V] in float32 over `vocab` for hidden states; runs no collective."""
-        ...

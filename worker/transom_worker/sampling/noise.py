@@ -15,18 +15,16 @@ from transom_kernels.sample.reference import GOLDEN, MIX_1, MIX_2
 MASK_64 = 2**64 - 1
 
 
-def noise_key(seed: int, choice_index: int, output_position: int) -> int:
-    """Return the signed 64-bit key of one row; arguments may be any Python integers and count modulo 2**64."""
-    return signed_key(_mixed_with(choice_key(seed, choice_index), output_position))
-
-
 def choice_key(seed: int, choice_index: int) -> int:
-    """Return the unsigned key of a choice, from which the keys of all its output positions are made."""
+    """Return the unsigned key of a choice, from which the keys of all its output positions are made.
+
+    Arguments may be any Python integers and count modulo 2**64.
+    """
     return _mixed_with(_mixed_with(0, seed), choice_index)
 
 
 def position_keys(choice_keys: Sequence[int], output_positions: Sequence[int]) -> NDArray[np.int64]:
-    """Return the `noise_key`s of many rows at once, from their choice keys."""
+    """Return the signed 64-bit keys of many rows at once, from their choice keys."""
     keys = (np.array(choice_keys, dtype=np.uint64) ^ np.array(output_positions, dtype=np.uint64)) + np.uint64(GOLDEN)
     for shift, factor in ((30, MIX_1), (27, MIX_2)):
         keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)

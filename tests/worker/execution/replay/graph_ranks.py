@@ -2,20 +2,78 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from tests.graph_recorder import RecorderDevice, Recording
 from tests.worker.execution.hand_scheduler import HandScheduler
-from tests.worker.execution.replay.test_decode_graphs import logits_of, random_steps, runner_of
+from tests.worker.execution.replay.test_decode_graphs import runner_of
 from transom_worker.execution.replay.decode_replay import ReplayMismatch
+from transom_worker.execution.runner import ModelRunner
+from transom_worker.execution.step_sampling import SampledIds, StepLogits, sample_step
 from transom_worker.models.parallel.communicator import Communicator, Parallel
+from transom_worker.scheduling.step import StepPlan
 
 SIZE, NUM_STEPS, MAX_SEQS = 2, 10, 2
 LENGTHS = {"max_num_seqs": MAX_SEQS, "max_model_len": 16}
+
+
+def logits_of(runner: ModelRunner, hand: HandScheduler, counts: dict[int, int]) -> torch.Tensor:
+    """Return a step's logits; the sequence continues with the sampled tokens."""
+    kept: list[torch.Tensor] = []
+    plan = hand.plan(counts)
+
+    def sampled(plan: StepPlan, logits: StepLogits, *rest: Any, **what: Any) -> SampledIds:
+        kept.append(logits.sampled_SV.clone())
+        return sample_step(plan, logits, *rest, **what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transom_worker.execution.runner.sample_step", sampled)
+        hand.received(plan, runner.execute(plan))
+    return kept[0]
+
+
+def random_steps(seed: int, num_steps: int, most_seqs: int) -> list[Callable[[HandScheduler], dict[int, int]]]:
+    """Steps over sequences that come, are cut into chunks, decode together and go; each tells a scheduler, and says what to run."""
+    rng = random.Random(seed)
+    steps: list[Callable[[HandScheduler], dict[int, int]]] = []
+    left: dict[int, int] = {}  # tokens of the prompt yet to be computed
+    total: dict[int, int] = {}
+    for number in range(num_steps):
+        gone = [seq for seq in left if total[seq] >= 15 or (left[seq] == 0 and rng.random() < 0.1)]
+        new = number if len(left) - len(gone) < most_seqs and rng.random() < 0.5 else None
+        for seq in gone:
+            del left[seq]
+        if new is not None or not left:
+            new, length = number, rng.choice((1, 3, 7, 12))
+            left[new] = total[new] = length
+        counts = {seq: min(rng.randint(1, 5), num) or 1 for seq, num in left.items()}
+        tokens = [rng.randint(3, 500) for _ in range(left.get(number, 0))]
+        for seq, count in counts.items():
+            total[seq] += left[seq] == 0
+            left[seq] = max(0, left[seq] - count)
+
+        def step(
+            hand: HandScheduler,
+            gone: list[int] = gone,
+            new: int | None = new,
+            counts: dict[int, int] = counts,
+            tokens: list[int] = tokens,
+        ) -> dict[int, int]:
+            for seq in gone:
+                hand.finish(seq)
+            if new is not None:
+                hand.add(new, tokens)
+            return counts
+
+        steps.append(step)
+    return steps
 
 
 class RecordedComm:

@@ -1,9 +1,11 @@
-"""Decode steps replayed from recorded graphs, plan by plan; failed captures; what a recording refuses."""
+"""Graphs that are captured at start-up, captures that fail, and the comparison of a replay with a forward pass.
+
+`test_interpreted_models` compares engines that replay graphs with engines that do not.
+"""
 
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,16 +21,14 @@ pytest.importorskip("triton")
 from tests.graph_recorder import RecordedGraph, RecorderDevice
 from tests.tiny_checkpoints import tiny_llama
 from transom_core.settings.settings import Settings
-from transom_kernels.launch import INTERPRETED, Kernels, prefer
+from transom_kernels.launch import INTERPRETED, prefer
 from transom_kernels.moe.row_blocks import MAX_PAIRS, block_rows
 from transom_kernels.paged_attention.triton import tuning
 from transom_worker.execution.replay import backends
 from transom_worker.execution.replay.decode_replay import ReplayMismatch, check_replay
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup import dummy_run
-from transom_worker.execution.step_sampling import SampledIds, StepLogits, sample_step
 from transom_worker.models.parallel.communicator import Parallel
-from transom_worker.scheduling.step import StepPlan
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not set: there is a GPU")
 SIZE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1}
@@ -51,118 +51,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def runner_of(
-    checkpoint: Path,
-    device: RecorderDevice | None,
-    *,
-    kernels: Kernels = "interpreted",
-    parallel: Parallel | None = None,
-    **settings: Any,
+    checkpoint: Path, device: RecorderDevice | None, *, parallel: Parallel | None = None, **settings: Any
 ) -> Iterator[ModelRunner]:
     """A runner on interpreted kernels that records on `device`."""
-    with prefer(kernels), pytest.MonkeyPatch.context() as patch:
+    with prefer("interpreted"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "capture_device", lambda _: device)
         patch.setattr(tuning, "DECODE_SPLIT_KEYS", 8)  # so that a dozen tokens are shared out
         patch.setattr(dummy_run, "WARM_UP_TOKENS", 1)
         config = Settings.parse(model=str(checkpoint), **(SETTINGS | settings)).engine_config()
         yield make_runner(config, parallel=parallel)
-
-
-@pytest.fixture(scope="module")
-def graphed(checkpoint: Path) -> tuple[ModelRunner, RecorderDevice]:
-    """A runner of one sequence as it started."""
-    device = RecorderDevice()
-    with runner_of(checkpoint, device, max_num_seqs=1, max_model_len=8) as runner:
-        return runner, device
-
-
-def logits_of(runner: ModelRunner, hand: HandScheduler, counts: dict[int, int]) -> torch.Tensor:
-    """Return a step's logits; the sequence continues with the sampled tokens."""
-    kept: list[torch.Tensor] = []
-    plan = hand.plan(counts)
-
-    def sampled(plan: StepPlan, logits: StepLogits, *rest: Any, **what: Any) -> SampledIds:
-        kept.append(logits.sampled_SV.clone())
-        return sample_step(plan, logits, *rest, **what)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transom_worker.execution.runner.sample_step", sampled)
-        hand.received(plan, runner.execute(plan))
-    return kept[0]
-
-
-def random_steps(seed: int, num_steps: int, most_seqs: int) -> list[Callable[[HandScheduler], dict[int, int]]]:
-    """Steps over sequences that come, are cut into chunks, decode together and go; each tells a scheduler, and says what to run."""
-    rng = random.Random(seed)
-    steps: list[Callable[[HandScheduler], dict[int, int]]] = []
-    left: dict[int, int] = {}  # tokens of the prompt yet to be computed
-    total: dict[int, int] = {}
-    for number in range(num_steps):
-        gone = [seq for seq in left if total[seq] >= 15 or (left[seq] == 0 and rng.random() < 0.1)]
-        new = number if len(left) - len(gone) < most_seqs and rng.random() < 0.5 else None
-        for seq in gone:
-            del left[seq]
-        if new is not None or not left:
-            new, length = number, rng.choice((1, 3, 7, 12))
-            left[new] = total[new] = length
-        counts = {seq: min(rng.randint(1, 5), num) or 1 for seq, num in left.items()}
-        tokens = [rng.randint(3, 500) for _ in range(left.get(number, 0))]
-        for seq, count in counts.items():
-            total[seq] += left[seq] == 0
-            left[seq] = max(0, left[seq] - count)
-
-        def step(
-            hand: HandScheduler,
-            gone: list[int] = gone,
-            new: int | None = new,
-            counts: dict[int, int] = counts,
-            tokens: list[int] = tokens,
-        ) -> dict[int, int]:
-            for seq in gone:
-                hand.finish(seq)
-            if new is not None:
-                hand.add(new, tokens)
-            return counts
-
-        steps.append(step)
-    return steps
-
-
-def check_steps(
-    checkpoint: Path,
-    *,
-    seed: int,
-    num_steps: int,
-    max_num_seqs: int,
-    beside: Kernels = "interpreted",
-    **settings: Any,
-) -> None:
-    """The same random steps with graphs and without, there with the kernels of `beside`."""
-    settings |= {"max_num_seqs": max_num_seqs, "max_model_len": 16}
-    steps, device, found = random_steps(seed, num_steps, max_num_seqs), RecorderDevice(), []
-    with_graphs: Kernels = "interpreted"
-    for recorder, kernels in ((None, beside), (device, with_graphs)):
-        with runner_of(checkpoint, recorder, kernels=kernels, **settings) as runner:
-            hand = HandScheduler(runner.info.layout)
-            found.append([logits_of(runner, hand, step(hand)) for step in steps])
-    for theirs, ours in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)  # rows that are added change how products round
-    use = runner.usage
-    assert use.num_graph_steps + use.num_eager_steps == num_steps
-    assert min(use.num_graph_steps, use.num_eager_steps) >= num_steps // 4
-    assert use.num_graph_steps == device.num_uploads - 2 * len(device.graphs)
-    assert runner.info.num_graphs == len(device.graphs) == 2 * len([num for num in (1, 2, 3) if num <= max_num_seqs])
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("seed", range(3))
-def test_many_random_steps(checkpoint: Path, seed: int) -> None:
-    check_steps(checkpoint, seed=seed, num_steps=40, max_num_seqs=3)
-
-
-def test_the_cache_is_blank_after_start_up(graphed: tuple[ModelRunner, RecorderDevice]) -> None:
-    runner, device = graphed
-    assert len(device.graphs) == 1
-    assert not runner.tiers.device.slab[: runner.info.layout.pool_bytes].any()
 
 
 class BakedGraph(RecordedGraph):
@@ -213,16 +110,16 @@ def test_what_fails_at_start_turns_graphs_off(
         hand = HandScheduler(runner.info.layout)
         hand.add(0, [5, 6])
         for counts in ({0: 2}, {0: 1}):
-            logits_of(runner, hand, counts)
+            plan = hand.plan(counts)
+            hand.received(plan, runner.execute(plan))
         assert (runner.usage.num_graph_steps, runner.usage.num_eager_steps, runner.info.num_graphs) == (0, 2, 0)
 
 
-@pytest.mark.parametrize(("num_wrong", "num_graphs"), [(1, 2), (2, 1)])
-def test_a_graph_that_is_wrong_is_captured_again_and_costs_its_own_size(
-    checkpoint: Path, num_wrong: int, num_graphs: int
-) -> None:
-    with runner_of(checkpoint, BakingDevice(num_wrong), max_num_seqs=2, max_model_len=8) as runner:
-        assert runner.info.num_graphs == num_graphs
+def test_a_graph_that_is_wrong_is_captured_again_and_costs_its_own_size(checkpoint: Path) -> None:
+    """Both graphs of two sequences are wrong, and the first of one sequence. The cache is blank afterwards."""
+    with runner_of(checkpoint, BakingDevice(num_wrong=3), max_num_seqs=2, max_model_len=8) as runner:
+        assert runner.info.num_graphs == 1
+        assert not runner.tiers.device.slab[: runner.info.layout.pool_bytes].any()
 
 
 def out_of_memory(*_: object) -> None:

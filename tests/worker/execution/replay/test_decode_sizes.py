@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.how_many import num_examples
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_worker.execution.replay.decode_sizes import MAX_ITEMS, DecodeSize, DecodeSizes, StepSize
 
@@ -59,7 +60,7 @@ def test_the_smallest_size_is_taken(lengths: list[int], size: tuple[int, int] | 
     assert found == (None if size is None else DecodeSize(level=size[0], num_seqs=size[1]))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=num_examples(daily=50, exhaustive=500))
 @given(
     max_model_len=st.integers(1, 200_000),
     max_num_seqs=st.integers(1, 300),

@@ -13,7 +13,15 @@ pytest.importorskip("triton")
 from tests.tiny_checkpoints import tiny_llama
 from tests.worker.execution.hand_scheduler import HandScheduler
 from tests.worker.execution.replay import test_decode_graphs
-from tests.worker.execution.replay.graph_ranks import LENGTHS, MAX_SEQS, NUM_STEPS, SIZE, rank_steps
+from tests.worker.execution.replay.graph_ranks import (
+    LENGTHS,
+    MAX_SEQS,
+    NUM_STEPS,
+    SIZE,
+    logits_of,
+    random_steps,
+    rank_steps,
+)
 from tests.worker.models.parallel.rank_processes import ranks
 from transom_kernels.launch import INTERPRETED
 
@@ -34,10 +42,9 @@ def on_ranks(checkpoint: Path, fault: str) -> list[Any]:
 
 
 def test_ranks_replay_what_one_rank_computes(checkpoint: Path) -> None:
-    with test_decode_graphs.runner_of(checkpoint, None, kernels="reference", **LENGTHS) as runner:
+    with test_decode_graphs.runner_of(checkpoint, None, **LENGTHS) as runner:
         hand = HandScheduler(runner.info.layout)
-        steps = test_decode_graphs.random_steps(0, NUM_STEPS, MAX_SEQS)
-        wanted = [test_decode_graphs.logits_of(runner, hand, step(hand)) for step in steps]
+        wanted = [logits_of(runner, hand, step(hand)) for step in random_steps(0, NUM_STEPS, MAX_SEQS)]
     (num_graphs, num_replayed, logits), others = on_ranks(checkpoint, "none")
     assert (num_graphs, num_replayed) == others[:2]
     assert num_graphs == NUM_SIZES

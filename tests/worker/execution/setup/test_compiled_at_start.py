@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.matrices import some_daily
 from transom_core.contract import HeavyPolicy, KvPolicy, WindowPolicy
 from transom_core.settings.settings import Settings
 from transom_kernels.cpu import kernel as compiled
@@ -21,9 +22,9 @@ POLICIES: dict[str, KvPolicy | None] = {
 }
 
 
-@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "int8"}], ids=["float32", "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", some_daily(["auto", "int8"], daily=["auto"]))
 def test_requests_load_no_kernel_that_the_start_has_not(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str
 ) -> None:
     compiled.cpu_kernel.cache_clear()  # as in a new process: what is used from now on is loaded again
     loaded: list[str] = []
@@ -34,8 +35,8 @@ def test_requests_load_no_kernel_that_the_start_has_not(
         return cached_code(kernel)
 
     monkeypatch.setattr(compiled, "_cached_code", noted)
-    given = {"model": str(tiny_model), "device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": "8MiB", **settings}
-    engine = build_engine(Settings.parse(**given, max_num_seqs=4).engine_config())
+    given = {"model": str(tiny_model), "device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": "8MiB"}
+    engine = build_engine(Settings.parse(**given, kv_cache_dtype=kv_cache_dtype, max_num_seqs=4).engine_config())
     try:
         assert loaded
         loaded.clear()

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.how_many import num_examples
 from transom_core.errors import StepFailed
 from transom_core.kv_cache.groups import GroupKind, GroupSpec
 from transom_core.kv_cache.layout import ArenaLayout, GroupLayout
@@ -80,7 +81,7 @@ def copies() -> st.SearchStrategy[list[Copy]]:
     return st.lists(st.one_of(*one).map(lambda copy: (copy[0], *copy[1], *copy[2])), max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(daily=40, exhaustive=300), deadline=None)
 @given(copies())
 def test_copies_are_as_one_after_the_other_over_all_groups_and_tiers(copies: list[Copy]) -> None:
     got = slabs()

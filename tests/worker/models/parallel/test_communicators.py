@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.matrices import some_daily
 from tests.worker.models.parallel.rank_processes import KINDS, outcomes
 from transom_worker.models.parallel.communicator import Communicator
 from transom_worker.models.parallel.rank_memory import BUFFER_BYTES
@@ -48,8 +49,9 @@ def digest(x: torch.Tensor) -> str:
     return hashlib.sha256(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "size"), some_daily(itertools.product(KINDS, SIZES), daily=[("memory", 3), ("gloo", 2)])
+)
 def test_sums_are_the_same_bits_on_every_rank(kind: str, size: int) -> None:
     first, *others = outcomes(kind, size, sums)
     for (shape, dtype), (bits, beginning) in first.items():
@@ -98,10 +100,10 @@ def test_gathered_widths_may_differ(kind: str) -> None:
 
 
 def mixture(comm: Communicator, rank: int, pipe: Connection) -> bool:
-    """A thousand operations of random kinds and sizes, ranks in and out of step; each rank knows what must come out."""
+    """Hundreds of operations of random kinds and sizes, ranks in and out of step; each rank knows what must come out."""
     choices = torch.Generator().manual_seed(5)
     dawdling = torch.Generator().manual_seed(rank)
-    for step in range(1000):
+    for step in range(300):
         what, width = torch.randint(0, 4, (2,), generator=choices).tolist()
         length = int(torch.randint(1, 3000, (1,), generator=choices))
         values = [torch.full((length,), float(step * 3 + peer)) for peer in range(3)]
@@ -131,6 +133,5 @@ def many_shapes(comm: Communicator, rank: int, pipe: Connection) -> bool:
     return bool((comm.all_reduce_(torch.ones(4321)) == 2.0).all() and (inside == 3.0).all())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_many_shapes_in_and_out_of_inference_mode(kind: str) -> None:
-    assert outcomes(kind, 2, many_shapes) == [True, True]
+def test_many_shapes_in_and_out_of_inference_mode() -> None:
+    assert outcomes("memory", 2, many_shapes) == [True, True]

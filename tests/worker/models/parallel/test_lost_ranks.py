@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
+from tests.matrices import matrix
 from tests.worker.models.parallel.rank_processes import KINDS, ranks
 from transom_core.errors import RankLost
 from transom_worker.models.parallel.communicator import Communicator
@@ -53,8 +54,7 @@ def _be_impatient(comm: Communicator) -> None:
         comm._group._set_default_timeout(timedelta(seconds=TIMEOUT_S))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "size"), matrix(KINDS, [2, 3], strength=1))
 def test_killed_during_all_reduce(kind: str, size: int) -> None:
     with ranks(kind, size, add_up_until_lost) as processes:
         assert [process.receive() for process in processes] == ["going"] * size

@@ -26,7 +26,7 @@ from transom_worker.uploads import uploads_to
 Tensors = Mapping[str, torch.Tensor]
 
 # The tensors of a `PolicyBatch`; `PolicyArrays` has the same field names.
-_POLICY_TENSORS = ("block_table", "key_blocks", "num_columns", "window", "sinks", "start", "query_offset")
+POLICY_TENSORS = ("block_table", "key_blocks", "num_columns", "window", "sinks", "start", "query_offset")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class BatchBuilder:
 
     def batch(self, arrays: StepArrays) -> ForwardBatch:
         """Return these arrays as tensors on the device, with the caches of this slab."""
-        return self._batch(arrays, self._uploads.tensors(self._named(arrays)))
+        return self.batch_of(self._uploads.tensors(self._named(arrays)), arrays)
 
     def _named(self, arrays: StepArrays) -> dict[str, NDArray[Any]]:
         """Return all arrays of a batch by name; the names of a group's arrays end in its number."""
@@ -98,11 +98,17 @@ class BatchBuilder:
                     named[f"other_rows {index}"] = other_rows
         return named
 
-    def _batch(self, arrays: StepArrays, on: Tensors) -> ForwardBatch:
+    def batch_of(self, on: Tensors, arrays: StepArrays | None = None) -> ForwardBatch:
+        """Return the batch of the tensors `on`, whose names are those that `batch` uploads, with the caches of this slab.
+
+        Without `arrays` the lists that operators read on the host are empty: that is for a pass that is recorded, because in a
+        replay they would belong to another step.
+        """
+        hosts = [None] * len(self.layout.groups) if arrays is None else arrays.groups
         return ForwardBatch(
             token_ids=on["token_ids"],
             positions=on["positions"],
-            groups=tuple(self._paged_batch(index, group, on) for index, group in enumerate(arrays.groups)),
+            groups=tuple(self._paged_batch(index, on, host) for index, host in enumerate(hosts)),
             group_of_layer=self.group_of_layer,
             caches=self.caches,
             compressed=self._compressed,
@@ -119,29 +125,31 @@ class BatchBuilder:
         """Return whether a step has a token beyond the length that the model was trained with."""
         return self._trained_len is not None and int(arrays.rows.positions.max(initial=0)) >= self._trained_len
 
-    def _paged_batch(self, index: int, group: GroupArrays, on: Tensors) -> PagedBatch:
+    def _paged_batch(self, index: int, on: Tensors, host: GroupArrays | None) -> PagedBatch:
+        group, policy = self.layout.groups[index], f"policy {index}"
         rows = f" {index}" if f"start {index}" in on else ""  # most groups have the same rows as the step
         paged = PagedBatch(
-            block_size=group.block_size,
-            num_sink_blocks=group.num_sink_blocks,
+            block_size=group.rows_per_block,
+            num_sink_blocks=group.spec.num_sink_blocks,
             block_table=on[f"block_table {index}"],
             first_block=on[f"first_block {index}"],
             attend_from=on[f"attend_from {index}"],
             slots=on[f"slots {index}"],
             query_offset=on[f"query_offset{rows}"],
             start=on[f"start{rows}"],
-            block_table_host=[] if self._kernels_read_tables else group.block_table.tolist(),
-            first_block_host=group.first_block_host,
-            attend_from_host=group.attend_from_host,
-            start_host=group.start_host,
-            count_host=group.count_host,
+            block_table_host=[] if host is None or self._kernels_read_tables else host.block_table.tolist(),
+            first_block_host=[] if host is None else host.first_block_host,
+            attend_from_host=[] if host is None else host.attend_from_host,
+            start_host=[] if host is None else host.start_host,
+            count_host=[] if host is None else host.count_host,
         )
-        if group.policies is None:
+        if f"{policy} window" not in on:
             return paged
         fields = {field.name: getattr(paged, field.name) for field in dataclasses.fields(paged)}
+        counts = [] if host is None or host.policies is None else host.policies.count_host
         return MixedBatch(
             **fields,
-            policies=_policy_batch(group.policies, on, f"policy {index}"),
+            policies=_policy_batch(on, policy, group.rows_per_block, counts),
             policy_rows=on.get(f"policy_rows {index}"),
             other_rows=on.get(f"other_rows {index}"),
         )
@@ -178,10 +186,11 @@ class BatchBuilder:
         for index, rows in enumerate(groups):
             named |= _policies(rows.masked, f"masked {index}")
         on = self._uploads.tensors(named)
-        batch = self._batch(whole, on)
+        batch = self.batch_of(on, whole)
         for index, (group, rows) in enumerate(zip(batch.groups, groups, strict=True)):
             assert isinstance(group, MixedBatch)
-            group.meter = MassMeter(dropped=dropped, masked=_policy_batch(rows.masked, on, f"masked {index}"))
+            masked = _policy_batch(on, f"masked {index}", rows.masked.block_size, rows.masked.count_host)
+            group.meter = MassMeter(dropped=dropped, masked=masked)
         return batch
 
 
@@ -194,12 +203,12 @@ def _offsets_and_starts(rows: RowRanges, suffix: str) -> dict[str, NDArray[np.in
 
 
 def _policies(arrays: PolicyArrays, prefix: str) -> dict[str, NDArray[np.int32]]:
-    return {f"{prefix} {name}": getattr(arrays, name) for name in _POLICY_TENSORS}
+    return {f"{prefix} {name}": getattr(arrays, name) for name in POLICY_TENSORS}
 
 
-def _policy_batch(arrays: PolicyArrays, on: Tensors, prefix: str) -> PolicyBatch:
-    tensors: dict[str, Any] = {name: on[f"{prefix} {name}"] for name in _POLICY_TENSORS}
-    return PolicyBatch(block_size=arrays.block_size, count_host=arrays.count_host, **tensors)
+def _policy_batch(on: Tensors, prefix: str, block_size: int, count_host: list[int]) -> PolicyBatch:
+    tensors: dict[str, Any] = {name: on[f"{prefix} {name}"] for name in POLICY_TENSORS}
+    return PolicyBatch(block_size=block_size, count_host=count_host, **tensors)
 
 
 def _rows_of(positions: NDArray[np.int64]) -> RowRanges:

@@ -41,25 +41,21 @@ class PolicyArrays:
         return offset
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowMask:
-    """Which keys the queries of one row of a plan read."""
-
-    window: int
-    sinks: int
-
-
 def policy_arrays(
     tables: Sequence[CompactTable],
-    masks: Sequence[RowMask],
     *,
+    window: Sequence[int],
+    sinks: Sequence[int],
     block_size: int,
     start: Sequence[int],
     count: Sequence[int],
     batch_rows: list[int],
     token_rows: Ints,
 ) -> PolicyArrays:
-    """Return the arrays of rows with these tables and masks; `start` and `count` are their query tokens."""
+    """Return the arrays of rows with these tables.
+
+    `window` and `sinks` say which keys a row's queries read, and `start` and `count` are its query tokens.
+    """
     num_columns = [len(table.blocks) for table in tables]
     shape = (len(tables), max(1, *num_columns) if num_columns else 1)
     block_table, key_blocks = np.full(shape, NO_BLOCK, dtype=np.int32), np.zeros(shape, dtype=np.int32)
@@ -71,8 +67,8 @@ def policy_arrays(
         block_table=block_table,
         key_blocks=key_blocks,
         num_columns=np.array(num_columns, dtype=np.int32),
-        window=np.array([mask.window for mask in masks], dtype=np.int32),
-        sinks=np.array([mask.sinks for mask in masks], dtype=np.int32),
+        window=np.array(window, dtype=np.int32),
+        sinks=np.array(sinks, dtype=np.int32),
         start=np.array(start, dtype=np.int32),
         count_host=list(count),
         batch_rows=batch_rows,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.execution.batch.block_tables import NO_BLOCK, BlockTables
 from transom_worker.execution.batch.compact_tables import CompactTable
-from transom_worker.execution.batch.policy_arrays import PolicyArrays, RowMask, policy_arrays, slots_of
+from transom_worker.execution.batch.policy_arrays import PolicyArrays, policy_arrays, slots_of
 from transom_worker.execution.batch.sequences import SequenceStore, SequenceTokens
 from transom_worker.scheduling.step import StepPlan
 
@@ -156,7 +156,8 @@ def _mixed_arrays(
         slots[inside] = slots_of(compact[-1], size, rows.positions[inside], plan.write_from[index][b], dump_block)
     policies = policy_arrays(
         compact,
-        [RowMask(window=plan.row_window[b], sinks=plan.row_sinks[b]) for b in chosen],
+        window=[plan.row_window[b] for b in chosen],
+        sinks=[plan.row_sinks[b] for b in chosen],
         block_size=size,
         start=[plan.start[b] for b in chosen],
         count=[plan.count[b] for b in chosen],

@@ -11,10 +11,10 @@
     Compiling ...       ->                    kernels, here and after Allocate
     KvCapacity          ->
                         <-  Allocate          the smallest capacity of all ranks
-    Ready               ->
+    ExecutorInfo        ->                    the rank is ready for plans
                         <-  RunStep ...       plans, the same to all ranks
-    RankUsed ...        ->                    what the rank has used, once a second while it works
-    StepDone ...        ->                    results, from the first rank only
+    RankUsage ...       ->                    what the rank has used, once a second while it works
+    StepResult ...      ->                    results, from the first rank only
     LoadsEnded ...      ->                    loads that have ended, from every other rank
                         <-  ReadBlocks, WriteBlocks    to every rank, between plans
     BlocksDone          ->
@@ -33,8 +33,7 @@ from typing import Any
 from transom_core.config import EngineConfig
 from transom_core.contract import ErrorInfo
 from transom_core.model_files.content import ContentPart
-from transom_worker.execution.executor import ExecutorInfo, RankUsage
-from transom_worker.scheduling.step import StepPlan, StepResult
+from transom_worker.scheduling.step import StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,32 +126,11 @@ class Allocate:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """The rank is ready for plans."""
-
-    info: ExecutorInfo
-
-
-@dataclass(frozen=True, slots=True)
 class RunStep:
     """A plan to run. `epoch` counts the steps that have failed so far: after a failed step, ranks drop the plans of its epoch."""
 
     epoch: int
     plan: StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class RankUsed:
-    """The time and memory that this rank has used since its process began."""
-
-    usage: RankUsage
-
-
-@dataclass(frozen=True, slots=True)
-class StepDone:
-    """The result of one step."""
-
-    result: StepResult
 
 
 @dataclass(frozen=True, slots=True)

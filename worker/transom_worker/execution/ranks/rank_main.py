@@ -35,12 +35,9 @@ from transom_worker.execution.ranks.messages import (
     OpenRendezvous,
     RankFailed,
     RankSetup,
-    RankUsed,
     ReadBlocks,
-    Ready,
     RendezvousOpened,
     RunStep,
-    StepDone,
     WriteBlocks,
 )
 from transom_worker.execution.setup.load_progress import compile_progress
@@ -143,7 +140,7 @@ class _Rank:
                 self._channel.send(KvCapacity(setup.pool_bytes()))
                 message = self._channel.receive()
             self._runner = setup.allocate(message.pool_bytes, message.contents)
-        self._channel.send(Ready(self._runner.info))
+        self._channel.send(self._runner.info)
 
     def _send_progress(self, share: float, num_bytes: int) -> None:
         self._channel.send(LoadProgress(share, num_bytes))
@@ -165,7 +162,7 @@ class _Rank:
             return
         self._send_usage()
         if self._setup.rank == 0:
-            self._channel.send(StepDone(result))
+            self._channel.send(result)
         elif result.loaded or result.failed or not step.plan.seq_ids:
             ended = (tuple(result.loaded), tuple(result.load_s), tuple(result.failed))
             self._channel.send(LoadsEnded(step.plan.step_id, *ended))
@@ -189,7 +186,7 @@ class _Rank:
         now_s = time.monotonic()
         if now_s - self._usage_sent_s >= USAGE_PERIOD_S:
             self._usage_sent_s = now_s
-            self._channel.send(RankUsed(self._runner.usage))
+            self._channel.send(self._runner.usage)
 
 
 def _on_own_cores(config: EngineConfig, load: Load) -> EngineConfig:

@@ -22,7 +22,6 @@ from transom_worker.execution.ranks.messages import (
     LoadProgress,
     Measure,
     OpenRendezvous,
-    Ready,
     RendezvousOpened,
 )
 
@@ -69,7 +68,7 @@ class _StartProtocol:
 
     def allocate(self, pool_bytes: int) -> ExecutorInfo:
         self._group.send_all(Allocate(pool_bytes, self._contents))
-        infos = [ready.info for ready in self._collect(Ready)]
+        infos = self._collect(ExecutorInfo)
         ranks = tuple(
             RankInfo(process_id=hello.process_id, ip=hello.ip, memory=info.memory)
             for hello, info in zip(self._hellos, infos, strict=True)

@@ -28,10 +28,8 @@ from transom_worker.execution.ranks.messages import (
     BlocksDone,
     LoadsEnded,
     RankFailed,
-    RankUsed,
     ReadBlocks,
     RunStep,
-    StepDone,
     WriteBlocks,
 )
 from transom_worker.execution.ranks.rank_startup import start_ranks
@@ -217,16 +215,16 @@ class RanksExecutor(Executor):
         except RankLost as error:
             refusal = self._refusal() or error
             raise refusal from refusal.__cause__
-        if isinstance(message, StepDone):
-            self._step_done(message.result)
+        if isinstance(message, StepResult):
+            self._step_done(message)
         elif isinstance(message, LoadsEnded):
             self._load_reports.add(message.loaded, message.load_s, message.failed)
             self._count_without_rows(message.step_id)
         elif isinstance(message, BlocksDone):
             if message.call == self._num_calls:
                 self._blocks[rank] = message
-        elif isinstance(message, RankUsed):
-            self._usages[rank] = message.usage
+        elif isinstance(message, RankUsage):
+            self._usages[rank] = message
         else:
             self._collect_failure(rank, message)
 

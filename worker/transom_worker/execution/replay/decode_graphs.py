@@ -17,7 +17,7 @@ import torch
 from transom_kernels.paged_attention.triton.work_items import WorkPlan
 from transom_worker.execution.batch.batch import BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
-from transom_worker.execution.replay.decode_replay import DecodeReplay, DecodeStep, check_replay
+from transom_worker.execution.replay.decode_replay import DecodeReplay, PolicyVariant, check_replay
 from transom_worker.execution.replay.decode_sizes import DecodeSize, DecodeSizes
 from transom_worker.execution.replay.graph_capture import CudaCapture, Replayable
 from transom_worker.execution.replay.graph_inputs import (
@@ -27,6 +27,7 @@ from transom_worker.execution.replay.graph_inputs import (
     plan_work_by_key,
     size_of,
 )
+from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.model import Model
 
 # Accepted differences, as a share of the largest logit. Equal bits are expected, but cuBLAS promises them only on one stream and
@@ -79,10 +80,11 @@ class DecodeGraphs(DecodeReplay):
         """See `DecodeReplay.num_graphs`."""
         return len(self._captured)
 
-    def prepare(self, step: DecodeStep) -> Callable[[], torch.Tensor] | None:
+    def prepare(
+        self, arrays: StepArrays, policy: PolicyVariant | None, eager_batch: Callable[[], ForwardBatch]
+    ) -> Callable[[], torch.Tensor] | None:
         """See `DecodeReplay.prepare`. A step with KV policies always runs eagerly."""
-        arrays = step.arrays
-        if not arrays.only_decodes or step.policy is not None:
+        if not arrays.only_decodes or policy is not None:
             return None
         work_plans = plan_work_by_key(arrays, self._launch_keys)
         size = self.sizes.smallest_for(size_of(arrays, work_plans))

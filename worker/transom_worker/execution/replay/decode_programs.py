@@ -27,13 +27,11 @@ from transom_worker.execution.batch.step_arrays import StepArrays
 from transom_worker.execution.loss_causes import is_out_of_memory
 from transom_worker.execution.replay.decode_replay import (
     DecodeReplay,
-    DecodeStep,
     PolicyVariant,
     ReplayMismatch,
     check_replay,
 )
-from transom_worker.execution.replay.fixed_inputs import FixedArrays, FixedInputs, step_fields
-from transom_worker.execution.replay.policy_inputs import PolicyInputs, policy_fields
+from transom_worker.execution.replay.fixed_inputs import FixedArrays, FixedInputs, policy_fields, step_fields
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.model import Model
 
@@ -62,8 +60,7 @@ class DecodePrograms(DecodeReplay):
         self._num_columns = [g.spec.num_sink_blocks + -(-max_model_len // g.rows_per_block) + 1 for g in groups]
         self._max_num_seqs = max_num_seqs
         fields = step_fields(builder, max_num_seqs, self._num_columns)
-        arrays = FixedArrays.on_cpu(fields | policy_fields(fields))
-        self._inputs, self._policy_inputs = FixedInputs(builder, arrays), PolicyInputs(builder, arrays)
+        self._inputs = FixedInputs(builder, FixedArrays.on_cpu(fields | policy_fields(fields)))
         self._recorded: dict[Key, _Recorded] = {}
         self._is_refused = False
 
@@ -75,25 +72,24 @@ class DecodePrograms(DecodeReplay):
     @property
     def block_mass(self) -> torch.Tensor:
         """See `DecodeReplay.block_mass`."""
-        return self._policy_inputs.block_mass
+        return self._inputs.block_mass
 
-    def prepare(self, step: DecodeStep) -> Callable[[], torch.Tensor] | None:
+    def prepare(
+        self, arrays: StepArrays, policy: PolicyVariant | None, eager_batch: Callable[[], ForwardBatch]
+    ) -> Callable[[], torch.Tensor] | None:
         """See `DecodeReplay.prepare`."""
-        arrays, key = step.arrays, (len(step.arrays.token_ids), step.policy)
+        key = (len(arrays.token_ids), policy)
         if self._is_refused or not arrays.only_decodes or not self._fits(arrays):
             return None
-        if step.policy is None:
-            self._inputs.write(arrays, len(arrays.token_ids))
-        else:
-            self._policy_inputs.write(arrays)
+        self._inputs.write(arrays, len(arrays.token_ids))
         recorded = self._recorded.get(key)
         if recorded is None:
-            run = partial(self._record, key, step.eager_batch)
+            run = partial(self._record, key, eager_batch)
         elif not recorded.is_checked:
             run = partial(self._check, key, recorded)
         else:
             run = partial(_replay, recorded)
-        return partial(self._run_with_mass, run) if step.policy is not None and step.policy.wants_mass else run
+        return partial(self._run_with_mass, run) if policy is not None and policy.wants_mass else run
 
     def _fits(self, arrays: StepArrays) -> bool:
         """Return whether the fixed arrays have room for a step. If any row of a step has a KV policy, all must be policy rows."""
@@ -106,20 +102,13 @@ class DecodePrograms(DecodeReplay):
                 return False
         return len(arrays.token_ids) <= self._max_num_seqs
 
-    def _fixed_batch(self, key: Key) -> ForwardBatch:
-        """Return the inputs of the step that was written last."""
-        num_seqs, policy = key
-        if policy is None:
-            return self._inputs.forward_batch(num_seqs)
-        return self._policy_inputs.forward_batch(num_seqs, policy)
-
     def _run_with_mass(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        self._policy_inputs.clear_mass()
+        self._inputs.clear_mass()
         return run()
 
     def _record(self, key: Key, eager_batch: Callable[[], ForwardBatch]) -> torch.Tensor:
         """Run the forward pass and record it. If recording fails, run the forward pass without it."""
-        batch = self._fixed_batch(key)
+        batch = self._inputs.forward_batch(*key)
         try:
             program, logits_BV = record_program(lambda: self._model.forward(batch), self._memory)
         except Exception as error:  # if the recording was not the reason, the forward pass below raises it again
@@ -133,8 +122,8 @@ class DecodePrograms(DecodeReplay):
     def _check(self, key: Key, recorded: _Recorded) -> torch.Tensor:
         """Replay a program for the first time, and compare it with the forward pass."""
         replayed_BV = _replay(recorded).clone()
-        self._policy_inputs.clear_mass()
-        logits_BV = self._model.forward(self._fixed_batch(key))
+        self._inputs.clear_mass()
+        logits_BV = self._model.forward(self._inputs.forward_batch(*key))
         try:
             check_replay(f"a step of {key[0]} sequences", replayed_BV, logits_BV)
             recorded.is_checked = True

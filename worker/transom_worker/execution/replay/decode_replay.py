@@ -26,23 +26,17 @@ class PolicyVariant:
     passes_trained_len: bool  # it gives queries other positions (RoPE) towards sink tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeStep:
-    """A step that may be replayed. `eager_batch` makes the step's inputs for a forward pass that is not recorded."""
-
-    arrays: StepArrays
-    eager_batch: Callable[[], ForwardBatch]
-    policy: PolicyVariant | None = None  # None: no row has a KV policy
-
-
 class DecodeReplay(ABC):
     """The recorded decode steps of one model."""
 
     @abstractmethod
-    def prepare(self, step: DecodeStep) -> Callable[[], torch.Tensor] | None:
-        """Write a decode step's inputs, and return the function that computes its logits, [B, V].
+    def prepare(
+        self, arrays: StepArrays, policy: PolicyVariant | None, eager_batch: Callable[[], ForwardBatch]
+    ) -> Callable[[], torch.Tensor] | None:
+        """Write a step's inputs, and return the function that computes its logits, [B, V], which stay valid until the next step.
 
-        The logits stay valid until the next step. If no recording can run the step, `prepare` does nothing and returns None.
+        If no recording can run the step, `prepare` does nothing and returns None. `policy` is None if no row has a KV policy.
+        `eager_batch` makes the step's inputs for a forward pass that is not recorded.
         """
 
     @property

@@ -1,10 +1,15 @@
 """Holds the inputs of decode steps in arrays at fixed addresses, which every replay of a recorded step reads again.
 
-    write(arrays, n)    write a step, padded to n sequences, into the host's arrays
-    forward_batch(n)    return tensors over the arrays of n sequences, for the forward pass that is recorded
+    write(arrays, n)            write a step, padded to n sequences, into the host's arrays
+    clear_mass()                if the step adds up attention mass
+    forward_batch(n, policy)    return tensors over the arrays of n sequences, for the forward pass that is recorded
+    block_mass                  after the pass
 
 Padding changes nothing: a padding sequence writes its token to the dump block, which no sequence owns, and its logits are not
 read.
+
+Recorded programs on CPUs also run steps in which some row has a KV policy. (With CUDA graphs such steps run eagerly.) All rows of
+such a step are computed as policy rows, with compact block tables (`batch.compact_tables`), and without padding.
 
 Legend: B sequences of a step, each with one new token; N table columns.
 """
@@ -18,13 +23,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from transom_kernels.paged_attention.inputs import PagedBatch
-from transom_worker.execution.batch.batch import BatchBuilder
+from transom_worker.execution.batch.batch import POLICY_TENSORS, BatchBuilder
 from transom_worker.execution.batch.step_arrays import StepArrays
+from transom_worker.execution.replay.decode_replay import PolicyVariant
 from transom_worker.models.layers.forward_batch import ForwardBatch
+from transom_worker.models.layers.policy_rows import MassMeter, MixedBatch
 from transom_worker.uploads import Field, Fields, packed_views
 
 LONG, INT, FLOAT = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
+
+_POLICY_ROWS = ("num_columns", "window", "sinks")  # a number for each row
+_SINK_POSITIONS = "policy positions"
 
 Values = NDArray[np.int64] | NDArray[np.int32] | list[int]
 
@@ -43,6 +52,22 @@ def step_fields(builder: BatchBuilder, num_seqs: int, num_columns: Sequence[int]
         fields[f"first_block {group}"] = ((num_seqs,), INT)
         fields[f"attend_from {group}"] = ((num_seqs,), INT)
         fields[f"slots {group}"] = ((num_seqs,), LONG)
+    return fields
+
+
+def policy_fields(steps: Fields) -> dict[str, Field]:
+    """Return the arrays that steps with KV policies need in addition to those of `step_fields`.
+
+    The name of a group's array ends with the group's index: `window 0`. `mass` has one sum for each entry of the block table.
+    """
+    (num_seqs,), _ = steps["token_ids"]
+    fields: dict[str, Field] = {_SINK_POSITIONS: ((num_seqs,), LONG)}
+    for name in [name for name in steps if name.startswith("block_table")]:
+        group = name.split()[1]
+        fields[f"key_blocks {group}"] = (steps[name][0], INT)
+        fields[f"mass {group}"] = (steps[name][0], FLOAT)
+        for row in _POLICY_ROWS:
+            fields[f"{row} {group}"] = ((num_seqs,), INT)
     return fields
 
 
@@ -72,22 +97,28 @@ class FixedArrays:
 
 
 class FixedInputs:
-    """A decode step in fixed arrays. `arrays` has at least the arrays of `step_fields`."""
+    """A decode step in fixed arrays. `arrays` has at least the arrays of `step_fields`; for steps with KV policies also those of
+    `policy_fields`."""
 
     def __init__(self, builder: BatchBuilder, arrays: FixedArrays) -> None:
         self._builder, self.arrays = builder, arrays
         self._counts = np.arange(len(arrays.host["query_offset"]))
 
-    def write(self, arrays: StepArrays, num_seqs: int) -> None:
-        """Write a step, and padding up to `num_seqs` sequences. Table columns after the step's own are not read."""
-        self.write_tokens(arrays, num_seqs)
-        for index, group in enumerate(arrays.groups):
-            self.write_table(f"block_table {index}", group.block_table)
-            self._fill(f"first_block {index}", group.first_block, num_seqs)
-            self._fill(f"attend_from {index}", group.attend_from_host, num_seqs)
+    @property
+    def block_mass(self) -> torch.Tensor:
+        """The attention mass that layers of group 0 have added up since `clear_mass`, [at least B, at least N]."""
+        return self.arrays.device["mass 0"]
 
-    def write_tokens(self, arrays: StepArrays, num_seqs: int) -> None:
-        """Write what steps with and without KV policies have in common: the tokens, and the slots of their keys and values."""
+    def clear_mass(self) -> None:
+        """Set the attention mass to zero, so that the next forward pass begins a new sum."""
+        for index in range(len(self._builder.layout.groups)):
+            self.arrays.host[f"mass {index}"].fill(0.0)
+
+    def write(self, arrays: StepArrays, num_seqs: int) -> None:
+        """Write a step, and padding up to `num_seqs` sequences. Table columns after the step's own are not read.
+
+        If any row has a KV policy, all must be policy rows.
+        """
         to, layout = self.arrays.host, self._builder.layout
         self._fill("token_ids", arrays.token_ids, num_seqs)
         self._fill("positions", arrays.rows.positions, num_seqs)
@@ -96,45 +127,56 @@ class FixedInputs:
         to["query_offset"][: num_seqs + 1] = self._counts[: num_seqs + 1]
         for index, group in enumerate(arrays.groups):
             self._fill(f"slots {index}", group.slots, num_seqs, padding=layout.dump_block(index) * group.block_size)
+        if arrays.has_policies:
+            self._write_policies(arrays, num_seqs)
+            return
+        for index, group in enumerate(arrays.groups):
+            self._write_table(f"block_table {index}", group.block_table)
+            self._fill(f"first_block {index}", group.first_block, num_seqs)
+            self._fill(f"attend_from {index}", group.attend_from_host, num_seqs)
 
-    def write_table(self, name: str, table: NDArray[np.int32]) -> None:
-        """Write a step's [B, N] numbers into the array `name`, which is at least as large."""
-        self.arrays.host[name][: table.shape[0], : table.shape[1]] = table
-
-    def forward_batch(self, num_seqs: int) -> ForwardBatch:
+    def forward_batch(self, num_seqs: int, policy: PolicyVariant | None = None) -> ForwardBatch:
         """Return the first `num_seqs` sequences' inputs.
 
-        Each forward pass needs a new batch, because the scratch memory in it must not outlive the pass. The lists that operators
-        read on the host are empty: in a replay they would belong to another step.
+        Each forward pass needs a new batch, because the scratch memory in it must not outlive the pass.
         """
-        on, builder = self.arrays.device, self._builder
-        return ForwardBatch(
-            token_ids=on["token_ids"][:num_seqs],
-            positions=on["positions"][:num_seqs],
-            groups=tuple(self.paged_batch(index, num_seqs) for index in range(len(builder.layout.groups))),
-            group_of_layer=builder.group_of_layer,
-            caches=builder.caches,
-            logit_rows=on["logit_rows"][:num_seqs],
-        )
+        rows = self._views(num_seqs)
+        if policy is None:
+            return self._builder.batch_of(rows)
+        groups, none = range(len(self._builder.layout.groups)), self._views(0)
+        on = {name: rows[name] for name in ("token_ids", "positions", "logit_rows")}
+        if policy.passes_trained_len:
+            on["sink_positions"] = rows[_SINK_POSITIONS]
+        for index in groups:  # no ordinary rows, and slots of all rows
+            on |= {f"{name} {index}": none[f"{name} {index}"] for name in ("block_table", "first_block", "attend_from")}
+            on |= {f"start {index}": none["start"], f"query_offset {index}": none["query_offset"]}
+            on[f"slots {index}"] = rows[f"slots {index}"]
+            for name in POLICY_TENSORS:
+                on[f"policy {index} {name}"] = rows[name] if name in rows else rows[f"{name} {index}"]
+        batch = self._builder.batch_of(on)
+        for index, group in enumerate(batch.groups):
+            if policy.wants_mass and isinstance(group, MixedBatch):
+                group.meter = MassMeter(block_mass=rows[f"mass {index}"])
+        return batch
 
-    def paged_batch(self, index: int, num_seqs: int) -> PagedBatch:
-        """Return the attention metadata of a group."""
-        group, on = self._builder.layout.groups[index], self.arrays.device
-        return PagedBatch(
-            block_size=group.rows_per_block,
-            num_sink_blocks=group.spec.num_sink_blocks,
-            block_table=on[f"block_table {index}"][:num_seqs],
-            first_block=on[f"first_block {index}"][:num_seqs],
-            attend_from=on[f"attend_from {index}"][:num_seqs],
-            slots=on[f"slots {index}"][:num_seqs],
-            query_offset=on["query_offset"][: num_seqs + 1],
-            start=on["start"][:num_seqs],
-            block_table_host=[],
-            first_block_host=[],
-            attend_from_host=[],
-            start_host=[],
-            count_host=[],
-        )
+    def _views(self, num_seqs: int) -> dict[str, torch.Tensor]:
+        """Return the first `num_seqs` elements of each array; `query_offset` has one more."""
+        device = self.arrays.device
+        return {name: array[: num_seqs + (name == "query_offset")] for name, array in device.items()}
+
+    def _write_policies(self, arrays: StepArrays, num_seqs: int) -> None:
+        self._fill(_SINK_POSITIONS, self._builder.sink_positions(arrays), num_seqs)
+        for index, group in enumerate(arrays.groups):
+            policies = group.policies
+            assert policies is not None
+            self._write_table(f"block_table {index}", policies.block_table)
+            self._write_table(f"key_blocks {index}", policies.key_blocks)
+            for name in _POLICY_ROWS:
+                self._fill(f"{name} {index}", getattr(policies, name), num_seqs)
+
+    def _write_table(self, name: str, table: NDArray[np.int32]) -> None:
+        """Write a step's [B, N] numbers into the array `name`, which is at least as large."""
+        self.arrays.host[name][: table.shape[0], : table.shape[1]] = table
 
     def _fill(self, name: str, values: Values, num_seqs: int, *, padding: int = 0) -> None:
         """Write the step's values, and `padding` for the padding sequences."""

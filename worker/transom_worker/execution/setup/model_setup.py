@@ -25,7 +25,6 @@ from transom_worker.execution.device_queue import device_queue
 from transom_worker.execution.executor import ExecutorInfo, MemoryReport
 from transom_worker.execution.forward_pass import ForwardPass
 from transom_worker.execution.replay.backends import decode_sizes, graph_bytes, make_replay
-from transom_worker.execution.replay.recorded_collectives import with_recorded_collectives
 from transom_worker.execution.runner import ModelRunner
 from transom_worker.execution.setup.cache_setup import CacheSetup
 from transom_worker.execution.setup.dummy_run import warm_up, worst_case_counts, worst_case_start, worst_case_step
@@ -63,8 +62,7 @@ class ModelSetup:
             ConfigError: the model cannot meet the settings.  ModelError: the model cannot be loaded.
         """
         set_threads(config.num_threads, ranks_on_host=ranks_on_host)
-        self._parallel = with_recorded_collectives(parallel)
-        self._config, self._ranks_on_host = config, ranks_on_host
+        self._parallel, self._config, self._ranks_on_host = parallel, config, ranks_on_host
         self._loaded = loaded or load_model(
             config.model, self._parallel, on_progress, index_on_host=index_on_host, ranks_on_host=ranks_on_host
         )

@@ -27,6 +27,7 @@ from transom_worker.models.frequencies import frequencies
 from transom_worker.models.layers.forward_batch import ForwardBatch
 from transom_worker.models.layers.rotary_embedding import RotaryEmbedding, RotaryTables
 from transom_worker.models.loading import Loader
+from transom_worker.models.model import Model
 from transom_worker.models.weights.checkpoint import Weights
 from transom_worker.models.weights.renamed_weights import RenamedWeights
 
@@ -40,7 +41,7 @@ _PUBLISHED = (
 )
 
 
-class DeepseekV4:
+class DeepseekV4(Model):
     """DeepSeek V4's decoder: embedding, layers over several residual streams, output head."""
 
     def __init__(self, architecture: Architecture, load: Loader) -> None:
@@ -74,18 +75,13 @@ class DeepseekV4:
         )
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return logits [R, V] in float32 over `vocab`; write the batch's latent rows and entries into its caches."""
-        return self.logits(self.hidden(batch))
-
-    @torch.inference_mode()
     def logits(self, hidden_RN: torch.Tensor) -> torch.Tensor:
-        """Return logits [R, V] in float32 over `vocab` for hidden states."""
+        """See `Model.logits`."""
         return self._head(hidden_RN)
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return normalised hidden states [R, N]; write the batch's latent rows and entries into its caches."""
+        """See `Model.hidden`; this writes latent rows and entries into the caches."""
         metadata = AttentionMetadata(batch, None if self._entry_rope is None else self._rotary[self._entry_rope])
         tables = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
         x_TSN = self._embedding(batch.token_ids)[:, None].expand(-1, self._num_residual_streams, -1)

@@ -5,55 +5,79 @@ Every rank of a worker makes the same calls in the same order; a collective comp
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
+from transom_kernels.cpu.recording import host_call
 
-class Communicator(Protocol):
+
+class Communicator(ABC):
     """The collectives of one worker's ranks. Tensors may have any shape and any floating or integer dtype, contiguous or not.
 
     Every method raises `RankLost` if another rank has ended or exceeds the timeout; the communicator cannot be used after that.
+    Replays of a recorded program of CPU kernels call `all_reduce_` and `broadcast_` again on the same tensors.
     """
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         """Replace `x` by its sum over all ranks, bit for bit the same on every rank, and return `x`."""
-        ...
+        host_call(lambda: _on_contiguous(self._all_reduce, x))
+        return x
 
+    def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
+        """Replace `x` by rank 0's `x`, and return it."""
+        host_call(lambda: _on_contiguous(self._broadcast, x))
+        return x
+
+    @abstractmethod
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
         """On rank 0, return the tensors of all ranks in order of rank; return None on the others.
 
         The tensors may differ only in the size of their last axis.
         """
-        ...
-
-    def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
-        """Replace `x` by rank 0's `x`, and return it."""
-        ...
 
     @property
+    @abstractmethod
     def can_capture(self) -> bool:
         """Whether a CUDA graph may contain `all_reduce_` and `broadcast_`."""
-        ...
 
+    @abstractmethod
     def end_step(self) -> None:
         """Note that all collectives of a step have been launched. If the device does not come to their end, `check` will raise."""
-        ...
 
+    @abstractmethod
     def check(self) -> None:
         """Raise `RankLost` if an earlier collective was aborted before it completed, so that its result is invalid.
 
         On a GPU a collective's method returns before the other ranks have taken part. So call `check` after reading a result.
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Free the communicator's resources. Idempotent."""
-        ...
+
+    @abstractmethod
+    def _all_reduce(self, x: torch.Tensor) -> None:
+        """Replace the contiguous tensor `x` by its sum over all ranks."""
+
+    @abstractmethod
+    def _broadcast(self, x: torch.Tensor) -> None:
+        """Replace the contiguous tensor `x` by rank 0's `x`."""
 
 
-class SingleRank:
+def _on_contiguous(collective: Callable[[torch.Tensor], None], x: torch.Tensor) -> None:
+    """Call `collective`, which changes a contiguous tensor in place, for any tensor."""
+    if x.is_contiguous():
+        collective(x)
+        return
+    whole = x.contiguous()
+    collective(whole)
+    x.copy_(whole)
+
+
+class SingleRank(Communicator):
     """The communicator of a worker with one rank: every collective returns the tensor that it got."""
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
@@ -80,6 +104,12 @@ class SingleRank:
         """Do nothing: no rank can be lost."""
 
     def close(self) -> None:
+        """Do nothing."""
+
+    def _all_reduce(self, x: torch.Tensor) -> None:
+        """Do nothing."""
+
+    def _broadcast(self, x: torch.Tensor) -> None:
         """Do nothing."""
 
 

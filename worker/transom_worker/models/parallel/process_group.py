@@ -15,6 +15,7 @@ import torch.distributed
 
 from transom_core.errors import RankLost
 from transom_worker.models.parallel.collective_watch import CollectiveWatch, DeviceMark
+from transom_worker.models.parallel.communicator import Communicator
 
 if TYPE_CHECKING:
     from transom_worker.models.parallel.peer_memory import PeerAllReduce
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 c10d: Any = torch.distributed  # its type stubs lack much of what it exports
 
 
-class ProcessGroup:
+class ProcessGroup(Communicator):
     """A communicator over a torch.distributed process group that belongs to this worker alone."""
 
     def __init__(self, address: str, *, rank: int, size: int, timeout_s: float, device: str = "cpu") -> None:
@@ -53,10 +54,7 @@ class ProcessGroup:
             lambda: map_peers(_store(ip, port, timeout), rank=rank, size=size, host=host, device=device)
         )
 
-    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Communicator.all_reduce_`."""
-        if not x.is_contiguous():
-            return x.copy_(self.all_reduce_(x.contiguous()))
+    def _all_reduce(self, x: torch.Tensor) -> None:
         if self._peers is not None and self._peers.takes(x):
             self._open_group()
             self._peers.all_reduce_(x)
@@ -64,7 +62,6 @@ class ProcessGroup:
                 self.end_step()
         else:
             self._run(lambda group: group.allreduce([x]))
-        return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
         """See `Communicator.gather`. For the transfer, tensors are padded to the widest last axis."""
@@ -77,12 +74,8 @@ class ProcessGroup:
         self._run(lambda group: group.gather([parts] if self._rank == 0 else [], [padded], c10d.GatherOptions()))
         return [part[..., :width] for part, width in zip(parts, sizes, strict=True)] if self._rank == 0 else None
 
-    def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Communicator.broadcast_`."""
-        if not x.is_contiguous():
-            return x.copy_(self.broadcast_(x.contiguous()))
+    def _broadcast(self, x: torch.Tensor) -> None:
         self._run(lambda group: group.broadcast([x]))
-        return x
 
     @property
     def can_capture(self) -> bool:

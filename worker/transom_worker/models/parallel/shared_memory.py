@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from transom_core.errors import RankLost
+from transom_worker.models.parallel.communicator import Communicator
 from transom_worker.models.parallel.peer import Peer
 from transom_worker.models.parallel.rank_memory import BUFFER_BYTES, LINE, RankMemory
 
@@ -34,7 +35,7 @@ def is_supported() -> bool:
     return platform.machine() == "x86_64" and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
 
 
-class SharedMemory:
+class SharedMemory(Communicator):
     """A communicator for CPU tensors. It sums in the order of ranks, so that every rank gets the same bits."""
 
     def __init__(self, path: str, *, rank: int, size: int, timeout_s: float) -> None:
@@ -57,10 +58,7 @@ class SharedMemory:
         self._peers: dict[int, Peer] = {}
         self._connect_all(size)
 
-    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Communicator.all_reduce_`."""
-        if not x.is_contiguous():
-            return x.copy_(self.all_reduce_(x.contiguous()))
+    def _all_reduce(self, x: torch.Tensor) -> None:
         for piece in _pieces(x):
             if len(self._peers) > 1 and piece.nbytes > SMALL_BYTES:
                 self._reduce_by_shares(piece)
@@ -68,7 +66,6 @@ class SharedMemory:
                 self._publish(piece)
                 self._wait_for_all()
                 _sum(self._views(piece), out=piece)
-        return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
         """See `Communicator.gather`."""
@@ -80,16 +77,12 @@ class SharedMemory:
             self._gather_pieces([piece[i] if i < len(piece) else None for piece in pieces])
         return parts if self._rank == 0 else None
 
-    def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Communicator.broadcast_`."""
-        if not x.is_contiguous():
-            return x.copy_(self.broadcast_(x.contiguous()))
+    def _broadcast(self, x: torch.Tensor) -> None:
         for piece in _pieces(x):
             self._publish(piece if self._rank == 0 else None)
             if self._rank != 0:
                 self._peers[0].wait(self._operation, self._timeout_s)
                 piece.copy_(self._views(piece)[0])
-        return x
 
     @property
     def can_capture(self) -> bool:
