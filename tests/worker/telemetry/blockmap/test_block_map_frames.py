@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.block_map_decoder import ACTIVE, EMPTY, EVICTED, HELD, LOOSE, REPAIR
+from tests.how_many import num_examples
 from tests.worker.scheduling.scheduler_driver import ENTRY_MIXES, MIXES, Driver, layout, request
 from tests.worker.telemetry.blockmap.test_block_map_host import random_lives
 from tests.worker.telemetry.blockmap.watch import Watch, plain
@@ -13,7 +14,9 @@ from transom_core.contract import AdaptivePolicy, HeavyPolicy, WindowPolicy
 
 @pytest.mark.parametrize("mix", [*MIXES, *ENTRY_MIXES], ids="+".join)
 def test_frames_say_what_the_cache_holds(mix: tuple[str, ...]) -> None:
-    watches = [random_lives(mix, seed, steps_in_flight=1 + seed % 2, has_host=False) for seed in range(4)]
+    watches = [
+        random_lives(mix, seed, steps_in_flight=1 + seed % 2, has_host=False) for seed in range(num_examples(2, 8))
+    ]
     for watch in watches:
         totals, events = watch.map.header["totals"], watch.map.events
         by_kind = {kind: [e for e in events if e["kind"] == kind] for kind in ("evicted", "preempted", "repair")}
