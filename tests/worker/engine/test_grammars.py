@@ -194,7 +194,9 @@ def test_a_grammar_that_becomes_too_complex_ends_its_answer_alone(
     while engine.has_work:
         events += engine.step()
         if sum(event.request_id == "r" for event in events) == 3:
-            engine.grammars._matchers["r"].library_matcher.consume_token(39)  # which the grammar does not allow
+            matcher = engine.requests["r"].grammar
+            assert matcher is not None
+            matcher.library_matcher.consume_token(39)  # which the grammar does not allow
     last = {event.request_id: event for event in events}
     assert last["other"].finish_reason == "length"
     error = last["r"].error

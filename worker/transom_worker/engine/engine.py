@@ -340,7 +340,8 @@ class Engine:
         """
         while (plan := self.scheduler.schedule()) is not None:
             if grammar_rows := self.scheduler.steps_in_flight[-1].grammar_rows:
-                plan.grammar_mask = self.grammars.plan_mask(grammar_rows, sum(plan.sample))
+                rows = [(row, self.requests[request_id]) for row, request_id in grammar_rows]
+                plan.grammar_mask = self.grammars.plan_mask(rows, sum(plan.sample))
             self.executor.submit(plan)
             self._report_plan(plan)
 
@@ -381,7 +382,7 @@ class Engine:
     def _compute_masks(self, outputs: list[SequenceOutput], events: list[OutputEvent]) -> None:
         """Compute which tokens may follow the new ones in answers with a grammar; some of them end here."""
         found = (self.requests.get(output.request_id) for output in outputs)
-        held = [running for running in found if running is not None and running.has_grammar]
+        held = [running for running in found if running is not None and running.grammar is not None]
         if held:
             for running, failure in zip(held, self.grammars.compute(held), strict=True):
                 self._has_ended(running, failure, events)
