@@ -47,7 +47,7 @@ class Recording:
         self._encoder = Encoder(WorkerIdentity("demo", "tiny"), engine.scheduler.cache.layout, log.history)
         self._snapshots.begin()
         for group in range(len(engine.scheduler.cache.shape.groups)):
-            self._encoder.start(group, self._snapshots.copy(group))
+            self._encoder.start(group, self._snapshots.cache.copy(group))
         self._frames: list[bytes] = []
         self._frame_at_s = 0.0
         self._requests = 0

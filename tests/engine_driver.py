@@ -4,19 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from typing import Any
 
 from tests.cpu_threads import NUM_THREADS
 from tests.hooked_executor import HookedExecutor
 from transom_core.clock import steady_time_s
 from transom_core.config import EngineConfig
-from transom_core.contract import LogprobTable, OutputEvent, Request, SamplingParams, TokenLogprobs
+from transom_core.contract import (
+    ErrorInfo,
+    LogprobTable,
+    OutputEvent,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+    WorkerMessage,
+)
 from transom_core.settings.settings import Settings
 from transom_worker.engine.engine import Engine
+from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.engine.startup import build_engine
 from transom_worker.execution.executor import Executor
 from transom_worker.execution.executor_factory import create_executor
 from transom_worker.telemetry.engine_timelines import Clock
+
+WAIT_S = 120  # for what another thread does
 
 
 @dataclass
@@ -94,6 +106,47 @@ def unusable_request(request_id: str) -> Request:
     return replace(make_request(request_id, []), prompt_token_ids=Unusable((5,)))
 
 
+def are_close(got: list[TokenLogprobs], expected: list[TokenLogprobs]) -> bool:
+    """Whether the same tokens have the same ranks and log-probabilities, but for the order of sums."""
+    return len(got) == len(expected) and all(
+        a.token_id == b.token_id and a.rank == b.rank and abs(a.logprob - b.logprob) < 1e-4
+        for one, other in zip(got, expected, strict=True)
+        for a, b in zip((one.chosen, *one.top), (other.chosen, *other.top), strict=True)
+    )
+
+
+def drain(engine: Engine) -> list[OutputEvent]:
+    """Step until there is no work; return the events on the way."""
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    return events
+
+
+def num_active(engine: Engine) -> int:
+    """The blocks of all groups that sequences reference."""
+    return sum(group.active_blocks for group in engine.scheduler.stats().groups)
+
+
+class OnThread:
+    """An engine on its thread, and what it delivers."""
+
+    def __init__(self, engine: Engine, *, on_hang: Callable[[], None] = lambda: None) -> None:
+        self.engine = engine
+        self.delivered: SimpleQueue[WorkerMessage] = SimpleQueue()
+        self.thread = EngineThread(engine, self.delivered.put, on_hang=on_hang)
+
+    def submit(self, *requests: Request) -> list[ErrorInfo | None]:
+        return self.thread.submit(list(requests)).result(WAIT_S)
+
+    def last_event(self, request_id: str) -> OutputEvent:
+        """Wait for the end of a request."""
+        while True:
+            for event in self.delivered.get(timeout=WAIT_S).events:
+                if event.request_id == request_id and event.finish_reason:
+                    return event
+
+
 def run(engine: Engine, requests: list[Request]) -> list[Whole]:
     """Run requests together to their ends; nothing may be left of them."""
     answers = {request.request_id: Whole() for request in requests}
@@ -104,7 +157,7 @@ def run(engine: Engine, requests: list[Request]) -> list[Whole]:
         for event in engine.step():
             answers[event.request_id].add(event, first_position=resumed[event.request_id])
     assert all(whole.finish_reason for whole in answers.values())
-    assert sum(group.active_blocks for group in engine.scheduler.stats().groups) == 0
+    assert num_active(engine) == 0
     return list(answers.values())
 
 

@@ -21,8 +21,7 @@ from transom_core.contract import OutputEvent, Request, Usage, WorkerInfo, Worke
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.engine.engine_thread import LOAD_PERIOD_S
 from transom_worker.engine.router_outbox import RouterOutbox
-from transom_worker.engine.state_report import worker_load
-from transom_worker.engine.step_rates import StepRates
+from transom_worker.engine.state_report import StepRates, worker_load
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.step import StepPlan
 from transom_worker.simulate.arrivals import Arrivals

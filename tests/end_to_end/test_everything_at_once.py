@@ -21,7 +21,7 @@ from tests.cluster.conftest import until
 from tests.cluster.router.mortal_workers import Mortal, routed
 from tests.cluster.router.test_failover_engines import answers_of
 from tests.cluster.router.test_transfer_engines import LocalPeers
-from tests.end_to_end.test_combinations import LIST, Margins, compare
+from tests.end_to_end.test_combinations import LIST, Margins, compare, margins_of
 from tests.end_to_end.test_policy_combinations import MIXED
 from tests.engine_driver import make_engine, make_request, run
 from tests.oracle_answers import oracle_answers
@@ -170,10 +170,7 @@ async def test_a_hybrid(tiny_model: Path, tmp_path: Path, dtype: str) -> None:
     if dtype == "auto":
         assert want == oracle_answers(tiny_model, prompts(), NUM_TOKENS, HYBRID, GRAMMARS)
     else:
-        margins = [
-            [{one.token_id: one.logprob for one in (step.chosen, *step.top)} for step in whole.logprobs]
-            for whole in answers
-        ]
+        margins = margins_of(answers)
     start = partial(cluster, tiny_model, tmp_path, pool_kib=pool_kib, kv_cache_dtype=dtype, **HYBRID.settings())
     await check(start, requests, want, margins)
 

@@ -7,6 +7,7 @@ computes one request after the other, with nothing on.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from tests.end_to_end.test_combinations import NUM_TOKENS, prompts
 from tests.engine_driver import Whole, make_engine, make_request, run
 from tests.matrices import some_daily
 from tests.oracle_answers import oracle_answers
+from tests.thread_ranks import ThreadRanks
 from tests.tiny_checkpoints import FULL, HybridCase
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, Request, WindowPolicy
 from transom_worker.engine.engine import Engine
+from transom_worker.execution.executor_factory import create_executor
 
 WINDOW = WindowPolicy(sinks=5, window=17)
 NO_SINKS = WindowPolicy(sinks=0, window=24)
@@ -134,7 +137,7 @@ def test_a_combination_is_exact(
         str(tiny_model),
         **SETTINGS,
         device="cpu",
-        tensor_parallel_size=ranks,
+        executor=partial(ThreadRanks, size=ranks) if ranks > 1 else create_executor,
         max_num_batched_tokens=chunk,
         steps_in_flight=steps,
         kv_cache_memory_bytes=(pool_kib << 10) // min(ranks, 2),  # each of several ranks has one of the two KV heads

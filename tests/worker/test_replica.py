@@ -7,13 +7,14 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.engine_driver import make_request, num_active
 from tests.hooked_executor import HookedExecutor
-from transom_core.contract import OutputEvent, Request, SamplingParams, WorkerMessage
+from transom_core.contract import OutputEvent, Request, WorkerMessage
 from transom_core.settings.settings import Settings
 from transom_worker.engine.engine_thread import LOAD_PERIOD_S
 from transom_worker.engine.startup import build_engine
@@ -38,14 +39,8 @@ def executor(replica: WorkerReplica) -> Iterator[HookedExecutor]:
     executor.before_step = lambda: None
 
 
-def request(request_id: str, *, num_prompt: int = 20, **params: object) -> Request:
-    values = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params}
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=tuple(range(5, 5 + num_prompt)),
-        params=SamplingParams(**values),  # type: ignore[arg-type]
-        seed=0,
-    )
+def request(request_id: str, *, num_prompt: int = 20, max_tokens: int = 8) -> Request:
+    return make_request(request_id, list(range(5, 5 + num_prompt)), max_tokens=max_tokens)
 
 
 async def collect(stream: AsyncIterator[WorkerMessage], ids: set[str]) -> dict[str, list[OutputEvent]]:
@@ -56,8 +51,12 @@ async def collect(stream: AsyncIterator[WorkerMessage], ids: set[str]) -> dict[s
     return events
 
 
-def active_blocks(replica: WorkerReplica) -> float:
-    return sum(group.active_blocks for group in replica.engine.scheduler.stats().groups)
+@contextlib.asynccontextmanager
+async def opened(replica: WorkerReplica, router: str = "r") -> AsyncIterator[AsyncGenerator[WorkerMessage, None]]:
+    """A router's stream, after its first message."""
+    async with contextlib.aclosing(replica.open_stream(router)) as stream:
+        await anext(stream)
+        yield stream
 
 
 @contextlib.contextmanager
@@ -93,7 +92,7 @@ async def test_events_of_each_router_come_on_its_own_stream(replica: WorkerRepli
             assert got[-1].usage is not None
             assert got[-1].usage.num_output_tokens == 8
         await stream.aclose()
-    assert active_blocks(replica) == 0
+    assert num_active(replica.engine) == 0
 
 
 async def test_a_long_step_does_not_block_the_event_loop(replica: WorkerReplica, executor: HookedExecutor) -> None:
@@ -104,45 +103,39 @@ async def test_a_long_step_does_not_block_the_event_loop(replica: WorkerReplica,
         entered.set()
         assert release.wait(60)
 
-    stream = replica.open_stream("r")
-    await anext(stream)
-    executor.before_step = slow
-    assert await replica.submit("r", [request("slow", max_tokens=2)]) == [None]
-    assert await asyncio.to_thread(entered.wait, 60)
-    assert (await replica.info()).vocab_size == 2048
-    assert "transom_requests" in await replica.metrics_text()
-    replica.check_health()
-    release.set()
-    assert len((await collect(stream, {"slow"}))["slow"]) == 2
-    await stream.aclose()
+    async with opened(replica) as stream:
+        executor.before_step = slow
+        assert await replica.submit("r", [request("slow", max_tokens=2)]) == [None]
+        assert await asyncio.to_thread(entered.wait, 60)
+        assert (await replica.info()).vocab_size == 2048
+        assert "transom_requests" in await replica.metrics_text()
+        replica.check_health()
+        release.set()
+        assert len((await collect(stream, {"slow"}))["slow"]) == 2
 
 
 async def test_admission_is_all_or_nothing(replica: WorkerReplica) -> None:
-    stream = replica.open_stream("r")
-    await anext(stream)
-    results = await replica.submit("r", [request("good"), request("bad", num_prompt=0)])
-    assert results[0] is None
-    assert results[1] is not None
-    assert results[1].kind == "RequestError"
-    assert await replica.submit("r", [request("good")]) == [None]  # nothing of the first call is left
-    await collect(stream, {"good"})
-    await stream.aclose()
+    async with opened(replica) as stream:
+        results = await replica.submit("r", [request("good"), request("bad", num_prompt=0)])
+        assert results[0] is None
+        assert results[1] is not None
+        assert results[1].kind == "RequestError"
+        assert await replica.submit("r", [request("good")]) == [None]  # nothing of the first call is left
+        await collect(stream, {"good"})
 
 
 async def test_the_autoscaler_sees_what_waits_and_what_runs(replica: WorkerReplica, executor: HookedExecutor) -> None:
-    stream = replica.open_stream("r")
-    await anext(stream)
-    with held(executor, after_steps=10, step_s=LOAD_PERIOD_S / 2):
-        assert await replica.submit("r", [request(f"s{i}", max_tokens=400) for i in range(6)]) == [None] * 6
-        stats: dict[str, float] = {}
-        while stats.get("num_running", 0) < 4:
-            await anext(stream)
-            stats = await replica.record_autoscaling_stats()
-    assert all(isinstance(value, (int, float)) for value in stats.values())  # or Serve stops asking
-    assert (stats["num_waiting"], stats["max_num_seqs"]) == (2, 4)
-    assert stats["waiting_tokens"] > 0
-    assert 0 < stats["used_share"] <= 1
-    await stream.aclose()
+    async with opened(replica) as stream:
+        with held(executor, after_steps=10, step_s=LOAD_PERIOD_S / 2):
+            assert await replica.submit("r", [request(f"s{i}", max_tokens=400) for i in range(6)]) == [None] * 6
+            stats: dict[str, float] = {}
+            while stats.get("num_running", 0) < 4:
+                await anext(stream)
+                stats = await replica.record_autoscaling_stats()
+        assert all(isinstance(value, (int, float)) for value in stats.values())  # or Serve stops asking
+        assert (stats["num_waiting"], stats["max_num_seqs"]) == (2, 4)
+        assert stats["waiting_tokens"] > 0
+        assert 0 < stats["used_share"] <= 1
 
 
 async def test_without_a_stream_nothing_is_admitted(replica: WorkerReplica) -> None:
@@ -164,7 +157,7 @@ async def test_leaving_routers_and_aborts_free_blocks_at_once(replica: WorkerRep
     assert await replica.submit("r2", [request("last", max_tokens=1)]) == [None]
     await collect(again, {"last"})
     await again.aclose()
-    assert active_blocks(replica) == 0
+    assert num_active(replica.engine) == 0
 
 
 async def test_an_id_in_use_is_refused_and_its_running_request_continues(
@@ -190,18 +183,16 @@ async def test_an_id_in_use_is_refused_and_its_running_request_continues(
 
 
 async def test_a_cancelled_submission_leaves_nothing_behind(replica: WorkerReplica) -> None:
-    stream = replica.open_stream("r")
-    await anext(stream)
-    leaving = asyncio.create_task(replica.submit("r", [request("left", max_tokens=400)]))
-    await asyncio.sleep(0)
-    leaving.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await leaving
-    assert replica.num_requests == 0
-    assert await replica.submit("r", [request("last", max_tokens=1)]) == [None]
-    await collect(stream, {"last"})
-    await stream.aclose()
-    assert active_blocks(replica) == 0
+    async with opened(replica) as stream:
+        leaving = asyncio.create_task(replica.submit("r", [request("left", max_tokens=400)]))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert replica.num_requests == 0
+        assert await replica.submit("r", [request("last", max_tokens=1)]) == [None]
+        await collect(stream, {"last"})
+    assert num_active(replica.engine) == 0
 
 
 async def test_a_replica_that_stops_has_written_its_cache_to_the_disk_tier(tiny_model: Path, tmp_path: Path) -> None:
@@ -209,11 +200,9 @@ async def test_a_replica_that_stops_has_written_its_cache_to_the_disk_tier(tiny_
         model=str(tiny_model), kv_cache_memory_bytes="4MiB", swap_space="1MiB", disk_cache=str(tmp_path), device="cpu"
     )
     stopping = WorkerReplica(settings.engine_config(), "tiny")
-    stream = stopping.open_stream("r")
-    await anext(stream)
-    assert await stopping.submit("r", [request("kept", num_prompt=100)]) == [None]
-    await collect(stream, {"kept"})
-    await stream.aclose()
+    async with opened(stopping) as stream:
+        assert await stopping.submit("r", [request("kept", num_prompt=100)]) == [None]
+        await collect(stream, {"kept"})
     assert list(tmp_path.rglob("*.kv")) == []
     await stopping.stop()
     assert len(list(tmp_path.rglob("*.kv"))) == 6  # whole hash blocks of 107 computed tokens
@@ -238,16 +227,14 @@ async def test_a_failing_step_ends_every_request_and_fails_the_health_check(
     def fail() -> None:
         raise RuntimeError("the device fell over")
 
-    stream = replica.open_stream("r")
-    await anext(stream)
-    executor.before_step = fail
-    assert await replica.submit("r", [request("doomed")]) == [None]
-    (event,) = (await collect(stream, {"doomed"}))["doomed"]
-    assert event.error is not None
-    assert "fell over" in event.error.message
-    with pytest.raises(RuntimeError):
-        replica.check_health()
-    (refused,) = await replica.submit("r", [request("late")])
-    assert refused is not None
-    assert refused.kind == "EngineDead"
-    await stream.aclose()
+    async with opened(replica) as stream:
+        executor.before_step = fail
+        assert await replica.submit("r", [request("doomed")]) == [None]
+        (event,) = (await collect(stream, {"doomed"}))["doomed"]
+        assert event.error is not None
+        assert "fell over" in event.error.message
+        with pytest.raises(RuntimeError):
+            replica.check_health()
+        (refused,) = await replica.submit("r", [request("late")])
+        assert refused is not None
+        assert refused.kind == "EngineDead"

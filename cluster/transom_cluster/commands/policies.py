@@ -67,9 +67,7 @@ def policies(
 
 def _measure(figures: PolicyFigures, scenario: str, settings: dict[str, Any]) -> None:
     """Measure one scenario on a new engine."""
-    from transom_worker.bench.policies.losing_cases import recall
-    from transom_worker.bench.policies.scenarios import quality_by_window
-    from transom_worker.bench.policies.streams import stream
+    from transom_worker.bench.policies.scenarios import quality_by_window, recall, stream
 
     if scenario == "memory":
         _measure_memory(figures, settings)

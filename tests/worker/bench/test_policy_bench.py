@@ -13,12 +13,17 @@ from tests.tiny_checkpoints import tiny_tokenizer
 from transom_cluster.cli import app
 from transom_core.contract import WindowPolicy
 from transom_core.settings.settings import Settings
-from transom_worker.bench.policies.losing_cases import recall
 from transom_worker.bench.policies.plots import draw
 from transom_worker.bench.policies.policy_runs import make_request, run_together
 from transom_worker.bench.policies.results import PolicyFigures, tables
-from transom_worker.bench.policies.scenarios import Load, Quality, memory_and_throughput, quality_by_window
-from transom_worker.bench.policies.streams import stream
+from transom_worker.bench.policies.scenarios import (
+    Load,
+    Quality,
+    memory_and_throughput,
+    quality_by_window,
+    recall,
+    stream,
+)
 from transom_worker.engine.startup import build_engine
 
 

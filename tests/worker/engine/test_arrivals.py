@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
-from queue import SimpleQueue
 
-from tests.engine_driver import make_engine, make_request
-from transom_core.contract import ErrorInfo, Request, WorkerMessage
+from tests.engine_driver import WAIT_S, OnThread, make_request
+from tests.worker.conftest import Start
+from transom_core.contract import ErrorInfo, Request
 from transom_core.errors import Overloaded
 from transom_worker.engine.arrivals import MAX_PIECE, Arrivals, Group
-from transom_worker.engine.engine_thread import EngineThread
 
-WAIT_S = 120
 REFUSED = ErrorInfo.of(Overloaded("full"))
 
 
@@ -100,10 +97,9 @@ def test_what_waits_to_be_added_is_bounded_and_each_client_has_its_share() -> No
     assert engine.ended == [refused]
 
 
-def test_a_stream_goes_on_between_the_pieces_of_another_client_s_group(tiny_model: Path) -> None:
+def test_a_stream_goes_on_between_the_pieces_of_another_client_s_group(start: Start) -> None:
     """The audit's attack: one POST of 1,024 prompts. Before, no step ran before the last of them was added."""
-    engine = make_engine(str(tiny_model), max_waiting=2000)
-    delivered: SimpleQueue[WorkerMessage] = SimpleQueue()
+    engine = start(max_waiting=2000)
     order: list[str] = []
     add, step = engine.add, engine.step
 
@@ -116,11 +112,12 @@ def test_a_stream_goes_on_between_the_pieces_of_another_client_s_group(tiny_mode
         return step()
 
     engine.add, engine.step = noted_add, noted_step  # type: ignore[method-assign, assignment]
-    thread = EngineThread(engine, delivered.put)
+    on_thread = OnThread(engine)
+    thread = on_thread.thread
     try:
-        thread.submit([replace(make_request("victim", [5, 6], max_tokens=100), client="victim")]).result(WAIT_S)
+        on_thread.submit(replace(make_request("victim", [5, 6], max_tokens=100), client="victim"))
         prompts = [replace(make_request(f"h{number}", [7], max_tokens=1), client="hostile") for number in range(300)]
-        assert thread.submit(prompts).result(WAIT_S) == [None] * 300
+        assert on_thread.submit(*prompts) == [None] * 300
         left = [
             replace(one, request_id=f"left {one.request_id}", params=replace(one.params, max_tokens=500))
             for one in prompts
@@ -130,7 +127,9 @@ def test_a_stream_goes_on_between_the_pieces_of_another_client_s_group(tiny_mode
         assert future.result(WAIT_S) == [None] * 300
         ended = set()
         while len(ended) < 301:
-            ended |= {event.request_id for event in delivered.get(timeout=WAIT_S).events if event.finish_reason}
+            ended |= {
+                event.request_id for event in on_thread.delivered.get(timeout=WAIT_S).events if event.finish_reason
+            }
         assert ended == {"victim", *(one.request_id for one in prompts)}
     finally:
         thread.shutdown()

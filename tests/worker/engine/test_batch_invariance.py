@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine_driver import Whole, make_engine, make_request, run
+from tests.engine_driver import Whole, are_close, make_engine, make_request, run
 from tests.tiny_checkpoints import reference_logits
-from transom_core.contract import LogprobTable, Request, TokenLogprobs
+from tests.worker.conftest import Start
+from transom_core.contract import LogprobTable, Request
 from transom_worker.engine.engine import Engine
 
 TIGHT: dict[str, Any] = {"kv_cache_memory_bytes": 300 << 10, "block_size": 8, "max_model_len": 256, "max_num_seqs": 8}
@@ -42,25 +43,16 @@ def alone(tiny_model: Path) -> Iterator[list[Whole]]:
     engine.shutdown()
 
 
-def close(got: list[TokenLogprobs], expected: list[TokenLogprobs]) -> bool:
-    return len(got) == len(expected) and all(
-        a.token_id == b.token_id and a.rank == b.rank and abs(a.logprob - b.logprob) < 1e-4
-        for one, other in zip(got, expected, strict=True)
-        for a, b in zip((one.chosen, *one.top), (other.chosen, *other.top), strict=True)
-    )
-
-
 @pytest.mark.parametrize(("chunk", "steps_in_flight"), [(16, 2), (1024, 1)])
 def test_sampled_outputs_do_not_depend_on_the_batch(
-    tiny_model: Path, alone: list[Whole], chunk: int, steps_in_flight: int
+    start: Start, alone: list[Whole], chunk: int, steps_in_flight: int
 ) -> None:
-    engine = make_engine(str(tiny_model), max_num_batched_tokens=chunk, steps_in_flight=steps_in_flight, **TIGHT)
+    engine = start(max_num_batched_tokens=chunk, steps_in_flight=steps_in_flight, **TIGHT)
     for got, expected in zip(run(engine, requests()), alone, strict=True):
         assert (got.token_ids, got.text) == (expected.token_ids, expected.text)
         assert (got.finish_reason, got.stop_reason) == (expected.finish_reason, expected.stop_reason)
-        assert close(got.logprobs, expected.logprobs)
+        assert are_close(got.logprobs, expected.logprobs)
     assert engine.scheduler.work.num_preemptions > 0
-    engine.shutdown()
 
 
 def prompt_logprobs(engine: Engine, asked: list[Request]) -> dict[str, LogprobTable]:

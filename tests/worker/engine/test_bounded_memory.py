@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from tests.container_sizes import container_sizes, growth
-from tests.engine_driver import make_engine, make_request
+from tests.engine_driver import drain, make_request
 from tests.how_many import num_examples
+from tests.worker.conftest import Start
 from transom_core.telemetry import request_timelines
 from transom_worker.engine.engine import Engine
 from transom_worker.kvcache import manager
@@ -43,8 +43,7 @@ def serve(engine: Engine, begin: int, end: int) -> None:
                 engine.add(replace(request, request_id=f"late-{number}", time_left_s=0.0))
         engine.step()
         engine.abort(f"cmpl-{first + 1}-0-0")
-        while engine.has_work:
-            engine.step()
+        drain(engine)
         engine.metrics.text()
         engine.scheduler.cache.changes.take()
 
@@ -63,13 +62,10 @@ def low_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("low_bounds")
-def test_an_engine_does_not_grow_with_its_requests(tiny_model: Path) -> None:
-    engine = make_engine(
-        str(tiny_model), max_num_seqs=AT_ONCE, kv_cache_memory_bytes="1MiB", max_num_batched_tokens=4096
-    )
+def test_an_engine_does_not_grow_with_its_requests(start: Start) -> None:
+    engine = start(max_num_seqs=AT_ONCE, kv_cache_memory_bytes="1MiB", max_num_batched_tokens=4096)
     serve(engine, 0, NUM_REQUESTS)
     before = container_sizes(engine)
     serve(engine, NUM_REQUESTS, 3 * NUM_REQUESTS)
     grown = growth(before, container_sizes(engine), least=NUM_REQUESTS // 20)
     assert [path for path in grown if not any(known in path for known in BOUNDED)] == []
-    engine.shutdown()

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
-from tests.engine_driver import make_engine, make_request, run
+from tests.engine_driver import OnThread, drain, make_engine, make_request, run
+from tests.thread_ranks import ThreadRanks
 from tests.worker.engine.test_engine_restart import Fragile
-from transom_core.contract import KvPolicy, WindowPolicy, WorkerMessage
+from transom_core.contract import KvPolicy, WindowPolicy
 from transom_core.errors import ConfigError, EngineDead, Overloaded
 from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_core.kv_cache.tiers import DISK
 from transom_worker.engine.disk_tier import EngineDiskTier
 from transom_worker.engine.engine import Engine
-from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.execution.executor import DiskUsage
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.kvcache.tiers.disk.listing import ListedChanges
 from transom_worker.scheduling.step import StepResult
+
+pytestmark = pytest.mark.usefixtures("fast_reads")
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -46,6 +49,11 @@ def engine_on(model: Path, folder: Path, **settings: object) -> Engine:
     return make_engine(str(model), device="cpu", disk_cache=str(folder), **(SETTINGS | settings))
 
 
+def disk_of(engine: Engine) -> EngineDiskTier:
+    assert engine._disk is not None
+    return engine._disk
+
+
 def answers(engine: Engine, tokens: Sequence[list[int]], *, salt: str | None = None) -> list[tuple[list[int], int]]:
     """Each prompt's answer and how many of its tokens were cached, one request after the other."""
     found = []
@@ -56,12 +64,29 @@ def answers(engine: Engine, tokens: Sequence[list[int]], *, salt: str | None = N
     return found
 
 
-def write(model: Path, folder: Path, count: int = 8, **settings: object) -> list[tuple[list[int], int]]:
+def write(model: Path, folder: Path, **settings: object) -> list[tuple[list[int], int]]:
     """Have an engine answer prompts and stop, so that the folder has their blocks; return the answers."""
     engine = engine_on(model, folder, **settings)
-    found = answers(engine, prompts(count))
+    found = answers(engine, prompts(8))
     engine.shutdown()
     return found
+
+
+Answers = list[tuple[list[int], int]]
+Written = tuple[Path, Answers]
+
+
+@pytest.fixture(scope="module")
+def written_once(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    folder = tmp_path_factory.mktemp("written")
+    return folder, write(tiny_model, folder)
+
+
+@pytest.fixture
+def written(written_once: Written, tmp_path: Path) -> Answers:
+    """The answers of an engine whose blocks are in `tmp_path`, which a test may change."""
+    shutil.copytree(written_once[0], tmp_path, dirs_exist_ok=True)
+    return written_once[1]
 
 
 def usage(engine: Engine) -> DiskUsage:
@@ -70,16 +95,16 @@ def usage(engine: Engine) -> DiskUsage:
     return report.usage.disk
 
 
-RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "kv_cache_memory_bytes": 300 << 10}
+RANKS: dict[str, Any] = {"executor": partial(ThreadRanks, size=2), "kv_cache_memory_bytes": 300 << 10}
 
 
 @pytest.mark.parametrize("settings", [{}, WINDOWS, RANKS], ids=["full", "windows", "two ranks"])
 def test_a_second_engine_hits_what_the_first_one_wrote(
-    tiny_model: Path, tmp_path: Path, fast_reads: None, settings: dict[str, Any]
+    tiny_model: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     expected = write(tiny_model, tmp_path, **settings)
     assert [cached for _, cached in expected] == [0] * 8
-    num_ranks = settings.get("tensor_parallel_size", 1)
+    num_ranks = 1 + ("executor" in settings)
     assert len(list((tmp_path / "transom-kv").iterdir())) == num_ranks + 1  # a folder each, and the count of bytes
     second = engine_on(tiny_model, tmp_path, **settings)
     found = answers(second, prompts(8))
@@ -110,21 +135,20 @@ def change(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [cut, change, Path.unlink])
 def test_broken_files_are_computed_again(
-    tiny_model: Path, tmp_path: Path, fast_reads: None, damage: Callable[[Path], None]
+    tiny_model: Path, tmp_path: Path, written: Answers, damage: Callable[[Path], None]
 ) -> None:
-    expected = write(tiny_model, tmp_path, 6)
     files = sorted(tmp_path.rglob("*.kv"))
     assert files
     second = engine_on(tiny_model, tmp_path)
     for path in files[::3]:
         damage(path)
-    assert [tokens for tokens, _ in answers(second, prompts(6))] == [tokens for tokens, _ in expected]
+    assert [tokens for tokens, _ in answers(second, prompts(6))] == [tokens for tokens, _ in written[:6]]
     assert usage(second).num_missing + usage(second).num_broken > 0
     assert (usage(second).num_broken > 0) == (damage is not Path.unlink)
     second.shutdown()
 
 
-def test_salts_separate_and_other_models_too(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
+def test_salts_separate_and_other_models_too(tiny_model: Path, tmp_path: Path) -> None:
     first = engine_on(tiny_model, tmp_path)
     answers(first, prompts(6), salt="a")
     first.shutdown()
@@ -137,10 +161,8 @@ def test_salts_separate_and_other_models_too(tiny_model: Path, tmp_path: Path, f
     other.shutdown()
 
 
-def test_a_held_request_that_is_aborted_leaves_nothing(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
-    write(tiny_model, tmp_path)
+def test_a_held_request_that_is_aborted_leaves_nothing(tiny_model: Path, tmp_path: Path, written: Answers) -> None:
     engine = engine_on(tiny_model, tmp_path)
-    assert isinstance(engine._disk, EngineDiskTier)
     imports = engine.scheduler.cache.tiers.imports
     assert imports is not None
     engine.add(make_request("held", prompts(1)[0], max_tokens=6))
@@ -150,9 +172,8 @@ def test_a_held_request_that_is_aborted_leaves_nothing(tiny_model: Path, tmp_pat
     assert engine.has_work  # although no request can run
     engine.abort("held")
     engine.abort("twin")
-    while engine.has_work:
-        engine.step()
-    assert not engine._disk.is_busy
+    drain(engine)
+    assert not disk_of(engine).is_busy
     assert not imports.opened
     ((_, cached),) = answers(engine, prompts(1))
     assert cached >= 200  # what was loaded is found nevertheless
@@ -160,13 +181,11 @@ def test_a_held_request_that_is_aborted_leaves_nothing(tiny_model: Path, tmp_pat
 
 
 def test_a_client_whose_loads_wait_delays_another_by_no_more_than_computing_takes(
-    tiny_model: Path, tmp_path: Path, fast_reads: None
+    tiny_model: Path, tmp_path: Path, written: Answers
 ) -> None:
-    write(tiny_model, tmp_path)
     engine = engine_on(tiny_model, tmp_path)
     engine.add(replace(make_request("hostile", prompts(1)[0], max_tokens=6), client="hostile"))
-    assert isinstance(engine._disk, EngineDiskTier)
-    (loading,) = engine._disk._loading.values()
+    (loading,) = disk_of(engine)._loading.values()
     waiting = engine.scheduler.admission.waiting
     for estimate_s, names in ((0.0, ["hostile", "victim-0"]), (1e6, ["hostile", "victim-0", "own"])):
         loading.estimate_s = estimate_s  # of reading: nothing, or more than computing the prefix takes
@@ -175,33 +194,29 @@ def test_a_client_whose_loads_wait_delays_another_by_no_more_than_computing_take
         request = make_request(f"victim-{int(estimate_s > 0)}", prompts(1)[0], max_tokens=6)
         engine.add(replace(request, client="victim"))
         assert [one.request.request_id for one in waiting.held] == names
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     engine.shutdown()
 
 
-def test_a_restart_of_the_ranks_ends_imports(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
-    expected = write(tiny_model, tmp_path)
+def test_a_restart_of_the_ranks_ends_imports(tiny_model: Path, tmp_path: Path, written: Answers) -> None:
     engine = engine_on(tiny_model, tmp_path, executor=Fragile)
     executor = engine.executor
     assert isinstance(executor, Fragile)
     engine.add(make_request("held", prompts(1)[0], max_tokens=6))
-    assert isinstance(engine._disk, EngineDiskTier)
     assert engine.scheduler.cache.tiers.imports.is_fetching
     assert len(engine.scheduler.admission.waiting.held) == 1
     executor.is_lost = True
     (event,) = engine.step()
     assert event.error is not None
     assert event.error.kind == "WorkerLost"
-    assert isinstance(engine._disk, EngineDiskTier)
-    assert not engine._disk.is_busy
+    assert not disk_of(engine).is_busy
     assert not engine.scheduler.cache.tiers.imports.opened
     engine.step()
-    assert answers(engine, prompts(1))[0][0] == expected[0][0]
+    assert answers(engine, prompts(1))[0][0] == written[0][0]
     engine.shutdown()
 
 
-def test_a_window_policy_hits_what_it_left_on_the_disk(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
+def test_a_window_policy_hits_what_it_left_on_the_disk(tiny_model: Path, tmp_path: Path) -> None:
     """Under its own key: neither another policy nor none finds it."""
     policy = WindowPolicy(sinks=4, window=100)
 
@@ -223,26 +238,22 @@ def test_a_window_policy_hits_what_it_left_on_the_disk(tiny_model: Path, tmp_pat
     second.shutdown()
 
 
-def test_a_refused_request_begins_no_import(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
-    write(tiny_model, tmp_path)
+def test_a_refused_request_begins_no_import(tiny_model: Path, tmp_path: Path, written: Answers) -> None:
     engine = engine_on(tiny_model, tmp_path, max_num_seqs=1, max_waiting=1)
     for number in (5, 6):
         engine.add(make_request(f"first {number}", prompts(7)[number], max_tokens=6))
     with pytest.raises(Overloaded):
         engine.add(make_request("refused", prompts(1)[0], max_tokens=6))
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     assert not engine.scheduler.cache.tiers.imports.opened
     engine.shutdown()
 
 
 def test_a_slow_disk_does_not_stop_other_requests(
-    tiny_model: Path, tmp_path: Path, fast_reads: None, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, written: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread of the rank reads files, and one of the engine lists them; other prompts are answered meanwhile."""
-    write(tiny_model, tmp_path)
     engine = engine_on(tiny_model, tmp_path)
-    assert isinstance(engine._disk, EngineDiskTier)
     tier = engine.executor._runner.tiers._disk  # type: ignore[attr-defined]
     goes_on, read = threading.Event(), tier._folder.read
 
@@ -255,8 +266,8 @@ def test_a_slow_disk_does_not_stop_other_requests(
         return ListedChanges([], [])
 
     tier._folder.read = wait_and_read
-    monkeypatch.setattr(engine._disk.watch._listing, "look_at_all", wait_and_list)
-    lister = threading.Thread(target=engine._disk.watch.look)
+    monkeypatch.setattr(disk_of(engine).watch._listing, "look_at_all", wait_and_list)
+    lister = threading.Thread(target=disk_of(engine).watch.look)
     lister.start()
     engine.add(make_request("slow", prompts(1)[0], max_tokens=6))
     assert len(engine.scheduler.admission.waiting.held) == 1
@@ -267,27 +278,24 @@ def test_a_slow_disk_does_not_stop_other_requests(
     assert len(engine.scheduler.admission.waiting.held) == 1
     goes_on.set()
     lister.join()
-    while engine.has_work:
-        events += engine.step()
+    events += drain(engine)
     found = [event.usage for event in events if event.request_id == "slow" and event.usage is not None]
     assert found[0].num_cached_tokens >= found[0].num_disk_tokens >= 200
     engine.shutdown()
 
 
 def test_a_disk_that_hangs_is_not_waited_for_and_not_asked_until_it_answers(
-    tiny_model: Path, tmp_path: Path, fast_reads: None, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, written: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = write(tiny_model, tmp_path)
     engine = engine_on(tiny_model, tmp_path)
-    disk, changes = engine._disk, engine.scheduler.cache.changes
-    assert isinstance(disk, EngineDiskTier)
+    disk, changes = disk_of(engine), engine.scheduler.cache.changes
     disk.watch._ended.set()  # no listing but those of the test
     answers_again = hang(monkeypatch)
     monkeypatch.setattr("transom_worker.engine.disk_tier.LATE_S", 0.0)
     before = changes.rates
     assert before is not None
 
-    assert answers(engine, prompts(1)) == [(expected[0][0], 0)]  # it has waited, and was computed then
+    assert answers(engine, prompts(1)) == [(written[0][0], 0)]  # it has waited, and was computed then
     assert disk.is_away
     assert len(engine.scheduler.cache.tiers.imports.opened) == 1  # its blocks: the read may still write them
     assert changes.rates is not None
@@ -296,30 +304,26 @@ def test_a_disk_that_hangs_is_not_waited_for_and_not_asked_until_it_answers(
     for number in (1, 2):
         engine.add(make_request(f"later {number}", prompts(3)[number], max_tokens=6))
         assert not engine.scheduler.admission.waiting.held
-    while engine.has_work:
-        engine.step()
+    drain(engine)
 
     answers_again()
     monkeypatch.undo()
     while disk.is_away:  # an idle engine asks once with each listing
         disk.watch.look()
         assert engine.has_work
-        while engine.has_work:
-            engine.step()
+        drain(engine)
     assert changes.rates.read_ns == before.read_ns
     assert not engine.scheduler.cache.tiers.imports.opened
     (tokens, cached), *_ = answers(engine, [prompts(8)[5]])
-    assert (tokens, cached >= 200) == (expected[5][0], True)
+    assert (tokens, cached >= 200) == (written[5][0], True)
     engine.shutdown()
 
 
 def test_a_late_load_that_fails_is_no_answer_of_the_disk(
-    tiny_model: Path, tmp_path: Path, fast_reads: None, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, written: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tiny_model, tmp_path)
     engine = engine_on(tiny_model, tmp_path)
-    disk = engine._disk
-    assert isinstance(disk, EngineDiskTier)
+    disk = disk_of(engine)
     disk.watch._ended.set()  # no listing but those of the test
     index = engine.scheduler.cache.tiers.disk
     num_files = index.num_blocks
@@ -355,12 +359,10 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return goes_on.set
 
 
-def test_a_missing_file_is_tried_once(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
+def test_a_missing_file_is_tried_once(tiny_model: Path, tmp_path: Path, written: Answers) -> None:
     """The index learns of it from the failed read, without a listing, and of the other blocks' files by the next listing."""
-    write(tiny_model, tmp_path)
     engine = engine_on(tiny_model, tmp_path)
-    assert isinstance(engine._disk, EngineDiskTier)
-    (engine._disk.watch._ended).set()  # no listing but those of the test
+    disk_of(engine).watch._ended.set()  # no listing but those of the test
     index = engine.scheduler.cache.tiers.disk
     num_files = index.num_blocks
     assert num_files == len(list(tmp_path.rglob("*.kv")))
@@ -373,13 +375,13 @@ def test_a_missing_file_is_tried_once(tiny_model: Path, tmp_path: Path, fast_rea
     assert usage(engine).num_missing == 1
     assert [whole.num_cached_tokens for whole in wholes if whole.num_cached_tokens < 200]
     assert index.num_blocks < num_files - 16
-    engine._disk.watch.look()
-    engine._disk.take_news()
+    disk_of(engine).watch.look()
+    disk_of(engine).take_news()
     assert index.num_blocks >= num_files - 1
     engine.shutdown()
 
 
-def test_what_is_in_memory_at_an_orderly_end_is_written(tiny_model: Path, tmp_path: Path, fast_reads: None) -> None:
+def test_what_is_in_memory_at_an_orderly_end_is_written(tiny_model: Path, tmp_path: Path) -> None:
     """Nothing was evicted, and a request is under way."""
     first = engine_on(tiny_model, tmp_path)
     expected = answers(first, prompts(2))
@@ -411,18 +413,16 @@ def test_an_end_that_writes_nothing(
 
 def test_an_idle_engine_tells_routers_of_files_that_others_write(tiny_model: Path, tmp_path: Path) -> None:
     engine = engine_on(tiny_model, tmp_path)
-    assert isinstance(engine._disk, EngineDiskTier)
-    delivered: SimpleQueue[WorkerMessage] = SimpleQueue()
-    thread = EngineThread(engine, delivered.put)
+    listening = OnThread(engine)
     other = engine_on(tiny_model, tmp_path)
     answers(other, prompts(2))
     other.shutdown()
-    engine._disk.watch.look()  # as its thread does
+    disk_of(engine).watch.look()  # as its thread does
     added: set[bytes] = set()
     while len(added) < len(list(tmp_path.rglob("*.kv"))):
-        update = delivered.get(timeout=60).kv
+        update = listening.delivered.get(timeout=60).kv
         for change in () if update is None else update.runs:
             assert (change.action, change.tier) == ("added", DISK)
             added.update(change.digests)
     assert added == {bytes.fromhex(path.name[:64]) for path in tmp_path.rglob("*.kv")}
-    thread.shutdown()
+    listening.thread.shutdown()

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine_driver import make_engine, make_hooked_engine, make_request
+from tests.engine_driver import drain, make_hooked_engine, make_request, num_active, run
+from tests.worker.conftest import Start
+from transom_core.clock import steady_time_s
 from transom_core.contract import OutputEvent
-from transom_core.errors import (
-    ConfigError,
-    EngineDead,
-    PromptTooLong,
-    RequestError,
-)
+from transom_core.errors import ConfigError, EngineDead, PromptTooLong, RequestError
 from transom_worker.engine.engine import Engine
 from transom_worker.engine.running_request import RunningRequest
 from transom_worker.scheduling.outputs import SequenceOutput
 
+HOUR_S = 3600.0
+
 
 @pytest.fixture
-def engine(tiny_model: Path) -> Iterator[Engine]:
-    engine = make_engine(str(tiny_model), max_waiting=2, max_num_seqs=2)
-    yield engine
-    engine.shutdown()
+def engine(start: Start) -> Engine:
+    return start(max_waiting=2, max_num_seqs=2)
 
 
 @pytest.mark.parametrize(
@@ -53,37 +49,44 @@ def test_a_prompt_beyond_the_model_gives_both_lengths(engine: Engine) -> None:
         engine.add(make_request("r", [7] * 3000))
 
 
-def test_a_length_that_the_pool_cannot_hold_is_refused_at_start(tiny_model: Path) -> None:
+def test_a_length_that_the_pool_cannot_hold_is_refused_at_start(start: Start) -> None:
     with pytest.raises(ConfigError, match=r"KV pool holds \d+ tokens .* 2000"):
-        make_engine(str(tiny_model), kv_cache_memory_bytes="512KiB", max_model_len=2000)
+        start(kv_cache_memory_bytes="512KiB", max_model_len=2000)
 
 
-def test_a_deadline_ends_a_request_with_an_error(engine: Engine) -> None:
+@pytest.mark.parametrize("skew_s", [-24 * HOUR_S, 0.0, 24 * HOUR_S])
+def test_deadlines_and_measurements_do_not_depend_on_the_hosts_clock(start: Start, skew_s: float) -> None:
+    """Hosts' clocks may differ by any amount: a worker measures, and ends requests, by durations alone."""
+    engine = start(clock=lambda: steady_time_s() + skew_s)
+    run(engine, [make_request("cold", [5, 6, 7], max_tokens=2)])
+    for name, waited_s in (("a", 0.0), ("b", HOUR_S)):  # what it waited in its router is not this worker's
+        in_time = replace(make_request(name, [5, 6, 7], max_tokens=3), time_left_s=HOUR_S, waited_s=waited_s)
+        [output] = run(engine, [in_time])
+        assert output.finish_reason == "length"
+    assert 0 < engine.load().first_token_s < HOUR_S / 2
     engine.add(replace(make_request("late", [5, 6], max_tokens=500), time_left_s=0.0))
     engine.add(make_request("other", [5, 6], max_tokens=3))
-    events = [event for _ in range(10) for event in engine.step()]
+    events = drain(engine)
     (late,) = [event for event in events if event.request_id == "late"]
     assert late.error is not None
     assert late.error.kind == "RequestTimeout"
     assert [event.finish_reason for event in events if event.request_id == "other"][-1] == "length"
-    assert not engine.has_work
 
 
 def test_abort_frees_blocks_before_the_next_step(engine: Engine) -> None:
     engine.add(make_request("r", list(range(5, 45)), max_tokens=100))
     engine.step()
-    assert sum(group.active_blocks for group in engine.scheduler.stats().groups) > 0
+    assert num_active(engine) > 0
     assert engine.abort("r")
     assert not engine.abort("r")
-    while engine.has_work:
-        assert engine.step() == []
-    assert sum(group.active_blocks for group in engine.scheduler.stats().groups) == 0
+    assert drain(engine) == []
+    assert num_active(engine) == 0
 
 
 @pytest.mark.parametrize("num_steps", [0, 2])
-def test_many_aborts_publish_the_state_once(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int) -> None:
+def test_many_aborts_publish_the_state_once(start: Start, monkeypatch: pytest.MonkeyPatch, num_steps: int) -> None:
     """Statistics of the whole cache are not computed for every request that leaves, and the last state is published."""
-    engine = make_engine(str(tiny_model))
+    engine = start()
     for i in range(12):
         engine.add(make_request(f"r{i}", [5, 6, i], max_tokens=100))
     for _ in range(num_steps):
@@ -92,8 +95,7 @@ def test_many_aborts_publish_the_state_once(tiny_model: Path, monkeypatch: pytes
     monkeypatch.setattr(engine.events, "published", states.append)
     for i in range(12):
         engine.abort(f"r{i}")
-    while engine.has_work:
-        assert engine.step() == []
+    assert drain(engine) == []
     assert len(states) == 1
     assert (states[0].load.num_running, states[0].load.num_waiting) == (0, 0)
 
@@ -137,15 +139,13 @@ def test_a_failure_in_one_requests_text_loses_no_other_requests_event(
     assert engine.step() == []
 
 
-def test_a_deadline_is_its_own_requests_alone(tiny_model: Path) -> None:
+def test_a_deadline_is_its_own_requests_alone(start: Start) -> None:
     """An id that is used again after its first request has ended does not inherit that one's deadline."""
     now_s = 1000.0
-    engine = make_engine(str(tiny_model), clock=lambda: now_s)
+    engine = start(clock=lambda: now_s)
     engine.add(replace(make_request("again", [5], max_tokens=1), time_left_s=60.0))
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     engine.add(make_request("again", [5], max_tokens=5))
     now_s += 3600
     events = [event for _ in range(5) for event in engine.step()]
     assert [event.error for event in events] == [None] * 5
-    engine.shutdown()

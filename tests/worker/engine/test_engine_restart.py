@@ -12,6 +12,7 @@ from queue import SimpleQueue
 import pytest
 
 from tests.engine_driver import make_engine, make_request, run
+from tests.worker.conftest import Start
 from transom_core.config import EngineConfig
 from transom_core.contract import WorkerMessage
 from transom_core.errors import ConfigError, EngineDead, RankLost, WorkerLost
@@ -204,7 +205,7 @@ def test_shutdown_does_not_wait_for_a_restart(engine: Engine) -> None:
 
 @pytest.mark.parametrize("fails", ["engine.engine.Scheduler", "engine.startup.startup_report"])
 def test_an_engine_that_cannot_be_made_leaves_no_ranks(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+    start: Start, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     made: list[Fragile] = []
 
@@ -217,7 +218,7 @@ def test_an_engine_that_cannot_be_made_leaves_no_ranks(
 
     monkeypatch.setattr(f"transom_worker.{fails}", fail)
     with pytest.raises(ValueError, match="a bug"):
-        make_engine(str(tiny_model), executor=make)
+        start(executor=make)
     assert made[0].num_shutdowns == 1
 
 

@@ -8,44 +8,35 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
 
 import pytest
 
-from tests.engine_driver import make_engine, make_hooked_engine, make_request, run, unusable_request
-from tests.hooked_executor import HookedExecutor
-from transom_core.contract import OutputEvent, WorkerMessage
+from tests.engine_driver import (
+    WAIT_S,
+    OnThread,
+    drain,
+    make_engine,
+    make_hooked_engine,
+    make_request,
+    num_active,
+    run,
+    unusable_request,
+)
+from transom_core.contract import OutputEvent
 from transom_core.kv_cache.hashing import chain_root, extend_chain
 from transom_worker.engine.engine import Engine
-from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.kvcache.tiers.exports import BlockExport
 from transom_worker.scheduling.step import StepResult
 
-WAIT_S = 120
-
-
-class Harness:
-    def __init__(self, engine: Engine, executor: HookedExecutor) -> None:
-        self.engine = engine
-        self.executor = executor
-        self.delivered: SimpleQueue[WorkerMessage] = SimpleQueue()
-        self.thread = EngineThread(engine, self.delivered.put)
-
-    def last_event(self, request_id: str) -> OutputEvent:
-        while True:
-            for event in self.delivered.get(timeout=WAIT_S).events:
-                if event.request_id == request_id and event.finish_reason:
-                    return event
-
 
 @pytest.fixture
-def harness(tiny_model: Path) -> Iterator[Harness]:
-    harness = Harness(*make_hooked_engine(str(tiny_model)))
+def harness(tiny_model: Path) -> Iterator[OnThread]:
+    harness = OnThread(make_hooked_engine(str(tiny_model))[0])
     yield harness
     harness.thread.shutdown()
 
 
-async def test_a_caller_that_is_cancelled_does_not_end_the_thread(harness: Harness) -> None:
+async def test_a_caller_that_is_cancelled_does_not_end_the_thread(harness: OnThread) -> None:
     busy = threading.Event()
     harness.thread.call(lambda: busy.wait(WAIT_S))  # the thread waits, and the next command stays in the inbox
     waiting = asyncio.wrap_future(harness.thread.submit([make_request("left", [5, 6])]))
@@ -58,17 +49,17 @@ async def test_a_caller_that_is_cancelled_does_not_end_the_thread(harness: Harne
     assert harness.thread.dead is None
 
 
-def test_a_request_that_breaks_admission_is_refused_alone(harness: Harness) -> None:
-    (error,) = harness.thread.submit([unusable_request("odd")]).result(WAIT_S)
+def test_a_request_that_breaks_admission_is_refused_alone(harness: OnThread) -> None:
+    (error,) = harness.submit(unusable_request("odd"))
     assert error is not None
     assert (error.kind, error.message) == ("StepFailed", "not a number")
-    assert harness.thread.submit([make_request("fine", [5], max_tokens=1)]).result(WAIT_S) == [None]
+    assert harness.submit(make_request("fine", [5], max_tokens=1)) == [None]
     assert harness.last_event("fine").finish_reason == "length"
 
 
 @pytest.mark.parametrize("failing", ["step", "abort"])
 def test_a_thread_that_fails_ends_every_request_with_an_error(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, failing: str
+    harness: OnThread, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("an invariant is broken")
@@ -82,28 +73,32 @@ def test_a_thread_that_fails_ends_every_request_with_an_error(
     assert event.error.kind == "EngineDead"
     assert "an invariant is broken" in event.error.message
     assert harness.thread.dead is not None
-    (error,) = harness.thread.submit([make_request("late", [5])]).result(WAIT_S)
+    (error,) = harness.submit(make_request("late", [5]))
     assert error is not None
     assert error.kind == "EngineDead"
 
 
-def test_shutdown_ends_running_and_later_requests_with_an_error(harness: Harness) -> None:
-    harness.executor.before_step = lambda: time.sleep(0.01)  # so that the request still runs then
-    assert harness.thread.submit([make_request("running", [5, 6], max_tokens=1500)]).result(WAIT_S) == [None]
+def test_shutdown_ends_running_and_later_requests_with_an_error(
+    harness: OnThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        harness.engine.executor, "before_step", lambda: time.sleep(0.01)
+    )  # so that the request still runs
+    assert harness.submit(make_request("running", [5, 6], max_tokens=1500)) == [None]
     harness.thread.shutdown()
     event = harness.last_event("running")
     assert event.error is not None
     assert "shutting down" in event.error.message
-    (error,) = harness.thread.submit([make_request("late", [5])]).result(WAIT_S)
+    (error,) = harness.submit(make_request("late", [5]))
     assert error is not None
     assert error.kind == "EngineDead"
     harness.thread.shutdown()
 
 
-def test_a_load_names_the_requests_that_it_counts_first_and_comes_with_first_tokens_and_ends(harness: Harness) -> None:
+def test_a_load_names_the_requests_that_it_counts_first_and_comes_with_first_tokens_and_ends(harness: OnThread) -> None:
     names = [f"r{at}" for at in range(3)]
-    assert harness.thread.submit([make_request(one, [5, 6, 7], max_tokens=5) for one in names]).result(WAIT_S)
-    refused = harness.thread.submit([make_request("fine", [5], max_tokens=1), unusable_request("odd")]).result(WAIT_S)
+    assert harness.submit(*(make_request(one, [5, 6, 7], max_tokens=5) for one in names))
+    refused = harness.submit(make_request("fine", [5], max_tokens=1), unusable_request("odd"))
     assert any(refused)
     messages, ended = [], 0
     while ended < len(names):
@@ -134,16 +129,15 @@ def small_engine_with_host_tier(model: Path) -> Engine:
 def test_an_engine_that_waits_for_an_export_sleeps_until_it_ends(tiny_model: Path) -> None:
     """Another worker reads nearly all blocks of the device: the next request has no place until then, and no step is tried."""
     engine = small_engine_with_host_tier(tiny_model)
-    num_steps, asleep = [0], threading.Event()
-    step, delivered = engine.step, SimpleQueue[WorkerMessage]()
+    num_steps, asleep, step = [0], threading.Event(), engine.step
 
     def counted() -> list[OutputEvent]:
         num_steps[0] += 1
         return step()
 
     engine.step = counted  # type: ignore[method-assign]
-    thread = EngineThread(engine, delivered.put)
-    sleep = thread._sleep
+    harness = OnThread(engine)
+    thread, sleep = harness.thread, harness.thread._sleep
 
     def noted(timeout_s: float | None) -> None:
         if timeout_s is not None:
@@ -152,9 +146,8 @@ def test_an_engine_that_waits_for_an_export_sleeps_until_it_ends(tiny_model: Pat
 
     thread._sleep = noted  # type: ignore[method-assign]
     prompt = [5 + i % 90 for i in range(240)]
-    thread.submit([make_request("first", prompt, max_tokens=2)]).result(WAIT_S)
-    while not any(event.finish_reason for event in delivered.get(timeout=WAIT_S).events):
-        pass
+    harness.submit(make_request("first", prompt, max_tokens=2))
+    harness.last_event("first")
     cache = engine.scheduler.cache
 
     def export() -> BlockExport | None:
@@ -164,13 +157,12 @@ def test_an_engine_that_waits_for_an_export_sleeps_until_it_ends(tiny_model: Pat
 
     opened = thread.call(export).result(WAIT_S)
     assert opened is not None
-    thread.submit([make_request("second", prompt[::-1], max_tokens=2)]).result(WAIT_S)
+    harness.submit(make_request("second", prompt[::-1], max_tokens=2))
     assert asleep.wait(WAIT_S)
     before = num_steps[0]
     assert thread.call(lambda: num_steps[0]).result(WAIT_S) <= before + 1
     thread.call(lambda: cache.tiers.exports.end(opened)).result(WAIT_S)
-    while not any(event.finish_reason for event in delivered.get(timeout=WAIT_S).events):
-        pass
+    harness.last_event("second")
     thread.shutdown()
 
 
@@ -193,8 +185,7 @@ def test_an_aborted_load_of_an_idle_engine_gives_its_blocks_back(tiny_model: Pat
     engine.step()
     assert engine.scheduler.admission.moves.is_loading
     engine.abort("again")
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     assert not engine.scheduler.admission.moves.is_loading
-    assert all(group.active_blocks == 0 for group in engine.scheduler.stats().groups)
+    assert num_active(engine) == 0
     engine.shutdown()

@@ -15,8 +15,9 @@ import pytest
 
 from tests.core.grammar.random_schemas import random_schema
 from tests.core.grammar.vocabularies import json_grammar
-from tests.engine_driver import Whole, make_engine, make_hooked_engine, make_request, run
+from tests.engine_driver import Whole, drain, make_engine, make_hooked_engine, make_request, run
 from tests.how_many import num_examples
+from tests.worker.conftest import Start
 from transom_core.contract import OutputEvent, Request
 from transom_worker.engine.engine import Engine
 
@@ -80,9 +81,7 @@ def engine(tiny_model: Path) -> Iterator[Engine]:
 def end(engine: Engine, request: Request) -> OutputEvent:
     """The last event of a request that runs alone; its tokens and text together."""
     engine.add(request)
-    events: list[OutputEvent] = []
-    while engine.has_work:
-        events += engine.step()
+    events = drain(engine)
     assert not engine.requests
     assert not len(engine.grammars.masks)
     token_ids = tuple(token for event in events for token in event.token_ids)
@@ -119,18 +118,11 @@ def test_a_row_waits_for_its_token_and_the_others_do_not(tiny_model: Path) -> No
     plans: list[tuple[int, bool]] = []
     submit = executor.submit
     executor.submit = lambda plan: (plans.append((len(plan.seq_ids), plan.grammar_mask is not None)), submit(plan))[1]  # type: ignore[method-assign, func-returns-value]
-    try:
-        run(engine, [make_request("warm", [5], grammar=GRAMMAR, max_tokens=1)])
-        plans.clear()
-        run(
-            engine,
-            [
-                make_request("free", [30, 31], max_tokens=100),
-                make_request("held", [32, 33], grammar=GRAMMAR, max_tokens=10, temperature=1.0),
-            ],
-        )
-    finally:
-        engine.shutdown()
+    run(engine, [make_request("warm", [5], grammar=GRAMMAR, max_tokens=1)])
+    plans.clear()
+    held = make_request("held", [32, 33], grammar=GRAMMAR, max_tokens=10, temperature=1.0)
+    run(engine, [make_request("free", [30, 31], max_tokens=100), held])
+    engine.shutdown()
     assert all(is_masked == (num_rows == 2) for num_rows, is_masked in plans)
     first = plans.index((2, True))
     assert plans[first : first + 19] == [(2, True), *[(1, False), (2, True)] * 9]
@@ -202,7 +194,9 @@ def test_a_grammar_that_becomes_too_complex_ends_its_answer_alone(
     while engine.has_work:
         events += engine.step()
         if sum(event.request_id == "r" for event in events) == 3:
-            engine.grammars._matchers["r"].library_matcher.consume_token(39)  # which the grammar does not allow
+            matcher = engine.requests["r"].grammar
+            assert matcher is not None
+            matcher.library_matcher.consume_token(39)  # which the grammar does not allow
     last = {event.request_id: event for event in events}
     assert last["other"].finish_reason == "length"
     error = last["r"].error
@@ -220,30 +214,23 @@ def test_a_request_that_was_aborted_leaves_nothing(engine: Engine) -> None:
     assert engine.abort("r")
     assert not len(engine.grammars.compiler._jobs)  # no request wants these grammars any more
     engine.add(make_request("r", [60], grammar="start: /[0-9]{5}/", max_tokens=5))
-    events: list[OutputEvent] = []
-    while engine.has_work:
-        events += engine.step()
-    assert "".join(event.text for event in events).isdigit()
+    assert "".join(event.text for event in drain(engine)).isdigit()
     engine.add(make_request("s", [60], grammar="start: /[a-f]+/", max_tokens=50))
     while not engine.step():
         pass
     assert len(engine.grammars.masks) == 1
     engine.abort("s")
     assert not len(engine.grammars.masks)
-    while engine.has_work:
-        assert not engine.step()
+    assert drain(engine) == []
 
 
-def test_metrics_count_requests_masks_and_compiling(tiny_model: Path) -> None:
-    engine = make_engine(str(tiny_model))
-    try:
-        grammar = "start: /[a-c]{9}/"
-        run(engine, [make_request(f"r{i}", [70 + i], grammar=grammar, max_tokens=4) for i in range(3)])
-        end(engine, make_request("wrong", [70], grammar="start: nothing"))
-        engine.publish()
-        page = engine.metrics.text().decode()
-    finally:
-        engine.shutdown()
+def test_metrics_count_requests_masks_and_compiling(start: Start) -> None:
+    engine = start()
+    grammar = "start: /[a-c]{9}/"
+    run(engine, [make_request(f"r{i}", [70 + i], grammar=grammar, max_tokens=4) for i in range(3)])
+    end(engine, make_request("wrong", [70], grammar="start: nothing"))
+    engine.publish()
+    page = engine.metrics.text().decode()
     values = {
         line.split("{")[0]: float(line.split()[-1]) for line in page.splitlines() if line.startswith("transom_grammar")
     }

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine_driver import make_engine, make_request, run
-from transom_core.contract import OutputEvent
+from tests.engine_driver import drain, make_request, num_active, run
+from tests.worker.conftest import Start
 from transom_worker.engine.engine import Engine
 from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
 
@@ -19,17 +17,8 @@ FETCHED = FetchReport(source="a", outcome="timeout")
 
 
 @pytest.fixture
-def engine(tiny_model: Path) -> Iterator[Engine]:
-    engine = make_engine(str(tiny_model), max_num_seqs=4)
-    yield engine
-    engine.shutdown()
-
-
-def steps(engine: Engine) -> list[OutputEvent]:
-    events = []
-    while engine.has_work:
-        events += engine.step()
-    return events
+def engine(start: Start) -> Engine:
+    return start(max_num_seqs=4)
 
 
 def test_a_held_request_makes_no_work_and_lets_others_run(engine: Engine) -> None:
@@ -38,11 +27,11 @@ def test_a_held_request_makes_no_work_and_lets_others_run(engine: Engine) -> Non
     assert not engine.has_work
     assert (engine.scheduler.num_waiting, engine.load().waiting_tokens) == (1, len(PROMPT))
     engine.add(make_request("other", PROMPT))
-    events = steps(engine)
+    events = drain(engine)
     assert {event.request_id for event in events} == {"other"}
     assert tuple(alone.token_ids) == tuple(token for event in events for token in event.token_ids)
     engine.stop_holding("held", FETCHED)
-    assert {event.request_id for event in steps(engine)} == {"held"}
+    assert {event.request_id for event in drain(engine)} == {"held"}
     told = [event for event in engine.timelines.events_of("held") if event["what"] == "prefix_fetched"]
     assert [(one["source"], one["outcome"]) for one in told] == [("a", "timeout")]
 
@@ -52,7 +41,7 @@ def test_a_held_request_keeps_its_place(engine: Engine) -> None:
     engine.add(make_request("second", PROMPT[::-1]))
     engine.stop_holding("first", FETCHED)
     assert [one.request.request_id for one in engine.scheduler.admission.waiting] == ["first", "second"]
-    steps(engine)
+    drain(engine)
 
 
 def test_a_held_request_can_end(engine: Engine) -> None:
@@ -69,14 +58,14 @@ def test_a_held_request_can_end(engine: Engine) -> None:
 def test_the_first_token_is_handed_over_and_the_rest_follows_elsewhere(engine: Engine, params: dict[str, Any]) -> None:
     whole = run(engine, [make_request("whole", PROMPT, **params)])[0]
     engine.add(replace(make_request("first", PROMPT, **params), prefill_only=True))
-    (event,) = steps(engine)
+    (event,) = drain(engine)
     assert event.is_handover
     assert event.finish_reason is None
     assert list(event.token_ids) == whole.token_ids[:1]
     assert not engine.requests
-    assert not any(group.active_blocks for group in engine.scheduler.stats().groups)
+    assert not num_active(engine)
     engine.add(make_request("rest", PROMPT, resumed=list(event.token_ids), **params))
-    rest = steps(engine)
+    rest = drain(engine)
     assert [token for one in rest for token in one.token_ids] == whole.token_ids[1:]
     assert event.text + "".join(one.text for one in rest) == whole.text
     assert not any(one.is_handover for one in rest)
@@ -85,5 +74,5 @@ def test_the_first_token_is_handed_over_and_the_rest_follows_elsewhere(engine: E
 
 def test_an_output_that_ends_with_its_first_token_is_not_handed_over(engine: Engine) -> None:
     engine.add(replace(make_request("one", PROMPT, max_tokens=1), prefill_only=True))
-    (event,) = steps(engine)
+    (event,) = drain(engine)
     assert (event.finish_reason, event.is_handover) == ("length", False)

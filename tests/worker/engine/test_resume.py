@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.core.grammar.vocabularies import json_grammar
-from tests.engine_driver import Whole, make_engine, make_request, run
-from transom_core.contract import TokenLogprobs
+from tests.engine_driver import Whole, are_close, make_engine, make_request, run
+from tests.matrices import matrix
 from transom_worker.engine.engine import Engine
 
 NUM_TOKENS = 20
@@ -52,20 +52,11 @@ def check_cuts(engines: tuple[Engine, Engine], prompt: list[int], params: dict[s
         assert rest.token_ids == whole.token_ids[n:]
         assert whole.text.endswith(rest.text)
         assert (rest.finish_reason, rest.stop_reason) == (whole.finish_reason, whole.stop_reason)
-        assert_close(rest.logprobs, whole.logprobs[n:])
+        assert are_close(rest.logprobs, whole.logprobs[n:])
     return whole
 
 
-def assert_close(got: list[TokenLogprobs], expected: list[TokenLogprobs]) -> None:
-    assert len(got) == len(expected)
-    for one, other in zip(got, expected, strict=True):
-        for a, b in zip((one.chosen, *one.top), (other.chosen, *other.top), strict=True):
-            assert (a.token_id, a.rank) == (b.token_id, b.rank)
-            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("num_prompt", [5, 33])
+@pytest.mark.parametrize(("name", "num_prompt"), matrix(list(CASES), [5, 33], strength=1))
 def test_cut_at_every_position(engines: tuple[Engine, Engine], name: str, num_prompt: int) -> None:
     prompt = [(37 * i + 11) % 2000 + 20 for i in range(num_prompt)]
     check_cuts(engines, prompt, {"max_tokens": NUM_TOKENS, **CASES[name]})

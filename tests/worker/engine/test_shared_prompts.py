@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine_driver import make_engine, make_request, run
+from tests.matrices import some_daily
 from tests.tiny_checkpoints import HybridCase
 from transom_core.contract import Request
 from transom_worker.engine.engine import Engine
@@ -41,7 +42,7 @@ def alone(model: Path, case: HybridCase) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some_daily(MODELS, ["SSF with sinks", "windows only"]))
 def test_shared_prompts_give_the_outputs_of_separate_ones(tiny_model: Path, name: str) -> None:
     case, tight_kib = MODELS[name]
     want = alone(tiny_model, case)

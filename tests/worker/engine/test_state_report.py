@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.engine_driver import make_engine, make_request, run
+from tests.engine_driver import make_request, run
+from tests.worker.conftest import Start
 from transom_core.contract import WorkerLoad
-from transom_worker.engine.step_rates import StepRates
+from transom_worker.engine.state_report import StepRates
 
 
-def test_a_report_counts_what_is_left_to_compute_and_what_is_held(tiny_model: Path) -> None:
-    engine = make_engine(str(tiny_model), max_num_seqs=2, max_num_batched_tokens=64)
+def test_a_report_counts_what_is_left_to_compute_and_what_is_held(start: Start) -> None:
+    engine = start(max_num_seqs=2, max_num_batched_tokens=64)
     idle = engine.load()
     assert idle == WorkerLoad(max_num_seqs=2)
     for at in range(3):
@@ -37,11 +36,10 @@ def test_a_report_counts_what_is_left_to_compute_and_what_is_held(tiny_model: Pa
     assert last.first_token_s == 0  # all came before the first step, which compiles
     run(engine, [make_request("warm", [5, 6, 7])])
     assert engine.load().first_token_s > 0
-    engine.shutdown()
 
 
-def test_preempted_tokens_count_as_waiting(tiny_model: Path) -> None:
-    engine = make_engine(str(tiny_model), max_num_seqs=4)
+def test_preempted_tokens_count_as_waiting(start: Start) -> None:
+    engine = start(max_num_seqs=4)
     for at in range(2):
         engine.add(make_request(f"r{at}", list(range(at * 100, at * 100 + 50)), max_tokens=40))
     while engine.load().waiting_tokens:
@@ -53,7 +51,6 @@ def test_preempted_tokens_count_as_waiting(tiny_model: Path) -> None:
     assert engine.load().num_waiting == 1
     assert engine.load().waiting_tokens > 50
     assert engine.load().used_share == 0
-    engine.shutdown()
 
 
 def test_rates_forget_the_cold_start_and_weigh_steps_by_their_length() -> None:

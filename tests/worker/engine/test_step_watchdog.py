@@ -5,18 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import SimpleQueue
 
 import pytest
 
-from tests.engine_driver import make_hooked_engine, make_request
+from tests.engine_driver import WAIT_S, OnThread, make_hooked_engine, make_request
 from transom_core.config import RanksConfig
-from transom_core.contract import OutputEvent, WorkerMessage
 from transom_worker.engine import step_watchdog
-from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.engine.step_watchdog import COMPILE_LIMIT_S, RANKS_GRACE_S, Turns
 
-WAIT_S = 120
 TIMEOUT_S = 80.0
 PERIOD_S = 10.0
 
@@ -102,24 +98,17 @@ def test_a_compiler_may_take_longer_but_not_for_ever(monkeypatch: pytest.MonkeyP
     assert looks.first_hang(500) == (TIMEOUT_S + COMPILE_LIMIT_S) / PERIOD_S
 
 
-class Hanging:
+class Hanging(OnThread):
     """An engine on its thread, of which a step waits until the test ends."""
 
     def __init__(self, model: Path, step_timeout_s: float) -> None:
-        self.engine, self.executor = make_hooked_engine(str(model), step_timeout_s=step_timeout_s)
+        engine, self.executor = make_hooked_engine(str(model), step_timeout_s=step_timeout_s)
         self.entered, self.release, self.hung = threading.Event(), threading.Event(), threading.Event()
-        self.delivered: SimpleQueue[WorkerMessage] = SimpleQueue()
-        self.thread = EngineThread(self.engine, self.delivered.put, on_hang=self.hung.set)
+        super().__init__(engine, on_hang=self.hung.set)
 
     def hang(self) -> None:
         self.entered.set()
         assert self.release.wait(WAIT_S)
-
-    def last_event(self) -> OutputEvent:
-        while True:
-            for event in self.delivered.get(timeout=WAIT_S).events:
-                if event.finish_reason:
-                    return event
 
 
 @pytest.fixture
@@ -135,16 +124,16 @@ def test_requests_of_a_thread_that_hangs_end_with_an_error(hanging: Hanging, whe
     """In the executor, as in a synchronisation of a device, or in a command between two steps."""
     if where == "step":
         hanging.executor.before_step = hanging.hang
-    assert hanging.thread.submit([make_request("r", [5, 6], max_tokens=1000)]).result(WAIT_S) == [None]
+    assert hanging.submit(make_request("r", [5, 6], max_tokens=1000)) == [None]
     if where != "step":
         hanging.thread.call(hanging.hang)
     assert hanging.entered.wait(WAIT_S)
-    event = hanging.last_event()
+    event = hanging.last_event("r")
     assert event.error is not None
     assert (event.error.kind, event.error.loss_cause) == ("EngineDead", "hung")
     assert hanging.hung.wait(WAIT_S)
     assert "hangs" in str(hanging.thread.dead)
-    (late,) = hanging.thread.submit([make_request("late", [5])]).result(WAIT_S)
+    (late,) = hanging.submit(make_request("late", [5]))
     assert late is not None
     assert late.kind == "EngineDead"
     hanging.thread.shutdown()  # does not wait for the thread
@@ -157,6 +146,6 @@ def test_requests_of_a_thread_that_hangs_end_with_an_error(hanging: Hanging, whe
 def test_an_idle_thread_does_not_hang(tiny_model: Path) -> None:
     hanging = Hanging(tiny_model, step_timeout_s=0.2)
     assert not hanging.hung.wait(1.0)
-    assert hanging.thread.submit([make_request("r", [5, 6], max_tokens=1)]).result(WAIT_S) == [None]
-    assert hanging.last_event().finish_reason == "length"
+    assert hanging.submit(make_request("r", [5, 6], max_tokens=1)) == [None]
+    assert hanging.last_event("r").finish_reason == "length"
     hanging.thread.shutdown()

@@ -114,6 +114,15 @@ def fetch(source: Worker, target: Worker, num_tokens: int = 1) -> tuple[PrefixQu
     return query, source.store.open_export("e", query)
 
 
+def offered(source: Worker, target: Worker, tokens: Sequence[int]) -> tuple[PrefixQuery, PrefixOffer]:
+    """The source's offer of a prompt that it has computed, for the held request "held"."""
+    source.compute(list(tokens))
+    target.hold([*tokens, 1])
+    query, offer = fetch(source, target)
+    assert offer is not None
+    return query, offer
+
+
 def move(source: Worker, target: Worker, query: PrefixQuery, offer: PrefixOffer) -> ImportPlan | None:
     """Move and publish what of an offer the target lacks."""
     plan = target.store.begin_import("i", query, offer)
@@ -160,11 +169,7 @@ def test_what_was_a_hit_there_is_one_here(mix: tuple[str, ...], seed: int) -> No
 @pytest.mark.parametrize("mix", [("full", "window"), ("full", "sinks_window")], ids="+".join)
 def test_windows_move_their_live_blocks_alone(mix: tuple[str, ...]) -> None:
     source, target = Worker(mix), Worker(mix)
-    tokens = list(range(160))
-    source.compute(tokens)
-    target.hold([*tokens, 1])
-    query, offer = fetch(source, target)
-    assert offer is not None
+    query, offer = offered(source, target, range(160))
     plan = target.store.begin_import("i", query, offer)
     assert plan is not None
     moved = [sum(len(one.blocks) for one, _ in plan.pieces if one.group == group) for group in range(2)]
@@ -230,10 +235,7 @@ def test_a_request_that_reads_no_prefix_cache_asks_for_nothing(fields: dict[str,
 
 def test_what_is_exported_stays_and_an_emptied_cache_says_so() -> None:
     source, target = Worker(("full", "window")), Worker(("full", "window"))
-    source.compute(list(range(60)))
-    target.hold([*range(60), 1])
-    query, offer = fetch(source, target)
-    assert offer is not None
+    query, offer = offered(source, target, range(60))
     assert source.cache.tiers.exports.reads_device
     plan = target.store.begin_import("i", query, offer)
     assert plan is not None
@@ -256,10 +258,7 @@ def test_what_is_exported_stays_and_an_emptied_cache_says_so() -> None:
 
 def test_a_host_tier_without_room_takes_nothing() -> None:
     source, target = Worker(("full",)), Worker(("full",), host_pages=1)
-    source.compute(list(range(160)))
-    target.hold([*range(160), 1])
-    query, offer = fetch(source, target)
-    assert offer is not None
+    query, offer = offered(source, target, range(160))
     assert target.store.begin_import("i", query, offer) is None
     target.store.drop_import("i")
     target.check()
@@ -276,10 +275,7 @@ def test_a_cache_of_other_groups_is_refused_and_an_ended_request_asks_nothing() 
 
 def imported(source: Worker, target: Worker, tokens: Sequence[int]) -> PrefixQuery:
     """Bring a prefix for the held request "held"."""
-    source.compute(list(tokens))
-    target.hold([*tokens, 1])
-    query, offer = fetch(source, target)
-    assert offer is not None
+    query, offer = offered(source, target, tokens)
     assert move(source, target, query, offer) is not None
     source.store.close_export("e")
     return query
@@ -343,10 +339,7 @@ def test_a_second_request_for_the_prefix_keeps_it_too() -> None:
 
 def test_an_import_whose_request_has_gone_is_not_kept() -> None:
     source, target = Worker(("full",)), Worker(("full",))
-    source.compute(list(range(40)))
-    target.hold([*range(40), 1])
-    query, offer = fetch(source, target)
-    assert offer is not None
+    query, offer = offered(source, target, range(40))
     assert target.store.begin_import("i", query, offer) is not None
     target.scheduler.abort("held")
     target.store.publish_import("i", "held")

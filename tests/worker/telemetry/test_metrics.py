@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -12,13 +10,14 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from tests.engine_driver import make_engine, make_request, run, unusable_request
+from tests.engine_driver import WAIT_S, OnThread, drain, make_request, run, unusable_request
+from tests.worker.conftest import Start
 from transom_core.clock import steady_time_s
 from transom_core.contract import FinishReason, WorkerLoad
+from transom_core.telemetry.histogram import Histogram
 from transom_worker.engine.engine import Engine
-from transom_worker.engine.engine_thread import EngineThread
 from transom_worker.kvcache.blocks.allocator import EVICTED_FOR_OTHER_GROUP, EVICTED_FOR_OWN_GROUP
-from transom_worker.kvcache.histogram import Histogram
+from transom_worker.kvcache.blocks.block_registry import BOUNDS_S
 from transom_worker.kvcache.prefix import prefix_outcome
 from transom_worker.kvcache.prefix.tree import CheckpointKind
 from transom_worker.kvcache.stats import CacheStats, CheckpointStats, GroupStats
@@ -27,30 +26,29 @@ from transom_worker.telemetry.engine_events import EngineEvents, RequestTimes
 from transom_worker.telemetry.metrics import EngineMetrics, cache, requests
 from transom_worker.telemetry.worker_state import WorkerState
 
-GIVE_UP_S = 120
 OWN = {"model", "worker"}
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
-Page = dict[str, list[tuple[dict[str, str], float]]]
 
 
 @pytest.fixture
-def engine(tiny_model: Path) -> Iterator[Engine]:
-    engine = make_engine(str(tiny_model), max_num_seqs=1)
-    yield engine
-    engine.shutdown()
+def engine(start: Start) -> Engine:
+    return start(max_num_seqs=1)
 
 
-def page(engine: Engine | EngineMetrics) -> Page:
-    samples: Page = {}
+def values(engine: Engine | EngineMetrics, name: str) -> dict[tuple[str, ...], float]:
+    """A family's samples by its own labels' values."""
     metrics = engine if isinstance(engine, EngineMetrics) else engine.metrics
-    for family in parse_text(metrics.text().decode()):
-        for sample in family.samples:
-            samples.setdefault(sample.name, []).append((sample.labels, sample.value))
-    return samples
+    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
+    return {
+        tuple(value for label, value in sample.labels.items() if label not in OWN): sample.value
+        for sample in samples
+        if sample.name == name
+    }
 
 
-def total(engine: Engine | EngineMetrics, name: str, **labels: str) -> float:
-    return sum(value for found, value in page(engine).get(name, []) if labels.items() <= found.items())
+def total(engine: Engine | EngineMetrics, name: str, label: str = "") -> float:
+    """The sum of a family's samples, or of those that have a label's value."""
+    return sum(value for labels, value in values(engine, name).items() if not label or label in labels)
 
 
 def test_times_of_a_request_begin_at_this_worker(engine: Engine) -> None:
@@ -59,8 +57,7 @@ def test_times_of_a_request_begin_at_this_worker(engine: Engine) -> None:
         request = make_request(name, [5, 6, 7], resumed=resumed, max_tokens=4)
         run(engine, [replace(request, waited_s=1e9)])
     for name in ("request", "queue", "first_token"):
-        buckets = page(engine)[f"transom_{name}_seconds_bucket"]
-        assert max(value for labels, value in buckets if labels["le"] == "1800.0") == 2, name
+        assert total(engine, f"transom_{name}_seconds_bucket", "1800.0") == 2, name
         assert total(engine, f"transom_{name}_seconds_count") == 2, name
 
 
@@ -88,44 +85,37 @@ def test_the_page_shows_how_long_the_oldest_queued_request_waits(engine: Engine)
     engine.abort("waits")
     engine.publish()
     assert 500 <= total(engine, "transom_queue_oldest_seconds") < 1000
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     assert total(engine, "transom_queue_oldest_seconds") == 0
 
 
-def test_refused_requests_are_counted_by_reason(tiny_model: Path) -> None:
-    engine = make_engine(str(tiny_model), max_num_seqs=1, max_waiting=0)
-    thread = EngineThread(engine, lambda _: None)
-    try:
-        thread.submit([make_request("long", [5] * 10_000)]).result(GIVE_UP_S)
-        thread.submit([make_request(f"r{i}", [5, 6], max_tokens=1000) for i in range(3)]).result(GIVE_UP_S)
-        thread.submit([unusable_request("unusable")]).result(GIVE_UP_S)
-        thread.call(lambda: engine.fail(ValueError("a bug"))).result(GIVE_UP_S)
-        thread.submit([make_request("late", [5])]).result(GIVE_UP_S)
-    finally:
-        thread.shutdown()
-    refused = {labels["reason"]: count for labels, count in page(engine)["transom_requests_refused_total"]}
-    assert refused == {"request_refused": 1, "overloaded": 2, "worker_unavailable": 1, "internal_error": 1}
-    limits = {labels["kind"]: limit for labels, limit in page(engine)["transom_requests_limit"]}
-    assert limits == {"running": 1, "waiting": 0}
+def test_refused_requests_are_counted_by_reason(start: Start) -> None:
+    on_thread = OnThread(start(max_num_seqs=1, max_waiting=0))
+    engine = on_thread.engine
+    on_thread.submit(make_request("long", [5] * 10_000))
+    on_thread.submit(*(make_request(f"r{i}", [5, 6], max_tokens=1000) for i in range(3)))
+    on_thread.submit(unusable_request("unusable"))
+    on_thread.thread.call(lambda: engine.fail(ValueError("a bug"))).result(WAIT_S)
+    on_thread.submit(make_request("late", [5]))
+    on_thread.thread.shutdown()
+    counts = {"request_refused": 1, "overloaded": 2, "worker_unavailable": 1, "internal_error": 1}
+    assert values(engine, "transom_requests_refused_total") == {(reason,): count for reason, count in counts.items()}
+    assert values(engine, "transom_requests_limit") == {("running",): 1, ("waiting",): 0}
 
 
-def test_preempted_requests_count_once(tiny_model: Path) -> None:
-    engine = make_engine(
-        str(tiny_model), kv_cache_memory_bytes=300 << 10, block_size=8, max_model_len=256, max_num_seqs=8
-    )
+def test_preempted_requests_count_once(start: Start) -> None:
+    engine = start(kv_cache_memory_bytes=300 << 10, block_size=8, max_model_len=256, max_num_seqs=8)
     run(engine, [make_request(f"r{i}", [40 + i] * 60, max_tokens=24) for i in range(8)])
     assert engine.scheduler.work.num_preemptions > 0
-    assert total(engine, "transom_preemptions_total", mode="recompute") == engine.scheduler.work.num_preemptions
+    assert total(engine, "transom_preemptions_total", "recompute") == engine.scheduler.work.num_preemptions
     assert total(engine, "transom_prompt_tokens_total") == total(engine, "transom_prefix_tokens_total") == 480
     assert total(engine, "transom_queue_seconds_count") == total(engine, "transom_prefill_seconds_count") == 8
-    engine.shutdown()
 
 
 def test_the_page_has_fragmentation_checkpoints_and_residency() -> None:
-    times = Histogram()
-    times.observe(2.0, 5)
-    times.observe(1e6)
+    times, none = Histogram(BOUNDS_S), Histogram(BOUNDS_S).buckets()
+    for seconds in (*[2.0] * 5, 1e6):
+        times.observe(seconds)
     group = GroupStats(
         name="full",
         block_bytes=100,
@@ -133,7 +123,8 @@ def test_the_page_has_fragmentation_checkpoints_and_residency() -> None:
         cached_blocks=5,
         free_blocks=2,
         pinned_blocks=4,
-        residency=times.stats(),
+        residency=times.buckets(),
+        reuse_interval=none,
     )
     metrics = EngineMetrics()
     stats = CacheStats(
@@ -149,34 +140,20 @@ def test_the_page_has_fragmentation_checkpoints_and_residency() -> None:
     EngineEvents(*metrics.sinks).published(WorkerState(stats=stats, load=WorkerLoad(), work=WorkCounts()))
     assert total(metrics, "transom_kv_fragmentation_ratio") == 0.2
     assert total(metrics, "transom_kv_waste_ratio") == 0.01
-    assert total(metrics, "transom_kv_checkpoints", kind="prompt") == 4
+    assert total(metrics, "transom_kv_checkpoints", "prompt") == 4
     assert total(metrics, "transom_kv_checkpoints") == 6
     assert total(metrics, "transom_kv_compacted_blocks_total") == 7
-    assert total(metrics, "transom_kv_held_blocks", group="full") == 4
-    assert total(metrics, "transom_prefix_tokens_total", outcome="repaired") == 9
-    residency = {
-        labels["le"]: value
-        for labels, value in page(metrics)["transom_kv_residency_seconds_bucket"]
-        if labels["group"] == "full"
-    }
-    assert [residency[bound] for bound in ("1.0", "3.0", "43200.0", "+Inf")] == [0, 5, 5, 6]
+    assert total(metrics, "transom_kv_held_blocks", "full") == 4
+    assert total(metrics, "transom_prefix_tokens_total", "repaired") == 9
+    residency = values(metrics, "transom_kv_residency_seconds_bucket")
+    assert [residency["full", bound] for bound in ("1.0", "3.0", "43200.0", "+Inf")] == [0, 5, 5, 6]
     assert total(metrics, "transom_kv_residency_seconds_count") == 6
     assert total(metrics, "transom_kv_residency_seconds_sum") == 1_000_010
-    assert total(metrics, "transom_kv_reuse_interval_seconds_count", group="full") == 0
+    assert total(metrics, "transom_kv_reuse_interval_seconds_count", "full") == 0
 
 
 def series(families: list[Metric]) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
     return {(sample.name, tuple(sorted(sample.labels.items()))) for family in families for sample in family.samples}
-
-
-def values(engine: Engine, name: str) -> dict[tuple[str, ...], float]:
-    """A family's samples by its own labels' values."""
-    samples = [sample for family in engine.metrics.registry.collect() for sample in family.samples]
-    return {
-        tuple(value for label, value in sample.labels.items() if label not in OWN): sample.value
-        for sample in samples
-        if sample.name == name
-    }
 
 
 def test_every_family_has_samples_before_the_first_request(engine: Engine) -> None:
@@ -219,7 +196,7 @@ def test_values_of_a_small_run(engine: Engine) -> None:
     placed = sum(count for (_, change), count in changes.items() if change == "placed")
     assert placed == sum(values(engine, "transom_kv_checkpoints").values())  # none was given up
     assert values(engine, "transom_load_decode_step_seconds")[()] > 0
-    assert total(engine, "transom_requests_total", finish_reason="length") == 2
+    assert total(engine, "transom_requests_total", "length") == 2
     for name in ("request", "queue", "prefill", "first_token", "decode"):
         assert total(engine, f"transom_{name}_seconds_count") == 2, name
     assert total(engine, "transom_inter_token_seconds_count") == 10

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine_driver import make_engine, make_hooked_engine, make_request, run
+from tests.engine_driver import make_hooked_engine, make_request, run
 from tests.lost_windows import lose_windows
+from tests.worker.conftest import Start
 from transom_core.errors import RankLost, WorkerLost
 from transom_core.telemetry.request_timelines import (
     MAX_ENDED_EVENTS,
@@ -37,9 +38,9 @@ def kinds_of(engine: Engine, request_id: str) -> list[str]:
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("chunk", [16, 1024])
-def test_a_timeline_from_the_queue_to_the_end(tiny_model: Path, steps_in_flight: int, chunk: int) -> None:
+def test_a_timeline_from_the_queue_to_the_end(start: Start, steps_in_flight: int, chunk: int) -> None:
     """The chunks of a prefill are one event, and a step that was planned ahead of its end counts as decode."""
-    engine = make_engine(str(tiny_model), steps_in_flight=steps_in_flight, max_num_batched_tokens=chunk)
+    engine = start(steps_in_flight=steps_in_flight, max_num_batched_tokens=chunk)
     run(engine, [make_request("chatcmpl-a-0-0", list(range(1, 30)), max_tokens=9)])
     assert kinds_of(engine, "chatcmpl-a") == ["queued", "admitted", "prefill", "first_token", "decode", "finished"]
     assert (
@@ -55,8 +56,8 @@ def test_a_timeline_from_the_queue_to_the_end(tiny_model: Path, steps_in_flight:
     assert events_of(engine, "chatcmpl") == []
 
 
-def test_hits_misses_and_their_reasons(tiny_model: Path) -> None:
-    engine = make_engine(str(tiny_model), block_size=8)
+def test_hits_misses_and_their_reasons(start: Start) -> None:
+    engine = start(block_size=8)
     prompt = list(range(1, 30))
     run(engine, [make_request("a", prompt)])
     run(engine, [make_request("b", prompt)])
@@ -67,8 +68,8 @@ def test_hits_misses_and_their_reasons(tiny_model: Path) -> None:
     assert third["missed_policy"] == 29
 
 
-def test_a_window_repair_is_an_event(tiny_model: Path) -> None:
-    engine = make_engine(str(tiny_model), block_size=4, window=8, window_pattern="SF")
+def test_a_window_repair_is_an_event(start: Start) -> None:
+    engine = start(block_size=4, window=8, window_pattern="SF")
     prompt = list(range(1, 62))
     run(engine, [make_request("a", prompt)])
     lose_windows(engine.scheduler.cache)
@@ -81,9 +82,8 @@ def test_a_window_repair_is_an_event(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("chunk", [8, 1024])
-def test_preemptions_and_recomputed_tokens(tiny_model: Path, chunk: int, steps_in_flight: int) -> None:
-    engine = make_engine(
-        str(tiny_model),
+def test_preemptions_and_recomputed_tokens(start: Start, chunk: int, steps_in_flight: int) -> None:
+    engine = start(
         kv_cache_memory_bytes=24 * 4096,
         block_size=4,
         enable_prefix_caching=False,
@@ -110,8 +110,8 @@ def test_preemptions_and_recomputed_tokens(tiny_model: Path, chunk: int, steps_i
     assert not engine.timelines._prefilling
 
 
-def test_running_requests_have_events_too(tiny_model: Path) -> None:
-    engine = make_engine(str(tiny_model), max_num_seqs=1)
+def test_running_requests_have_events_too(start: Start) -> None:
+    engine = start(max_num_seqs=1)
     engine.add(make_request("a", list(range(1, 20)), max_tokens=20))
     engine.add(make_request("b", list(range(1, 20)), max_tokens=20))
     for _ in range(5):
@@ -141,9 +141,9 @@ def test_a_lost_rank_is_an_event_of_every_running_request(tiny_model: Path) -> N
     assert events_of(engine, "a", "finished")[0]["reason"] == "error"
 
 
-def test_a_long_decode_is_a_few_events(tiny_model: Path) -> None:
+def test_a_long_decode_is_a_few_events(start: Start) -> None:
     now_s = time.time()
-    engine = make_engine(str(tiny_model), clock=lambda: now_s)
+    engine = start(clock=lambda: now_s)
     engine.add(make_request("a", [1, 2, 3], max_tokens=40))
     while engine.has_work:
         engine.step()
@@ -155,8 +155,8 @@ def test_a_long_decode_is_a_few_events(tiny_model: Path) -> None:
     assert runs[-1]["tokens_so_far"] == 40
 
 
-def test_events_hold_neither_text_nor_token_ids(tiny_model: Path) -> None:
-    engine = make_engine(str(tiny_model))
+def test_events_hold_neither_text_nor_token_ids(start: Start) -> None:
+    engine = start()
     request = make_request("a", list(range(200, 240)), stop=("zebra",), max_tokens=4)
     [whole] = run(engine, [request])
     told = json.dumps(events_of(engine, "a"))

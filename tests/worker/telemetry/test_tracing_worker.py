@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.engine_driver import make_engine, make_request, run
+from tests.worker.conftest import Start
 from transom_core.config import TracingConfig
 from transom_core.contract import Request
 from transom_core.errors import ConfigError, WorkerLost
@@ -110,32 +110,20 @@ def test_the_last_span_of_a_request_that_failed_says_so(traced: Traced) -> None:
     assert failed == {("a", "decode"), ("b", "queue")}
 
 
-def test_an_unreachable_collector_changes_nothing(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_collector_changes_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.01")  # seconds until the exporter gives up
-    engine = make_engine(str(tiny_model), otlp_traces_endpoint=ENDPOINT)
+    engine = start(otlp_traces_endpoint=ENDPOINT)
     [whole] = run(engine, [with_parent("a", parent_of(), max_tokens=4)])
     assert len(whole.token_ids) == 4
-    engine.shutdown()
-
-
-def test_off_means_that_nothing_of_opentelemetry_is_imported(tiny_model: Path) -> None:
-    code = (
-        "import sys\n"
-        "from transom_worker import LLM\n"
-        f"llm = LLM({str(tiny_model)!r}, kv_cache_memory_bytes='4MiB', num_threads=1)\n"
-        "llm.generate('a'); llm.shutdown()\n"
-        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 @pytest.mark.parametrize("what", ["opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"])
 def test_without_the_package_the_start_fails_with_advice(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    start: Start, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setitem(sys.modules, what, None)
     with pytest.raises(ConfigError, match=r"pip install 'transom\[tracing\]'"):
-        make_engine(str(tiny_model), otlp_traces_endpoint=ENDPOINT)
+        start(otlp_traces_endpoint=ENDPOINT)
 
 
 def test_settings() -> None:

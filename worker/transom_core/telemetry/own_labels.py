@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
+from transom_core.telemetry.histogram import Buckets
+
 Samples = Iterable[tuple[tuple[str, ...], float]]  # label values, value
-
-
-class Buckets(NamedTuple):
-    """One histogram: how many values fell into each bucket (the last one has the values above every bound), and the sum of all
-    values."""
-
-    bounds: Sequence[float]
-    counts: Sequence[int]
-    sum: float
 
 
 def crossed(rows: Mapping[str, Mapping[str, float]]) -> Samples:

@@ -37,7 +37,6 @@ class AnswerGrammars:
         self.compiler: GrammarCompiler[RunningRequest] = GrammarCompiler(
             lambda: GrammarVocabulary(tokenizer, vocab_size=vocab_size, eos_token_ids=tuple(self._eos_token_ids))
         )
-        self._matchers: dict[str, GrammarMatcher] = {}  # by request id
         self._num_requests = 0
         self.num_failed = 0  # requests that an error of their grammar has ended
 
@@ -79,7 +78,6 @@ class AnswerGrammars:
         if running.finish_reason is not None:
             return None
         request = running.request
-        self._matchers[request.request_id] = matcher
         if request.grammar is not None:
             self.compiler.hold(running, request.grammar, num_bytes=request.grammar_bytes, client=request.client)
         return self.compute([running])[0]
@@ -89,19 +87,17 @@ class AnswerGrammars:
 
         Returns the error that ends an answer, or None, for each; `finish_reason` is set where an answer can only end.
         """
-        matchers = [self._matchers[one.request.request_id] for one in requests]
-        self.masks.compute(matchers)
-        return [self._check(running, matcher) for running, matcher in zip(requests, matchers, strict=True)]
+        self.masks.compute([_matcher(running) for running in requests])
+        return [self._check(running, _matcher(running)) for running in requests]
 
-    def plan_mask(self, rows: Iterable[tuple[int, str]], num_rows: int) -> bytes:
-        """Return the mask of a plan with `num_rows` sampling rows, of which `rows` (number, request id) have a grammar."""
-        return self.masks.plan_mask([(row, self._matchers[request_id]) for row, request_id in rows], num_rows)
+    def plan_mask(self, rows: Iterable[tuple[int, RunningRequest]], num_rows: int) -> bytes:
+        """Return the mask of a plan with `num_rows` sampling rows, of which `rows` (number, request) have a grammar."""
+        return self.masks.plan_mask([(row, _matcher(running)) for row, running in rows], num_rows)
 
     def remove(self, running: RunningRequest) -> None:
         """Forget a request that has ended, with or without a grammar. If that is not compiled yet, it need not be."""
-        matcher = self._matchers.pop(running.request.request_id, None)
-        if matcher is not None:
-            self.masks.remove(matcher)
+        if running.grammar is not None:
+            self.masks.remove(running.grammar)
         if running.request.grammar is not None:
             self.compiler.cancel(running)
 
@@ -141,3 +137,8 @@ class AnswerGrammars:
         is_short = running.num_output_tokens < params.min_tokens
         eos = self._eos_token_ids if params.ignore_eos or is_short else frozenset()
         return eos.union(params.stop_token_ids) if is_short else eos
+
+
+def _matcher(running: RunningRequest) -> GrammarMatcher:
+    assert running.grammar is not None
+    return running.grammar

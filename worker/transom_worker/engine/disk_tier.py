@@ -26,12 +26,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from transom_core.config import CacheConfig
 from transom_core.contract import Request
 from transom_core.kv_cache.hashing import extend_chain
-from transom_worker.execution.executor import Executor, ExecutorInfo
+from transom_worker.execution.executor import Executor
 from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.kvcache.tiers.disk.watch import DiskWatch
 from transom_worker.kvcache.tiers.imports import BlockImport, KeptImports
@@ -274,19 +272,3 @@ class EngineDiskTier:
         present = self._cache.changes.rates
         if present is not None and (rates := self._meter.next_rates(present)) is not None:
             self._cache.changes.set_rates(rates)
-
-
-def open_disk_tier(
-    config: CacheConfig,
-    info: ExecutorInfo,
-    scheduler: Scheduler,
-    kept: KeptImports,
-    *,
-    end_hold: Callable[[str, int], object],
-    clock: Callable[[], float],
-) -> EngineDiskTier | None:
-    """Return the disk tier that the settings say, if they say one."""
-    if config.disk_cache is None:
-        return None
-    folder = BlockFolder(Path(config.disk_cache), info.disk_fingerprint, space_bytes=config.disk_space_bytes)
-    return EngineDiskTier(scheduler, folder, kept, end_hold=end_hold, clock=clock)

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from transom_core.clock import steady_time_s
 from transom_core.config import EngineConfig
@@ -30,12 +31,12 @@ from transom_core.errors import (
 from transom_core.text.tokenizer import Tokenizer
 from transom_worker.engine.answer_grammars import AnswerGrammars
 from transom_worker.engine.deadlines import Deadlines
-from transom_worker.engine.disk_tier import EngineDiskTier, open_disk_tier
+from transom_worker.engine.disk_tier import EngineDiskTier
 from transom_worker.engine.running_request import RunningRequest
-from transom_worker.engine.state_report import worker_load, worker_state
-from transom_worker.engine.step_rates import StepRates
+from transom_worker.engine.state_report import StepRates, worker_load, worker_state
 from transom_worker.engine.transfer_store import TransferStore
 from transom_worker.execution.executor import Executor, ExecutorInfo
+from transom_worker.kvcache.tiers.disk.folder import BlockFolder
 from transom_worker.kvcache.tiers.imports import KeptImports
 from transom_worker.kvcache.tiers.transfer.kv_store import KvStore
 from transom_worker.kvcache.tiers.transfer.transfer_report import FetchReport
@@ -124,9 +125,13 @@ class Engine:
         self.transfer_store: KvStore | None = None  # None: this worker takes no part in KV transfer
         if info.shares is not None and config.cache.enable_prefix_caching:
             self.transfer_store = TransferStore(self.scheduler, executor, info.shares, self._kept_imports)
-        self._disk: EngineDiskTier | None = open_disk_tier(
-            config.cache, info, self.scheduler, self._kept_imports, end_hold=self._end_disk_hold, clock=clock
-        )
+        self._disk: EngineDiskTier | None = None
+        if config.cache.disk_cache is not None:
+            space_bytes = config.cache.disk_space_bytes
+            folder = BlockFolder(Path(config.cache.disk_cache), info.disk_fingerprint, space_bytes=space_bytes)
+            self._disk = EngineDiskTier(
+                self.scheduler, folder, self._kept_imports, end_hold=self._end_disk_hold, clock=clock
+            )
         self._eos_token_ids = frozenset(info.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
         self.grammars = AnswerGrammars(tokenizer, vocab_size=info.vocab_size, eos_token_ids=self._eos_token_ids)
         self.clock = clock
@@ -335,7 +340,8 @@ class Engine:
         """
         while (plan := self.scheduler.schedule()) is not None:
             if grammar_rows := self.scheduler.steps_in_flight[-1].grammar_rows:
-                plan.grammar_mask = self.grammars.plan_mask(grammar_rows, sum(plan.sample))
+                rows = [(row, self.requests[request_id]) for row, request_id in grammar_rows]
+                plan.grammar_mask = self.grammars.plan_mask(rows, sum(plan.sample))
             self.executor.submit(plan)
             self._report_plan(plan)
 
@@ -376,7 +382,7 @@ class Engine:
     def _compute_masks(self, outputs: list[SequenceOutput], events: list[OutputEvent]) -> None:
         """Compute which tokens may follow the new ones in answers with a grammar; some of them end here."""
         found = (self.requests.get(output.request_id) for output in outputs)
-        held = [running for running in found if running is not None and running.has_grammar]
+        held = [running for running in found if running is not None and running.grammar is not None]
         if held:
             for running, failure in zip(held, self.grammars.compute(held), strict=True):
                 self._has_ended(running, failure, events)

@@ -159,11 +159,7 @@ class EngineThread:
             logger.exception("The engine's thread failed.")
             reason = EngineDead(f"The engine's thread failed: {type(error).__name__}: {error}", loss_cause="exception")
         self._turns.end()
-        events = self._engine.fail(reason)
-        self._ended = True
-        self._run_commands()
-        if events:
-            self._deliver(WorkerMessage(events=tuple(events)))
+        self._end(reason)
 
     def _loop(self) -> None:
         while not self._stopping and not self._is_hung:
@@ -190,12 +186,16 @@ class EngineThread:
         """Called by the watchdog: end the requests of a thread that hangs. Nothing that this thread does later has an effect."""
         self._is_hung = True
         self._engine.executor.interrupt()
-        events = self._engine.fail(error)
+        self._end(error)
+        self._on_hang()
+
+    def _end(self, reason: Exception) -> None:
+        """End every request with an error, those of commands that have not run included."""
+        events = self._engine.fail(reason)
         self._ended = True
         self._run_commands()
         if events:
             self._deliver(WorkerMessage(events=tuple(events)))
-        self._on_hang()
 
     def _deliver_news(self, events: list[OutputEvent], *, with_load: bool = False) -> None:
         """Deliver a step's events, the changes of the prefix index, and the load where that is due or `with_load` is set.

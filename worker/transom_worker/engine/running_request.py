@@ -49,7 +49,7 @@ class RunningRequest:
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
-        self._grammar: GrammarMatcher | None = None  # has consumed the output so far
+        self.grammar: GrammarMatcher | None = None  # has consumed the output so far
         self.num_holds = 0  # what must end before the request may be admitted: a fetch, a load from the disk, compiling
         self._num_chars = 0  # of all final text
         self._end_text = ""  # that a request which ends between two tokens had held back
@@ -65,14 +65,9 @@ class RunningRequest:
             if self.finish_reason is None:
                 self._num_chars += len(self._text_of(token_id))
 
-    @property
-    def has_grammar(self) -> bool:
-        """Whether a grammar says which tokens may come next."""
-        return self._grammar is not None
-
     def hold_to(self, matcher: GrammarMatcher) -> None:
         """Have every further token follow a grammar, whose matcher has consumed the resumed output already."""
-        self._grammar = matcher
+        self.grammar = matcher
         if matcher.is_complete:
             self.end_by_grammar()
 
@@ -163,10 +158,10 @@ class RunningRequest:
 
     def _is_completed_by(self, token_id: int) -> bool:
         """Move on in the grammar; returns whether nothing can follow the token. Raises RequestError, StepFailed."""
-        if self._grammar is None:
+        if self.grammar is None:
             return False
-        self._grammar.consume(token_id)
-        return self._grammar.is_complete
+        self.grammar.consume(token_id)
+        return self.grammar.is_complete
 
     def _last_text(self, piece: str, reason: FinishReason, stop_token_id: int | None) -> str:
         """End the request with `piece` and all text that was held back; a stop string that this completes is the end's reason."""

@@ -1,14 +1,76 @@
-"""Reports on a worker's state: its load for routers and the autoscaler, and all figures that its metrics page reads at a scrape."""
+"""Reports on a worker's state: how fast it has been lately, its load for routers and the autoscaler, and all figures that its
+metrics page reads at a scrape.
+"""
 
 from __future__ import annotations
 
 from transom_core.contract import WorkerLoad
-from transom_worker.engine.step_rates import StepRates
 from transom_worker.execution.executor import RankReport
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.telemetry.worker_state import GrammarStats, WorkerState
 
 HEADROOM_LENGTHS = (1024, 8192)  # tokens
+WEIGHT = 0.2  # of the newest measurement
+LEAST_PREFILL_TOKENS = 16  # steps with fewer prompt tokens are no measure of the prefill rate
+# Fetches of fewer bytes are no measure of the rate at which prefixes come: calls take most of their time.
+LEAST_FETCHED_BYTES = 2**20
+
+
+class StepRates:
+    """How fast a worker has been lately: exponential moving averages, 0 until something was measured.
+
+    The first prefill does not count: code and caches are cold, and routers would avoid a worker that looks slow. Neither do the
+    first tokens of requests that came before the first step had ended, since all of them waited for it. The prefill rate is the
+    average of tokens over the average of seconds, so that a step has weight by its duration.
+
+    The first-token time starts at 0, unlike the others: the first request alone says little about the load, so that it does not
+    count whole. Example: after a request of 10 s the time is 2 s, and after another one of 10 s it is 3.6 s.
+    """
+
+    def __init__(self) -> None:
+        self.decode_step_s = 0.0
+        self.first_token_s = 0.0
+        self._has_prefilled = False
+        self._warm_since_s: float | None = None  # the end of the first step
+        self._prefill_tokens = 0.0  # average of a step
+        self._prefill_s = 0.0  # average of a step
+        self._fetched_bytes = 0.0  # average of a fetch
+        self._fetch_s = 0.0  # average of a fetch
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Tokens per second of steps with prompt tokens, their decode tokens included."""
+        return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
+
+    @property
+    def fetch_bytes_per_s(self) -> float:
+        """Bytes per second at which prefixes came from other workers."""
+        return self._fetched_bytes / self._fetch_s if self._fetch_s else 0.0
+
+    def fetched(self, num_bytes: int, seconds: float) -> None:
+        """Count the fetch of a prefix from another worker."""
+        if num_bytes >= LEAST_FETCHED_BYTES:
+            self._fetched_bytes = _mean(self._fetched_bytes, num_bytes)
+            self._fetch_s = _mean(self._fetch_s, seconds)
+
+    def stepped(self, num_tokens: int, num_seqs: int, elapsed_s: float, *, now_s: float) -> None:
+        """Count a step that computed `num_tokens` tokens of `num_seqs` sequences and ended at `now_s`. One token for each sequence
+        is a decode step.
+        """
+        if self._warm_since_s is None:
+            self._warm_since_s = now_s
+        if num_tokens == num_seqs:
+            self.decode_step_s = _mean(self.decode_step_s, elapsed_s)
+        elif num_tokens - num_seqs >= LEAST_PREFILL_TOKENS:
+            if self._has_prefilled:
+                self._prefill_tokens = _mean(self._prefill_tokens, num_tokens)
+                self._prefill_s = _mean(self._prefill_s, elapsed_s)
+            self._has_prefilled = True
+
+    def first_token(self, arrival_s: float, now_s: float) -> None:
+        """Count the first token of a request that came to this worker at `arrival_s`; both times are of the clock of `now_s`."""
+        if self._warm_since_s is not None and arrival_s >= self._warm_since_s:
+            self.first_token_s += WEIGHT * (now_s - arrival_s - self.first_token_s)
 
 
 def worker_load(scheduler: Scheduler, rates: StepRates) -> WorkerLoad:
@@ -54,3 +116,7 @@ def _headroom(scheduler: Scheduler) -> dict[str, int]:
     longest = scheduler.max_model_len
     lengths = {str(length): length for length in HEADROOM_LENGTHS if length <= longest} | {"max": longest}
     return {name: scheduler.cache.capacity.num_that_fit(length) for name, length in lengths.items()}
+
+
+def _mean(mean: float, value: float) -> float:
+    return mean + WEIGHT * (value - mean) if mean else value

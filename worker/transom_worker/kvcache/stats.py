@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from transom_worker.kvcache.histogram import HistogramStats
+from transom_core.telemetry.histogram import Buckets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,8 @@ class GroupStats:
     free_blocks: int
     pinned_blocks: int = 0
     evicted_blocks: dict[str, int] = field(default_factory=dict)  # by reason, since start
-    residency: HistogramStats = field(default_factory=HistogramStats)  # from cached to evicted
-    reuse_interval: HistogramStats = field(default_factory=HistogramStats)  # from cached to hit
+    residency: Buckets  # seconds from cached to evicted
+    reuse_interval: Buckets  # seconds from cached to hit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

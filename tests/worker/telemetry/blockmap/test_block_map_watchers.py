@@ -13,10 +13,9 @@ import pytest
 from tests.block_map_decoder import Map, decode
 from tests.worker.scheduling.scheduler_driver import Driver, layout, request
 from transom_core.errors import Overloaded, RequestError
-from transom_worker.telemetry.blockmap.block_map import HEARTBEAT_S, MAX_WATCHERS, BlockMap
+from transom_worker.telemetry.blockmap.block_map import HEARTBEAT_S, MAX_PENDING, MAX_WATCHERS, BlockMap
 from transom_worker.telemetry.blockmap.encoder import WorkerIdentity
 from transom_worker.telemetry.blockmap.log import BlockMapLog
-from transom_worker.telemetry.blockmap.watcher import MAX_PENDING
 
 T = TypeVar("T")
 

@@ -48,7 +48,7 @@ class Watch:
         self.log = BlockMapLog()
         scheduler.admission.listeners.append(self.log)
         self.snapshots = SnapshotTaker(scheduler, self.log)
-        host = self.snapshots.host
+        host = self.snapshots.cache.host
         self.encoder = Encoder(
             WorkerIdentity("w", "m"), scheduler.cache.layout, self.log.history, None if host is None else host.layout
         )
@@ -56,7 +56,7 @@ class Watch:
         self.number = 0
         self.snapshots.begin()
         for group in range(len(scheduler.cache.layout.groups)):
-            self.encoder.start(group, self.snapshots.copy(group))
+            self.encoder.start(group, self.snapshots.cache.copy(group))
             between()  # the engine runs meanwhile
         if host is not None:
             for pages in host.pieces:

@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from transom_worker.bench.policies.losing_cases import Recall
 from transom_worker.bench.policies.policy_runs import Run
-from transom_worker.bench.policies.scenarios import Quality
-from transom_worker.bench.policies.streams import StreamPart
+from transom_worker.bench.policies.scenarios import Quality, Recall, StreamPart
 
 MIB = 2**20
 T = TypeVar("T")

@@ -1,27 +1,35 @@
-"""Runs the four scenarios.
+"""Runs the measurements. Four scenarios:
 
 1. memory and throughput with enough KV memory
 2. preemptions in a tight memory budget
 3. quality by number of tokens kept
 4. how many requests run at once in a fixed budget
 
-Scenarios 1, 2 and 4 are the same requests (`memory_and_throughput`) on engines with other memory.
+Scenarios 1, 2 and 4 are the same requests (`memory_and_throughput`) on engines with other memory. `recall` has tasks whose answers
+depend on text far back, which a model with a window can no longer read; `stream` has text of several times the model's trained
+length.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 
 from transom_core.contract import AdaptivePolicy, HeavyPolicy, KvPolicy, LogprobTable, WindowPolicy
 from transom_worker.bench.policies.policy_runs import Run, make_request, run_together
-from transom_worker.bench.policies.texts import long_text
+from transom_worker.bench.policies.texts import long_text, recall_tasks
 from transom_worker.engine.engine import Engine
 
 WINDOWS = (8, 16, 32, 64, 128, 256, 512)
 BUDGETS = (64, 128, 256, 512)
 NUM_LIKELY = 20  # likeliest tokens of each distribution that are compared
 ADAPTIVE_THRESHOLD = 0.005  # the window grows if its far edge gets more than this share of the attention
+RECALL_BUDGETS = (128, 256)
+# Tokens between an answer and what it depends on: more than both budgets. The repeated list is 3/4 of that, 216, which exceeds only
+# the smaller budget.
+RECALL_DISTANCE = 288
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +55,33 @@ class Quality:
     agreement: float
     kl: float
     perplexity: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recall:
+    """How well the model knows an answer under a policy.
+
+    `probability` is the geometric mean of the answer's token probabilities; `greedy` is the share of its tokens that are the
+    likeliest ones.
+    """
+
+    task: str
+    policy: str
+    distance: int
+    probability: float
+    greedy: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamPart:
+    """A part of a stream: the perplexity of its tokens, and the CPU time of a decode step after it."""
+
+    policy: str
+    begin: int
+    end: int
+    perplexity: float
+    decode_cpu_ms: float
+    peak_kv_bytes: int
 
 
 def policy_of_budget(kind: str, budget: int) -> KvPolicy:
@@ -83,8 +118,60 @@ def quality_by_window(engine: Engine, *, num_tokens: int, judged_from: int) -> l
     return rows
 
 
-def _prompt_logprobs(engine: Engine, text: list[int], policy: KvPolicy | None) -> LogprobTable:
-    run = run_together(engine, [make_request(text, policy, max_tokens=1, prompt_logprobs=NUM_LIKELY)])
+def recall(
+    engine: Engine, *, num_filler: int = RECALL_DISTANCE, budgets: tuple[int, ...] = RECALL_BUDGETS
+) -> list[Recall]:
+    """Return the results of all tasks under full attention and under each policy with each budget."""
+    policies: dict[str, KvPolicy | None] = {"full": None}
+    for budget in budgets:
+        policies |= {f"{kind} {budget}": policy_of_budget(kind, budget) for kind in ("window", "adaptive", "heavy")}
+    rows = []
+    for task in recall_tasks(engine.tokenizer, num_filler=num_filler):
+        for name, policy in policies.items():
+            table = _prompt_logprobs(engine, task.token_ids, policy, num_likely=1)
+            answer = [table[position] for position in range(len(table) - task.num_answer, len(table))]
+            rows.append(
+                Recall(
+                    task=task.name,
+                    policy=name,
+                    distance=task.distance,
+                    probability=math.exp(sum(entry.chosen.logprob for entry in answer) / len(answer)),
+                    greedy=sum(entry.chosen.rank == 1 for entry in answer) / len(answer),
+                )
+            )
+    return rows
+
+
+def stream(engine: Engine, *, trained_len: int, times: int, window: int, num_parts: int) -> list[StreamPart]:
+    """Read `times * trained_len` tokens of text with a window, with sinks and without, and decode a few tokens after each part."""
+    length = times * trained_len - 32
+    text = long_text(engine.tokenizer, length)
+    ends = [length * (number + 1) // num_parts for number in range(num_parts)]
+    rows = []
+    for sinks in (4, 0):
+        policy = WindowPolicy(sinks=sinks, window=window)
+        name = f"window {window}, {sinks} sinks" if sinks else f"window {window} without sinks"
+        table = _prompt_logprobs(engine, text, policy, num_likely=0)
+        for begin, end in pairwise([0, *ends]):
+            losses = [-table[position].chosen.logprob for position in range(begin, min(end, len(table)))]
+            part = run_together(engine, [make_request(text[:end], policy, max_tokens=24)])
+            rows.append(
+                StreamPart(
+                    policy=name,
+                    begin=begin,
+                    end=end,
+                    perplexity=math.exp(sum(losses) / len(losses)),
+                    decode_cpu_ms=1e3 * median(part.step_cpu_s[-16:]),
+                    peak_kv_bytes=part.peak_kv_bytes,
+                )
+            )
+    return rows
+
+
+def _prompt_logprobs(
+    engine: Engine, text: list[int], policy: KvPolicy | None, *, num_likely: int = NUM_LIKELY
+) -> LogprobTable:
+    run = run_together(engine, [make_request(text, policy, max_tokens=1, prompt_logprobs=num_likely)])
     table = run.prompt_logprobs[0]
     assert table is not None
     return table

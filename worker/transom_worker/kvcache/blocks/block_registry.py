@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from transom_core.kv_cache.layout import ArenaLayout
+from transom_core.telemetry.histogram import Histogram
 from transom_worker.kvcache.blocks.block_table import BlockTable
 from transom_worker.kvcache.blocks.pool import GroupPool
-from transom_worker.kvcache.histogram import Histogram
 from transom_worker.kvcache.prefix.change_log import ChangeLog
 from transom_worker.kvcache.prefix.prefix_index import PrefixIndex
 from transom_worker.kvcache.stats import GroupStats
+
+BOUNDS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0, 3600.0, 10800.0, 43200.0)
 
 
 class BlockRegistry:
@@ -201,8 +203,8 @@ class BlockRegistry:
                 free_blocks=pool.num_free,
                 pinned_blocks=pool.num_pinned,
                 evicted_blocks=dict(evicted),
-                residency=times.residency.stats(),
-                reuse_interval=times.reuse_interval.stats(),
+                residency=times.residency.buckets(),
+                reuse_interval=times.reuse_interval.buckets(),
             )
             for group, pool, evicted, times in zip(
                 self._layout.groups, self._pools, self._evicted, self._times, strict=True
@@ -231,8 +233,8 @@ class BlockTimes:
     """
 
     def __init__(self, num_blocks: int, clock: Callable[[], float]) -> None:
-        self.residency = Histogram()
-        self.reuse_interval = Histogram()
+        self.residency = Histogram(BOUNDS_S)
+        self.reuse_interval = Histogram(BOUNDS_S)
         self._clock = clock
         self._since_s = [0.0] * num_blocks  # by block: when its last reference was removed
 

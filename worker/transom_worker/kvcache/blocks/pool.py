@@ -128,10 +128,6 @@ class GroupPool:
         """Return whether a block is free; False if its page is not leased to this group."""
         return self._free_flags[block] == 1
 
-    def free_flags(self, begin: int, end: int) -> bytes:
-        """Return a byte for each of the blocks `[begin, end)`: 1 if it is free, in a leased page."""
-        return bytes(self._free_flags[begin:end])
-
     def first_free(self, page: int) -> int | None:
         """Return the lowest free block of a leased page; None if it has none."""
         if not self._num_free_in.get(page):

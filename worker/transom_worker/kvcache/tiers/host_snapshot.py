@@ -1,13 +1,13 @@
 """`HostSnapshots`: makes cheap copies of the host tier's state for the block map, as `cache_snapshot` does for the device.
 
 A host tier may have a hundred times as many blocks as the device. So the first copy is made in pieces of some pages, between which
-steps can run, and has only two numbers for each block. Later snapshots have only the blocks that changed. The blocks of loads,
-imports and exports are not copied: their lists never change, so a snapshot refers to them.
+steps can run. Later snapshots have only the blocks that changed. The blocks of loads, imports and exports are not copied: their
+lists never change, so a snapshot refers to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from transom_worker.kvcache.blocks.block_copies import BlockCopy
@@ -15,25 +15,15 @@ from transom_worker.kvcache.tiers.exports import ExportedBlock
 from transom_worker.kvcache.tiers.imports import ImportedBlock
 from transom_worker.kvcache.tiers.tiers import Tiers
 
-BLOCKS_PER_COPY = 2**16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostCopy:
-    """All blocks in some pages, by group: from the first block of `first_page` on."""
-
-    first_page: int
-    owners: list[int]  # by page: the group that leases it, or arena.FREE
-    needs: list[list[int]]  # by group and block: how often the block is needed (`host_tier`)
-    free: list[bytes]  # by group and block: 1 if it has no content and lies in a leased page
+BLOCKS_PER_COPY = 2**14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostGroupChanges:
-    """One group's blocks that may have changed since the last snapshot."""
+    """One group's blocks that may have changed since the last snapshot, or that no snapshot had."""
 
     blocks: list[int]  # ids, in the order of `needs` and `leftover`
-    needs: list[int]
+    needs: list[int]  # how often the block is needed (`host_tier`)
     leftover: list[bool]  # whether the block is in the index and not needed
     moved: list[int]  # those of `blocks` that have moved to the device since the last snapshot
 
@@ -78,18 +68,13 @@ class HostSnapshots:
         """Stop recording which blocks change."""
         self._host.registry.watch_changes(False)
 
-    def copy(self, pages: range) -> HostCopy:
-        """Return a copy of all blocks in these pages."""
-        spans = [
-            (self.layout.first_block(pages.start, group), self.layout.end_block(pages.stop - 1, group))
+    def copy(self, pages: range) -> list[HostGroupChanges]:
+        """Return all blocks in these pages, by group."""
+        first, last = pages.start, pages.stop - 1
+        return [
+            self._changes(group, range(self.layout.first_block(first, group), self.layout.end_block(last, group)))
             for group in range(len(self._host.pools))
         ]
-        return HostCopy(
-            first_page=pages.start,
-            owners=self._host.arena.owner[pages.start : pages.stop],
-            needs=[pool.refs[begin:end] for pool, (begin, end) in zip(self._host.pools, spans, strict=True)],
-            free=[pool.free_flags(begin, end) for pool, (begin, end) in zip(self._host.pools, spans, strict=True)],
-        )
 
     def take(self) -> HostSnapshot:
         """Return what changed since the last call, or since `begin`."""
@@ -97,15 +82,7 @@ class HostSnapshots:
         touched, moved = self._host.registry.take_touched()
         return HostSnapshot(
             free_pages=self._host.arena.num_free,
-            groups=tuple(
-                HostGroupChanges(
-                    blocks=(blocks := list(touched[group])),
-                    needs=list(map(pool.refs.__getitem__, blocks)),
-                    leftover=list(map(pool.evictable.__contains__, blocks)),
-                    moved=list(moved[group]),
-                )
-                for group, pool in enumerate(self._host.pools)
-            ),
+            groups=tuple(self._changes(group, touched[group], moved[group]) for group in range(len(self._host.pools))),
             loads=[load.copies for load in tiers.loads.by_ticket.values()],
             imports=[opened.blocks for opened in tiers.imports.opened],
             exports=[opened.blocks for opened in tiers.exports.opened],
@@ -116,4 +93,13 @@ class HostSnapshots:
                 "imported": tiers.imports.num_imported.copy(),
                 "dropped": [sum(reasons.values()) for reasons in self._host.registry.num_evicted()],
             },
+        )
+
+    def _changes(self, group: int, blocks: Iterable[int], moved: Iterable[int] = ()) -> HostGroupChanges:
+        pool, blocks = self._host.pools[group], list(blocks)
+        return HostGroupChanges(
+            blocks=blocks,
+            needs=list(map(pool.refs.__getitem__, blocks)),
+            leftover=list(map(pool.evictable.__contains__, blocks)),
+            moved=list(moved),
         )

@@ -16,6 +16,7 @@ import contextvars
 import functools
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -24,15 +25,64 @@ from transom_worker.kvcache.tiers.transfer.kv_store import OnEngine
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.telemetry.blockmap.describe import describe_block
 from transom_worker.telemetry.blockmap.encoder import Encoder, WorkerIdentity
+from transom_worker.telemetry.blockmap.frame import Frame
 from transom_worker.telemetry.blockmap.log import BlockMapLog
 from transom_worker.telemetry.blockmap.snapshot import Snapshot, SnapshotTaker
-from transom_worker.telemetry.blockmap.watcher import Watcher
 
 logger = logging.getLogger("transom.worker")
 
 MAX_WATCHERS = 16
+MAX_PENDING = 3  # frames of a watcher
 LEAST_PERIOD_S = 0.1
 HEARTBEAT_S = 5.0
+
+
+class Watcher:
+    """One client of the block map, with its bounded queue of frames. The event loop calls all methods.
+
+    A watcher first receives a whole frame, and then frames of changes. If it is too slow, its queue is emptied, and it starts again
+    with a whole frame.
+    """
+
+    def __init__(self, period_s: float) -> None:
+        self.period_s = period_s
+        self._pending: deque[Frame] = deque()
+        self._needs_whole = True
+        self._is_waiting = True
+        self._error: Exception | None = None
+        self._ready = asyncio.Event()
+
+    @property
+    def needs_whole_now(self) -> bool:
+        """Whether the watcher needs a whole frame before it can use changes, and is waiting for a frame."""
+        return self._needs_whole and self._is_waiting
+
+    def offer(self, frame: Frame, *, whole: bool) -> None:
+        """Queue a frame. A frame of changes is dropped while a whole frame is needed; a full queue is emptied."""
+        if self._needs_whole and not whole:
+            return
+        self._needs_whole = len(self._pending) >= MAX_PENDING
+        if self._needs_whole:
+            self._pending.clear()
+            return
+        self._pending.append(frame)
+        self._ready.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the watcher's frames with an error."""
+        self._error = error
+        self._ready.set()
+
+    async def next(self) -> Frame:
+        """Wait for the next frame."""
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            self._is_waiting = True
+            self._ready.clear()
+            await self._ready.wait()
+        self._is_waiting = False
+        return self._pending.popleft()
 
 
 class BlockMap:
@@ -103,20 +153,16 @@ class BlockMap:
             self._maker = None
 
     async def _round(self) -> None:
-        snapshots = SnapshotTaker(self._scheduler, self._log)
+        frames = FrameMaker(self._scheduler, self._log, self._on_engine, heartbeat_s=self._heartbeat_s)
         try:
-            frames = FrameMaker(self._log, snapshots, self._on_engine, heartbeat_s=self._heartbeat_s)
-            layout, history = self._scheduler.cache.layout, self._log.history
-            host_layout = None if snapshots.host is None else snapshots.host.layout
-            frames.encoder = await asyncio.to_thread(Encoder, self._identity, layout, history, host_layout)
-            await frames.begin(len(layout.groups))
+            await frames.begin(self._identity)
             while self._watchers:
                 self._came.clear()
                 await frames.make(self._watchers, min(watcher.period_s for watcher in self._watchers))
                 await self._pause(frames.due_s)
         finally:
             with contextlib.suppress(Exception):  # the engine may have ended
-                await self._on_engine(snapshots.end)
+                await self._on_engine(frames.snapshots.end)
 
     async def _pause(self, until_s: float) -> None:
         """Wait until the next snapshot is due, or a watcher came or went."""
@@ -128,23 +174,27 @@ class BlockMap:
 class FrameMaker:
     """Makes the frames of one round: changes for the watchers that have a whole frame already, whole frames for the others."""
 
-    def __init__(self, log: BlockMapLog, snapshots: SnapshotTaker, on_engine: OnEngine, *, heartbeat_s: float) -> None:
+    def __init__(self, scheduler: Scheduler, log: BlockMapLog, on_engine: OnEngine, *, heartbeat_s: float) -> None:
+        self.snapshots = SnapshotTaker(scheduler, log)
         self.encoder: Encoder
         self.due_s = 0.0  # when the next snapshot may be taken
+        self._layout = scheduler.cache.layout
         self._log = log
-        self._snapshots = snapshots
         self._on_engine = on_engine
         self._heartbeat_s = heartbeat_s
         self._num_seen = -1  # the log's `num_changes` at the last snapshot
         self._sent_s = 0.0  # time of the last frame
 
-    async def begin(self, num_groups: int) -> None:
+    async def begin(self, identity: WorkerIdentity) -> None:
         """Copy all blocks, one group or piece of the host tier at a time, so that steps can run in between."""
-        await self._on_engine(self._snapshots.begin)
-        for group in range(num_groups):
-            copy = await self._on_engine(functools.partial(self._snapshots.copy, group))
+        cache, host = self.snapshots.cache, self.snapshots.cache.host
+        host_layout = None if host is None else host.layout
+        self.encoder = await asyncio.to_thread(Encoder, identity, self._layout, self._log.history, host_layout)
+        await self._on_engine(self.snapshots.begin)
+        for group in range(len(self._layout.groups)):
+            copy = await self._on_engine(functools.partial(cache.copy, group))
             await asyncio.to_thread(self.encoder.start, group, copy)
-        if (host := self._snapshots.host) is not None:
+        if host is not None:
             for pages in host.pieces:
                 piece = await self._on_engine(functools.partial(host.copy, pages))
                 await asyncio.to_thread(self.encoder.start_host, piece)
@@ -163,7 +213,7 @@ class FrameMaker:
             for watcher in waiting:
                 watcher.offer(whole, whole=True)
 
-    async def _changes(self, now_s: float) -> Any:
+    async def _changes(self, now_s: float) -> Frame | None:
         if self._log.num_changes != self._num_seen:
             self._num_seen, snapshot = await self._on_engine(self._take)
             return await asyncio.to_thread(self.encoder.update, snapshot)
@@ -172,4 +222,4 @@ class FrameMaker:
         return None
 
     def _take(self) -> tuple[int, Snapshot]:
-        return self._log.num_changes, self._snapshots.take()
+        return self._log.num_changes, self.snapshots.take()

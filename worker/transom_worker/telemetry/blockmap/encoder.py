@@ -12,7 +12,7 @@ import numpy as np
 
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_worker.kvcache.cache_snapshot import GroupCopy
-from transom_worker.kvcache.tiers.host_snapshot import HostCopy
+from transom_worker.kvcache.tiers.host_snapshot import HostGroupChanges
 from transom_worker.telemetry.blockmap.block_records import BlockRecords
 from transom_worker.telemetry.blockmap.frame import Frame, Words, make_frame
 from transom_worker.telemetry.blockmap.host_frames import HostFrames
@@ -60,10 +60,10 @@ class Encoder:
         """Take all blocks of one group, before the first `update`."""
         self._records.start(group, copy, time.time())
 
-    def start_host(self, copy: HostCopy) -> None:
+    def start_host(self, copy: Sequence[HostGroupChanges]) -> None:
         """Take all blocks in some pages of the host tier, before the first `update`."""
         assert self._host is not None
-        self._host.start(copy)
+        self._host.records.take(copy)
 
     def update(self, snapshot: Snapshot) -> Frame:
         """Make a frame of what changed since the last snapshot."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from transom_core.kv_cache.layout import ArenaLayout
 from transom_core.kv_cache.tiers import HOST
-from transom_worker.kvcache.tiers.host_snapshot import HostCopy, HostSnapshot
+from transom_worker.kvcache.tiers.host_snapshot import HostSnapshot
 from transom_worker.telemetry.blockmap.host_records import (
     EXPORTED,
     IMPORTED,
@@ -25,8 +25,7 @@ Run = tuple[int, int]  # first block, count
 
 
 class HostFrames:
-    """Call `start` with each copy first. Then `update` applies a snapshot, and the other methods return what a frame shows of
-    it."""
+    """`records` take each copy first. Then `update` applies a snapshot, and the other methods return what a frame shows of it."""
 
     def __init__(self, layout: ArenaLayout) -> None:
         self.records = HostRecords(layout)
@@ -34,10 +33,6 @@ class HostFrames:
         self._known: dict[int, tuple[object, Any]] = {}
         self._used: dict[int, tuple[object, Any]] = {}
         self._free_pages = 0
-
-    def start(self, copy: HostCopy) -> None:
-        """Take all blocks in some pages, before the first `update`."""
-        self.records.start(copy)
 
     def update(self, snapshot: HostSnapshot, sequences: Sequence[SequenceSnapshot]) -> None:
         """Apply what changed since the last snapshot."""

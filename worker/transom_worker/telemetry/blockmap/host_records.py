@@ -16,11 +16,13 @@ Pages need no records: a group leases a page exactly while one of its blocks the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from transom_core.kv_cache.layout import ArenaLayout
-from transom_worker.kvcache.tiers.host_snapshot import HostCopy, HostSnapshot
+from transom_worker.kvcache.tiers.host_snapshot import HostGroupChanges, HostSnapshot
 from transom_worker.telemetry.blockmap.block_records import EMPTY, EVICTED, GONE, HELD, LOOSE
 from transom_worker.telemetry.blockmap.frame import Words
 
@@ -42,7 +44,7 @@ Holders = list[tuple[int, Blocks]]  # a state and the blocks that are in it; lat
 class HostRecords:
     """The state of every block of the host tier.
 
-    Call `start` with each copy first. Then call `update` or `settle`, and after each `take_changed`, which returns the records that
+    Call `take` with each copy first. Then call `update` or `settle`, and after each `take_changed`, which returns the records that
     differ from those in earlier frames. `present` returns the records as the frames so far have shown them.
     """
 
@@ -76,22 +78,15 @@ class HostRecords:
         """The number of each group's blocks by their present state, whether or not a frame has shown it."""
         return [{name: int(of_group[state]) for state, name in STATE_NAMES.items()} for of_group in self._counts]
 
-    def start(self, copy: HostCopy) -> None:
-        """Take all blocks in some pages, before the first `update`."""
-        owners = np.array(copy.owners, np.int64)
-        for group, (needs, free) in enumerate(zip(copy.needs, copy.free, strict=True)):
-            first = self.layout.first_block(copy.first_page, group)
-            at = np.arange(first, first + len(needs)) + self._offsets[group]
-            pages, is_inside = self._pages(group, at)
-            is_leased = is_inside & (owners[np.minimum(pages - copy.first_page, owners.size - 1)] == group)
-            needed = np.array(needs) > 0
-            leftover = is_leased & ~needed & (np.frombuffer(free, np.uint8) == 0)
-            self._use(group, at, needed, leftover)
+    def take(self, groups: Sequence[HostGroupChanges]) -> list[Indices]:
+        """Take blocks, by group: all those in some pages, before the first `update`. Returns them and the blocks of pages that were
+        leased or given back with them.
+        """
+        return [self._take_group(group, changes) for group, changes in enumerate(groups)]
 
     def update(self, snapshot: HostSnapshot, holders: Holders) -> None:
         """Apply a snapshot; `holders` are the needed blocks that no node of the prefix tree pins."""
-        touched = [self._take_group(group, changes.blocks, changes.needs, changes.leftover)
-                   for group, changes in enumerate(snapshot.groups)]  # fmt: skip
+        touched = self.take(snapshot.groups)
         held = self._hold(holders)
         at: Indices = np.arange(self._plain.size)
         if not self._is_first:
@@ -178,10 +173,10 @@ class HostRecords:
             found = np.bincount(groups * _NUM_STATES + states, minlength=size)
             self._counts += sign * found.reshape(self._counts.shape)
 
-    def _take_group(self, group: int, blocks: list[int], needs: list[int], leftover: list[bool]) -> Indices:
-        """Apply the changed blocks; return them and the blocks of pages that the group has leased or given back."""
-        at = np.array(blocks, np.int64) + self._offsets[group]
-        pages = self._use(group, at, np.array(needs, np.int64) > 0, np.array(leftover, bool))
+    def _take_group(self, group: int, changes: HostGroupChanges) -> Indices:
+        """Apply changed blocks; return them and the blocks of pages that the group has leased or given back."""
+        at = np.array(changes.blocks, np.int64) + self._offsets[group]
+        pages = self._use(group, at, np.array(changes.needs, np.int64) > 0, np.array(changes.leftover, bool))
         per_page = int(self._blocks_per_page[group])
         firsts = -(-pages * self.layout.page_bytes // self._strides[group]) + self._offsets[group]
         return np.concatenate([at, (firsts[:, None] + np.arange(per_page)).reshape(-1)])

@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 from transom_worker.kvcache.blocks.block_table import BlockTable, GappedBlockTable
 from transom_worker.kvcache.blocks.sequence_blocks import SequenceBlocks
-from transom_worker.kvcache.cache_snapshot import CacheSnapshot, GroupCopy
+from transom_worker.kvcache.cache_snapshot import CacheSnapshot
 from transom_worker.kvcache.prefix.prefix_outcome import HIT, REPAIRED
-from transom_worker.kvcache.tiers.host_snapshot import HostSnapshots
 from transom_worker.scheduling.scheduler import Scheduler
 from transom_worker.scheduling.sequence import Sequence as ScheduledSequence
 from transom_worker.scheduling.sequence import SequenceStatus
@@ -73,13 +72,14 @@ class Snapshot:
 
 
 class SnapshotTaker:
-    """Takes snapshots of one scheduler. After `begin` and a `copy` of each group, each `take` returns the changes since the last
-    one.
+    """Takes snapshots of one scheduler. Call `begin`, then have `cache` copy each group and the host tier. After that, each `take`
+    returns the changes since the last one.
 
     The engine's thread calls all methods.
     """
 
     def __init__(self, scheduler: Scheduler, log: BlockMapLog) -> None:
+        self.cache = scheduler.cache.snapshots
         self._scheduler = scheduler
         self._log = log
         # Sequence id -> by group: the logical index up to which snapshots have had its table.
@@ -88,22 +88,13 @@ class SnapshotTaker:
 
     def begin(self) -> None:
         """Begin to record changes: there is a watcher."""
-        self._scheduler.cache.snapshots.begin()
+        self.cache.begin()
         self._log.begin()
-
-    def copy(self, group: int) -> GroupCopy:
-        """Return a copy of all blocks of one group. The next `take` returns what changes from now on."""
-        return self._scheduler.cache.snapshots.copy(group)
-
-    @property
-    def host(self) -> HostSnapshots | None:
-        """Makes the copies of the host tier, between `begin` and the first `take`; None without a host tier."""
-        return self._scheduler.cache.snapshots.host
 
     def take(self) -> Snapshot:
         """Take a snapshot."""
         scheduler = self._scheduler
-        cache = scheduler.cache.snapshots.take()
+        cache = self.cache.take()
         if cache.num_compacted != self._num_compacted:
             self._ends, self._num_compacted = {}, cache.num_compacted
         sequences = [self._sequence(sequence) for sequence in scheduler.sequences_with_blocks()]
@@ -127,7 +118,7 @@ class SnapshotTaker:
 
     def end(self) -> None:
         """Stop recording changes: the last watcher has left."""
-        self._scheduler.cache.snapshots.end()
+        self.cache.end()
         self._log.end()
 
     def _sequence(self, sequence: ScheduledSequence) -> SequenceSnapshot:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
-from transom_core.telemetry.own_labels import Buckets, OwnLabels, crossed
+from transom_core.telemetry.own_labels import OwnLabels, crossed
 
 if TYPE_CHECKING:
-    from transom_worker.kvcache.histogram import HistogramStats
     from transom_worker.kvcache.stats import CacheStats, CheckpointStats, GroupStats
 
 
@@ -171,13 +170,13 @@ def _times(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
         "transom_kv_residency_seconds",
         "Seconds from when a block became cached to its eviction, by group.",
         ("group",),
-        [((group.name,), _buckets(group.residency)) for group in stats.groups],
+        [((group.name,), group.residency) for group in stats.groups],
     )
     yield own.histograms(
         "transom_kv_reuse_interval_seconds",
         "Seconds from when a block became cached to its hit, by group.",
         ("group",),
-        [((group.name,), _buckets(group.reuse_interval)) for group in stats.groups],
+        [((group.name,), group.reuse_interval) for group in stats.groups],
     )
 
 
@@ -227,7 +226,3 @@ def _host(own: OwnLabels, stats: CacheStats) -> Iterator[Metric]:
 def _with_zeros(values: Iterable[str], counts: dict[str, int]) -> dict[str, int]:
     """Return counts by label value, with 0 for each of `values` that has no count."""
     return dict.fromkeys(values, 0) | counts
-
-
-def _buckets(times: HistogramStats) -> Buckets:
-    return Buckets(times.bounds_s, times.counts, times.sum_s)

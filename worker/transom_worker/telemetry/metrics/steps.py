@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from transom_core.telemetry.own_labels import Buckets, OwnLabels
+from transom_core.telemetry.histogram import Histogram
+from transom_core.telemetry.own_labels import OwnLabels
 from transom_worker.telemetry.engine_events import EngineEventSink
 
 if TYPE_CHECKING:
@@ -26,41 +26,18 @@ TOKEN_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-class Tally:
-    """A histogram for the step loop. It needs neither lock nor label look-up: one thread adds values, and scrapes only read.
-
-    `counts[i]` is the number of values in `(bounds[i - 1], bounds[i]]`; the last count is of those above every bound.
-    """
-
-    __slots__ = ("bounds", "counts", "sum")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def buckets(self) -> Buckets:
-        """Return the counts so far."""
-        return Buckets(self.bounds, self.counts.copy(), self.sum)
-
-
 class Steps(EngineEventSink, Collector):
     """Keeps plain numbers, to which the engine's thread adds and which a scrape reads."""
 
     def __init__(self, own: OwnLabels) -> None:
         self._own = own
         self._output_tokens = 0
-        self._inter_token = Tally(INTER_TOKEN_BUCKETS_S)
+        self._inter_token = Histogram(INTER_TOKEN_BUCKETS_S)
         self._num_out_of_memory = 0
         self._num_steps = 0
-        self._parts = tuple(Tally(STEP_BUCKETS_S) for _ in STEP_PARTS)
-        self._tokens = Tally(TOKEN_BUCKETS)
-        self._sequences = Tally(SEQUENCE_BUCKETS)
+        self._parts = tuple(Histogram(STEP_BUCKETS_S) for _ in STEP_PARTS)
+        self._tokens = Histogram(TOKEN_BUCKETS)
+        self._sequences = Histogram(SEQUENCE_BUCKETS)
 
     def scheduled(self, plan: StepPlan) -> None:
         """The engine has sent a step's plan to the ranks."""
@@ -110,7 +87,7 @@ class Steps(EngineEventSink, Collector):
             "Seconds of one step by part: schedule, wait (for the ranks' result) and output (text, stops and events) are the "
             "engine's; prepare, copy (of blocks), forward and sample are the first rank's, inside wait.",
             ("part",),
-            [((part,), tally.buckets()) for part, tally in zip(STEP_PARTS, self._parts, strict=True)],
+            [((part,), times.buckets()) for part, times in zip(STEP_PARTS, self._parts, strict=True)],
         )
         yield own.counter("transom_steps", "Steps whose result has come back.", self._num_steps)
         yield own.counter(

@@ -1,0 +1,28 @@
+"""Engines that end with the test that starts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine_driver import make_engine
+from transom_worker.engine.engine import Engine
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start(tiny_model: Path) -> Iterator[Start]:
+    """Starts engines of the tiny model, or of another one, with the settings of `make_engine`."""
+    with ExitStack() as engines:
+
+        def start_engine(model: Path = tiny_model, **settings: Any) -> Engine:
+            engine = make_engine(str(model), **settings)
+            engines.callback(engine.shutdown)
+            return engine
+
+        yield start_engine
