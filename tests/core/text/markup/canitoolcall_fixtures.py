@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -32,6 +32,7 @@ from transom_core.text.markup.parts import (
     MalformedMarkup,
     MessageText,
     ReasoningText,
+    join_parts,
 )
 
 MarkerStyle = Literal["special", "special_with_text", "ordinary"]
@@ -168,15 +169,9 @@ def fixture_context(fixture: Fixture) -> AnswerContext:
 
 
 def read_answer(parser: MarkupParser, tokens: Iterable[tuple[int, str]]) -> list[AnswerPart]:
-    """All parts of an answer, with neighbours of one kind joined, so that they do not depend on how the answer was cut."""
-    joined: list[AnswerPart] = []
-    for part in (*(part for token_id, text in tokens for part in parser.push(token_id, text)), *parser.flush()):
-        last = joined[-1] if joined else None
-        if isinstance(part, ReasoningText | MessageText | CallArguments) and isinstance(last, type(part)):
-            joined[-1] = replace(part, text=last.text + part.text)
-        else:
-            joined.append(part)
-    return joined
+    """All parts of an answer, joined."""
+    parts = [part for token_id, text in tokens for part in parser.push(token_id, text)]
+    return join_parts(parts + parser.flush())
 
 
 def parse_result(parts: Iterable[AnswerPart]) -> ParseResult:

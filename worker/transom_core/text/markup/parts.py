@@ -13,7 +13,9 @@ pieces of one kind are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal
 
 AnswerState = Literal["reasoning", "message", "tool_call"]
@@ -69,3 +71,23 @@ class MalformedMarkup:
 
 
 AnswerPart = ReasoningText | MessageText | CallBegin | CallArguments | CallEnd | MalformedMarkup
+
+
+def join_parts(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
+    """Return the parts with neighbours of one kind joined, which does not depend on how the answer was cut into tokens."""
+    return [_join(list(group)) for _, group in groupby(parts, _kind)]
+
+
+def _kind(part: AnswerPart) -> object:
+    if isinstance(part, ReasoningText | MessageText):
+        return type(part)
+    return ("arguments", part.index) if isinstance(part, CallArguments) else part
+
+
+def _join(parts: list[AnswerPart]) -> AnswerPart:
+    """Return several parts of one kind as one part."""
+    first = parts[0]
+    if len(parts) == 1 or not isinstance(first, ReasoningText | MessageText | CallArguments):
+        return first
+    text = "".join(part.text for part in parts if not isinstance(part, CallBegin | CallEnd))
+    return replace(first, text=text)
